@@ -1,0 +1,98 @@
+"""What the rest of the framework sees of a coordinator.
+
+Two implementations: `etcd.EtcdCoordinator` (the real one) and `memory.MemoryCoordinator` (one process, for
+`nodes=0` and tests). A conformance suite runs on both. Nothing here knows of jobs, tasks or epochs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from taskgraph.protocol.kv import KeyEvent, KeyValue, Txn, TxnResult
+
+__all__ = ["Coordinator", "Lease", "Listing", "WatchBatch", "WatchCompacted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """All keys under a prefix at one revision, in key order."""
+
+    revision: int
+    items: tuple[KeyValue, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WatchBatch:
+    """Events of complete revisions, in order; `revision` is the last one contained.
+
+    An empty `events` is a progress notice: everything up to `revision` has been delivered.
+    """
+
+    revision: int
+    events: tuple[KeyEvent, ...]
+
+
+class WatchCompacted(Exception):
+    """The revision asked for was compacted away: list again and watch from there."""
+
+
+class Lease(Protocol):
+    """A lease that is renewed in the background until closed.
+
+    Renewal must go on while the main loop is busy, but only while `tick()` is called often enough: a node
+    whose loop is stuck must lose its lease.
+    """
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def ttl_s(self) -> float: ...
+
+    def valid_until(self) -> float:
+        """The monotonic time (`time.monotonic()`, or the loop's time in memory) until which the lease is certainly
+        alive: the moment the last *answered* renewal was sent, plus the TTL. In the past: it may be gone."""
+
+    def lost(self) -> bool:
+        """Whether the coordinator itself said that the lease does not exist any more."""
+
+    def tick(self) -> None:
+        """Says that the main loop is alive. Renewal stops `stall_limit_s` after the last tick, and resumes with the next."""
+
+    async def close(self, *, revoke: bool) -> None:
+        """Stops renewing; with `revoke`, deletes the lease and every key on it (best effort, bounded)."""
+
+
+class Coordinator(Protocol):
+    """Linearizable keys, transactions, watches and leases.
+
+    Every call is bounded by `timeout_s` of the implementation and raises `errors.Unavailable` where nothing was
+    done, or `errors.OutcomeUnknown` where a write may have happened. Reads raise only `Unavailable`.
+    """
+
+    def now(self) -> float:
+        """The clock that `Lease.valid_until` is told in."""
+
+    async def get(self, key: str) -> KeyValue | None:
+        """A linearizable read."""
+
+    async def list(self, prefix: str) -> Listing:
+        """A linearizable read of all keys under `prefix`, at one revision."""
+
+    async def txn(self, txn: Txn) -> TxnResult: ...
+
+    def watch(self, prefix: str, start_revision: int) -> AsyncIterator[WatchBatch]:
+        """Every event under `prefix` from `start_revision` on, each once, in order, across reconnections.
+
+        Raises `WatchCompacted` where that history is gone. Closing the iterator ends the watch.
+        """
+
+    async def lease(self, ttl_s: float, *, stall_limit_s: float) -> Lease:
+        """Grants a lease and starts renewing it. The server may grant a longer TTL than asked for."""
+
+    async def revoke(self, lease_id: int) -> None:
+        """Revokes any lease, also one of another process. A lease that does not exist is no error."""
+
+    async def close(self) -> None: ...

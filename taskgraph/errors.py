@@ -1,0 +1,156 @@
+"""The one tree of errors.
+
+Every error says whose fault it was (its class), what happened and where (its fields and message), and what to
+do about it (the end of its message). `str(error)` is what a user reads.
+
+    TaskGraphError
+    ├── JobError            the job or the call is wrong: fix the driver, the graph, or the arguments
+    │   ├── GraphError          a channel, neighbor, processor or put that does not fit the graph
+    │   ├── ValueNotEncodable   a value that cannot travel
+    │   ├── StateError          state changed outside a sync point, or forgotten by snapshot()
+    │   ├── FingerprintMismatch a node runs another driver, or another version of it
+    │   └── JobRunning          a job of that name is running already
+    ├── JobFailed           the job ended without a result; carries the user's own traceback
+    │   └── JobTimeout          the job did not end within timeout_s
+    ├── UnknownJob          no job of that name is known
+    ├── CoordinationError   etcd cannot be reached, refuses, or cannot be started
+    │   ├── Unavailable         nothing was done: safe to try again
+    │   └── OutcomeUnknown      a write may or may not have happened: re-read before anything else
+    ├── TransportError      a peer cannot be reached or a session broke: safe to try again
+    │   ├── PeerGone            its port refuses: the process does not exist any more
+    │   ├── PeerLost            the connection broke, or no answer came in time
+    │   └── Refused             the peer answered, and said no (with a reason)
+    └── DecodeError         bytes that are not a value, a frame or a record of ours
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CoordinationError",
+    "DecodeError",
+    "FingerprintMismatch",
+    "GraphError",
+    "JobError",
+    "JobFailed",
+    "JobRunning",
+    "JobTimeout",
+    "OutcomeUnknown",
+    "PeerGone",
+    "PeerLost",
+    "Refused",
+    "StateError",
+    "TaskGraphError",
+    "TransportError",
+    "Unavailable",
+    "UnknownJob",
+    "ValueNotEncodable",
+]
+
+
+class TaskGraphError(Exception):
+    """The root of everything this package raises on purpose."""
+
+
+class JobError(TaskGraphError):
+    """The job, its graph, or a call is wrong. Trying again without a change gives the same error."""
+
+
+class GraphError(JobError):
+    """A channel, neighbor, processor or put that does not fit the epoch's graph."""
+
+
+class ValueNotEncodable(JobError):
+    """A value of a type that cannot travel over a channel or be kept in a snapshot."""
+
+
+class StateError(JobError):
+    """State that changed outside a sync point, or that snapshot() forgot."""
+
+
+class FingerprintMismatch(JobError):
+    """A node whose driver is not the one the job was submitted with."""
+
+
+class JobRunning(JobError):
+    """A job of that name is running already."""
+
+
+class UnknownJob(TaskGraphError):
+    """No job of that name is known at that etcd or on this host."""
+
+
+class JobFailed(TaskGraphError):
+    """The job ended without a result.
+
+    Attributes:
+        job: the job's name.
+        task: the task whose code raised, or None where no single task is to blame.
+        epoch: the epoch it happened in, or None before the first.
+        where: the processor, handler or hook, e.g. `"update"`, or "".
+        traceback_text: the user code's own traceback as text, or "".
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        job: str = "",
+        task: int | None = None,
+        epoch: int | None = None,
+        where: str = "",
+        traceback_text: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.job = job
+        self.task = task
+        self.epoch = epoch
+        self.where = where
+        self.traceback_text = traceback_text
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"{text}\n\n{self.traceback_text.rstrip()}" if self.traceback_text else text
+
+
+class JobTimeout(JobFailed):
+    """The job did not end within `timeout_s`."""
+
+
+class CoordinationError(TaskGraphError):
+    """etcd cannot be reached, refuses, or cannot be started."""
+
+
+class Unavailable(CoordinationError):
+    """The coordinator did not execute the call: it is safe to try again."""
+
+
+class OutcomeUnknown(CoordinationError):
+    """A write was sent and no answer came: re-read linearizably before anything else happens."""
+
+
+class TransportError(TaskGraphError):
+    """A message could not be delivered or answered."""
+
+
+class PeerGone(TransportError):
+    """The peer's port refuses connections: its process does not exist any more."""
+
+
+class PeerLost(TransportError):
+    """The connection to the peer broke, could not be made, or no answer came in time."""
+
+
+class Refused(TransportError):
+    """The peer answered and said no.
+
+    Attributes:
+        reason: one of the constants in `taskgraph.protocol.messages.Reason`.
+    """
+
+    def __init__(self, reason: str, message: str = "") -> None:
+        super().__init__(message or reason)
+        self.reason = reason
+
+
+class DecodeError(TaskGraphError):
+    """Bytes that are not a value, a frame or a record of ours."""

@@ -1,0 +1,290 @@
+"""What replicas say to each other.
+
+Every message is one frozen dataclass. A *call* has exactly one reply: the type named in its docstring, or a
+`Refusal`, which `Transport.call` raises as `errors.Refused`. How a message travels is the transport's business;
+in one process it travels as the object it is.
+
+`Stamp` orders everything: attempt first, then epoch. The term is compared per sending task.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = [
+    "Accepted",
+    "Answer",
+    "Audit",
+    "Encoded",
+    "Flag",
+    "HandOver",
+    "Item",
+    "LedgerPage",
+    "LedgerEntry",
+    "Message",
+    "Offer",
+    "Pull",
+    "Reason",
+    "Refusal",
+    "Report",
+    "Request",
+    "RequestRestart",
+    "Seal",
+    "Stamp",
+    "Wait",
+    "WaitsPage",
+    "Waits",
+]
+
+
+class Stamp(NamedTuple):
+    """Where in the job's history something belongs. Tuples compare as the protocol orders: attempt, then epoch."""
+
+    attempt: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A value as bytes: immutable, digested, ready for a socket or for a reader in the same process.
+
+    Attributes:
+        meta: the structure (types, shapes, small values); decoded by `taskgraph.graph.values`.
+        buffers: the bulk, each a C-contiguous read-only buffer of bytes, in the order meta names them.
+        digest: xxh3-128 of meta and buffers, 16 bytes.
+    """
+
+    meta: bytes
+    buffers: tuple[memoryview, ...]
+    digest: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.meta) + sum(b.nbytes for b in self.buffers)
+
+
+class Reason:
+    """Why a peer says no. Plain strings, since they travel."""
+
+    NOT_PRIMARY = "not primary"  # ask the view again; the task has, or will have, another primary
+    NOT_HERE = "not here"  # this node holds no replica of that task
+    STALE = "stale"  # the sender's stamp or term is behind: it must read etcd
+    ATTEMPT_GONE = "attempt gone"  # the receiver's attempt ended while the call was parked
+    NOT_OFFERED = "not offered"  # a channel the producer does not declare in this epoch: the job's bug
+    MOVED_ON = "moved on"  # a seal whose version is no longer the task's
+    DONE = "done"  # the task is done with that epoch and takes nothing more of it
+    CONFLICT = "conflict"  # same identity, other content: the epoch must restart
+    PAUSED = "paused"  # the node cannot prove its lease: try again later
+    USER_ERROR = "user error"  # the receiver's user code raised: the job is failing
+    BAD_MESSAGE = "bad message"  # not something this receiver understands
+    CLOSING = "closing"  # the node is shutting down
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Reply to any call: no, and why."""
+
+    reason: str
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """Reply: done as asked. `term` is the answering task's term where one answers, else 0."""
+
+    term: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Consumer to producer: the item of `tag` for me. Waits at the producer until it exists. Reply: `Item`."""
+
+    stamp: Stamp
+    sender: int  # the consuming task
+    sender_term: int
+    task: int  # the producing task
+    tag: str
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Reply to `Pull`. `term` is the producer's."""
+
+    stamp: Stamp
+    term: int
+    tag: str
+    value: Encoded
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """Task to task: a mark with a value. The same flag twice in an epoch is one. Reply: `Accepted`."""
+
+    stamp: Stamp
+    sender: int
+    sender_term: int
+    task: int
+    value: Encoded
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Task to task: call a handler. Identity: (stamp, sender, task, method, number). Reply: `Answer`."""
+
+    stamp: Stamp
+    sender: int
+    sender_term: int
+    task: int
+    method: str
+    number: int
+    value: Encoded
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Reply to `Request`. `term` is the answering task's; `pure` says that the handler promised no effects."""
+
+    stamp: Stamp
+    term: int
+    pure: bool
+    value: Encoded
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Primary to member or candidate: hold this boundary. Reply: `Accepted` once it is held.
+
+    `stamp.epoch` is the boundary's number; `committed` says whether the primary read it as committed;
+    `candidate` says that the receiver is being admitted, and must set its replica up before it accepts.
+    """
+
+    stamp: Stamp
+    term: int
+    task: int
+    committed: bool
+    candidate: bool
+    value: Encoded
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Primary to leader: where my task is in the epoch. Reply: `Accepted`.
+
+    Attributes:
+        done: final; else the task is idle and waits for the seal.
+        version: grows with every message an idle task takes.
+        sent, received: the two sums, mod 2**128.
+        finish: some processor of the task asked for the end of the job.
+        numbers: what `epoch.report` collected in this epoch, or None while not done.
+        previous: the same of the epoch before, for a leader that does not have it yet.
+    """
+
+    stamp: Stamp
+    task: int
+    term: int
+    done: bool
+    version: int
+    sent: int
+    received: int
+    finish: bool = False
+    numbers: dict[str, float] | None = None
+    previous: dict[str, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Leader to primary: everything is quiet; if your version is still this one, run your sync points.
+
+    Reply: `Accepted`, or `Refusal(MOVED_ON)`.
+    """
+
+    stamp: Stamp
+    task: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRestart:
+    """Anyone to the leader: the attempt at this stamp cannot be completed. Reply: `Accepted` (heard, or already moot)."""
+
+    stamp: Stamp
+    task: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Primary to an in-sync backup, right after a commit: take over now. Reply: `Accepted` once tried."""
+
+    stamp: Stamp
+    task: int
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """Leader to primary, after unequal sums: show every entry of yours. Reply: `LedgerPage`."""
+
+    stamp: Stamp
+    task: int
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerEntry:
+    """One identity in a task's sums, e.g. kind "item", sender 3, receiver 1, name "grad"."""
+
+    sent: bool
+    kind: str
+    sender: int
+    receiver: int
+    name: str
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerPage:
+    """Reply to `Audit`."""
+
+    term: int
+    entries: tuple[LedgerEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Leader to primary, when an epoch stands still: what does each unfinished processor wait for? Reply: `WaitsPage`."""
+
+    stamp: Stamp
+    task: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One thing an unfinished processor of a task waits for.
+
+    Attributes:
+        processor: the waiting processor or handler.
+        kind: "item" (from `task`, named `name`), "order" (an earlier processor `name` of the same task),
+            "reply" (of `task` to method `name`), "running" (it waits for nothing but itself).
+        provides: (tag, consumer) pairs that this processor will put when it runs.
+    """
+
+    processor: str
+    kind: str
+    task: int
+    name: str
+    since_s: float
+    provides: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WaitsPage:
+    """Reply to `Waits`."""
+
+    term: int
+    waits: tuple[Wait, ...]
+
+
+Call = Pull | Flag | Request | Offer | Report | Seal | RequestRestart | HandOver | Audit | Waits
+Reply = Item | Answer | Accepted | LedgerPage | WaitsPage | Refusal
+Message = Call | Reply

@@ -1,0 +1,66 @@
+"""Every timeout, size limit and retry of the framework, in one frozen dataclass.
+
+`docs/settings.md` documents each field; a test holds the table to this file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Timeouts in seconds, sizes in bytes.
+
+    Attributes:
+        lease_ttl_s: TTL of a node's lease. etcd's floor is 2; a key dies up to 0.4 s after its TTL.
+        lease_stall_s: a main loop stuck for longer stops the renewal of the lease.
+        lost_after_s: a node whose key has been absent for this long is gone, without a launcher's word.
+        min_in_sync: replicas, the primary included, that must hold a boundary before its task is done.
+        admit_wait_s: how long epoch 0 waits for the backups wished for, so that it is safe to lose a node early.
+        start_wait_s: how long a job waits for all the nodes its launcher started, beyond `min_nodes`.
+        hand_over_s: how long a primary waits for the backup it handed over to before it goes on itself.
+        drain_s: how long a node that was told to leave tries to hand everything over.
+        takeover_stagger_s: delay per rank of succession, so that the first in line acts alone.
+        connect_s: connecting to a peer and proving the token.
+        call_s: a call that is answered from memory (everything but pulls, requests and offers).
+        etcd_s: one call to etcd, with its retries.
+        refresh_s: an unconfirmed hint (a message from the future) leads to a re-read of etcd after this time.
+        stall_check_s: an epoch that did not move for this long is examined for a cycle of waits.
+        slow_compute_s: a hook or compute that runs longer is shown in `status` and told as an event.
+        cancel_s: how long a restart waits for a running compute before the node's process ends itself.
+        setup_s: limit for `setup()` of a candidate, after which the offer is tried again.
+        results_kept_s: how long nodes keep results nobody collects.
+        blas_threads: threads of BLAS and OpenMP in a node; the same for any number of nodes, so that sums are bit-equal.
+        max_value_bytes: the largest single value that may travel.
+        max_parked: calls from the future that one replica keeps waiting.
+        events_kept: events kept in etcd per job.
+        strict: replay every epoch from its snapshot and name the task whose state was forgotten or changed
+            outside a sync point. Costs at least a second run of every compute.
+    """
+
+    lease_ttl_s: float = 5.0
+    lease_stall_s: float = 2.0
+    lost_after_s: float = 30.0
+    min_in_sync: int = 1
+    admit_wait_s: float = 10.0
+    start_wait_s: float = 15.0
+    hand_over_s: float = 2.0
+    drain_s: float = 60.0
+    takeover_stagger_s: float = 0.3
+    connect_s: float = 5.0
+    call_s: float = 10.0
+    etcd_s: float = 10.0
+    refresh_s: float = 0.05
+    stall_check_s: float = 2.0
+    slow_compute_s: float = 10.0
+    cancel_s: float = 60.0
+    setup_s: float = 600.0
+    results_kept_s: float = 300.0
+    blas_threads: int = 1
+    max_value_bytes: int = 1 << 40
+    max_parked: int = 100_000
+    events_kept: int = 1000
+    strict: bool = False

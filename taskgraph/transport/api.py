@@ -1,0 +1,66 @@
+"""What the rest of the framework sees of a transport.
+
+Two implementations: `stream.StreamTransport` (unix sockets on one host, TCP between hosts) and
+`memory.MemoryTransport` (one process). A conformance suite runs on both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from taskgraph.protocol.messages import Call, Reply
+
+__all__ = ["OnLost", "Peer", "Serve", "Transport"]
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A node as others reach it.
+
+    Attributes:
+        node: its id, unique for ever; the session's hello proves that this node, and no other, answers.
+        endpoints: in order of preference, each `unix:HOSTKEY:/path` (usable where HOSTKEY is one's own host) or
+            `tcp:host:port`; `memory:` in one process.
+    """
+
+    node: str
+    endpoints: tuple[str, ...]
+
+
+Serve = Callable[[str, Call], Awaitable[Reply]]
+"""(node of the caller, call) -> reply. May wait as long as it likes: calls do not block each other. Raising
+`errors.Refused` answers with that refusal; any other exception answers BAD_MESSAGE and is logged with its traceback.
+It is cancelled when the caller cancels its call or its session breaks."""
+
+OnLost = Callable[[str], None]
+"""(node): the last session with that node broke without a goodbye. Called on the event loop, must not block."""
+
+
+class Transport(Protocol):
+    """Calls between nodes of one job. Every session proves the job's token on both sides."""
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Where others reach this node; known after `start`."""
+
+    async def start(self, node: str, serve: Serve, on_lost: OnLost) -> None: ...
+
+    async def call(self, peer: Peer, message: Call, *, timeout_s: float | None = None) -> Reply:
+        """Delivers `message` and returns the reply. Connects where no session is open. A call to oneself is served too.
+
+        Raises:
+            Refused: the peer answered with a refusal.
+            PeerGone: its port refuses: the process does not exist any more.
+            PeerLost: the session broke or could not be made, or `timeout_s` passed.
+        """
+
+    async def probe(self, peer: Peer, *, timeout_s: float) -> None:
+        """Returns if the peer's process listens and answers the hello; raises PeerGone or PeerLost."""
+
+    def forget(self, node: str) -> None:
+        """Closes sessions with a node that is gone; calls under way raise PeerLost."""
+
+    async def close(self) -> None:
+        """Says goodbye to every peer (they see no loss), stops listening, removes socket files."""
