@@ -20,8 +20,8 @@ __all__ = [
     "Flag",
     "HandOver",
     "Item",
-    "LedgerPage",
     "LedgerEntry",
+    "LedgerPage",
     "Message",
     "Offer",
     "Pull",
@@ -33,8 +33,8 @@ __all__ = [
     "Seal",
     "Stamp",
     "Wait",
-    "WaitsPage",
     "Waits",
+    "WaitsPage",
 ]
 
 

@@ -1,0 +1,128 @@
+"""The values of a job's keys: small JSON objects, so that `etcdctl get` shows them to a person.
+
+Every record that a node writes names its writer, `node:n`, so that a write whose outcome is unknown can be
+recognised when it is read again.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+from taskgraph.errors import DecodeError
+
+__all__ = [
+    "EpochRecord",
+    "GoneRecord",
+    "MemberRecord",
+    "NodeRecord",
+    "PrimaryRecord",
+    "Record",
+    "State",
+    "StatusRecord",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A key's value."""
+
+    writer: str = ""
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Unknown fields are ignored, so that an older node reads a newer one's record; missing ones are an error."""
+        try:
+            raw: Any = json.loads(data)
+            names = {f.name for f in fields(cls)}
+            values = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items() if k in names}
+            return cls(**values)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise DecodeError(f"not a {cls.__name__}: {data[:200]!r} ({error})") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochRecord(Record):
+    """`epoch`: the boundary that is committed, which is also the number of the epoch at work, and the attempt."""
+
+    epoch: int
+    attempt: int
+
+
+class State:
+    """`status.state`."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusRecord(Record):
+    """`status`: what became of the job. The fields after `reason` say where a failure happened."""
+
+    state: str
+    reason: str = ""
+    task: int | None = None
+    epoch: int | None = None
+    where: str = ""
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRecord(Record):
+    """`nodes/{node}`, the only leased key.
+
+    Attributes:
+        name: what a person calls it; the node's id is the name plus the uuid of its process.
+        run: the run id of the job's spec, so that a node of an earlier job of the same name counts for nothing.
+        host: placement puts replicas of one task on different hosts where it can.
+        endpoints: see `transport.api.Peer`.
+        control: where the control service listens.
+        devices: number of CUDA devices.
+        draining: it wants to leave: place nothing here, hand over what is here.
+    """
+
+    name: str
+    run: str
+    host: str
+    pid: int
+    endpoints: tuple[str, ...]
+    control: str
+    fingerprint: str
+    lease: int
+    devices: int = 0
+    draining: bool = False
+    started_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoneRecord(Record):
+    """`gone/{node}`: whoever started the node's process saw it end, or its absence was long enough."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrimaryRecord(Record):
+    """`tasks/{t}/primary`. Never leased: terms only grow."""
+
+    node: str
+    term: int
+    stateful: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberRecord(Record):
+    """`tasks/{t}/members/{node}`: that node is in sync.
+
+    Attributes:
+        until: None, or evicted: it still counts as holding boundary `until`, and nothing after it.
+    """
+
+    until: int | None = None

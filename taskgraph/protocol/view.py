@@ -1,0 +1,182 @@
+"""A job as etcd tells it: a fold of a listing and then of watch events, in revision order.
+
+Everything a node decides from etcd it decides from one `JobView`; every fence it puts into a transaction is a mod
+revision that this view read. A view may be behind; it is never a mixture of revisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import KeyEvent, KeyValue
+from taskgraph.protocol.messages import Stamp
+from taskgraph.protocol.records import (
+    EpochRecord,
+    GoneRecord,
+    MemberRecord,
+    NodeRecord,
+    PrimaryRecord,
+    Record,
+    State,
+    StatusRecord,
+)
+
+__all__ = ["JobView", "Versioned"]
+
+R = TypeVar("R", bound=Record)
+
+
+@dataclass(frozen=True, slots=True)
+class Versioned(Generic[R]):
+    """A record with the revisions it was read at."""
+
+    record: R
+    create_revision: int
+    mod_revision: int
+
+
+class JobView:
+    """The state of one job's keys at `revision`.
+
+    `absent` keys simply do not appear. Nodes of an earlier run of the same job name are left out.
+    """
+
+    def __init__(self, job: str) -> None:
+        self.keys = Keys(job)
+        self.revision = 0
+        self.spec: bytes | None = None
+        self.spec_revision = 0
+        self.epoch: Versioned[EpochRecord] | None = None
+        self.status: Versioned[StatusRecord] | None = None
+        self.generation_revision = 0
+        self.checkpoint_revision = 0
+        self.collected = False
+        self.nodes: dict[str, Versioned[NodeRecord]] = {}
+        self.gone: dict[str, Versioned[GoneRecord]] = {}
+        self.primaries: dict[int, Versioned[PrimaryRecord]] = {}
+        self.members: dict[int, dict[str, Versioned[MemberRecord]]] = {}
+
+    # -- folding ------------------------------------------------------------------------------------------------
+
+    def reset(self, revision: int, items: Iterable[KeyValue]) -> None:
+        """Starts again from a listing of everything under the job's root at `revision`."""
+        self.__init__(self.keys.job)  # type: ignore[misc]
+        for kv in items:
+            self._put(kv)
+        self.revision = revision
+
+    def apply(self, revision: int, events: Iterable[KeyEvent]) -> None:
+        """Applies the events of complete revisions up to `revision`, in the order given."""
+        for event in events:
+            if event.kv.mod_revision <= self.revision:
+                continue  # a watch that was started again may repeat what a listing already held
+            if event.kind == "put":
+                self._put(event.kv)
+            else:
+                self._delete(event.kv.key)
+        self.revision = max(self.revision, revision)
+
+    def _put(self, kv: KeyValue) -> None:
+        match self._split(kv.key):
+            case ["spec"]:
+                self.spec, self.spec_revision = kv.value, kv.mod_revision
+            case ["epoch"]:
+                self.epoch = _versioned(EpochRecord, kv)
+            case ["status"]:
+                self.status = _versioned(StatusRecord, kv)
+            case ["generation"]:
+                self.generation_revision = kv.mod_revision
+            case ["checkpoint"]:
+                self.checkpoint_revision = kv.mod_revision
+            case ["collected"]:
+                self.collected = True
+            case ["nodes", node]:
+                self.nodes[node] = _versioned(NodeRecord, kv)
+            case ["gone", node]:
+                self.gone[node] = _versioned(GoneRecord, kv)
+            case ["tasks", task, "primary"]:
+                self.primaries[int(task)] = _versioned(PrimaryRecord, kv)
+            case ["tasks", task, "members", node]:
+                self.members.setdefault(int(task), {})[node] = _versioned(MemberRecord, kv)
+            case _:
+                pass  # events and results are not part of the protocol's state
+
+    def _delete(self, key: str) -> None:
+        match self._split(key):
+            case ["spec"]:
+                self.spec, self.spec_revision = None, 0
+            case ["epoch"]:
+                self.epoch = None
+            case ["status"]:
+                self.status = None
+            case ["generation"]:
+                self.generation_revision = 0
+            case ["checkpoint"]:
+                self.checkpoint_revision = 0
+            case ["collected"]:
+                self.collected = False
+            case ["nodes", node]:
+                self.nodes.pop(node, None)
+            case ["gone", node]:
+                self.gone.pop(node, None)
+            case ["tasks", task, "primary"]:
+                self.primaries.pop(int(task), None)
+            case ["tasks", task, "members", node]:
+                self.members.get(int(task), {}).pop(node, None)
+            case _:
+                pass
+
+    def _split(self, key: str) -> list[str]:
+        return key[len(self.keys.root) :].split("/")
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    @property
+    def stamp(self) -> Stamp | None:
+        """(attempt, epoch) at work, or None before the job was submitted."""
+        if self.epoch is None:
+            return None
+        return Stamp(self.epoch.record.attempt, self.epoch.record.epoch)
+
+    @property
+    def running(self) -> bool:
+        return self.status is not None and self.status.record.state == State.RUNNING
+
+    def term(self, task: int) -> int:
+        """The task's current term, 0 before its first primary."""
+        primary = self.primaries.get(task)
+        return primary.record.term if primary else 0
+
+    def primary_node(self, task: int) -> str | None:
+        primary = self.primaries.get(task)
+        return primary.record.node if primary else None
+
+    def is_primary(self, task: int, node: str, term: int) -> bool:
+        primary = self.primaries.get(task)
+        return primary is not None and primary.record.node == node and primary.record.term == term
+
+    def members_of(self, task: int) -> Mapping[str, Versioned[MemberRecord]]:
+        return self.members.get(task, {})
+
+    def in_sync(self, task: int) -> list[str]:
+        """Members that hold the committed boundary, in the order of their admission."""
+        at = self.epoch.record.epoch if self.epoch else 0
+        held = [
+            (m.create_revision, node)
+            for node, m in self.members_of(task).items()
+            if m.record.until is None or m.record.until >= at
+        ]
+        return [node for _, node in sorted(held)]
+
+    def live_nodes(self, run: str) -> dict[str, NodeRecord]:
+        """Registered nodes of this run that nobody declared gone."""
+        return {
+            node: v.record for node, v in self.nodes.items() if v.record.run == run and node not in self.gone
+        }
+
+
+def _versioned(cls: type[R], kv: KeyValue) -> Versioned[R]:
+    return Versioned(cls.from_bytes(kv.value), kv.create_revision, kv.mod_revision)
