@@ -37,9 +37,9 @@ class Record:
     def from_bytes(cls, data: bytes) -> Self:
         """Unknown fields are ignored, so that an older node reads a newer one's record; missing ones are an error."""
         try:
-            raw: Any = json.loads(data)
+            raw: dict[str, Any] = json.loads(data)
             names = {f.name for f in fields(cls)}
-            values = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items() if k in names}
+            values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items() if k in names}
             return cls(**values)
         except (ValueError, TypeError, AttributeError) as error:
             raise DecodeError(f"not a {cls.__name__}: {data[:200]!r} ({error})") from error

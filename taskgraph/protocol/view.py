@@ -173,9 +173,7 @@ class JobView:
 
     def live_nodes(self, run: str) -> dict[str, NodeRecord]:
         """Registered nodes of this run that nobody declared gone."""
-        return {
-            node: v.record for node, v in self.nodes.items() if v.record.run == run and node not in self.gone
-        }
+        return {node: v.record for node, v in self.nodes.items() if v.record.run == run and node not in self.gone}
 
 
 def _versioned(cls: type[R], kv: KeyValue) -> Versioned[R]:
