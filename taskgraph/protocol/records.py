@@ -110,11 +110,12 @@ class GoneRecord(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrimaryRecord(Record):
-    """`tasks/{t}/primary`. Never leased: terms only grow."""
+    """`tasks/{t}/primary`. Never leased: terms only grow. `failovers` counts the terms that began with a failure."""
 
     node: str
     term: int
     stateful: bool
+    failovers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

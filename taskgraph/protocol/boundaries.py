@@ -1,0 +1,85 @@
+"""Which snapshots a replica holds.
+
+Boundary e is a task's state after epoch e - 1, with the reports that travel in it. A member holds the committed
+boundary and every boundary it acknowledged that may still commit (invariant I3), keyed by (epoch, attempt, term).
+
+Which of several pending boundaries of one epoch is the committed one? The one with the highest (attempt, term):
+a primary of a later term or attempt began from the boundary *before* it, read in etcd, so the earlier ones were not
+committed by then and are void since; and a commit needs the acknowledgement of every member, so the member holds
+the one that counted.
+
+A boundary is freed only when a later epoch was *read* from etcd; what a peer says frees nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from taskgraph.protocol.messages import Encoded, Stamp
+
+__all__ = ["Boundaries", "Boundary"]
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A task's snapshot. `stamp.epoch` is its number, `stamp.attempt` the attempt it was made in."""
+
+    stamp: Stamp
+    term: int
+    value: Encoded
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return (self.stamp.epoch, self.stamp.attempt, self.term)
+
+
+class Boundaries:
+    """The boundaries one replica holds."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, int, int], Boundary] = {}
+        self._committed: Boundary | None = None
+
+    @property
+    def committed(self) -> Boundary | None:
+        """The boundary of the last epoch read as committed, if this replica holds it."""
+        return self._committed
+
+    @property
+    def pending(self) -> tuple[Boundary, ...]:
+        return tuple(self._held[key] for key in sorted(self._held))
+
+    def hold(self, boundary: Boundary, *, committed: bool) -> None:
+        """Keeps a boundary. `committed`: its primary read it as committed, so it replaces what was held for it."""
+        if committed:
+            if self._committed is None or boundary.stamp.epoch >= self._committed.stamp.epoch:
+                self._committed = boundary
+                self._held = {k: b for k, b in self._held.items() if b.stamp.epoch > boundary.stamp.epoch}
+            return
+        if self._committed is not None and boundary.stamp.epoch <= self._committed.stamp.epoch:
+            return  # never let a pending boundary near a committed one
+        self._held[boundary.key] = boundary
+
+    def read_epoch(self, epoch: int) -> Boundary | None:
+        """`epoch` was read as committed from etcd. Returns the boundary that has just become the committed one, if any."""
+        if self._committed is not None and self._committed.stamp.epoch >= epoch:
+            return None
+        best = max((key for key in self._held if key[0] == epoch), default=None)
+        if best is None:
+            return None  # not a member at that time: what it holds below is of no use to anyone who reads the view
+        self._committed = self._held[best]
+        self._held = {key: b for key, b in self._held.items() if key[0] > epoch}
+        return self._committed
+
+    def holds(self, epoch: int) -> bool:
+        """Whether the committed boundary of `epoch` is here."""
+        return self._committed is not None and self._committed.stamp.epoch == epoch
+
+    def drop_pending(self) -> None:
+        """The attempt they were made in is over and was not committed."""
+        self._held.clear()
+
+    def clear(self) -> None:
+        """Everything goes: the replica is no member any more, or boundary 0 is made anew."""
+        self._held.clear()
+        self._committed = None

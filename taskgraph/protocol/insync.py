@@ -1,0 +1,152 @@
+"""The in-sync set, as its primary keeps it: whom a boundary needs acknowledgements from.
+
+    absent ──wish──► candidate ──acknowledged all──► admitting ──known written──► member
+                        ▲                               │                            │
+                        └────────known refused──────────┘                            │ suspect / not wished
+                                                                                     ▼
+    absent ◄──────────────────────known written────────────────────────────────  evicting
+
+A boundary needs the acknowledgement of every node in `admitting`, `member` and `evicting`: from the moment the
+admitting write may exist until the moment the evicting write is known to exist, that node may take over.
+Members found at a take-over are `member`, also those an earlier term marked as evicted: only an eviction of one's
+own term counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+__all__ = ["InSync", "Place"]
+
+Key = tuple[int, int, int]
+"""A boundary's (epoch, attempt, term)."""
+
+
+class Place(StrEnum):
+    """Where a node stands with regard to the in-sync set."""
+
+    CANDIDATE = "candidate"
+    ADMITTING = "admitting"
+    MEMBER = "member"
+    EVICTING = "evicting"
+
+
+_COUNTS = frozenset({Place.ADMITTING, Place.MEMBER, Place.EVICTING})
+
+
+class InSync:
+    """Other nodes than the primary's own; the primary's own copy is implied."""
+
+    def __init__(self, members: Iterable[str], current: Iterable[Key] = ()) -> None:
+        """Args:
+        members: the members read by the take-over, without oneself.
+        current: boundaries they are known to hold (the committed one they acknowledged to whoever was primary then).
+        """
+        held = frozenset(current)
+        self._place: dict[str, Place] = dict.fromkeys(members, Place.MEMBER)
+        self._acked: dict[str, set[Key]] = {node: set(held) for node in self._place}
+        self._current: list[Key] = sorted(held)
+
+    # -- what is there to hold ------------------------------------------------------------------------------------
+
+    @property
+    def current(self) -> tuple[Key, ...]:
+        """Boundaries a member must hold: the committed one and the pending ones."""
+        return tuple(self._current)
+
+    def add(self, key: Key) -> None:
+        """A boundary more to hold."""
+        if key not in self._current:
+            self._current.append(key)
+            self._current.sort()
+
+    def keep_from(self, epoch: int) -> None:
+        """`epoch` was read as committed: boundaries below it are history."""
+        self._current = [key for key in self._current if key[0] >= epoch]
+        for acked in self._acked.values():
+            acked.intersection_update(self._current)
+
+    def drop_pending(self, committed_epoch: int) -> None:
+        """The attempt ended: only the committed boundary remains."""
+        self._current = [key for key in self._current if key[0] <= committed_epoch]
+        for acked in self._acked.values():
+            acked.intersection_update(self._current)
+
+    # -- who -------------------------------------------------------------------------------------------------------
+
+    def place(self, node: str) -> Place | None:
+        return self._place.get(node)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(sorted(self._place))
+
+    def members(self) -> tuple[str, ...]:
+        return tuple(sorted(n for n, p in self._place.items() if p is Place.MEMBER))
+
+    def candidates(self) -> tuple[str, ...]:
+        return tuple(sorted(n for n, p in self._place.items() if p in (Place.CANDIDATE, Place.ADMITTING)))
+
+    def invite(self, node: str) -> None:
+        """A node is wished for: it becomes a candidate, unless it already is something."""
+        if node not in self._place:
+            self._place[node] = Place.CANDIDATE
+            self._acked[node] = set()
+
+    def dismiss(self, node: str) -> bool:
+        """A candidate is not wished for any more. Returns whether it was forgotten: not while it may be a member."""
+        if self._place.get(node) is Place.CANDIDATE:
+            del self._place[node], self._acked[node]
+            return True
+        return False
+
+    # -- acknowledgements ------------------------------------------------------------------------------------------
+
+    def missing(self, node: str) -> tuple[Key, ...]:
+        """What `node` has yet to acknowledge, in order."""
+        if node not in self._place:
+            return ()
+        return tuple(key for key in self._current if key not in self._acked[node])
+
+    def acknowledge(self, node: str, key: Key) -> None:
+        if node in self._acked and key in self._current:
+            self._acked[node].add(key)
+
+    def waits_for(self, key: Key) -> tuple[str, ...]:
+        """Nodes whose acknowledgement of `key` is needed and not there."""
+        return tuple(sorted(n for n, p in self._place.items() if p in _COUNTS and key not in self._acked[n]))
+
+    def holders(self, key: Key) -> int:
+        """How many replicas, the primary included, hold `key` and are known to be members."""
+        return 1 + sum(1 for n, p in self._place.items() if p is Place.MEMBER and key in self._acked[n])
+
+    # -- admission and eviction --------------------------------------------------------------------------------------
+
+    def may_admit(self, node: str) -> bool:
+        """A candidate that acknowledged the committed and every pending boundary."""
+        return self._place.get(node) is Place.CANDIDATE and bool(self._current) and not self.missing(node)
+
+    def admitting(self, node: str) -> None:
+        """The admitting write is about to be sent."""
+        if not self.may_admit(node):
+            raise ValueError(f"{node} is {self._place.get(node)}, not a candidate that holds every boundary")
+        self._place[node] = Place.ADMITTING
+
+    def admitted(self, node: str, written: bool) -> None:
+        """It is known whether the admitting write happened."""
+        if self._place.get(node) is Place.ADMITTING:
+            self._place[node] = Place.MEMBER if written else Place.CANDIDATE
+
+    def evicting(self, node: str) -> None:
+        """The evicting write is about to be sent; the acknowledgement is needed until it is known to have happened."""
+        if self._place.get(node) is not Place.MEMBER:
+            raise ValueError(f"{node} is {self._place.get(node)}, not a member")
+        self._place[node] = Place.EVICTING
+
+    def evicted(self, node: str, written: bool) -> None:
+        if self._place.get(node) is Place.EVICTING:
+            if written:
+                del self._place[node], self._acked[node]
+            else:
+                self._place[node] = Place.MEMBER

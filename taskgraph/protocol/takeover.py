@@ -1,0 +1,63 @@
+"""Who succeeds a primary, and when one may try.
+
+A take-over is safe at any time: its transaction decides, not this module. This module only makes it quick and
+orderly: the first member in the order of admission acts as soon as its primary's node is suspected; the others act
+one after another, later, so that a first in line who is dead too does not leave the task alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+from enum import StrEnum
+
+from taskgraph.protocol.view import JobView
+
+__all__ = ["Move", "Succession", "succession"]
+
+
+class Move(StrEnum):
+    """What a node should do about a task."""
+
+    NOTHING = "nothing"
+    TAKE_OVER = "take over"  # as a member, `rank` steps after the first in line
+    FROM_NOTHING = "from nothing"  # no member is left (or there never was one)
+    LOST = "lost"  # no member is left, and its state is needed: the job fails
+
+
+@dataclass(frozen=True, slots=True)
+class Succession:
+    """The decision, and what it rests on."""
+
+    move: Move
+    rank: int = 0
+
+
+def succession(
+    view: JobView, task: int, me: str, *, suspects: Set[str], gone: Set[str], wished: bool, stateful: bool
+) -> Succession:
+    """Decides for one task.
+
+    Args:
+        suspects: nodes whose port refuses, whose key is absent, or who are gone.
+        gone: nodes that are gone for good. Only "gone" allows starting without any of the members.
+        wished: placement wants this node to be the task's primary.
+        stateful: a lost boundary cannot be made anew, but in epoch 0.
+    """
+    primary = view.primary_node(task)
+    if primary == me or view.epoch is None:
+        return Succession(Move.NOTHING)
+    if primary is not None and primary not in suspects:
+        return Succession(Move.NOTHING)
+    heirs = [node for node in view.in_sync(task) if node not in suspects]
+    if me in heirs:
+        return Succession(Move.TAKE_OVER, heirs.index(me))
+    if heirs or not wished:
+        return Succession(Move.NOTHING)
+    members = view.members_of(task)
+    # Every member must be gone, and its node key with it: the transaction compares just that.
+    if any(node not in gone or node in view.nodes for node in members if node != me):
+        return Succession(Move.NOTHING)
+    if stateful and view.epoch.record.epoch > 0:
+        return Succession(Move.LOST)
+    return Succession(Move.FROM_NOTHING)

@@ -1,0 +1,354 @@
+"""Every transaction the protocol writes, as data.
+
+Rules that hold for all of them:
+
+- comparisons are by mod revision, as read by the writer's view; a revision never returns, a value may;
+- a write under `tasks/t/` compares the mod revision of `tasks/t/primary` and the writer's own node key, so that a
+  primary of a gone term, or a node whose lease is gone, changes nothing;
+- whoever changes a primary also puts `generation`: the commit compares that one key instead of all primaries;
+- `epoch` is only written by the leader, fenced by its own `primary`, and by the take-over of a task that lost all
+  its members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from taskgraph.protocol.kv import Compare, Delete, Get, KeyValue, Op, Put, Txn, TxnResult
+from taskgraph.protocol.records import (
+    EpochRecord,
+    GoneRecord,
+    MemberRecord,
+    NodeRecord,
+    PrimaryRecord,
+    State,
+    StatusRecord,
+)
+from taskgraph.protocol.view import JobView
+
+__all__ = [
+    "TakenOver",
+    "admit",
+    "commit",
+    "declare_gone",
+    "evict",
+    "fail",
+    "register",
+    "remove_member",
+    "restart",
+    "resume",
+    "take_over",
+    "take_over_from_nothing",
+    "taken_over",
+]
+
+
+def _generation(view: JobView, writer: str) -> Put:
+    # The value is for people; only the revision counts.
+    return Put(view.keys.generation, writer.encode())
+
+
+def _mod(record: object) -> int:
+    return record.mod_revision if record is not None else 0  # type: ignore[attr-defined, no-any-return]
+
+
+def register(view: JobView, node: str, record: NodeRecord) -> Txn:
+    """The node's own key appears; the job must still be the one that was read."""
+    return Txn(
+        compares=(Compare(view.keys.node(node), 0), Compare(view.keys.spec, view.spec_revision)),
+        success=(Put(view.keys.node(node), record.to_bytes(), record.lease),),
+    )
+
+
+def resume(view: JobView, node: str, record: NodeRecord, held: dict[int, int]) -> Txn:
+    """After a pause: proves that the primaries in `held` (task -> mod revision) are unchanged, puts the node's key again."""
+    return Txn(
+        compares=(
+            Compare(view.keys.spec, view.spec_revision),
+            Compare(view.keys.gone(node), 0),
+            *(Compare(view.keys.primary(task), revision) for task, revision in sorted(held.items())),
+        ),
+        success=(Put(view.keys.node(node), record.to_bytes(), record.lease),),
+    )
+
+
+def update_node(view: JobView, node: str, record: NodeRecord, node_revision: int) -> Txn:
+    """Changes what the node says of itself, e.g. that it drains."""
+    return Txn(
+        compares=(Compare(view.keys.node(node), node_revision),),
+        success=(Put(view.keys.node(node), record.to_bytes(), record.lease),),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TakenOver:
+    """What a successful take-over read, at the very revision of its writes: the new primary starts from this.
+
+    Attributes:
+        members: node -> mod revision of its member key, and whether it was marked as evicted.
+    """
+
+    revision: int
+    term: int
+    epoch: int
+    attempt: int
+    members: dict[str, tuple[int, MemberRecord]]
+
+
+def take_over(
+    view: JobView, task: int, node: str, node_revision: int, *, stateful: bool, failure: bool, writer: str
+) -> Txn:
+    """A member (or the primary itself) becomes primary with the next term.
+
+    Args:
+        failure: the old primary failed; False for a hand-over. Counted in the record, for people.
+
+    Raises:
+        LookupError: the node is no member as far as the view knows.
+    """
+    keys = view.keys
+    own = view.members_of(task).get(node)
+    old = view.primaries.get(task)
+    if own is None or view.epoch is None or old is None:
+        raise LookupError(f"node {node} is no member of task {task}")
+    compares = [
+        Compare(keys.primary(task), old.mod_revision),
+        Compare(keys.member(task, node), own.mod_revision),
+        Compare(keys.node(node), node_revision),
+    ]
+    if own.record.until is not None:
+        # Evicted, but still a holder of that very boundary: only as long as it is the committed one.
+        if own.record.until != view.epoch.record.epoch:
+            raise LookupError(f"node {node} was evicted from task {task} at boundary {own.record.until}")
+        compares.append(Compare(keys.epoch, view.epoch.mod_revision))
+    record = PrimaryRecord(
+        node=node,
+        term=old.record.term + 1,
+        stateful=stateful,
+        failovers=old.record.failovers + (1 if failure else 0),
+        writer=writer,
+    )
+    return Txn(
+        compares=tuple(compares),
+        success=(
+            Put(keys.primary(task), record.to_bytes()),
+            _generation(view, writer),
+            *_reads_of_take_over(view, task),
+        ),
+    )
+
+
+def take_over_from_nothing(
+    view: JobView, task: int, node: str, node_revision: int, *, stateful: bool, writer: str
+) -> Txn:
+    """The first primary of a fresh job, or of a task all of whose members are gone.
+
+    Compares everything that the decision rests on: no member may come back meanwhile.
+
+    Raises:
+        LookupError: a stateful task's boundary is lost (epoch > 0): the job must fail, see `fail_lost`.
+    """
+    keys = view.keys
+    if view.epoch is None or view.status is None:
+        raise LookupError("the job was not submitted")
+    old = view.primaries.get(task)
+    if stateful and view.epoch.record.epoch > 0:
+        raise LookupError(
+            f"task {task} has no members left, and its state of epoch {view.epoch.record.epoch} with them"
+        )
+    members = view.members_of(task)
+    record = PrimaryRecord(
+        node=node,
+        term=(old.record.term if old else 0) + 1,
+        stateful=stateful,
+        failovers=(old.record.failovers + 1) if old else 0,
+        writer=writer,
+    )
+    return Txn(
+        compares=(
+            Compare(keys.primary(task), _mod(old)),
+            Compare(keys.node(node), node_revision),
+            *_members_gone(view, task, node),
+            Compare(keys.epoch, view.epoch.mod_revision),
+            Compare(keys.checkpoint, view.checkpoint_revision),
+            Compare(keys.status, view.status.mod_revision),
+        ),
+        success=(
+            *(Delete(keys.member(task, member)) for member in sorted(members) if member != node),
+            Put(keys.primary(task), record.to_bytes()),
+            Put(keys.member(task, node), MemberRecord(writer=writer).to_bytes()),
+            _generation(view, writer),
+            *_reads_of_take_over(view, task),
+        ),
+    )
+
+
+def fail_lost(view: JobView, task: int, status: StatusRecord) -> Txn:
+    """Every member of a stateful task is gone and there is no checkpoint: the job fails, if that is still so."""
+    keys = view.keys
+    return Txn(
+        compares=(
+            Compare(keys.primary(task), _mod(view.primaries.get(task))),
+            *_members_gone(view, task, None),
+            Compare(keys.epoch, _mod(view.epoch)),
+            Compare(keys.checkpoint, view.checkpoint_revision),
+            Compare(keys.status, _mod(view.status)),
+        ),
+        success=(Put(keys.status, status.to_bytes()),),
+    )
+
+
+def _members_gone(view: JobView, task: int, node: str | None) -> Iterable[Compare]:
+    """Every member key as read, and the absence of each one's node key."""
+    for member, versioned in sorted(view.members_of(task).items()):
+        yield Compare(view.keys.member(task, member), versioned.mod_revision)
+        if member != node:
+            yield Compare(view.keys.node(member), 0)
+
+
+def _reads_of_take_over(view: JobView, task: int) -> tuple[Op, ...]:
+    return (Get(view.keys.epoch), Get(view.keys.members(task), prefix=True), Get(view.keys.primary(task)))
+
+
+def taken_over(result: TxnResult, view: JobView, task: int) -> TakenOver:
+    """Reads the success branch of a take-over."""
+    epoch_reads, member_reads, primary_reads = result.reads
+    return read_taken_over(result.revision, epoch_reads, member_reads, primary_reads, view, task)
+
+
+def read_taken_over(
+    revision: int,
+    epoch_reads: tuple[KeyValue, ...],
+    member_reads: tuple[KeyValue, ...],
+    primary_reads: tuple[KeyValue, ...],
+    view: JobView,
+    task: int,
+) -> TakenOver:
+    """The same from three reads at one revision."""
+    epoch = EpochRecord.from_bytes(epoch_reads[0].value)
+    primary = PrimaryRecord.from_bytes(primary_reads[0].value)
+    prefix = view.keys.members(task)
+    return TakenOver(
+        revision=revision,
+        term=primary.term,
+        epoch=epoch.epoch,
+        attempt=epoch.attempt,
+        members={kv.key[len(prefix) :]: (kv.mod_revision, MemberRecord.from_bytes(kv.value)) for kv in member_reads},
+    )
+
+
+def reread_take_over(view: JobView, task: int) -> Txn:
+    """Reads what a take-over with an unknown outcome would have read."""
+    return Txn(success=_reads_of_take_over(view, task))
+
+
+def _fences(view: JobView, task: int, primary_revision: int, node: str, node_revision: int) -> tuple[Compare, ...]:
+    return (Compare(view.keys.primary(task), primary_revision), Compare(view.keys.node(node), node_revision))
+
+
+def admit(
+    view: JobView,
+    task: int,
+    *,
+    primary_revision: int,
+    node: str,
+    node_revision: int,
+    candidate: str,
+    writer: str,
+) -> Txn:
+    """The primary puts a candidate into the in-sync set; the candidate's process must still be registered."""
+    keys = view.keys
+    current = view.members_of(task).get(candidate)
+    return Txn(
+        compares=(
+            *_fences(view, task, primary_revision, node, node_revision),
+            Compare(keys.member(task, candidate), _mod(current)),
+            Compare(keys.node(candidate), _mod(view.nodes.get(candidate))),
+            Compare(keys.gone(candidate), 0),
+        ),
+        success=(Put(keys.member(task, candidate), MemberRecord(writer=writer).to_bytes()),),
+    )
+
+
+def evict(
+    view: JobView,
+    task: int,
+    *,
+    primary_revision: int,
+    node: str,
+    node_revision: int,
+    member: str,
+    writer: str,
+) -> Txn:
+    """The primary writes "until e" into a member's key: it holds boundary e, which is committed, and nothing after it."""
+    keys = view.keys
+    if view.epoch is None:
+        raise LookupError("the job was not submitted")
+    return Txn(
+        compares=(
+            *_fences(view, task, primary_revision, node, node_revision),
+            Compare(keys.member(task, member), _mod(view.members_of(task).get(member))),
+            Compare(keys.epoch, view.epoch.mod_revision),
+        ),
+        success=(
+            Put(keys.member(task, member), MemberRecord(until=view.epoch.record.epoch, writer=writer).to_bytes()),
+        ),
+    )
+
+
+def remove_member(
+    view: JobView, task: int, *, primary_revision: int, node: str, node_revision: int, member: str
+) -> Txn:
+    """Tidies away the key of a member that was evicted before the committed boundary."""
+    keys = view.keys
+    return Txn(
+        compares=(
+            *_fences(view, task, primary_revision, node, node_revision),
+            Compare(keys.member(task, member), _mod(view.members_of(task).get(member))),
+        ),
+        success=(Delete(keys.member(task, member)),),
+    )
+
+
+def commit(view: JobView, *, primary_revision: int, finished: bool, writer: str) -> Txn:
+    """The leader's commit of the epoch at work. `status` travels in the same transaction."""
+    keys = view.keys
+    if view.epoch is None or view.status is None:
+        raise LookupError("the job was not submitted")
+    at = view.epoch.record
+    puts: list[Op] = [Put(keys.epoch, EpochRecord(epoch=at.epoch + 1, attempt=at.attempt, writer=writer).to_bytes())]
+    compares = [
+        Compare(keys.primary(0), primary_revision),
+        Compare(keys.generation, view.generation_revision),
+        Compare(keys.epoch, view.epoch.mod_revision),
+    ]
+    if finished:
+        compares.append(Compare(keys.status, view.status.mod_revision))
+        puts.append(Put(keys.status, StatusRecord(state=State.FINISHED, writer=writer).to_bytes()))
+    return Txn(compares=tuple(compares), success=tuple(puts))
+
+
+def restart(view: JobView, *, primary_revision: int, writer: str) -> Txn:
+    """The leader starts the epoch at work again, with the next attempt. The counter never goes back."""
+    keys = view.keys
+    if view.epoch is None:
+        raise LookupError("the job was not submitted")
+    at = view.epoch.record
+    return Txn(
+        compares=(Compare(keys.primary(0), primary_revision), Compare(keys.epoch, view.epoch.mod_revision)),
+        success=(Put(keys.epoch, EpochRecord(epoch=at.epoch, attempt=at.attempt + 1, writer=writer).to_bytes()),),
+    )
+
+
+def fail(view: JobView, status: StatusRecord, fences: Iterable[Compare] = ()) -> Txn:
+    """The job fails, unless it already ended or a fence broke."""
+    return Txn(
+        compares=(Compare(view.keys.status, _mod(view.status)), *fences),
+        success=(Put(view.keys.status, status.to_bytes()),),
+    )
+
+
+def declare_gone(view: JobView, node: str, record: GoneRecord) -> Txn:
+    """Says that a node is gone for good."""
+    return Txn(compares=(Compare(view.keys.gone(node), 0),), success=(Put(view.keys.gone(node), record.to_bytes()),))
