@@ -1,0 +1,202 @@
+"""The two sums by which a commit sees that every edge of an epoch agrees.
+
+Every task keeps a ledger of what it sent and of what it received in one attempt and one term: items, flags,
+effectful requests and their answers. Each entry has an identity (kind, sender, receiver, name) and a digest of its
+content; both ends hash the same five fields to the same 128-bit number. A task reports two numbers only: the sum of
+everything it sent and the sum of everything it received, mod 2**128. Over all tasks
+
+    sum of sent == sum of received   <=>   every edge has both its ends, with the same content
+
+but for a chance of about 2**-128. An addition forgets order and place, so nothing has to be compared pairwise; it
+also counts, hence an identity is added once, however often its message travelled.
+
+Where the sums differ the leader asks for the entries themselves, and `explain` says which edges disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from xxhash import xxh3_128_intdigest
+
+from taskgraph.errors import TaskGraphError
+from taskgraph.protocol.messages import LedgerEntry
+
+__all__ = ["Conflict", "Kind", "Ledger", "explain", "identity", "total"]
+
+_MASK = (1 << 128) - 1  # the sums live in the integers mod 2**128, the width of the hash
+
+
+class Kind:
+    """What an entry counts. Plain strings, since they travel.
+
+    The name of an item is its tag. The name of a flag must tell its content apart from another flag of the same
+    sender, since the same flag twice is one and two different flags are two. A request's name holds the method and
+    its number; the answer has the same name, and sender and receiver exchanged.
+    """
+
+    ITEM = "item"
+    FLAG = "flag"
+    REQUEST = "request"
+    ANSWER = "answer"
+
+
+class Conflict(TaskGraphError):
+    """One identity came with two contents: the attempt cannot commit.
+
+    Attributes:
+        sent: whether the entry is one this task sent, else one it received.
+        kind, sender, receiver, name: the identity.
+        known, other: the digest counted already, and the one that came now.
+    """
+
+    def __init__(
+        self, sent: bool, kind: str, sender: int, receiver: int, name: str, known: bytes, other: bytes
+    ) -> None:
+        super().__init__(
+            f"task {sender} sent task {receiver} two different contents of {kind} {name!r} in one attempt "
+            f"({known.hex()[:8]} and {other.hex()[:8]}): the epoch must restart"
+        )
+        self.sent = sent
+        self.kind = kind
+        self.sender = sender
+        self.receiver = receiver
+        self.name = name
+        self.known = known
+        self.other = other
+
+
+def identity(kind: str, sender: int, receiver: int, name: str, digest: bytes) -> int:
+    """The number that both ends of an edge add: xxh3-128 of its fields, encoded with their lengths.
+
+    The header ends with a newline that no number contains and gives the lengths of `kind` and `name`; the digest
+    is the rest. So no two different entries have the same encoding.
+    """
+    kind_bytes = kind.encode()
+    name_bytes = name.encode("utf-8", "surrogatepass")  # any str is a tag, also one that is no Unicode text
+    header = b"%d %d %d %d\n" % (sender, receiver, len(kind_bytes), len(name_bytes))
+    return xxh3_128_intdigest(header + kind_bytes + name_bytes + digest)
+
+
+def total(sums: Iterable[int]) -> int:
+    """The sum over all tasks, mod 2**128."""
+    return sum(sums) & _MASK
+
+
+_Key = tuple[str, int, int, str]
+
+
+class Ledger:
+    """What one task sent and received in one attempt and one term. A restart or a takeover begins a new one."""
+
+    __slots__ = ("_received", "_sent", "received_sum", "sent_sum")
+
+    def __init__(self) -> None:
+        self.sent_sum = 0
+        self.received_sum = 0
+        self._sent: dict[_Key, bytes] = {}
+        self._received: dict[_Key, bytes] = {}
+
+    def sent(self, kind: str, sender: int, receiver: int, name: str, digest: bytes) -> bool:
+        """Counts something this task sent; False where it was counted before.
+
+        Raises:
+            Conflict: it was counted before with another digest. The sums stay as they were.
+        """
+        key = (kind, sender, receiver, name)
+        known = self._sent.get(key)
+        if known is not None:
+            return _counted(True, key, known, digest)
+        self._sent[key] = digest
+        self.sent_sum = (self.sent_sum + identity(kind, sender, receiver, name, digest)) & _MASK
+        return True
+
+    def received(self, kind: str, sender: int, receiver: int, name: str, digest: bytes) -> bool:
+        """Counts something this task received; False where it was counted before.
+
+        Raises:
+            Conflict: it was counted before with another digest. The sums stay as they were.
+        """
+        key = (kind, sender, receiver, name)
+        known = self._received.get(key)
+        if known is not None:
+            return _counted(False, key, known, digest)
+        self._received[key] = digest
+        self.received_sum = (self.received_sum + identity(kind, sender, receiver, name, digest)) & _MASK
+        return True
+
+    def entries(self) -> tuple[LedgerEntry, ...]:
+        """Every entry, for a leader that found the sums unequal."""
+        sent = [LedgerEntry(True, *key, digest) for key, digest in self._sent.items()]
+        received = [LedgerEntry(False, *key, digest) for key, digest in self._received.items()]
+        return (*sent, *received)
+
+
+def _counted(sent: bool, key: _Key, known: bytes, digest: bytes) -> bool:
+    if known != digest:
+        raise Conflict(sent, *key, known, digest)
+    return False
+
+
+def explain(pages: Mapping[int, Sequence[LedgerEntry]], limit: int = 20) -> list[str]:
+    """Says which edges disagree, from the entries of the tasks that could be asked.
+
+    Args:
+        pages: task -> the entries of its ledger. What an absent task would have to confirm is only counted.
+        limit: lines at most; a last line counts the rest.
+
+    Returns:
+        One line per edge that disagrees, in the order of sender, receiver and name; empty where all agree.
+    """
+    sent: dict[_Key, bytes] = {}
+    received: dict[_Key, bytes] = {}
+    lines: list[str] = []
+    for task, page in sorted(pages.items()):
+        for e in page:
+            if task != (e.sender if e.sent else e.receiver):
+                lines.append(
+                    f"the ledger of task {task} has an entry of another task: {e.kind} {e.name!r} from task "
+                    f"{e.sender} to task {e.receiver} (this is a bug in taskgraph)"
+                )
+                continue
+            (sent if e.sent else received)[(e.kind, e.sender, e.receiver, e.name)] = e.digest
+    unknown: dict[int, int] = {}
+    for key in sorted(sent.keys() | received.keys(), key=lambda k: (k[1], k[2], k[0], k[3])):
+        kind, sender, receiver, name = key
+        if sent.get(key) == received.get(key):
+            continue
+        missing = next((t for t in (sender, receiver) if t not in pages), None)
+        if missing is not None:
+            unknown[missing] = unknown.get(missing, 0) + 1
+        elif key not in received:
+            lines.append(_not_received(kind, sender, receiver, name))
+        elif key not in sent:
+            lines.append(_not_sent(kind, sender, receiver, name))
+        else:
+            lines.append(f"task {sender} sent another {_thing(kind, name)} than task {receiver} has")
+    lines += [
+        f"task {t} did not show its ledger: {n} entries of others could not be checked" for t, n in unknown.items()
+    ]
+    return lines if len(lines) <= limit else [*lines[:limit], f"and {len(lines) - limit} more"]
+
+
+def _thing(kind: str, name: str) -> str:
+    return repr(name) if kind == Kind.ITEM else f"{kind} {name!r}"
+
+
+def _not_received(kind: str, sender: int, receiver: int, name: str) -> str:
+    if kind == Kind.ITEM:
+        return (
+            f"task {sender} put {name!r} for task {receiver}, which does not take it "
+            "(declare it as inbound of one of its processors)"
+        )
+    return f"task {sender} sent {kind} {name!r} to task {receiver}, which did not count it"
+
+
+def _not_sent(kind: str, sender: int, receiver: int, name: str) -> str:
+    if kind == Kind.ITEM:
+        return (
+            f"task {receiver} took {name!r} from task {sender}, which does not put it "
+            "(declare it as outbound of one of its processors)"
+        )
+    return f"task {receiver} counted {kind} {name!r} from task {sender}, which did not send it"
