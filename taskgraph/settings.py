@@ -25,6 +25,8 @@ class Settings:
         drain_s: how long a node that was told to leave tries to hand everything over.
         takeover_stagger_s: delay per rank of succession, so that the first in line acts alone.
         connect_s: connecting to a peer and proving the token.
+        ping_s: how often the kernel asks whether the host at the other end of a quiet TCP connection is still there.
+        ping_timeout_s: a TCP connection whose other end acknowledged nothing for this long is broken.
         call_s: a call that is answered from memory (everything but pulls, requests and offers).
         etcd_s: one call to etcd, with its retries.
         refresh_s: an unconfirmed hint (a message from the future) leads to a re-read of etcd after this time.
@@ -51,6 +53,8 @@ class Settings:
     drain_s: float = 60.0
     takeover_stagger_s: float = 0.3
     connect_s: float = 5.0
+    ping_s: float = 5.0
+    ping_timeout_s: float = 20.0
     call_s: float = 10.0
     etcd_s: float = 10.0
     refresh_s: float = 0.05

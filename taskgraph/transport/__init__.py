@@ -1,1 +1,23 @@
-"""transport"""
+"""Calls between the nodes of one job.
+
+    api         the interface, and nothing else: what the rest of the framework sees
+    stream      between processes: unix sockets on one host, TCP between hosts
+    memory      within one process, with seeded order, crashes and cut links for tests and simulations
+
+and what they are made of:
+
+    wire        messages as protobuf headers and back, from tables made of the dataclasses
+    frames      the frame: bounded before anything is allocated, bulk received where it stays
+    outbox      what is still to be written, fair to small messages
+    hello       both sides prove the job's token, and who they are
+    session     one connection from hello to goodbye
+    endpoints   addresses and sockets
+    calls       serving, answering, and owning the tasks that do it
+
+Rules: only this package opens sockets between nodes. What arrives is never unpickled, and believed only after the hello. A
+session breaks as a whole; then every call in it fails at once. A call fails in three ways and no others: `Refused`,
+`PeerGone`, `PeerLost`.
+
+It must not know what a message means, who is primary, or what etcd says: it imports the messages and nothing else
+of `protocol`, and nothing of `graph`, `coordination` or `node`.
+"""

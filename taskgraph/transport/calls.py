@@ -1,0 +1,89 @@
+"""What every transport does with a call, however it travels: serve it, answer it, own its task."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, NoReturn, TypeVar
+
+from taskgraph.errors import Refused
+from taskgraph.protocol.messages import Call, Reason, Refusal, Reply
+from taskgraph.transport.api import Serve
+from taskgraph.transport.wire import REPLY_OF
+
+__all__ = ["OwnedTasks", "answer", "describe", "unwrap"]
+
+log = logging.getLogger("taskgraph.transport")
+T = TypeVar("T")
+
+
+def describe(call: Call) -> str:
+    """A call in a few words, for messages about it: never its bulk."""
+    name = getattr(call, "tag", None) or getattr(call, "method", None)
+    what = f"{type(call).__name__} {name!r}" if name else type(call).__name__
+    return f"{what} to task {call.task}, epoch {call.stamp.epoch}, attempt {call.stamp.attempt}"
+
+
+async def answer(serve: Serve, caller: str, call: Call) -> Reply:
+    """Runs the handler; whatever it does, there is a reply, unless this task itself is cancelled."""
+    try:
+        reply = await serve(caller, call)
+    except Refused as refused:
+        text = str(refused)
+        return Refusal(refused.reason, "" if text == refused.reason else text)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # Something the handler awaited was cancelled, not the handler: the caller must not wait for ever.
+        log.exception("serving %s for node %s was cut off", describe(call), caller)
+        return Refusal(Reason.BAD_MESSAGE, "what the handler waited for was cancelled")
+    except Exception as error:
+        log.exception("serving %s for node %s failed", describe(call), caller)
+        return Refusal(Reason.BAD_MESSAGE, f"{type(error).__name__}: {error}")
+    if not isinstance(reply, (REPLY_OF[type(call)], Refusal)):
+        log.error("%s for node %s was answered with a %s", describe(call), caller, type(reply).__name__)
+        return Refusal(Reason.BAD_MESSAGE, f"the handler answered with a {type(reply).__name__}")
+    return reply
+
+
+def unwrap(reply: Reply) -> Reply:
+    """The reply, or `Refused` where it is a refusal."""
+    if isinstance(reply, Refusal):
+        refuse(reply)
+    return reply
+
+
+def refuse(refusal: Refusal) -> NoReturn:
+    raise Refused(refusal.reason, refusal.text)
+
+
+class OwnedTasks:
+    """Tasks with an owner: they end when it closes, and an exception nobody expected is logged."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def spawn(self, work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever waits for the task sees it; this only marks it as seen
+
+    async def close(self) -> None:
+        """Cancels all tasks but the one that calls this, and waits for them."""
+        mine = asyncio.current_task()
+        while tasks := [task for task in self._tasks if task is not mine]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            await asyncio.sleep(0)  # lets their done callbacks run

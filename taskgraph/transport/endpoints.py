@@ -1,0 +1,209 @@
+"""Where a node is reached: endpoints as text, sockets to listen on, sockets that are connected.
+
+    unix:HOSTKEY:/path   usable by processes that see the same file system on the same host
+    tcp:host:port        usable by everybody; an IPv6 address stands in brackets
+
+Nothing here knows what is said over a socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import ipaddress
+import os
+import platform
+import socket
+import stat
+from pathlib import Path
+
+from taskgraph.errors import PeerGone, PeerLost, TransportError
+from taskgraph.settings import Settings
+
+__all__ = ["connect", "host_key", "listen_tcp", "listen_unix", "tcp_endpoint", "tune_tcp", "unix_endpoint", "usable"]
+
+#: The kernel's own limit is 108 on Linux and 104 on macOS, with the closing zero.
+MAX_UNIX_PATH = 100
+#: Connections the kernel keeps for us while the event loop is busy. Linux cuts it to net.core.somaxconn.
+BACKLOG = 1024
+_UNIX_RETRY_S = 0.01
+
+
+@functools.cache
+def host_key() -> str:
+    """Names this host as far as unix sockets reach: the running kernel and this process's view of the file system."""
+    parts = [platform.node()]
+    with contextlib.suppress(OSError):  # only Linux has these two
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+        parts.append(os.readlink("/proc/self/ns/mnt"))
+    root = os.stat("/")
+    parts.append(f"{root.st_dev} {root.st_ino}")
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def unix_endpoint(path: Path) -> str:
+    return f"unix:{host_key()}:{path}"
+
+
+def tcp_endpoint(host: str, port: int) -> str:
+    return f"tcp:[{host}]:{port}" if ":" in host else f"tcp:{host}:{port}"
+
+
+def _parse_tcp(endpoint: str) -> tuple[str, int]:
+    host, colon, port = endpoint.removeprefix("tcp:").rpartition(":")
+    if not colon or not host or not port.isdigit():
+        raise PeerLost(f"{endpoint!r} is not an endpoint: it should read tcp:host:port")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def usable(endpoint: str) -> bool:
+    """Whether this process can try that endpoint at all."""
+    if endpoint.startswith("unix:"):
+        return endpoint.split(":", 2)[1] == host_key()
+    return endpoint.startswith("tcp:")
+
+
+# Listening.
+
+
+def listen_unix(folder: Path, name: str) -> tuple[socket.socket, Path]:
+    """A listening socket in `folder`, which is made if need be and must be private.
+
+    Raises:
+        TransportError: the path is too long, or the folder is not only ours.
+    """
+    path = folder.absolute() / name
+    if len(os.fsencode(path)) >= MAX_UNIX_PATH:
+        raise TransportError(
+            f"the unix socket's path {path} has {len(os.fsencode(path))} bytes, {MAX_UNIX_PATH - 1} are allowed: "
+            "choose a folder with a shorter path"
+        )
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise TransportError(f"the folder for unix sockets, {folder}, must belong to this user alone (mode 0700)")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.unlink(missing_ok=True)  # node ids are never reused: what lies there has no owner
+        listener.bind(os.fspath(path))
+        path.chmod(0o600)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener, path
+
+
+def listen_tcp(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one.
+
+    Raises:
+        TransportError: the address cannot be listened on.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+            listener.setblocking(False)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise TransportError(f"cannot listen on {host} port {port}: {error}") from error
+    return listener
+
+
+# Connecting.
+
+
+def tune_tcp(sock: socket.socket, settings: Settings) -> None:
+    """Sends small frames at once, and notices a network that was cut.
+
+    The kernels do it: its keep-alive probes are answered by the peer's kernel even while the peer's process is
+    stopped or busy, which is for its lease to notice, and unanswered by a network that is gone.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    every_s = max(1, round(settings.ping_s))
+    idle = getattr(socket, "TCP_KEEPIDLE", None) or getattr(socket, "TCP_KEEPALIVE", None)  # the latter on macOS
+    if idle is not None:
+        sock.setsockopt(socket.IPPROTO_TCP, idle, every_s)
+    if hasattr(socket, "TCP_KEEPINTVL"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
+    if hasattr(socket, "TCP_KEEPCNT"):
+        count = max(1, min(127, round(settings.ping_timeout_s / every_s)))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, count)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        # Also for data that was sent and never acknowledged: without it the kernel tries for a quarter of an hour.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(settings.ping_timeout_s * 1000))
+
+
+async def connect(endpoint: str, settings: Settings) -> socket.socket:
+    """A connected, non-blocking socket. The caller limits the time.
+
+    Raises:
+        PeerGone: nobody listens there.
+        PeerLost: any other failure.
+    """
+    try:
+        if endpoint.startswith("unix:"):
+            return await _connect_unix(endpoint.split(":", 2)[2])
+        return await _connect_tcp(endpoint, settings)
+    except (ConnectionRefusedError, FileNotFoundError) as error:
+        raise PeerGone(f"{endpoint}: nobody listens ({error.strerror or error})") from error
+    except OSError as error:
+        raise PeerLost(f"{endpoint}: {error}") from error
+
+
+async def _connect_unix(path: str) -> socket.socket:
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            sock.connect(path)  # a local connect never takes time, whatever it answers
+            return sock
+        except BlockingIOError:  # its backlog is full: no event tells when that changes
+            sock.close()
+            await asyncio.sleep(_UNIX_RETRY_S)
+        except BaseException:
+            sock.close()
+            raise
+
+
+async def _addresses(host: str, port: int) -> list[tuple[int, tuple[object, ...]]]:
+    with contextlib.suppress(ValueError):
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+        return [(family, (host, port))]
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [(entry[0], entry[4]) for entry in found]
+
+
+async def _connect_tcp(endpoint: str, settings: Settings) -> socket.socket:
+    host, port = _parse_tcp(endpoint)
+    failures: list[OSError] = []
+    for family, address in await _addresses(host, port):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            tune_tcp(sock, settings)
+            await asyncio.get_running_loop().sock_connect(sock, address)
+            if sock.getsockname() == sock.getpeername():
+                # A kernel's joke: dialling a free port of one's own host can pick that very port to dial from.
+                raise ConnectionRefusedError("the connection led back to itself")
+            return sock
+        except OSError as error:
+            sock.close()
+            failures.append(error)
+        except BaseException:
+            sock.close()
+            raise
+    # Gone only if every address refuses; otherwise some other failure says that we do not know.
+    raise next((f for f in failures if not isinstance(f, ConnectionRefusedError)), failures[0])

@@ -1,0 +1,388 @@
+"""The frame: what one session writes after another, and how it is read without trusting it.
+
+    head (40 bytes, big endian) | sizes of the buffers (8 bytes each) | protobuf header | body
+
+A CALL or REPLY frame opens a message: its head tells the size of the whole payload (the value's meta, then its
+buffers, without padding). The body is the first part of that payload; what does not fit travels in CHUNK frames of the
+same call, so that a large value never stands between two small messages for longer than one chunk takes.
+
+`FrameReader` does no I/O: a protocol asks it where the next bytes go and tells it how many came. Large buffers are
+received where they will stay; everything else passes a small reusable buffer. Every size is checked against a
+bound before anything is allocated for it.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from taskgraph.errors import DecodeError
+from taskgraph.transport.wire import ParsedHeader
+
+__all__ = [
+    "CHUNK_BYTES",
+    "HEAD_BYTES",
+    "INLINE_BYTES",
+    "MAX_BODY_BYTES",
+    "MAX_BUFFERS",
+    "MAX_HEADER_BYTES",
+    "PROTOCOL_VERSION",
+    "FrameReader",
+    "Head",
+    "Incoming",
+    "Kind",
+    "Limits",
+    "OtherVersion",
+    "pack_frame",
+]
+
+PROTOCOL_VERSION = 1
+
+#: A payload up to this size travels in the frame that opens the message, copied into one write.
+INLINE_BYTES = 64 << 10
+#: What a large payload is cut into. 1 MiB takes 0.3 ms on a unix socket: the longest a small message waits behind it.
+CHUNK_BYTES = 1 << 20
+#: The largest body a reader accepts; leaves other versions room to cut differently.
+MAX_BODY_BYTES = 16 << 20
+#: The largest protobuf header. The longest in practice is a ledger page: some 60 bytes for each edge of an epoch.
+MAX_HEADER_BYTES = 64 << 20
+#: Buffers of one value: one for each large array in it.
+MAX_BUFFERS = 1 << 20
+
+_MAGIC = b"TG"
+_HEAD = struct.Struct("!2sBBQIIIQQ")
+HEAD_BYTES = _HEAD.size
+_SCRATCH_BYTES = 64 << 10  # the reusable receive buffer of a session
+_DIRECT_BYTES = 32 << 10  # a rest at least this long is received in place; below, one more copy is cheaper than a read
+
+
+class Kind(enum.IntEnum):
+    """What a frame is. The HELLO kinds keep their numbers in every version."""
+
+    HELLO_OPEN = 1
+    HELLO_CHALLENGE = 2
+    HELLO_PROOF = 3
+    HELLO_WELCOME = 4
+    HELLO_REFUSE = 5
+    CALL = 16  # opens a call
+    REPLY = 17  # opens the reply to a call
+    CHUNK = 18  # more of the payload of the call or reply of that id
+    CANCEL = 19  # the caller does not want the reply any more
+    GOODBYE = 20  # the session ends here on purpose
+
+
+_KINDS = frozenset(int(kind) for kind in Kind)
+_OPENING = (Kind.CALL, Kind.REPLY)
+
+
+class OtherVersion(DecodeError):
+    """A frame of another version of this protocol."""
+
+    def __init__(self, theirs: int) -> None:
+        super().__init__(f"the peer speaks protocol version {theirs}; this node speaks {PROTOCOL_VERSION}")
+        self.theirs = theirs
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The fixed part of a frame. Sizes in bytes.
+
+    Attributes:
+        kind: what the frame is.
+        call: the call's id, chosen by the caller, unique in its session; 0 where none is meant.
+        header: size of the protobuf header.
+        buffers: how many sizes of buffers stand before the header.
+        body: how much of the payload this frame carries.
+        payload: size of the whole payload of the message that this frame opens.
+        meta: how much of that payload is meta.
+    """
+
+    kind: Kind
+    call: int
+    header: int = 0
+    buffers: int = 0
+    body: int = 0
+    payload: int = 0
+    meta: int = 0
+
+    def pack(self) -> bytes:
+        return _HEAD.pack(
+            _MAGIC,
+            PROTOCOL_VERSION,
+            self.kind,
+            self.call,
+            self.header,
+            self.buffers,
+            self.body,
+            self.payload,
+            self.meta,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a reader accepts. Before the hello is done nothing but a small header."""
+
+    header: int = MAX_HEADER_BYTES
+    buffers: int = MAX_BUFFERS
+    payload: int = 1 << 40
+
+
+def _unpack(data: memoryview, limits: Limits) -> Head:
+    """Reads and bounds a head; knows nothing of what came before it."""
+    magic, version, kind, call, header, buffers, body, payload, meta = _HEAD.unpack_from(data)
+    if magic != _MAGIC:
+        raise DecodeError("not a frame of ours")
+    if version != PROTOCOL_VERSION:
+        raise OtherVersion(version)
+    if kind not in _KINDS:
+        raise DecodeError(f"a frame of unknown kind {kind}")
+    if header > limits.header:
+        raise DecodeError(f"a header of {header} bytes; the limit is {limits.header}")
+    if buffers > limits.buffers:
+        raise DecodeError(f"a value of {buffers} buffers; the limit is {limits.buffers}")
+    if payload > limits.payload:
+        raise DecodeError(f"a value of {payload} bytes; the limit is {limits.payload}")
+    if kind in _OPENING:
+        if body > min(payload, MAX_BODY_BYTES) or meta > payload:
+            raise DecodeError(f"a frame with {body} bytes of body and {meta} of meta in a payload of {payload}")
+    elif kind == Kind.CHUNK:
+        if header or buffers or payload or meta or not 0 < body <= MAX_BODY_BYTES:
+            raise DecodeError(f"a chunk of {body} bytes, or one with a header")
+    elif buffers or body or payload or meta:
+        raise DecodeError(f"a {Kind(kind).name} frame with a payload")
+    return Head(Kind(kind), call, header, buffers, body, payload, meta)
+
+
+def pack_frame(head: Head, sizes: Sequence[int] = (), header: bytes = b"") -> bytes:
+    """Everything of a frame that stands before its body."""
+    if sizes:
+        return b"".join((head.pack(), struct.pack(f"!{len(sizes)}Q", *sizes), header))
+    return head.pack() + header
+
+
+def _allocate(size_bytes: int) -> memoryview:
+    """Memory that is not touched before data is written to it."""
+    return np.empty(size_bytes, np.uint8).data
+
+
+class Incoming:
+    """A message that is being received: where its payload goes, and how far it is.
+
+    Attributes:
+        head: of the frame that opened it.
+        parsed: its protobuf header.
+        missing: bytes still to come.
+    """
+
+    __slots__ = ("_at", "_offset", "_targets", "head", "missing", "parsed")
+
+    def __init__(self, head: Head, sizes: Sequence[int], parsed: ParsedHeader) -> None:
+        """Allocates the destinations. Raises MemoryError where there is not enough."""
+        self.head = head
+        self.parsed = parsed
+        self.missing = head.payload
+        self._targets = [_allocate(head.meta), *map(_allocate, sizes)]  # may be empty ones
+        self._at = 0  # the destination that is being filled
+        self._offset = 0  # and how far it is
+        self._skip_full()
+
+    def _skip_full(self) -> None:
+        while self._at < len(self._targets) and self._offset == self._targets[self._at].nbytes:
+            self._at += 1
+            self._offset = 0
+
+    def room(self) -> memoryview:
+        """The rest of the destination that is being filled. Not empty while something is missing."""
+        return self._targets[self._at][self._offset :]
+
+    def filled(self, count: int) -> None:
+        """`count` bytes were written to `room()`."""
+        self._offset += count
+        self.missing -= count
+        self._skip_full()
+
+    def take(self, data: memoryview) -> None:
+        """Copies `data`, which is at most what is missing."""
+        while data.nbytes:
+            room = self.room()
+            count = min(room.nbytes, data.nbytes)
+            room[:count] = data[:count]
+            self.filled(count)
+            data = data[count:]
+
+    def meta(self) -> bytes:
+        return bytes(self._targets[0])
+
+    def buffers(self) -> tuple[memoryview, ...]:
+        return tuple(target.toreadonly() for target in self._targets[1:])
+
+
+class FrameReader:
+    """Turns bytes into frames.
+
+    Ask `buffer()` for where to receive the next bytes, then call `received(n)`.
+
+    Args:
+        limits: what is accepted; `limits` may be replaced between two frames.
+        on_open: called with the head of a CALL or REPLY, the sizes of its buffers and its header; all are bounded and
+            nothing is allocated yet. Returns the `Incoming` that takes the payload, or None: the payload is
+            skipped then. Raises DecodeError.
+        on_complete: called with an `Incoming` that has all of its payload.
+        on_control: called with (head, header) of any other frame but chunks.
+
+    A `DecodeError` from `received` is final: the stream cannot be read any further.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        on_open: Callable[[Head, tuple[int, ...], bytes], Incoming | None],
+        on_complete: Callable[[Incoming], None],
+        on_control: Callable[[Head, bytes], None],
+    ) -> None:
+        self.limits = limits
+        self._on_open = on_open
+        self._on_complete = on_complete
+        self._on_control = on_control
+        self._partial: dict[tuple[Kind, int], Incoming] = {}
+        self._memory = bytearray(_SCRATCH_BYTES)
+        self._scratch = memoryview(self._memory)
+        self._start = 0  # unread bytes of the scratch buffer: from here
+        self._end = 0  # to here
+        self._head: Head | None = None  # a head whose sizes and header are still coming
+        self._needed = HEAD_BYTES  # bytes of the scratch buffer that make the next step possible
+        self._sink: Incoming | None = None  # whom the current body belongs to; None: skip it
+        self._body = 0  # bytes of the current body still to come
+        self._direct: Incoming | None = None  # whose memory `buffer` returned
+        self._stopped = False
+
+    @property
+    def mid_frame(self) -> bool:
+        """Whether the stream stands inside a frame or a message: an end of the stream here is a broken one."""
+        return bool(self._end - self._start or self._head or self._body or self._partial)
+
+    def stop(self) -> None:
+        """Reads nothing any more and lets go of half-received messages; may be called from a callback."""
+        self._stopped = True
+        self._partial.clear()
+        self._sink = None
+
+    def drop(self, kind: Kind, call: int) -> None:
+        """Forgets a message that is being received; what is still coming of it is skipped."""
+        dropped = self._partial.pop((kind, call), None)
+        if dropped is not None and dropped is self._sink:
+            self._sink = None
+
+    def buffer(self) -> memoryview:
+        """Where the next bytes go. Valid until `received`; never empty."""
+        self._direct = None
+        if self._stopped:
+            self._start = self._end = 0
+            return self._scratch
+        if self._body and self._sink is not None and self._start == self._end:
+            room = self._sink.room()
+            if min(room.nbytes, self._body) >= _DIRECT_BYTES:
+                self._direct = self._sink
+                return room[: self._body]
+        self._make_room()
+        return self._scratch[self._end :]
+
+    def received(self, count: int) -> None:
+        """`count` bytes were written to the start of `buffer()`."""
+        if self._direct is not None:
+            self._direct.filled(count)
+            self._body -= count
+            self._end_of_body()
+            return
+        self._end += count
+        while not self._stopped and self._step():
+            pass
+
+    def _make_room(self) -> None:
+        """Moves what is unread to the front where the next step would not fit behind it."""
+        unread = self._end - self._start
+        if not unread:
+            self._start = self._end = 0
+            if len(self._memory) > _SCRATCH_BYTES and self._needed <= _SCRATCH_BYTES:
+                self._memory = bytearray(_SCRATCH_BYTES)  # a large header came and went
+                self._scratch = memoryview(self._memory)
+            return
+        if self._start + self._needed <= len(self._memory) and self._end < len(self._memory):
+            return
+        if self._needed > len(self._memory):
+            larger = bytearray(self._needed)
+            larger[:unread] = self._scratch[self._start : self._end]
+            self._memory, self._scratch = larger, memoryview(larger)
+        else:
+            self._memory[:unread] = bytes(self._scratch[self._start : self._end])
+        self._start, self._end = 0, unread
+
+    def _step(self) -> bool:
+        """Takes one thing off the scratch buffer; False if it holds too little for that."""
+        if self._body:
+            return self._take_body()
+        if self._end - self._start < self._needed:
+            return False
+        if self._head is None:
+            head = _unpack(self._scratch[self._start : self._end], self.limits)
+            self._start += HEAD_BYTES
+            self._head = head
+            self._needed = 8 * head.buffers + head.header
+            return True
+        head, self._head = self._head, None
+        at = self._start
+        sizes: tuple[int, ...] = ()
+        if head.buffers:
+            sizes = struct.unpack_from(f"!{head.buffers}Q", self._scratch, at)
+            at += 8 * head.buffers
+        header = bytes(self._scratch[at : at + head.header])
+        self._start = at + head.header
+        self._needed = HEAD_BYTES
+        self._dispatch(head, sizes, header)
+        return True
+
+    def _dispatch(self, head: Head, sizes: tuple[int, ...], header: bytes) -> None:
+        if head.kind in _OPENING:
+            if head.meta + sum(sizes) != head.payload:
+                raise DecodeError(f"sizes that make {head.meta + sum(sizes)} bytes in a payload of {head.payload}")
+            key = (head.kind, head.call)
+            if key in self._partial:
+                raise DecodeError(f"call {head.call} is opened twice")
+            incoming = self._on_open(head, sizes, header)
+            if incoming is not None and not self._stopped:
+                self._partial[key] = incoming
+            self._sink, self._body = incoming, head.body
+            self._end_of_body()
+        elif head.kind is Kind.CHUNK:
+            # A session carries calls one way and replies the other: at most one of the two is being received.
+            sink = self._partial.get((Kind.CALL, head.call)) or self._partial.get((Kind.REPLY, head.call))
+            if sink is not None and head.body > sink.missing:
+                raise DecodeError(f"a chunk of {head.body} bytes where {sink.missing} are missing")
+            self._sink, self._body = sink, head.body
+        else:
+            self._on_control(head, header)
+
+    def _take_body(self) -> bool:
+        count = min(self._end - self._start, self._body)
+        if not count:
+            return False
+        if self._sink is not None:
+            self._sink.take(self._scratch[self._start : self._start + count])
+        self._start += count
+        self._body -= count
+        self._end_of_body()
+        return True
+
+    def _end_of_body(self) -> None:
+        sink = self._sink
+        if self._body == 0:
+            self._sink = None
+        if sink is not None and sink.missing == 0 and not self._stopped:
+            self._partial.pop((sink.head.kind, sink.head.call), None)
+            self._on_complete(sink)

@@ -1,0 +1,162 @@
+"""The hello: both sides of a new connection prove that they know the job's token, and who they are.
+
+    dialler  -> OPEN       job, node of the dialler, nonce a
+    listener -> CHALLENGE  node of the listener, nonce b
+    dialler  -> PROOF      HMAC(token, "dialler",  version, job, both nodes, a, b)
+    listener -> WELCOME    HMAC(token, "listener", version, job, both nodes, a, b)
+
+The token never travels. A recorded hello is useless, since each side contributes a fresh nonce; a reflected one too,
+since each side's proof names its role. The dialler proves itself first: whoever does not know the token learns a random
+number and a node's id. Either side may send REFUSE with a reason instead, and hang up.
+
+No I/O here: frames in, frames out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from typing import Any
+
+from google.protobuf.message import DecodeError as ProtobufError
+
+from taskgraph.errors import DecodeError
+from taskgraph.transport._proto import frame_pb2
+from taskgraph.transport.frames import PROTOCOL_VERSION, Kind, Limits
+
+__all__ = ["HELLO_LIMITS", "Answering", "Dialling", "HelloRefused"]
+
+#: All a stranger can make this process read: ids and a nonce.
+HELLO_LIMITS = Limits(header=4096, buffers=0, payload=0)
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+
+Frames = list[tuple[Kind, bytes]]
+
+
+class HelloRefused(Exception):
+    """The hello failed. `tell` says whether the peer still has to hear why (False: it was the peer who refused)."""
+
+    def __init__(self, why: str, *, tell: bool) -> None:
+        super().__init__(why)
+        self.tell = tell
+
+
+def _proof(token: bytes, role: bytes, job: str, dialler: str, listener: str, a: bytes, b: bytes) -> bytes:
+    mac = hmac.new(token, digestmod=hashlib.sha256)
+    for part in (role, str(PROTOCOL_VERSION).encode(), job.encode(), dialler.encode(), listener.encode(), a, b):
+        mac.update(len(part).to_bytes(4, "big") + part)  # lengths: no two lists of parts give the same bytes
+    return mac.digest()
+
+
+def _parse(cls: Any, data: bytes) -> Any:
+    try:
+        return cls.FromString(data)
+    except ProtobufError as error:
+        raise DecodeError(f"a hello that is not one of ours: {error}") from None
+
+
+def _checked_nonce(nonce: bytes) -> bytes:
+    if len(nonce) != _NONCE_BYTES:
+        raise DecodeError(f"a nonce of {len(nonce)} bytes; it has {_NONCE_BYTES}")
+    return nonce
+
+
+class _Hello:
+    """What both sides share.
+
+    Attributes:
+        peer: the node of the other side; to be believed only once `done`.
+        done: both sides have proven themselves.
+        probe: the session ends after the hello.
+    """
+
+    _role: bytes
+    _their_role: bytes
+
+    def __init__(self, token: bytes, job: str, node: str) -> None:
+        self._token = token
+        self._job = job
+        self._node = node
+        self._mine = secrets.token_bytes(_NONCE_BYTES)
+        self._theirs = b""
+        self._expected = Kind.HELLO_OPEN
+        self.peer = ""
+        self.probe = False
+        self.done = False
+
+    def _expect(self, kind: Kind, data: bytes) -> None:
+        if kind is Kind.HELLO_REFUSE:
+            raise HelloRefused(_parse(frame_pb2.HelloRefuse, data).why, tell=False)
+        if kind is not self._expected or self.done:
+            raise DecodeError(f"{kind.name} where {self._expected.name} was expected")
+
+
+class Dialling(_Hello):
+    """The dialler's side."""
+
+    def __init__(self, token: bytes, job: str, node: str, *, probe: bool) -> None:
+        super().__init__(token, job, node)
+        self.probe = probe
+        self._expected = Kind.HELLO_CHALLENGE
+
+    def open(self) -> Frames:
+        message = frame_pb2.HelloOpen(job=self._job, node=self._node, nonce=self._mine, probe=self.probe)
+        return [(Kind.HELLO_OPEN, message.SerializeToString())]
+
+    def _proof_of(self, role: bytes) -> bytes:
+        return _proof(self._token, role, self._job, self._node, self.peer, self._mine, self._theirs)
+
+    def on_frame(self, kind: Kind, data: bytes) -> Frames:
+        """What to send next.
+
+        Raises:
+            HelloRefused: the other side said no, or does not know the token.
+            DecodeError: not a hello.
+        """
+        self._expect(kind, data)
+        if kind is Kind.HELLO_CHALLENGE:
+            challenge = _parse(frame_pb2.HelloChallenge, data)
+            self.peer = challenge.node
+            self._theirs = _checked_nonce(challenge.nonce)
+            self._expected = Kind.HELLO_WELCOME
+            return [(Kind.HELLO_PROOF, frame_pb2.HelloProof(proof=self._proof_of(b"dialler")).SerializeToString())]
+        proof = _parse(frame_pb2.HelloWelcome, data).proof
+        if not hmac.compare_digest(proof, self._proof_of(b"listener")):
+            raise HelloRefused("it does not know this job's token", tell=True)
+        self.done = True
+        return []
+
+
+class Answering(_Hello):
+    """The listener's side."""
+
+    def _proof_of(self, role: bytes) -> bytes:
+        return _proof(self._token, role, self._job, self.peer, self._node, self._theirs, self._mine)
+
+    def on_frame(self, kind: Kind, data: bytes) -> Frames:
+        """What to send next.
+
+        Raises:
+            HelloRefused: another job, or a dialler that does not know the token.
+            DecodeError: not a hello.
+        """
+        self._expect(kind, data)
+        if kind is Kind.HELLO_OPEN:
+            opened = _parse(frame_pb2.HelloOpen, data)
+            if opened.job != self._job:
+                raise HelloRefused("another job's nodes listen here", tell=True)
+            if not opened.node:
+                raise DecodeError("a hello without a node")
+            self.peer = opened.node
+            self.probe = opened.probe
+            self._theirs = _checked_nonce(opened.nonce)
+            self._expected = Kind.HELLO_PROOF
+            challenge = frame_pb2.HelloChallenge(node=self._node, nonce=self._mine)
+            return [(Kind.HELLO_CHALLENGE, challenge.SerializeToString())]
+        proof = _parse(frame_pb2.HelloProof, data).proof
+        if not hmac.compare_digest(proof, self._proof_of(b"dialler")):
+            raise HelloRefused("wrong token", tell=True)
+        self.done = True
+        return [(Kind.HELLO_WELCOME, frame_pb2.HelloWelcome(proof=self._proof_of(b"listener")).SerializeToString())]

@@ -1,0 +1,240 @@
+"""The transport within one process: messages travel as the objects they are.
+
+It keeps the promises of the interface, errors and losses included, and adds what tests and simulations need: a seed
+that shuffles the order of deliveries, nodes that crash, links that are cut. It knows no clock: with the same seed and
+the same callers, the same things happen in the same order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+
+from taskgraph.errors import PeerGone, PeerLost, TransportError
+from taskgraph.protocol.messages import Call, Reply
+from taskgraph.transport.api import OnLost, Peer, Serve
+from taskgraph.transport.calls import OwnedTasks, answer, describe, unwrap
+
+__all__ = ["MemoryNetwork", "MemoryTransport"]
+
+#: With a seed, a delivery waits for up to this many turns of the event loop.
+_MAX_TURNS = 8
+
+
+class MemoryNetwork:
+    """What connects the transports of one process.
+
+    Args:
+        rng: shuffles the order of deliveries; None delivers in the order of sending.
+    """
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng
+        self._nodes: dict[str, MemoryTransport] = {}
+        self._sessions: set[frozenset[str]] = set()  # pairs that have talked, and not lost each other since
+        self._cut: set[frozenset[str]] = set()
+
+    def crash(self, node: str) -> None:
+        """The node vanishes as a killed process does: its calls and handlers end, its peers lose their sessions."""
+        transport = self._nodes.pop(node, None)
+        if transport is None:
+            return
+        transport._vanish(f"node {node} crashed")
+        for other in self._partners(node):
+            self._break(node, other, f"node {node} crashed")
+
+    def cut(self, one: str, other: str) -> None:
+        """Breaks what is between two nodes, and keeps it broken: calls raise PeerLost until `heal`."""
+        self._cut.add(frozenset((one, other)))
+        self._break(one, other, f"the link between {one} and {other} is cut")
+
+    def heal(self, one: str, other: str) -> None:
+        self._cut.discard(frozenset((one, other)))
+
+    # For transports.
+
+    def _join(self, transport: MemoryTransport) -> None:
+        if transport.node in self._nodes:
+            raise TransportError(f"there is a node {transport.node} already")
+        self._nodes[transport.node] = transport
+
+    def _leave(self, transport: MemoryTransport) -> None:
+        """A goodbye: no loss."""
+        self._nodes.pop(transport.node, None)
+        for other in self._partners(transport.node):
+            self._part(transport.node, other, f"node {transport.node} said goodbye")
+
+    def _find(self, caller: str, node: str) -> MemoryTransport:
+        if frozenset((caller, node)) in self._cut:
+            raise PeerLost(f"the link between {caller} and {node} is cut")
+        transport = self._nodes.get(node)
+        if transport is None:
+            raise PeerGone(f"node {node}: nobody listens")
+        return transport
+
+    def _connect(self, one: str, other: str) -> None:
+        self._sessions.add(frozenset((one, other)))
+
+    def _partners(self, node: str) -> list[str]:
+        return sorted(other for pair in self._sessions if node in pair for other in pair if other != node)
+
+    def _part(self, one: str, other: str, why: str) -> None:
+        """Ends the session of two nodes and every call in it."""
+        self._sessions.discard(frozenset((one, other)))
+        for here, there in ((one, other), (other, one)):
+            if (transport := self._nodes.get(here)) is not None:
+                transport._fail_calls(there, why)
+                transport._cancel_served(there)
+
+    def _break(self, one: str, other: str, why: str) -> None:
+        if frozenset((one, other)) not in self._sessions:
+            return
+        self._part(one, other, why)
+        for here, there in ((one, other), (other, one)):
+            if (transport := self._nodes.get(here)) is not None:
+                self._after_turns(self._turns(), transport, there)
+
+    def _forgotten(self, transport: MemoryTransport, node: str) -> None:
+        """`transport` wants nothing of `node` any more: only the other side sees a loss."""
+        if frozenset((transport.node, node)) not in self._sessions:
+            return
+        self._part(transport.node, node, f"node {transport.node} has forgotten node {node}")
+        if (other := self._nodes.get(node)) is not None:
+            self._after_turns(self._turns(), other, transport.node)
+
+    def _after_turns(self, turns: int, transport: MemoryTransport, lost: str) -> None:
+        loop = asyncio.get_running_loop()
+        if turns:
+            loop.call_soon(self._after_turns, turns - 1, transport, lost)
+        else:
+            loop.call_soon(transport._lost, lost)
+
+    def _turns(self) -> int:
+        return self._rng.randrange(_MAX_TURNS) if self._rng is not None else 0
+
+    async def _travel(self) -> None:
+        for _ in range(self._turns()):
+            await asyncio.sleep(0)
+
+
+@dataclass(eq=False, slots=True)
+class _Pending:
+    """A call that waits for its reply, and the task that serves it at the peer."""
+
+    node: str
+    reply: asyncio.Future[Reply]
+
+
+class MemoryTransport:
+    """Calls by reference; see `taskgraph.transport.api.Transport`."""
+
+    def __init__(self, network: MemoryNetwork) -> None:
+        self._network = network
+        self._tasks = OwnedTasks()
+        self._serving: dict[asyncio.Task[None], str] = {}  # -> who called
+        self._pending: dict[_Pending, None] = {}
+        self._serve: Serve | None = None
+        self._on_lost: OnLost = lambda node: None
+        self._down = "not started"  # why it does nothing, or ""
+        self.node = ""
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        return ("memory:",) if self.node else ()
+
+    async def start(self, node: str, serve: Serve, on_lost: OnLost) -> None:
+        """Joins the network.
+
+        Raises:
+            TransportError: a node of that name is there already.
+        """
+        if self.node:
+            raise RuntimeError("the transport was started already")
+        self.node, self._serve, self._on_lost = node, serve, on_lost
+        self._network._join(self)
+        self._down = ""
+
+    async def close(self) -> None:
+        if not self._down:
+            self._network._leave(self)
+            self._vanish("this node's transport is closed")
+        await self._tasks.close()
+
+    # Calls.
+
+    async def call(self, peer: Peer, message: Call, *, timeout_s: float | None = None) -> Reply:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return unwrap(await self._exchange(peer.node, message))
+        except TimeoutError:
+            raise PeerLost(f"no answer from node {peer.node} within {timeout_s} s to {describe(message)}") from None
+
+    async def _exchange(self, node: str, message: Call) -> Reply:
+        target = self._reach(node)
+        pending = _Pending(node, asyncio.get_running_loop().create_future())
+        self._pending[pending] = None
+        task = target._accept(self.node, message, pending.reply)
+        try:
+            return await pending.reply
+        finally:
+            self._pending.pop(pending, None)
+            task.cancel()
+
+    def _reach(self, node: str) -> MemoryTransport:
+        if self._down:
+            raise PeerLost(self._down)
+        target = self if node == self.node else self._network._find(self.node, node)
+        if target is not self:
+            self._network._connect(self.node, node)
+        return target
+
+    async def probe(self, peer: Peer, *, timeout_s: float) -> None:
+        if self._down:
+            raise PeerLost(self._down)
+        if peer.node != self.node:
+            await self._network._travel()
+            self._network._find(self.node, peer.node)
+
+    def forget(self, node: str) -> None:
+        self._network._forgotten(self, node)
+
+    # Serving.
+
+    def _accept(self, caller: str, message: Call, reply: asyncio.Future[Reply]) -> asyncio.Task[None]:
+        task = self._tasks.spawn(self._answer(caller, message, reply), name=f"serve {caller} at {self.node}")
+        self._serving[task] = caller
+        task.add_done_callback(lambda done: self._serving.pop(done, None))
+        return task
+
+    async def _answer(self, caller: str, message: Call, reply: asyncio.Future[Reply]) -> None:
+        assert self._serve is not None
+        await self._network._travel()
+        answered = await answer(self._serve, caller, message)
+        await self._network._travel()
+        if not reply.done():
+            reply.set_result(answered)
+
+    # Endings.
+
+    def _fail_calls(self, node: str, why: str) -> None:
+        for pending in list(self._pending):
+            if pending.node == node and not pending.reply.done():
+                pending.reply.set_exception(PeerLost(why))
+
+    def _cancel_served(self, caller: str) -> None:
+        for task, whose in list(self._serving.items()):
+            if whose == caller:
+                task.cancel()
+
+    def _vanish(self, why: str) -> None:
+        self._down = why
+        for pending in list(self._pending):
+            if not pending.reply.done():
+                pending.reply.set_exception(PeerLost(why))
+        for task in list(self._serving):
+            task.cancel()
+
+    def _lost(self, node: str) -> None:
+        if not self._down:
+            self._on_lost(node)

@@ -1,0 +1,164 @@
+"""What a session has still to write, in an order that is fair to small messages.
+
+Small frames go first, in order. Large payloads are cut into chunks, a few values in turn, so that a value of
+gigabytes delays a small message by one chunk. Nothing is copied: chunks are views of the caller's memory.
+
+The outbox hands over bytes only while the socket's own buffer has room (`pause` and `resume` come from the event
+loop): a peer that reads slowly costs this process one chunk of buffer, besides the values its callers hold anyway.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from taskgraph.protocol.messages import Encoded
+from taskgraph.transport.frames import CHUNK_BYTES, INLINE_BYTES, Head, Kind, pack_frame
+
+__all__ = ["Outbox"]
+
+#: Large values that are sent in turn; the others wait. Few, since what is half received is of no use to anybody.
+_IN_TURN = 4
+#: What is written before other work of the event loop gets its chance, if the socket takes everything at once.
+_TURN_BYTES = 8 << 20
+
+
+class _Large:
+    """A payload on its way, and how far it is."""
+
+    __slots__ = ("_at", "_offset", "_parts", "call", "left", "opening")
+
+    def __init__(self, call: int, opening: bytes, parts: Sequence[memoryview], size_bytes: int) -> None:
+        self.call = call
+        self.opening: bytes | None = opening
+        self.left = size_bytes
+        self._parts = parts
+        self._at = 0
+        self._offset = 0
+
+    def chunk(self) -> tuple[int, list[memoryview]]:
+        """The next chunk: its size, and the pieces of memory it consists of."""
+        size = room = min(CHUNK_BYTES, self.left)
+        pieces = []
+        while room:
+            part = self._parts[self._at]
+            piece = part[self._offset : self._offset + room]
+            if piece.nbytes:
+                pieces.append(piece)
+                room -= piece.nbytes
+            self._offset += piece.nbytes
+            if self._offset == part.nbytes:
+                self._at += 1
+                self._offset = 0
+        self.left -= size
+        return size, pieces
+
+
+class Outbox:
+    """The queue between callers and a socket.
+
+    Args:
+        write: takes bytes or a view of memory that will not change; does not block.
+        soon: runs a callback after other ready work of the event loop.
+    """
+
+    def __init__(
+        self, write: Callable[[bytes | memoryview], None], soon: Callable[[Callable[[], None]], object]
+    ) -> None:
+        self._write = write
+        self._soon = soon
+        self._small: deque[tuple[int, bytes]] = deque()
+        self._turn: deque[_Large] = deque()
+        self._waiting: deque[_Large] = deque()
+        self._paused = False
+        self._scheduled = False
+        self._closed = False
+
+    @property
+    def idle(self) -> bool:
+        return not (self._small or self._turn or self._waiting)
+
+    def send(self, kind: Kind, call: int = 0, header: bytes = b"", value: Encoded | None = None) -> None:
+        """Queues one frame, or one message with its value."""
+        if self._closed:
+            return
+        if value is None:
+            self._small.append((call, pack_frame(Head(kind, call, len(header)), (), header)))
+        else:
+            self._send_value(kind, call, header, value)
+        self._pump()
+
+    def _send_value(self, kind: Kind, call: int, header: bytes, value: Encoded) -> None:
+        sizes = [buffer.nbytes for buffer in value.buffers]
+        payload = len(value.meta) + sum(sizes)
+        inline = payload if payload <= INLINE_BYTES else 0
+        head = Head(kind, call, len(header), len(sizes), inline, payload, len(value.meta))
+        opening = pack_frame(head, sizes, header)
+        if inline or not payload:
+            self._small.append((call, b"".join((opening, value.meta, *value.buffers))))
+        else:
+            parts = [memoryview(value.meta), *value.buffers]
+            self._waiting.append(_Large(call, opening, parts, payload))
+
+    def drop(self, call: int) -> bool:
+        """Sends nothing more of that call. Returns whether the peer has seen, or will see, some of it."""
+        before = len(self._small) + len(self._waiting)
+        if self._small:
+            self._small = deque(entry for entry in self._small if entry[0] != call)
+        if self._waiting:
+            self._waiting = deque(large for large in self._waiting if large.call != call)
+        unseen = len(self._small) + len(self._waiting) < before
+        for large in self._turn:
+            if large.call == call:
+                unseen = large.opening is not None
+                self._turn.remove(large)
+                break
+        return not unseen
+
+    def pause(self) -> None:
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        self._pump()
+
+    def close(self) -> None:
+        """Drops everything; later sends are ignored."""
+        self._closed = True
+        self._small.clear()
+        self._turn.clear()
+        self._waiting.clear()
+
+    def _pump(self) -> None:
+        """Writes while the socket takes it."""
+        budget = _TURN_BYTES
+        while not self._paused and not self.idle:
+            if budget <= 0:
+                if not self._scheduled:
+                    self._scheduled = True
+                    self._soon(self._continue)
+                return
+            for data in self._next():
+                budget -= len(data)
+                self._write(data)
+
+    def _continue(self) -> None:
+        self._scheduled = False
+        self._pump()
+
+    def _next(self) -> Iterator[bytes | memoryview]:
+        """The pieces of the next frame. A frame is never cut."""
+        if self._small:
+            yield self._small.popleft()[1]
+            return
+        while self._waiting and len(self._turn) < _IN_TURN:
+            self._turn.append(self._waiting.popleft())
+        large = self._turn.popleft()
+        if large.opening is not None:
+            yield large.opening
+            large.opening = None
+        size, pieces = large.chunk()
+        yield Head(Kind.CHUNK, large.call, body=size).pack()
+        yield from pieces
+        if large.left:
+            self._turn.append(large)

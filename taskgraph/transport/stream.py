@@ -1,0 +1,343 @@
+"""The transport between processes: unix sockets on one host, TCP between hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from taskgraph.errors import PeerGone, PeerLost, TransportError
+from taskgraph.protocol.messages import Call, Encoded, Reply
+from taskgraph.settings import Settings
+from taskgraph.transport import endpoints
+from taskgraph.transport.api import OnLost, Peer, Serve
+from taskgraph.transport.calls import OwnedTasks, answer, describe, unwrap
+from taskgraph.transport.hello import Answering, Dialling
+from taskgraph.transport.session import AcceptedSession, DialledSession, Session
+
+__all__ = ["StreamTransport"]
+
+log = logging.getLogger("taskgraph.transport")
+
+MIN_TOKEN_BYTES = 16
+#: Connections that have not proven anything yet. Beyond it the oldest is closed: honest ones take a millisecond.
+MAX_STRANGERS = 256
+#: How long `close` waits for peers to take what was written to them.
+_FLUSH_S = 1.0
+#: A refused hello is logged once per reason in this time.
+_LOG_EVERY_S = 60.0
+#: Digests of larger values are checked in a thread: 4 MiB take 0.2 ms.
+_THREAD_BYTES = 4 << 20
+_VERIFY_THREADS = 2
+
+
+async def _not_started(caller: str, call: Call) -> Reply:
+    raise TransportError("the transport is not started")
+
+
+class StreamTransport:
+    """Calls over sockets; see `taskgraph.transport.api.Transport`.
+
+    Args:
+        settings: limits and times.
+        token: the job's secret, at least 16 random bytes.
+        job: the job's name: a node of another job that shares the token is refused too.
+        verify: whether a value that came over a socket has its digest; runs in a thread for large values.
+        unix_dir: a folder for this node's unix socket, made with mode 0700 if it is not there; None: no unix socket.
+        tcp_host: the address to listen on; None: no TCP. Loopback unless told otherwise.
+        tcp_port: 0 takes a free one.
+        advertise: the host name or address others reach `tcp_host` by; needed where it is a wildcard.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        token: bytes,
+        *,
+        job: str,
+        verify: Callable[[Encoded], bool],
+        unix_dir: Path | None = None,
+        tcp_host: str | None = "127.0.0.1",
+        tcp_port: int = 0,
+        advertise: str | None = None,
+    ) -> None:
+        if len(token) < MIN_TOKEN_BYTES:
+            raise ValueError(f"a token of {len(token)} bytes; it needs at least {MIN_TOKEN_BYTES}")
+        if unix_dir is None and tcp_host is None:
+            raise ValueError("neither unix_dir nor tcp_host: nobody could reach this node")
+        if tcp_host in ("0.0.0.0", "::", "") and advertise is None:
+            raise ValueError(f"listening on {tcp_host!r} needs advertise=: the address that others dial")
+        self._settings = settings
+        self._token = token
+        self._job = job
+        self._verify = verify
+        self._unix_dir = unix_dir
+        self._tcp_host = tcp_host
+        self._tcp_port = tcp_port
+        self._advertise = advertise
+
+        self.tasks = OwnedTasks()
+        self.serve: Serve = _not_started
+        self.max_value_bytes = settings.max_value_bytes
+        self._node = ""
+        self._on_lost: OnLost = lambda node: None
+        self._endpoints: tuple[str, ...] = ()
+        self._servers: list[asyncio.Server] = []
+        self._socket_file: Path | None = None
+        self._connections: dict[Session, asyncio.Future[None]] = {}  # every socket; done when it is closed
+        self._strangers: dict[Session, None] = {}  # accepted and not proven, oldest first
+        self._open: dict[str, set[Session]] = {}
+        self._dialled: dict[str, DialledSession] = {}
+        self._dials: dict[str, asyncio.Task[DialledSession]] = {}
+        self._refusals: dict[str, tuple[float, int]] = {}  # reason -> when it was logged, how many since
+        self._threads: ThreadPoolExecutor | None = None
+        self._state = "not started"
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        return self._endpoints
+
+    # Life.
+
+    async def start(self, node: str, serve: Serve, on_lost: OnLost) -> None:
+        """Listens.
+
+        Raises:
+            TransportError: a socket that cannot be listened on, a folder that is not private, a path too long.
+        """
+        if self._state != "not started":
+            raise RuntimeError(f"the transport is {self._state}")
+        self._node, self.serve, self._on_lost = node, serve, on_lost
+        self._state = "running"
+        try:
+            await self._listen()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        found = []
+        if self._unix_dir is not None:
+            name = hashlib.sha256(self._node.encode()).hexdigest()[:16]
+            unix, self._socket_file = endpoints.listen_unix(self._unix_dir, name)
+            self._servers.append(await loop.create_unix_server(self._accept, sock=unix))
+            found.append(endpoints.unix_endpoint(self._socket_file))
+        if self._tcp_host is not None:
+            tcp = endpoints.listen_tcp(self._tcp_host, self._tcp_port)
+            self._servers.append(await loop.create_server(self._accept, sock=tcp))
+            host, port = tcp.getsockname()[:2]
+            found.append(endpoints.tcp_endpoint(self._advertise or host, port))
+        self._endpoints = tuple(found)
+
+    async def close(self) -> None:
+        if self._state == "closed":
+            return
+        self._state = "closed"
+        for server in self._servers:
+            server.close()
+        if self._socket_file is not None:
+            self._socket_file.unlink(missing_ok=True)
+        for session in list(self._connections):
+            session.goodbye()
+        await self.tasks.close()
+        if self._connections:
+            await asyncio.wait(self._connections.values(), timeout=_FLUSH_S)
+        for session in list(self._connections):
+            session.abort()
+        if self._connections:
+            await asyncio.wait(self._connections.values())
+        for server in self._servers:
+            await server.wait_closed()
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+
+    # Calls.
+
+    async def call(self, peer: Peer, message: Call, *, timeout_s: float | None = None) -> Reply:
+        self._check_running()
+        try:
+            async with asyncio.timeout(timeout_s):
+                if peer.node == self._node:
+                    return await self._call_self(message)
+                session = await self._session(peer)
+                return await session.call(message)
+        except TimeoutError:
+            raise PeerLost(f"no answer from node {peer.node} within {timeout_s} s to {describe(message)}") from None
+
+    def _check_running(self) -> None:
+        if self._state != "running":
+            raise PeerLost(f"this node's transport is {self._state}")
+
+    async def _call_self(self, message: Call) -> Reply:
+        task = self.tasks.spawn(answer(self.serve, self._node, message), name=f"serve {self._node} itself")
+        try:
+            await asyncio.wait((task,))
+        finally:
+            task.cancel()
+        if task.cancelled():
+            raise PeerLost("this node's transport is closed")
+        return unwrap(task.result())
+
+    async def probe(self, peer: Peer, *, timeout_s: float) -> None:
+        self._check_running()
+        if peer.node == self._node:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                session = await self._dial(peer, probe=True)
+        except TimeoutError:
+            raise PeerLost(f"node {peer.node} did not answer a hello within {timeout_s} s") from None
+        session.goodbye()
+
+    def forget(self, node: str) -> None:
+        dial = self._dials.pop(node, None)
+        if dial is not None:
+            dial.cancel()
+        for session in self._open.pop(node, set()):
+            session.clean = True  # nobody needs to be told
+            session.abort()
+
+    # Dialling.
+
+    async def _session(self, peer: Peer) -> DialledSession:
+        """The session that carries calls to `peer`; callers that come while it is dialled share the dial."""
+        session = self._dialled.get(peer.node)
+        if session is not None and session.open:
+            return session
+        dial = self._dials.get(peer.node)
+        if dial is None:
+            dial = self.tasks.spawn(self._dial(peer, probe=False), name=f"dial {peer.node}")
+            self._dials[peer.node] = dial
+            dial.add_done_callback(lambda done: self._dialled_or_not(peer.node, done))
+        await asyncio.wait((dial,))
+        if dial.cancelled():
+            raise PeerLost(f"dialling node {peer.node} was given up")
+        error = dial.exception()
+        if isinstance(error, (PeerGone, PeerLost)):
+            raise type(error)(str(error)) from error  # its own instance for each caller
+        return dial.result()
+
+    def _dialled_or_not(self, node: str, dial: asyncio.Task[DialledSession]) -> None:
+        if self._dials.get(node) is dial:
+            del self._dials[node]
+
+    async def _dial(self, peer: Peer, *, probe: bool) -> DialledSession:
+        """Tries the endpoints in order. Gone only if each one we can use says so."""
+        gone, lost = [], []
+        for endpoint in peer.endpoints:
+            if not endpoints.usable(endpoint):
+                continue
+            try:
+                async with asyncio.timeout(self._settings.connect_s):
+                    return await self._dial_endpoint(peer, endpoint, probe=probe)
+            except PeerGone as error:
+                gone.append(str(error))
+            except PeerLost as error:
+                lost.append(str(error))
+            except TimeoutError:
+                lost.append(f"{endpoint}: no connection within {self._settings.connect_s:g} s")
+        if lost:
+            raise PeerLost(f"node {peer.node}: {'; '.join(lost + gone)}")
+        if gone:
+            raise PeerGone(f"node {peer.node}: {'; '.join(gone)}")
+        raise PeerLost(f"node {peer.node} has no endpoint that can be used from here: {peer.endpoints}")
+
+    async def _dial_endpoint(self, peer: Peer, endpoint: str, *, probe: bool) -> DialledSession:
+        loop = asyncio.get_running_loop()
+        sock = await endpoints.connect(endpoint, self._settings)
+        hello = Dialling(self._token, self._job, self._node, probe=probe)
+        session = DialledSession(self, hello, wanted=peer.node, hello_s=self._settings.connect_s)
+        session.where = endpoint
+        try:
+            if sock.family == socket.AF_UNIX:
+                await loop.create_unix_connection(lambda: session, sock=sock)
+            else:
+                await loop.create_connection(lambda: session, sock=sock)
+            await session.hello_done
+        except PeerLost as error:
+            raise PeerLost(f"{endpoint}: {error}") from error
+        except OSError as error:
+            sock.close()
+            raise PeerLost(f"{endpoint}: {error}") from error
+        except BaseException:
+            session.abort()
+            raise
+        if session.peer != peer.node:
+            session.goodbye()
+            raise PeerGone(f"{endpoint}: node {session.peer} listens there now")
+        return session
+
+    # Accepting, and what sessions tell.
+
+    def _accept(self) -> AcceptedSession:
+        hello = Answering(self._token, self._job, self._node)
+        return AcceptedSession(self, hello, hello_s=self._settings.connect_s)
+
+    def connected(self, session: Session) -> None:
+        self._connections[session] = asyncio.get_running_loop().create_future()
+        if self._state != "running":
+            session.abort()
+        elif isinstance(session, AcceptedSession):
+            session.tune(self._settings)
+            self._strangers[session] = None
+            if len(self._strangers) > MAX_STRANGERS:
+                next(iter(self._strangers)).end("too many connections without a hello")
+
+    def opened(self, session: Session) -> None:
+        self._strangers.pop(session, None)
+        if session.probe:
+            return
+        if isinstance(session, DialledSession):
+            if session.peer != session.wanted:
+                return
+            self._dialled[session.peer] = session
+        self._open.setdefault(session.peer, set()).add(session)
+
+    def ended(self, session: Session) -> None:
+        if session in self._strangers:
+            del self._strangers[session]
+            self._log_refusal(session)
+        node = session.peer
+        if isinstance(session, DialledSession) and self._dialled.get(node) is session:
+            del self._dialled[node]
+        sessions = self._open.get(node)
+        if sessions is None or session not in sessions:
+            return
+        sessions.discard(session)
+        if not sessions:
+            del self._open[node]
+            if not session.clean and self._state == "running":
+                log.info("lost node %s: %s", node, session.why)
+                self._on_lost(node)
+
+    def disconnected(self, session: Session) -> None:
+        closed = self._connections.pop(session)
+        closed.set_result(None)
+
+    def _log_refusal(self, session: Session) -> None:
+        """Strangers may knock as often as they like: one line a minute for each reason."""
+        now = asyncio.get_running_loop().time()
+        at, since = self._refusals.get(session.why, (-_LOG_EVERY_S, 0))
+        if now - at < _LOG_EVERY_S:
+            self._refusals[session.why] = (at, since + 1)
+            return
+        if len(self._refusals) >= MAX_STRANGERS:
+            self._refusals.clear()
+        self._refusals[session.why] = (now, 0)
+        more = f" ({since} more like this before)" if since else ""
+        log.warning("refused a connection from %s: %s%s", session.where, session.why, more)
+
+    async def verified(self, value: Encoded) -> bool:
+        if value.size_bytes < _THREAD_BYTES:
+            return self._verify(value)
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="taskgraph-verify")
+        with contextlib.suppress(RuntimeError):  # shut down: the session is closed already
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._verify, value)
+        return False
