@@ -15,7 +15,8 @@ do about it (the end of its message). `str(error)` is what a user reads.
     ├── UnknownJob          no job of that name is known
     ├── CoordinationError   etcd cannot be reached, refuses, or cannot be started
     │   ├── Unavailable         nothing was done: safe to try again
-    │   └── OutcomeUnknown      a write may or may not have happened: re-read before anything else
+    │   ├── OutcomeUnknown      a write may or may not have happened: re-read before anything else
+    │   └── LeaseGone           a put on a lease that does not exist any more: nothing was done, take a new one
     ├── TransportError      a peer cannot be reached or a session broke: safe to try again
     │   ├── PeerGone            its port refuses: the process does not exist any more
     │   ├── PeerLost            the connection broke, or no answer came in time
@@ -34,6 +35,7 @@ __all__ = [
     "JobFailed",
     "JobRunning",
     "JobTimeout",
+    "LeaseGone",
     "OutcomeUnknown",
     "PeerGone",
     "PeerLost",
@@ -126,6 +128,10 @@ class Unavailable(CoordinationError):
 
 class OutcomeUnknown(CoordinationError):
     """A write was sent and no answer came: re-read linearizably before anything else happens."""
+
+
+class LeaseGone(CoordinationError):
+    """A put named a lease that does not exist (any more). Nothing was done."""
 
 
 class TransportError(TaskGraphError):

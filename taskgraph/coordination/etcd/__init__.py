@@ -1,0 +1,24 @@
+"""A narrow, typed client of etcd's public v3 API on gRPC.
+
+It speaks eight RPCs and nothing else: Range, Txn, LeaseGrant, LeaseKeepAlive, LeaseRevoke, Watch, Authenticate,
+Status. Its messages live in a protobuf package of our own name and the RPCs are called by path, so that another
+etcd client in the same process cannot clash with it.
+
+Rules:
+    - A read is tried again, on the next endpoint, until `timeout_s` is over. A write is tried again only where it
+      certainly was not executed: its connection could not be made, or etcd refused it before proposing it.
+      Otherwise the caller gets `OutcomeUnknown` at once.
+    - A watch survives broken streams, dead endpoints and restarts of etcd without losing or repeating a revision.
+    - A lease is renewed by a thread of its own, so that a busy main loop does not lose it, and only while the main
+      loop ticks, so that a stuck one does.
+
+Must not know: jobs, tasks, epochs, or which keys exist.
+"""
+
+from __future__ import annotations
+
+from taskgraph.coordination.etcd.coordinator import EtcdCoordinator
+from taskgraph.coordination.etcd.lease import EtcdLease
+from taskgraph.coordination.etcd.options import EtcdOptions
+
+__all__ = ["EtcdCoordinator", "EtcdLease", "EtcdOptions"]

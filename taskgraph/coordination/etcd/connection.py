@@ -1,0 +1,257 @@
+"""Calls to a cluster: which endpoint, how often, for how long, as whom.
+
+One channel per endpoint, one endpoint in use at a time. An endpoint that fails is left for the next one. A write is
+only sent over a connection that is known to stand, so that "nothing listens there" is never confused with
+"it was sent and no answer came".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from taskgraph.coordination.etcd import v3_pb2 as v3
+from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
+from taskgraph.coordination.etcd.methods import AUTHENTICATE, STATUS, Method
+from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
+from taskgraph.errors import OutcomeUnknown, Unavailable
+
+if TYPE_CHECKING:
+    StreamCall = grpc.aio.StreamStreamCall[Message, Message]
+
+__all__ = ["Connection", "Stream", "pause_s"]
+
+log = logging.getLogger(__name__)
+
+Request = TypeVar("Request", bound=Message)
+Response = TypeVar("Response", bound=Message)
+
+#: Between two tries: doubled from the first to the last, with jitter, so that nodes that lost the same etcd do not
+#: come back in step.
+_FIRST_PAUSE_S = 0.05
+_LAST_PAUSE_S = 1.0
+#: A connection that stays silent (packets dropped) is given up after this, if there is another endpoint.
+_CONNECT_S = 2.0
+
+
+def pause_s(tries: int) -> float:
+    """How long to wait after the `tries`-th failure in a row, counted from 1."""
+    return float(min(_LAST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(tries - 1, 10))) * random.uniform(0.5, 1.0)
+
+
+class Stream:
+    """One open bidirectional RPC."""
+
+    def __init__(self, call: StreamCall, endpoint: Endpoint) -> None:
+        self._call = call
+        self.endpoint = endpoint
+
+    async def write(self, message: Message) -> None:
+        await self._call.write(message)
+
+    async def read(self) -> Message | None:
+        """The next message, or None when the server ended the stream."""
+        message = await self._call.read()
+        return message if isinstance(message, Message) else None
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+@dataclass(slots=True)
+class _Tries:
+    """What was tried within one call, for its error message."""
+
+    count: int = 0
+    last: dict[str, str] = field(default_factory=dict)
+
+    def add(self, endpoint: Endpoint, details: str) -> None:
+        self.count += 1
+        self.last[endpoint.target] = details
+
+    def __str__(self) -> str:
+        return "; ".join(f"{target}: {details}" for target, details in self.last.items()) or "no answer"
+
+
+class Connection:
+    """A cluster as seen from one event loop.
+
+    Args:
+        options: where the cluster is and how to get in.
+    """
+
+    def __init__(self, options: EtcdOptions) -> None:
+        self.options = options
+        self._channels = {endpoint: options.aio_channel(endpoint) for endpoint in options.endpoints}
+        self._current = 0
+        self._token: str | None = None
+        self._login = asyncio.Lock()
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The endpoint that the next call goes to."""
+        return self.options.endpoints[self._current]
+
+    def leave(self, endpoint: Endpoint) -> None:
+        """`endpoint` failed: the next call goes to the one after it."""
+        if endpoint == self.endpoint:
+            self._current = (self._current + 1) % len(self.options.endpoints)
+
+    async def call(
+        self,
+        method: Method[Request, Response],
+        request: Request,
+        *,
+        what: str,
+        again: bool,
+        timeout_s: float | None = None,
+    ) -> Response:
+        """One RPC, tried until it succeeds or the time is over.
+
+        Args:
+            method: which RPC.
+            request: its request.
+            what: the call in words, for errors.
+            again: whether it may be sent twice: reads, and writes for which twice is the same as once.
+            timeout_s: the limit with all tries; None: that of the options.
+
+        Raises:
+            Unavailable: the time is over and nothing was done.
+            OutcomeUnknown: it may have been executed (`again=False` only).
+            CoordinationError: etcd refused it.
+        """
+        loop = asyncio.get_running_loop()
+        limit_s = self.options.timeout_s if timeout_s is None else timeout_s
+        deadline = loop.time() + limit_s
+        tries, logins = _Tries(), 0
+        while (left := deadline - loop.time()) > 0 and not self._closed:
+            endpoint, sent = self.endpoint, False
+            try:
+                with self.told_apart(what):
+                    await self._enter(endpoint, left, connected=not again)
+                    sent = True
+                    return await self._once(endpoint, method, request, self._try_s(left) if again else left)
+            except grpc.aio.AioRpcError as error:
+                details = _details(error)
+                tries.add(endpoint, details)
+                verdict = judge(error.code(), details)
+                if verdict is Verdict.REFUSED:
+                    raise refusal(what, error.code(), details) from error
+                if verdict is Verdict.LOGIN and logins < 3:
+                    logins, self._token = logins + 1, None
+                    continue
+                if verdict is Verdict.UNKNOWN and sent and not again:
+                    raise OutcomeUnknown(
+                        f"{what}: it was sent to etcd at {endpoint.target} and no answer came ({details}). "
+                        "It may or may not have happened; read again to find out."
+                    ) from error
+                self.leave(endpoint)
+            left = deadline - loop.time()
+            if left > 0:
+                await asyncio.sleep(min(left, pause_s(tries.count)))
+        if self._closed:
+            raise Unavailable(f"{what}: the connection to etcd was closed")
+        raise Unavailable(f"{what}: no usable answer from etcd within {limit_s:g} s ({tries})")
+
+    async def stream(self, method: Method[Request, Response]) -> Stream:
+        """Opens a stream on the endpoint in use. Its messages, and its errors, come when it is read.
+
+        Raises:
+            grpc.aio.AioRpcError: logging in failed.
+            Unavailable: the connection is closed.
+        """
+        endpoint = self.endpoint
+        if self._closed:
+            raise Unavailable(f"{method.name}: the connection to etcd was closed")
+        await self._enter(endpoint, self.options.timeout_s, connected=False)
+        open_stream = self._channels[endpoint].stream_stream(
+            method.path, method.request.SerializeToString, method.response.FromString
+        )
+        # `hasleader`: a member cut off from the majority ends the stream instead of staying silent.
+        metadata = [("hasleader", "true"), *self._credentials()]
+        return Stream(open_stream(None, metadata=metadata), endpoint)
+
+    def forget_token(self) -> None:
+        """The token was refused: log in again before the next call."""
+        self._token = None
+
+    async def close(self) -> None:
+        """Ends all calls and streams."""
+        self._closed = True
+        for channel in self._channels.values():
+            await channel.close(None)
+
+    def _try_s(self, left: float) -> float:
+        """How long one try of a read may take: with several endpoints, a silent one must leave time for the others."""
+        count = len(self.options.endpoints)
+        return left if count == 1 else min(left, max(1.0, self.options.timeout_s / (count + 1)))
+
+    async def _enter(self, endpoint: Endpoint, left: float, *, connected: bool) -> None:
+        """Sees to it that `endpoint` is connected, where that matters, and that we have a token, if need be."""
+        if connected and self._channels[endpoint].get_state() is not grpc.ChannelConnectivity.READY:
+            # Any answer, a refusal too, proves the connection.
+            try:
+                await self._once(endpoint, STATUS, v3.StatusRequest(), min(left, self._connect_s()))
+            except grpc.aio.AioRpcError as error:
+                if judge(error.code(), _details(error)) in (Verdict.NOT_EXECUTED, Verdict.UNKNOWN):
+                    raise
+        if self.options.username is None or self._token is not None:
+            return
+        async with self._login:
+            if self._token is None:
+                request = v3.AuthenticateRequest(name=self.options.username, password=self.options.password or "")
+                answer = await self._once(endpoint, AUTHENTICATE, request, min(left, self._connect_s()))
+                self._token = answer.token
+
+    def _connect_s(self) -> float:
+        return self.options.timeout_s if len(self.options.endpoints) == 1 else _CONNECT_S
+
+    async def _once(
+        self, endpoint: Endpoint, method: Method[Request, Response], request: Request, timeout_s: float
+    ) -> Response:
+        send = self._channels[endpoint].unary_unary(
+            method.path, method.request.SerializeToString, method.response.FromString
+        )
+        answer = await send(request, timeout=timeout_s, metadata=self._credentials())
+        assert isinstance(answer, method.response)
+        return answer
+
+    def _credentials(self) -> list[tuple[str, str]]:
+        return [] if self._token is None else [("token", self._token)]
+
+    @contextlib.contextmanager
+    def told_apart(self, what: str) -> Iterator[None]:
+        """Tells a cancellation of the caller from the one that gRPC raises in calls whose channel was closed.
+
+        Raises:
+            Unavailable: this connection was closed meanwhile.
+        """
+        try:
+            yield
+        except grpc.aio.UsageError as error:
+            if self._closed:
+                raise Unavailable(f"{what}: the connection to etcd was closed") from error
+            raise
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if self._closed and (task is None or not task.cancelling()):
+                raise Unavailable(f"{what}: the connection to etcd was closed") from error
+            raise
+
+
+def _details(error: grpc.aio.AioRpcError) -> str:
+    return error.details() or error.code().name

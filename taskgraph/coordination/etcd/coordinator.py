@@ -1,0 +1,198 @@
+"""`coordination.api.Coordinator` on a real etcd."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from taskgraph.coordination.api import Listing, WatchBatch
+from taskgraph.coordination.etcd import convert
+from taskgraph.coordination.etcd import v3_pb2 as v3
+from taskgraph.coordination.etcd.connection import Connection
+from taskgraph.coordination.etcd.lease import EtcdLease
+from taskgraph.coordination.etcd.methods import COMPACT, LEASE_GRANT, LEASE_REVOKE, RANGE, STATUS, TXN
+from taskgraph.coordination.etcd.options import EtcdOptions
+from taskgraph.coordination.etcd.watch import watch
+from taskgraph.errors import CoordinationError, LeaseGone, Unavailable
+from taskgraph.protocol.kv import KeyValue, Txn, TxnResult
+
+__all__ = ["EtcdCoordinator"]
+
+log = logging.getLogger(__name__)
+
+#: Finding out that nothing listens must not take longer than a user's patience.
+_FIRST_CONTACT_S = 5.0
+#: A revoke at the end is a courtesy: the lease expires by itself.
+_REVOKE_S = 2.0
+
+_HOW_TO_GET_ONE = (
+    "Is it running, and is the address right? One can be started with `etcd --listen-client-urls "
+    "http://127.0.0.1:2379 --advertise-client-urls http://127.0.0.1:2379`. On one host none is needed: "
+    "`pip install 'taskgraph-aio[embedded]'` and leave --etcd out."
+)
+
+
+class EtcdCoordinator:
+    """An etcd cluster, seen from one event loop. Made by `connect`, ended by `close` or as an async context.
+
+    Attributes:
+        version: the version of the etcd member that answered first, e.g. "3.5.1".
+    """
+
+    def __init__(self, connection: Connection, version: str) -> None:
+        self._connection = connection
+        self._leases: set[EtcdLease] = set()
+        self.version = version
+
+    @classmethod
+    async def connect(
+        cls,
+        endpoints: str | Sequence[str],
+        *,
+        timeout_s: float = 10.0,
+        ca: str | Path | None = None,
+        cert: str | Path | None = None,
+        key: str | Path | None = None,
+        username: str | None = None,
+        password: str | None = None,
+    ) -> EtcdCoordinator:
+        """Connects and makes sure, by a linearizable read, that a cluster with a leader answers.
+
+        Args:
+            endpoints: `host:port`, `https://host:port`; several as a sequence or separated by commas.
+            timeout_s: the limit of each call, with its retries. The first contact takes at most 5 s of it.
+            ca: PEM file of the authority behind the members' certificates.
+            cert: PEM file of a client certificate.
+            key: PEM file of its key.
+            username: user, where etcd has authentication enabled.
+            password: the user's password.
+
+        Raises:
+            Unavailable: nothing usable answers there. The message says what was tried and how to start one.
+            CoordinationError: the arguments are wrong, or etcd refuses them.
+        """
+        options = EtcdOptions.make(
+            endpoints,
+            timeout_s=timeout_s,
+            ca=ca,
+            cert=cert,
+            key=key,
+            username=username,
+            password=password,
+        )
+        connection = Connection(options)
+        limit_s = min(timeout_s, _FIRST_CONTACT_S)
+        try:
+            status = await connection.call(
+                STATUS, v3.StatusRequest(), what="first contact", again=True, timeout_s=limit_s
+            )
+            probe = convert.range_request("/taskgraph/", prefix=False)
+            await connection.call(RANGE, probe, what="first read", again=True, timeout_s=limit_s)
+        except Unavailable as error:
+            await connection.close()
+            names = ", ".join(endpoint.target for endpoint in options.endpoints)
+            raise Unavailable(f"no etcd can be used at {names}. {error}. {_HOW_TO_GET_ONE}") from error
+        except BaseException:
+            await connection.close()
+            raise
+        return cls(connection, status.version)
+
+    async def __aenter__(self) -> EtcdCoordinator:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def now(self) -> float:
+        """The clock that `Lease.valid_until` is told in: `time.monotonic()`."""
+        return time.monotonic()
+
+    async def get(self, key: str) -> KeyValue | None:
+        """A linearizable read."""
+        request = convert.range_request(key, prefix=False)
+        answer = await self._connection.call(RANGE, request, what=f"get {key!r}", again=True)
+        return convert.key_value(answer.kvs[0]) if answer.kvs else None
+
+    async def list(self, prefix: str) -> Listing:
+        """A linearizable read of all keys under `prefix`, at one revision."""
+        request = convert.range_request(prefix, prefix=True)
+        answer = await self._connection.call(RANGE, request, what=f"list {prefix!r}", again=True)
+        return Listing(answer.header.revision, tuple(convert.key_value(kv) for kv in answer.kvs))
+
+    async def txn(self, txn: Txn) -> TxnResult:
+        """Executes `txn` at one revision.
+
+        Raises:
+            Unavailable: nothing was done.
+            OutcomeUnknown: it may or may not have been executed.
+            LeaseGone: a put names a lease that does not exist; nothing was done.
+            CoordinationError: etcd refuses it (too large, a key written twice, no permission).
+        """
+        answer = await self._connection.call(
+            TXN, convert.txn_request(txn), what=_describe(txn), again=not convert.writes(txn)
+        )
+        return convert.txn_result(answer)
+
+    def watch(self, prefix: str, start_revision: int) -> AsyncIterator[WatchBatch]:
+        """See `coordination.api.Coordinator.watch`. It waits out an outage; other calls tell of it."""
+        if start_revision < 1:
+            raise ValueError(f"a watch starts at a revision from 1 on, not {start_revision}")
+        return watch(self._connection, prefix, start_revision)
+
+    async def lease(self, ttl_s: float, *, stall_limit_s: float) -> EtcdLease:
+        """Grants a lease and starts renewing it. etcd's floor is 2 s."""
+        sent_at = time.monotonic()
+        # Asked for again where the outcome is unknown: a lease nobody knows of expires by itself and holds no key.
+        answer = await self._connection.call(
+            LEASE_GRANT, v3.LeaseGrantRequest(ttl=math.ceil(ttl_s)), what="grant of a lease", again=True
+        )
+        if answer.error:
+            raise CoordinationError(f"etcd refused a lease of {ttl_s:g} s: {answer.error}")
+        lease = EtcdLease(
+            self._connection.options,
+            answer.id,
+            ttl_s=float(answer.ttl),
+            stall_limit_s=stall_limit_s,
+            sent_at=sent_at,
+            revoke=self._revoke_at_end,
+            forget=self._leases.discard,
+        )
+        self._leases.add(lease)
+        lease.start()
+        return lease
+
+    async def revoke(self, lease_id: int) -> None:
+        """Revokes any lease. One that does not exist is no error."""
+        await self._revoke(lease_id, None)
+
+    async def compact(self, revision: int) -> None:
+        """Drops the history up to `revision`, for everybody. For tests and operators."""
+        request = v3.CompactionRequest(revision=revision, physical=True)
+        await self._connection.call(COMPACT, request, what=f"compaction at {revision}", again=False)
+
+    async def close(self) -> None:
+        """Ends every call, watch and renewal. Leases are not revoked."""
+        for lease in tuple(self._leases):
+            await lease.close(revoke=False)
+        await self._connection.close()
+
+    async def _revoke(self, lease_id: int, timeout_s: float | None) -> None:
+        request = v3.LeaseRevokeRequest(id=lease_id)
+        what = f"revocation of lease {lease_id:x}"
+        with contextlib.suppress(LeaseGone):
+            await self._connection.call(LEASE_REVOKE, request, what=what, again=True, timeout_s=timeout_s)
+
+    async def _revoke_at_end(self, lease_id: int) -> None:
+        await self._revoke(lease_id, min(_REVOKE_S, self._connection.options.timeout_s))
+
+
+def _describe(txn: Txn) -> str:
+    """A transaction in a few words, for errors: the keys it is about."""
+    ops = txn.success or txn.failure
+    keys = dict.fromkeys(op.key for op in (*ops, *txn.compares))
+    shown = ", ".join(list(keys)[:3])
+    return f"transaction on {shown}{', ...' if len(keys) > 3 else ''}"

@@ -1,0 +1,74 @@
+"""What a failed RPC means: was it executed, and is it worth trying again?
+
+The only question that matters for a write. gRPC's code alone does not answer it: UNAVAILABLE is both "nothing
+listens there" and "the connection broke after your request was sent". So the answer comes from the code and from
+the few messages, of gRPC's core and of etcd, that are known to be given before anything was proposed. Whatever
+is not known counts as unknown.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import grpc
+
+from taskgraph.errors import CoordinationError, LeaseGone
+
+__all__ = ["Verdict", "judge", "refusal"]
+
+
+class Verdict(enum.Enum):
+    """What is known about a call that failed."""
+
+    NOT_EXECUTED = "not executed: safe to try again, on another endpoint"
+    LOGIN = "not executed: the token is stale, log in again"
+    REFUSED = "not executed: etcd says no and would say no again"
+    UNKNOWN = "it may have been executed"
+
+
+#: Said by gRPC's core when no connection could be made, or by etcd before a proposal reaches its log.
+_NOT_EXECUTED = (
+    "failed to connect to all addresses",
+    "DNS resolution failed",
+    "Name resolution failed",
+    "etcdserver: no leader",
+    "etcdserver: too many requests",
+    "etcdserver: not capable",
+    "etcdserver: rpc not supported for learner",
+    "raft proposal dropped",
+)
+_LOGIN = ("etcdserver: invalid auth token", "etcdserver: revision of auth store is old")
+#: etcd checks these before it applies anything of the request.
+_REFUSED_CODES = frozenset(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.ALREADY_EXISTS,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.OUT_OF_RANGE,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.UNAUTHENTICATED,
+    }
+)
+
+
+def judge(code: grpc.StatusCode, details: str) -> Verdict:
+    """What a call that ended with `code` and `details` may have done."""
+    if any(text in details for text in _LOGIN):
+        return Verdict.LOGIN
+    if any(text in details for text in _NOT_EXECUTED):
+        return Verdict.NOT_EXECUTED
+    if code in _REFUSED_CODES:
+        return Verdict.REFUSED
+    if details.startswith("grpc: received message larger than max"):  # the server's limit, before it decodes
+        return Verdict.REFUSED
+    # RESOURCE_EXHAUSTED "database space exceeded" belongs here: the transaction that crosses the quota is executed.
+    return Verdict.UNKNOWN
+
+
+def refusal(what: str, code: grpc.StatusCode, details: str) -> CoordinationError:
+    """The error for a call that etcd refused."""
+    if "requested lease not found" in details:
+        return LeaseGone(f"{what}: the lease does not exist any more; take a new one")
+    return CoordinationError(f"etcd refused {what}: {details or code.name}")

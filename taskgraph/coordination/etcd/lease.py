@@ -1,0 +1,253 @@
+"""A lease, renewed by a thread of its own over one stream.
+
+Why a thread: decoding a large value or a garbage collection may keep the main loop busy for seconds, and a healthy
+node must not lose its lease for that. Why only while the main loop ticks: a node whose loop is stuck for good
+must lose it. Why gRPC's synchronous side: its asynchronous side shares one poller between the loops of a process.
+
+    renewer thread   every ttl/5: notes the time, hands a request to the stream; opens the stream, and opens it again
+                     on the next endpoint when it broke or an answer is overdue
+    reader thread    one per open stream: matches answers, which come in order, with the times noted
+
+What the main loop reads (`valid_until`, `lost`) are single attributes, replaced whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Protocol
+
+import grpc
+
+from taskgraph.coordination.etcd import v3_pb2 as v3
+from taskgraph.coordination.etcd.methods import AUTHENTICATE, LEASE_KEEP_ALIVE
+from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
+from taskgraph.errors import CoordinationError
+
+__all__ = ["EtcdLease"]
+
+log = logging.getLogger(__name__)
+
+#: Renewals per TTL: with TTL 5 s one a second; four in a row may fail before anything is noticed.
+_RENEWALS_PER_TTL = 5
+#: How long `close` waits for the threads to end. They only wait for each other and for gRPC to cancel a call.
+_JOIN_S = 2.0
+_LOGIN_S = 2.0
+
+
+class EtcdLease:
+    """See `coordination.api.Lease`. Made by `EtcdCoordinator.lease`.
+
+    Args:
+        options: where etcd is; the lease has connections of its own.
+        lease_id: what etcd granted.
+        ttl_s: the TTL granted.
+        stall_limit_s: renewal stops this long after the last `tick`.
+        sent_at: monotonic time at which the grant was asked for.
+        revoke: revokes a lease, bounded.
+        forget: told when the lease is closed.
+    """
+
+    def __init__(
+        self,
+        options: EtcdOptions,
+        lease_id: int,
+        *,
+        ttl_s: float,
+        stall_limit_s: float,
+        sent_at: float,
+        revoke: Callable[[int], Awaitable[None]],
+        forget: Callable[[EtcdLease], None],
+    ) -> None:
+        self._options = options
+        self._id = lease_id
+        self._ttl_s = ttl_s
+        self._stall_limit_s = stall_limit_s
+        self._revoke = revoke
+        self._forget = forget
+        self._valid_until = sent_at + ttl_s
+        self._lost = False
+        self._ticked_at = time.monotonic()
+        self._closing = False
+        self._wake = threading.Event()  # the renewer has a reason to look before its time
+        self._loop = asyncio.get_running_loop()
+        self._ended = asyncio.Event()
+        self._thread = threading.Thread(target=self._renew, name=f"taskgraph-lease-{lease_id:x}", daemon=True)
+
+    @property
+    def id(self) -> int:
+        return self._id
+
+    @property
+    def ttl_s(self) -> float:
+        return self._ttl_s
+
+    def valid_until(self) -> float:
+        """Monotonic time until which the lease is certainly alive."""
+        return self._valid_until
+
+    def lost(self) -> bool:
+        """Whether etcd said that the lease does not exist."""
+        return self._lost
+
+    def tick(self) -> None:
+        """Says that the main loop is alive."""
+        self._ticked_at = time.monotonic()
+
+    def start(self) -> None:
+        """Starts renewing."""
+        self._thread.start()
+
+    async def close(self, *, revoke: bool) -> None:
+        """Stops renewing, within 2 s; with `revoke`, deletes the lease and its keys (best effort, within 2 s)."""
+        self._closing = True
+        self._wake.set()
+        try:
+            async with asyncio.timeout(_JOIN_S):
+                await self._ended.wait()
+            self._thread.join(_JOIN_S)  # it said that it ends as its last act
+        except TimeoutError:
+            log.warning("the thread that renews lease %x did not end within %g s", self._id, _JOIN_S)
+        self._forget(self)
+        if revoke and not self._lost:
+            try:
+                await self._revoke(self._id)
+            except CoordinationError as error:
+                log.warning("lease %x was not revoked and expires by itself: %s", self._id, error)
+
+    # The renewer thread.
+
+    def _renew(self) -> None:
+        stream: _Stream | None = None
+        endpoint = 0
+        interval_s = self._ttl_s / _RENEWALS_PER_TTL
+        overdue_s = self._ttl_s / 3
+        next_at = time.monotonic() + interval_s
+        try:
+            while not self._closing and not self._lost:
+                self._wake.wait(max(0.0, next_at - time.monotonic()))
+                self._wake.clear()
+                now = time.monotonic()
+                if stream is not None and (stream.ended or stream.waiting_s(now) > overdue_s):
+                    log.warning(
+                        "renewal of lease %x at etcd %s: %s; trying the next endpoint",
+                        self._id,
+                        stream.endpoint.target,
+                        stream.ended or f"no answer for {stream.waiting_s(now):.1f} s",
+                    )
+                    stream.close()
+                    stream = None
+                    endpoint = (endpoint + 1) % len(self._options.endpoints)
+                    next_at = min(next_at, now + interval_s / 4)
+                if now < next_at or self._closing or self._lost:
+                    continue
+                next_at = now + interval_s
+                if now - self._ticked_at > self._stall_limit_s:
+                    continue  # the main loop is stuck
+                if stream is None:
+                    stream = _Stream(self._options, self._options.endpoints[endpoint], self)
+                stream.send(self._id, now)
+        except Exception:
+            log.exception("the renewal of lease %x failed; the lease will expire", self._id)
+        finally:
+            if stream is not None:
+                stream.close()
+            with contextlib.suppress(RuntimeError):  # the loop was closed before the lease: nobody waits
+                self._loop.call_soon_threadsafe(self._ended.set)
+
+    # Called by the reader thread.
+
+    def answered(self, sent_at: float, ttl_s: int) -> None:
+        if ttl_s <= 0:
+            self._lost = True
+            self._wake.set()
+        else:
+            self._valid_until = max(self._valid_until, sent_at + ttl_s)
+
+    def broke(self) -> None:
+        self._wake.set()
+
+
+class _Listener(Protocol):
+    def answered(self, sent_at: float, ttl_s: int) -> None: ...
+    def broke(self) -> None: ...
+
+
+class _Stream:
+    """One LeaseKeepAlive stream to one endpoint, with the thread that reads it."""
+
+    def __init__(self, options: EtcdOptions, endpoint: Endpoint, listener: _Listener) -> None:
+        self.endpoint = endpoint
+        self.ended = ""  # why, once it did
+        self._options = options
+        self._listener = listener
+        self._requests: queue.SimpleQueue[v3.LeaseKeepAliveRequest | None] = queue.SimpleQueue()
+        self._unanswered: deque[float] = deque()  # appended by the renewer, popped by the reader
+        self._closed = False
+        self._channel = options.sync_channel(endpoint)
+        self._reader = threading.Thread(
+            target=self._read, name=f"taskgraph-lease-reader-{endpoint.target}", daemon=True
+        )
+        self._reader.start()
+
+    def send(self, lease_id: int, now: float) -> None:
+        # Noted before it is handed over: validity must never be counted from later than the sending.
+        self._unanswered.append(now)
+        self._requests.put(v3.LeaseKeepAliveRequest(id=lease_id))
+
+    def waiting_s(self, now: float) -> float:
+        """How long the oldest renewal has been waiting for its answer."""
+        try:
+            return now - self._unanswered[0]
+        except IndexError:
+            return 0.0
+
+    def close(self) -> None:
+        self._closed = True
+        self._requests.put(None)
+        self._channel.close()  # cancels the call, which ends the reader
+        self._reader.join(_JOIN_S)
+
+    def _read(self) -> None:
+        try:
+            call = self._channel.stream_stream(
+                LEASE_KEEP_ALIVE.path,
+                LEASE_KEEP_ALIVE.request.SerializeToString,
+                LEASE_KEEP_ALIVE.response.FromString,
+            )
+            for answer in call(self._outgoing(), metadata=(("hasleader", "true"), *self._login())):
+                self._listener.answered(self._unanswered.popleft(), answer.ttl)
+            self.ended = "etcd ended the stream"
+        except grpc.RpcError as error:
+            self.ended = _details(error)
+        except ValueError as error:  # what gRPC raises for a call on a channel that was closed
+            self.ended = str(error)
+        finally:
+            self.ended = self.ended or "the reader failed"
+            self._requests.put(None)
+            if not self._closed:
+                self._listener.broke()
+
+    def _outgoing(self) -> Iterator[v3.LeaseKeepAliveRequest]:
+        while (request := self._requests.get()) is not None:
+            yield request
+
+    def _login(self) -> tuple[tuple[str, str], ...]:
+        """A token of our own: the main loop's may be stale and the loop busy."""
+        if self._options.username is None:
+            return ()
+        authenticate = self._channel.unary_unary(
+            AUTHENTICATE.path, AUTHENTICATE.request.SerializeToString, AUTHENTICATE.response.FromString
+        )
+        request = v3.AuthenticateRequest(name=self._options.username, password=self._options.password or "")
+        return (("token", authenticate(request, timeout=_LOGIN_S).token),)
+
+
+def _details(error: grpc.RpcError) -> str:
+    return (error.details() or error.code().name) if isinstance(error, grpc.Call) else str(error)

@@ -1,0 +1,135 @@
+"""Where etcd is and how to get in: endpoints, TLS, user; and the gRPC channels made from that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from taskgraph.errors import CoordinationError
+
+__all__ = ["Endpoint", "EtcdOptions"]
+
+#: Why each of them:
+#: - keepalive: a connection whose peer vanished without a word (power, a dropped NAT entry) is noticed in 15 s.
+#:   etcd refuses clients that ping more often than every 5 s.
+#: - reconnect backoff: gRPC's default grows to 120 s; a restarted etcd must be found within a second.
+#: - message sizes: a listing may be larger than gRPC's 4 MiB; etcd bounds what can be in it.
+#: - http proxy: an `http_proxy` in the environment must not capture connections to etcd.
+#: - local subchannel pool: the lease's connection must not be the one that bulk reads fill.
+_CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One etcd member as gRPC addresses it."""
+
+    target: str
+    tls: bool
+
+    @staticmethod
+    def parse(text: str, *, tls_default: bool) -> Endpoint:
+        """Reads `host:port`, `http://host:port`, `https://host:port` or `unix:/path`."""
+        stripped = text.strip().rstrip("/")
+        scheme, separator, rest = stripped.partition("://")
+        if not separator:
+            scheme, rest = "", stripped
+        if scheme == "unix" or stripped.startswith("unix:"):
+            return Endpoint(stripped, tls_default)
+        if scheme not in ("", "http", "https") or not rest or "/" in rest:
+            raise CoordinationError(f"{text!r} is not an etcd endpoint; write host:port or https://host:port")
+        if ":" not in rest.rpartition("]")[2]:
+            rest = f"{rest}:2379"
+        return Endpoint(rest, tls_default if scheme == "" else scheme == "https")
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdOptions:
+    """How to reach an etcd cluster.
+
+    Attributes:
+        endpoints: members, tried in order; the one that works is kept until it fails.
+        timeout_s: the limit of one call, with its retries.
+        ca: PEM file of the authority that signed the members' certificates; None: the system's authorities.
+        cert: PEM file of our client certificate, or None.
+        key: PEM file of its private key, or None.
+        username: user, where etcd has authentication enabled.
+        password: the user's password.
+    """
+
+    endpoints: tuple[Endpoint, ...]
+    timeout_s: float = 10.0
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+
+    @staticmethod
+    def make(
+        endpoints: str | Sequence[str],
+        *,
+        timeout_s: float = 10.0,
+        ca: str | Path | None = None,
+        cert: str | Path | None = None,
+        key: str | Path | None = None,
+        username: str | None = None,
+        password: str | None = None,
+    ) -> EtcdOptions:
+        """Checks and normalises what a user wrote.
+
+        Raises:
+            CoordinationError: no endpoint, an endpoint that is none, or a certificate without its key.
+        """
+        texts = endpoints.split(",") if isinstance(endpoints, str) else list(endpoints)
+        tls = ca is not None or cert is not None
+        parsed = tuple(Endpoint.parse(text, tls_default=tls) for text in texts if text.strip())
+        if not parsed:
+            raise CoordinationError("no etcd endpoint given; write host:port, several separated by commas")
+        if (cert is None) != (key is None):
+            raise CoordinationError("a client certificate and its key belong together: give both or none")
+        if (username is None) != (password is None):
+            raise CoordinationError("etcd's user name and password belong together: give both or none")
+        paths = [None if path is None else Path(path) for path in (ca, cert, key)]
+        return EtcdOptions(parsed, timeout_s, paths[0], paths[1], paths[2], username, password)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """TLS credentials. Files are read anew each time, so that renewed certificates are taken up."""
+        return grpc.ssl_channel_credentials(
+            root_certificates=_read(self.ca), private_key=_read(self.key), certificate_chain=_read(self.cert)
+        )
+
+    def aio_channel(self, endpoint: Endpoint) -> grpc.aio.Channel:
+        """A channel for the running event loop."""
+        if endpoint.tls:
+            return grpc.aio.secure_channel(endpoint.target, self.channel_credentials(), _CHANNEL_OPTIONS)
+        return grpc.aio.insecure_channel(endpoint.target, _CHANNEL_OPTIONS)
+
+    def sync_channel(self, endpoint: Endpoint) -> grpc.Channel:
+        """A channel for a thread."""
+        if endpoint.tls:
+            return grpc.secure_channel(endpoint.target, self.channel_credentials(), _CHANNEL_OPTIONS)
+        return grpc.insecure_channel(endpoint.target, _CHANNEL_OPTIONS)
+
+
+def _read(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CoordinationError(f"cannot read the TLS file {path} for etcd: {error.strerror}") from error

@@ -1,0 +1,114 @@
+"""One watch: every event under a prefix, once, in revision order, for as long as it is iterated.
+
+A broken stream is opened again, on the next endpoint, from the revision after the last one delivered. etcd tells all
+events of a revision in one message (we ask for no fragments), so a message is delivered as it comes.
+
+The revision in a message's header is *not* the last one it contains: a watch that catches up gets old events under
+the store's current revision. Only the events themselves, and progress notices, say how far we are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+
+import grpc
+import grpc.aio
+
+from taskgraph.coordination.api import WatchBatch, WatchCompacted
+from taskgraph.coordination.etcd import convert
+from taskgraph.coordination.etcd import v3_pb2 as v3
+from taskgraph.coordination.etcd.connection import Connection, Stream, pause_s
+from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
+from taskgraph.coordination.etcd.methods import WATCH
+
+__all__ = ["watch"]
+
+log = logging.getLogger(__name__)
+
+
+async def watch(connection: Connection, prefix: str, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
+    """See `coordination.api.Coordinator.watch`."""
+    position = start_revision  # the first revision not delivered yet
+    failures = 0
+    while True:
+        stream: Stream | None = None
+        endpoint = connection.endpoint
+        try:
+            with connection.told_apart(f"watch of {prefix!r}"):
+                stream = await connection.stream(WATCH)
+                await stream.write(_create(prefix, position))
+            while True:
+                with connection.told_apart(f"watch of {prefix!r}"):
+                    answer = await stream.read()
+                if not isinstance(answer, v3.WatchResponse):
+                    reason = "etcd ended the stream"
+                    break
+                if answer.canceled:
+                    reason = _canceled(answer, connection, prefix, position)
+                    break
+                if failures and not answer.created:
+                    failures = 0
+                if answer.created:
+                    if failures:
+                        log.info("watch of %r goes on at etcd %s", prefix, endpoint.target)
+                    continue
+                batch = _batch(answer, position)
+                if batch is not None:
+                    position = batch.revision + 1
+                    yield batch
+        except grpc.aio.AioRpcError as error:
+            reason = error.details() or error.code().name
+            verdict = judge(error.code(), reason)
+            if verdict is Verdict.LOGIN:
+                connection.forget_token()
+            elif verdict is Verdict.REFUSED:
+                raise refusal(f"watch of {prefix!r}", error.code(), reason) from error
+        except asyncio.InvalidStateError:  # what gRPC raises when writing to a stream that ended already
+            reason = "the stream broke before the watch was created"
+        finally:
+            if stream is not None:
+                stream.cancel()
+        failures += 1
+        connection.leave(endpoint)
+        level = logging.WARNING if failures == 1 else logging.DEBUG
+        log.log(level, "watch of %r: etcd %s failed (%s); trying again", prefix, endpoint.target, reason)
+        await asyncio.sleep(pause_s(failures))
+
+
+def _create(prefix: str, start_revision: int) -> v3.WatchRequest:
+    key, end = convert.range_of(prefix, prefix=True)
+    return v3.WatchRequest(
+        create_request=v3.WatchCreateRequest(
+            key=key, range_end=end, start_revision=start_revision, progress_notify=True
+        )
+    )
+
+
+def _canceled(answer: v3.WatchResponse, connection: Connection, prefix: str, position: int) -> str:
+    """Why etcd ended a watch, where opening it again may help.
+
+    Raises:
+        WatchCompacted: the history from `position` on is gone.
+        CoordinationError: etcd refuses this watch for good.
+    """
+    if answer.compact_revision:
+        raise WatchCompacted(
+            f"watch of {prefix!r}: revision {position} was compacted away (up to {answer.compact_revision}); list again"
+        )
+    reason = answer.cancel_reason or "etcd ended the watch without a reason"
+    if judge(grpc.StatusCode.UNKNOWN, reason) is Verdict.LOGIN:
+        connection.forget_token()
+    elif "permission denied" in reason:
+        raise refusal(f"watch of {prefix!r}", grpc.StatusCode.PERMISSION_DENIED, reason)
+    return reason
+
+
+def _batch(answer: v3.WatchResponse, position: int) -> WatchBatch | None:
+    """What to deliver of a message: events from `position` on, or a progress notice, or nothing."""
+    if not answer.events:
+        revision = answer.header.revision
+        return WatchBatch(revision, ()) if revision >= position else None
+    events = tuple(convert.event(told) for told in answer.events if told.kv.mod_revision >= position)
+    return WatchBatch(events[-1].kv.mod_revision, events) if events else None
