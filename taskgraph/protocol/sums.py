@@ -125,6 +125,14 @@ class Ledger:
         self.received_sum = (self.received_sum + identity(kind, sender, receiver, name, digest)) & _MASK
         return True
 
+    def has_received(self, kind: str, sender: int, receiver: int, name: str) -> bool:
+        """Whether that identity was counted as received, with whatever content."""
+        return (kind, sender, receiver, name) in self._received
+
+    def has_received(self, kind: str, sender: int, receiver: int, name: str) -> bool:
+        """Whether that identity was received before, so that its effect must not happen again."""
+        return (kind, sender, receiver, name) in self._received
+
     def entries(self) -> tuple[LedgerEntry, ...]:
         """Every entry, for a leader that found the sums unequal."""
         sent = [LedgerEntry(True, *key, digest) for key, digest in self._sent.items()]

@@ -88,8 +88,11 @@ def test_counts_an_identity_once() -> None:
 
 def test_an_empty_digest_counts_once_too() -> None:
     ledger = Ledger()
+    assert not ledger.has_received("flag", 0, 1, "")
     assert [ledger.received("flag", 0, 1, "", b"") for _ in range(3)] == [True, False, False]
     assert ledger.received_sum == identity("flag", 0, 1, "", b"")
+    assert ledger.has_received("flag", 0, 1, "")
+    assert not ledger.has_received("item", 0, 1, "")
 
 
 @pytest.mark.parametrize("side", ["sent", "received"])
