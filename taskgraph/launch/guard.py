@@ -1,0 +1,124 @@
+"""Runs one command that must not outlive the process that wanted it, not even if that is killed with SIGKILL.
+
+    python -I -S guard.py [--remove DIR]... [--log FILE] --parent PID -- COMMAND ARGUMENT...
+
+The parent holds the write end of our standard input. When that closes (or when we are told by SIGTERM, or find that the
+parent is gone), the command gets SIGTERM and, two seconds later, SIGKILL; it has a process group of its own, so that
+its own children get them too and a Ctrl-C on the terminal does not. Then the directories are removed.
+
+The first line of our standard output is the command's process id. We end with its exit code (128 + n for signal n).
+When it ended by itself, the end of its log goes to standard error, since the log may be about to be removed.
+
+Standard library only, nothing of the package: it must start in milliseconds and never fail for what is elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+
+KILL_AFTER_S = 2.0
+#: The pipe tells of the parent's death at once, unless a process that the parent forked still holds it.
+PARENT_CHECK_S = 1.0
+LOG_TAIL_BYTES = 2000
+PR_SET_PDEATHSIG = 1
+
+
+def _die_with_guard() -> None:
+    """Last resort, in the child before it becomes the command: Linux kills it if we are killed."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _signal_group(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, number)
+
+
+def _wait(child: subprocess.Popen[bytes], parent: int, wake: int) -> bool:
+    """Until the command ends by itself (True) or must be ended (False)."""
+    poll = select.poll()
+    poll.register(0, select.POLLIN | select.POLLHUP)
+    poll.register(wake, select.POLLIN)
+    while True:
+        for descriptor, _ in poll.poll(PARENT_CHECK_S * 1000):
+            if descriptor == 0 and not os.read(0, 4096):
+                return False
+            if descriptor == wake and signal.SIGTERM in os.read(wake, 4096):
+                return False
+        if child.poll() is not None:
+            return True
+        if os.getppid() != parent:
+            return False
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, time to obey, SIGKILL. The group is killed in any case: the command may have left children behind."""
+    if child.poll() is None:
+        _signal_group(child, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(KILL_AFTER_S)
+    _signal_group(child, signal.SIGKILL)
+    child.wait()
+
+
+def _show_log(path: str) -> None:
+    with contextlib.suppress(OSError), open(path, "rb") as log:
+        log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_TAIL_BYTES))
+        os.write(2, log.read())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run a command that ends when standard input does.")
+    parser.add_argument("--remove", action="append", default=[], help="directory to remove at the end")
+    parser.add_argument("--log", help="file for the command's output")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the one who starts us")
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args()
+
+    # A pipe that signals write to, so that one poll sees the parent, the command and SIGTERM.
+    wake, waker = os.pipe()
+    os.set_blocking(waker, False)
+    signal.set_wakeup_fd(waker)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+    child = None
+    try:
+        with open(options.log or os.devnull, "ab") as log:
+            try:
+                child = subprocess.Popen(
+                    options.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    process_group=0,
+                    preexec_fn=_die_with_guard if sys.platform == "linux" else None,
+                )
+            except OSError as error:
+                os.write(2, f"cannot start {options.command[0]}: {error.strerror}\n".encode())
+                return 127
+        os.write(1, f"{child.pid}\n".encode())
+        by_itself = _wait(child, options.parent, wake)
+        _end(child)
+        if by_itself and options.log:
+            _show_log(options.log)
+        return child.returncode if child.returncode >= 0 else 128 - child.returncode
+    finally:
+        if child is not None and child.returncode is None:
+            _end(child)
+        for directory in options.remove:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
