@@ -1,0 +1,277 @@
+"""What `taskgraph.transport.api` promises, held by every transport."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+from transport_kit import EXCHANGES, Cluster, encoded, item, pull
+
+from taskgraph.errors import PeerGone, PeerLost, Refused
+from taskgraph.protocol import messages as m
+from taskgraph.transport import wire
+
+
+class Gate:
+    """A handler that says when it was entered, waits, and says how it ended."""
+
+    def __init__(self) -> None:
+        self.entered = asyncio.Event()
+        self.release = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+    async def __call__(self, caller: str, call: m.Call) -> m.Reply:
+        self.entered.set()
+        try:
+            await self.release.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        assert isinstance(call, m.Pull)
+        return item(call, encoded())
+
+
+async def waits(event: asyncio.Event) -> None:
+    async with asyncio.timeout(5):
+        await event.wait()
+
+
+def test_every_call_has_an_exchange_here() -> None:
+    assert {type(call) for call, _ in EXCHANGES} == set(wire.CALLS)
+    assert {type(reply) for _, reply in EXCHANGES} | {m.Refusal} == set(wire.REPLIES)
+
+
+@pytest.mark.parametrize(("call", "reply"), EXCHANGES, ids=lambda message: type(message).__name__)
+async def test_every_message_arrives_as_it_was_sent(cluster: Cluster, call: m.Call, reply: m.Reply) -> None:
+    a, b = await cluster.node(), await cluster.node()
+
+    async def handler(caller: str, got: m.Call) -> m.Reply:
+        return reply
+
+    b.handler = handler
+    assert await a.call(b, call) == reply
+    assert b.served == [(a.name, call)]
+    (_, got), *_ = b.served
+    value = wire.value_of(got)
+    assert value is None or all(buffer.readonly and buffer.format == "B" for buffer in value.buffers)
+
+
+async def test_a_waiting_call_does_not_block_others(cluster: Cluster) -> None:
+    a, b = await cluster.node(), await cluster.node()
+    b.handler = gate = Gate()
+    waiting = asyncio.ensure_future(a.call(b, pull()))
+    await waits(gate.entered)
+    b.handler = b._accept
+    assert await a.call(b, m.Seal(m.Stamp(1, 1), 1, 1)) == m.Accepted(1)
+    assert not waiting.done()
+    gate.release.set()
+    assert isinstance(await waiting, m.Item)
+
+
+async def test_many_calls_at_once_get_their_own_replies(cluster: Cluster) -> None:
+    a, b = await cluster.node(), await cluster.node()
+
+    async def handler(caller: str, call: m.Call) -> m.Reply:
+        assert isinstance(call, m.Pull)
+        return item(call, encoded(call.tag.encode(), bytes(len(call.tag) * 30_000)))
+
+    a.handler = b.handler = handler
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(one.call(other, pull("x" * n)))
+            for n in range(1, 9)
+            for one, other in ((a, b), (b, a), (a, a))
+        ]
+    for number, task in enumerate(tasks):
+        reply = task.result()
+        assert isinstance(reply, m.Item) and reply.value.meta == b"x" * (number // 3 + 1)
+
+
+async def test_cancelling_a_call_cancels_the_handler(cluster: Cluster) -> None:
+    a, b = await cluster.node(), await cluster.node()
+    for target in (b, a):  # a peer, and oneself
+        target.handler = gate = Gate()
+        waiting = asyncio.ensure_future(a.call(target, pull()))
+        await waits(gate.entered)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await waits(gate.cancelled)
+        target.handler = target._accept
+        assert await a.call(target, m.Seal(m.Stamp(1, 1), 1, 1)) == m.Accepted(1)
+
+
+async def test_a_call_that_takes_too_long_is_lost_and_its_handler_cancelled(cluster: Cluster) -> None:
+    a, b = await cluster.node(), await cluster.node()
+    for target in (b, a):
+        target.handler = gate = Gate()
+        with pytest.raises(PeerLost, match=r"no answer .* within 0.05 s to Pull 'grad' to task 5"):
+            await a.call(target, pull(), timeout_s=0.05)
+        await waits(gate.cancelled)
+    assert a.lost.empty()
+
+
+async def test_refusals_carry_reason_and_text(cluster: Cluster) -> None:
+    a, b = await cluster.node(), await cluster.node()
+
+    async def raises(caller: str, call: m.Call) -> m.Reply:
+        raise Refused(m.Reason.STALE, "term 3 is behind 4")
+
+    async def returns(caller: str, call: m.Call) -> m.Reply:
+        return m.Refusal(m.Reason.CLOSING)
+
+    for target in (b, a):
+        target.handler = raises
+        with pytest.raises(Refused, match="term 3 is behind 4") as caught:
+            await a.call(target, pull())
+        assert caught.value.reason == m.Reason.STALE
+        target.handler = returns
+        with pytest.raises(Refused) as caught:
+            await a.call(target, pull())
+        assert (caught.value.reason, str(caught.value)) == (m.Reason.CLOSING, m.Reason.CLOSING)
+
+
+async def test_a_failing_handler_answers_bad_message_and_is_logged(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = await cluster.node(), await cluster.node()
+
+    async def raises(caller: str, call: m.Call) -> m.Reply:
+        raise LookupError("no such thing")
+
+    async def wrong(caller: str, call: m.Call) -> m.Reply:
+        return m.WaitsPage(1, ())
+
+    async def cut_off(caller: str, call: m.Call) -> m.Reply:
+        future: asyncio.Future[m.Reply] = asyncio.get_running_loop().create_future()
+        future.cancel()
+        return await future
+
+    for handler, text in ((raises, "no such thing"), (wrong, "WaitsPage"), (cut_off, "cancelled")):
+        b.handler = handler
+        caplog.clear()
+        with caplog.at_level(logging.ERROR), pytest.raises(Refused, match=text) as caught:
+            await a.call(b, pull())
+        assert caught.value.reason == m.Reason.BAD_MESSAGE
+        assert len(caplog.records) == 1 and a.name in caplog.text
+
+
+async def test_a_crash_is_a_loss_then_the_peer_is_gone(cluster: Cluster) -> None:
+    a, b = await cluster.node(), await cluster.node()
+    b.handler = gate = Gate()
+    waiting = asyncio.ensure_future(a.call(b, pull()))
+    await waits(gate.entered)
+    cluster.crash(b)
+    with pytest.raises(PeerLost):
+        await waiting
+    assert await asyncio.wait_for(a.lost.get(), 5) == b.name
+    for _ in range(2):
+        with pytest.raises(PeerGone):
+            await a.call(b, pull())
+    with pytest.raises(PeerGone):
+        await a.transport.probe(b.peer, timeout_s=5)
+    assert a.lost.empty()
+
+
+async def test_a_caller_that_crashes_is_lost_and_what_it_asked_for_is_cancelled(cluster: Cluster) -> None:
+    a, b = await cluster.node(), await cluster.node()
+    b.handler = gate = Gate()
+    waiting = asyncio.ensure_future(a.call(b, pull()))
+    await waits(gate.entered)
+    cluster.crash(a)
+    assert await asyncio.wait_for(b.lost.get(), 5) == a.name
+    await waits(gate.cancelled)
+    with pytest.raises(PeerLost):
+        await waiting
+
+
+async def test_one_loss_for_sessions_in_both_directions(cluster: Cluster) -> None:
+    a, b = await cluster.node(), await cluster.node()
+    await a.call(b, m.Seal(m.Stamp(1, 1), 1, 1))
+    await b.call(a, m.Seal(m.Stamp(1, 1), 1, 1))
+    cluster.crash(b)
+    assert await asyncio.wait_for(a.lost.get(), 5) == b.name
+    with pytest.raises(PeerGone):
+        await a.call(b, pull())
+    assert a.lost.empty()
+
+
+async def test_probe_and_forget(cluster: Cluster) -> None:
+    a, b = await cluster.node(), await cluster.node()
+    await a.transport.probe(b.peer, timeout_s=5)
+    b.handler = gate = Gate()
+    waiting = asyncio.ensure_future(a.call(b, pull()))
+    await waits(gate.entered)
+    await a.transport.probe(b.peer, timeout_s=5)
+    a.transport.forget(b.name)
+    a.transport.forget("nobody")
+    with pytest.raises(PeerLost):
+        await waiting
+    await waits(gate.cancelled)
+    assert await asyncio.wait_for(b.lost.get(), 5) == a.name  # it is not told why
+    b.handler = b._accept
+    await a.call(b, m.Seal(m.Stamp(1, 1), 1, 1))  # and it may be met again
+    assert a.lost.empty()
+
+
+async def test_a_goodbye_is_no_loss(cluster: Cluster) -> None:
+    a, b = await cluster.node(), await cluster.node()
+    await a.call(b, m.Seal(m.Stamp(1, 1), 1, 1))
+    b.handler = gate = Gate()
+    waiting = asyncio.ensure_future(a.call(b, pull()))
+    await waits(gate.entered)
+    await b.transport.close()
+    assert gate.cancelled.is_set()
+    with pytest.raises(PeerLost, match="goodbye"):
+        await waiting
+    with pytest.raises(PeerGone):
+        await a.call(b, pull())
+    with pytest.raises(PeerLost):
+        await b.call(a, pull())
+    assert a.lost.empty() and b.lost.empty()
+
+
+async def test_closing_ends_what_one_asked_of_oneself(cluster: Cluster) -> None:
+    a = await cluster.node()
+    a.handler = gate = Gate()
+    waiting = asyncio.ensure_future(a.call(a, pull()))
+    await waits(gate.entered)
+    await a.transport.close()
+    await a.transport.close()
+    with pytest.raises(PeerLost):
+        await waiting
+    assert gate.cancelled.is_set()
+
+
+async def test_a_handler_may_close_the_transport(cluster: Cluster) -> None:
+    a, b = await cluster.node(), await cluster.node()
+
+    async def closes(caller: str, call: m.Call) -> m.Reply:
+        await b.transport.close()
+        return m.Accepted()
+
+    b.handler = closes
+    with pytest.raises(PeerLost):
+        await a.call(b, m.Seal(m.Stamp(1, 1), 1, 1))
+
+
+async def test_what_one_says_to_oneself_is_not_copied(cluster: Cluster) -> None:
+    a = await cluster.node()
+    value = encoded(b"x", b"bulk")
+
+    async def handler(caller: str, call: m.Call) -> m.Reply:
+        assert caller == a.name and isinstance(call, m.Request) and call.value is value
+        return m.Answer(call.stamp, 1, True, value)
+
+    a.handler = handler
+    reply = await a.call(a, m.Request(m.Stamp(1, 1), 1, 1, 1, "f", 1, value))
+    assert isinstance(reply, m.Answer) and reply.value is value
+
+
+async def test_a_node_that_was_never_there_is_gone(cluster: Cluster) -> None:
+    a, b = await cluster.node(), await cluster.node()
+    peer = b.peer
+    await b.transport.close()
+    with pytest.raises(PeerGone):
+        await a.call(peer, pull())

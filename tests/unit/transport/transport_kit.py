@@ -1,0 +1,161 @@
+"""Nodes, values and messages for the tests of the transports."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import xxhash
+
+from taskgraph.protocol import messages as m
+from taskgraph.settings import Settings
+from taskgraph.transport.api import Peer, Transport
+from taskgraph.transport.memory import MemoryNetwork, MemoryTransport
+from taskgraph.transport.stream import StreamTransport
+
+TOKEN = b"0123456789abcdef"
+JOB = "job"
+STAMP = m.Stamp(1, 7)
+KINDS = ("memory", "memory shuffled", "unix", "tcp")
+
+
+def digest_of(meta: bytes, buffers: tuple[memoryview, ...]) -> bytes:
+    state = xxhash.xxh3_128(meta)
+    for buffer in buffers:
+        state.update(buffer)
+    return state.digest()
+
+
+def verify(value: m.Encoded) -> bool:
+    return digest_of(value.meta, value.buffers) == value.digest
+
+
+def encoded(meta: bytes = b"meta", *buffers: bytes | bytearray | memoryview) -> m.Encoded:
+    views = tuple(memoryview(buffer).toreadonly().cast("B") for buffer in buffers)
+    return m.Encoded(meta, views, digest_of(meta, views))
+
+
+def pull(tag: str = "grad") -> m.Pull:
+    return m.Pull(STAMP, 3, 1, 5, tag)
+
+
+def item(call: m.Pull, value: m.Encoded) -> m.Item:
+    return m.Item(call.stamp, 1, call.tag, value)
+
+
+#: One of each call, with the reply it gets.
+EXCHANGES: list[tuple[m.Call, m.Reply]] = [
+    (pull(), m.Item(STAMP, 4, "grad", encoded(b"x", b"", b"12345678", bytes(100_000)))),
+    (m.Flag(STAMP, 1, 2, 3, encoded(b"flag")), m.Accepted(9)),
+    (
+        m.Request(STAMP, 1, 2, 3, "push", 4, encoded(b"", b"abc")),
+        m.Answer(STAMP, 2, True, encoded(b"y", bytes(3_000_000))),
+    ),
+    (m.Offer(STAMP, 2**62, 3, True, False, encoded(bytes(200_000), b"z")), m.Accepted()),
+    (
+        m.Report(STAMP, 3, 1, True, 2, 2**128 - 1, 0, True, {"b": 0.1, "a": -0.0}, {}),
+        m.Accepted(1),
+    ),
+    (m.Report(m.Stamp(0, 0), 0, 0, False, 0, 0, 5), m.Accepted(1)),
+    (m.Seal(STAMP, 3, 11), m.Accepted(2)),
+    (m.RequestRestart(STAMP, 3, "why not? \N{SNOWMAN}"), m.Accepted(0)),
+    (m.HandOver(STAMP, 3, 1), m.Accepted(0)),
+    (
+        m.Audit(STAMP, 3),
+        m.LedgerPage(
+            2, (m.LedgerEntry(True, "item", 3, 1, "grad", b"d" * 16), m.LedgerEntry(False, "", 0, -1, "", b""))
+        ),
+    ),
+    (m.Waits(STAMP, 3), m.WaitsPage(2, (m.Wait("update", "item", 3, "grad", 0.25, (("a", 1), ("b", 2))),))),
+]
+
+
+class Node:
+    """A transport, what it serves, and what it was told."""
+
+    def __init__(self, name: str, transport: Transport) -> None:
+        self.name = name
+        self.transport = transport
+        self.lost: asyncio.Queue[str] = asyncio.Queue()
+        self.served: list[tuple[str, m.Call]] = []
+        self.handler: Callable[[str, m.Call], Awaitable[m.Reply]] = self._accept
+
+    async def _accept(self, caller: str, call: m.Call) -> m.Reply:
+        return m.Accepted(1)
+
+    async def _serve(self, caller: str, call: m.Call) -> m.Reply:
+        self.served.append((caller, call))
+        return await self.handler(caller, call)
+
+    async def start(self) -> Node:
+        await self.transport.start(self.name, self._serve, self.lost.put_nowait)
+        return self
+
+    @property
+    def peer(self) -> Peer:
+        return Peer(self.name, self.transport.endpoints)
+
+    async def call(self, to: Node | Peer, message: m.Call, *, timeout_s: float | None = 10.0) -> m.Reply:
+        peer = to.peer if isinstance(to, Node) else to
+        return await self.transport.call(peer, message, timeout_s=timeout_s)
+
+
+class Cluster:
+    """Nodes of one job over one kind of transport."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind = kind
+        self.folder = folder
+        self.network = MemoryNetwork(random.Random(5) if kind == "memory shuffled" else None)
+        self.nodes: list[Node] = []
+        self._names = (f"node-{number}" for number in itertools.count())
+
+    def transport(self, *, token: bytes = TOKEN, job: str = JOB, settings: Settings | None = None) -> Transport:
+        if self.kind.startswith("memory"):
+            return MemoryTransport(self.network)
+        return StreamTransport(
+            settings or Settings(),
+            token,
+            job=job,
+            verify=verify,
+            unix_dir=self.folder if self.kind == "unix" else None,
+            tcp_host="127.0.0.1" if self.kind == "tcp" else None,
+        )
+
+    async def node(self, *, token: bytes = TOKEN, job: str = JOB, settings: Settings | None = None) -> Node:
+        transport = self.transport(token=token, job=job, settings=settings)
+        node = await Node(next(self._names), transport).start()
+        self.nodes.append(node)
+        return node
+
+    def crash(self, node: Node) -> None:
+        """As a kill -9 does it: sockets close without a word, nobody listens any more."""
+        if isinstance(node.transport, MemoryTransport):
+            self.network.crash(node.name)
+            return
+        transport = node.transport
+        assert isinstance(transport, StreamTransport)
+        for server in transport._servers:
+            server.close()
+        for session in list(transport._connections):
+            session.clean = True  # the dead are told nothing
+            session.abort()
+
+
+@asynccontextmanager
+async def cluster_of(kind: str, folder: Path) -> AsyncIterator[Cluster]:
+    """A cluster that leaves nothing behind."""
+    cluster = Cluster(kind, folder)
+    try:
+        yield cluster
+    finally:
+        for node in cluster.nodes:
+            await node.transport.close()
+    mine = asyncio.current_task()
+    await asyncio.sleep(0)
+    assert {task.get_name() for task in asyncio.all_tasks() if task is not mine} == set()
+    assert list(folder.iterdir()) == []
