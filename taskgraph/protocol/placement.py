@@ -31,45 +31,12 @@ by a copy anyway, and hand-overs are free.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from heapq import heapify, heapreplace
+from itertools import pairwise
+
+from taskgraph.protocol.assignment import Assignment, Holding, Seat, Wish
 
 __all__ = ["Holding", "Seat", "Wish", "place"]
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """A node that may hold replicas: registered, not gone, not draining."""
-
-    node: str
-    host: str
-    devices: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """Who holds a task now.
-
-    Attributes:
-        primary: the node etcd names as primary, in or out of `members`; it may be no seat (draining, or lost).
-        members: the in-sync set in the order of admission, which is the order of succession.
-    """
-
-    primary: str | None
-    members: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """Who should hold a task.
-
-    Attributes:
-        primary: None where no node is eligible.
-        backups: those that hold it already first, in the order of their admission.
-    """
-
-    primary: str | None
-    backups: tuple[str, ...]
 
 
 def place(
@@ -107,96 +74,8 @@ def place(
             return plan.wishes()
 
 
-class _Plan:
-    """A complete assignment under improvement. Nodes are numbers: seats by node id, then kept nodes by node id."""
-
-    def __init__(
-        self,
-        seats: Sequence[Seat],
-        tasks: int,
-        backups: int,
-        holdings: Mapping[int, Holding],
-        needs_device: Callable[[int], bool],
-        keep: frozenset[str],
-    ) -> None:
-        by_id = {seat.node: seat for seat in seats}
-        self.names = sorted(by_id)
-        self.seats = len(self.names)  # numbers below are seats, from there on kept nodes
-        self.names += sorted(keep - by_id.keys())
-        numbers = {name: i for i, name in enumerate(self.names)}
-        host_names = sorted({seat.host for seat in seats})
-        host_numbers = {host: i for i, host in enumerate(host_names)}
-        self.hosts = [host_numbers[by_id[n].host] if n in by_id else -1 - i for i, n in enumerate(self.names)]
-        self.many_hosts = len(host_names) > 1
-        self.size = backups + 1
-        self.device_seats = [i for i in range(self.seats) if by_id[self.names[i]].devices > 0]
-        self.has_device = [n not in by_id or by_id[n].devices > 0 for n in self.names]
-        self.needs = [needs_device(t) for t in range(tasks)]
-        self.primary = [-1] * tasks
-        self.backups: list[list[int]] = [[] for _ in range(tasks)]
-        self.held: list[list[int]] = [[] for _ in range(tasks)]
-        self.led: list[set[int]] = [set() for _ in self.names]  # tasks by the node of their primary
-        self.backed: list[set[int]] = [set() for _ in self.names]  # tasks by the nodes of their backups
-        for task in range(tasks):
-            holding = holdings.get(task)
-            if holding is None:
-                continue
-            order = holding.members if holding.primary in holding.members else (holding.primary, *holding.members)
-            held = [numbers[name] for name in dict.fromkeys(order) if name in numbers]
-            self.held[task] = held = [i for i in held if self.eligible(task, i)]
-            if holding.primary in numbers and numbers[holding.primary] in held:
-                self.lead(task, numbers[holding.primary])
-            for node in held:
-                if node != self.primary[task]:
-                    self.back(task, node)
-
-    # -- the state ----------------------------------------------------------------------------------------------
-
-    def eligible(self, task: int, node: int) -> bool:
-        return self.has_device[node] or not self.needs[task]
-
-    def eligible_seats(self, task: int) -> Sequence[int]:
-        return self.device_seats if self.needs[task] else range(self.seats)
-
-    def lead(self, task: int, node: int) -> None:
-        self.primary[task] = node
-        self.led[node].add(task)
-
-    def back(self, task: int, node: int) -> None:
-        self.backups[task].append(node)
-        self.backed[node].add(task)
-
-    def drop(self, task: int, node: int) -> None:
-        self.backups[task].remove(node)
-        self.backed[node].remove(task)
-
-    def swap(self, task: int, backup: int) -> None:
-        """Makes `backup` primary, and the primary a backup."""
-        old = self.primary[task]
-        self.drop(task, backup)
-        self.led[old].remove(task)
-        self.lead(task, backup)
-        self.back(task, old)
-
-    def holders(self, task: int) -> list[int]:
-        return [self.primary[task], *self.backups[task]]
-
-    def leads(self, node: int) -> int:
-        return len(self.led[node])
-
-    def replicas(self, node: int) -> int:
-        return len(self.led[node]) + len(self.backed[node])
-
-    def hosts_without(self, task: int, node: int) -> set[int]:
-        return {self.hosts[i] for i in self.holders(task) if i != node}
-
-    def duplicates_host(self, task: int, node: int) -> bool:
-        """Whether `node` adds no host of its own to those of the task's other replicas."""
-        return self.many_hosts and self.hosts[node] in self.hosts_without(task, node)
-
-    def turn(self, task: int, node: int) -> int:
-        """Breaks ties between seats: in a circle from the primary on, so that one node's backups are spread."""
-        return (node - self.primary[task] - 1 - task) % max(1, self.seats - 1)
+class _Plan(Assignment):
+    """An assignment that completes and improves itself."""
 
     # -- completing ---------------------------------------------------------------------------------------------
 
@@ -295,24 +174,23 @@ class _Plan:
         return False
 
     def _move_backup(self, full: int, empty: int) -> bool:
-        best: tuple[bool, bool, int] | None = None
-        for task in self.backed[full]:
-            held = self.held[task]
-            cost = (empty not in held, full in held, task)  # what the seat holds anyway, what is no copy yet
-            if best is not None and cost >= best:
-                continue
-            if empty == self.primary[task] or empty in self.backups[task] or not self.eligible(task, empty):
-                continue
-            if self.many_hosts:
-                others = self.hosts_without(task, full)
-                if self.hosts[empty] in others and self.hosts[full] not in others:
-                    continue
-            best = cost
-        if best is None:
+        backed = self.backed[full]
+        # First what the emptier seat holds anyway, then what the fuller one does not hold yet: neither is a copy more.
+        for tasks in (backed & self.held_at[empty], backed - self.held_at[full], backed):
+            for task in sorted(tasks):
+                if self._may_move(task, full, empty):
+                    self.drop(task, full)
+                    self.back(task, empty)
+                    return True
+        return False
+
+    def _may_move(self, task: int, backup: int, to: int) -> bool:
+        if to == self.primary[task] or to in self.backups[task] or not self.eligible(task, to):
             return False
-        self.drop(best[2], full)
-        self.back(best[2], empty)
-        return True
+        if not self.many_hosts:
+            return True
+        others = self.hosts_without(task, backup)
+        return self.hosts[to] not in others or self.hosts[backup] in others
 
     def _move_primary(self, full: int, empty: int) -> bool:
         able = [t for t in self.led[full] if self.eligible(t, empty) and empty not in self.backups[t]]
@@ -331,43 +209,67 @@ class _Plan:
 
         With `held_only` only to members that are in sync already.
         """
+        ways = _Ways(self, held_only)
         chains = 0
         while True:
             seats = sorted(range(self.seats), key=lambda i: (self.leads(i), i))
             most = self.leads(seats[-1]) if seats else 0
-            if not any(self._chain(i, held_only) for i in seats if most - self.leads(i) >= 2):
+            chain = next((c for i in seats if most - self.leads(i) >= 2 and (c := self._chain(i, ways))), None)
+            if chain is None:
                 return chains
+            for giver, to in pairwise(chain):
+                task = min(ways.tasks[to][giver])
+                ways.forget(task)
+                self.swap(task, to)
+                ways.learn(task)
             chains += 1
 
-    def _chain(self, empty: int, held_only: bool) -> bool:
-        """The shortest chain that ends at `empty`, from a seat with at least two primaries more."""
-        after: dict[int, tuple[int, int]] = {empty: (-1, -1)}  # seat -> (task it hands over, to which seat)
+    def _chain(self, empty: int, ways: _Ways) -> list[int] | None:
+        """The seats of the shortest chain that ends at `empty`, from a seat with at least two primaries more."""
+        after = {empty: -1}
         ring = [empty]
         while ring:
             reached: list[int] = []
             for to in ring:
-                for task in sorted(self.backed[to]):
-                    giver = self.primary[task]
-                    if giver < self.seats and giver not in after and (not held_only or to in self.held[task]):
-                        after[giver] = (task, to)
+                for giver, tasks in ways.tasks[to].items():
+                    if tasks and giver not in after:
+                        after[giver] = to
                         reached.append(giver)
-            if reached:
-                full = max(reached, key=lambda i: (self.leads(i), -i))
-                if self.leads(full) - self.leads(empty) >= 2:
-                    while full != empty:
-                        task, to = after[full]
-                        self.swap(task, to)
-                        full = to
-                    return True
-            ring = reached
-        return False
+            full = max(reached, key=lambda i: (self.leads(i), -i), default=empty)
+            if self.leads(full) - self.leads(empty) >= 2:
+                chain = [full]
+                while chain[-1] != empty:
+                    chain.append(after[chain[-1]])
+                return chain
+            ring = sorted(reached)  # the order in a dict tells its history; the outcome must not
+        return None
 
-    # -- the outcome --------------------------------------------------------------------------------------------
 
-    def wishes(self) -> dict[int, Wish]:
-        wishes: dict[int, Wish] = {}
-        for task, primary in enumerate(self.primary):
-            rank = {node: n for n, node in enumerate(self.held[task])}
-            backups = sorted(self.backups[task], key=lambda i: (rank.get(i, len(rank)), i))
-            wishes[task] = Wish(self.names[primary] if primary >= 0 else None, tuple(self.names[i] for i in backups))
-        return wishes
+class _Ways:
+    """Where hand-overs lead: `tasks[to][giver]` are the tasks that seat `giver` can hand over to seat `to`."""
+
+    def __init__(self, plan: _Plan, held_only: bool) -> None:
+        self._plan = plan
+        self._held_only = held_only
+        self.tasks: list[dict[int, set[int]]] = [{} for _ in range(plan.seats)]
+        for task in range(len(plan.primary)):
+            self.learn(task)
+
+    def learn(self, task: int) -> None:
+        for to, giver in self._of(task):
+            self.tasks[to].setdefault(giver, set()).add(task)
+
+    def forget(self, task: int) -> None:
+        for to, giver in self._of(task):
+            self.tasks[to][giver].remove(task)
+
+    def _of(self, task: int) -> list[tuple[int, int]]:
+        giver = self._plan.primary[task]
+        if not 0 <= giver < self._plan.seats:
+            return []  # an absent node can hand nothing over
+        held = self._plan.held[task]
+        return [
+            (to, giver)
+            for to in self._plan.backups[task]
+            if to < self._plan.seats and (not self._held_only or to in held)
+        ]

@@ -1,0 +1,151 @@
+"""Who holds which task, as numbers: the state that `placement` completes and improves.
+
+It knows what a replica may do (which seats are eligible, whose host is whose) and keeps its indexes consistent; it
+decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Assignment", "Holding", "Seat", "Wish"]
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A node that may hold replicas: registered, not gone, not draining."""
+
+    node: str
+    host: str
+    devices: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Who holds a task now.
+
+    Attributes:
+        primary: the node etcd names as primary, in or out of `members`; it may be no seat (draining, or lost).
+        members: the in-sync set in the order of admission, which is the order of succession.
+    """
+
+    primary: str | None
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """Who should hold a task.
+
+    Attributes:
+        primary: None where no node is eligible.
+        backups: those that hold it already first, in the order of their admission.
+    """
+
+    primary: str | None
+    backups: tuple[str, ...]
+
+
+class Assignment:
+    """Nodes are numbers: seats by node id, then kept nodes by node id. -1: no primary yet."""
+
+    def __init__(
+        self,
+        seats: Sequence[Seat],
+        tasks: int,
+        backups: int,
+        holdings: Mapping[int, Holding],
+        needs_device: Callable[[int], bool],
+        keep: frozenset[str],
+    ) -> None:
+        by_id = {seat.node: seat for seat in seats}
+        self.names = sorted(by_id)
+        self.seats = len(self.names)  # numbers below are seats, from there on kept nodes
+        self.names += sorted(keep - by_id.keys())
+        numbers = {name: i for i, name in enumerate(self.names)}
+        host_names = sorted({seat.host for seat in seats})
+        host_numbers = {host: i for i, host in enumerate(host_names)}
+        self.hosts = [host_numbers[by_id[n].host] if n in by_id else -1 - i for i, n in enumerate(self.names)]
+        self.many_hosts = len(host_names) > 1
+        self.size = backups + 1
+        self.device_seats = [i for i in range(self.seats) if by_id[self.names[i]].devices > 0]
+        self.has_device = [n not in by_id or by_id[n].devices > 0 for n in self.names]
+        self.needs = [needs_device(t) for t in range(tasks)]
+        self.primary = [-1] * tasks
+        self.backups: list[list[int]] = [[] for _ in range(tasks)]
+        self.held: list[list[int]] = [[] for _ in range(tasks)]  # who has it now, by admission; never changes
+        self.held_at: list[set[int]] = [set() for _ in self.names]  # the same by node
+        self.led: list[set[int]] = [set() for _ in self.names]  # tasks by the node of their primary
+        self.backed: list[set[int]] = [set() for _ in self.names]  # tasks by the nodes of their backups
+        for task in range(tasks):
+            holding = holdings.get(task)
+            if holding is None:
+                continue
+            order = holding.members if holding.primary in holding.members else (holding.primary, *holding.members)
+            held = [numbers[name] for name in dict.fromkeys(order) if name in numbers]
+            self.held[task] = held = [i for i in held if self.eligible(task, i)]
+            if holding.primary in numbers and numbers[holding.primary] in held:
+                self.lead(task, numbers[holding.primary])
+            for node in held:
+                self.held_at[node].add(task)
+                if node != self.primary[task]:
+                    self.back(task, node)
+
+    # -- the state ----------------------------------------------------------------------------------------------
+
+    def eligible(self, task: int, node: int) -> bool:
+        return self.has_device[node] or not self.needs[task]
+
+    def eligible_seats(self, task: int) -> Sequence[int]:
+        return self.device_seats if self.needs[task] else range(self.seats)
+
+    def lead(self, task: int, node: int) -> None:
+        self.primary[task] = node
+        self.led[node].add(task)
+
+    def back(self, task: int, node: int) -> None:
+        self.backups[task].append(node)
+        self.backed[node].add(task)
+
+    def drop(self, task: int, node: int) -> None:
+        self.backups[task].remove(node)
+        self.backed[node].remove(task)
+
+    def swap(self, task: int, backup: int) -> None:
+        """Makes `backup` primary, and the primary a backup."""
+        old = self.primary[task]
+        self.drop(task, backup)
+        self.led[old].remove(task)
+        self.lead(task, backup)
+        self.back(task, old)
+
+    def holders(self, task: int) -> list[int]:
+        return [self.primary[task], *self.backups[task]]
+
+    def leads(self, node: int) -> int:
+        return len(self.led[node])
+
+    def replicas(self, node: int) -> int:
+        return len(self.led[node]) + len(self.backed[node])
+
+    def hosts_without(self, task: int, node: int) -> set[int]:
+        return {self.hosts[i] for i in self.holders(task) if i != node}
+
+    def duplicates_host(self, task: int, node: int) -> bool:
+        """Whether `node` adds no host of its own to those of the task's other replicas."""
+        return self.many_hosts and self.hosts[node] in self.hosts_without(task, node)
+
+    def turn(self, task: int, node: int) -> int:
+        """Breaks ties between seats: in a circle from the primary on, so that one node's backups are spread."""
+        return (node - self.primary[task] - 1 - task) % max(1, self.seats - 1)
+
+    # -- the outcome --------------------------------------------------------------------------------------------
+
+    def wishes(self) -> dict[int, Wish]:
+        wishes: dict[int, Wish] = {}
+        for task, primary in enumerate(self.primary):
+            rank = {node: n for n, node in enumerate(self.held[task])}
+            backups = sorted(self.backups[task], key=lambda i: (rank.get(i, len(rank)), i))
+            wishes[task] = Wish(self.names[primary] if primary >= 0 else None, tuple(self.names[i] for i in backups))
+        return wishes
