@@ -1,0 +1,91 @@
+"""Fixtures and checks for every test: one etcd per session, and nothing may be left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from taskgraph.coordination.embedded import EmbeddedEtcd
+
+#: Processes that live as long as the session: its etcd's guard.
+_SESSION_PROCESSES: set[int] = set()
+#: Helpers of the standard library that live as long as the process.
+_LASTING_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+#: A process that was told to end, or a thread whose work is done, may need a moment to be gone.
+_GRACE_S = 3.0
+
+
+@pytest.fixture(scope="session")
+def embedded_etcd() -> Iterator[EmbeddedEtcd]:
+    """A real etcd for the whole session. Tests keep apart by using keys of their own.
+
+    Ask for it by an argument, not by `getfixturevalue` in an async fixture: it runs an event loop of its own.
+    """
+    before = _children()
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        etcd = EmbeddedEtcd()
+        runner.run(etcd.start())
+        _SESSION_PROCESSES.update(_children() - before)
+        try:
+            yield etcd
+        finally:
+            runner.run(etcd.stop())
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that leaves an asyncio task, a thread of ours or a child process behind."""
+    if inspect.iscoroutinefunction(getattr(request, "function", None)):
+        request.getfixturevalue("no_task_left_behind")
+    threads, children = _threads(), _children()
+    yield
+    deadline = time.monotonic() + _GRACE_S
+    while (left := _left(threads, children)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left, f"the test left behind: {', '.join(left)}"
+
+
+@pytest.fixture
+async def no_task_left_behind() -> AsyncIterator[None]:
+    """Fails a test that leaves a task running in its event loop."""
+    before = asyncio.all_tasks()
+    yield
+    await asyncio.sleep(0)  # lets what was cancelled last end
+    left = asyncio.all_tasks() - before - {asyncio.current_task()}
+    assert not left, f"the test left tasks running: {left}"
+
+
+def _left(threads: set[threading.Thread], children: set[int]) -> list[str]:
+    return [
+        *(f"thread {thread.name}" for thread in _threads() - threads),
+        *(f"process {pid} ({_command(pid)})" for pid in _children() - children - _SESSION_PROCESSES),
+    ]
+
+
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("taskgraph")}
+
+
+def _children() -> set[int]:
+    """Our child processes; on systems without /proc, none are known."""
+    found: set[int] = set()
+    for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+        try:
+            found.update(int(pid) for pid in path.read_text().split())
+        except OSError:  # that thread ended meanwhile
+            continue
+    return {pid for pid in found if not any(helper in _command(pid) for helper in _LASTING_HELPERS)}
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""

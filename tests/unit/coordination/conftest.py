@@ -1,0 +1,78 @@
+"""Both coordinators behind one face: whatever a test says of one, it says of the other."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import pytest
+
+from taskgraph.coordination.api import Coordinator, Lease
+from taskgraph.coordination.embedded import EmbeddedEtcd
+from taskgraph.coordination.etcd import EtcdCoordinator
+from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
+from taskgraph.protocol.kv import Put, Txn, TxnResult
+
+
+class Compacting(Coordinator, Protocol):
+    async def compact(self, revision: int) -> None: ...
+
+
+class Cluster:
+    """A store and handles on it, with keys that only this test uses."""
+
+    def __init__(self, etcd: EmbeddedEtcd | None) -> None:
+        self._etcd = etcd
+        self._store = MemoryStore()
+        self._handles: list[Compacting] = []
+        self._leases: list[Lease] = []
+        self.prefix = f"/test/{uuid.uuid4().hex}/"
+
+    @property
+    def kind(self) -> str:
+        return "memory" if self._etcd is None else "etcd"
+
+    async def node(self) -> Compacting:
+        """A handle as a node of its own would have."""
+        handle: Compacting
+        if self._etcd is None:
+            handle = MemoryCoordinator(self._store)
+        else:
+            handle = await EtcdCoordinator.connect(self._etcd.endpoint)
+        self._handles.append(handle)
+        return handle
+
+    async def lease(self, node: Coordinator, ttl_s: float = 2.0, stall_limit_s: float = 60.0) -> Lease:
+        lease = await node.lease(ttl_s, stall_limit_s=stall_limit_s)
+        self._leases.append(lease)
+        return lease
+
+    def key(self, name: str) -> str:
+        return self.prefix + name
+
+    async def put(self, node: Coordinator, name: str, value: bytes = b"", lease: int = 0) -> TxnResult:
+        return await node.txn(Txn(success=(Put(self.key(name), value, lease),)))
+
+    async def close(self) -> None:
+        for lease in self._leases:
+            await lease.close(revoke=True)
+        for handle in self._handles:
+            await handle.close()
+
+
+@pytest.fixture(params=["memory", "etcd"])
+def etcd_or_none(request: pytest.FixtureRequest) -> EmbeddedEtcd | None:
+    return request.getfixturevalue("embedded_etcd") if request.param == "etcd" else None
+
+
+@pytest.fixture
+async def cluster(etcd_or_none: EmbeddedEtcd | None) -> AsyncIterator[Cluster]:
+    cluster = Cluster(etcd_or_none)
+    yield cluster
+    await cluster.close()
+
+
+@pytest.fixture
+async def node(cluster: Cluster) -> Compacting:
+    return await cluster.node()
