@@ -136,9 +136,9 @@ class Assignment:
         """Whether `node` adds no host of its own to those of the task's other replicas."""
         return self.many_hosts and self.hosts[node] in self.hosts_without(task, node)
 
-    def turn(self, task: int, node: int) -> int:
-        """Breaks ties between seats: in a circle from the primary on, so that one node's backups are spread."""
-        return (node - self.primary[task] - 1 - task) % max(1, self.seats - 1)
+    def turn(self, task: int, seat: int) -> int:
+        """Breaks ties: each task prefers seats in a circle from its own on, so that one node's backups are spread."""
+        return (seat - task) % self.seats
 
     # -- the outcome --------------------------------------------------------------------------------------------
 

@@ -111,8 +111,13 @@ class Leader:
         """Tasks without a report of their current term."""
         return tuple(t for t in range(self._tasks) if (r := self._reports.get(t)) is None or r.term != view.term(t))
 
-    def decide(self, view: JobView) -> Action:
-        """What to do now, from the reports and a view of etcd."""
+    def decide(self, view: JobView, *, settled: bool = False) -> Action:
+        """What to do now, from the reports and a view of etcd.
+
+        Args:
+            settled: no report came for a while. Idle tasks whose sums stay unequal then are not waiting for anything
+                on its way: a sender is not idle before what it sent was acknowledged.
+        """
         if self.stamp is None or view.stamp != self.stamp or view.epoch is None:
             return WaitFor((), "the epoch at work has not been read yet")
         if self._restart is not None:
@@ -123,8 +128,10 @@ class Leader:
         equal = sum(r.sent for r in reports) & _MASK == sum(r.received for r in reports) & _MASK
         idle = [r for r in reports if not r.done]
         if idle:
-            if not equal:
+            if not equal and not settled:
                 return WaitFor(tuple(r.task for r in idle), "something sent is not received yet")
+            if not equal:
+                return self._unequal(view.epoch.mod_revision, view)
             open_seals = tuple((r.task, r.version) for r in idle if self._sealed.get(r.task) != (r.term, r.version))
             if open_seals:
                 return SealTasks(open_seals)
@@ -132,7 +139,10 @@ class Leader:
         if equal:
             last = self._epochs is not None and self.stamp.epoch + 1 >= self._epochs
             return Commit(finished=last or any(r.finish for r in reports))
-        began = view.epoch.mod_revision
+        return self._unequal(view.epoch.mod_revision, view)
+
+    @staticmethod
+    def _unequal(began: int, view: JobView) -> Action:
         if any(p.mod_revision > began for p in view.primaries.values()):
             return Restart("a new primary recomputed something differently (the tasks are not deterministic)")
         return Diverged()

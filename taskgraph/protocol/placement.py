@@ -31,7 +31,7 @@ by a copy anyway, and hand-overs are free.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from heapq import heapify, heapreplace
+from heapq import heapreplace
 from itertools import pairwise
 
 from taskgraph.protocol.assignment import Assignment, Holding, Seat, Wish
@@ -91,19 +91,10 @@ class _Plan(Assignment):
         """Tasks held by nobody: even numbers on the seats, in contiguous blocks. The choosiest tasks first."""
         for needs, seats in ((True, self.device_seats), (False, list(range(self.seats)))):
             fresh = [t for t, p in enumerate(self.primary) if p < 0 and self.needs[t] is needs]
-            if not fresh or not seats:
-                continue
-            heap = [(self.leads(i), i) for i in seats]
-            heapify(heap)
-            blocks = dict.fromkeys(seats, 0)
-            for _ in fresh:
-                count, seat = heap[0]
-                blocks[seat] += 1
-                heapreplace(heap, (count + 1, seat))
-            rest = iter(fresh)
-            for seat, count in blocks.items():
-                for _ in range(count):
-                    self.lead(next(rest), seat)
+            if seats:
+                blocks = _even_shares([(self.leads(i), i) for i in seats], len(fresh))
+                for task, seat in zip(fresh, (i for i in seats for _ in range(blocks[i])), strict=True):
+                    self.lead(task, seat)
 
     def trim(self) -> None:
         """Lets surplus members go: absent ones, those on a host with another replica, those on the fullest seat."""
@@ -118,21 +109,24 @@ class _Plan(Assignment):
                 )
 
     def fill(self) -> None:
-        """Adds missing backups: on another host, else on the seat with the fewest replicas."""
-        loads = [self.replicas(i) for i in range(self.seats)]
-        for task, primary in enumerate(self.primary):
-            while primary >= 0 and len(self.backups[task]) < self.size - 1:
-                taken = self.holders(task)
-                free = [i for i in self.eligible_seats(task) if i not in taken]
-                if not free:
-                    break
-                if self.many_hosts:
-                    hosts = self.hosts_without(task, -1)
-                    free = [i for i in free if self.hosts[i] not in hosts] or free
-                least = min([loads[i] for i in free])
-                seat = min((i for i in free if loads[i] == least), key=lambda i: self.turn(task, i))
+        """Adds missing backups: on another host, else where there are the fewest replicas.
+
+        Each seat gets a share first, and then each task, in order, the first seat of its circle with a share left.
+        A backup that was admitted takes itself and one share away, and leaves all the others as they were: wishes
+        must not change while nodes are busy to fulfil them.
+        """
+        lacking = [t for t, p in enumerate(self.primary) if p >= 0 for _ in range(self.size - len(self.holders(t)))]
+        shares = _even_shares([(self.replicas(i), i) for i in range(self.seats)], len(lacking))
+        for task in lacking:
+            taken = self.holders(task)
+            free = [i for i in self.eligible_seats(task) if i not in taken]
+            if self.many_hosts:
+                hosts = self.hosts_without(task, -1)
+                free = [i for i in free if self.hosts[i] not in hosts] or free
+            if free:
+                seat = min(free, key=lambda i: (shares[i] <= 0, self.turn(task, i)))
                 self.back(task, seat)
-                loads[seat] += 1
+                shares[seat] -= 1
 
     # -- improving ----------------------------------------------------------------------------------------------
 
@@ -273,3 +267,14 @@ class _Ways:
             for to in self._plan.backups[task]
             if to < self._plan.seats and (not self._held_only or to in held)
         ]
+
+
+def _even_shares(loads: list[tuple[int, int]], number: int) -> dict[int, int]:
+    """How many of `number` things each seat gets so that its load (load, seat) and that become even."""
+    shares = {seat: 0 for _, seat in loads}
+    heap = sorted(loads)
+    for _ in range(number if heap else 0):
+        load, seat = heap[0]
+        shares[seat] += 1
+        heapreplace(heap, (load + 1, seat))
+    return shares

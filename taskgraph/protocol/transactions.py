@@ -61,13 +61,16 @@ def register(view: JobView, node: str, record: NodeRecord) -> Txn:
     )
 
 
-def resume(view: JobView, node: str, record: NodeRecord, held: dict[int, int]) -> Txn:
-    """After a pause: proves that the primaries in `held` (task -> mod revision) are unchanged, puts the node's key again."""
+def resume(view: JobView, node: str, record: NodeRecord) -> Txn:
+    """After a pause: proves that no primary changed since `view`, puts the node's key again.
+
+    Every change of a primary puts `generation`: comparing it stands for comparing them all, however many there are.
+    """
     return Txn(
         compares=(
             Compare(view.keys.spec, view.spec_revision),
             Compare(view.keys.gone(node), 0),
-            *(Compare(view.keys.primary(task), revision) for task, revision in sorted(held.items())),
+            Compare(view.keys.generation, view.generation_revision),
         ),
         success=(Put(view.keys.node(node), record.to_bytes(), record.lease),),
     )

@@ -47,6 +47,7 @@ class JobView:
     def __init__(self, job: str) -> None:
         self.keys = Keys(job)
         self.revision = 0
+        self.structure_revision = 0  # of the last change of anything but `epoch`
         self.spec: bytes | None = None
         self.spec_revision = 0
         self.epoch: Versioned[EpochRecord] | None = None
@@ -66,7 +67,7 @@ class JobView:
         self.__init__(self.keys.job)  # type: ignore[misc]
         for kv in items:
             self._put(kv)
-        self.revision = revision
+        self.revision = self.structure_revision = revision
 
     def apply(self, revision: int, events: Iterable[KeyEvent]) -> None:
         """Applies the events of complete revisions up to `revision`, in the order given."""
@@ -77,6 +78,8 @@ class JobView:
                 self._put(event.kv)
             else:
                 self._delete(event.kv.key)
+            if event.kv.key != self.keys.epoch:
+                self.structure_revision = event.kv.mod_revision
         self.revision = max(self.revision, revision)
 
     def _put(self, kv: KeyValue) -> None:

@@ -1,0 +1,128 @@
+"""Keeps a `JobView` up to date: list once, watch from there, list again where the watch lost history.
+
+Whoever waits for the view to say something waits here, and a wait that a message from the future started is backed
+by a linearizable re-read: what a watch tells, a re-read also finds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from taskgraph.coordination.api import Coordinator, WatchCompacted
+from taskgraph.errors import Unavailable
+from taskgraph.protocol.kv import Txn, TxnResult
+from taskgraph.protocol.view import JobView
+
+__all__ = ["ViewKeeper"]
+
+log = logging.getLogger("taskgraph.view")
+
+
+class ViewKeeper:
+    """One job's view, its waiters, and the transactions that were decided from it."""
+
+    def __init__(self, coordinator: Coordinator, job: str, *, refresh_s: float) -> None:
+        self.view = JobView(job)
+        self._coordinator = coordinator
+        self._refresh_s = refresh_s
+        self._waiters: list[tuple[Callable[[JobView], bool], asyncio.Future[None]]] = []
+        self._listeners: list[Callable[[], None]] = []
+        self._notifying = False
+        self._refreshing: asyncio.Lock = asyncio.Lock()
+
+    def on_change(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Calls `listener()` after every change of the view; returns how to stop that."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener) if listener in self._listeners else None
+
+    async def load(self) -> None:
+        """Lists everything; raises Unavailable."""
+        listing = await self._coordinator.list(self.view.keys.root)
+        if listing.revision >= self.view.revision:
+            self.view.reset(listing.revision, listing.items)
+            self.notify()
+
+    async def run(self) -> None:
+        """Watches for ever. Start it after `load`."""
+        while True:
+            start = self.view.revision + 1
+            try:
+                async for batch in self._coordinator.watch(self.view.keys.root, start):
+                    self.view.apply(batch.revision, batch.events)
+                    if batch.events:
+                        self.notify()
+            except WatchCompacted:
+                log.info("the watch from revision %d was compacted away; listing again", start)
+                await self._load_persistently()
+
+    async def wait_until(self, predicate: Callable[[JobView], bool]) -> None:
+        """Returns as soon as the view satisfies `predicate`."""
+        if predicate(self.view):
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (predicate, future)
+        self._waiters.append(entry)
+        try:
+            await future
+        finally:
+            if entry in self._waiters:
+                self._waiters.remove(entry)
+
+    async def wait_until_read(self, predicate: Callable[[JobView], bool]) -> None:
+        """The same, for something that already happened: after `refresh_s` it re-reads etcd instead of waiting on."""
+        while not predicate(self.view):
+            try:
+                async with asyncio.timeout(self._refresh_s):
+                    await self.wait_until(predicate)
+            except TimeoutError:
+                await self.refresh()
+
+    async def caught_up(self, revision: int) -> None:
+        """Waits until the view contains a write that was acknowledged at `revision`."""
+        await self.wait_until_read(lambda view: view.revision >= revision)
+
+    async def refresh(self) -> None:
+        """A linearizable re-read; concurrent callers share one. An unreachable etcd is waited out by the caller's wait."""
+        before = self.view.revision
+        async with self._refreshing:
+            if self.view.revision > before:
+                return
+            try:
+                await self.load()
+            except Unavailable as error:
+                log.warning("cannot re-read the job: %s", error)
+                await asyncio.sleep(self._refresh_s)
+
+    async def txn(self, txn: Txn) -> TxnResult:
+        """Executes a transaction; raises Unavailable or OutcomeUnknown."""
+        return await self._coordinator.txn(txn)
+
+    def notify_later(self) -> None:
+        """`notify`, once, after the caller is through."""
+        if not self._notifying:
+            self._notifying = True
+            asyncio.get_running_loop().call_soon(self._notify_now)
+
+    def _notify_now(self) -> None:
+        self._notifying = False
+        self.notify()
+
+    async def _load_persistently(self) -> None:
+        while True:
+            try:
+                return await self.load()
+            except Unavailable as error:
+                log.warning("cannot list the job: %s", error)
+                await asyncio.sleep(self._refresh_s)
+
+    def notify(self) -> None:
+        """The view changed, or something that waits look at beside it: every wait is examined again."""
+        view = self.view
+        for entry in [e for e in self._waiters if e[1].done() or e[0](view)]:
+            self._waiters.remove(entry)
+            if not entry[1].done():
+                entry[1].set_result(None)
+        for listener in tuple(self._listeners):
+            listener()

@@ -1,0 +1,401 @@
+"""What user code holds in its hands during an epoch: `Epoch`, `Inputs`, `Outputs`, `Reply`, `Hold`, `Tag`.
+
+These classes check what user code asks for and hand it on to the attempt at work (`Work`); they may be used from
+the event loop (async hooks) and from worker threads (plain ones) alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, Generic, Protocol, TypeVar, cast, overload
+
+import numpy as np
+import xxhash
+from numpy.typing import DTypeLike, NDArray
+
+from taskgraph.errors import GraphError, JobError
+from taskgraph.graph.compose import Composition, Processor
+from taskgraph.graph.values import decode, encode
+from taskgraph.protocol.messages import Encoded
+
+__all__ = ["AttemptEnded", "Epoch", "Hold", "Inputs", "Outputs", "Reply", "Tag", "To", "Work"]
+
+T = TypeVar("T")
+To = str | int | Sequence[int]
+"""A link's name, a task id, or ids; oneself is allowed."""
+
+
+class AttemptEnded(BaseException):
+    """The attempt this code worked in is over (the epoch restarts, or the node is no longer primary): unwind.
+
+    It is no `Exception`, so that `except Exception` in user code does not keep a dead attempt alive. What the code
+    returns after it is ignored.
+    """
+
+
+class Tag(str, Generic[T]):
+    """A channel's name with the type of its items, for type checkers: `GRAD = tg.Tag[np.ndarray]("grad")`."""
+
+
+class Work(Protocol):
+    """The attempt at work, as this module sees it. Every method may be called from any thread."""
+
+    task: int
+    number: int
+    attempt: int
+    last: bool
+    seed: int
+    cancelled: bool
+    scratch: SimpleNamespace
+    xp_device: str
+
+    def neighbors(self, link: str) -> tuple[int, ...]: ...
+    def links(self) -> tuple[str, ...]: ...
+    def tasks(self) -> int: ...
+    def composition(self) -> Composition | None:
+        """The graph being composed, or None outside compose."""
+
+    def put(self, tag: str, consumer: int, value: Encoded) -> None: ...
+    def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None: ...
+    def request(self, where: str, to: int, method: str, value: Encoded) -> concurrent.futures.Future[Encoded]: ...
+    def wait_in_thread(self, future: concurrent.futures.Future[Encoded], timeout_s: float | None) -> Encoded: ...
+    def hold(self, where: str, why: str) -> Callable[[], None]: ...
+    def report(self, where: str, numbers: dict[str, float]) -> None: ...
+    def finish(self, where: str) -> None: ...
+
+
+class Epoch:
+    """One epoch, as one processor, handler or hook of a task sees it.
+
+    Attributes:
+        scratch: from processor to processor of this task; gone with the attempt.
+    """
+
+    def __init__(self, work: Work, where: str, *, sync: bool = False) -> None:
+        self._work = work
+        self._where = where
+        self._sync = sync
+        self._rng: np.random.Generator | None = None
+
+    @property
+    def number(self) -> int:
+        """Epochs are numbered from 0."""
+        return self._work.number
+
+    @property
+    def last(self) -> bool:
+        """Whether this is known to be the job's last epoch (its `epochs` are given)."""
+        return self._work.last
+
+    @property
+    def attempt(self) -> int:
+        """Grows when an epoch restarts; never goes back."""
+        return self._work.attempt
+
+    @property
+    def cancelled(self) -> bool:
+        """The attempt is over: a long `def` compute should return; what it returns is ignored."""
+        return self._work.cancelled
+
+    @property
+    def scratch(self) -> SimpleNamespace:
+        return self._work.scratch
+
+    @property
+    def seed(self) -> int:
+        """64 bits of (job seed, task, epoch, processor or handler): the same on every replay."""
+        key = f"{self._work.seed}/{self._work.task}/{self._work.number}/{self._where}"
+        return xxhash.xxh3_64_intdigest(key.encode())
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """A generator seeded with `seed`, fresh in each attempt."""
+        if self._rng is None:
+            self._rng = np.random.default_rng(self.seed)
+        return self._rng
+
+    def neighbors(self, link: str) -> tuple[int, ...]:
+        """Task ids along `link` in this epoch. Raises GraphError where there is no such link."""
+        return self._work.neighbors(link)
+
+    def processor(
+        self,
+        compute: Callable[..., Any],
+        *,
+        inbound: Mapping[str, To] | None = None,
+        outbound: Mapping[str, To] | None = None,
+        name: str | None = None,
+        parallel: bool = False,
+    ) -> None:
+        """Declares a processor: `compute(epoch, ins, outs)`. Only in `compose`.
+
+        Args:
+            inbound, outbound: tag -> neighbors, e.g. `{"gradient": "children"}`.
+            name: for messages and `status`; default the function's name.
+            parallel: run whenever ready, at the same time as others: it shares no state and no scratch with them.
+
+        Raises:
+            GraphError: it does not fit the graph; the message says how.
+        """
+        composition = self._work.composition()
+        if composition is None:
+            raise GraphError(f"{self._at()}: processors are declared in compose(), and only there")
+        composition.add(
+            compute,
+            {str(tag): self._resolve(to, f"inbound {tag!r}") for tag, to in (inbound or {}).items()},
+            {str(tag): self._resolve(to, f"outbound {tag!r}") for tag, to in (outbound or {}).items()},
+            sync=not outbound,
+            name=name,
+            parallel=parallel,
+        )
+
+    def flag(self, to: To, meta: Any = None) -> None:
+        """Marks other tasks: their `on_flag(epoch, sender, meta)` runs before their sync points.
+
+        Flags are a set: the same flag twice in an epoch is one.
+        """
+        self._no_messages("flag")
+        value = encode(meta, what=f"flag of task {self._work.task}")
+        self._work.flag(self._where, self._resolve(to, "flag"), value)
+
+    def request(self, to: int, method: str, payload: Any = None) -> Reply:
+        """Calls a handler of another task; its effects count exactly once. `await reply`, or `reply.wait()` in a thread."""
+        self._no_messages("request")
+        ids = self._resolve(to, f"request {method!r}")
+        if len(ids) != 1:
+            raise GraphError(f"{self._at()}: a request goes to one task, {to!r} are {len(ids)}")
+        value = encode(payload, what=f"request {method!r} of task {self._work.task}")
+        return Reply(self._work, self._work.request(self._where, ids[0], method, value), f"{method!r} of task {ids[0]}")
+
+    def hold(self, why: str) -> Hold:
+        """Keeps the epoch open until released: `with epoch.hold("..."):` or `.release()`."""
+        return Hold(self._work.hold(self._where, why))
+
+    def report(self, **numbers: float) -> None:
+        """Numbers for the progress line, the events and `JobResult.reports`, once per committed epoch."""
+        plain = {}
+        for key, number in numbers.items():
+            try:
+                plain[key] = float(number)
+            except (TypeError, ValueError):
+                raise JobError(
+                    f"{self._at()}: report({key}=...) takes numbers, not {type(number).__name__}; "
+                    f"return other values from result()"
+                ) from None
+        self._work.report(self._where, plain)
+
+    def finish(self) -> None:
+        """The job ends when this epoch commits. To fail it instead, raise."""
+        self._work.finish(self._where)
+
+    def _resolve(self, to: To, what: str) -> tuple[int, ...]:
+        work = self._work
+        if isinstance(to, str):
+            if to not in work.links():
+                links = ", ".join(repr(link) for link in work.links()) or "none"
+                raise GraphError(f"{self._at()}: {what} names link {to!r}, but the topology's links are: {links}")
+            return work.neighbors(to)
+        try:
+            ids = (int(to.__index__()),) if hasattr(to, "__index__") else tuple(int(i.__index__()) for i in to)  # type: ignore[attr-defined, union-attr]
+        except (TypeError, AttributeError):
+            raise GraphError(f"{self._at()}: {what} takes a link's name, a task id or task ids, not {to!r}") from None
+        for task in ids:
+            if not 0 <= task < work.tasks():
+                raise GraphError(
+                    f"{self._at()}: {what} names task {task}, but the job has tasks 0 to {work.tasks() - 1}"
+                )
+        if len(set(ids)) != len(ids):
+            raise GraphError(f"{self._at()}: {what} names a task twice: {ids}")
+        return ids
+
+    def _no_messages(self, what: str) -> None:
+        if self._sync:
+            raise GraphError(
+                f"{self._at()}: a sync point runs when the epoch is quiet and cannot send a {what}; "
+                f"send it from a processor with an outbound channel, or in the next epoch"
+            )
+        if self._work.composition() is not None:
+            raise GraphError(f"{self._at()}: compose() only declares; send a {what} from a processor")
+
+    def _at(self) -> str:
+        return f"task {self._work.task}, epoch {self._work.number}, {self._where}"
+
+
+class Hold:
+    """Keeps an epoch open. Releasing twice is no error."""
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release = release
+
+    def release(self) -> None:
+        self._release()
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Reply:
+    """The answer to a request, once it is there."""
+
+    def __init__(self, work: Work, future: concurrent.futures.Future[Encoded], what: str) -> None:
+        self._work = work
+        self._future = future
+        self._what = what
+
+    @property
+    def done(self) -> bool:
+        return self._future.done()
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        encoded = yield from asyncio.wrap_future(self._future).__await__()
+        return decode(encoded, device=self._work.xp_device)
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Waits in a worker thread; other hooks of the task may run meanwhile.
+
+        Raises:
+            TimeoutError: no answer within `timeout_s`.
+        """
+        return decode(self._work.wait_in_thread(self._future, timeout_s), device=self._work.xp_device)
+
+
+class Inputs:
+    """What a processor's inbound channels brought. Received values are read-only."""
+
+    def __init__(self, work: Work, processor: Processor, items: Mapping[tuple[str, int], Encoded]) -> None:
+        self._work = work
+        self._processor = processor
+        self._items = items
+
+    @overload
+    def __getitem__(self, tag: Tag[T]) -> T: ...
+    @overload
+    def __getitem__(self, tag: str) -> Any: ...
+    def __getitem__(self, tag: str) -> Any:
+        """The value of the one producer of `tag`. Raises GraphError where there are none or several."""
+        producers = self._producers(tag)
+        if len(producers) != 1:
+            raise GraphError(
+                f"{self._at()}: {tag!r} comes from {len(producers)} tasks ({', '.join(map(str, producers)) or 'none'}); "
+                f"use ins.all({str(tag)!r})"
+            )
+        return self._decode(tag, producers[0])
+
+    @overload
+    def all(self, tag: Tag[T]) -> dict[int, T]: ...
+    @overload
+    def all(self, tag: str) -> dict[int, Any]: ...
+    def all(self, tag: str) -> Any:
+        """{task id: value} in the order declared, never of arrival."""
+        return {producer: self._decode(tag, producer) for producer in self._producers(tag)}
+
+    def __contains__(self, tag: object) -> bool:
+        return bool(self._processor.inbound.get(cast(str, tag)))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._processor.inbound)
+
+    def _producers(self, tag: str) -> tuple[int, ...]:
+        producers = self._processor.inbound.get(str(tag))
+        if producers is None:
+            declared = ", ".join(repr(t) for t in self._processor.inbound) or "none"
+            raise GraphError(f"{self._at()}: no inbound channel {str(tag)!r} is declared; inbound are: {declared}")
+        return producers
+
+    def _decode(self, tag: str, producer: int) -> Any:
+        return decode(self._items[(str(tag), producer)], device=self._work.xp_device)
+
+    def _at(self) -> str:
+        return f"task {self._work.task}, epoch {self._work.number}, {self._processor.name}"
+
+
+class Outputs:
+    """Where a processor puts what its outbound channels carry: each channel exactly once."""
+
+    def __init__(self, work: Work, processor: Processor) -> None:
+        self._work = work
+        self._processor = processor
+        self._put: set[tuple[str, int]] = set()
+        self._filling: list[tuple[str, tuple[int, ...], NDArray[Any]]] = []
+
+    @overload
+    def put(self, tag: Tag[T], value: T, to: To | None = None) -> None: ...
+    @overload
+    def put(self, tag: str, value: Any, to: To | None = None) -> None: ...
+    def put(self, tag: str, value: Any, to: To | None = None) -> None:
+        """Puts `value` into channel `tag`, to all of its consumers or to those in `to`. The value is copied.
+
+        Raises:
+            GraphError: the channel is not declared, or was put already.
+            ValueNotEncodable: the value cannot travel; the message names the way out.
+        """
+        consumers = self._claim(tag, to)
+        if consumers:
+            encoded = encode(value, what=f"channel {str(tag)!r} of task {self._work.task}")
+            for consumer in consumers:
+                self._work.put(str(tag), consumer, encoded)
+
+    def empty(
+        self, tag: str, shape: int | tuple[int, ...], dtype: DTypeLike = float, to: To | None = None
+    ) -> NDArray[Any]:
+        """An array to fill: it is sent when the processor returns. Fill it, do not keep it."""
+        array = np.empty(shape, dtype)
+        consumers = self._claim(tag, to)
+        self._filling.append((str(tag), consumers, array))
+        return array
+
+    def close(self) -> None:
+        """Sends what was filled in place, and checks that every channel was put. Called by the framework."""
+        for tag, consumers, array in self._filling:
+            if consumers:
+                encoded = encode(array, what=f"channel {tag!r} of task {self._work.task}")
+                for consumer in consumers:
+                    self._work.put(tag, consumer, encoded)
+        self._filling.clear()
+        missing = [
+            f"{tag!r} to task {consumer}"
+            for tag, consumers in self._processor.outbound.items()
+            for consumer in consumers
+            if (tag, consumer) not in self._put
+        ]
+        if missing:
+            raise GraphError(
+                f"{self._at()}: returned without putting {', '.join(missing[:5])}"
+                f"{' ...' if len(missing) > 5 else ''}; every declared channel is put exactly once per epoch: "
+                f"outs.put(tag, value), with None for nothing"
+            )
+
+    def _claim(self, tag: str, to: To | None) -> tuple[int, ...]:
+        tag = str(tag)
+        declared = self._processor.outbound.get(tag)
+        if declared is None:
+            names = ", ".join(repr(t) for t in self._processor.outbound) or "none (it is a sync point)"
+            raise GraphError(f"{self._at()}: no outbound channel {tag!r} is declared; outbound are: {names}")
+        if to is None:
+            consumers = declared
+        elif isinstance(to, str):
+            consumers = self._work.neighbors(to)
+        else:
+            consumers = (int(to),) if isinstance(to, int | np.integer) else tuple(int(i) for i in to)
+        for consumer in consumers:
+            if consumer not in declared:
+                raise GraphError(
+                    f"{self._at()}: channel {tag!r} does not lead to task {consumer}; it leads to: "
+                    f"{', '.join(map(str, declared)) or 'nobody'}"
+                )
+            if (tag, consumer) in self._put:
+                raise GraphError(
+                    f"{self._at()}: channel {tag!r} to task {consumer} was put twice; a channel carries one item per "
+                    f"epoch: put a list, or declare another tag"
+                )
+        self._put.update((tag, consumer) for consumer in consumers)
+        return consumers
+
+    def _at(self) -> str:
+        return f"task {self._work.task}, epoch {self._work.number}, {self._processor.name}"

@@ -1,0 +1,121 @@
+"""One epoch's graph of one task: its processors and channels, checked when it is composed.
+
+Pure: it knows names and task ids, not values, sockets or clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from taskgraph.errors import GraphError
+
+__all__ = ["Composition", "Processor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """One processor of a task in one epoch.
+
+    Attributes:
+        inbound: tag -> producers, in the order declared.
+        outbound: tag -> consumers, in the order declared.
+        sync: it declares no outbound channel: it runs after all others and may change state.
+        parallel: it runs whenever it is ready.
+    """
+
+    name: str
+    compute: Callable[..., Any]
+    inbound: Mapping[str, tuple[int, ...]]
+    outbound: Mapping[str, tuple[int, ...]]
+    sync: bool
+    parallel: bool
+
+
+@dataclass(slots=True)
+class Composition:
+    """What `compose` declared, in order."""
+
+    task: int
+    epoch: int
+    processors: list[Processor] = field(default_factory=list)
+    _by_name: dict[str, Processor] = field(default_factory=dict)
+    _puts: dict[tuple[str, int], str] = field(default_factory=dict)
+
+    def add(
+        self,
+        compute: Callable[..., Any],
+        inbound: Mapping[str, tuple[int, ...]],
+        outbound: Mapping[str, tuple[int, ...]],
+        *,
+        sync: bool,
+        name: str | None,
+        parallel: bool,
+    ) -> Processor:
+        """Adds a processor; raises GraphError where it does not fit what is there."""
+        if not callable(compute):
+            raise GraphError(f"{self._at()}: a processor's compute must be callable, not {type(compute).__name__}")
+        name = name or _name_of(compute)
+        if name in self._by_name:
+            raise GraphError(
+                f"{self._at()}: two processors are called {name!r}; give one of them another: "
+                f"epoch.processor(..., name='...')"
+            )
+        if sync and parallel:
+            raise GraphError(
+                f"{self._at()}: processor {name!r} has no outbound channel, so it is a sync point and may change "
+                f"state; sync points run one after another: leave parallel=True out"
+            )
+        for tag, consumers in outbound.items():
+            for consumer in consumers:
+                other = self._puts.setdefault((tag, consumer), name)
+                if other != name:
+                    raise GraphError(
+                        f"{self._at()}: processors {other!r} and {name!r} both declare channel {tag!r} to task "
+                        f"{consumer}; a channel has one producer: give one of them another tag"
+                    )
+        processor = Processor(name, compute, inbound, outbound, sync, parallel)
+        self.processors.append(processor)
+        self._by_name[name] = processor
+        return processor
+
+    def _at(self) -> str:
+        return f"task {self.task}, epoch {self.epoch}, compose"
+
+    @property
+    def ordered(self) -> list[Processor]:
+        """Processors that run one after another before the sync points, in the order declared."""
+        return [p for p in self.processors if not p.sync and not p.parallel]
+
+    @property
+    def parallel(self) -> list[Processor]:
+        return [p for p in self.processors if p.parallel]
+
+    @property
+    def sync_points(self) -> list[Processor]:
+        return [p for p in self.processors if p.sync]
+
+    def channels_in(self) -> list[tuple[str, int]]:
+        """(tag, producer) of every inbound channel, each once, in the order declared."""
+        return _unique((tag, producer) for p in self.processors for tag, ids in p.inbound.items() for producer in ids)
+
+    def channels_out(self) -> list[tuple[str, int]]:
+        """(tag, consumer) of every outbound channel."""
+        return list(self._puts)
+
+    def producer_of(self, tag: str, consumer: int) -> str | None:
+        """Which processor puts the item of a channel."""
+        return self._puts.get((tag, consumer))
+
+
+def _name_of(compute: Callable[..., Any]) -> str:
+    inner = compute
+    while hasattr(inner, "func"):  # functools.partial
+        inner = inner.func
+    name = getattr(inner, "__name__", type(inner).__name__)
+    return "processor" if name == "<lambda>" else str(name)
+
+
+def _unique(items: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    return list(dict.fromkeys(items))

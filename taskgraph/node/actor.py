@@ -1,0 +1,198 @@
+"""Where user code is called: every hook, compute and handler of one task goes through `Actor.call`.
+
+Two pieces of user code of one task never run at the same time. A plain `def` runs in a worker thread and holds the
+task until it returns, or until it waits for a reply. An `async def` runs on the event loop and holds the task only
+between its awaits. What user code raises comes out as `UserCodeError`, with its own traceback as text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import inspect
+import threading
+import traceback
+from collections.abc import Callable, Coroutine, Generator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from taskgraph.epoch import AttemptEnded
+from taskgraph.errors import JobError
+from taskgraph.node.threads import Threads
+
+__all__ = ["Actor", "Running", "StuckError", "UserCodeError", "is_async"]
+
+R = TypeVar("R")
+
+
+class UserCodeError(Exception):
+    """User code raised. `where` is the hook, processor or handler; `traceback_text` begins in user code."""
+
+    def __init__(self, where: str, error: BaseException) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.where = where
+        self.error = error
+        self.traceback_text = _user_traceback(error)
+
+
+class StuckError(Exception):
+    """A compute did not return within `cancel_s` after its attempt ended: only the end of the process frees it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """User code at work: what, and since when (loop time, seconds)."""
+
+    where: str
+    since: float
+
+
+class Actor:
+    """Calls one task's user code."""
+
+    def __init__(self, threads: Threads, *, cancel_s: float) -> None:
+        self._threads = threads
+        self._cancel_s = cancel_s
+        self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self._turn = asyncio.Lock()
+        self._in_turn = threading.local()
+        self._running: dict[int, Running] = {}
+        self._calls = 0
+
+    @property
+    def running(self) -> tuple[Running, ...]:
+        """User code that has begun and not returned, oldest first."""
+        return tuple(self._running.values())
+
+    async def call(self, where: str, function: Callable[..., R], *args: Any, alone: bool = True) -> R:
+        """Calls user code and returns its result.
+
+        Args:
+            alone: hold the task meanwhile; False for processors that declared `parallel=True`.
+
+        Raises:
+            UserCodeError: it raised.
+            AttemptEnded: it unwound because its attempt is over.
+            StuckError: cancelled, and it did not return in time.
+        """
+        try:
+            if is_async(function):
+                return await self._call_async(where, function, args, alone)  # type: ignore[arg-type, return-value]
+            return await self._call_thread(where, function, args, alone)
+        except (asyncio.CancelledError, AttemptEnded, StuckError):
+            raise
+        except BaseException as error:
+            raise UserCodeError(where, error) from error
+
+    async def _call_async(
+        self, where: str, function: Callable[..., Coroutine[Any, Any, R]], args: tuple[Any, ...], alone: bool
+    ) -> R:
+        coroutine = function(*args)
+        mark = self._begin(where)
+        try:
+            return await (_InTurns(coroutine, self._turn) if alone else coroutine)
+        finally:
+            self._running.pop(mark, None)
+
+    async def _call_thread(self, where: str, function: Callable[..., R], args: tuple[Any, ...], alone: bool) -> R:
+        if alone:
+            await self._turn.acquire()
+        mark = self._begin(where)
+        try:
+            future = self._threads.run(functools.partial(self._in_thread, alone, function, args))
+            try:
+                return await asyncio.shield(future)
+            except asyncio.CancelledError:
+                await self._outlast(future, where)
+                raise
+        finally:
+            self._running.pop(mark, None)
+            if alone:
+                self._turn.release()
+
+    def _in_thread(self, alone: bool, function: Callable[..., R], args: tuple[Any, ...]) -> R:
+        self._in_turn.held = alone
+        try:
+            return function(*args)
+        except StopIteration as error:  # a future cannot carry it
+            raise RuntimeError("StopIteration left the function") from error
+
+    async def _outlast(self, future: asyncio.Future[R], where: str) -> None:
+        """The caller was cancelled; the thread cannot be. The task stays held until it returns."""
+        done, _ = await asyncio.wait([future], timeout=self._cancel_s)
+        if not done:
+            raise StuckError(f"{where} did not return within {self._cancel_s:g} s after its attempt ended")
+        if not future.cancelled():
+            future.exception()  # of a dead attempt: retrieved, and of no interest
+
+    def wait_in_thread(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
+        """In a worker thread: waits for a reply while other hooks of the task may run."""
+        if threading.get_ident() == self._loop_thread:
+            raise JobError("reply.wait() would block the event loop: in an `async def`, write `await reply`")
+        if not getattr(self._in_turn, "held", False):
+            return self._threads.block(future, timeout_s)
+        self._loop.call_soon_threadsafe(self._turn.release)
+        try:
+            return self._threads.block(future, timeout_s)
+        finally:
+            self._threads.block(asyncio.run_coroutine_threadsafe(self._turn.acquire(), self._loop), None)
+
+    def _begin(self, where: str) -> int:
+        self._calls += 1
+        self._running[self._calls] = Running(where, self._loop.time())
+        return self._calls
+
+
+class _InTurns:
+    """Drives a coroutine so that it holds the task's turn while it runs, and not while it awaits."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], turn: asyncio.Lock) -> None:
+        self._coroutine = coroutine
+        self._turn = turn
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        coroutine, turn = self._coroutine, self._turn
+        error: BaseException | None = None
+        try:
+            while True:
+                try:
+                    yield from turn.acquire().__await__()
+                except asyncio.CancelledError as cancelled:
+                    # Cancelled before its turn came: it must hear of it, at its next turn.
+                    error = cancelled
+                    yield from turn.acquire().__await__()
+                try:
+                    waited = coroutine.send(None) if error is None else coroutine.throw(error)
+                except StopIteration as stop:
+                    return stop.value
+                finally:
+                    turn.release()
+                error = None
+                try:
+                    yield waited
+                except BaseException as raised:
+                    error = raised
+        finally:
+            coroutine.close()
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine; looks through functools.partial and callable objects."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+_OUR_FRAMES = ("taskgraph/node/actor.py", "concurrent/futures/thread.py", "taskgraph\\node\\actor.py")
+
+
+def _user_traceback(error: BaseException) -> str:
+    """The traceback without our frames at its beginning."""
+    summary = traceback.TracebackException.from_exception(error)
+    frames = list(summary.stack)
+    while frames and frames[0].filename.endswith(_OUR_FRAMES):
+        frames.pop(0)
+    summary.stack[:] = frames
+    return "".join(summary.format())

@@ -1,0 +1,437 @@
+"""One attempt of one epoch on a task's primary: compose, pull, compute, grow quiet, be sealed, run the sync points.
+
+    composing ──► working ──► quiet ──(seal, where the task can take messages)──► closing ──► finished
+
+An attempt ends by finishing or by being cancelled; what it made belongs to it and to no other. It is driven by
+`Primary`; calls from other tasks (`pull`, `seal`, flags and requests) come in through `Node.serve`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from taskgraph.epoch import AttemptEnded, Epoch, Inputs, Outputs
+from taskgraph.errors import GraphError, Refused
+from taskgraph.graph.compose import Composition, Processor
+from taskgraph.node.actor import is_async
+from taskgraph.node.mailbox import Mailbox
+from taskgraph.node.replica import Replica
+from taskgraph.protocol.messages import Encoded, Item, Pull, Reason, Stamp, Wait
+from taskgraph.protocol.sums import Ledger
+
+__all__ = ["Attempt", "Idle"]
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """The task is quiet at this version, with these sums."""
+
+    version: int
+    sent: int
+    received: int
+
+
+class Attempt:
+    """The attempt at work of one task; implements `taskgraph.epoch.Work` for user code."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        stamp: Stamp,
+        term: int,
+        *,
+        on_idle: Callable[[Idle], None],
+        ask_restart: Callable[[str], None],
+    ) -> None:
+        self.replica = replica
+        self.stamp = stamp
+        self.term = term
+        self.task = replica.task
+        self.number = stamp.epoch
+        self.attempt = stamp.attempt
+        self.last = replica.job.epochs is not None and stamp.epoch + 1 >= replica.job.epochs
+        self.seed = replica.job.seed
+        self.cancelled = False
+        self.scratch = SimpleNamespace()
+        self.xp_device = replica.xp_device
+        self.ledger = Ledger()
+        self.mailbox = Mailbox(self)
+        self.numbers: dict[str, float] = {}
+        self.finishing = False
+        self.ask_restart = ask_restart
+        self._on_idle = on_idle
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._group: asyncio.TaskGroup | None = None
+        self._composing: Composition | None = None
+        self._composed: asyncio.Future[Composition] = self._loop.create_future()
+        self._slots: dict[tuple[str, int], asyncio.Future[Encoded]] = {}
+        self._items: dict[tuple[str, int], Encoded] = {}
+        self._arrived: dict[tuple[str, int], asyncio.Event] = {}
+        self._busy = 0
+        self._holds: dict[int, str] = {}
+        self._hold_count = 0
+        self._calm = asyncio.Event()
+        self._version = 0
+        self._quiet = False
+        self._closed = False
+        self._sealed = asyncio.Event()
+        self._states: dict[str, str] = {}
+        self._began = self._loop.time()
+
+    # -- the run ----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Runs the attempt to its end: every processor and sync point of the task has run.
+
+        Raises:
+            UserCodeError, GraphError, ValueNotEncodable: the job's own errors.
+            AttemptEnded: user code unwound because the attempt is over.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                await self._main(group)
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+        finally:
+            self._group = None
+            self.end()
+
+    async def _main(self, group: asyncio.TaskGroup) -> None:
+        composition = await self._compose()
+        for tag, producer in composition.channels_in():
+            self._arrived[(tag, producer)] = asyncio.Event()
+        pulls = [group.create_task(self._pull(tag, producer)) for tag, producer in self._arrived]
+        parallel = [group.create_task(self._process(p)) for p in composition.parallel]
+        for processor in composition.ordered:
+            await self._process(processor)
+        for work in (*parallel, *pulls):
+            await work
+        await self._until_closed()
+        for processor in composition.sync_points:
+            await self._process(processor)
+        while self._holds or self._busy:
+            await self._until_calm()
+
+    async def _compose(self) -> Composition:
+        composition = self._composing = Composition(self.task, self.number)
+        try:
+            await self.replica.actor.call("compose", self.replica.user_task.compose, Epoch(self, "compose"))
+        finally:
+            self._composing = None
+        for channel in composition.channels_out():
+            self._slots[channel] = self._loop.create_future()
+        for processor in composition.processors:
+            self._states[processor.name] = "waiting"
+        self._composed.set_result(composition)
+        return composition
+
+    async def _process(self, processor: Processor) -> None:
+        for tag, producers in processor.inbound.items():
+            for producer in producers:
+                await self._arrived[(tag, producer)].wait()
+        self._states[processor.name] = "running"
+        epoch = Epoch(self, processor.name, sync=processor.sync)
+        inputs, outputs = Inputs(self, processor, self._items), Outputs(self, processor)
+        whole = _compute_and_close(processor.compute, outputs)
+        await self.replica.actor.call(processor.name, whole, epoch, inputs, outputs, alone=not processor.parallel)
+        self._states[processor.name] = "done"
+
+    async def _pull(self, tag: str, producer: int) -> None:
+        """Gets one item; keeps at it through failures of its producer."""
+        try:
+            reply = await self.replica.router.to_primary(
+                producer, lambda: Pull(self.stamp, self.task, self.term, producer, tag)
+            )
+        except Refused as refused:
+            if refused.reason == Reason.NOT_OFFERED:
+                raise GraphError(
+                    f"task {self.task}, epoch {self.number}: {self._wanted_by(tag, producer)} pulls {tag!r} from task "
+                    f"{producer}, which does not offer it in this epoch; {refused}"
+                ) from refused
+            self.ask_restart(f"task {self.task} cannot pull {tag!r} from task {producer}: {refused}")
+            await asyncio.Event().wait()  # until the restart cancels this attempt
+            raise AssertionError from refused
+        assert isinstance(reply, Item)
+        self.ledger.received("item", producer, self.task, tag, reply.value.digest)
+        self._items[(tag, producer)] = reply.value
+        self._arrived[(tag, producer)].set()
+
+    def _wanted_by(self, tag: str, producer: int) -> str:
+        composition = self._composed.result()
+        return next(repr(p.name) for p in composition.processors if producer in p.inbound.get(tag, ()))
+
+    # -- growing quiet ------------------------------------------------------------------------------------------------
+
+    async def _until_closed(self) -> None:
+        """Returns when nothing runs, waits or travels any more, and no message will be taken from now on."""
+        if not self.replica.shape.receives:
+            while self._holds or self._busy:
+                await self._until_calm()
+            self._closed = True
+            return
+        while not self._sealed.is_set():
+            while self._holds or self._busy:
+                await self._until_calm()
+            if not self._quiet:
+                self._quiet = True
+                self._on_idle(Idle(self._version, self.ledger.sent_sum, self.ledger.received_sum))
+            self._calm.clear()
+            waits = [self._loop.create_task(e.wait()) for e in (self._calm, self._sealed)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+
+    async def _until_calm(self) -> None:
+        self._calm.clear()
+        await self._calm.wait()
+
+    def seal(self, version: int) -> bool:
+        """The leader found everything quiet. True if the task is still at `version`: it takes nothing more."""
+        if self._closed:
+            return self._version == version
+        if not self._quiet or self._version != version:
+            return False
+        self._closed = True
+        self._sealed.set()
+        return True
+
+    def check_open(self) -> None:
+        """Raises Refused where the task takes no message any more."""
+        if self._closed:
+            raise Refused(Reason.DONE, f"task {self.task} is done with epoch {self.number}")
+
+    def spawn(self, work: Coroutine[Any, Any, R], *, busy: bool) -> asyncio.Task[R]:
+        """Runs something that belongs to the attempt; `busy`: the task is not idle before it ends."""
+        if self._group is None:
+            work.close()
+            raise Refused(Reason.ATTEMPT_GONE, f"attempt {self.attempt} of epoch {self.number} is over")
+        if busy:
+            self._busier()
+        task = self._group.create_task(work)
+        if busy:
+            task.add_done_callback(lambda _: self._calmer())
+        return task
+
+    def _busier(self) -> None:
+        self._busy += 1
+        self._version += 1
+        self._quiet = False
+
+    def _calmer(self) -> None:
+        self._busy -= 1
+        if not self._busy:
+            self._calm.set()
+
+    # -- asked by other tasks -------------------------------------------------------------------------------------------
+
+    async def ready(self) -> None:
+        """Returns when compose has run; raises Refused where the attempt ended before."""
+        try:
+            await asyncio.shield(self._composed)
+        except asyncio.CancelledError:
+            if self._composed.cancelled():
+                raise Refused(Reason.ATTEMPT_GONE, f"attempt {self.attempt} is over") from None
+            raise
+
+    async def item(self, pull: Pull) -> Item:
+        """The item a consumer asks for, as soon as it exists."""
+        await self.ready()
+        slot = self._slots.get((pull.tag, pull.sender))
+        if slot is None:
+            raise Refused(Reason.NOT_OFFERED, self._offers(pull.sender))
+        try:
+            value = await asyncio.shield(slot)
+        except asyncio.CancelledError:
+            if slot.cancelled():
+                raise Refused(Reason.ATTEMPT_GONE, f"attempt {self.attempt} is over") from None
+            raise
+        return Item(self.stamp, self.term, pull.tag, value)
+
+    def _offers(self, consumer: int) -> str:
+        mine = sorted({tag for tag, to in self._slots if to == consumer})
+        others = sorted({tag for tag, to in self._slots if to != consumer})
+        text = f"to task {consumer} it offers: {', '.join(map(repr, mine)) or 'nothing'}"
+        return text + (f"; to others: {', '.join(map(repr, others))}" if others else "")
+
+    def end(self) -> None:
+        """The attempt is over (finished attempts keep their items until the primary drops them)."""
+        if not self._composed.done():
+            self._composed.cancel()
+
+    def drop(self) -> None:
+        """Nothing of this attempt is needed any more: a later epoch was read, or it was cancelled."""
+        self.cancelled = True
+        self._composed.cancel()
+        for slot in self._slots.values():
+            slot.cancel()
+
+    # -- Work: asked by user code, from any thread ------------------------------------------------------------------
+
+    def _on_loop(self, function: Callable[..., object], *args: object) -> None:
+        if threading.get_ident() == self._thread:
+            function(*args)
+        else:
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _check_alive(self) -> None:
+        if self.cancelled:
+            raise AttemptEnded
+
+    def neighbors(self, link: str) -> tuple[int, ...]:
+        return self.replica.topology.neighbors(link, self.task, self.replica.job.tasks, self.number)
+
+    def links(self) -> tuple[str, ...]:
+        return tuple(self.replica.topology)
+
+    def tasks(self) -> int:
+        return self.replica.job.tasks
+
+    def composition(self) -> Composition | None:
+        return self._composing
+
+    def put(self, tag: str, consumer: int, value: Encoded) -> None:
+        self._check_alive()
+        self._on_loop(self._put, tag, consumer, value)
+
+    def _put(self, tag: str, consumer: int, value: Encoded) -> None:
+        slot = self._slots[(tag, consumer)]
+        if not slot.done():
+            self.ledger.sent("item", self.task, consumer, tag, value.digest)
+            slot.set_result(value)
+
+    def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None:
+        self._check_alive()
+        for task in to:
+            self._on_loop(self._send, lambda task=task: self.mailbox.send_flag(task, value))
+
+    def request(self, where: str, to: int, method: str, value: Encoded) -> concurrent.futures.Future[Encoded]:
+        self._check_alive()
+        future: concurrent.futures.Future[Encoded] = concurrent.futures.Future()
+
+        def send() -> Coroutine[Any, Any, None]:
+            number = self.mailbox.number(where, to, method)
+            return self.mailbox.send_request(where, to, method, number, value, future)
+
+        def start() -> None:
+            if not self._send(send):
+                future.set_exception(AttemptEnded())
+
+        self._on_loop(start)
+        return future
+
+    def _send(self, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+        if self._group is None or self.cancelled:
+            return False
+        self.spawn(work(), busy=True)
+        return True
+
+    def wait_in_thread(self, future: concurrent.futures.Future[Encoded], timeout_s: float | None) -> Encoded:
+        return self.replica.actor.wait_in_thread(future, timeout_s)
+
+    def hold(self, where: str, why: str) -> Callable[[], None]:
+        self._check_alive()
+        self._hold_count += 1
+        mark = self._hold_count
+        self._on_loop(self._take_hold, mark, f"{where}: {why}")
+        return lambda: self._on_loop(self._release_hold, mark)
+
+    def _take_hold(self, mark: int, why: str) -> None:
+        self._holds[mark] = why
+        self._version += 1
+        self._quiet = False
+
+    def _release_hold(self, mark: int) -> None:
+        self._holds.pop(mark, None)
+        if not self._holds:
+            self._calm.set()
+
+    def report(self, where: str, numbers: dict[str, float]) -> None:
+        self._check_alive()
+        self._on_loop(self.numbers.update, numbers)
+
+    def finish(self, where: str) -> None:
+        self._check_alive()
+        self.finishing = True
+
+    # -- what it waits for ----------------------------------------------------------------------------------------------
+
+    def waits(self) -> tuple[Wait, ...]:
+        """What every unfinished processor, handler and hold waits for."""
+        since = self._loop.time() - self._began
+        if not self._composed.done() or self._composed.cancelled():
+            return (Wait("compose", "running", self.task, "compose", since),)
+        composition = self._composed.result()
+        found: list[Wait] = []
+        earlier: str | None = None
+        replies = self.mailbox.awaited
+        for processor in (*composition.ordered, *composition.sync_points, *composition.parallel):
+            state = self._states[processor.name]
+            if state == "done":
+                continue
+            provides = tuple((tag, to) for tag, ids in processor.outbound.items() for to in ids)
+
+            def wait(kind: str, task: int, name: str, p: Processor = processor, gives: Any = provides) -> None:
+                found.append(Wait(p.name, kind, task, name, since, gives))
+
+            if state == "running":
+                open_replies = [(to, method) for where, to, method in replies if where == processor.name]
+                for to, method in open_replies:
+                    wait("reply", to, method)
+                if not open_replies:
+                    wait("running", self.task, processor.name)
+            for tag, producers in processor.inbound.items():
+                for producer in producers:
+                    if not self._arrived[(tag, producer)].is_set():
+                        wait("item", producer, tag)
+            if earlier is not None and not processor.parallel:
+                wait("order", self.task, earlier)
+            if not processor.parallel:
+                earlier = processor.name
+        names = {p.name for p in composition.processors}
+        for where, to, method in replies:
+            if where not in names:
+                found.append(Wait(f"handler {where.split('/')[0]}", "reply", to, method, since))
+        found.extend(Wait("hold", "running", self.task, why, since) for why in self._holds.values())
+        return tuple(found)
+
+
+def _compute_and_close(compute: Callable[..., Any], outputs: Outputs) -> Callable[..., Any]:
+    """The compute and the check of what it put, as one piece of user code: one turn, one hop to a thread."""
+    if is_async(compute):
+
+        async def run_async(*args: Any) -> None:
+            await compute(*args)
+            outputs.close()
+
+        return run_async
+
+    def run(*args: Any) -> None:
+        compute(*args)
+        outputs.close()
+
+    return run
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error to tell: the first that is no mere consequence (cancellation, unwinding)."""
+    leaves: list[BaseException] = []
+    stack: list[BaseException] = [errors]
+    while stack:
+        error = stack.pop()
+        if isinstance(error, BaseExceptionGroup):
+            stack.extend(reversed(error.exceptions))
+        else:
+            leaves.append(error)
+    return next((e for e in leaves if not isinstance(e, AttemptEnded)), leaves[0])

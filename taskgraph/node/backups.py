@@ -1,0 +1,277 @@
+"""A primary's care for its task's other replicas: offer boundaries, admit candidates, evict members.
+
+One coroutine tends each other node, from the first offer to the eviction. What must be acknowledged, and when a
+write may be sent, is decided by `protocol.insync.InSync`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from taskgraph.errors import Refused, TransportError
+from taskgraph.protocol import transactions
+from taskgraph.protocol.boundaries import Boundary
+from taskgraph.protocol.insync import InSync, Place
+from taskgraph.protocol.messages import Accepted, Offer, Reason
+
+if TYPE_CHECKING:
+    from taskgraph.node.node import Node
+    from taskgraph.node.replica import Replica
+
+__all__ = ["Backups"]
+
+Key = tuple[int, int, int]
+
+
+class Backups:
+    """The in-sync set of one task, as its primary works on it for one term."""
+
+    def __init__(self, node: Node, replica: Replica, term: int, primary_revision: int, insync: InSync) -> None:
+        self._node = node
+        self._replica = replica
+        self._task = replica.task
+        self._term = term
+        self._primary_revision = primary_revision
+        self._insync = insync
+        self._boundaries: dict[Key, Boundary] = {}
+        self._committed_epoch = 0
+        self._tending: dict[str, asyncio.Task[None]] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._moved = asyncio.Event()  # something about the set changed; waits look again
+        self.blocked = ""  # what a done waits for, for `status`
+
+    # -- boundaries ----------------------------------------------------------------------------------------------------
+
+    def committed(self, boundary: Boundary) -> None:
+        """`boundary` is the committed one, here at the start of the term or read since."""
+        self._committed_epoch = boundary.stamp.epoch
+        self._boundaries = {k: b for k, b in self._boundaries.items() if k[0] >= boundary.stamp.epoch}
+        self._boundaries[boundary.key] = boundary
+        self._insync.keep_from(boundary.stamp.epoch)
+        self._insync.add(boundary.key)
+        self._poke()
+
+    def drop_pending(self) -> None:
+        """The attempt the pending boundaries were made in is over."""
+        self._insync.drop_pending(self._committed_epoch)
+        self._boundaries = {k: b for k, b in self._boundaries.items() if k[0] <= self._committed_epoch}
+
+    def pending(self, boundary: Boundary) -> None:
+        """A snapshot was made: every member must hold it before the task is done."""
+        self._boundaries[boundary.key] = boundary
+        self._insync.add(boundary.key)
+        self._poke()
+
+    async def held(self, key: Key, *, admit_wait_s: float) -> None:
+        """Returns when every member holds the boundary, and enough of them.
+
+        Args:
+            admit_wait_s: how long to wait for the backups wished for to become members, too.
+        """
+        need = self._node.settings.min_in_sync
+        deadline = self._node.now() + admit_wait_s
+        while True:
+            self._moved.clear()
+            lacking = self._insync.waits_for(key)
+            holders = self._insync.holders(key)
+            wished = [n for n in self._wished() if self._insync.place(n) is not Place.MEMBER]
+            timeout: float | None = None
+            if lacking:
+                self.blocked = f"the acknowledgement of {', '.join(map(self._node.name_of, lacking))}"
+            elif holders < need:
+                self.blocked = f"{need - holders} more in-sync replicas (min_in_sync={need})"
+            elif wished and admit_wait_s and self._node.now() < deadline:
+                self.blocked = f"the admission of {', '.join(map(self._node.name_of, wished))}"
+                timeout = deadline - self._node.now()
+            else:
+                self.blocked = ""
+                return
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._moved.wait()
+            except TimeoutError:
+                continue
+
+    @property
+    def in_sync(self) -> int:
+        """Members, the primary included."""
+        return 1 + len(self._insync.members())
+
+    # -- tending -------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Invites and tends other nodes until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            stop = self._node.keeper.on_change(self._look)
+            try:
+                self._look()
+                await asyncio.Event().wait()  # until the term ends; every tender says what it waits for
+            finally:
+                stop()
+                self._group = None
+
+    def _poke(self) -> None:
+        self._moved.set()
+        self._node.keeper.notify_later()
+
+    def _wished(self) -> list[str]:
+        """Other nodes that placement wants to hold this task and that are alive."""
+        wish = self._node.wish(self._task)
+        if wish is None:
+            return []
+        nodes = [*wish.backups] + ([wish.primary] if wish.primary else [])
+        view = self._node.keeper.view
+        return [n for n in nodes if n != self._node.id and n in view.nodes and n not in self._node.suspects]
+
+    def _look(self) -> None:
+        """The view or a suspicion changed: invite whom placement wishes for, tend whoever is there."""
+        self._moved.set()
+        if self._group is None or self._node.paused:
+            return
+        for node in self._wished():
+            self._insync.invite(node)
+        for node in self._insync.nodes:
+            known = self._tending.get(node)
+            if known is None or known.done():
+                self._tending[node] = self._group.create_task(self._tend(node), name=f"tend {self._task} on {node}")
+
+    def _unwanted(self, node: str) -> bool:
+        """Dead, or not wished for any more while everyone who is wished for is a member."""
+        if node in self._node.suspects:
+            return True
+        wished = self._wished()
+        wish = self._node.wish(self._task)
+        if wish is None or node in wished:
+            return False
+        if node == wish.primary or node in wish.backups:
+            return False  # wished for, its key is absent just now
+        return all(self._insync.place(n) is Place.MEMBER for n in wished)
+
+    async def _tend(self, node: str) -> None:
+        """Everything about one other node, one step after another."""
+        while (place := self._insync.place(node)) is not None:
+            if self._unwanted(node):
+                if place is Place.CANDIDATE:
+                    self._insync.dismiss(node)
+                    self._moved.set()
+                    return
+                await self._evict(node)
+                continue
+            missing = self._insync.missing(node)
+            if missing:
+                await self._offer(node, missing[0], candidate=place is Place.CANDIDATE)
+            elif self._insync.may_admit(node):
+                await self._admit(node)
+            else:
+                await self._until(node, lambda: bool(self._insync.missing(node)) or self._insync.may_admit(node))
+
+    async def _until(self, node: str, something: object) -> None:
+        """Waits until there is something to do about `node`."""
+        assert callable(something)
+        await self._node.keeper.wait_until(lambda _: bool(something()) or self._unwanted(node))
+
+    async def _offer(self, node: str, key: Key, *, candidate: bool) -> None:
+        """Offers one boundary; a lost peer is offered again until it is known to be dead."""
+        boundary = self._boundaries.get(key)
+        if boundary is None:
+            return  # history by now
+        committed = key[0] <= self._committed_epoch
+        value = self._replica.with_whole_log(boundary.value) if candidate and committed else boundary.value
+        message = Offer(boundary.stamp, self._term, self._task, committed, candidate, value)
+        settings = self._node.settings
+        timeout_s = settings.setup_s if candidate else settings.call_s
+        call = asyncio.ensure_future(self._node.router.to_node(node, message, timeout_s=timeout_s))
+        dead = asyncio.ensure_future(self._until(node, lambda: key not in self._insync.missing(node)))
+        try:
+            await asyncio.wait([call, dead], return_when=asyncio.FIRST_COMPLETED)
+            if call.done():
+                reply = call.result()
+                if isinstance(reply, Accepted):
+                    self._insync.acknowledge(node, key)
+                    self._poke()
+        except Refused as refused:
+            if refused.reason in (Reason.USER_ERROR, Reason.DONE):
+                self._node.log.info("task %d: node %s refuses boundary %d: %s", self._task, node, key[0], refused)
+            await self._node.breathe()
+        except TransportError as error:
+            self._node.log.debug("task %d: offer to node %s: %s", self._task, node, error)
+            await self._node.breathe()
+        finally:
+            for one in (call, dead):
+                one.cancel()
+            await asyncio.gather(call, dead, return_exceptions=True)
+
+    async def _admit(self, node: str) -> None:
+        """Writes the candidate into the in-sync set."""
+        await self._node.while_paused()
+        view = self._node.keeper.view
+        if node not in view.nodes or not self._insync.may_admit(node):
+            return
+        writer = self._node.writer()
+        txn = transactions.admit(
+            view,
+            self._task,
+            primary_revision=self._primary_revision,
+            node=self._node.id,
+            node_revision=self._node.node_revision,
+            candidate=node,
+            writer=writer,
+        )
+        self._insync.admitting(node)
+        revision = await self._node.transact(txn, key=view.keys.member(self._task, node), writer=writer)
+        self._insync.admitted(node, revision is not None)
+        self._poke()
+        if revision is None:
+            await self._node.keeper.refresh()
+            await self._node.breathe()
+            return
+        self._node.events.emit(
+            "admitted",
+            f"task {self._task}: {self._node.name_of(node)} holds its state now (in sync: {self.in_sync})",
+            task=self._task,
+            term=self._term,
+            epoch=self._committed_epoch,
+        )
+        await self._node.keeper.caught_up(revision)
+
+    async def _evict(self, node: str) -> None:
+        """Writes the member out of the in-sync set, effective from the next boundary."""
+        await self._node.while_paused()
+        view = self._node.keeper.view
+        key = view.keys.member(self._task, node)
+        if node not in view.members_of(self._task):
+            # The view may be behind the take-over that named this member.
+            await self._node.keeper.refresh()
+            if node not in self._node.keeper.view.members_of(self._task):
+                self._insync.evicting(node)
+                self._insync.evicted(node, True)
+                self._poke()
+            return
+        writer = self._node.writer()
+        txn = transactions.evict(
+            view,
+            self._task,
+            primary_revision=self._primary_revision,
+            node=self._node.id,
+            node_revision=self._node.node_revision,
+            member=node,
+            writer=writer,
+        )
+        self._insync.evicting(node)
+        revision = await self._node.transact(txn, key=key, writer=writer)
+        self._insync.evicted(node, revision is not None)
+        self._poke()
+        if revision is None:
+            await self._node.keeper.refresh()
+            await self._node.breathe()
+            return
+        self._node.events.emit(
+            "evicted",
+            f"task {self._task}: {self._node.name_of(node)} is out of its in-sync set (in sync: {self.in_sync})",
+            task=self._task,
+            term=self._term,
+            epoch=self._committed_epoch,
+        )
+        await self._node.keeper.caught_up(revision)

@@ -1,0 +1,299 @@
+"""The leader's role: task 0's primary collects reports and commits, restarts or fails the epoch.
+
+What to do is decided by `protocol.commit.Leader`; this module feeds it, writes its transactions, and looks into
+epochs that stand still.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from taskgraph.errors import GraphError, TransportError
+from taskgraph.protocol import transactions
+from taskgraph.protocol.commit import Commit, Diverged, Leader, Restart, SealTasks, WaitFor
+from taskgraph.protocol.cycles import describe_cycle, describe_waits, find_cycle
+from taskgraph.protocol.kv import Compare
+from taskgraph.protocol.messages import (
+    Accepted,
+    Audit,
+    LedgerEntry,
+    LedgerPage,
+    Report,
+    RequestRestart,
+    Seal,
+    Stamp,
+    Wait,
+    Waits,
+    WaitsPage,
+)
+from taskgraph.protocol.sums import explain
+
+if TYPE_CHECKING:
+    from taskgraph.node.node import Node
+    from taskgraph.node.primary import Primary
+
+__all__ = ["LeaderRole"]
+
+_SETTLE_S = 0.5
+"""Idle tasks with unequal sums are taken as diverged when no report came for this long: by far longer than a report
+that is under way needs, far shorter than a person waits."""
+
+
+class LeaderRole:
+    """Leads the job while its node's primary of task 0 lives."""
+
+    def __init__(self, node: Node, primary: Primary) -> None:
+        self._node = node
+        self._primary = primary
+        self._leader = Leader(node.job.tasks, node.job.epochs)
+        self._wake = asyncio.Event()
+        self._rows = asyncio.Event()
+        self._last_news = node.now()
+        self._waits_told: Stamp | None = None
+        self.waits: tuple[str, ...] = ()
+
+    # -- what primaries say ------------------------------------------------------------------------------------------------
+
+    async def take_report(self, report: Report) -> Accepted:
+        await self._node.keeper.wait_until_read(lambda view: view.stamp is not None and view.stamp >= report.stamp)
+        self._begin()
+        if self._leader.report(report):
+            self._last_news = self._node.now()
+            if report.previous and report.stamp.epoch > 0:
+                self._primary.replica.log.add(report.stamp.epoch - 1, {report.task: report.previous})
+            self._wake.set()
+            self._rows.set()
+        return Accepted(self._primary.term)
+
+    async def take_restart(self, request: RequestRestart) -> Accepted:
+        await self._node.keeper.wait_until_read(lambda view: view.stamp is not None and view.stamp >= request.stamp)
+        self._begin()
+        if self._leader.request_restart(request.stamp, request.why):
+            self._wake.set()
+        return Accepted(self._primary.term)
+
+    async def rows_known(self, stamp: Stamp) -> None:
+        """Returns when the reports of the epoch before are all here: this leader committed it, or everyone told them."""
+        while self._committed != stamp.epoch:
+            self._rows.clear()
+            self._begin()
+            reports = self._leader.reports()
+            others = range(1, self._node.job.tasks)
+            if self._leader.stamp == stamp and all(t in reports for t in others):
+                replica = self._primary.replica
+                replica.log.add(stamp.epoch - 1, {0: replica.previous})
+                return
+            await self._rows.wait()
+
+    _committed = 0
+    """The boundary this leader committed last; boundary 0 needs no reports."""
+
+    # -- the role -------------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Leads until cancelled."""
+        stop = self._node.keeper.on_change(self._wake.set)
+        try:
+            while True:
+                self._wake.clear()
+                await self._node.while_paused()
+                if self._node.keeper.view.running:
+                    self._begin()
+                    await self._act()
+                await self._sleep()
+        finally:
+            stop()
+
+    async def _sleep(self) -> None:
+        try:
+            async with asyncio.timeout(_SETTLE_S):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+        quiet_s = self._node.now() - self._last_news
+        if quiet_s > self._node.settings.stall_check_s and self._node.keeper.view.running:
+            await self._examine_stall()
+
+    def _begin(self) -> None:
+        stamp = self._node.keeper.view.stamp
+        if stamp is not None and self._leader.stamp != stamp:
+            self._leader.begin(stamp)
+            self._last_news = self._node.now()
+            self._waits_told = None
+            self.waits = ()
+            self._rows.set()
+
+    async def _act(self) -> None:
+        settled = self._node.now() - self._last_news > _SETTLE_S
+        match self._leader.decide(self._node.keeper.view, settled=settled):
+            case Commit(finished):
+                await self._commit(finished)
+            case SealTasks(versions):
+                await self._seal(versions)
+            case Restart(why):
+                await self._restart(why)
+            case Diverged():
+                await self._explain_and_fail()
+            case WaitFor():
+                pass
+
+    async def _commit(self, finished: bool) -> None:
+        node, view = self._node, self._node.keeper.view
+        stamp = self._leader.stamp
+        assert stamp is not None
+        reports = self._leader.reports()
+        await node.point("commit", 0, stamp.epoch)
+        writer = node.writer()
+        txn = transactions.commit(view, primary_revision=self._primary.revision, finished=finished, writer=writer)
+        revision = await node.transact(txn, key=view.keys.epoch, writer=writer)
+        if revision is None:
+            await node.keeper.refresh()
+            await node.breathe()
+            return
+        rows = {task: dict(report.numbers or {}) for task, report in reports.items()}
+        self._primary.replica.log.add(stamp.epoch, rows)
+        self._committed = stamp.epoch + 1
+        self._rows.set()
+        numbers: dict[str, float] = {}
+        for task in sorted(rows, reverse=True):
+            numbers.update(rows[task])
+        node.events.emit(
+            "commit",
+            f"epoch {stamp.epoch} committed",
+            epoch=stamp.epoch,
+            attempt=stamp.attempt,
+            transient=True,
+            **numbers,
+        )
+        if finished:
+            node.events.emit("finished", f"the job finished after epoch {stamp.epoch}", epoch=stamp.epoch)
+        await node.point("committed", 0, stamp.epoch)
+        await node.keeper.caught_up(revision)
+
+    async def _seal(self, versions: tuple[tuple[int, int], ...]) -> None:
+        stamp = self._leader.stamp
+        assert stamp is not None
+        reports = self._leader.reports()
+        async with asyncio.TaskGroup() as group:
+            for task, version in versions:
+                group.create_task(self._seal_one(stamp, task, reports[task].term, version))
+
+    async def _seal_one(self, stamp: Stamp, task: int, term: int, version: int) -> None:
+        view = self._node.keeper.view
+        holder = view.primary_node(task)
+        if holder is None:
+            return
+        try:
+            reply = await self._node.router.to_node(
+                holder, Seal(stamp, task, version), timeout_s=self._node.settings.call_s
+            )
+        except TransportError as error:
+            if getattr(error, "reason", "") == "moved on":
+                self._leader.request_restart(stamp, f"task {task} took a message after it was reported quiet")
+                self._wake.set()
+            return  # lost or replaced: its next report, or that of its successor, is sealed again
+        if isinstance(reply, Accepted) and reply.term == term:
+            self._leader.sealed(task, term, version)
+
+    async def _restart(self, why: str) -> None:
+        node, view = self._node, self._node.keeper.view
+        stamp = self._leader.stamp
+        assert stamp is not None
+        writer = node.writer()
+        txn = transactions.restart(view, primary_revision=self._primary.revision, writer=writer)
+        revision = await node.transact(txn, key=view.keys.epoch, writer=writer)
+        if revision is None:
+            await node.keeper.refresh()
+            await node.breathe()
+            return
+        node.events.emit(
+            "restart",
+            f"epoch {stamp.epoch} starts again (attempt {stamp.attempt + 1}): {why}",
+            epoch=stamp.epoch,
+            attempt=stamp.attempt + 1,
+        )
+        await node.keeper.caught_up(revision)
+
+    # -- when something is wrong ------------------------------------------------------------------------------------------------
+
+    async def _explain_and_fail(self) -> None:
+        """Some edge does not agree although nobody was replaced: name it, and fail the job."""
+        stamp = self._leader.stamp
+        assert stamp is not None
+        fence = self._fences()
+        pages: dict[int, tuple[LedgerEntry, ...]] = {}
+        for task in range(self._node.job.tasks):
+            holder = self._node.keeper.view.primary_node(task)
+            try:
+                reply = await self._node.router.to_node(
+                    holder or "", Audit(stamp, task), timeout_s=self._node.settings.call_s
+                )
+            except TransportError as error:
+                self._node.log.info("task %d did not show its ledger: %s", task, error)
+                continue
+            if isinstance(reply, LedgerPage):
+                pages[task] = reply.entries
+        lines = explain(pages) or ["no edge can be named: please report this as a bug of taskgraph"]
+        error = GraphError(f"epoch {stamp.epoch}: the tasks do not agree on what was exchanged: " + "; ".join(lines))
+        await self._node.fail_job(error, None, stamp.epoch, fence)
+
+    async def _examine_stall(self) -> None:
+        """The epoch stands still: a cycle of waits fails the job; anything else is named, once, and in `status`."""
+        stamp = self._leader.stamp
+        if stamp is None:
+            return
+        fence = self._fences()
+        gathered = await self._gather_waits(stamp)
+        cycle = find_cycle(gathered)
+        if cycle:
+            error = GraphError(f"epoch {stamp.epoch}: a cycle of waits: {describe_cycle(cycle)}")
+            await self._node.fail_job(error, None, stamp.epoch, fence)
+            return
+        lines = [*describe_waits(gathered), *self._unreachable(gathered)]
+        self.waits = tuple(lines)
+        if self._waits_told != stamp and lines:
+            self._waits_told = stamp
+            shown = "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more" if len(lines) > 3 else "")
+            self._node.events.emit("waits", f"epoch {stamp.epoch} waits: {shown}", epoch=stamp.epoch)
+
+    def _unreachable(self, gathered: dict[int, tuple[Wait, ...]]) -> list[str]:
+        view = self._node.keeper.view
+        lines = []
+        for task in self._leader.missing(view):
+            if task in gathered:
+                continue
+            holder = view.primary_node(task)
+            if holder is None:
+                lines.append(f"task {task} has no primary yet")
+            elif holder in self._node.suspects:
+                heirs = [n for n in view.in_sync(task) if n not in self._node.suspects]
+                rest = f"{len(heirs)} members may take over" if heirs else "no members left"
+                lines.append(f"task {task}: its primary on {self._node.name_of(holder)} is gone: {rest}")
+            else:
+                lines.append(f"task {task}: its primary on {self._node.name_of(holder)} does not answer")
+        return lines
+
+    async def _gather_waits(self, stamp: Stamp) -> dict[int, tuple[Wait, ...]]:
+        gathered: dict[int, tuple[Wait, ...]] = {}
+
+        async def ask(task: int) -> None:
+            holder = self._node.keeper.view.primary_node(task)
+            if holder is None:
+                return
+            try:
+                reply = await self._node.router.to_node(holder, Waits(stamp, task), timeout_s=1.0)
+            except TransportError:
+                return  # named as unreachable
+            if isinstance(reply, WaitsPage):
+                gathered[task] = reply.waits
+
+        async with asyncio.TaskGroup() as group:
+            for task in self._leader.missing(self._node.keeper.view):
+                group.create_task(ask(task))
+        return gathered
+
+    def _fences(self) -> tuple[Compare, ...]:
+        view = self._node.keeper.view
+        epoch = view.epoch.mod_revision if view.epoch else 0
+        return (Compare(view.keys.primary(0), self._primary.revision), Compare(view.keys.epoch, epoch))

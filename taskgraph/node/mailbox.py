@@ -1,0 +1,161 @@
+"""Flags and requests of one attempt: sent, taken, answered, each counted once.
+
+A request's effects count exactly once in an attempt: the same request again (its answer was lost, or its sender was
+replaced and computed the same) gets the same answer. A pure request has no effects and is in no sum.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from taskgraph.epoch import AttemptEnded, Epoch
+from taskgraph.errors import GraphError, Refused
+from taskgraph.graph.values import decode, encode
+from taskgraph.protocol.messages import Accepted, Answer, Encoded, Flag, Reason, Request
+from taskgraph.protocol.sums import Conflict
+
+if TYPE_CHECKING:
+    from taskgraph.node.attempt import Attempt
+
+__all__ = ["Mailbox"]
+
+
+class Mailbox:
+    """What goes in and out of one task besides items, in one attempt. Lives on the event loop."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._answers: dict[tuple[int, str, int], tuple[bytes, asyncio.Future[Answer]]] = {}
+        self._counts: dict[tuple[str, int, str], int] = {}
+        self._awaited: dict[concurrent.futures.Future[Encoded], tuple[str, int, str]] = {}
+        self.terms: dict[int, int] = {}  # task -> term of whoever acknowledged a flag or answered with effects
+
+    @property
+    def awaited(self) -> list[tuple[str, int, str]]:
+        """(where, task, method) of every request without an answer."""
+        return list(self._awaited.values())
+
+    # -- out ------------------------------------------------------------------------------------------------------
+
+    def number(self, where: str, to: int, method: str) -> int:
+        """A request's number: of its place in the code that sends it, so that a replay numbers alike."""
+        key = (where, to, method)
+        self._counts[key] = self._counts.get(key, 0) + 1
+        return xxhash.xxh3_64_intdigest(f"{where}#{self._counts[key]}".encode()) >> 1
+
+    async def send_flag(self, to: int, value: Encoded) -> None:
+        """Delivers a flag; returns when it is acknowledged."""
+        attempt = self._attempt
+        attempt.ledger.sent("flag", attempt.task, to, value.digest.hex(), value.digest)
+        reply = await self._call(to, lambda: Flag(attempt.stamp, attempt.task, attempt.term, to, value), "a flag")
+        if isinstance(reply, Accepted):
+            self.terms[to] = max(self.terms.get(to, 0), reply.term)
+
+    async def send_request(
+        self, where: str, to: int, method: str, number: int, value: Encoded, future: concurrent.futures.Future[Encoded]
+    ) -> None:
+        """Delivers a request and resolves `future` with its answer."""
+        attempt = self._attempt
+        self._awaited[future] = (where, to, method)
+        try:
+            reply = await self._call(
+                to,
+                lambda: Request(attempt.stamp, attempt.task, attempt.term, to, method, number, value),
+                f"request {method!r}",
+            )
+            assert isinstance(reply, Answer)
+            if not reply.pure:
+                name = f"{method}/{number}"
+                attempt.ledger.sent("request", attempt.task, to, name, value.digest)
+                attempt.ledger.received("answer", to, attempt.task, name, reply.value.digest)
+                self.terms[to] = max(self.terms.get(to, 0), reply.term)
+            if not future.done():
+                future.set_result(reply.value)
+        finally:
+            del self._awaited[future]
+            if not future.done():
+                future.set_exception(AttemptEnded())
+
+    async def _call(self, to: int, message: Callable[[], Flag | Request], what: str) -> Answer | Accepted:
+        attempt = self._attempt
+        try:
+            reply = await attempt.replica.router.to_primary(to, message)
+        except Refused as refused:
+            if refused.reason == Reason.NOT_OFFERED:
+                raise GraphError(
+                    f"task {attempt.task}, epoch {attempt.number}: {what} to task {to}: {refused}"
+                ) from refused
+            # DONE, CONFLICT: only a replaced primary can get these; the attempt cannot be completed.
+            attempt.ask_restart(f"{what} from task {attempt.task} to task {to} was refused: {refused}")
+            await asyncio.Event().wait()  # until the restart cancels this attempt
+            raise AssertionError from refused
+        assert isinstance(reply, Answer | Accepted)
+        return reply
+
+    # -- in -------------------------------------------------------------------------------------------------------
+
+    async def take_flag(self, message: Flag) -> Accepted:
+        """Acknowledges a flag; `on_flag` runs before the task is idle again."""
+        attempt = self._attempt
+        if "on_flag" not in attempt.replica.shape.overrides:
+            raise Refused(Reason.NOT_OFFERED, f"task {attempt.task} defines no on_flag(epoch, sender, meta)")
+        name = message.value.digest.hex()
+        if not attempt.ledger.has_received("flag", message.sender, attempt.task, name):
+            attempt.check_open()
+            attempt.ledger.received("flag", message.sender, attempt.task, name, message.value.digest)
+            attempt.spawn(self._run_flag(message), busy=True)
+        return Accepted(attempt.term)
+
+    async def _run_flag(self, message: Flag) -> None:
+        attempt = self._attempt
+        task = attempt.replica.user_task
+        meta = decode(message.value, device=attempt.xp_device)
+        epoch = Epoch(attempt, f"on_flag/{message.sender}/{message.value.digest.hex()}")
+        await attempt.replica.actor.call("on_flag", task.on_flag, epoch, message.sender, meta)
+
+    async def take_request(self, message: Request) -> Answer:
+        """Runs the handler, once; returns its answer as often as it is asked for."""
+        attempt = self._attempt
+        handler = attempt.replica.shape.handlers.get(message.method)
+        if handler is None:
+            known = ", ".join(repr(name) for name in attempt.replica.shape.handlers) or "none"
+            raise Refused(Reason.NOT_OFFERED, f"it handles: {known}; add @tg.handles({message.method!r})")
+        if handler.pure:
+            attempt.check_open()
+            return await attempt.spawn(self._run_request(message, handler.method_name, pure=True), busy=True)
+        key = (message.sender, message.method, message.number)
+        known_answer = self._answers.get(key)
+        if known_answer is None:
+            attempt.check_open()
+            name = f"{message.method}/{message.number}"
+            attempt.ledger.received("request", message.sender, attempt.task, name, message.value.digest)
+            answer = attempt.spawn(self._run_request(message, handler.method_name, pure=False), busy=True)
+            self._answers[key] = known_answer = (message.value.digest, answer)
+        digest, answer = known_answer
+        if digest != message.value.digest:
+            raise Refused(Reason.CONFLICT, f"the same request {message.method!r} came with another payload before")
+        # The handler runs to its end whoever goes away meanwhile; it belongs to the attempt, not to this call.
+        return await asyncio.shield(answer)
+
+    async def _run_request(self, message: Request, method_name: str, *, pure: bool) -> Answer:
+        attempt = self._attempt
+        replica = attempt.replica
+        payload = decode(message.value, device=attempt.xp_device)
+        epoch = Epoch(attempt, f"{message.method}/{message.sender}/{message.number}")
+        what = f"answer to {message.method!r} of task {attempt.task}"
+        result = await replica.actor.call(
+            f"handler {message.method}", getattr(replica.user_task, method_name), epoch, message.sender, payload
+        )
+        value = encode(result, what=what)
+        if not pure:
+            name = f"{message.method}/{message.number}"
+            try:
+                attempt.ledger.sent("answer", attempt.task, message.sender, name, value.digest)
+            except Conflict as conflict:  # cannot be: a handler runs once per identity
+                raise AssertionError(str(conflict)) from conflict
+        return Answer(attempt.stamp, attempt.term, pure, value)

@@ -1,0 +1,819 @@
+"""The node: what one process does for a job, from registering to leaving.
+
+`reconcile` is the heart: whenever the view or a suspicion changes, it compares what etcd says with what runs here:
+primaries of gone terms step down, replicas nobody wishes for go, tasks without a primary are taken over, and the
+leader's role follows task 0. It only starts and stops things; what they do is in their own modules.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from types import ModuleType
+from typing import Any
+
+import numpy
+
+from taskgraph.coordination.api import Coordinator
+from taskgraph.coordination.viewkeeper import ViewKeeper
+from taskgraph.driver import JobSpec
+from taskgraph.errors import FingerprintMismatch, JobError, OutcomeUnknown, TaskGraphError, Unavailable
+from taskgraph.graph.values import decode
+from taskgraph.job import Job
+from taskgraph.node.actor import UserCodeError
+from taskgraph.node.leader import LeaderRole
+from taskgraph.node.primary import Primary
+from taskgraph.node.registration import Registration
+from taskgraph.node.replica import Replica
+from taskgraph.node.router import Router
+from taskgraph.node.serving import Serving
+from taskgraph.node.suspicion import Suspicion
+from taskgraph.node.threads import PooledThreads, Threads
+from taskgraph.observe.events import EventLog
+from taskgraph.observe.status import NodeStatus, ReplicaStatus, ReportRow, TaskResult
+from taskgraph.protocol import transactions
+from taskgraph.protocol.kv import Compare, Txn, TxnResult
+from taskgraph.protocol.messages import HandOver, Stamp
+from taskgraph.protocol.placement import Holding, Seat, Wish, place
+from taskgraph.protocol.records import NodeRecord, State, StatusRecord
+from taskgraph.protocol.takeover import Move, Succession, succession
+from taskgraph.task import BecameBackup, NeighborFailed, NeighborRestarted
+from taskgraph.transport.api import Transport
+
+__all__ = ["Node", "Point"]
+
+Point = Callable[[str, int, int], Awaitable[None]]
+"""(stage, task, epoch): called at named moments of an epoch; tests kill nodes there."""
+
+_RETRY_S = 0.05
+"""Pause before a failed call or transaction is tried again: long for a socket, short for a person."""
+
+
+class Node:
+    """One node of one job. `run` it once."""
+
+    def __init__(
+        self,
+        *,
+        spec: JobSpec,
+        job: Job,
+        coordinator: Coordinator,
+        transport: Transport,
+        name: str,
+        node_id: str,
+        events: EventLog,
+        control: str = "",
+        devices: int = 0,
+        host: str | None = None,
+        threads: Threads | None = None,
+        point: Point | None = None,
+    ) -> None:
+        self.id = node_id
+        self.name = name
+        self.spec = spec
+        self.job = job
+        self.settings = job.settings
+        self.coordinator = coordinator
+        self.transport = transport
+        self.events = events
+        self.log = logging.getLogger("taskgraph.node")
+        self.keeper = ViewKeeper(coordinator, spec.name, refresh_s=self.settings.refresh_s)
+        self.router = Router(transport, self.keeper, retry_s=_RETRY_S)
+        self.primaries: dict[int, Primary] = {}
+        self.leader: LeaderRole | None = None
+        self._control, self._devices = control, devices
+        self._host = host or socket.gethostname()
+        self._threads = threads or PooledThreads(f"{name}-task", limit=max(64, 2 * job.tasks))
+        self._point = point
+        self._replicas: dict[int, Replica] = {}
+        self._runs: dict[int, asyncio.Task[None]] = {}
+        self._leading: asyncio.Task[None] | None = None
+        self._takeovers: dict[int, asyncio.Task[None]] = {}
+        self._stepping_down: dict[int, asyncio.Task[None]] = {}
+        self._wishes: dict[int, Wish] = {}
+        self._wished_at = -1
+        self._serving = Serving(self)
+        self._suspicion = Suspicion(self, self._reconsider)
+        self._registration: Registration | None = None
+        self._group: asyncio.TaskGroup | None = None
+        self._dirty = asyncio.Event()
+        self._failure: asyncio.Future[None] | None = None
+        self._drain_why = ""
+        self._drain_until: float | None = None
+        self._writes = itertools.count(1)
+        self._started_at = 0.0
+        self._terms_seen: dict[int, tuple[int, bool]] = {}
+
+    # -- small services for the other modules --------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def writer(self) -> str:
+        """A name for one write, never used again."""
+        return f"{self.id}:{next(self._writes)}"
+
+    def name_of(self, node: str) -> str:
+        """What a person calls a node: its name without the uuid of the process."""
+        return node.rpartition("-")[0] or node
+
+    @property
+    def paused(self) -> bool:
+        return self._registration is None or self._registration.paused
+
+    @property
+    def node_revision(self) -> int:
+        return self._registration.node_revision if self._registration else 0
+
+    @property
+    def suspects(self) -> frozenset[str]:
+        return self._suspicion.suspects
+
+    def wish(self, task: int) -> Wish | None:
+        return self._wishes.get(task)
+
+    async def while_paused(self) -> None:
+        if self._registration is not None:
+            await self._registration.while_paused()
+
+    async def breathe(self) -> None:
+        await asyncio.sleep(_RETRY_S)
+
+    async def point(self, stage: str, task: int, epoch: int) -> None:
+        if self._point is not None:
+            await self._point(stage, task, epoch)
+
+    def own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Runs something that lives as long as the node at most."""
+        if self._group is None:
+            work.close()
+            raise RuntimeError("the node is not running")
+        return self._group.create_task(work, name=name)
+
+    async def rows_known(self, task: int, stamp: Stamp) -> None:
+        """Task 0's snapshot carries the reports of the epoch before: its leader must know them."""
+        if task == 0 and stamp.epoch > 0 and self.leader is not None:
+            await self.leader.rows_known(stamp)
+
+    async def transact(self, txn: Txn, *, key: str, writer: str) -> int | None:
+        """Executes a transaction until its outcome is known.
+
+        Args:
+            key, writer: a put of the transaction, by which it is recognised when an answer was lost.
+
+        Returns:
+            The revision at which it holds, or None where its comparisons failed.
+        """
+        result = await self._transact(txn, key, writer)
+        return result.revision if result is not None else None
+
+    async def _transact(self, txn: Txn, key: str, writer: str) -> TxnResult | None:
+        uncertain = False
+        while True:
+            try:
+                result = await self.coordinator.txn(txn)
+            except OutcomeUnknown as error:
+                self.log.warning("a write's outcome is unknown, looking again: %s", error)
+                uncertain = True
+            except Unavailable as error:
+                self.log.warning("a write must wait: %s", error)
+                await self.breathe()
+            else:
+                if result.succeeded:
+                    return result
+                if uncertain and (found := await self._written(key, writer)) is not None:
+                    return TxnResult(True, found)
+                return None
+
+    async def _written(self, key: str, writer: str) -> int | None:
+        """Whether `writer` wrote `key`, and at which revision, by a linearizable read."""
+        while True:
+            try:
+                kv = await self.coordinator.get(key)
+            except Unavailable as error:
+                self.log.warning("a read must wait: %s", error)
+                await self.breathe()
+                continue
+            return kv.mod_revision if kv is not None and json.loads(kv.value).get("writer") == writer else None
+
+    async def fail_job(
+        self,
+        error: UserCodeError | TaskGraphError,
+        task: int | None,
+        epoch: int | None,
+        fences: Iterable[Compare],
+        *,
+        finished: bool = False,
+    ) -> bool:
+        """Ends the job with an error. False where a fence broke, or where it had ended already.
+
+        Args:
+            finished: also where its epochs are all committed (a `result()` that raises).
+        """
+        where = error.where if isinstance(error, UserCodeError) else ""
+        inner = error.error if isinstance(error, UserCodeError) else error
+        text = error.traceback_text if isinstance(error, UserCodeError) and not _ours(inner) else ""
+        place = ", ".join(
+            part
+            for part in (
+                f"task {task}" if task is not None else "",
+                f"epoch {epoch}" if epoch is not None else "",
+                repr(where) if where else "",
+            )
+            if part
+        )
+        reason = f"{inner}" if _ours(inner) else f"{place}: {type(inner).__name__}: {inner}"
+        writer = self.writer()
+        status = StatusRecord(
+            state=State.FAILED, reason=reason, task=task, epoch=epoch, where=where, traceback=text, writer=writer
+        )
+        view = self.keeper.view
+        if view.status is None or not (view.running or (finished and view.status.record.state == State.FINISHED)):
+            return False
+        txn = transactions.fail(view, status, fences)
+        revision = await self.transact(txn, key=view.keys.status, writer=writer)
+        if revision is None:
+            await self.keeper.refresh()
+            return False
+        self.events.emit("failed", reason, task=task, epoch=epoch)
+        await self.keeper.caught_up(revision)
+        return True
+
+    # -- life ------------------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Takes part in the job until it ended, or until this node drained.
+
+        Raises:
+            TaskGraphError: the node cannot go on; the message says why.
+        """
+        self._failure = asyncio.get_running_loop().create_future()
+        self._started_at = self.now()
+        await self.transport.start(self.id, self._serving.serve, self._on_lost)
+        try:
+            await self.keeper.load()
+            self._check_spec()
+            self._registration = Registration(self, self._record())
+            await self._registration.register()
+            try:
+                await self._live()
+            finally:
+                await self._registration.leave()
+        finally:
+            self._threads.close()
+            await self.transport.close()
+
+    async def _live(self) -> None:
+        assert self._registration is not None
+        stop = self.keeper.on_change(self._view_changed)
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                services = [
+                    group.create_task(self.keeper.run(), name="view"),
+                    group.create_task(self._registration.run(), name="lease"),
+                    group.create_task(self._suspicion.watch_absent(), name="absent nodes"),
+                    group.create_task(self._watch_slow_code(), name="slow code"),
+                    group.create_task(self._reconcile_loop(), name="reconcile"),
+                ]
+                try:
+                    await self._until_over()
+                finally:
+                    stop()
+                    await self._stop_everything(services)
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            self._group = None
+
+    async def _stop_everything(self, services: list[asyncio.Task[None]]) -> None:
+        tasks = [*services, *self._takeovers.values(), *self._runs.values(), *self._stepping_down.values()]
+        if self._leading is not None:
+            tasks.append(self._leading)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.primaries.clear()
+        for replica in self._replicas.values():
+            try:
+                await replica.tear_down()
+            except UserCodeError as error:
+                self.log.error("teardown of task %d raised:\n%s", replica.task, error.traceback_text)
+
+    def _record(self) -> NodeRecord:
+        return NodeRecord(
+            name=self.name,
+            run=self.spec.run,
+            host=self._host,
+            pid=os.getpid(),
+            endpoints=self.transport.endpoints,
+            control=self._control,
+            fingerprint=self.spec.fingerprint,
+            lease=0,
+            devices=self._devices,
+        )
+
+    def _check_spec(self) -> None:
+        if self.keeper.view.spec is None:
+            raise JobError(f"no job {self.spec.name!r} was submitted")
+        submitted = JobSpec.from_bytes(self.keeper.view.spec)
+        if submitted.fingerprint != self.spec.fingerprint:
+            raise FingerprintMismatch(
+                f"job {self.spec.name!r} was submitted with driver {submitted.fingerprint}, this node has "
+                f"{self.spec.fingerprint}: start it with the same version of the driver"
+            )
+        if submitted.run != self.spec.run:
+            raise JobError(f"job {self.spec.name!r} was submitted anew while this node started: start the node again")
+
+    async def _until_over(self) -> None:
+        """Returns when there is nothing left to do here; raises what makes going on impossible."""
+        assert self._failure is not None
+        over = asyncio.ensure_future(self._over())
+        try:
+            await asyncio.wait([over, self._failure], return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done():
+                self._failure.result()
+            await over
+        finally:
+            over.cancel()
+            await asyncio.gather(over, return_exceptions=True)
+
+    async def _over(self) -> None:
+        view = self.keeper.view
+        await self.keeper.wait_until(lambda v: not v.running or self._other_run() or self._drained())
+        if self._drained() or self._other_run():
+            return
+        if view.status is not None and view.status.record.state == State.FINISHED:
+            try:
+                async with asyncio.timeout(self.settings.results_kept_s):
+                    await self.keeper.wait_until(
+                        lambda v: v.collected or self._other_run() or not _finished(v.status) or self._drained()
+                    )
+            except TimeoutError:
+                self.log.warning("nobody collected the results within %g s", self.settings.results_kept_s)
+
+    def _other_run(self) -> bool:
+        spec = self.keeper.view.spec
+        return spec is None or (spec is not self._known_spec and JobSpec.from_bytes(spec).run != self.spec.run)
+
+    _known_spec: bytes | None = None
+
+    # -- draining ----------------------------------------------------------------------------------------------------------------
+
+    def drain(self, why: str) -> None:
+        """Asks the node to hand everything over and leave. Asking again changes nothing."""
+        if self._drain_until is None:
+            self._drain_why = why
+            self._drain_until = self.now() + self.settings.drain_s
+            self.events.emit("drain", f"{self.name} leaves: {why}", node=self.id)
+            if self._registration is not None and self._group is not None:
+                self.own(self._registration.announce_drain(), "announce the drain")
+                self.own(self._drain_deadline(), "drain deadline")
+
+    async def _drain_deadline(self) -> None:
+        assert self._drain_until is not None
+        await asyncio.sleep(max(0.0, self._drain_until - self.now()))
+        self.keeper.notify_later()
+
+    def _drained(self) -> bool:
+        if self._drain_until is None:
+            return False
+        if self.now() >= self._drain_until:
+            return True
+        view = self.keeper.view
+        if self._registration is None or not self._registration.draining or self.primaries or self._runs:
+            return False
+        tasks = range(self.job.tasks)
+        return not any(view.primary_node(t) == self.id or self.id in view.in_sync(t) for t in tasks)
+
+    # -- reacting ----------------------------------------------------------------------------------------------------------------
+
+    def _on_lost(self, node: str) -> None:
+        if self._group is not None:
+            self._suspicion.lost(node)
+
+    def _view_changed(self) -> None:
+        """Every change of the view, synchronously: backups free what etcd says is history."""
+        view = self.keeper.view
+        if view.stamp is not None:
+            for replica in self._replicas.values():
+                replica.read_epoch(view.stamp.epoch)
+        if view.structure_revision != self._wished_at:
+            self._dirty.set()
+
+    def _reconsider(self) -> None:
+        self._dirty.set()
+        self.keeper.notify_later()
+
+    async def _reconcile_loop(self) -> None:
+        while True:
+            self._dirty.clear()
+            self.reconcile()
+            try:
+                # The timeout is for what no event announces: a start that waits for nodes, an absence that lasts.
+                async with asyncio.timeout(1.0):
+                    await self._dirty.wait()
+            except TimeoutError:
+                pass
+
+    def reconcile(self) -> None:
+        """Brings what runs here in line with the view. Synchronous: it decides and starts, others do."""
+        view = self.keeper.view
+        if self.id in view.gone:
+            self._end_with(TaskGraphError(f"{self.name} was declared gone: {view.gone[self.id].record.reason}"))
+            return
+        self._suspicion.update()
+        for task, primary in list(self.primaries.items()):
+            if not view.is_primary(task, self.id, primary.term):
+                self._step_down(task)
+            else:
+                primary.check_terms()
+        if not self._may_start():
+            return
+        self._update_wishes()
+        if view.running or _finished(view.status):
+            for task in range(self.job.tasks):
+                self._consider_takeover(task)
+        self._drop_replicas()
+        self._follow_leadership()
+        self._tell_neighbors()
+        self.keeper.notify_later()
+
+    def _may_start(self) -> bool:
+        """A job begins when enough nodes are there: `min_nodes`, and those its launcher started, for a while."""
+        view = self.keeper.view
+        if view.primaries:
+            return True
+        nodes = len(view.live_nodes(self.spec.run))
+        if nodes < self.job.min_nodes:
+            if self._waits_for_nodes != nodes:
+                self._waits_for_nodes = nodes
+                self.events.emit(
+                    "waits", f"the job waits for nodes: {nodes} of at least {self.job.min_nodes} are here", nodes=nodes
+                )
+            return False
+        return nodes >= self.spec.expected_nodes or self.now() - self._started_at > self.settings.start_wait_s
+
+    _waits_for_nodes = -1
+
+    def _update_wishes(self) -> None:
+        view = self.keeper.view
+        if self._wished_at == view.structure_revision:
+            return
+        self._wished_at = view.structure_revision
+        self._known_spec = view.spec if view.spec and JobSpec.from_bytes(view.spec).run == self.spec.run else None
+        live = view.live_nodes(self.spec.run)
+        seats = [Seat(n, r.host, r.devices) for n, r in sorted(live.items()) if not r.draining]
+        holdings = {
+            t: Holding(view.primary_node(t), tuple(view.in_sync(t)))
+            for t in range(self.job.tasks)
+            if t in view.primaries
+        }
+        named = {n for h in holdings.values() for n in (h.primary, *h.members) if n is not None}
+        keep = frozenset(n for n in named if n not in live and n not in view.gone)
+        gpu = self.job.requires_gpu
+        needs_device: Callable[[int], bool] = gpu if callable(gpu) else lambda _: bool(gpu)
+        self._wishes = place(seats, self.job.tasks, self.job.backups, holdings, needs_device, keep)
+
+    # -- taking over ---------------------------------------------------------------------------------------------------------------
+
+    def _decide(self, task: int) -> Succession:
+        view = self.keeper.view
+        wish = self._wishes.get(task)
+        primary = view.primaries.get(task)
+        return succession(
+            view,
+            task,
+            self.id,
+            suspects=self._suspicion.suspects,
+            gone=self._suspicion.gone,
+            wished=wish is not None and wish.primary == self.id,
+            stateful=primary.record.stateful if primary else False,
+        )
+
+    def _consider_takeover(self, task: int) -> None:
+        if task in self.primaries or task in self._takeovers or task in self._stepping_down or self.paused:
+            return
+        decision = self._decide(task)
+        if decision.move is not Move.NOTHING:
+            self._begin_takeover(task, self._take_over(task, decision))
+
+    def _begin_takeover(self, task: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        running = self._takeovers[task] = self.own(work, f"take over task {task}")
+        running.add_done_callback(lambda _: (self._takeovers.pop(task, None), self._dirty.set()))
+        return running
+
+    async def _take_over(self, task: int, decision: Succession) -> None:
+        """Tries once; `reconcile` tries again where it is still called for."""
+        if decision.rank:
+            await asyncio.sleep(decision.rank * self.settings.takeover_stagger_s)
+        decision = self._decide(task)
+        match decision.move:
+            case Move.TAKE_OVER:
+                await self._become_primary(task, failure=True)
+            case Move.FROM_NOTHING:
+                await self._become_first(task)
+            case Move.LOST:
+                await self._fail_lost(task)
+            case Move.NOTHING:
+                pass
+
+    async def _become_primary(self, task: int, *, failure: bool) -> None:
+        """As a member: one transaction."""
+        view, replica = self.keeper.view, self.replica(task)
+        old = view.primaries.get(task)
+        writer = self.writer()
+        try:
+            txn = transactions.take_over(
+                view,
+                task,
+                self.id,
+                self.node_revision,
+                stateful=old.record.stateful if old else True,
+                failure=failure,
+                writer=writer,
+            )
+        except LookupError as error:
+            self.log.debug("task %d: %s", task, error)
+            return
+        await self._execute_takeover(
+            replica, txn, writer, "takeover" if failure else "hand-over", old and old.record.node
+        )
+
+    async def _become_first(self, task: int) -> None:
+        """The first primary of a fresh job, or the successor of nobody."""
+        replica = self.replica(task)
+        try:
+            await replica.build()
+        except (UserCodeError, TaskGraphError) as error:
+            await self._fail_early(error, task)
+            return
+        view = self.keeper.view
+        old = view.primaries.get(task)
+        writer = self.writer()
+        try:
+            txn = transactions.take_over_from_nothing(
+                view, task, self.id, self.node_revision, stateful=replica.stateful, writer=writer
+            )
+        except LookupError as error:
+            self.log.debug("task %d: %s", task, error)
+            return
+        replica.boundaries.clear()
+        await self._execute_takeover(replica, txn, writer, "takeover" if old else "primary", old and old.record.node)
+
+    async def _execute_takeover(self, replica: Replica, txn: Txn, writer: str, kind: str, old: str | None) -> None:
+        task, view = replica.task, self.keeper.view
+        result = await self._transact(txn, view.keys.primary(task), writer)
+        if result is None:
+            await self.keeper.refresh()
+            await self.breathe()
+            return
+        if not result.reads:  # the answer was lost: read what it would have said
+            reread = await self._transact(transactions.reread_take_over(view, task), view.keys.primary(task), writer)
+            assert reread is not None
+            result = TxnResult(True, result.revision, reread.reads)
+        taken = transactions.taken_over(result, view, task)
+        whose = f" after {self.name_of(old)}" if old and old != self.id else ""
+        self.events.emit(
+            kind,
+            f"task {task}: {self.name} is primary{whose} (term {taken.term})",
+            task=task,
+            term=taken.term,
+            epoch=taken.epoch,
+            attempt=taken.attempt,
+        )
+        primary = self.primaries[task] = Primary(self, replica, taken)
+        run = self._runs[task] = self.own(self._run_primary(primary), f"primary of task {task}")
+        run.add_done_callback(lambda _: self._runs.pop(task, None))
+        self._dirty.set()
+
+    async def _run_primary(self, primary: Primary) -> None:
+        """A primary's term; what it cannot handle ends the node, so that others take over."""
+        try:
+            await primary.run()
+        except Exception as error:
+            self.log.exception("task %d, term %d: cannot go on", primary.task, primary.term)
+            self._end_with(TaskGraphError(f"task {primary.task} on {self.name} cannot go on: {error}"))
+
+    async def take_hand_over(self, message: HandOver) -> None:
+        """The task's primary hands over to this in-sync backup, right after a commit."""
+        task = message.task
+        await self.keeper.wait_until_read(lambda v: v.stamp is not None and v.stamp >= message.stamp)
+        view = self.keeper.view
+        if view.stamp != message.stamp or view.term(task) != message.term or task in self._takeovers:
+            return
+        if self.paused or task in self.primaries or task in self._stepping_down or self._drain_until is not None:
+            return
+        await asyncio.shield(self._begin_takeover(task, self._become_primary(task, failure=False)))
+
+    async def _fail_lost(self, task: int) -> None:
+        view = self.keeper.view
+        members = ", ".join(self.name_of(n) for n in view.members_of(task)) or "none"
+        epoch = view.epoch.record.epoch if view.epoch else None
+        reason = (
+            f"task {task}: every replica in sync is gone ({members}), and its state of epoch {epoch} with them; "
+            f"run with more backups (backups={self.job.backups} now) to survive this"
+        )
+        writer = self.writer()
+        status = StatusRecord(state=State.FAILED, reason=reason, task=task, epoch=epoch, writer=writer)
+        txn = transactions.fail_lost(view, task, status)
+        if await self.transact(txn, key=view.keys.status, writer=writer) is not None:
+            self.events.emit("failed", reason, task=task, epoch=epoch)
+
+    async def _fail_early(self, error: UserCodeError | TaskGraphError, task: int) -> None:
+        """User code failed before there was a primary: this node's own key is the fence."""
+        epoch = self.keeper.view.stamp.epoch if self.keeper.view.stamp else None
+        await self.fail_job(error, task, epoch, (Compare(self.keeper.view.keys.node(self.id), self.node_revision),))
+
+    def _step_down(self, task: int) -> None:
+        """The view shows another primary: this one's term is over."""
+        primary = self.primaries.pop(task)
+        if task == 0:
+            self._stop_leading()
+        run = self._runs.get(task)
+        self._stepping_down[task] = self.own(self._finish_step_down(primary, run), f"step down from task {task}")
+
+    async def _finish_step_down(self, primary: Primary, run: asyncio.Task[None] | None) -> None:
+        task = primary.task
+        if run is not None:
+            run.cancel()
+            await asyncio.gather(run, return_exceptions=True)
+        replica = primary.replica
+        if replica.ready:
+            replica.user_task.primary = False
+            try:
+                await replica.tell(BecameBackup(term=self.keeper.view.term(task)))
+            except UserCodeError as error:
+                await self._fail_early(error, task)
+        del self._stepping_down[task]
+        self._reconsider()
+
+    def _end_with(self, error: TaskGraphError) -> None:
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_exception(error)
+
+    # -- replicas, leader, neighbors ---------------------------------------------------------------------------------------------
+
+    def replica(self, task: int) -> Replica:
+        """This node's replica of a task, made where there is none."""
+        known = self._replicas.get(task)
+        if known is None:
+            xp, device = self._array_module()
+            known = self._replicas[task] = Replica(task, self.job, self.router, self._threads, xp=xp, xp_device=device)
+        return known
+
+    def _array_module(self) -> tuple[ModuleType, str]:
+        if self._devices:
+            import cupy
+
+            return cupy, "cuda"
+        return numpy, "host"
+
+    def _drop_replicas(self) -> None:
+        """Replicas that are neither primary, nor member, nor wished for."""
+        view = self.keeper.view
+        for task, replica in list(self._replicas.items()):
+            if task in self.primaries or task in self._takeovers or task in self._stepping_down:
+                continue
+            wish = self._wishes.get(task)
+            wished = wish is None or self.id == wish.primary or self.id in wish.backups
+            if wished or self.id in view.in_sync(task) or view.primary_node(task) == self.id:
+                continue
+            if view.primary_node(task) is None:
+                continue
+            del self._replicas[task]
+            self.own(self._tear_down(replica), f"tear down task {task}")
+
+    async def _tear_down(self, replica: Replica) -> None:
+        try:
+            await replica.tear_down()
+        except UserCodeError as error:
+            await self._fail_early(error, replica.task)
+
+    def _follow_leadership(self) -> None:
+        primary = self.primaries.get(0)
+        if primary is not None and self.leader is None:
+            self.leader = LeaderRole(self, primary)
+            self._leading = self.own(self.leader.run(), "leader")
+
+    def _stop_leading(self) -> None:
+        self.leader = None
+        if self._leading is not None:
+            self._leading.cancel()
+            self._leading = None
+
+    def _tell_neighbors(self) -> None:
+        """NeighborFailed and NeighborRestarted, for the primaries here."""
+        view = self.keeper.view
+        seen = {task: (p.record.term, p.record.node in self._suspicion.suspects) for task, p in view.primaries.items()}
+        changed = {t: now for t, now in seen.items() if t in self._terms_seen and now != self._terms_seen[t]}
+        before, self._terms_seen = self._terms_seen, seen
+        epoch = view.stamp.epoch if view.stamp else 0
+        for task, (term, dead) in changed.items():
+            for primary in self.primaries.values():
+                replica = primary.replica
+                if not replica.ready or "on_event" not in replica.shape.overrides or primary.task == task:
+                    continue
+                for link in replica.topology:
+                    if task not in replica.topology.neighbors(link, primary.task, self.job.tasks, epoch):
+                        continue
+                    if dead and not before[task][1]:
+                        primary.tell(NeighborFailed(task=task, link=link))
+                    if term > before[task][0]:
+                        primary.tell(NeighborRestarted(task=task, term=term, link=link))
+
+    async def _watch_slow_code(self) -> None:
+        """User code that runs for very long is told once, and shown in `status` for as long as it runs."""
+        told: set[tuple[int, str, float]] = set()
+        limit = self.settings.slow_compute_s
+        while True:
+            await asyncio.sleep(min(1.0, limit / 4))
+            current = {
+                (r.task, running.where, running.since) for r in self._replicas.values() for running in r.actor.running
+            }
+            told &= current
+            for task, where, since in current - told:
+                if self.now() - since > limit:
+                    told.add((task, where, since))
+                    self.events.emit("slow", f"task {task}: {where!r} runs for {self.now() - since:.0f} s", task=task)
+
+    # -- what control and tests ask ------------------------------------------------------------------------------------------------
+
+    def status(self) -> NodeStatus:
+        """What runs here, and what it waits for."""
+        view = self.keeper.view
+        return NodeStatus(
+            node=self.id,
+            name=self.name,
+            host=self._host,
+            pid=os.getpid(),
+            paused=self.paused,
+            draining=self._drain_until is not None,
+            stamp=tuple(view.stamp) if view.stamp else None,
+            revision=view.revision,
+            leader=self.leader is not None,
+            replicas=tuple(self._replica_status(r) for _, r in sorted(self._replicas.items())),
+            waits=self.leader.waits if self.leader is not None else (),
+        )
+
+    def _replica_status(self, replica: Replica) -> ReplicaStatus:
+        view = self.keeper.view
+        primary = self.primaries.get(replica.task)
+        running = replica.actor.running
+        committed = replica.boundaries.committed
+        waits: list[str] = []
+        if primary is not None:
+            if primary.waiting_for:
+                waits.append(primary.waiting_for)
+            if primary.attempt is not None and not primary.attempt.cancelled:
+                waits += [
+                    f"{w.processor} waits for {w.name!r} from task {w.task}"
+                    for w in primary.attempt.waits()
+                    if w.kind in ("item", "reply")
+                ]
+        return ReplicaStatus(
+            task=replica.task,
+            role="primary" if primary else ("backup" if replica.ready else "setup"),
+            term=primary.term if primary else view.term(replica.task),
+            boundary=committed.stamp.epoch if committed else None,
+            processor=running[0].where if running else "",
+            running_s=self.now() - running[0].since if running else 0.0,
+            waits=tuple(waits),
+            in_sync=primary.backups.in_sync if primary else 0,
+        )
+
+    async def results(self) -> list[TaskResult]:
+        """After the last commit: what the primaries here return. Waits until they computed it."""
+        await self.keeper.wait_until(
+            lambda v: not v.running and all(p.final is not None for p in self.primaries.values())
+        )
+        found = []
+        for task, primary in sorted(self.primaries.items()):
+            assert primary.final is not None
+            stamp, value = primary.final
+            committed = primary.replica.boundaries.committed
+            assert committed is not None
+            rows = [
+                ReportRow(epoch, by, numbers)
+                for epoch, by_task in (primary.replica.log.all() if task == 0 else {}).items()
+                for by, numbers in by_task.items()
+            ]
+            last = decode(committed.value)["numbers"]
+            if last:
+                rows.append(ReportRow(stamp.epoch - 1, task, last))
+            found.append(TaskResult(task, stamp.epoch, stamp.attempt, value, tuple(rows)))
+        return found
+
+
+def _finished(status: object) -> bool:
+    return status is not None and status.record.state == State.FINISHED  # type: ignore[attr-defined, no-any-return]
+
+
+def _ours(error: BaseException) -> bool:
+    """An error whose message already says what happened, where, and what to do."""
+    return isinstance(error, TaskGraphError)

@@ -1,0 +1,364 @@
+"""A task's primary for one term: from the boundary it took over, epoch after epoch, to the job's result.
+
+    begin (restore, or first snapshot) ──► attempt ──► snapshot held by all members ──► done reported
+                                             ▲                                              │
+                                             │ restart: restore            epoch read as committed: on_commit,
+                                             └───────────────────────────── hand over where placement wishes it
+
+Everything here ends when the view shows another primary, or the node pauses for good: the node cancels `run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from taskgraph.errors import Refused, TaskGraphError, TransportError
+from taskgraph.node.actor import StuckError, UserCodeError
+from taskgraph.node.attempt import Attempt, Idle
+from taskgraph.node.backups import Backups
+from taskgraph.protocol.boundaries import Boundary
+from taskgraph.protocol.insync import InSync
+from taskgraph.protocol.kv import Compare
+from taskgraph.protocol.messages import Encoded, HandOver, Reason, Report, RequestRestart, Stamp
+from taskgraph.protocol.records import State
+from taskgraph.protocol.transactions import TakenOver
+from taskgraph.task import BecamePrimary
+
+if TYPE_CHECKING:
+    from taskgraph.node.node import Node
+    from taskgraph.node.replica import Replica
+    from taskgraph.task import Event
+
+__all__ = ["Primary"]
+
+
+class Primary:
+    """One task, one term."""
+
+    def __init__(self, node: Node, replica: Replica, taken: TakenOver) -> None:
+        self._node = node
+        self.replica = replica
+        self.task = replica.task
+        self.term = taken.term
+        self.revision = taken.revision
+        self._taken = taken
+        others = [n for n in taken.members if n != node.id]
+        self.backups = Backups(node, replica, self.term, self.revision, InSync(others))
+        self._attempt: Attempt | None = None
+        self._attempt_changed = asyncio.Event()
+        self._report: Report | None = None
+        self._report_changed = asyncio.Event()
+        self._restart_asked: set[tuple[Stamp, str]] = set()
+        self._group: asyncio.TaskGroup | None = None
+        self._stage = "setup"
+        self._ended = False
+        self.final: tuple[Stamp, Encoded | None] | None = None  # after the last commit
+
+    # -- life ------------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Works until cancelled. User errors fail the job; a stuck compute ends the node."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                group.create_task(self.backups.run(), name=f"backups of task {self.task}")
+                group.create_task(self._report_loop(), name=f"reports of task {self.task}")
+                await self._main()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            self._group = None
+            self._ended = True
+            self._drop_attempt()
+            self._attempt_changed.set()
+
+    async def _main(self) -> None:
+        keeper = self._node.keeper
+        await keeper.caught_up(self.revision)
+        fence = keeper.view.epoch.mod_revision if keeper.view.epoch else 0
+        try:
+            await self._begin()
+        except (UserCodeError, TaskGraphError) as error:
+            await self._fail(error, fence)
+        while keeper.view.running:
+            stamp, fence = keeper.view.stamp, keeper.view.epoch.mod_revision if keeper.view.epoch else 0
+            assert stamp is not None
+            await self._one_epoch(stamp, fence)
+            if keeper.view.stamp != stamp:
+                try:
+                    await self._moved(stamp)
+                except (UserCodeError, TaskGraphError) as error:
+                    await self._fail(error, keeper.view.epoch.mod_revision if keeper.view.epoch else 0)
+        status = keeper.view.status
+        if status is not None and status.record.state == State.FINISHED:
+            await self._conclude()
+        self._stage = ""
+        await asyncio.Event().wait()  # the node ends this term, once its results were collected
+
+    async def _begin(self) -> None:
+        """Brings the user's object to the boundary the take-over read; makes boundary 0 where there is none."""
+        replica, taken = self.replica, self._taken
+        await replica.set_up()
+        replica.user_task.primary = True
+        replica.read_epoch(taken.epoch)
+        boundary = replica.boundaries.committed
+        if boundary is None or boundary.stamp.epoch != taken.epoch:
+            if taken.epoch > 0 and replica.stateful:
+                raise AssertionError(f"task {self.task}: a member without boundary {taken.epoch} took over")
+            value = await replica.snapshot({}, {})
+            boundary = Boundary(Stamp(taken.attempt, taken.epoch), self.term, value)
+            replica.boundaries.hold(boundary, committed=True)
+        await replica.restore(boundary.value)
+        self.backups.committed(boundary)
+        if taken.epoch > 0:
+            await replica.on_commit(taken.epoch - 1, boundary.value)
+        await replica.tell(BecamePrimary(term=self.term))
+
+    async def _one_epoch(self, stamp: Stamp, fence: int) -> None:
+        """Works on one attempt until the view moves on, by a commit, a restart, or the end of the job."""
+        view_moved = asyncio.ensure_future(
+            self._node.keeper.wait_until(lambda view: view.stamp != stamp or not view.running)
+        )
+        work = asyncio.ensure_future(self._work(stamp))
+        try:
+            await asyncio.wait([work, view_moved], return_when=asyncio.FIRST_COMPLETED)
+            if work.done() and not view_moved.done():
+                error = work.exception()
+                if isinstance(error, UserCodeError | TaskGraphError):
+                    await self._fail(error, fence)
+                elif error is not None:
+                    raise error
+            await view_moved
+        finally:
+            self._drop_attempt()
+            for task in (work, view_moved):
+                task.cancel()
+            results = await asyncio.gather(work, view_moved, return_exceptions=True)
+            self._report = None
+            if isinstance(results[0], StuckError):
+                raise results[0]
+
+    def _drop_attempt(self) -> None:
+        if self._attempt is not None:
+            self._attempt.drop()
+
+    async def _work(self, stamp: Stamp) -> None:
+        """One attempt, its snapshot, and the report that it is done."""
+        replica = self.replica
+        await self._hand_over_if_wished(stamp)
+        self._stage = ""
+        attempt = Attempt(
+            replica,
+            stamp,
+            self.term,
+            on_idle=lambda idle: self._report_idle(stamp, idle),
+            ask_restart=lambda why: self._ask_restart(stamp, why),
+        )
+        self._attempt = attempt
+        self._attempt_changed.set()
+        await self._node.point("compose", self.task, stamp.epoch)
+        await attempt.run()
+        await self._node.point("snapshot", self.task, stamp.epoch)
+        self._stage = "reports of the epoch before"
+        await self._node.rows_known(self.task, stamp)
+        self._stage = "snapshot"
+        value = await replica.snapshot(attempt.numbers, replica.log.delta(stamp.epoch - 1))
+        boundary = Boundary(Stamp(stamp.attempt, stamp.epoch + 1), self.term, value)
+        replica.boundaries.hold(boundary, committed=False)
+        self.backups.pending(boundary)
+        admit_wait_s = self._node.settings.admit_wait_s if stamp.epoch == 0 else 0.0
+        self._stage = ""
+        await self.backups.held(boundary.key, admit_wait_s=admit_wait_s)
+        await self._node.while_paused()
+        await self._node.point("done", self.task, stamp.epoch)
+        self._set_report(
+            Report(
+                stamp,
+                self.task,
+                self.term,
+                done=True,
+                version=0,
+                sent=attempt.ledger.sent_sum,
+                received=attempt.ledger.received_sum,
+                finish=attempt.finishing,
+                numbers=attempt.numbers,
+                previous=replica.previous,
+            )
+        )
+
+    async def _moved(self, stamp: Stamp) -> None:
+        """The view shows another stamp: a commit, a restart, or a commit and then restarts."""
+        replica, view = self.replica, self._node.keeper.view
+        now = view.stamp
+        assert now is not None
+        if now.epoch > stamp.epoch:
+            replica.read_epoch(now.epoch)
+        committed = replica.boundaries.committed
+        if committed is None or committed.stamp.epoch != now.epoch:
+            raise AssertionError(f"task {self.task}: epoch {now.epoch} committed without its boundary")
+        if now.attempt > stamp.attempt:
+            replica.boundaries.drop_pending()
+            self.backups.drop_pending()
+            self._stage = "restore"
+            await replica.restore(committed.value)
+        elif self._attempt is not None:
+            replica.previous = dict(self._attempt.numbers)
+        self.backups.committed(committed)
+        if now.epoch > stamp.epoch:
+            self._stage = "on_commit"
+            await replica.on_commit(now.epoch - 1, committed.value)
+        self._stage = ""
+
+    async def _conclude(self) -> None:
+        """The job finished: the result, from the last committed state."""
+        view = self._node.keeper.view
+        committed = self.replica.boundaries.committed
+        assert view.stamp is not None and committed is not None
+        self._stage = "result"
+        try:
+            value = await self.replica.result()
+        except (UserCodeError, TaskGraphError) as error:
+            await self._node.fail_job(error, self.task, view.stamp.epoch, (), finished=True)
+            return
+        self.final = (view.stamp, value)
+        self._node.keeper.notify_later()
+
+    async def _hand_over_if_wished(self, stamp: Stamp) -> None:
+        """Right after a commit: where placement wants another primary, and it is in sync, it takes over now."""
+        wish = self._node.wish(self.task)
+        if wish is None or wish.primary in (None, self._node.id):
+            return
+        heir = wish.primary
+        assert heir is not None
+        view = self._node.keeper.view
+        if heir not in view.in_sync(self.task) or heir in self._node.suspects or heir not in view.nodes:
+            return
+        self._stage = f"hand-over to {self._node.name_of(heir)}"
+        settings = self._node.settings
+        with contextlib.suppress(TransportError, TimeoutError):
+            async with asyncio.timeout(settings.hand_over_s):
+                await self._node.router.to_node(
+                    heir, HandOver(stamp, self.task, self.term), timeout_s=settings.hand_over_s
+                )
+                await self._node.keeper.wait_until(lambda v: v.term(self.task) > self.term)
+                await asyncio.Event().wait()  # the node ends this term as soon as it sees that view
+
+    async def _fail(self, error: UserCodeError | TaskGraphError, epoch_revision: int) -> None:
+        """The job fails with this error, if this is still the task's primary and the epoch is still that one."""
+        keys, view = self._node.keeper.view.keys, self._node.keeper.view
+        fences = (Compare(keys.primary(self.task), self.revision), Compare(keys.epoch, epoch_revision))
+        epoch = view.epoch.record.epoch if view.epoch else None
+        if await self._node.fail_job(error, self.task, epoch, fences):
+            await self._node.keeper.wait_until(lambda v: not v.running)
+        else:
+            # A restart or a take-over came first: what happened in a dead attempt counts for nothing.
+            await self._node.keeper.wait_until_read(
+                lambda v: v.epoch is None or v.epoch.mod_revision != epoch_revision or not v.running
+            )
+
+    # -- what others ask ----------------------------------------------------------------------------------------------------
+
+    async def attempt_at(self, stamp: Stamp) -> Attempt:
+        """The attempt at `stamp`, as soon as it began; the view has reached that stamp already."""
+        while self._attempt is None or self._attempt.stamp < stamp:
+            if self._ended:
+                raise Refused(Reason.NOT_PRIMARY, f"the primary of task {self.task} in term {self.term} stepped down")
+            self._attempt_changed.clear()
+            await self._attempt_changed.wait()
+        return self._attempt
+
+    @property
+    def attempt(self) -> Attempt | None:
+        return self._attempt
+
+    @property
+    def waiting_for(self) -> str:
+        """What the primary itself waits for outside user code, for `status`."""
+        return self._stage or self.backups.blocked
+
+    def tell(self, event: Event) -> None:
+        """Hands an event to the user's object; what that raises fails the job."""
+        if self._group is not None:
+            self._group.create_task(self._tell_event(event))
+
+    async def _tell_event(self, event: Event) -> None:
+        view = self._node.keeper.view
+        fence = view.epoch.mod_revision if view.epoch else 0
+        try:
+            await self.replica.tell(event)
+        except UserCodeError as error:
+            await self._fail(error, fence)
+
+    # -- reports to the leader ------------------------------------------------------------------------------------------------
+
+    def _report_idle(self, stamp: Stamp, idle: Idle) -> None:
+        self._set_report(
+            Report(
+                stamp,
+                self.task,
+                self.term,
+                done=False,
+                version=idle.version,
+                sent=idle.sent,
+                received=idle.received,
+                previous=self.replica.previous,
+            )
+        )
+
+    def _set_report(self, report: Report) -> None:
+        self._report = report
+        self._report_changed.set()
+
+    async def _report_loop(self) -> None:
+        """Tells the leader the latest report, and every new leader again."""
+        told: tuple[Report, int] | None = None
+        while True:
+            self._report_changed.clear()
+            view = self._node.keeper.view
+            leader = view.primaries.get(0)
+            report = self._report
+            if report is None or leader is None or told == (report, leader.mod_revision):
+                waits = [
+                    asyncio.ensure_future(self._report_changed.wait()),
+                    asyncio.ensure_future(
+                        self._node.keeper.wait_until(
+                            lambda v, known=_revision(leader): _revision(v.primaries.get(0)) != known
+                        )
+                    ),
+                ]
+                try:
+                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    for wait in waits:
+                        wait.cancel()
+                continue
+            await self._node.while_paused()
+            await self._tell(lambda report=report: report)
+            told = (report, leader.mod_revision)
+
+    async def _tell(self, message: Callable[[], Report | RequestRestart]) -> None:
+        await self._node.router.to_primary(0, message, timeout_s=self._node.settings.call_s)
+
+    def check_terms(self) -> None:
+        """The view changed: an attempt that rests on a gone primary's acknowledgement cannot be completed."""
+        attempt = self._attempt
+        if attempt is None or attempt.cancelled:
+            return
+        view = self._node.keeper.view
+        for task, term in attempt.mailbox.terms.items():
+            if view.term(task) > term:
+                self._ask_restart(attempt.stamp, f"task {task} lost a primary that took a message of task {self.task}")
+                return
+
+    def _ask_restart(self, stamp: Stamp, why: str) -> None:
+        if (stamp, why) in self._restart_asked or self._group is None:
+            return
+        self._restart_asked = {(stamp, why)}
+        self._group.create_task(self._tell(lambda: RequestRestart(stamp, self.task, why)))
+
+
+def _revision(versioned: object) -> int:
+    return versioned.mod_revision if versioned is not None else 0  # type: ignore[attr-defined, no-any-return]

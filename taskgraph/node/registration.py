@@ -1,0 +1,133 @@
+"""The node's own key: registering, renewing, pausing when the lease cannot be proved, resuming, leaving.
+
+Leases detect, terms protect: a paused node's work is safe anyway. It pauses so that nobody waits for a node that
+others may already have replaced, and so that effects outside the job stop with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import TYPE_CHECKING
+
+from taskgraph.coordination.api import Lease
+from taskgraph.errors import CoordinationError, JobError, Unavailable
+from taskgraph.protocol import transactions
+from taskgraph.protocol.records import NodeRecord
+
+if TYPE_CHECKING:
+    from taskgraph.node.node import Node
+
+__all__ = ["Registration"]
+
+_TICK_S = 0.1
+"""How often the main loop shows that it is alive, and looks at its lease."""
+
+
+class Registration:
+    """One node's lease and key."""
+
+    def __init__(self, node: Node, record: NodeRecord) -> None:
+        self._node = node
+        self._record = record
+        self._lease: Lease | None = None
+        self._open = asyncio.Event()
+        self.node_revision = 0
+
+    @property
+    def paused(self) -> bool:
+        return not self._open.is_set()
+
+    async def while_paused(self) -> None:
+        """Returns at once, or when the pause ends."""
+        await self._open.wait()
+
+    @property
+    def draining(self) -> bool:
+        return self._record.draining
+
+    async def register(self) -> None:
+        """Grants the lease and puts the key; raises JobError where the job is another one by now."""
+        settings = self._node.settings
+        self._lease = await self._node.coordinator.lease(settings.lease_ttl_s, stall_limit_s=settings.lease_stall_s)
+        self._record = dataclasses.replace(self._record, lease=self._lease.id, writer=self._node.writer())
+        view = self._node.keeper.view
+        txn = transactions.register(view, self._node.id, self._record)
+        revision = await self._node.transact(txn, key=view.keys.node(self._node.id), writer=self._record.writer)
+        if revision is None:
+            raise JobError(f"job {view.keys.job!r} was submitted anew while this node started: start the node again")
+        self.node_revision = revision
+        self._open.set()
+        await self._node.keeper.caught_up(revision)
+
+    async def run(self) -> None:
+        """Ticks; pauses and resumes."""
+        while True:
+            lease = self._lease
+            assert lease is not None
+            lease.tick()
+            if not self.paused and self._unproved(lease):
+                self._open.clear()
+                self._node.events.emit("paused", "the lease could not be renewed in time: serving stops, work is kept")
+                self._node.keeper.notify_later()
+            if self.paused:
+                await self._resume(lease)
+            await asyncio.sleep(_TICK_S)
+
+    def _unproved(self, lease: Lease) -> bool:
+        """At two thirds of the TTL without an answered renewal."""
+        return lease.lost() or self._node.coordinator.now() > lease.valid_until() - lease.ttl_s / 3
+
+    async def _resume(self, lease: Lease) -> None:
+        """Proves the primaries unchanged and puts the key back, in one transaction."""
+        node = self._node
+        try:
+            if lease.lost() or node.coordinator.now() > lease.valid_until():
+                await lease.close(revoke=False)
+                lease = await node.coordinator.lease(
+                    node.settings.lease_ttl_s, stall_limit_s=node.settings.lease_stall_s
+                )
+                self._lease = lease
+            if self._unproved(lease):
+                return
+            await node.keeper.load()
+            node.reconcile()  # primaries of gone terms step down now: those that stay are the ones this view names
+            if node.id in node.keeper.view.gone:
+                return  # the node sees that, and ends
+            record = dataclasses.replace(self._record, lease=lease.id, writer=node.writer())
+            txn = transactions.resume(node.keeper.view, node.id, record)
+            result = await node.coordinator.txn(txn)
+        except CoordinationError as error:
+            node.log.warning("paused: %s", error)
+            return
+        if result.succeeded:
+            self._record = record
+            self.node_revision = result.revision
+            await node.keeper.caught_up(result.revision)
+            self._open.set()
+            node.events.emit("resumed", "the lease is proved again")
+            node.keeper.notify_later()
+
+    async def announce_drain(self) -> None:
+        """Tells everyone that this node wants to leave."""
+        self._record = dataclasses.replace(self._record, draining=True)
+        while True:
+            await self.while_paused()
+            view = self._node.keeper.view
+            record = dataclasses.replace(self._record, writer=self._node.writer())
+            txn = transactions.update_node(view, self._node.id, record, self.node_revision)
+            revision = await self._node.transact(txn, key=view.keys.node(self._node.id), writer=record.writer)
+            if revision is not None:
+                self._record, self.node_revision = record, revision
+                await self._node.keeper.caught_up(revision)
+                return
+            await self._node.breathe()
+
+    async def leave(self) -> None:
+        """Ends the lease; the key goes with it."""
+        if self._lease is not None:
+            try:
+                async with asyncio.timeout(self._node.settings.call_s):
+                    await self._lease.close(revoke=True)
+            except (Unavailable, TimeoutError) as error:
+                self._node.log.warning("the lease could not be revoked, it will expire: %s", error)

@@ -1,0 +1,171 @@
+"""One task on this node: the user's object, its set-up, and the boundaries it holds.
+
+A backup holds boundaries as bytes and does not touch the user's object after `setup`; a primary restores the object
+from a boundary and then lets it change in sync points.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+from taskgraph.errors import JobError
+from taskgraph.graph.values import decode, encode
+from taskgraph.job import Job
+from taskgraph.node.actor import Actor
+from taskgraph.node.reports import ReportLog
+from taskgraph.node.threads import Threads
+from taskgraph.protocol.boundaries import Boundaries
+from taskgraph.protocol.messages import Encoded
+from taskgraph.task import Task, TaskShape, shape_of
+from taskgraph.topology import Topology, as_topology
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from taskgraph.node.router import Router
+    from taskgraph.task import Event
+
+__all__ = ["Replica"]
+
+
+class Replica:
+    """A task's replica; `router`, `job` and the like are what its attempts work with."""
+
+    def __init__(
+        self, task: int, job: Job, router: Router, threads: Threads, *, xp: ModuleType, xp_device: str
+    ) -> None:
+        self.task = task
+        self.job = job
+        self.router = router
+        self.topology: Topology = as_topology(job.topology)
+        self.xp_device = xp_device
+        self.actor = Actor(threads, cancel_s=job.settings.cancel_s)
+        self.boundaries = Boundaries()
+        self.log = ReportLog()
+        self.previous: dict[str, float] = {}  # the task's own numbers of the epoch before the committed boundary
+        self._xp = xp
+        self._built: tuple[Task, TaskShape] | None = None
+        self._building = asyncio.Lock()
+        self._set_up: asyncio.Task[None] | None = None
+        self.ready = False
+
+    @property
+    def user_task(self) -> Task:
+        """The user's object; there is one after `build`."""
+        assert self._built is not None
+        return self._built[0]
+
+    @property
+    def shape(self) -> TaskShape:
+        assert self._built is not None
+        return self._built[1]
+
+    async def build(self) -> None:
+        """Calls the task builder, once."""
+        async with self._building:
+            if self._built is None:
+                task = await self.actor.call("task builder", self._build)
+                self._built = (task, shape_of(type(task)))
+
+    def _build(self) -> Task:
+        task = self.job.builder(self.task)
+        if not isinstance(task, Task):
+            raise JobError(
+                f"the task builder returned {type(task).__name__} for task {self.task}; it must return a tg.Task"
+            )
+        task.task_id = self.task
+        task.tasks = self.job.tasks
+        task.log = logging.getLogger(f"taskgraph.task.{self.task}")
+        task.primary = False
+        task.xp = self._xp
+        return task
+
+    async def set_up(self) -> None:
+        """Runs `setup()`, once; whoever comes while it runs waits for the same run."""
+        if self._set_up is None:
+            self._set_up = asyncio.create_task(self._run_setup())
+        await asyncio.shield(self._set_up)
+
+    async def _run_setup(self) -> None:
+        await self.build()
+        if "setup" in self.shape.overrides:
+            await self.actor.call("setup", self.user_task.setup)
+        self.ready = True
+
+    @property
+    def stateful(self) -> bool:
+        return self.shape.stateful
+
+    async def snapshot(self, numbers: dict[str, float], rows: dict[int, Any]) -> Encoded:
+        """The task's state as a boundary, with the reports that travel in it."""
+        task, what = self.user_task, f"snapshot of task {self.task}"
+
+        def take() -> Encoded:
+            # Encoded before anything else of the task runs: the snapshot may be the task's own arrays.
+            state = task.snapshot() if self.stateful else None
+            return encode({"state": state, "numbers": numbers, "log": rows}, what=what)
+
+        return await self.actor.call("snapshot", take)
+
+    async def restore(self, value: Encoded) -> None:
+        """Puts the user's object into the state of a boundary, from a fresh decode."""
+        task = self.user_task
+
+        def put() -> dict[str, float]:
+            raw: dict[str, Any] = decode(value, writable=True, device=self.xp_device)
+            if self.stateful:
+                task.restore(raw["state"])
+            return dict(raw["numbers"])
+
+        self.previous = await self.actor.call("restore", put)
+
+    def read_epoch(self, epoch: int) -> None:
+        """`epoch` was read as committed from etcd."""
+        committed = self.boundaries.read_epoch(epoch)
+        if committed is not None:
+            self.fold_log(committed.value)
+
+    def fold_log(self, value: Encoded) -> None:
+        """Keeps the reports that travel in a boundary of task 0."""
+        if self.task == 0:
+            self.log.fold(decode(value)["log"])
+
+    def with_whole_log(self, value: Encoded) -> Encoded:
+        """The same boundary for a replica that has none of the log yet."""
+        if self.task != 0 or not self.log.all():
+            return value
+        raw = decode(value)
+        return encode({**raw, "log": self.log.all()}, what="snapshot of task 0")
+
+    async def on_commit(self, number: int, value: Encoded) -> None:
+        """Tells the user's object that epoch `number` committed with this boundary."""
+        if "on_commit" not in self.shape.overrides:
+            return
+        state = decode(value, writable=True, device=self.xp_device)["state"]
+        await self.actor.call("on_commit", self.user_task.on_commit, number, state)
+
+    async def tell(self, event: Event) -> None:
+        """Hands an event to the user's object."""
+        if "on_event" in self.shape.overrides:
+            await self.actor.call("on_event", self.user_task.on_event, event)
+
+    async def result(self) -> Encoded | None:
+        """What `result()` returns, encoded; None for None."""
+        task, what = self.user_task, f"result of task {self.task}"
+
+        def take() -> Encoded | None:
+            value = task.result()
+            return None if value is None else encode(value, what=what)
+
+        return await self.actor.call("result", take)
+
+    async def tear_down(self) -> None:
+        """Runs `teardown()` of a replica that was set up; ends a set-up that is still running."""
+        if self._set_up is not None and not self._set_up.done():
+            self._set_up.cancel()
+            await asyncio.gather(self._set_up, return_exceptions=True)
+        if self.ready and "teardown" in self.shape.overrides:
+            await self.actor.call("teardown", self.user_task.teardown)
+        self.ready = False

@@ -1,0 +1,155 @@
+"""Calls from other nodes: who may ask what, and when a call has to wait.
+
+The gate for everything of an epoch: a stamp the view has not reached yet waits until it is read from etcd; a stamp
+or a term that is behind is refused. What passes the gate is answered by the attempt, the leader, or a replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from taskgraph.errors import Refused, TaskGraphError
+from taskgraph.node.actor import UserCodeError
+from taskgraph.node.attempt import Attempt
+from taskgraph.protocol.boundaries import Boundary
+from taskgraph.protocol.kv import Compare
+from taskgraph.protocol.messages import (
+    Accepted,
+    Audit,
+    Call,
+    Flag,
+    HandOver,
+    LedgerPage,
+    Offer,
+    Pull,
+    Reason,
+    Reply,
+    Report,
+    Request,
+    RequestRestart,
+    Seal,
+    Stamp,
+    Waits,
+    WaitsPage,
+)
+
+if TYPE_CHECKING:
+    from taskgraph.node.leader import LeaderRole
+    from taskgraph.node.node import Node
+
+__all__ = ["Serving"]
+
+
+class Serving:
+    """Answers calls for one node."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    async def serve(self, peer: str, message: Call) -> Reply:
+        """Answers one call; raises Refused."""
+        if self._node.paused:
+            raise Refused(Reason.PAUSED, f"{self._node.name} cannot prove its lease at the moment")
+        try:
+            return await self._dispatch(peer, message)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise Refused(Reason.ATTEMPT_GONE, "what was asked of is over") from None
+        except UserCodeError as error:
+            raise Refused(Reason.USER_ERROR, str(error)) from error
+
+    async def _dispatch(self, peer: str, message: Call) -> Reply:
+        match message:
+            case Pull():
+                attempt = await self._attempt(message.task, message.stamp, message.sender, message.sender_term)
+                return await attempt.item(message)
+            case Flag():
+                attempt = await self._attempt(message.task, message.stamp, message.sender, message.sender_term)
+                await attempt.ready()
+                return await attempt.mailbox.take_flag(message)
+            case Request():
+                attempt = await self._attempt(message.task, message.stamp, message.sender, message.sender_term)
+                await attempt.ready()
+                return await attempt.mailbox.take_request(message)
+            case Offer():
+                return await self._offer(peer, message)
+            case Report():
+                return await self._leader().take_report(message)
+            case RequestRestart():
+                return await self._leader().take_restart(message)
+            case Seal():
+                attempt = await self._attempt(message.task, message.stamp)
+                if attempt.seal(message.version):
+                    return Accepted(attempt.term)
+                raise Refused(Reason.MOVED_ON, f"task {message.task} took a message since version {message.version}")
+            case HandOver():
+                await self._node.take_hand_over(message)
+                return Accepted()
+            case Audit():
+                attempt = await self._attempt(message.task, message.stamp)
+                return LedgerPage(attempt.term, attempt.ledger.entries())
+            case Waits():
+                attempt = await self._attempt(message.task, message.stamp)
+                return WaitsPage(attempt.term, attempt.waits())
+        raise Refused(Reason.BAD_MESSAGE, f"a node does not serve {type(message).__name__}")
+
+    def _leader(self) -> LeaderRole:
+        leader = self._node.leader
+        if leader is None:
+            raise Refused(Reason.NOT_PRIMARY, f"{self._node.name} does not lead the job")
+        return leader
+
+    async def _attempt(self, task: int, stamp: Stamp, sender: int | None = None, sender_term: int = 0) -> Attempt:
+        """The attempt at `stamp` of a task that is primary here."""
+        node, keeper = self._node, self._node.keeper
+        if task not in node.primaries:
+            raise Refused(Reason.NOT_PRIMARY, f"{node.name} is not primary of task {task}")
+        await keeper.wait_until_read(lambda view: view.stamp is not None and view.stamp >= stamp)
+        if sender is not None:
+            await keeper.wait_until_read(lambda view: view.term(sender) >= sender_term)
+            if keeper.view.term(sender) > sender_term:
+                raise Refused(Reason.STALE, f"task {sender} is in term {keeper.view.term(sender)}, not {sender_term}")
+        if keeper.view.stamp != stamp:
+            raise Refused(Reason.STALE, f"the job is at {keeper.view.stamp}, not {stamp}")
+        primary = node.primaries.get(task)
+        if primary is None:
+            raise Refused(Reason.NOT_PRIMARY, f"{node.name} is not primary of task {task} any more")
+        attempt = await primary.attempt_at(stamp)
+        if attempt.stamp != stamp:
+            raise Refused(Reason.STALE, f"task {task} is at {attempt.stamp}, not {stamp}")
+        return attempt
+
+    async def _offer(self, peer: str, offer: Offer) -> Accepted:
+        """Holds a boundary for the task's primary; sets the replica up first where it is new."""
+        node, keeper = self._node, self._node.keeper
+        await keeper.wait_until_read(lambda view: view.term(offer.task) >= offer.term)
+        self._check_offer(peer, offer)
+        replica = node.replica(offer.task)
+        try:
+            await replica.set_up()
+        except (UserCodeError, TaskGraphError) as error:
+            epoch = keeper.view.stamp.epoch if keeper.view.stamp else None
+            fences = (Compare(keeper.view.keys.node(node.id), node.node_revision),)
+            await node.fail_job(error, offer.task, epoch, fences)
+            raise
+        if node.paused:
+            raise Refused(Reason.PAUSED, f"{node.name} cannot prove its lease at the moment")
+        self._check_offer(peer, offer)  # setting up may have taken long
+        replica.boundaries.hold(Boundary(offer.stamp, offer.term, offer.value), committed=offer.committed)
+        if offer.committed:
+            replica.fold_log(offer.value)
+        if keeper.view.stamp is not None:
+            replica.read_epoch(keeper.view.stamp.epoch)
+        return Accepted(offer.term)
+
+    def _check_offer(self, peer: str, offer: Offer) -> None:
+        view = self._node.keeper.view
+        if not view.is_primary(offer.task, peer, offer.term):
+            raise Refused(Reason.STALE, f"task {offer.task} is in term {view.term(offer.task)}, not {offer.term}")
+        if offer.task in self._node.primaries:
+            raise Refused(Reason.STALE, f"{self._node.name} is still stepping down from task {offer.task}")
+        if not offer.committed and view.stamp is not None and offer.stamp.attempt < view.stamp.attempt:
+            raise Refused(Reason.STALE, f"attempt {offer.stamp.attempt} is over")

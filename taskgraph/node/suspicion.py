@@ -1,0 +1,97 @@
+"""Which nodes are suspected dead, and which are gone.
+
+A node whose port refuses has no process any more: kill -9 is noticed in milliseconds, long before a lease expires.
+A node whose key is absent lost its lease. Both are grounds to take over from it or to evict it; only "gone" (its
+launcher saw it end, or its key stayed absent for `lost_after_s`) changes placement.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from taskgraph.errors import PeerGone, TransportError
+from taskgraph.protocol import transactions
+from taskgraph.protocol.records import GoneRecord
+
+if TYPE_CHECKING:
+    from taskgraph.node.node import Node
+
+__all__ = ["Suspicion"]
+
+_PROBES = 5
+"""A node that neither refuses nor answers is probed this often, then left to its lease."""
+
+
+class Suspicion:
+    """One node's opinion of the others."""
+
+    def __init__(self, node: Node, changed: Callable[[], None]) -> None:
+        self._node = node
+        self._changed = changed
+        self._refused: set[str] = set()
+        self._absent_since: dict[str, float] = {}
+        self._probing: dict[str, asyncio.Task[None]] = {}
+        self.suspects: frozenset[str] = frozenset()
+        self.gone: frozenset[str] = frozenset()
+
+    def refused(self, node: str) -> None:
+        """Its port refuses: node ids are never used again, so it is dead for good."""
+        if node not in self._refused and node != self._node.id:
+            self._refused.add(node)
+            if node in self._node.keeper.view.nodes:
+                self._node.events.emit("lost", f"{self._node.name_of(node)} is gone: its port refuses", lost=node)
+            self.update()
+            self._changed()
+
+    def lost(self, node: str) -> None:
+        """A session with it broke: look whether its process still listens."""
+        known = self._probing.get(node)
+        if node not in self._refused and (known is None or known.done()):
+            self._probing[node] = self._node.own(self._probe(node), f"probe {node}")
+
+    async def _probe(self, node: str) -> None:
+        for _ in range(_PROBES):
+            peer = self._node.router.peer(node)
+            if peer is None:
+                return
+            try:
+                await self._node.transport.probe(peer, timeout_s=self._node.settings.connect_s)
+            except PeerGone:
+                self.refused(node)
+                return
+            except TransportError:
+                await self._node.breathe()
+            else:
+                return
+
+    def update(self) -> None:
+        """Looks at the view again."""
+        view = self._node.keeper.view
+        named = {p.record.node for p in view.primaries.values()}
+        named.update(node for members in view.members.values() for node in members)
+        named.discard(self._node.id)
+        now = self._node.now()
+        absent = {node for node in named if node not in view.nodes}
+        self._absent_since = {node: self._absent_since.get(node, now) for node in absent}
+        self.gone = frozenset(view.gone)
+        self.suspects = frozenset(absent | self._refused | (self.gone & named))
+
+    async def watch_absent(self) -> None:
+        """Declares nodes gone that stayed absent for `lost_after_s` on this node's unpaused clock."""
+        while True:
+            await asyncio.sleep(min(1.0, self._node.settings.lost_after_s / 4))
+            if self._node.paused:
+                self._absent_since.clear()
+                continue
+            limit = self._node.settings.lost_after_s
+            view = self._node.keeper.view
+            for node, since in list(self._absent_since.items()):
+                if self._node.now() - since < limit or node in view.gone:
+                    continue
+                writer = self._node.writer()
+                record = GoneRecord(reason=f"its key was absent for {limit:g} s", writer=writer)
+                txn = transactions.declare_gone(view, node, record)
+                if await self._node.transact(txn, key=view.keys.gone(node), writer=writer) is not None:
+                    self._node.events.emit("gone", f"{self._node.name_of(node)}: {record.reason}", lost=node)
