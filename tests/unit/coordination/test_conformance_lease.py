@@ -1,0 +1,151 @@
+"""Leases: the same in memory as on a real etcd, in real time."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from taskgraph.coordination.api import Coordinator, Lease, WatchBatch
+
+
+async def watch_for_delete(node: Coordinator, prefix: str, start: int, limit_s: float) -> tuple[WatchBatch, float]:
+    """The first batch with a delete, and the loop's time at which it came."""
+    async with asyncio.timeout(limit_s), aclosing(node.watch(prefix, start)) as watch:
+        async for batch in watch:
+            if any(event.kind == "delete" for event in batch.events):
+                return batch, asyncio.get_running_loop().time()
+    raise AssertionError("the watch ended by itself")
+
+
+async def lost(lease: Lease, limit_s: float = 5.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while not lease.lost():
+            lease.tick()
+            await asyncio.sleep(0.02)
+
+
+async def test_a_lease_has_an_id_and_at_least_two_seconds(cluster, node: Coordinator) -> None:
+    short, long = await cluster.lease(node, 0.5), await cluster.lease(node, 4.2)
+    assert short.ttl_s == 2.0 and long.ttl_s == 5.0
+    assert short.id != long.id and short.id > 0
+    for lease in (short, long):
+        left_s = lease.valid_until() - node.now()
+        assert lease.ttl_s - 1.0 < left_s <= lease.ttl_s
+        assert not lease.lost()
+
+
+async def test_a_revoke_deletes_the_keys_at_one_revision_and_reaches_watchers(cluster, node: Coordinator) -> None:
+    observer = await cluster.node()
+    lease = await cluster.lease(node)
+    for name in ("b", "a", "c"):
+        put = await cluster.put(node, name, b"", lease.id)
+    kept = await cluster.put(node, "kept")
+    waiting = asyncio.create_task(watch_for_delete(observer, cluster.prefix, kept.revision + 1, 5.0))
+    await observer.revoke(lease.id)
+    batch, _ = await waiting
+    assert [(event.kind, event.kv.key) for event in batch.events] == [
+        ("delete", cluster.key(name)) for name in ("a", "b", "c")
+    ]
+    assert {event.kv.mod_revision for event in batch.events} == {batch.revision} == {put.revision + 2}
+    assert [kv.key for kv in (await node.list(cluster.prefix)).items] == [cluster.key("kept")]
+
+
+async def test_a_key_says_which_lease_it_hangs_on(cluster, node: Coordinator) -> None:
+    lease = await cluster.lease(node)
+    await cluster.put(node, "a", b"", lease.id)
+    kv = await node.get(cluster.key("a"))
+    assert kv is not None and kv.lease == lease.id
+
+
+async def test_a_key_put_again_without_the_lease_outlives_it(cluster, node: Coordinator) -> None:
+    first, second = await cluster.lease(node), await cluster.lease(node)
+    await cluster.put(node, "freed", b"", first.id)
+    await cluster.put(node, "moved", b"", first.id)
+    await cluster.put(node, "freed")
+    await cluster.put(node, "moved", b"", second.id)
+    await node.revoke(first.id)
+    keys = {kv.key: kv.lease for kv in (await node.list(cluster.prefix)).items}
+    assert keys == {cluster.key("freed"): 0, cluster.key("moved"): second.id}
+
+
+async def test_revoking_a_lease_without_keys_makes_no_revision(cluster, node: Coordinator) -> None:
+    lease = await cluster.lease(node)
+    before = (await cluster.put(node, "a")).revision
+    await node.revoke(lease.id)
+    assert (await node.list(cluster.prefix)).revision == before
+
+
+async def test_revoking_what_does_not_exist_is_no_error(cluster, node: Coordinator) -> None:
+    lease = await cluster.lease(node)
+    await node.revoke(lease.id)
+    await node.revoke(lease.id)
+    await node.revoke(0x7FFFFFFF)
+
+
+async def test_a_lease_revoked_by_somebody_else_is_found_lost(cluster, node: Coordinator) -> None:
+    lease = await cluster.lease(node)
+    other = await cluster.node()
+    await other.revoke(lease.id)
+    await lost(lease)
+    assert lease.valid_until() <= node.now() + lease.ttl_s
+
+
+async def test_closing_with_revoke_deletes_the_keys_at_once(cluster, node: Coordinator) -> None:
+    lease = await cluster.lease(node)
+    await cluster.put(node, "a", b"", lease.id)
+    await lease.close(revoke=True)
+    assert await node.get(cluster.key("a")) is None
+    await lease.close(revoke=True)  # again: no error
+
+
+@pytest.mark.slow
+async def test_renewal_keeps_a_lease_beyond_its_ttl_without_the_loop_doing_anything(cluster, node: Coordinator) -> None:
+    lease = await cluster.lease(node, 2.0, stall_limit_s=60.0)
+    await cluster.put(node, "a", b"", lease.id)
+    loop, last = asyncio.get_running_loop(), lease.valid_until()
+    end = loop.time() + 3.0
+    while loop.time() < end:
+        await asyncio.sleep(0.1)
+        assert lease.valid_until() >= last
+        last = lease.valid_until()
+        assert 1.0 < last - node.now() <= 2.0
+    assert await node.get(cluster.key("a")) is not None and not lease.lost()
+
+
+@pytest.mark.slow
+async def test_a_lease_closed_without_revoke_expires_and_its_keys_go_with_it(cluster, node: Coordinator) -> None:
+    observer = await cluster.node()
+    lease = await cluster.lease(node)
+    start = (await cluster.put(node, "a", b"", lease.id)).revision + 1
+    await lease.close(revoke=False)
+    closed_at, valid_until = asyncio.get_running_loop().time(), lease.valid_until()
+    batch, at = await watch_for_delete(observer, cluster.prefix, start, 6.0)
+    assert [(event.kind, event.kv.key) for event in batch.events] == [("delete", cluster.key("a"))]
+    assert observer.now() > valid_until, "the key went while the lease was said to be valid"
+    assert at - closed_at < 2.0 + 2.0
+
+
+@pytest.mark.slow
+async def test_a_loop_that_does_not_tick_loses_the_lease(cluster, node: Coordinator) -> None:
+    observer = await cluster.node()
+    lease = await cluster.lease(node, 2.0, stall_limit_s=0.5)
+    start = (await cluster.put(node, "a", b"", lease.id)).revision + 1
+    _, _ = await watch_for_delete(observer, cluster.prefix, start, 8.0)
+    assert lease.valid_until() < node.now()
+    await lost(lease)
+
+
+@pytest.mark.slow
+async def test_a_tick_after_a_stall_resumes_the_renewal(cluster, node: Coordinator) -> None:
+    lease = await cluster.lease(node, 2.0, stall_limit_s=0.3)
+    await cluster.put(node, "a", b"", lease.id)
+    await asyncio.sleep(1.0)
+    stalled_until = lease.valid_until()
+    assert stalled_until - node.now() < 1.7
+    async with asyncio.timeout(5):
+        while lease.valid_until() <= stalled_until:
+            lease.tick()
+            await asyncio.sleep(0.05)
+    assert not lease.lost() and await node.get(cluster.key("a")) is not None

@@ -1,0 +1,199 @@
+"""Watches: the same in memory as on a real etcd."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
+
+import pytest
+
+from taskgraph.coordination.api import Coordinator, WatchBatch, WatchCompacted
+from taskgraph.errors import Unavailable
+from taskgraph.protocol.kv import Delete, KeyEvent, KeyValue, Put, Txn
+
+
+async def collect(
+    node: Coordinator, prefix: str, start: int, enough: Callable[[list[WatchBatch]], bool], limit_s: float = 10.0
+) -> list[WatchBatch]:
+    """The batches a watch tells until `enough` says so; progress notices are left out."""
+    batches: list[WatchBatch] = []
+    async with asyncio.timeout(limit_s), aclosing(node.watch(prefix, start)) as watch:
+        async for batch in watch:
+            if batch.events:
+                batches.append(batch)
+            if enough(batches):
+                return batches
+    raise AssertionError("the watch ended by itself")
+
+
+def until(revision: int) -> Callable[[list[WatchBatch]], bool]:
+    return lambda batches: bool(batches) and batches[-1].revision >= revision
+
+
+def events(batches: list[WatchBatch]) -> list[KeyEvent]:
+    return [event for batch in batches for event in batch.events]
+
+
+async def test_a_watch_from_the_past_tells_everything_since(cluster, node: Coordinator) -> None:
+    revisions = [(await cluster.put(node, "a", bytes([number]))).revision for number in range(10)]
+    told = events(await collect(node, cluster.prefix, revisions[3], until(revisions[-1])))
+    assert told == [
+        KeyEvent("put", KeyValue(cluster.key("a"), bytes([number]), revisions[0], revisions[number]))
+        for number in range(3, 10)
+    ]
+
+
+async def test_a_watch_tells_what_comes_in_order_and_once(cluster, node: Coordinator) -> None:
+    other = await cluster.node()
+    start = (await node.list(cluster.prefix)).revision + 1
+    watching = asyncio.create_task(collect(node, cluster.prefix, start, lambda b: len(events(b)) == 30))
+    revisions = [(await cluster.put(other, str(number % 3))).revision for number in range(30)]
+    told = events(await watching)
+    assert [event.kv.mod_revision for event in told] == revisions
+    assert [event.kv.key for event in told] == [cluster.key(str(number % 3)) for number in range(30)]
+
+
+async def test_a_watch_may_start_in_the_future(cluster, node: Coordinator) -> None:
+    now = (await cluster.put(node, "a")).revision
+    watching = asyncio.create_task(collect(node, cluster.prefix, now + 3, until(now + 3)))
+    for _ in range(3):
+        await cluster.put(node, "a")
+    assert [event.kv.mod_revision for event in events(await watching)] == [now + 3]
+
+
+async def test_events_of_one_revision_come_in_one_batch_in_the_order_of_the_operations(
+    cluster, node: Coordinator
+) -> None:
+    await cluster.put(node, "old/2")
+    start = (await cluster.put(node, "old/1")).revision + 1
+    result = await node.txn(
+        Txn(
+            success=(
+                Put(cluster.key("z"), b"1"),
+                Delete(cluster.key("old/"), prefix=True),
+                Put(cluster.key("a"), b"2"),
+            )
+        )
+    )
+    (batch,) = await collect(node, cluster.prefix, start, until(result.revision))
+    assert batch.revision == result.revision == start
+    assert [(event.kind, event.kv.key) for event in batch.events] == [
+        ("put", cluster.key("z")),
+        ("delete", cluster.key("old/1")),
+        ("delete", cluster.key("old/2")),
+        ("put", cluster.key("a")),
+    ]
+
+
+async def test_a_delete_event_has_no_value_and_the_revision_of_the_delete(cluster, node: Coordinator) -> None:
+    start = (await cluster.put(node, "a", b"value")).revision + 1
+    revision = (await node.txn(Txn(success=(Delete(cluster.key("a")),)))).revision
+    told = events(await collect(node, cluster.prefix, start, until(revision)))
+    assert told == [KeyEvent("delete", KeyValue(cluster.key("a"), b"", 0, revision))]
+
+
+async def test_a_watch_tells_nothing_of_other_prefixes(cluster, node: Coordinator) -> None:
+    start = (await cluster.put(node, "b/1")).revision
+    for name in ("a", "b", "bb", "c", "b/2"):
+        last = (await cluster.put(node, name)).revision
+    told = events(await collect(node, cluster.key("b/"), start, until(last)))
+    assert [event.kv.key for event in told] == [cluster.key("b/1"), cluster.key("b/2")]
+
+
+async def test_two_watches_of_a_node_are_told_the_same(cluster, node: Coordinator) -> None:
+    start = (await node.list(cluster.prefix)).revision + 1
+    async with asyncio.TaskGroup() as group:
+        watches = [
+            group.create_task(collect(node, cluster.prefix, start, lambda b: len(events(b)) == 5)) for _ in range(2)
+        ]
+        for number in range(5):
+            await cluster.put(node, str(number))
+    first, second = (events(watch.result()) for watch in watches)
+    assert first == second and len(first) == 5
+
+
+async def test_a_watch_of_compacted_history_says_so(cluster, node: Coordinator) -> None:
+    first = (await cluster.put(node, "a", b"1")).revision
+    last = first
+    for _ in range(5):
+        last = (await cluster.put(node, "a", b"2")).revision
+    await node.compact(last)
+    with pytest.raises(WatchCompacted):
+        await collect(node, cluster.prefix, first, until(last))
+    told = events(await collect(node, cluster.prefix, last, until(last)))
+    assert [event.kv.mod_revision for event in told] == [last]
+    kv = await node.get(cluster.key("a"))
+    assert kv is not None and kv.create_revision == first
+
+
+async def test_a_watch_that_is_up_to_date_does_not_mind_compaction(cluster, node: Coordinator) -> None:
+    other = await cluster.node()
+    start = (await cluster.put(node, "a")).revision
+    async with asyncio.timeout(10), aclosing(node.watch(cluster.prefix, start)) as watch:
+        assert [event.kv.mod_revision for event in (await anext(watch)).events] == [start]
+        waiting = asyncio.ensure_future(anext(watch))
+        # Revisions that this watch is not told about, then compaction beyond the last one it was told.
+        for _ in range(3):
+            last = (await other.txn(Txn(success=(Put(f"{cluster.prefix[:-1]}-beside", b""),)))).revision
+        await other.compact(last)
+        revision = (await cluster.put(other, "a")).revision
+        assert [event.kv.mod_revision for event in (await waiting).events] == [revision]
+
+
+async def test_a_watch_cannot_start_before_the_first_revision(cluster, node: Coordinator) -> None:
+    with pytest.raises(ValueError, match="from 1 on"):
+        node.watch(cluster.prefix, 0)
+
+
+async def test_cancelling_a_watch_leaves_the_handle_usable(cluster, node: Coordinator) -> None:
+    start = (await node.list(cluster.prefix)).revision + 1
+    watching = asyncio.create_task(collect(node, cluster.prefix, start, lambda _: False))
+    revision = (await cluster.put(node, "a")).revision
+    await collect(node, cluster.prefix, start, until(revision))
+    watching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await watching
+    assert await node.get(cluster.key("a")) is not None
+
+
+async def test_closing_the_handle_ends_its_watches_with_a_reason(cluster, node: Coordinator) -> None:
+    start = (await cluster.put(node, "a")).revision
+    told = asyncio.Event()
+
+    async def follow() -> None:
+        async with aclosing(node.watch(cluster.prefix, start)) as watch:
+            async for _ in watch:
+                told.set()
+
+    following = asyncio.create_task(follow())
+    async with asyncio.timeout(10):
+        await told.wait()
+        await node.close()
+        with pytest.raises(Unavailable):
+            await following
+
+
+async def test_a_slow_reader_gets_everything(cluster, node: Coordinator) -> None:
+    start = (await node.list(cluster.prefix)).revision + 1
+    async with asyncio.timeout(20), aclosing(node.watch(cluster.prefix, start)) as watch:
+        await cluster.put(node, "a")
+        first = await anext(watch)
+        last = 0
+        for number in range(1500):  # more than etcd tells in one message to a watch that lags (1000)
+            last = (await cluster.put(node, "a", b"%d" % number)).revision
+        batches = [first]
+        while batches[-1].revision < last:
+            batches.append(await anext(watch))
+    assert [event.kv.mod_revision for event in events(batches)] == list(range(start, last + 1))
+
+
+async def test_much_history_arrives_whole_although_etcd_tells_it_in_parts(cluster, node: Coordinator) -> None:
+    start = (await node.list(cluster.prefix)).revision + 1
+    async with asyncio.TaskGroup() as group:
+        for number in range(2500):
+            group.create_task(cluster.put(node, f"{number % 50}"))
+    last = (await cluster.put(node, "last")).revision
+    batches = await collect(node, cluster.prefix, start, until(last))
+    assert [event.kv.mod_revision for event in events(batches)] == list(range(start, last + 1))
+    assert [batch.revision for batch in batches] == [batch.events[-1].kv.mod_revision for batch in batches]
