@@ -92,7 +92,7 @@ class Assignment:
                 if node != self.primary[task]:
                     self.back(task, node)
 
-    # -- the state ----------------------------------------------------------------------------------------------
+    # -- the state --------------------------------------------------------------------------------
 
     def eligible(self, task: int, node: int) -> bool:
         return self.has_device[node] or not self.needs[task]
@@ -140,7 +140,7 @@ class Assignment:
         """Breaks ties: each task prefers seats in a circle from its own on, so that one node's backups are spread."""
         return (seat - task) % self.seats
 
-    # -- the outcome --------------------------------------------------------------------------------------------
+    # -- the outcome ------------------------------------------------------------------------------
 
     def wishes(self) -> dict[int, Wish]:
         wishes: dict[int, Wish] = {}

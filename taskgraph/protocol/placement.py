@@ -7,8 +7,8 @@ function only makes it good. What good means, the earlier the more it weighs:
     2. A task held by nobody, or with too few backups, gets what it lacks.
     3. Numbers of primaries per seat differ by at most 1.
     4. A task's replicas are on as many different hosts as there are.
-    5. Numbers of replicas per seat differ by at most 1, unless hosts, devices or the identity of the primaries
-       stand against it.
+    5. Numbers of replicas per seat differ by at most 1; by more only where hosts or devices stand against it, and
+       by 2 at times where no single move is left that helps.
     6. Nothing moves that need not.
 
 How. The plan starts as what is held. It is completed (tasks held by nobody in contiguous blocks, so that neighbors
@@ -77,7 +77,7 @@ def place(
 class _Plan(Assignment):
     """An assignment that completes and improves itself."""
 
-    # -- completing ---------------------------------------------------------------------------------------------
+    # -- completing -------------------------------------------------------------------------------
 
     def lead_orphans(self) -> None:
         """A task that lost its primary goes to a member; to one that is absent only where there is no other."""
@@ -128,7 +128,7 @@ class _Plan(Assignment):
                 self.back(task, seat)
                 shares[seat] -= 1
 
-    # -- improving ----------------------------------------------------------------------------------------------
+    # -- improving --------------------------------------------------------------------------------
 
     def spread_hosts(self) -> None:
         """Moves backups that share a host with another replica of their task to a host that has none."""
