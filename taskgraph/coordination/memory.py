@@ -393,12 +393,12 @@ class MemoryCoordinator:
             while True:
                 self._check()
                 changed.clear()
-                if self._rng is not None:
-                    await asyncio.sleep(self._rng.uniform(0.0, self._max_lag_s))
-                    self._check()
                 events = self.store.events_from(position, prefix)
                 position = max(position, self.store.revision + 1)
                 if events:
+                    if self._rng is not None:  # what was read is old when it arrives
+                        await asyncio.sleep(self._rng.uniform(0.0, self._max_lag_s))
+                        self._check()
                     yield WatchBatch(events[-1].kv.mod_revision, events)
                 else:
                     await changed.wait()

@@ -44,10 +44,11 @@ class Endpoint:
     @staticmethod
     def parse(text: str, *, tls_default: bool) -> Endpoint:
         """Reads `host:port`, `http://host:port`, `https://host:port` or `unix:/path`."""
-        stripped = text.strip().rstrip("/")
+        stripped = text.strip()
         scheme, separator, rest = stripped.partition("://")
         if not separator:
             scheme, rest = "", stripped
+        rest = rest.rstrip("/")
         if scheme == "unix" or stripped.startswith("unix:"):
             return Endpoint(stripped, tls_default)
         if scheme not in ("", "http", "https") or not rest or "/" in rest:

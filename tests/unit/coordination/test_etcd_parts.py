@@ -1,0 +1,119 @@
+"""The pure parts of the etcd client: endpoints, prefixes, and what a failure means."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from taskgraph.coordination.etcd.connection import pause_s
+from taskgraph.coordination.etcd.convert import range_of, writes
+from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
+from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
+from taskgraph.errors import CoordinationError, LeaseGone
+from taskgraph.protocol.kv import Delete, Get, Put, Txn
+
+Code = grpc.StatusCode
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "tls"),
+    [
+        ("localhost:2379", "localhost:2379", False),
+        ("localhost", "localhost:2379", False),
+        (" http://10.0.0.1:2379/ ", "10.0.0.1:2379", False),
+        ("https://etcd.example:443", "etcd.example:443", True),
+        ("[::1]:2379", "[::1]:2379", False),
+        ("http://[::1]", "[::1]:2379", False),
+        ("unix:/run/etcd.sock", "unix:/run/etcd.sock", False),
+    ],
+)
+def test_endpoints_are_read_as_users_write_them(text: str, target: str, tls: bool) -> None:
+    assert Endpoint.parse(text, tls_default=False) == Endpoint(target, tls)
+
+
+@pytest.mark.parametrize("text", ["ftp://host:1", "http://host:1/path", "http://"])
+def test_what_is_no_endpoint_is_refused_by_name(text: str) -> None:
+    with pytest.raises(CoordinationError, match="is not an etcd endpoint"):
+        Endpoint.parse(text, tls_default=False)
+
+
+def test_several_endpoints_and_a_given_authority_mean_tls() -> None:
+    options = EtcdOptions.make("a:1, b:2,http://c:3", ca="/ca.pem")
+    assert options.endpoints == (Endpoint("a:1", True), Endpoint("b:2", True), Endpoint("c:3", False))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"endpoints": " , "}, "no etcd endpoint"),
+        ({"endpoints": "a:1", "cert": "/cert.pem"}, "belong together"),
+        ({"endpoints": "a:1", "username": "root"}, "belong together"),
+    ],
+)
+def test_half_given_options_are_refused(arguments, message: str) -> None:
+    with pytest.raises(CoordinationError, match=message):
+        EtcdOptions.make(**arguments)
+
+
+def test_a_tls_file_that_cannot_be_read_is_named() -> None:
+    options = EtcdOptions.make("a:1", ca="/no/such/ca.pem")
+    with pytest.raises(CoordinationError, match=r"/no/such/ca\.pem"):
+        options.channel_credentials()
+
+
+def test_a_password_is_never_shown() -> None:
+    assert "secret" not in repr(EtcdOptions.make("a:1", username="root", password="secret"))
+
+
+@pytest.mark.parametrize("prefix", ["", "/", "/a/", "/a/é", "\x7f", "/\U0010ffff"])
+def test_a_prefix_covers_what_starts_with_it(prefix: str) -> None:
+    start, end = range_of(prefix, prefix=True)
+    for key in (prefix, prefix + "\0", prefix + "zz", prefix + "\U0010ffff"):
+        raw = key.encode()
+        if raw:
+            assert start <= raw and (end == b"\0" or raw < end)
+    if prefix:
+        assert not start <= prefix.encode()[:-1] < end
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "verdict"),
+    [
+        (Code.UNAVAILABLE, "failed to connect to all addresses; last error: refused", Verdict.NOT_EXECUTED),
+        (Code.UNAVAILABLE, "etcdserver: no leader", Verdict.NOT_EXECUTED),
+        (Code.RESOURCE_EXHAUSTED, "etcdserver: too many requests", Verdict.NOT_EXECUTED),
+        (Code.UNAUTHENTICATED, "etcdserver: invalid auth token", Verdict.LOGIN),
+        (Code.INVALID_ARGUMENT, "etcdserver: duplicate key given in txn request", Verdict.REFUSED),
+        (Code.PERMISSION_DENIED, "etcdserver: permission denied", Verdict.REFUSED),
+        (Code.RESOURCE_EXHAUSTED, "grpc: received message larger than max (3 vs. 2)", Verdict.REFUSED),
+        # The connection broke after the request may have left; the leader died after it may have proposed.
+        (Code.UNAVAILABLE, "Socket closed", Verdict.UNKNOWN),
+        (Code.UNAVAILABLE, "recvmsg:Connection reset by peer", Verdict.UNKNOWN),
+        (Code.UNAVAILABLE, "etcdserver: request timed out, possibly due to previous leader failure", Verdict.UNKNOWN),
+        (Code.UNAVAILABLE, "etcdserver: server stopped", Verdict.UNKNOWN),
+        (Code.DEADLINE_EXCEEDED, "Deadline Exceeded", Verdict.UNKNOWN),
+        (Code.CANCELLED, "", Verdict.UNKNOWN),
+        # The transaction that crosses the quota is executed and answered with this.
+        (Code.RESOURCE_EXHAUSTED, "etcdserver: mvcc: database space exceeded", Verdict.UNKNOWN),
+    ],
+)
+def test_a_failure_counts_as_not_executed_only_where_that_is_certain(code, details: str, verdict) -> None:
+    assert judge(code, details) is verdict
+
+
+def test_a_refusal_says_what_was_refused_and_why() -> None:
+    error = refusal("transaction on /a", Code.PERMISSION_DENIED, "etcdserver: permission denied")
+    assert str(error) == "etcd refused transaction on /a: etcdserver: permission denied"
+    gone = refusal("transaction on /a", Code.NOT_FOUND, "etcdserver: requested lease not found")
+    assert isinstance(gone, LeaseGone)
+
+
+def test_pauses_grow_and_are_bounded() -> None:
+    assert all(0.0 < pause_s(tries) <= 1.0 for tries in range(1, 2000))
+    assert pause_s(1) <= 0.05 and pause_s(50) >= 0.5
+
+
+def test_only_a_transaction_without_writes_in_either_branch_is_a_read() -> None:
+    assert not writes(Txn(success=(Get("a"),), failure=(Get("b"),)))
+    assert writes(Txn(success=(Get("a"),), failure=(Put("b", b""),)))
+    assert writes(Txn(success=(Delete("a"),)))
