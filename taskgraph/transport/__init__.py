@@ -14,9 +14,9 @@ and what they are made of:
     endpoints   addresses and sockets
     calls       serving, answering, and owning the tasks that do it
 
-Rules: only this package opens sockets between nodes. What arrives is never unpickled, and believed only after the hello. A
-session breaks as a whole; then every call in it fails at once. A call fails in three ways and no others: `Refused`,
-`PeerGone`, `PeerLost`.
+Rules: only this package opens sockets between nodes. What arrives is never unpickled, and believed only after the
+hello. A session breaks as a whole; then every call in it fails at once. A call fails in three ways and no others:
+`Refused`, `PeerGone`, `PeerLost`.
 
 It must not know what a message means, who is primary, or what etcd says: it imports the messages and nothing else
 of `protocol`, and nothing of `graph`, `coordination` or `node`.

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, NoReturn, TypeVar
 
-from taskgraph.errors import Refused
+from taskgraph.errors import Refused, TransportError
 from taskgraph.protocol.messages import Call, Reason, Refusal, Reply
 from taskgraph.transport.api import Serve
 from taskgraph.transport.wire import REPLY_OF
@@ -76,8 +76,11 @@ class OwnedTasks:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # whoever waits for the task sees it; this only marks it as seen
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None and not isinstance(error, TransportError):  # those are for whoever waits for the task
+            log.error("%s failed", task.get_name(), exc_info=error)
 
     async def close(self) -> None:
         """Cancels all tasks but the one that calls this, and waits for them."""

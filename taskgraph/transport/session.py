@@ -77,6 +77,7 @@ class Session(asyncio.BufferedProtocol):
         probe: only the hello was wanted.
         clean: a goodbye was said, by either side.
         why: what ended it, or "" while it lives.
+        cut_off: it ended because the connection did, without a word from either side.
     """
 
     _opening_kind: ClassVar[Kind]
@@ -95,6 +96,7 @@ class Session(asyncio.BufferedProtocol):
         self.where = ""
         self.clean = False
         self.why = ""
+        self.cut_off = False
 
     @property
     def peer(self) -> str:
@@ -136,6 +138,7 @@ class Session(asyncio.BufferedProtocol):
             self.end(f"it sent what cannot be read: {error}")
 
     def eof_received(self) -> bool:
+        self.cut_off = self.cut_off or not self.why
         self.end("its end closed the connection" + (" in the middle of a frame" if self._reader.mid_frame else ""))
         return False
 
@@ -146,6 +149,7 @@ class Session(asyncio.BufferedProtocol):
         self._outbox.resume()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.cut_off = self.cut_off or not self.why
         self.end(f"the connection broke: {exc or 'closed'}")
         self._owner.disconnected(self)
 
@@ -218,22 +222,24 @@ class Session(asyncio.BufferedProtocol):
     def _on_cancel(self, call: int) -> None:
         raise DecodeError("a CANCEL in the wrong direction")
 
-    async def _verified_value(self, incoming: Incoming) -> Encoded | None:
-        """The value that came with a message. Ends the session and raises PeerLost where it is corrupt."""
-        digest = incoming.parsed.digest
-        if digest is None:
-            return None
-        value = Encoded(incoming.meta(), incoming.buffers(), digest)
-        if not await self._owner.verified(value):
-            log.error(
-                "session with node %s: a %s of %d bytes does not have the digest it was sent with; closing it",
-                self.peer,
-                incoming.parsed.cls.__name__,
-                value.size_bytes,
-            )
-            self.end("it delivered a corrupted value")
-            raise PeerLost(f"node {self.peer}: a value was corrupted on its way")
-        return value
+    async def _received(self, incoming: Incoming) -> Any:
+        """The message that came. Ends the session and raises PeerLost where it is damaged."""
+        parsed = incoming.parsed
+        try:
+            if parsed.digest is None:
+                return parsed.message(None)
+            value = Encoded(incoming.meta(), incoming.buffers(), parsed.digest)
+            if not await self._owner.verified(value):
+                raise DecodeError(
+                    f"a corrupted value: the {value.size_bytes} bytes of a {parsed.cls.__name__} "
+                    "do not have the digest they were sent with"
+                )
+            return parsed.message(value)
+        except DecodeError as error:
+            if not self.why:
+                log.error("session with node %s: %s; closing it", self.peer, error)
+                self.end(f"it sent {error}")
+            raise PeerLost(f"node {self.peer} sent {error}") from error
 
     # The end.
 
@@ -310,7 +316,7 @@ class DialledSession(Session):
         """Sends a call and waits for its reply; cancelling this cancels the handler at the peer."""
         if not self.open:
             raise PeerLost(f"node {self.peer}: {self.why or 'no hello yet'}")
-        header = wire.to_header(message)
+        header = wire.to_header(message)  # raises ValueError or TypeError: the caller's mistake
         value = wire.value_of(message)
         if value is not None and value.size_bytes > self._owner.max_value_bytes:
             raise Refused(
@@ -326,9 +332,7 @@ class DialledSession(Session):
         except asyncio.CancelledError:
             self._give_up(number)
             raise
-        value = await self._verified_value(incoming)
-        reply: Any = incoming.parsed.message(value)
-        return unwrap(reply)
+        return unwrap(await self._received(incoming))
 
     def _give_up(self, number: int) -> None:
         if self._pending.pop(number, None) is None or self.why:
@@ -403,12 +407,8 @@ class AcceptedSession(Session):
 
     async def _serve(self, incoming: Incoming) -> None:
         number = incoming.head.call
-        try:
-            value = await self._verified_value(incoming)
-        except PeerLost:
-            return  # logged, and the session has ended
-        call: Any = incoming.parsed.message(value)
-        del incoming, value  # the handler alone decides how long a value lives
+        call = await self._received(incoming)
+        del incoming  # the handler alone decides how long a value lives
         reply = await answer(self._owner.serve, self.peer, call)
         if number in self._calls:  # else it was cancelled, and the handler went on regardless
             self._reply(number, reply)

@@ -34,6 +34,12 @@ _LOG_EVERY_S = 60.0
 #: Digests of larger values are checked in a thread: 4 MiB take 0.2 ms.
 _THREAD_BYTES = 4 << 20
 _VERIFY_THREADS = 2
+#: Pauses before dialling again after a connection that was cut off during the hello.
+_DIAL_AGAIN_S = (0.005, 0.02, 0.05)
+
+
+class _CutOff(PeerLost):
+    """The connection was made, and ended before the hello without a reason."""
 
 
 async def _not_started(caller: str, call: Call) -> Reply:
@@ -235,7 +241,7 @@ class StreamTransport:
                 continue
             try:
                 async with asyncio.timeout(self._settings.connect_s):
-                    return await self._dial_endpoint(peer, endpoint, probe=probe)
+                    return await self._dial_patiently(peer, endpoint, probe=probe)
             except PeerGone as error:
                 gone.append(str(error))
             except PeerLost as error:
@@ -247,6 +253,19 @@ class StreamTransport:
         if gone:
             raise PeerGone(f"node {peer.node}: {'; '.join(gone)}")
         raise PeerLost(f"node {peer.node} has no endpoint that can be used from here: {peer.endpoints}")
+
+    async def _dial_patiently(self, peer: Peer, endpoint: str, *, probe: bool) -> DialledSession:
+        """Dials again where a connection was made and then cut off before the hello was done.
+
+        A process that is being killed loses its connections a moment before, or after, its port. That moment decides
+        between lost and gone, and whoever asks wants to know that it is gone.
+        """
+        for pause_s in _DIAL_AGAIN_S:
+            try:
+                return await self._dial_endpoint(peer, endpoint, probe=probe)
+            except _CutOff:
+                await asyncio.sleep(pause_s)
+        return await self._dial_endpoint(peer, endpoint, probe=probe)
 
     async def _dial_endpoint(self, peer: Peer, endpoint: str, *, probe: bool) -> DialledSession:
         loop = asyncio.get_running_loop()
@@ -261,7 +280,7 @@ class StreamTransport:
                 await loop.create_connection(lambda: session, sock=sock)
             await session.hello_done
         except PeerLost as error:
-            raise PeerLost(f"{endpoint}: {error}") from error
+            raise (_CutOff if session.cut_off else PeerLost)(f"{endpoint}: {error}") from error
         except OSError as error:
             sock.close()
             raise PeerLost(f"{endpoint}: {error}") from error

@@ -1,0 +1,218 @@
+"""Frames: any cut of the stream gives the same messages; anything else is a DecodeError, before memory is taken."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transport_kit import EXCHANGES, encoded, pull
+
+from taskgraph.errors import DecodeError
+from taskgraph.protocol import messages as m
+from taskgraph.transport import frames, wire
+from taskgraph.transport.frames import FrameReader, Head, Incoming, Kind, Limits, pack_frame
+from taskgraph.transport.outbox import Outbox
+
+
+class Reading:
+    """A reader, and what it read."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.messages: list[tuple[int, m.Message]] = []
+        self.controls: list[tuple[Kind, int, bytes]] = []
+        self.skip: set[int] = set()
+        self.reader = FrameReader(
+            limits or Limits(), on_open=self._open, on_complete=self._complete, on_control=self._control
+        )
+
+    def _open(self, head: Head, sizes: tuple[int, ...], header: bytes) -> Incoming | None:
+        parsed = wire.parse_header(header)
+        return None if head.call in self.skip else Incoming(head, sizes, parsed)
+
+    def _complete(self, incoming: Incoming) -> None:
+        digest = incoming.parsed.digest
+        value = None if digest is None else m.Encoded(incoming.meta(), incoming.buffers(), digest)
+        self.messages.append((incoming.head.call, incoming.parsed.message(value)))
+
+    def _control(self, head: Head, header: bytes) -> None:
+        self.controls.append((head.kind, head.call, header))
+
+    def feed(self, data: bytes, cuts: Iterable[int] = ()) -> None:
+        """Delivers `data` in pieces, as a socket would: never more than the reader has room for."""
+        cuts = iter(cuts)
+        view = memoryview(data)
+        while view.nbytes:
+            room = self.reader.buffer()
+            count = min(room.nbytes, view.nbytes, next(cuts, view.nbytes))
+            assert count
+            room[:count] = view[:count]
+            view = view[count:]
+            self.reader.received(count)
+
+
+def written(*messages: tuple[int, Kind, m.Message]) -> bytes:
+    out: list[bytes] = []
+    callbacks = []
+    outbox = Outbox(lambda data: out.append(bytes(data)), callbacks.append)
+    outbox.pause()
+    for number, kind, message in messages:
+        outbox.send(kind, number, wire.to_header(message), wire.value_of(message))
+    outbox.resume()
+    while callbacks:
+        callbacks.pop()()
+    assert outbox.idle
+    return b"".join(out)
+
+
+ALL = [(n, Kind.CALL, call) for n, (call, _) in enumerate(EXCHANGES, 1)] + [
+    (n, Kind.REPLY, reply) for n, (_, reply) in enumerate(EXCHANGES, 101)
+]
+STREAM = written(*ALL)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.integers(1, 200_000), max_size=300))
+def test_any_cut_of_the_stream_gives_the_same_messages(cuts: list[int]) -> None:
+    reading = Reading()
+    reading.feed(STREAM, cuts)
+    assert dict(reading.messages) == {number: message for number, _, message in ALL}
+    assert len(reading.messages) == len(ALL)
+    assert not reading.reader.mid_frame
+
+
+def test_byte_by_byte() -> None:
+    small = [entry for entry in ALL if (v := wire.value_of(entry[2])) is None or v.size_bytes < 1000]
+    reading = Reading()
+    data = written(*small)
+    reading.feed(data, [1] * len(data))
+    assert [message for _, message in reading.messages] == [message for _, _, message in small]
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.binary(max_size=300))
+def test_garbage_is_a_decode_error_or_not_yet_a_frame(data: bytes) -> None:
+    for prefix in (b"", pack_frame(Head(Kind.GOODBYE, 0)), b"TG\x01", b"TG\x01\x10"):
+        with contextlib.suppress(DecodeError):
+            Reading().feed(prefix + data)
+
+
+SMALL = written(
+    (1, Kind.CALL, pull()), (2, Kind.CALL, m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded(b"meta", b"bulk" * 30, b"")))
+)
+
+
+@settings(deadline=None, max_examples=500)
+@given(st.lists(st.tuples(st.integers(0, len(SMALL) - 1), st.integers(0, 255)), min_size=1, max_size=4), st.data())
+def test_a_damaged_stream_is_read_or_refused(damage: list[tuple[int, int]], data: st.DataObject) -> None:
+    stream = bytearray(SMALL)
+    for place, byte in damage:
+        stream[place] = byte
+    end = data.draw(st.integers(0, len(stream)))
+    limits = Limits(header=10_000, buffers=100, payload=100_000)
+    with contextlib.suppress(DecodeError):
+        Reading(limits).feed(bytes(stream[:end]))
+
+
+PULL = wire.to_header(pull())
+FLAG = wire.to_header(m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded()))
+
+
+@pytest.mark.parametrize(
+    ("what", "data"),
+    [
+        ("not a frame", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(20)),
+        ("version 9", b"TG\x09" + bytes(37)),
+        ("unknown kind", b"TG\x01\xff" + bytes(36)),
+        ("header of 4294967295", pack_frame(Head(Kind.CALL, 1, header=2**32 - 1))),
+        ("buffers", pack_frame(Head(Kind.CALL, 1, buffers=2**32 - 1))),
+        ("value of 18446744073709551615", pack_frame(Head(Kind.CALL, 1, payload=2**64 - 1))),
+        ("body", pack_frame(Head(Kind.CALL, 1, body=11, payload=10, meta=10))),
+        ("meta", pack_frame(Head(Kind.CALL, 1, payload=10, meta=11))),
+        ("sizes that make", pack_frame(Head(Kind.CALL, 1, len(FLAG), 1, 0, 10, 5), (6,), FLAG)),
+        ("sizes that make", pack_frame(Head(Kind.CALL, 1, len(FLAG), 2, 0, 10, 5), (2**64 - 1, 6), FLAG)),
+        ("chunk", pack_frame(Head(Kind.CHUNK, 1))),
+        ("chunk", pack_frame(Head(Kind.CHUNK, 1, body=2**32 - 1))),
+        ("chunk", pack_frame(Head(Kind.CHUNK, 1, header=1, body=1), (), b"x")),
+        ("with a payload", pack_frame(Head(Kind.GOODBYE, 0, payload=1))),
+        (
+            "opened twice",
+            pack_frame(Head(Kind.CALL, 1, len(FLAG), 0, 0, 10, 10), (), FLAG) * 2,
+        ),
+        (
+            "11 bytes where 10",
+            pack_frame(Head(Kind.CALL, 1, len(FLAG), 0, 0, 10, 10), (), FLAG)
+            + pack_frame(Head(Kind.CHUNK, 1, body=11)),
+        ),
+    ],
+)
+def test_what_is_refused(what: str, data: bytes) -> None:
+    with pytest.raises(DecodeError, match=what):
+        Reading().feed(data)
+
+
+def test_nothing_is_allocated_for_what_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated: list[int] = []
+    monkeypatch.setattr(frames, "_allocate", lambda size: allocated.append(size) or memoryview(bytearray(size)))
+    head = Head(Kind.CALL, 1, len(FLAG), 1, 0, 1001, 1)
+    with pytest.raises(DecodeError, match="limit is 1000"):
+        Reading(Limits(payload=1000)).feed(pack_frame(head, (1000,), FLAG))
+    assert allocated == []
+
+
+def test_what_nobody_waits_for_is_skipped() -> None:
+    large = m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded(b"meta", bytes(3 << 20)))
+    reading = Reading()
+    reading.skip = {1}
+    reading.feed(written((1, Kind.CALL, large), (2, Kind.CALL, pull()), (3, Kind.CALL, large)))
+    assert [number for number, _ in reading.messages] == [2, 3]
+
+
+def test_a_message_can_be_dropped_half_way() -> None:
+    large = m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded(b"meta", bytes(3 << 20)))
+    data = written((1, Kind.CALL, large))
+    reading = Reading()
+    reading.feed(data[:1_500_000])
+    assert reading.reader.mid_frame
+    reading.reader.drop(Kind.CALL, 1)
+    reading.feed(data[1_500_000:] + written((2, Kind.CALL, pull())))
+    assert [number for number, _ in reading.messages] == [2]
+    assert not reading.reader.mid_frame
+
+
+def test_small_messages_overtake_large_ones() -> None:
+    out: list[bytes] = []
+    callbacks = []
+    outbox = Outbox(lambda data: out.append(bytes(data)), callbacks.append)
+    outbox.pause()
+    large = m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded(b"", bytes(32 << 20)))
+    outbox.send(Kind.CALL, 1, wire.to_header(large), large.value)
+    outbox.resume()
+    (more,) = callbacks  # it lets the event loop breathe
+    assert sum(map(len, out)) < 10 << 20
+    outbox.send(Kind.CALL, 2, PULL)
+    more()
+    while len(callbacks) > 1:
+        callbacks.pop()()
+    reading = Reading()
+    for data in out:
+        reading.feed(data)
+    assert reading.messages[0][0] == 2
+
+
+def test_a_dropped_message_is_known_to_be_seen_or_not() -> None:
+    out: list[bytes] = []
+    outbox = Outbox(lambda data: out.append(bytes(data)), lambda callback: None)
+    large = encoded(b"", bytes(32 << 20))
+    outbox.send(Kind.CALL, 1, FLAG, large)  # partly written
+    outbox.pause()
+    outbox.send(Kind.CALL, 2, PULL)
+    for number in range(3, 8):
+        outbox.send(Kind.CALL, number, FLAG, large)
+    assert outbox.drop(1)
+    assert not outbox.drop(2)
+    assert not any(outbox.drop(number) for number in range(3, 8))
+    assert outbox.idle
+    assert outbox.drop(9)  # written long ago

@@ -1,0 +1,493 @@
+"""What only sockets can get wrong: strangers, impostors, damage, and peers that die or do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transport_kit import JOB, TOKEN, Cluster, cluster_of, encoded, item, pull, verify
+
+from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
+from taskgraph.protocol import messages as m
+from taskgraph.settings import Settings
+from taskgraph.transport import endpoints, frames, stream
+from taskgraph.transport._proto import frame_pb2
+from taskgraph.transport.api import Peer
+from taskgraph.transport.frames import Head, Kind, pack_frame
+from taskgraph.transport.stream import StreamTransport
+
+SEAL = m.Seal(m.Stamp(1, 1), 1, 1)
+NO_STAMP = frame_pb2.Header(seal=frame_pb2.Seal(task=1)).SerializeToString()
+
+
+def sessions_of(transport: object) -> list[stream.Session]:
+    assert isinstance(transport, StreamTransport)
+    return list(transport._connections)
+
+
+async def turns_until(condition: Callable[[], object]) -> None:
+    """Turns of the event loop until something holds that nobody announces."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def stranger(peer: Peer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    sock = await endpoints.connect(peer.endpoints[0], Settings())
+    return await asyncio.open_connection(sock=sock)
+
+
+@contextlib.asynccontextmanager
+async def hung_up(writer: asyncio.StreamWriter) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+# Who may talk.
+
+
+async def test_a_wrong_token_is_refused_and_logged_once(streams: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    a = await streams.node(token=b"another token, as long")
+    b = await streams.node()
+    for _ in range(3):
+        with pytest.raises(PeerLost, match="wrong token"):
+            await a.call(b, SEAL)
+    with pytest.raises(PeerLost, match="wrong token"):
+        await a.transport.probe(b.peer, timeout_s=5)
+    assert len([record for record in caplog.records if "wrong token" in record.getMessage()]) == 1
+    assert b.served == [] and a.lost.empty() and b.lost.empty()
+
+
+async def test_a_listener_that_does_not_know_the_token_is_found_out(
+    streams: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = await streams.node(), await streams.node(token=b"another token, as long")
+    from taskgraph.transport import hello
+
+    def gullible(self: hello.Answering, kind: Kind, data: bytes) -> hello.Frames:
+        if kind is Kind.HELLO_PROOF:
+            self.done = True
+            proof = hello.frame_pb2.HelloWelcome(proof=self._proof_of(b"listener"))
+            return [(Kind.HELLO_WELCOME, proof.SerializeToString())]
+        return original(self, kind, data)
+
+    original = hello.Answering.on_frame
+    monkeypatch.setattr(hello.Answering, "on_frame", gullible)
+    with pytest.raises(PeerLost, match="does not know this job's token"):
+        await a.call(b, SEAL)
+    assert b.served == []
+
+
+async def test_another_job_is_refused(streams: Cluster) -> None:
+    a, b = await streams.node(job="other"), await streams.node()
+    with pytest.raises(PeerLost, match="another job"):
+        await a.call(b, SEAL)
+
+
+async def test_another_version_is_refused_and_both_are_named(streams: Cluster) -> None:
+    a, b = await streams.node(), await streams.node()
+    reader, writer = await stranger(b.peer)
+    async with hung_up(writer):
+        data = bytearray(pack_frame(Head(Kind.HELLO_OPEN, 0)))
+        data[2] = 9
+        writer.write(data)
+        answer = await reader.read()
+    assert answer[:4] == b"TG\x01\x05"
+    assert b"version 9" in answer and b"speaks 1" in answer  # what a dialler of version 9 can read
+
+    async def of_version_9(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with hung_up(writer):
+            await reader.read(10)
+            writer.write(data)
+            await writer.drain()
+
+    server = await asyncio.start_server(of_version_9, "127.0.0.1", 0)
+    async with server:
+        peer = Peer("x", (endpoints.tcp_endpoint("127.0.0.1", server.sockets[0].getsockname()[1]),))
+        with pytest.raises(PeerLost, match="version 9; this node speaks 1"):
+            await a.call(peer, SEAL)
+
+
+async def test_another_node_behind_the_port_means_that_the_one_meant_is_gone(streams: Cluster) -> None:
+    a, b = await streams.node(), await streams.node()
+    impostor = Peer("node-of-yore", b.peer.endpoints)
+    with pytest.raises(PeerGone, match=f"node {b.name} listens there now"):
+        await a.call(impostor, SEAL)
+    with pytest.raises(PeerGone):
+        await a.transport.probe(impostor, timeout_s=5)
+    await a.call(b, SEAL)
+    assert a.lost.empty() and b.lost.empty()
+
+
+async def test_a_recorded_hello_is_useless(streams: Cluster) -> None:
+    a, b = await streams.node(), await streams.node()
+    recorded: list[bytes] = []
+    original = stream.DialledSession._write
+
+    def record(self: stream.DialledSession, data: bytes | memoryview) -> None:
+        recorded.append(bytes(data))
+        original(self, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream.DialledSession, "_write", record)
+        await a.call(b, SEAL)
+    reader, writer = await stranger(b.peer)
+    async with hung_up(writer):
+        writer.write(b"".join(recorded))
+        answer = await reader.read()
+    assert b"wrong token" in answer
+    assert len(b.served) == 1
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n" + bytes(40), pack_frame(Head(Kind.CALL, 1)), b"TG"])
+async def test_strangers_are_hung_up_on(streams: Cluster, data: bytes) -> None:
+    b = await streams.node(settings=Settings(connect_s=0.2))
+    a = await streams.node()
+    reader, writer = await stranger(b.peer)
+    async with hung_up(writer):
+        writer.write(data)
+        with contextlib.suppress(ConnectionResetError):
+            async with asyncio.timeout(5):
+                await reader.read()
+    await a.call(b, SEAL)
+    assert b.lost.empty()
+
+
+async def test_strangers_who_say_nothing_are_few_and_do_not_keep_others_out(
+    streams: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "MAX_STRANGERS", 4)
+    a, b = await streams.node(), await streams.node()
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(20):
+            _, writer = await stranger(b.peer)
+            await stack.enter_async_context(hung_up(writer))
+        await a.call(b, SEAL)
+        assert isinstance(b.transport, StreamTransport)
+        assert len(b.transport._strangers) <= 4
+
+
+# Damage.
+
+
+async def test_a_corrupted_call_breaks_the_session(streams: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    a, b = await streams.node(), await streams.node()
+    for size in (10, 5 << 20):  # checked at once, and in a thread
+        good = encoded(b"meta", bytes(size))
+        bad = m.Encoded(good.meta, (memoryview(b"\1" + bytes(size - 1)),), good.digest)
+        with pytest.raises(PeerLost):
+            await a.call(b, m.Flag(m.Stamp(1, 1), 1, 1, 1, bad))
+        assert await asyncio.wait_for(b.lost.get(), 5) == a.name
+        assert await asyncio.wait_for(a.lost.get(), 5) == b.name
+    assert b.served == [] and "digest" in caplog.text
+
+
+async def test_a_corrupted_reply_is_not_believed(streams: Cluster) -> None:
+    a, b = await streams.node(), await streams.node()
+
+    async def handler(caller: str, call: m.Call) -> m.Reply:
+        assert isinstance(call, m.Pull)
+        return item(call, m.Encoded(b"meta", (), b"0" * 16))
+
+    b.handler = handler
+    with pytest.raises(PeerLost, match="corrupted"):
+        await a.call(b, pull())
+
+
+async def test_a_half_written_frame_then_the_end(streams: Cluster) -> None:
+    a, b = await streams.node(), await streams.node()
+    await a.call(b, SEAL)
+    (session,) = sessions_of(a.transport)
+    session._write(pack_frame(Head(Kind.CALL, 5, 100)))
+    assert session._transport is not None
+    session._transport.write_eof() if session._transport.can_write_eof() else session.abort()
+    assert await asyncio.wait_for(b.lost.get(), 5) == a.name
+    assert await asyncio.wait_for(a.lost.get(), 5) == b.name
+    await a.call(b, SEAL)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pack_frame(Head(Kind.HELLO_OPEN, 0)),
+        pack_frame(Head(Kind.REPLY, 1)),
+        pack_frame(Head(Kind.CALL, 1, 3), (), b"\xff\xff\xff"),
+        pack_frame(Head(Kind.CALL, 1, payload=1 << 62)),
+        pack_frame(Head(Kind.CALL, 1, len(NO_STAMP)), (), NO_STAMP),
+        bytes(40),
+    ],
+)
+async def test_nonsense_in_an_open_session_breaks_it(streams: Cluster, data: bytes) -> None:
+    a, b = await streams.node(), await streams.node()
+    await a.call(b, SEAL)
+    (session,) = sessions_of(a.transport)
+    session._write(data)
+    assert await asyncio.wait_for(b.lost.get(), 5) == a.name
+    await a.call(b, SEAL)
+
+
+async def test_values_beyond_the_limit_are_refused_on_both_sides(streams: Cluster) -> None:
+    settings = Settings(max_value_bytes=1000)
+    a, b = await streams.node(settings=settings), await streams.node(settings=settings)
+
+    async def handler(caller: str, call: m.Call) -> m.Reply:
+        assert isinstance(call, m.Pull)
+        return item(call, encoded(bytes(1001)))
+
+    b.handler = handler
+    for call in (pull(), m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded(bytes(1001)))):
+        with pytest.raises(Refused, match="max_value_bytes is 1000"):
+            await a.call(b, call)
+    assert a.lost.empty() and b.lost.empty()
+
+
+async def test_no_memory_is_an_answer(streams: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = await streams.node(), await streams.node()
+    allocate = frames._allocate
+
+    def poor(size: int) -> memoryview:
+        if size > 1 << 20:
+            raise MemoryError
+        return allocate(size)
+
+    async def handler(caller: str, call: m.Call) -> m.Reply:
+        assert isinstance(call, m.Pull)
+        return item(call, encoded(b"", bytes(3 << 20)))
+
+    monkeypatch.setattr(frames, "_allocate", poor)
+    b.handler = handler
+    for call in (pull(), m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded(b"", bytes(3 << 20)))):
+        with pytest.raises(Refused, match="no memory"):
+            await a.call(b, call)
+    assert a.lost.empty() and b.lost.empty()
+
+
+# Bulk.
+
+
+@pytest.mark.slow
+async def test_an_item_of_200_mib_arrives_intact(streams: Cluster) -> None:
+    a, b = await streams.node(), await streams.node()
+    bulk = np.random.default_rng(0).integers(0, 2**63, (200 << 20) // 8, dtype=np.int64)
+    value = encoded(b"meta", bulk.data)
+
+    async def handler(caller: str, call: m.Call) -> m.Reply:
+        assert isinstance(call, m.Pull)
+        return item(call, value)
+
+    b.handler = handler
+    reply = await a.call(b, pull(), timeout_s=60)
+    assert isinstance(reply, m.Item)
+    assert np.array_equal(np.frombuffer(reply.value.buffers[0], np.int64), bulk)
+
+
+async def test_a_peer_that_does_not_read_bounds_what_is_buffered(streams: Cluster) -> None:
+    a, b = await streams.node(), await streams.node()
+    await a.call(b, SEAL)
+    (here,), (there,) = sessions_of(a.transport), sessions_of(b.transport)
+    assert here._transport is not None and there._transport is not None
+    there._transport.pause_reading()
+    flags = [m.Flag(m.Stamp(1, 1), 1, 1, task, encoded(b"", bytes(32 << 20))) for task in range(8)]
+    waiting = [asyncio.ensure_future(a.call(b, flag, timeout_s=60)) for flag in flags]
+    await turns_until(lambda: here._outbox._paused)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert here._transport.get_write_buffer_size() <= frames.CHUNK_BYTES + (1 << 20)
+    for task in waiting[4:]:
+        task.cancel()
+    await asyncio.wait(waiting[4:])
+    there._transport.resume_reading()
+    assert await asyncio.gather(*waiting[:4]) == [m.Accepted(1)] * 4
+    assert sorted(call.task for _, call in b.served[1:]) == [0, 1, 2, 3]
+
+
+async def test_cancelling_in_the_middle_of_bulk_leaves_the_session_usable(streams: Cluster) -> None:
+    a, b = await streams.node(), await streams.node()
+    large = encoded(b"", bytes(64 << 20))
+
+    async def handler(caller: str, call: m.Call) -> m.Reply:
+        return item(call, large) if isinstance(call, m.Pull) else m.Accepted(1)
+
+    b.handler = handler
+    await a.call(b, SEAL)
+    (here,), (there,) = sessions_of(a.transport), sessions_of(b.transport)
+    for call, sender in ((m.Flag(m.Stamp(1, 1), 1, 1, 1, large), here), (pull(), there)):
+        waiting = asyncio.ensure_future(a.call(b, call))
+        await turns_until(lambda sender=sender: sender._outbox._turn)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert await a.call(b, SEAL) == m.Accepted(1)
+        await turns_until(lambda sender=sender: sender._outbox.idle)
+    assert not any(isinstance(call, m.Flag) for _, call in b.served)
+    assert not there._reader.mid_frame
+    assert sessions_of(a.transport) == [here] and a.lost.empty()
+
+
+# Sockets.
+
+
+async def test_calls_at_once_share_one_session(streams: Cluster) -> None:
+    a, b = await streams.node(), await streams.node()
+    await asyncio.gather(*(a.call(b, SEAL) for _ in range(50)))
+    assert len(sessions_of(a.transport)) == len(sessions_of(b.transport)) == 1
+
+
+async def test_a_peer_that_accepts_and_says_nothing_is_lost_in_time(folder: Path) -> None:
+    async with cluster_of("tcp", folder) as cluster:
+        a = await cluster.node(settings=Settings(connect_s=0.1))
+        with socket.create_server(("127.0.0.1", 0)) as frozen:
+            peer = Peer("x", (endpoints.tcp_endpoint("127.0.0.1", frozen.getsockname()[1]),))
+            with pytest.raises(PeerLost, match=r"0\.1 s"):
+                await a.call(peer, SEAL)
+            with pytest.raises(PeerLost):
+                await a.transport.probe(peer, timeout_s=0.05)
+            waiting = asyncio.ensure_future(a.call(peer, SEAL))
+            await asyncio.sleep(0)
+            a.transport.forget("x")
+            with pytest.raises(PeerLost, match="given up"):
+                await waiting
+
+
+async def test_endpoints_are_tried_in_order_where_they_can_be_used(folder: Path) -> None:
+    async with cluster_of("tcp", folder) as cluster:
+        a, b = await cluster.node(), await cluster.node()
+        (tcp,) = b.peer.endpoints
+        nobody = f"unix:{endpoints.host_key()}:{folder}/nobody"
+        await a.call(Peer(b.name, ("unix:another host:/x", nobody, tcp)), SEAL)
+        with pytest.raises(PeerGone):
+            await a.call(Peer("x", (nobody,)), SEAL)
+        with pytest.raises(PeerLost, match="no endpoint that can be used"):
+            await a.call(Peer("x", ("unix:another host:/x", "memory:")), SEAL)
+        for wrong in ("tcp:", "tcp:host", "tcp:host:port"):
+            with pytest.raises(PeerLost, match="not an endpoint"):
+                await a.call(Peer("x", (wrong,)), SEAL)
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
+async def test_ipv6() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    a, b = (StreamTransport(Settings(), TOKEN, job=JOB, verify=verify, tcp_host="::1") for _ in "ab")
+
+    async def serve(caller: str, call: m.Call) -> m.Reply:
+        return m.Accepted(1)
+
+    await a.start("a", serve, lambda node: None)
+    await b.start("b", serve, lambda node: None)
+    assert b.endpoints[0].startswith("tcp:[::1]:")
+    assert await a.call(Peer("b", b.endpoints), SEAL) == m.Accepted(1)
+    await a.close()
+    await b.close()
+
+
+async def test_tcp_options(folder: Path) -> None:
+    async with cluster_of("tcp", folder) as cluster:
+        settings = Settings(ping_s=3, ping_timeout_s=12)
+        a, b = await cluster.node(settings=settings), await cluster.node(settings=settings)
+        await a.call(b, SEAL)
+        for node in (a, b):
+            (session,) = sessions_of(node.transport)
+            assert session._transport is not None
+            sock = session._transport.get_extra_info("socket")
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            if sys.platform == "linux":
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 3
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 4
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 12_000
+
+
+async def test_unix_sockets_are_private_and_their_paths_short(folder: Path) -> None:
+    def transport(where: Path) -> StreamTransport:
+        return StreamTransport(Settings(), TOKEN, job=JOB, verify=verify, unix_dir=where, tcp_host=None)
+
+    async def serve(caller: str, call: m.Call) -> m.Reply:
+        return m.Accepted(1)
+
+    with pytest.raises(TransportError, match="shorter path"):
+        await transport(folder / ("x" * 100)).start("a", serve, lambda node: None)
+    shared = folder / "shared"
+    shared.mkdir()
+    shared.chmod(0o755)
+    with pytest.raises(TransportError, match="0700"):
+        await transport(shared).start("a", serve, lambda node: None)
+    good = transport(folder / "private")
+    await good.start("a", serve, lambda node: None)
+    (path,) = (folder / "private").iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+    await good.close()
+    assert not path.exists()
+
+
+def test_constructor_mistakes() -> None:
+    with pytest.raises(ValueError, match="at least 16"):
+        StreamTransport(Settings(), b"short", job=JOB, verify=verify)
+    with pytest.raises(ValueError, match="neither"):
+        StreamTransport(Settings(), TOKEN, job=JOB, verify=verify, tcp_host=None)
+    with pytest.raises(ValueError, match="advertise"):
+        StreamTransport(Settings(), TOKEN, job=JOB, verify=verify, tcp_host="0.0.0.0")
+
+
+# Processes.
+
+PEER = """
+import asyncio, sys
+sys.path[:0] = [{here!r}]
+from transport_kit import *
+async def main():
+    kind, folder = sys.argv[1:]
+    cluster = Cluster(kind, Path(folder))
+    node = Node("process", cluster.transport())
+    async def hang(caller, call):
+        print("serving", flush=True)
+        await asyncio.Event().wait()
+    node.handler = hang
+    await node.start()
+    print(node.peer.endpoints[0], flush=True)
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+async def test_a_killed_process_is_lost_and_gone_within_100_ms(streams: Cluster) -> None:
+    a = await streams.node()
+    script = PEER.format(here=str(Path(__file__).parent))
+    command = [sys.executable, "-c", script, streams.kind, str(streams.folder)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:  # noqa: ASYNC220
+        assert process.stdout is not None
+        try:
+            peer = Peer("process", ((await asyncio.to_thread(process.stdout.readline)).strip(),))
+            waiting = asyncio.ensure_future(a.call(peer, pull()))
+            assert await asyncio.to_thread(process.stdout.readline) == "serving\n"
+            loop = asyncio.get_running_loop()
+            at = loop.time()
+            process.kill()
+            with pytest.raises(PeerLost):
+                await waiting
+            assert await asyncio.wait_for(a.lost.get(), 5) == "process"
+            with pytest.raises(PeerGone):
+                await a.transport.probe(peer, timeout_s=5)
+            with pytest.raises(PeerGone):
+                await a.call(peer, pull())
+            assert loop.time() - at < 0.1
+        finally:
+            process.kill()
+    for left in streams.folder.iterdir():
+        left.unlink()  # the dead leave their socket's file
