@@ -11,6 +11,7 @@ and what they are made of:
     outbox      what is still to be written, fair to small messages
     hello       both sides prove the job's token, and who they are
     session     one connection from hello to goodbye
+    sides       the side of a session that calls, and the one that serves
     endpoints   addresses and sockets
     calls       serving, answering, and owning the tasks that do it
 

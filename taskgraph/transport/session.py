@@ -12,16 +12,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, cast
 
-from taskgraph.errors import DecodeError, PeerLost, Refused
-from taskgraph.protocol.messages import Call, Encoded, Reason, Refusal, Reply
+from taskgraph.errors import DecodeError, PeerLost
+from taskgraph.protocol.messages import Encoded
 from taskgraph.settings import Settings
 from taskgraph.transport import wire
 from taskgraph.transport._proto import frame_pb2
 from taskgraph.transport.api import Serve
-from taskgraph.transport.calls import OwnedTasks, answer, describe, unwrap
+from taskgraph.transport.calls import OwnedTasks
 from taskgraph.transport.endpoints import tune_tcp
 from taskgraph.transport.frames import (
     MAX_BUFFERS,
@@ -36,12 +35,10 @@ from taskgraph.transport.frames import (
 from taskgraph.transport.hello import HELLO_LIMITS, Answering, Dialling, HelloRefused
 from taskgraph.transport.outbox import Outbox
 
-__all__ = ["AcceptedSession", "DialledSession", "Owner", "Session"]
+__all__ = ["Owner", "Session"]
 
 log = logging.getLogger("taskgraph.transport")
 
-#: Calls of one session that are being received or served at a time; more are refused as PAUSED.
-MAX_CALLS = 1 << 17
 #: High-water mark of the event loop's own buffer. Beyond the kernel's, so that a fast reader never finds us idle.
 _WRITE_BUFFER_BYTES = 256 << 10
 
@@ -285,158 +282,3 @@ class Session(asyncio.BufferedProtocol):
     def _release(self) -> None:
         """Lets go of everybody who waits for this session."""
         raise NotImplementedError
-
-
-@dataclass(eq=False, slots=True)
-class _Pending:
-    """A call that waits for its reply."""
-
-    expected: type
-    arrived: asyncio.Future[Incoming]
-
-
-class DialledSession(Session):
-    """The calling side."""
-
-    _opening_kind = Kind.REPLY
-
-    def __init__(self, owner: Owner, hello: Dialling, *, wanted: str, hello_s: float) -> None:
-        super().__init__(owner, hello, hello_s=hello_s)
-        self.wanted = wanted  # the node that was meant; another may listen there now
-        self._pending: dict[int, _Pending] = {}
-        self._last_call = 0
-        self.hello_done: asyncio.Future[None] = self._loop.create_future()
-
-    def _opened(self) -> None:
-        super()._opened()
-        if not self.hello_done.done():
-            self.hello_done.set_result(None)
-
-    async def call(self, message: Call) -> Reply:
-        """Sends a call and waits for its reply; cancelling this cancels the handler at the peer."""
-        if not self.open:
-            raise PeerLost(f"node {self.peer}: {self.why or 'no hello yet'}")
-        header = wire.to_header(message)  # raises ValueError or TypeError: the caller's mistake
-        value = wire.value_of(message)
-        if value is not None and value.size_bytes > self._owner.max_value_bytes:
-            raise Refused(
-                Reason.BAD_MESSAGE,
-                f"{describe(message)}: {value.size_bytes} bytes; max_value_bytes is {self._owner.max_value_bytes}",
-            )
-        self._last_call = number = self._last_call + 1
-        pending = _Pending(wire.REPLY_OF[type(message)], self._loop.create_future())
-        self._pending[number] = pending
-        self._outbox.send(Kind.CALL, number, header, value)
-        try:
-            incoming = await pending.arrived
-        except asyncio.CancelledError:
-            self._give_up(number)
-            raise
-        return unwrap(await self._received(incoming))
-
-    def _give_up(self, number: int) -> None:
-        if self._pending.pop(number, None) is None or self.why:
-            return
-        self._reader.drop(Kind.REPLY, number)
-        if self._outbox.drop(number):
-            self._outbox.send(Kind.CANCEL, number)
-
-    def _admits(self, head: Head, parsed: wire.ParsedHeader) -> bool:
-        if not 0 < head.call <= self._last_call:
-            raise DecodeError(f"a reply to call {head.call}, which was never made")
-        pending = self._pending.get(head.call)
-        if pending is None:
-            return False  # it was cancelled meanwhile
-        if parsed.cls not in (pending.expected, Refusal):
-            raise DecodeError(f"a {parsed.cls.__name__} where a {pending.expected.__name__} was expected")
-        return True
-
-    def _no_memory(self, head: Head) -> None:
-        pending = self._pending.pop(head.call)
-        if not pending.arrived.done():
-            text = f"no memory for a reply of {head.payload} bytes"
-            pending.arrived.set_exception(Refused(Reason.BAD_MESSAGE, text))
-
-    def _on_complete(self, incoming: Incoming) -> None:
-        pending = self._pending.pop(incoming.head.call, None)
-        if pending is not None and not pending.arrived.done():
-            pending.arrived.set_result(incoming)
-
-    def _release(self) -> None:
-        waiting, self._pending = self._pending, {}
-        for pending in waiting.values():
-            if not pending.arrived.done():
-                pending.arrived.set_exception(PeerLost(f"node {self.peer}: {self.why}"))
-        if not self.hello_done.done():
-            self.hello_done.set_exception(PeerLost(self.why))
-            self.hello_done.exception()  # seen, even if the dial was given up
-
-
-class AcceptedSession(Session):
-    """The serving side."""
-
-    _opening_kind = Kind.CALL
-
-    def __init__(self, owner: Owner, hello: Answering, *, hello_s: float) -> None:
-        super().__init__(owner, hello, hello_s=hello_s)
-        self._calls: dict[int, asyncio.Task[None] | None] = {}  # None: still being received
-
-    def _admits(self, head: Head, parsed: wire.ParsedHeader) -> bool:
-        if self.probe:
-            raise DecodeError("a call in a session that was dialled as a probe")
-        if parsed.cls not in wire.CALLS:
-            raise DecodeError(f"a {parsed.cls.__name__} as a call")
-        if head.call in self._calls:
-            raise DecodeError(f"call {head.call} is made twice")
-        if len(self._calls) >= MAX_CALLS:
-            self._reply(head.call, Refusal(Reason.PAUSED, f"{MAX_CALLS} calls of this session are being served"))
-            return False
-        self._calls[head.call] = None
-        return True
-
-    def _no_memory(self, head: Head) -> None:
-        del self._calls[head.call]
-        log.error("no memory for a call of %d bytes from node %s", head.payload, self.peer)
-        self._reply(head.call, Refusal(Reason.BAD_MESSAGE, f"no memory for a call of {head.payload} bytes"))
-
-    def _on_complete(self, incoming: Incoming) -> None:
-        number = incoming.head.call
-        task = self._owner.tasks.spawn(self._serve(incoming), name=f"serve {self.peer} {number}")
-        self._calls[number] = task
-        task.add_done_callback(lambda _: self._calls.pop(number, None))
-
-    async def _serve(self, incoming: Incoming) -> None:
-        number = incoming.head.call
-        call = await self._received(incoming)
-        del incoming  # the handler alone decides how long a value lives
-        reply = await answer(self._owner.serve, self.peer, call)
-        if number in self._calls:  # else it was cancelled, and the handler went on regardless
-            self._reply(number, reply)
-
-    def _reply(self, number: int, reply: Reply) -> None:
-        value = wire.value_of(reply)
-        limit = self._owner.max_value_bytes
-        if value is not None and value.size_bytes > limit:
-            log.error("a reply of %d bytes; max_value_bytes is %d", value.size_bytes, limit)
-            text = f"the reply has {value.size_bytes} bytes; max_value_bytes is {limit}"
-            reply, value = Refusal(Reason.BAD_MESSAGE, text), None
-        try:
-            header = wire.to_header(reply)
-        except (TypeError, ValueError) as error:
-            log.exception("a %s cannot travel", type(reply).__name__)
-            text = f"the reply cannot travel: {error}"
-            header, value = wire.to_header(Refusal(Reason.BAD_MESSAGE, text)), None
-        self._outbox.send(Kind.REPLY, number, header, value)
-
-    def _on_cancel(self, call: int) -> None:
-        self._reader.drop(Kind.CALL, call)
-        self._outbox.drop(call)
-        task = self._calls.pop(call, None)
-        if task is not None:
-            task.cancel()
-
-    def _release(self) -> None:
-        calls, self._calls = self._calls, {}
-        for task in calls.values():
-            if task is not None:
-                task.cancel()

@@ -18,7 +18,8 @@ from taskgraph.transport import endpoints
 from taskgraph.transport.api import OnLost, Peer, Serve
 from taskgraph.transport.calls import OwnedTasks, answer, describe, unwrap
 from taskgraph.transport.hello import Answering, Dialling
-from taskgraph.transport.session import AcceptedSession, DialledSession, Session
+from taskgraph.transport.session import Session
+from taskgraph.transport.sides import AcceptedSession, DialledSession
 
 __all__ = ["StreamTransport"]
 
