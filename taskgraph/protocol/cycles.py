@@ -1,0 +1,205 @@
+"""What a standing epoch waits for, and whether it waits for itself.
+
+Where an epoch does not move, the leader asks every primary what its unfinished processors wait for. A processor
+waits for all of its waits at once, so a cycle among them cannot be left: it is a deadlock, made by the graph.
+
+An edge leads from a processor to the one that must act first:
+
+    item    to the unfinished processor of the producing task that will put this tag for this consumer
+    order   to the earlier processor of the same task
+    reply   to the handler of the asked task, where that waits itself
+    running nowhere
+
+What is not found among the unfinished has happened already, and its outcome is on its way: no edge.
+
+Handlers are known by name, not by request. Every running handler was called by exactly one request, and every
+request made by one processor or handler: who called whom is a forest, so handlers alone never wait in a cycle. Two
+tasks whose handlers call each other in turn look like one all the same; a cycle counts only where a processor
+takes part.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from taskgraph.protocol.messages import Wait
+
+__all__ = ["HANDLER", "Edge", "describe_cycle", "describe_waits", "find_cycle"]
+
+HANDLER = "handler "  # how the processor of a handler's wait begins; the method's name follows
+
+_SHOWN = 12  # edges of a cycle in words: enough for a graph drawn by hand, and bounded for a ring of a thousand tasks
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """`processor` of `task` waits (see `messages.Wait` for `kind` and `name`) for `next_processor` of `next_task`."""
+
+    task: int
+    processor: str
+    kind: str
+    name: str
+    next_task: int
+    next_processor: str
+
+
+_Node = tuple[int, str]
+_Edges = dict[_Node, list[Edge]]
+
+
+def find_cycle(waits: Mapping[int, Sequence[Wait]]) -> list[Edge] | None:
+    """Finds a cycle of waits, in time linear in the number of waits.
+
+    Args:
+        waits: task -> what its unfinished processors and handlers wait for. Tasks that were not asked are taken to
+            move.
+
+    Returns:
+        The edges of one cycle, each leading to where the next one begins and the last to the first; None where
+        there is none.
+    """
+    edges = _edges(waits)
+    for component in _components(edges):
+        processors = {node for node in component if not node[1].startswith(HANDLER)}
+        if processors:
+            # The first by task and declaration, so that the same standstill is always told in the same words.
+            return _shortest(edges, component, next(node for node in edges if node in processors))
+    return None
+
+
+def _edges(waits: Mapping[int, Sequence[Wait]]) -> _Edges:
+    edges: _Edges = {}
+    provider: dict[tuple[int, str, int], str] = {}  # (producer, tag, consumer) -> processor
+    for task, page in sorted(waits.items()):
+        for wait in page:
+            edges.setdefault((task, wait.processor), [])
+            for tag, consumer in wait.provides:
+                provider.setdefault((task, tag, consumer), wait.processor)
+    for task, page in waits.items():
+        for wait in page:
+            to: _Node
+            match wait.kind:
+                case "item":
+                    to = (wait.task, provider.get((wait.task, wait.name, task), ""))
+                case "order":
+                    to = (task, wait.name)
+                case "reply":
+                    to = (wait.task, HANDLER + wait.name)
+                case _:
+                    continue
+            if to in edges:
+                edges[task, wait.processor].append(Edge(task, wait.processor, wait.kind, wait.name, *to))
+    return edges
+
+
+def _components(edges: _Edges) -> list[set[_Node]]:
+    """The strongly connected components that hold a cycle (Tarjan 1972, with a stack of its own)."""
+    index: dict[_Node, int] = {}
+    low: dict[_Node, int] = {}
+    stack: list[_Node] = []
+    open_nodes: set[_Node] = set()
+    found: list[set[_Node]] = []
+    for root in edges:
+        if root in index:
+            continue
+        path = [(root, iter(edges[root]))]
+        while path:
+            node, rest = path[-1]
+            if node not in index:
+                index[node] = low[node] = len(index)
+                stack.append(node)
+                open_nodes.add(node)
+            for edge in rest:
+                to = (edge.next_task, edge.next_processor)
+                if to not in index:
+                    path.append((to, iter(edges[to])))
+                    break
+                if to in open_nodes:
+                    low[node] = min(low[node], index[to])
+            else:
+                path.pop()
+                if path:
+                    low[path[-1][0]] = min(low[path[-1][0]], low[node])
+                if low[node] == index[node]:
+                    component: set[_Node] = set()
+                    while node not in component:
+                        component.add(stack.pop())
+                    open_nodes -= component
+                    if len(component) > 1 or any((e.next_task, e.next_processor) == node for e in edges[node]):
+                        found.append(component)
+    return found
+
+
+def _shortest(edges: _Edges, component: set[_Node], start: _Node) -> list[Edge]:
+    came_by: dict[_Node, Edge] = {}
+    queue = deque([start])
+    while start not in came_by:
+        for edge in edges[queue.popleft()]:
+            to = (edge.next_task, edge.next_processor)
+            if to in component and to not in came_by:
+                came_by[to] = edge
+                queue.append(to)
+    cycle = [came_by[start]]
+    while (node := (cycle[-1].task, cycle[-1].processor)) != start:
+        cycle.append(came_by[node])
+    cycle.reverse()
+    return cycle
+
+
+def describe_cycle(cycle: Sequence[Edge]) -> str:
+    """Says who waits for whom around the cycle, and what to change in the job."""
+    parts = [_clause(edge, cycle[i - 1]) for i, edge in enumerate(cycle)]
+    if len(parts) > _SHOWN:
+        parts[_SHOWN - 2 : -2] = [f"({len(parts) - _SHOWN} more)"]
+    if any(edge.kind == "order" for edge in cycle):
+        out = (
+            "Two ways out: declare the processors in another order, or parallel=True for one that shares no state "
+            "with the others."
+        )
+    else:
+        out = (
+            "No order of the processors helps: split one of them in two, so that what it puts does not need what it "
+            "waits for."
+        )
+    return f"{'; '.join(parts)}. {out}"
+
+
+def _clause(edge: Edge, before: Edge) -> str:
+    will = f" (which will put {before.name!r})" if before.kind == "item" else ""
+    return (
+        f"task {edge.task} {_who(edge.processor)}{will} {_what(edge.kind, edge.processor, edge.name, edge.next_task)}"
+    )
+
+
+def _who(processor: str) -> str:
+    return f"handler {processor[len(HANDLER) :]!r}" if processor.startswith(HANDLER) else repr(processor)
+
+
+def _what(kind: str, processor: str, name: str, task: int) -> str:
+    match kind:
+        case "item":
+            return f"waits for {name!r} from task {task}"
+        case "order":
+            return f"runs after {name!r} of the same task"
+        case "reply":
+            return f"awaits the reply of task {task} to {name!r}"
+        case "running":
+            return "is running" if name in ("", processor) else f"is running ({name})"
+        case _:
+            return f"waits for {kind} {name!r} of task {task}"
+
+
+def describe_waits(waits: Mapping[int, Sequence[Wait]], limit: int = 200) -> list[str]:
+    """One line for each wait, by task: `task 3 'add' waits for 'gradient' from task 5, 2.3 s`.
+
+    Args:
+        limit: lines at most; a last line counts the rest.
+    """
+    lines = [
+        f"task {task} {_who(w.processor)} {_what(w.kind, w.processor, w.name, w.task)}, {w.since_s:.1f} s"
+        for task, page in sorted(waits.items())
+        for w in page
+    ]
+    return lines if len(lines) <= limit else [*lines[:limit], f"and {len(lines) - limit} more"]
