@@ -1,0 +1,121 @@
+"""Certificates, listeners and watchers for the tests against a real etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from taskgraph.coordination.api import Coordinator
+from taskgraph.protocol.kv import KeyEvent
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def kill(pid: int) -> None:
+    """SIGKILL, and waits until the process is gone."""
+    os.kill(pid, signal.SIGKILL)
+    await gone(pid)
+
+
+async def gone(pid: int, limit_s: float = 10.0) -> None:
+    await becomes(lambda: not running(pid), limit_s)
+
+
+async def becomes(true: Callable[[], bool], limit_s: float = 5.0) -> None:
+    """Waits for what no event tells of: the state of a process, or of a lease that a thread renews."""
+    async with asyncio.timeout(limit_s):
+        while not true():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def stopped(pid: int):
+    """The process does not run within this block."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@dataclass
+class Follower:
+    """Collects what a watch tells, in a task of the context that made it."""
+
+    events: list[KeyEvent] = field(default_factory=list)
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    @property
+    def revisions(self) -> list[int]:
+        return [event.kv.mod_revision for event in self.events]
+
+    async def until(self, revision: int, limit_s: float = 20.0) -> None:
+        """Waits for the event of `revision`."""
+        async with asyncio.timeout(limit_s), self.changed:
+            await self.changed.wait_for(lambda: revision in self.revisions)
+
+
+@contextlib.asynccontextmanager
+async def following(node: Coordinator, prefix: str, start: int) -> AsyncIterator[Follower]:
+    follower = Follower()
+
+    async def follow() -> None:
+        async with contextlib.aclosing(node.watch(prefix, start)) as watch:
+            async for batch in watch:
+                async with follower.changed:
+                    follower.events.extend(batch.events)
+                    follower.changed.notify_all()
+
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(follow())
+        try:
+            yield follower
+        finally:
+            task.cancel()
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """An authority, a server certificate for 127.0.0.1 and a client certificate."""
+
+    ca: Path
+    server: Path
+    server_key: Path
+    client: Path
+    client_key: Path
+
+
+def make_certificates(folder: Path) -> Certificates:
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True, timeout=60)
+
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=test authority")
+    usages = {"server": "serverAuth", "client": "clientAuth"}
+    for name, usage in usages.items():
+        (folder / f"{name}.ext").write_text(f"subjectAltName=IP:127.0.0.1,DNS:localhost\nextendedKeyUsage={usage}")
+        openssl("req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        openssl(
+            *("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"),
+            *("-out", f"{name}.pem", "-days", "2", "-extfile", f"{name}.ext"),
+        )
+    return Certificates(*(folder / name for name in ("ca.pem", "server.pem", "server.key", "client.pem", "client.key")))

@@ -1,0 +1,181 @@
+"""The etcd client while etcd is killed, stopped, restarted, or not there at all."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from etcd_kit import becomes, following, free_port, kill, stopped
+
+from taskgraph.coordination.embedded import EmbeddedEtcd
+from taskgraph.coordination.etcd import EtcdCoordinator
+from taskgraph.errors import OutcomeUnknown, Unavailable
+from taskgraph.protocol.kv import Compare, Delete, Get, Put, Txn
+
+
+def put(key: str, value: bytes = b"", lease: int = 0) -> Txn:
+    return Txn(success=(Put(key, value, lease),))
+
+
+@pytest.mark.slow
+async def test_a_killed_and_restarted_etcd_costs_a_watch_no_event_and_a_lease_nothing(tmp_path: Path) -> None:
+    port = free_port()
+    etcd = EmbeddedEtcd(data_dir=tmp_path / "data", port=port)
+    await etcd.start()
+    async with await EtcdCoordinator.connect(etcd.endpoint, timeout_s=10) as node:
+        lease = await node.lease(5.0, stall_limit_s=60.0)
+        start = (await node.txn(put("/leased", b"", lease.id))).revision
+        revisions = [start]
+        async with following(node, "/", start) as follower:
+            for round_ in range(2):
+                revisions += [(await node.txn(put(f"/{round_}/{number}"))).revision for number in range(20)]
+                await kill(etcd.pid)
+                await etcd.stop()
+                await asyncio.sleep(0.5)  # long enough for a renewal and a reconnection to fail
+                etcd = EmbeddedEtcd(data_dir=tmp_path / "data", port=port)
+                await etcd.start()
+                # What happens before the watch is back must reach it, too. Reads tell when the client is back.
+                await node.get("/leased")
+                revisions.append((await node.txn(put("/after", b"%d" % round_))).revision)
+            await follower.until(revisions[-1])
+            assert follower.revisions == revisions
+        await becomes(lambda: lease.valid_until() - node.now() > 3.5)  # answered again
+        assert not lease.lost() and await node.get("/leased") is not None
+        await lease.close(revoke=True)
+        assert await node.get("/leased") is None
+    await etcd.stop()
+
+
+@pytest.mark.slow
+async def test_a_write_cut_off_in_the_middle_is_unknown_and_one_that_cannot_leave_is_unavailable(
+    tmp_path: Path,
+) -> None:
+    etcd = EmbeddedEtcd(data_dir=tmp_path / "data")
+    await etcd.start()
+    async with await EtcdCoordinator.connect(etcd.endpoint, timeout_s=2) as node:
+        await node.txn(put("/a"))
+        with stopped(etcd.pid):
+            writing = asyncio.create_task(node.txn(put("/b")))
+            await asyncio.sleep(0.2)  # sent into the socket of a process that does not read it
+            await kill(etcd.pid)
+        with pytest.raises(OutcomeUnknown, match="transaction on /b"):
+            await writing
+        for call in (node.txn(put("/c")), node.get("/a"), node.txn(Txn(success=(Get("/a"),)))):
+            started = time.monotonic()
+            with pytest.raises(Unavailable, match="no usable answer"):
+                await call
+            assert 1.5 < time.monotonic() - started < 3.0
+    await etcd.stop()
+
+
+@pytest.mark.slow
+async def test_an_etcd_that_stops_answering_makes_writes_unknown_and_reads_unavailable(tmp_path: Path) -> None:
+    async with (
+        EmbeddedEtcd() as etcd,
+        await EtcdCoordinator.connect(etcd.endpoint, timeout_s=1) as node,
+    ):
+        await node.txn(put("/a"))
+        with stopped(etcd.pid):
+            with pytest.raises(OutcomeUnknown):
+                await node.txn(put("/b"))
+            with pytest.raises(Unavailable):
+                await node.get("/a")
+
+
+@pytest.mark.slow
+async def test_an_etcd_stopped_for_three_seconds_costs_nothing_but_time() -> None:
+    async with (
+        EmbeddedEtcd() as etcd,
+        await EtcdCoordinator.connect(etcd.endpoint, timeout_s=10) as node,
+    ):
+        lease = await node.lease(5.0, stall_limit_s=60.0)
+        start = (await node.txn(put("/leased", b"", lease.id))).revision
+        async with following(node, "/", start) as follower:
+            with stopped(etcd.pid):
+                writing = asyncio.create_task(node.txn(put("/during")))
+                reading = asyncio.create_task(node.get("/leased"))
+                await asyncio.sleep(3.0)
+                assert lease.valid_until() - node.now() < 2.5, "no answer came, so validity must shrink"
+            last = (await writing).revision
+            assert await reading is not None
+            await follower.until(last)
+            assert follower.revisions == [start, last]
+        await becomes(lambda: lease.valid_until() - node.now() > 3.5)  # answered again
+        assert not lease.lost()
+        await lease.close(revoke=False)
+
+
+async def test_nothing_listening_is_said_within_seconds_and_how_to_start_an_etcd() -> None:
+    port = free_port()
+    started = time.monotonic()
+    with pytest.raises(Unavailable) as raised:
+        await EtcdCoordinator.connect(f"127.0.0.1:{port}", timeout_s=0.6)
+    assert time.monotonic() - started < 2.0
+    for part in (f"127.0.0.1:{port}", "refused", "taskgraph-aio[embedded]", "--etcd", "--listen-client-urls"):
+        assert part in str(raised.value)
+
+
+async def test_something_that_accepts_and_stays_silent_is_given_up_in_time() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        started = time.monotonic()
+        with pytest.raises(Unavailable, match="no usable answer"):
+            await EtcdCoordinator.connect(f"127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.8)
+        assert time.monotonic() - started < 2.0
+
+
+@pytest.mark.parametrize("silent", [False, True])
+async def test_a_dead_endpoint_is_passed_over_by_calls_watches_and_leases(embedded_etcd, silent: bool) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        if silent:
+            other.listen()
+        dead = f"127.0.0.1:{other.getsockname()[1]}"
+        endpoints = [dead, embedded_etcd.endpoint]
+        async with await EtcdCoordinator.connect(endpoints, timeout_s=6) as node:
+            lease = await node.lease(3.0, stall_limit_s=60.0)
+            granted_until = lease.valid_until()
+            start = (await node.txn(put("/passed-over/a", b"", lease.id))).revision
+            async with following(node, "/passed-over/", start) as follower:
+                await follower.until(start)
+            await becomes(lambda: lease.valid_until() > granted_until)
+            await lease.close(revoke=True)
+
+
+@pytest.mark.slow
+async def test_a_client_moves_to_the_other_endpoint_when_its_own_dies(tmp_path: Path) -> None:
+    # Two clusters stand in for two members: the client cannot tell, as long as the keys agree.
+    first, second = EmbeddedEtcd(data_dir=tmp_path / "1"), EmbeddedEtcd(data_dir=tmp_path / "2")
+    await first.start()
+    await second.start()
+    async with (
+        await EtcdCoordinator.connect(second.endpoint) as direct,
+        await EtcdCoordinator.connect([first.endpoint, second.endpoint]) as node,
+    ):
+        start = (await node.txn(put("/a"))).revision
+        assert (await direct.txn(put("/a"))).revision == start
+        async with following(node, "/", start) as follower:
+            await follower.until(start)
+            await kill(first.pid)
+            # A write sent before the client hears of the death would be of unknown outcome; a read just moves on.
+            assert await node.get("/a") is not None
+            revision = (await node.txn(Txn((Compare("/a", start),), (Delete("/a"),)))).revision
+            await follower.until(revision)
+            assert follower.revisions == [start, revision]
+    await first.stop()
+    await second.stop()
+
+
+async def test_cancelling_a_call_leaves_the_client_usable(embedded_etcd) -> None:
+    async with await EtcdCoordinator.connect(embedded_etcd.endpoint) as node:
+        for _ in range(20):
+            calling = asyncio.create_task(node.txn(put("/cancelled")))
+            await asyncio.sleep(0)
+            calling.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await calling
+        assert (await node.txn(put("/cancelled"))).succeeded
