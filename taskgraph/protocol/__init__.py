@@ -12,8 +12,8 @@ What a job's safety rests on is in this package, one concept a module:
     events                flags and requests: exactly-once effects within an attempt
     sums                  the two sums by which a commit sees that every edge of an epoch agrees
     commit                the leader: reports in; seal, commit, restart or fail out
-    schedule              the order processors run in; cycles of waits
-    placement             nodes and tasks in; wished replicas out
+    cycles                what a standing epoch waits for, and whether it waits for itself
+    assignment, placement nodes and tasks in; wished replicas out
 
 It imports nothing of ours but `taskgraph.errors`, and must not know how messages travel, how keys are stored, or
 what a user's task computes.

@@ -126,10 +126,6 @@ class Ledger:
         return True
 
     def has_received(self, kind: str, sender: int, receiver: int, name: str) -> bool:
-        """Whether that identity was counted as received, with whatever content."""
-        return (kind, sender, receiver, name) in self._received
-
-    def has_received(self, kind: str, sender: int, receiver: int, name: str) -> bool:
         """Whether that identity was received before, so that its effect must not happen again."""
         return (kind, sender, receiver, name) in self._received
 
