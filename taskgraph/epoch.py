@@ -162,7 +162,7 @@ class Epoch:
         self._work.flag(self._where, self._resolve(to, "flag"), value)
 
     def request(self, to: int, method: str, payload: Any = None) -> Reply:
-        """Calls a handler of another task; its effects count exactly once. `await reply`, or `reply.wait()` in a thread."""
+        """Calls a handler of another task, with effects exactly once. `await reply`; in a thread `reply.wait()`."""
         self._no_messages("request")
         ids = self._resolve(to, f"request {method!r}")
         if len(ids) != 1:
@@ -282,8 +282,8 @@ class Inputs:
         producers = self._producers(tag)
         if len(producers) != 1:
             raise GraphError(
-                f"{self._at()}: {tag!r} comes from {len(producers)} tasks ({', '.join(map(str, producers)) or 'none'}); "
-                f"use ins.all({str(tag)!r})"
+                f"{self._at()}: {str(tag)!r} comes from {len(producers)} tasks "
+                f"({', '.join(map(str, producers)) or 'none'}); use ins.all({str(tag)!r})"
             )
         return self._decode(tag, producers[0])
 

@@ -16,6 +16,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +33,7 @@ _START_S = 20.0
 #: The guard gives etcd 2 s before it kills it.
 _STOP_S = 5.0
 _FIRST_ANSWER_S = 0.5
+_NAME_POLL_S = 0.02
 #: History kept for watches that reconnect, in revisions; etcd compacts every 5 minutes.
 _HISTORY_REVISIONS = 100_000
 
@@ -139,7 +141,8 @@ class EmbeddedEtcd:
         client, peer = _free_ports(2)
         client = self._port or client
         private = Path(tempfile.mkdtemp(prefix="taskgraph-etcd-"))  # mode 0700
-        command = _command(binary, self._version, self._data_dir or private / "data", client, peer)
+        name = f"taskgraph-{uuid.uuid4().hex[:12]}"
+        command = _command(binary, self._version, name, self._data_dir or private / "data", client, peer)
         guard = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-I", "-S", str(Path(__file__).parent.parent / "launch" / "guard.py")),
@@ -156,7 +159,7 @@ class EmbeddedEtcd:
             assert guard.stdout is not None
             async with asyncio.timeout(_START_S):
                 self._pid = int(await guard.stdout.readline() or b"0")
-            return await self._ready(guard, f"127.0.0.1:{client}")
+            return await self._ready(guard, f"127.0.0.1:{client}", name)
         except TimeoutError:
             await self.stop()
             return f"it did not answer within {_START_S:g} s"
@@ -164,10 +167,10 @@ class EmbeddedEtcd:
             await self.stop()
             raise
 
-    async def _ready(self, guard: asyncio.subprocess.Process, endpoint: str) -> str:
+    async def _ready(self, guard: asyncio.subprocess.Process, endpoint: str, name: str) -> str:
         """Waits for etcd's first answer or its end, whichever comes first."""
         ended = asyncio.ensure_future(guard.wait())
-        answered = asyncio.ensure_future(_answers(endpoint))
+        answered = asyncio.ensure_future(_answers(endpoint, name))
         try:
             async with asyncio.timeout(_START_S):
                 await asyncio.wait({ended, answered}, return_when=asyncio.FIRST_COMPLETED)
@@ -185,22 +188,26 @@ class EmbeddedEtcd:
         return said.decode(errors="replace").strip() or f"it ended with code {guard.returncode}"
 
 
-async def _answers(endpoint: str) -> None:
-    """Until a linearizable read succeeds. Whoever waits bounds it."""
+async def _answers(endpoint: str, name: str) -> None:
+    """Until the member of that name answers a linearizable read. Whoever waits bounds it.
+
+    The name matters: where somebody else's etcd holds the port, that one answers before ours gives up.
+    """
     while True:
         with contextlib.suppress(Unavailable):
-            coordinator = await EtcdCoordinator.connect(endpoint, timeout_s=_FIRST_ANSWER_S)
-            await coordinator.close()
-            return
+            async with await EtcdCoordinator.connect(endpoint, timeout_s=_FIRST_ANSWER_S) as etcd:
+                while name not in await etcd.members():  # empty until it has told its name to the cluster
+                    await asyncio.sleep(_NAME_POLL_S)
+                return
 
 
-def _command(binary: Path, version: str, data: Path, client: int, peer: int) -> list[str]:
+def _command(binary: Path, version: str, name: str, data: Path, client: int, peer: int) -> list[str]:
     client_url, peer_url = f"http://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
     command = [
-        *(str(binary), "--name", "embedded", "--data-dir", str(data)),
+        *(str(binary), "--name", name, "--data-dir", str(data)),
         *("--listen-client-urls", client_url, "--advertise-client-urls", client_url),
         *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
-        *("--initial-cluster", f"embedded={peer_url}"),
+        *("--initial-cluster", f"{name}={peer_url}"),
         *("--logger", "zap", "--log-level", "warn", "--log-outputs", "stderr"),
         *("--auto-compaction-mode", "revision", "--auto-compaction-retention", str(_HISTORY_REVISIONS)),
         *("--snapshot-count", "10000"),

@@ -84,7 +84,7 @@ class ViewKeeper:
         await self.wait_until_read(lambda view: view.revision >= revision)
 
     async def refresh(self) -> None:
-        """A linearizable re-read; concurrent callers share one. An unreachable etcd is waited out by the caller's wait."""
+        """A linearizable re-read; concurrent callers share one. Where etcd is away, the caller's wait goes on."""
         before = self.view.revision
         async with self._refreshing:
             if self.view.revision > before:

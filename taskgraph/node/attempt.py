@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from taskgraph.graph.compose import Composition, Processor
 from taskgraph.node.actor import is_async
 from taskgraph.node.mailbox import Mailbox
 from taskgraph.node.replica import Replica
+from taskgraph.node.strict import Recording
 from taskgraph.protocol.messages import Encoded, Item, Pull, Reason, Stamp, Wait
 from taskgraph.protocol.sums import Ledger
 
@@ -50,6 +51,8 @@ class Attempt:
         *,
         on_idle: Callable[[Idle], None],
         ask_restart: Callable[[str], None],
+        point: Callable[[str, int, int], Awaitable[None]],
+        recording: Recording | None = None,
     ) -> None:
         self.replica = replica
         self.stamp = stamp
@@ -68,6 +71,8 @@ class Attempt:
         self.finishing = False
         self.ask_restart = ask_restart
         self._on_idle = on_idle
+        self._point = point
+        self.recording = recording
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._group: asyncio.TaskGroup | None = None
@@ -87,7 +92,7 @@ class Attempt:
         self._states: dict[str, str] = {}
         self._began = self._loop.time()
 
-    # -- the run ----------------------------------------------------------------------------------------------------
+    # -- the run ----------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Runs the attempt to its end: every processor and sync point of the task has run.
@@ -112,17 +117,21 @@ class Attempt:
             self._arrived[(tag, producer)] = asyncio.Event()
         pulls = [group.create_task(self._pull(tag, producer)) for tag, producer in self._arrived]
         parallel = [group.create_task(self._process(p)) for p in composition.parallel]
+        await self._point("processor", self.task, self.number)
         for processor in composition.ordered:
             await self._process(processor)
         for work in (*parallel, *pulls):
             await work
         await self._until_closed()
+        await self._point("sync", self.task, self.number)
         for processor in composition.sync_points:
             await self._process(processor)
         while self._holds or self._busy:
             await self._until_calm()
 
     async def _compose(self) -> Composition:
+        if self.recording is not None:
+            await self.recording.begin()
         composition = self._composing = Composition(self.task, self.number)
         try:
             await self.replica.actor.call("compose", self.replica.user_task.compose, Epoch(self, "compose"))
@@ -143,7 +152,11 @@ class Attempt:
         epoch = Epoch(self, processor.name, sync=processor.sync)
         inputs, outputs = Inputs(self, processor, self._items), Outputs(self, processor)
         whole = _compute_and_close(processor.compute, outputs)
+        if self.recording is not None:
+            self.recording.started(processor.name, processor)
         await self.replica.actor.call(processor.name, whole, epoch, inputs, outputs, alone=not processor.parallel)
+        if self.recording is not None:
+            await self.recording.finished(processor.name, sync=processor.sync)
         self._states[processor.name] = "done"
 
     async def _pull(self, tag: str, producer: int) -> None:
@@ -164,13 +177,15 @@ class Attempt:
         assert isinstance(reply, Item)
         self.ledger.received("item", producer, self.task, tag, reply.value.digest)
         self._items[(tag, producer)] = reply.value
+        if self.recording is not None:
+            self.recording.items[(tag, producer)] = reply.value
         self._arrived[(tag, producer)].set()
 
     def _wanted_by(self, tag: str, producer: int) -> str:
         composition = self._composed.result()
         return next(repr(p.name) for p in composition.processors if producer in p.inbound.get(tag, ()))
 
-    # -- growing quiet ------------------------------------------------------------------------------------------------
+    # -- growing quiet ----------------------------------------------------------------------------
 
     async def _until_closed(self) -> None:
         """Returns when nothing runs, waits or travels any more, and no message will be taken from now on."""
@@ -234,7 +249,7 @@ class Attempt:
         if not self._busy:
             self._calm.set()
 
-    # -- asked by other tasks -------------------------------------------------------------------------------------------
+    # -- asked by other tasks ---------------------------------------------------------------------
 
     async def ready(self) -> None:
         """Returns when compose has run; raises Refused where the attempt ended before."""
@@ -277,7 +292,7 @@ class Attempt:
         for slot in self._slots.values():
             slot.cancel()
 
-    # -- Work: asked by user code, from any thread ------------------------------------------------------------------
+    # -- Work: asked by user code, from any thread ------------------------------------------------
 
     def _on_loop(self, function: Callable[..., object], *args: object) -> None:
         if threading.get_ident() == self._thread:
@@ -310,6 +325,8 @@ class Attempt:
         if not slot.done():
             self.ledger.sent("item", self.task, consumer, tag, value.digest)
             slot.set_result(value)
+            if self.recording is not None:
+                self.recording.puts[(tag, consumer)] = value
 
     def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None:
         self._check_alive()
@@ -365,7 +382,7 @@ class Attempt:
         self._check_alive()
         self.finishing = True
 
-    # -- what it waits for ----------------------------------------------------------------------------------------------
+    # -- what it waits for ------------------------------------------------------------------------
 
     def waits(self) -> tuple[Wait, ...]:
         """What every unfinished processor, handler and hold waits for."""

@@ -41,7 +41,7 @@ class Backups:
         self._moved = asyncio.Event()  # something about the set changed; waits look again
         self.blocked = ""  # what a done waits for, for `status`
 
-    # -- boundaries ----------------------------------------------------------------------------------------------------
+    # -- boundaries -------------------------------------------------------------------------------
 
     def committed(self, boundary: Boundary) -> None:
         """`boundary` is the committed one, here at the start of the term or read since."""
@@ -98,7 +98,7 @@ class Backups:
         """Members, the primary included."""
         return 1 + len(self._insync.members())
 
-    # -- tending -------------------------------------------------------------------------------------------------------
+    # -- tending ----------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Invites and tends other nodes until cancelled."""

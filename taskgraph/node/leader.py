@@ -53,7 +53,7 @@ class LeaderRole:
         self._waits_told: Stamp | None = None
         self.waits: tuple[str, ...] = ()
 
-    # -- what primaries say ------------------------------------------------------------------------------------------------
+    # -- what primaries say -----------------------------------------------------------------------
 
     async def take_report(self, report: Report) -> Accepted:
         await self._node.keeper.wait_until_read(lambda view: view.stamp is not None and view.stamp >= report.stamp)
@@ -74,7 +74,7 @@ class LeaderRole:
         return Accepted(self._primary.term)
 
     async def rows_known(self, stamp: Stamp) -> None:
-        """Returns when the reports of the epoch before are all here: this leader committed it, or everyone told them."""
+        """Returns when the reports of the epoch before are all here: committed by this leader, or told again."""
         while self._committed != stamp.epoch:
             self._rows.clear()
             self._begin()
@@ -89,7 +89,7 @@ class LeaderRole:
     _committed = 0
     """The boundary this leader committed last; boundary 0 needs no reports."""
 
-    # -- the role -------------------------------------------------------------------------------------------------------------
+    # -- the role ---------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Leads until cancelled."""
@@ -215,7 +215,7 @@ class LeaderRole:
         )
         await node.keeper.caught_up(revision)
 
-    # -- when something is wrong ------------------------------------------------------------------------------------------------
+    # -- when something is wrong ------------------------------------------------------------------
 
     async def _explain_and_fail(self) -> None:
         """Some edge does not agree although nobody was replaced: name it, and fail the job."""

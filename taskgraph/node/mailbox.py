@@ -40,7 +40,7 @@ class Mailbox:
         """(where, task, method) of every request without an answer."""
         return list(self._awaited.values())
 
-    # -- out ------------------------------------------------------------------------------------------------------
+    # -- out --------------------------------------------------------------------------------------
 
     def number(self, where: str, to: int, method: str) -> int:
         """A request's number: of its place in the code that sends it, so that a replay numbers alike."""
@@ -74,6 +74,8 @@ class Mailbox:
                 attempt.ledger.sent("request", attempt.task, to, name, value.digest)
                 attempt.ledger.received("answer", to, attempt.task, name, reply.value.digest)
                 self.terms[to] = max(self.terms.get(to, 0), reply.term)
+            if attempt.recording is not None:
+                attempt.recording.answers[(where, to, method, self._counts[(where, to, method)])] = reply.value
             if not future.done():
                 future.set_result(reply.value)
         finally:
@@ -97,7 +99,7 @@ class Mailbox:
         assert isinstance(reply, Answer | Accepted)
         return reply
 
-    # -- in -------------------------------------------------------------------------------------------------------
+    # -- in ---------------------------------------------------------------------------------------
 
     async def take_flag(self, message: Flag) -> Accepted:
         """Acknowledges a flag; `on_flag` runs before the task is idle again."""
@@ -115,8 +117,12 @@ class Mailbox:
         attempt = self._attempt
         task = attempt.replica.user_task
         meta = decode(message.value, device=attempt.xp_device)
-        epoch = Epoch(attempt, f"on_flag/{message.sender}/{message.value.digest.hex()}")
-        await attempt.replica.actor.call("on_flag", task.on_flag, epoch, message.sender, meta)
+        where = f"on_flag/{message.sender}/{message.value.digest.hex()}"
+        if attempt.recording is not None:
+            attempt.recording.started(where, method="on_flag", sender=message.sender, payload=message.value)
+        await attempt.replica.actor.call("on_flag", task.on_flag, Epoch(attempt, where), message.sender, meta)
+        if attempt.recording is not None:
+            await attempt.recording.finished("on_flag")
 
     async def take_request(self, message: Request) -> Answer:
         """Runs the handler, once; returns its answer as often as it is asked for."""
@@ -146,11 +152,19 @@ class Mailbox:
         attempt = self._attempt
         replica = attempt.replica
         payload = decode(message.value, device=attempt.xp_device)
-        epoch = Epoch(attempt, f"{message.method}/{message.sender}/{message.number}")
+        where = f"{message.method}/{message.sender}/{message.number}"
+        if attempt.recording is not None:
+            attempt.recording.started(where, method=method_name, sender=message.sender, payload=message.value)
         what = f"answer to {message.method!r} of task {attempt.task}"
         result = await replica.actor.call(
-            f"handler {message.method}", getattr(replica.user_task, method_name), epoch, message.sender, payload
+            f"handler {message.method}",
+            getattr(replica.user_task, method_name),
+            Epoch(attempt, where),
+            message.sender,
+            payload,
         )
+        if attempt.recording is not None:
+            await attempt.recording.finished(message.method)
         value = encode(result, what=what)
         if not pure:
             name = f"{message.method}/{message.number}"

@@ -109,7 +109,7 @@ class Node:
         self._started_at = 0.0
         self._terms_seen: dict[int, tuple[int, bool]] = {}
 
-    # -- small services for the other modules --------------------------------------------------------------------------------
+    # -- small services for the other modules -----------------------------------------------------
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -244,7 +244,7 @@ class Node:
         await self.keeper.caught_up(revision)
         return True
 
-    # -- life ------------------------------------------------------------------------------------------------------------------
+    # -- life -------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Takes part in the job until it ended, or until this node drained.
@@ -363,7 +363,7 @@ class Node:
 
     _known_spec: bytes | None = None
 
-    # -- draining ----------------------------------------------------------------------------------------------------------------
+    # -- draining ---------------------------------------------------------------------------------
 
     def drain(self, why: str) -> None:
         """Asks the node to hand everything over and leave. Asking again changes nothing."""
@@ -391,7 +391,7 @@ class Node:
         tasks = range(self.job.tasks)
         return not any(view.primary_node(t) == self.id or self.id in view.in_sync(t) for t in tasks)
 
-    # -- reacting ----------------------------------------------------------------------------------------------------------------
+    # -- reacting ---------------------------------------------------------------------------------
 
     def _on_lost(self, node: str) -> None:
         if self._group is not None:
@@ -480,7 +480,7 @@ class Node:
         needs_device: Callable[[int], bool] = gpu if callable(gpu) else lambda _: bool(gpu)
         self._wishes = place(seats, self.job.tasks, self.job.backups, holdings, needs_device, keep)
 
-    # -- taking over ---------------------------------------------------------------------------------------------------------------
+    # -- taking over ------------------------------------------------------------------------------
 
     def _decide(self, task: int) -> Succession:
         view = self.keeper.view
@@ -657,7 +657,7 @@ class Node:
         if self._failure is not None and not self._failure.done():
             self._failure.set_exception(error)
 
-    # -- replicas, leader, neighbors ---------------------------------------------------------------------------------------------
+    # -- replicas, leader, neighbors --------------------------------------------------------------
 
     def replica(self, task: int) -> Replica:
         """This node's replica of a task, made where there is none."""
@@ -742,7 +742,7 @@ class Node:
                     told.add((task, where, since))
                     self.events.emit("slow", f"task {task}: {where!r} runs for {self.now() - since:.0f} s", task=task)
 
-    # -- what control and tests ask ------------------------------------------------------------------------------------------------
+    # -- what control and tests ask ---------------------------------------------------------------
 
     def status(self) -> NodeStatus:
         """What runs here, and what it waits for."""

@@ -19,6 +19,7 @@ from taskgraph.errors import Refused, TaskGraphError, TransportError
 from taskgraph.node.actor import StuckError, UserCodeError
 from taskgraph.node.attempt import Attempt, Idle
 from taskgraph.node.backups import Backups
+from taskgraph.node.strict import Recording, check_replay
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync
 from taskgraph.protocol.kv import Compare
@@ -57,7 +58,7 @@ class Primary:
         self._ended = False
         self.final: tuple[Stamp, Encoded | None] | None = None  # after the last commit
 
-    # -- life ------------------------------------------------------------------------------------------------------------
+    # -- life -------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Works until cancelled. User errors fail the job; a stuck compute ends the node."""
@@ -156,11 +157,15 @@ class Primary:
             self.term,
             on_idle=lambda idle: self._report_idle(stamp, idle),
             ask_restart=lambda why: self._ask_restart(stamp, why),
+            point=self._node.point,
+            recording=Recording(replica, stamp) if self._node.settings.strict else None,
         )
         self._attempt = attempt
         self._attempt_changed.set()
         await self._node.point("compose", self.task, stamp.epoch)
         await attempt.run()
+        if attempt.recording is not None:
+            await self._replay(attempt.recording, stamp)
         await self._node.point("snapshot", self.task, stamp.epoch)
         self._stage = "reports of the epoch before"
         await self._node.rows_known(self.task, stamp)
@@ -188,6 +193,16 @@ class Primary:
                 previous=replica.previous,
             )
         )
+
+    async def _replay(self, recording: Recording, stamp: Stamp) -> None:
+        """Strict mode: the epoch again, on a fresh object restored from the boundary."""
+        boundary = self.replica.boundaries.committed
+        assert boundary is not None
+        fresh = self.replica.twin()
+        try:
+            await check_replay(self.replica, fresh, boundary.value, recording, stamp)
+        finally:
+            await fresh.tear_down()
 
     async def _moved(self, stamp: Stamp) -> None:
         """The view shows another stamp: a commit, a restart, or a commit and then restarts."""
@@ -259,7 +274,7 @@ class Primary:
                 lambda v: v.epoch is None or v.epoch.mod_revision != epoch_revision or not v.running
             )
 
-    # -- what others ask ----------------------------------------------------------------------------------------------------
+    # -- what others ask --------------------------------------------------------------------------
 
     async def attempt_at(self, stamp: Stamp) -> Attempt:
         """The attempt at `stamp`, as soon as it began; the view has reached that stamp already."""
@@ -292,7 +307,7 @@ class Primary:
         except UserCodeError as error:
             await self._fail(error, fence)
 
-    # -- reports to the leader ------------------------------------------------------------------------------------------------
+    # -- reports to the leader --------------------------------------------------------------------
 
     def _report_idle(self, stamp: Stamp, idle: Idle) -> None:
         self._set_report(
@@ -324,9 +339,7 @@ class Primary:
                 waits = [
                     asyncio.ensure_future(self._report_changed.wait()),
                     asyncio.ensure_future(
-                        self._node.keeper.wait_until(
-                            lambda v, known=_revision(leader): _revision(v.primaries.get(0)) != known
-                        )
+                        self._node.keeper.wait_until(lambda v, known=leader: v.primaries.get(0) != known)
                     ),
                 ]
                 try:
@@ -358,7 +371,3 @@ class Primary:
             return
         self._restart_asked = {(stamp, why)}
         self._group.create_task(self._tell(lambda: RequestRestart(stamp, self.task, why)))
-
-
-def _revision(versioned: object) -> int:
-    return versioned.mod_revision if versioned is not None else 0  # type: ignore[attr-defined, no-any-return]

@@ -41,6 +41,7 @@ class Replica:
         self.router = router
         self.topology: Topology = as_topology(job.topology)
         self.xp_device = xp_device
+        self._threads = threads
         self.actor = Actor(threads, cancel_s=job.settings.cancel_s)
         self.boundaries = Boundaries()
         self.log = ReportLog()
@@ -50,6 +51,10 @@ class Replica:
         self._building = asyncio.Lock()
         self._set_up: asyncio.Task[None] | None = None
         self.ready = False
+
+    def twin(self) -> Replica:
+        """A replica of the same task with an object of its own."""
+        return Replica(self.task, self.job, self.router, self._threads, xp=self._xp, xp_device=self.xp_device)
 
     @property
     def user_task(self) -> Task:
@@ -70,7 +75,7 @@ class Replica:
                 self._built = (task, shape_of(type(task)))
 
     def _build(self) -> Task:
-        task = self.job.builder(self.task)
+        task = self.job.build(self.task)
         if not isinstance(task, Task):
             raise JobError(
                 f"the task builder returned {type(task).__name__} for task {self.task}; it must return a tg.Task"

@@ -61,7 +61,7 @@ class Boundaries:
         self._held[boundary.key] = boundary
 
     def read_epoch(self, epoch: int) -> Boundary | None:
-        """`epoch` was read as committed from etcd. Returns the boundary that has just become the committed one, if any."""
+        """`epoch` was read as committed from etcd. Returns the boundary that became the committed one now, if any."""
         if self._committed is not None and self._committed.stamp.epoch >= epoch:
             return None
         best = max((key for key in self._held if key[0] == epoch), default=None)

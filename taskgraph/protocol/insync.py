@@ -48,7 +48,7 @@ class InSync:
         self._acked: dict[str, set[Key]] = {node: set(held) for node in self._place}
         self._current: list[Key] = sorted(held)
 
-    # -- what is there to hold ------------------------------------------------------------------------------------
+    # -- what is there to hold --------------------------------------------------------------------
 
     @property
     def current(self) -> tuple[Key, ...]:
@@ -73,7 +73,7 @@ class InSync:
         for acked in self._acked.values():
             acked.intersection_update(self._current)
 
-    # -- who -------------------------------------------------------------------------------------------------------
+    # -- who --------------------------------------------------------------------------------------
 
     def place(self, node: str) -> Place | None:
         return self._place.get(node)
@@ -101,7 +101,7 @@ class InSync:
             return True
         return False
 
-    # -- acknowledgements ------------------------------------------------------------------------------------------
+    # -- acknowledgements -------------------------------------------------------------------------
 
     def missing(self, node: str) -> tuple[Key, ...]:
         """What `node` has yet to acknowledge, in order."""
@@ -121,7 +121,7 @@ class InSync:
         """How many replicas, the primary included, hold `key` and are known to be members."""
         return 1 + sum(1 for n, p in self._place.items() if p is Place.MEMBER and key in self._acked[n])
 
-    # -- admission and eviction --------------------------------------------------------------------------------------
+    # -- admission and eviction -------------------------------------------------------------------
 
     def may_admit(self, node: str) -> bool:
         """A candidate that acknowledged the committed and every pending boundary."""

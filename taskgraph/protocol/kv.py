@@ -31,7 +31,7 @@ class KeyValue:
 
 @dataclass(frozen=True, slots=True)
 class KeyEvent:
-    """A put or a delete, as a watch tells it. On a delete, `kv.value` is empty and `kv.mod_revision` is the delete's."""
+    """A put or a delete, as a watch tells it. A delete has an empty value and the delete's mod revision."""
 
     kind: Literal["put", "delete"]
     kv: KeyValue

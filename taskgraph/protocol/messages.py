@@ -206,7 +206,7 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class RequestRestart:
-    """Anyone to the leader: the attempt at this stamp cannot be completed. Reply: `Accepted` (heard, or already moot)."""
+    """Anyone to the leader: the attempt at this stamp cannot be completed. Reply: `Accepted` (heard, or moot)."""
 
     stamp: Stamp
     task: int
@@ -252,7 +252,7 @@ class LedgerPage:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Leader to primary, when an epoch stands still: what does each unfinished processor wait for? Reply: `WaitsPage`."""
+    """Leader to primary, when an epoch stands still: what does each processor wait for? Reply: `WaitsPage`."""
 
     stamp: Stamp
     task: int

@@ -284,7 +284,7 @@ def evict(
     member: str,
     writer: str,
 ) -> Txn:
-    """The primary writes "until e" into a member's key: it holds boundary e, which is committed, and nothing after it."""
+    """The primary writes "until e" into a member's key: it holds the committed boundary e, and nothing after it."""
     keys = view.keys
     if view.epoch is None:
         raise LookupError("the job was not submitted")

@@ -60,7 +60,7 @@ class JobView:
         self.primaries: dict[int, Versioned[PrimaryRecord]] = {}
         self.members: dict[int, dict[str, Versioned[MemberRecord]]] = {}
 
-    # -- folding ------------------------------------------------------------------------------------------------
+    # -- folding ----------------------------------------------------------------------------------
 
     def reset(self, revision: int, items: Iterable[KeyValue]) -> None:
         """Starts again from a listing of everything under the job's root at `revision`."""
@@ -135,7 +135,7 @@ class JobView:
     def _split(self, key: str) -> list[str]:
         return key[len(self.keys.root) :].split("/")
 
-    # -- reading ------------------------------------------------------------------------------------------------
+    # -- reading ----------------------------------------------------------------------------------
 
     @property
     def stamp(self) -> Stamp | None:

@@ -1,7 +1,7 @@
 """A narrow, typed client of etcd's public v3 API on gRPC.
 
-It speaks eight RPCs and nothing else: Range, Txn, LeaseGrant, LeaseKeepAlive, LeaseRevoke, Watch, Authenticate,
-Status. Its messages live in a protobuf package of our own name and the RPCs are called by path, so that another
+It speaks ten RPCs and nothing else: Range, Txn, Compact, LeaseGrant, LeaseKeepAlive, LeaseRevoke, Watch,
+Authenticate, MemberList, Status. Its messages live in a protobuf package of our own name and the RPCs are called by path, so that another
 etcd client in the same process cannot clash with it.
 
 Rules:

@@ -13,8 +13,17 @@ from taskgraph.coordination.api import Listing, WatchBatch
 from taskgraph.coordination.etcd import convert
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.connection import Connection
+from taskgraph.coordination.etcd.failures import PermissionRefused
 from taskgraph.coordination.etcd.lease import EtcdLease
-from taskgraph.coordination.etcd.methods import COMPACT, LEASE_GRANT, LEASE_REVOKE, RANGE, STATUS, TXN
+from taskgraph.coordination.etcd.methods import (
+    COMPACT,
+    LEASE_GRANT,
+    LEASE_REVOKE,
+    MEMBER_LIST,
+    RANGE,
+    STATUS,
+    TXN,
+)
 from taskgraph.coordination.etcd.options import EtcdOptions
 from taskgraph.coordination.etcd.watch import watch
 from taskgraph.errors import CoordinationError, LeaseGone, Unavailable
@@ -91,7 +100,8 @@ class EtcdCoordinator:
                 STATUS, v3.StatusRequest(), what="first contact", again=True, timeout_s=limit_s
             )
             probe = convert.range_request("/taskgraph/", prefix=False)
-            await connection.call(RANGE, probe, what="first read", again=True, timeout_s=limit_s)
+            with contextlib.suppress(PermissionRefused):  # may a user read something else, this one answered
+                await connection.call(RANGE, probe, what="first read", again=True, timeout_s=limit_s)
         except Unavailable as error:
             await connection.close()
             names = ", ".join(endpoint.target for endpoint in options.endpoints)
@@ -168,6 +178,12 @@ class EtcdCoordinator:
     async def revoke(self, lease_id: int) -> None:
         """Revokes any lease. One that does not exist is no error."""
         await self._revoke(lease_id, None)
+
+    async def members(self) -> tuple[str, ...]:
+        """The names of the cluster's members, as they were given with `--name`."""
+        request = v3.MemberListRequest()
+        answer = await self._connection.call(MEMBER_LIST, request, what="list of members", again=True)
+        return tuple(member.name for member in answer.members)
 
     async def compact(self, revision: int) -> None:
         """Drops the history up to `revision`, for everybody. For tests and operators."""

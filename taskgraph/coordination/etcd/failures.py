@@ -14,7 +14,11 @@ import grpc
 
 from taskgraph.errors import CoordinationError, LeaseGone
 
-__all__ = ["Verdict", "judge", "refusal"]
+__all__ = ["PermissionRefused", "Verdict", "judge", "refusal"]
+
+
+class PermissionRefused(CoordinationError):
+    """etcd's user may not do this."""
 
 
 class Verdict(enum.Enum):
@@ -71,4 +75,5 @@ def refusal(what: str, code: grpc.StatusCode, details: str) -> CoordinationError
     """The error for a call that etcd refused."""
     if "requested lease not found" in details:
         return LeaseGone(f"{what}: the lease does not exist any more; take a new one")
-    return CoordinationError(f"etcd refused {what}: {details or code.name}")
+    kind = PermissionRefused if code is grpc.StatusCode.PERMISSION_DENIED else CoordinationError
+    return kind(f"etcd refused {what}: {details or code.name}")

@@ -15,6 +15,7 @@ __all__ = [
     "LEASE_GRANT",
     "LEASE_KEEP_ALIVE",
     "LEASE_REVOKE",
+    "MEMBER_LIST",
     "RANGE",
     "STATUS",
     "TXN",
@@ -47,4 +48,5 @@ LEASE_REVOKE = Method("/etcdserverpb.Lease/LeaseRevoke", v3.LeaseRevokeRequest, 
 LEASE_KEEP_ALIVE = Method("/etcdserverpb.Lease/LeaseKeepAlive", v3.LeaseKeepAliveRequest, v3.LeaseKeepAliveResponse)
 WATCH = Method("/etcdserverpb.Watch/Watch", v3.WatchRequest, v3.WatchResponse)
 AUTHENTICATE = Method("/etcdserverpb.Auth/Authenticate", v3.AuthenticateRequest, v3.AuthenticateResponse)
+MEMBER_LIST = Method("/etcdserverpb.Cluster/MemberList", v3.MemberListRequest, v3.MemberListResponse)
 STATUS = Method("/etcdserverpb.Maintenance/Status", v3.StatusRequest, v3.StatusResponse)

@@ -1,0 +1,46 @@
+"""Making a job's result out of what its tasks keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from taskgraph.graph.values import decode
+from taskgraph.job import EpochReport, JobResult
+from taskgraph.observe.status import TaskResult
+from taskgraph.protocol.records import PrimaryRecord
+from taskgraph.protocol.view import Versioned
+
+__all__ = ["assemble", "complete"]
+
+T = TypeVar("T")
+
+
+def complete(found: Sequence[TaskResult], tasks: int) -> bool:
+    """Whether these are the results of all tasks, of one (epoch, attempt)."""
+    return sorted(r.task for r in found) == list(range(tasks)) and len({(r.epoch, r.attempt) for r in found}) == 1
+
+
+def assemble(
+    name: str, found: Sequence[TaskResult], primaries: Iterable[Versioned[PrimaryRecord]], wall_s: float
+) -> JobResult:
+    """The job's result from the complete results of its tasks."""
+    rows: dict[int, dict[int, dict[str, float]]] = {}
+    for task_result in found:
+        for row in task_result.reports:
+            rows.setdefault(row.epoch, {})[row.task] = row.numbers
+    reports = []
+    for epoch in sorted(rows):
+        numbers: dict[str, float] = {}
+        for task in sorted(rows[epoch], reverse=True):
+            numbers.update(rows[epoch][task])
+        reports.append(EpochReport(epoch, numbers, dict(sorted(rows[epoch].items()))))
+    return JobResult(
+        name=name,
+        values={r.task: decode(r.value) for r in sorted(found, key=lambda r: r.task) if r.value is not None},
+        reports=tuple(reports),
+        epochs=found[0].epoch,
+        failovers=sum(p.record.failovers for p in primaries),
+        restarts=found[0].attempt - 1,
+        wall_s=wall_s,
+    )

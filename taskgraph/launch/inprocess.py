@@ -1,0 +1,209 @@
+"""Several nodes of one job in this process: the real node, on an in-process coordinator and transport.
+
+For notebooks, debuggers and tests: no etcd, no sockets, no other process. What the nodes do is what they do anywhere;
+`crash` ends one of them as a killed process would end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import random
+import time
+from collections.abc import Callable
+
+from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
+from taskgraph.driver import JobSpec
+from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError
+from taskgraph.job import Job, JobResult
+from taskgraph.launch.collect import assemble, complete
+from taskgraph.launch.submit import submit
+from taskgraph.node.node import Node, Point
+from taskgraph.node.threads import Threads
+from taskgraph.observe.events import Event, EventLog
+from taskgraph.observe.status import TaskResult
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import Put, Txn
+from taskgraph.protocol.records import GoneRecord, State, StatusRecord
+from taskgraph.transport.memory import MemoryNetwork, MemoryTransport
+
+__all__ = ["InProcessCluster", "arun_inprocess"]
+
+
+@dataclasses.dataclass
+class _Member:
+    node: Node
+    coordinator: MemoryCoordinator
+    events: EventLog
+    run: asyncio.Task[None]
+    crashed: bool = False
+
+
+class InProcessCluster:
+    """Nodes of one job in one event loop."""
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        rng: random.Random | None = None,
+        threads: Callable[[], Threads] | None = None,
+        point: Callable[[InProcessCluster, str], Point] | None = None,
+    ) -> None:
+        self.job = job
+        self.store = MemoryStore()
+        self.network = MemoryNetwork(rng)
+        self.spec = JobSpec.local(job)
+        self.keys = Keys(self.spec.name)
+        self.crashes = 0
+        self._rng = rng
+        self._threads = threads
+        self._point = point
+        self._members: dict[str, _Member] = {}
+        self._count = itertools.count(1)
+        self._events: list[Event] = []
+        self._launcher = MemoryCoordinator(self.store, rng=rng)
+        self._node_failed: asyncio.Future[TaskGraphError] = asyncio.get_running_loop().create_future()
+
+    async def start(self, nodes: int) -> None:
+        """Submits the job and starts that many nodes."""
+        self.spec = dataclasses.replace(self.spec, expected_nodes=nodes)
+        await submit(self._launcher, self.spec)
+        for _ in range(nodes):
+            self.add()
+
+    def add(self) -> str:
+        """Starts one node more; returns its id."""
+        name = f"n{next(self._count)}"
+        node_id = f"{name}-local"
+        coordinator = MemoryCoordinator(self.store, rng=self._rng)
+        events = EventLog(name)
+        events.listen(self._events.append)
+        node = Node(
+            spec=self.spec,
+            job=self.job,
+            coordinator=coordinator,
+            transport=MemoryTransport(self.network),
+            name=name,
+            node_id=node_id,
+            events=events,
+            host=name,
+            threads=self._threads() if self._threads else None,
+            point=self._point(self, node_id) if self._point else None,
+        )
+        run = asyncio.get_running_loop().create_task(self._run(node, coordinator), name=f"node {name}")
+        self._members[node_id] = _Member(node, coordinator, events, run)
+        return node_id
+
+    async def _run(self, node: Node, coordinator: MemoryCoordinator) -> None:
+        try:
+            await node.run()
+        except TaskGraphError as error:
+            if not self._members[node.id].crashed and not self._node_failed.done():
+                self._node_failed.set_result(error)
+        finally:
+            await coordinator.close()
+
+    def node(self, node_id: str) -> Node:
+        return self._members[node_id].node
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Nodes that live."""
+        return [m.node for m in self._members.values() if not m.crashed and not m.run.done()]
+
+    @property
+    def events(self) -> list[Event]:
+        return self._events
+
+    def crash(self, node_id: str) -> None:
+        """Ends a node as kill -9 would: nothing it does from now on has any effect. Its launcher notices."""
+        member = self._members[node_id]
+        if member.crashed:
+            return
+        member.crashed = True
+        self.crashes += 1
+        member.coordinator.crash()
+        self.network.crash(node_id)
+        member.run.cancel()
+        record = GoneRecord(reason="killed", writer="launcher")
+        self.store.execute(Txn(success=(Put(self.keys.gone(node_id), record.to_bytes()),)))
+        lease = next((kv.lease for kv in self.store.select(self.keys.node(node_id), prefix=False)), 0)
+        if lease:
+            self.store.revoke(lease)
+
+    async def result(self, timeout_s: float | None = None) -> JobResult:
+        """Waits for the job's end; returns its result or raises JobFailed."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s):
+                status = await self._ended()
+                if status.state != State.FINISHED:
+                    raise JobFailed(
+                        status.reason or f"job {self.spec.name!r} was {status.state}",
+                        job=self.spec.name,
+                        task=status.task,
+                        epoch=status.epoch,
+                        where=status.where,
+                        traceback_text=status.traceback,
+                    )
+                found = await self._collect()
+        except TimeoutError:
+            raise JobTimeout(
+                f"job {self.spec.name!r} did not end within {timeout_s:g} s; {self._waits()}", job=self.spec.name
+            ) from None
+        view = self.nodes[0].keeper.view
+        return assemble(self.spec.name, found, view.primaries.values(), time.monotonic() - began)
+
+    async def _ended(self) -> StatusRecord:
+        async def watch() -> StatusRecord:
+            while True:
+                kv = await self._launcher.get(self.keys.status)
+                if kv is not None and (status := StatusRecord.from_bytes(kv.value)).state != State.RUNNING:
+                    return status
+                revision = self.store.revision
+                async for batch in self._launcher.watch(self.keys.status, revision + 1):
+                    if batch.events:
+                        break
+
+        watching = asyncio.ensure_future(watch())
+        try:
+            await asyncio.wait([watching, self._node_failed], return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                return watching.result()
+            raise JobFailed(f"a node could not go on: {self._node_failed.result()}", job=self.spec.name)
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def _collect(self) -> list[TaskResult]:
+        while True:
+            found = [result for node in self.nodes for result in await node.results()]
+            if complete(found, self.job.tasks):
+                return found
+            await asyncio.sleep(0.01)  # a task changes hands just now
+
+    def _waits(self) -> str:
+        lines = [line for node in self.nodes for line in node.status().waits]
+        return "it waits: " + "; ".join(lines) if lines else "no wait is known"
+
+    async def stop(self) -> None:
+        """Ends every node; nothing is left behind."""
+        self.store.execute(Txn(success=(Put(self.keys.collected, b"{}"),)))
+        runs = [m.run for m in self._members.values()]
+        _, late = await asyncio.wait(runs, timeout=self.job.settings.call_s) if runs else (set(), set())
+        for run in late:
+            run.cancel()
+        await asyncio.gather(*runs, return_exceptions=True)
+        await self._launcher.close()
+
+
+async def arun_inprocess(job: Job, *, timeout_s: float | None = None, nodes: int | None = None) -> JobResult:
+    """Runs a job on nodes in this process: as many as it takes to have its backups, unless told otherwise."""
+    cluster = InProcessCluster(job)
+    await cluster.start(nodes or max(job.min_nodes, min(job.backups, job.tasks) + 1))
+    try:
+        return await cluster.result(timeout_s)
+    finally:
+        await cluster.stop()

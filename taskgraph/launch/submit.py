@@ -1,0 +1,54 @@
+"""Submitting a job: one transaction that begins it, unless one of that name is running."""
+
+from __future__ import annotations
+
+from taskgraph.coordination.api import Coordinator
+from taskgraph.driver import JobSpec
+from taskgraph.errors import JobRunning, OutcomeUnknown
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import Compare, Delete, Put, Txn
+from taskgraph.protocol.records import EpochRecord, State, StatusRecord
+
+__all__ = ["submit"]
+
+
+async def submit(coordinator: Coordinator, spec: JobSpec) -> None:
+    """Puts the job's first keys, and deletes those of an earlier job of that name.
+
+    Raises:
+        JobRunning: a job of that name is running.
+        Unavailable: etcd cannot be reached.
+    """
+    keys = Keys(spec.name)
+    while True:
+        old_spec, old_status = await coordinator.get(keys.spec), await coordinator.get(keys.status)
+        if old_spec is not None and JobSpec.from_bytes(old_spec.value).run == spec.run:
+            return  # an earlier try whose answer was lost
+        if old_status is not None and StatusRecord.from_bytes(old_status.value).state == State.RUNNING:
+            raise JobRunning(
+                f"a job {spec.name!r} is running already: follow it with `taskgraph status {spec.name} --watch`, end it "
+                f"with `taskgraph shutdown {spec.name}`, or give this one another name with --name"
+            )
+        txn = Txn(
+            compares=(
+                Compare(keys.spec, old_spec.mod_revision if old_spec else 0),
+                Compare(keys.status, old_status.mod_revision if old_status else 0),
+            ),
+            success=(
+                Delete(keys.gone_nodes, prefix=True),
+                Delete(keys.tasks, prefix=True),
+                Delete(keys.events, prefix=True),
+                Delete(keys.collected),
+                Delete(keys.result),
+                Delete(keys.checkpoint),
+                Put(keys.spec, spec.to_bytes()),
+                Put(keys.epoch, EpochRecord(epoch=0, attempt=1, writer=spec.run).to_bytes()),
+                Put(keys.generation, spec.run.encode()),
+                Put(keys.status, StatusRecord(state=State.RUNNING, writer=spec.run).to_bytes()),
+            ),
+        )
+        try:
+            if (await coordinator.txn(txn)).succeeded:
+                return
+        except OutcomeUnknown:
+            continue  # looked at again: the run id tells

@@ -1,0 +1,230 @@
+"""Strict mode: every epoch is watched, and replayed from its snapshot on a fresh object.
+
+Two mistakes of a task show only after a failure, and then as wrong numbers: state that changes outside a sync point,
+and state that `snapshot()` forgets. Strict mode finds both without a failure: it compares the state before and after
+every processor and handler, and after the epoch it builds the task anew, restores the boundary, runs the same code
+with the same inputs, and compares what comes out.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from taskgraph.epoch import Epoch, Inputs, Outputs
+from taskgraph.errors import StateError, ValueNotEncodable
+from taskgraph.graph.compose import Composition, Processor
+from taskgraph.graph.values import decode, encode
+from taskgraph.node.replica import Replica
+from taskgraph.protocol.messages import Encoded, Stamp
+
+__all__ = ["Recording", "check_replay"]
+
+Fields = dict[str, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One piece of user code that ran: a processor, or a handler with what it was given."""
+
+    processor: Processor | None
+    where: str
+    method: str = ""
+    sender: int = 0
+    payload: Encoded | None = None
+
+
+class Recording:
+    """What one task did in one attempt, and whether its state stayed as it was until the sync points."""
+
+    def __init__(self, replica: Replica, stamp: Stamp) -> None:
+        self._replica = replica
+        self._stamp = stamp
+        self._before: Fields = {}
+        self.steps: list[_Step] = []
+        self.answers: dict[tuple[str, int, str, int], Encoded] = {}
+        self.items: dict[tuple[str, int], Encoded] = {}
+        self.puts: dict[tuple[str, int], Encoded] = {}
+        self._open = 0
+        self.interleaved = False
+
+    async def begin(self) -> None:
+        """The epoch begins: the state is the boundary's."""
+        self._before = await fields_of(self._replica)
+
+    def started(self, where: str, processor: Processor | None = None, **given: Any) -> None:
+        """User code starts."""
+        self.interleaved |= self._open > 0
+        self._open += 1
+        self.steps.append(_Step(processor, where, **given))
+
+    async def finished(self, where: str, *, sync: bool = False) -> None:
+        """User code returned; only a sync point may have changed the state.
+
+        Raises:
+            StateError: something else did.
+        """
+        self._open -= 1
+        if sync or not self._before:
+            return
+        now = await fields_of(self._replica)
+        changed = sorted(name for name in now.keys() | self._before.keys() if now.get(name) != self._before.get(name))
+        if changed:
+            raise StateError(
+                f"task {self._replica.task}, epoch {self._stamp.epoch}: {where!r} changed state "
+                f"({', '.join(changed)}) outside a sync point; change state only in a processor without outbound "
+                f"channels, and hand values there through epoch.scratch"
+            )
+
+
+async def fields_of(replica: Replica) -> Fields:
+    """Digests of what `snapshot()` returns, by name where it is a dict."""
+    if not replica.stateful:
+        return {}
+    task, what = replica.user_task, f"snapshot of task {replica.task}"
+
+    def take() -> Fields:
+        state = task.snapshot()
+        if isinstance(state, dict) and all(isinstance(name, str) for name in state):
+            return {name: encode(value, what=what).digest for name, value in state.items()}
+        return {"snapshot()": encode(state, what=what).digest}
+
+    return await replica.actor.call("snapshot", take)
+
+
+async def check_replay(replica: Replica, fresh: Replica, boundary: Encoded, recording: Recording, stamp: Stamp) -> None:
+    """Runs the epoch again on `fresh`, restored from `boundary`, and compares what it puts and its state after it.
+
+    Raises:
+        StateError: something came out differently: state that `snapshot()` does not hold, or that is not restored.
+    """
+    if recording.interleaved:
+        return  # async hooks that ran into each other: their order cannot be replayed step by step
+    await fresh.set_up()
+    await fresh.restore(boundary)
+    work = _Replay(fresh, recording, stamp)
+    work.composing = Composition(fresh.task, stamp.epoch)
+    await fresh.actor.call("compose", fresh.user_task.compose, Epoch(work, "compose"))
+    composition, work.composing = work.composing, None
+    by_name = {processor.name: processor for processor in composition.processors}
+    for step in recording.steps:
+        await _run_step(fresh, work, step, by_name)
+    differing = [
+        f"{tag!r} to task {to}"
+        for (tag, to), value in recording.puts.items()
+        if work.digests.get((tag, to)) != value.digest
+    ]
+    before, after = await fields_of(replica), await fields_of(fresh)
+    differing += [f"state {name!r}" for name in before if before[name] != after.get(name)]
+    if differing:
+        suspects = _suspects(replica, fresh)
+        hint = f"; attributes that differ and are not in the snapshot: {', '.join(suspects)}" if suspects else ""
+        raise StateError(
+            f"task {replica.task}, epoch {stamp.epoch}: replayed from its snapshot, the epoch came out differently "
+            f"({', '.join(differing[:5])}): snapshot() forgets state, or the task is not deterministic{hint}; add what "
+            f"the task remembers to `state=[...]`, and draw random numbers from epoch.rng"
+        )
+
+
+async def _run_step(fresh: Replica, work: _Replay, step: _Step, by_name: dict[str, Processor]) -> None:
+    if step.processor is None:
+        assert step.payload is not None
+        function = fresh.user_task.on_flag if step.method == "on_flag" else getattr(fresh.user_task, step.method)
+        payload = decode(step.payload, device=fresh.xp_device)
+        await fresh.actor.call(step.where, function, Epoch(work, step.where), step.sender, payload)
+        return
+    processor = by_name.get(step.processor.name)
+    if processor is None:
+        return  # compose came out differently, which what was not put will show
+    inputs, outputs = Inputs(work, processor, recording_items(work)), Outputs(work, processor)
+    await fresh.actor.call(step.where, processor.compute, Epoch(work, step.where, sync=processor.sync), inputs, outputs)
+    await fresh.actor.call(step.where, outputs.close)
+
+
+def recording_items(work: _Replay) -> dict[tuple[str, int], Encoded]:
+    return work.recording.items
+
+
+def _suspects(replica: Replica, fresh: Replica) -> list[str]:
+    """Attributes outside the snapshot that differ between the object that ran on and the one restored."""
+    found = []
+    state = replica.user_task.snapshot() if replica.stateful else None
+    held = set(state) if isinstance(state, dict) else set()
+    one, other = vars(replica.user_task), vars(fresh.user_task)
+    for name in sorted(one.keys() | other.keys()):
+        if name in held or name in ("log", "xp", "primary"):
+            continue
+        try:
+            digests = [encode(o[name], what="").digest if name in o else b"" for o in (one, other)]
+        except ValueNotEncodable:
+            continue
+        if digests[0] != digests[1]:
+            found.append(name)
+    return found
+
+
+class _Replay:
+    """`taskgraph.epoch.Work` for a replay: inputs and answers come from the recording, outputs are compared."""
+
+    def __init__(self, fresh: Replica, recording: Recording, stamp: Stamp) -> None:
+        self.recording = recording
+        self.task = fresh.task
+        self.number = stamp.epoch
+        self.attempt = stamp.attempt
+        self.last = fresh.job.epochs is not None and stamp.epoch + 1 >= fresh.job.epochs
+        self.seed = fresh.job.seed
+        self.cancelled = False
+        self.scratch = SimpleNamespace()
+        self.xp_device = fresh.xp_device
+        self.composing: Composition | None = None
+        self.digests: dict[tuple[str, int], bytes] = {}
+        self._fresh = fresh
+        self._counts: dict[tuple[str, int, str], int] = {}
+
+    def neighbors(self, link: str) -> tuple[int, ...]:
+        return self._fresh.topology.neighbors(link, self.task, self._fresh.job.tasks, self.number)
+
+    def links(self) -> tuple[str, ...]:
+        return tuple(self._fresh.topology)
+
+    def tasks(self) -> int:
+        return self._fresh.job.tasks
+
+    def composition(self) -> Composition | None:
+        return self.composing
+
+    def put(self, tag: str, consumer: int, value: Encoded) -> None:
+        self.digests[(tag, consumer)] = value.digest
+
+    def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None:
+        pass  # what it led to elsewhere is in the recording
+
+    def request(self, where: str, to: int, method: str, value: Encoded) -> concurrent.futures.Future[Encoded]:
+        number = self._counts[(where, to, method)] = self._counts.get((where, to, method), 0) + 1
+        future: concurrent.futures.Future[Encoded] = concurrent.futures.Future()
+        answer = self.recording.answers.get((where, to, method, number))
+        if answer is None:
+            future.set_exception(
+                StateError(
+                    f"task {self.task}, epoch {self.number}: replayed from its snapshot, {where!r} sent a request "
+                    f"{method!r} to task {to} that it did not send before: snapshot() forgets state"
+                )
+            )
+        else:
+            future.set_result(answer)
+        return future
+
+    def wait_in_thread(self, future: concurrent.futures.Future[Encoded], timeout_s: float | None) -> Encoded:
+        return future.result(timeout_s)
+
+    def hold(self, where: str, why: str) -> Callable[[], None]:
+        return lambda: None
+
+    def report(self, where: str, numbers: dict[str, float]) -> None:
+        pass
+
+    def finish(self, where: str) -> None:
+        pass

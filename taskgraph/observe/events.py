@@ -1,0 +1,165 @@
+"""Events: what happened to a job, told once, for the log, for `taskgraph events`, and for whoever follows.
+
+Durable events (a takeover, an eviction, a restart, a failure) are few and are kept in etcd, so that they outlive the
+node that told them. Transient ones (a commit) are many and only reach those who listen at the moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+from taskgraph.coordination.api import Coordinator
+from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import Delete, Put, Txn
+
+__all__ = ["Event", "EventLog", "keep_events"]
+
+log = logging.getLogger("taskgraph.events")
+
+_RING = 4096
+"""Events a node remembers; older ones are only in etcd."""
+_BATCH = 32
+"""Durable events written in one transaction: below etcd's 128 operations."""
+_RETRY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened.
+
+    Attributes:
+        at: unix time, seconds.
+        node: name of the node that tells it.
+        kind: e.g. "takeover", "evicted", "restart", "commit".
+        fields: numbers and names beside the text; of a commit, what the tasks reported.
+    """
+
+    at: float
+    node: str
+    kind: str
+    text: str
+    task: int | None = None
+    epoch: int | None = None
+    attempt: int | None = None
+    term: int | None = None
+    transient: bool = False
+    fields: dict[str, str | int | float] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Event:
+        try:
+            return cls(**json.loads(data))
+        except (ValueError, TypeError) as error:
+            raise DecodeError(f"not an event: {data[:200]!r} ({error})") from error
+
+
+class EventLog:
+    """One node's events. `emit` never raises and never waits."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._ring: deque[Event] = deque(maxlen=_RING)
+        self._listeners: list[Callable[[Event], None]] = []
+
+    def emit(
+        self,
+        kind: str,
+        text: str,
+        *,
+        task: int | None = None,
+        epoch: int | None = None,
+        attempt: int | None = None,
+        term: int | None = None,
+        transient: bool = False,
+        **fields: str | int | float,
+    ) -> None:
+        """Tells an event to the log and to everyone who listens."""
+        event = Event(time.time(), self._node, kind, text, task, epoch, attempt, term, transient, fields)
+        log.log(logging.DEBUG if transient else logging.INFO, "%s", text)
+        self._ring.append(event)
+        for listener in tuple(self._listeners):
+            listener(event)
+
+    def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+        """Calls `listener` with every event from now on; returns how to stop. A listener must not raise or wait."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener) if listener in self._listeners else None
+
+    def recent(self) -> list[Event]:
+        """What this node remembers, oldest first."""
+        return list(self._ring)
+
+
+async def keep_events(events: EventLog, coordinator: Coordinator, job: str, *, node_id: str, kept: int) -> None:
+    """Writes durable events into etcd until cancelled, and prunes all but the last `kept`.
+
+    When cancelled it writes what is left, once, within a second.
+    """
+    keys = Keys(job)
+    waiting: deque[tuple[str, Event]] = deque(maxlen=_RING)
+    wake = asyncio.Event()
+    numbers = itertools.count()
+
+    def take(event: Event) -> None:
+        if not event.transient:
+            waiting.append((keys.event(f"{event.at:017.6f}-{node_id}-{next(numbers)}"), event))
+            wake.set()
+
+    for event in events.recent():
+        take(event)
+    stop = events.listen(take)
+    try:
+        written = 0
+        while True:
+            await wake.wait()
+            wake.clear()
+            while waiting:
+                written += await _write(coordinator, waiting)
+            if written >= _BATCH:
+                written = 0
+                await _prune(coordinator, keys, kept)
+    finally:
+        stop()
+        if waiting:
+            try:
+                async with asyncio.timeout(1.0):
+                    await _write(coordinator, waiting)
+            except (CoordinationError, TimeoutError) as error:
+                log.warning("%d events could not be kept: %s", len(waiting), error)
+
+
+async def _write(coordinator: Coordinator, waiting: deque[tuple[str, Event]]) -> int:
+    batch = list(itertools.islice(waiting, _BATCH))
+    try:
+        await coordinator.txn(Txn(success=tuple(Put(key, event.to_bytes()) for key, event in batch)))
+    except OutcomeUnknown:
+        pass  # the keys are unique and written blindly: writing them again changes nothing
+    except CoordinationError as error:
+        log.warning("events wait for etcd: %s", error)
+        await asyncio.sleep(_RETRY_S)
+        return 0
+    for _ in batch:
+        waiting.popleft()
+    return len(batch)
+
+
+async def _prune(coordinator: Coordinator, keys: Keys, kept: int) -> None:
+    try:
+        listing = await coordinator.list(keys.events)
+        old = listing.items[: max(0, len(listing.items) - kept)]
+        for start in range(0, len(old), _BATCH):
+            part = old[start : start + _BATCH]
+            await coordinator.txn(Txn(success=tuple(Delete(kv.key) for kv in part)))
+    except CoordinationError as error:
+        log.warning("old events were not pruned: %s", error)

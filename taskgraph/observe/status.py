@@ -1,0 +1,69 @@
+"""What a node says of itself, and what the control service carries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from taskgraph.protocol.messages import Encoded
+
+__all__ = ["NodeStatus", "ReplicaStatus", "ReportRow", "TaskResult"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """One replica on a node.
+
+    Attributes:
+        role: "primary", "backup" or "setup".
+        boundary: number of the committed boundary it holds, or None.
+        processor: user code at work, or "".
+        running_s: for how long.
+        waits: what it waits for.
+        in_sync: members of the in-sync set, as its primary knows; 0 on backups.
+    """
+
+    task: int
+    role: str
+    term: int
+    boundary: int | None
+    processor: str
+    running_s: float
+    waits: tuple[str, ...]
+    in_sync: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """A node. `stamp` is (attempt, epoch) as it read it from etcd at `revision`; `waits` are the leader's findings."""
+
+    node: str
+    name: str
+    host: str
+    pid: int
+    paused: bool
+    draining: bool
+    stamp: tuple[int, int] | None
+    revision: int
+    leader: bool
+    replicas: tuple[ReplicaStatus, ...]
+    waits: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReportRow:
+    """What one task reported in one committed epoch."""
+
+    epoch: int
+    task: int
+    numbers: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskResult:
+    """A task's part of the job's result: of boundary `epoch`, made in `attempt`; and the reports it keeps."""
+
+    task: int
+    epoch: int
+    attempt: int
+    value: Encoded | None
+    reports: tuple[ReportRow, ...]

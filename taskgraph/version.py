@@ -1,0 +1,6 @@
+"""Versions."""
+
+VERSION = "0.1.0"
+
+PROTOCOL = 1
+"""What nodes say to each other and to etcd; nodes of different protocols do not work on one job."""
