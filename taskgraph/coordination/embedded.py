@@ -196,7 +196,8 @@ async def _answers(endpoint: str, name: str) -> None:
     while True:
         with contextlib.suppress(Unavailable):
             async with await EtcdCoordinator.connect(endpoint, timeout_s=_FIRST_ANSWER_S) as etcd:
-                while name not in await etcd.members():  # empty until it has told its name to the cluster
+                # It has no name until it has told it to the cluster.
+                while name not in await etcd.members():  # noqa: ASYNC110
                     await asyncio.sleep(_NAME_POLL_S)
                 return
 

