@@ -13,7 +13,7 @@ from taskgraph.errors import Refused, TransportError
 from taskgraph.protocol import transactions
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync, Place
-from taskgraph.protocol.messages import Accepted, Offer, Reason
+from taskgraph.protocol.messages import Accepted, Offer, Reason, Release
 
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
@@ -37,6 +37,8 @@ class Backups:
         self._boundaries: dict[Key, Boundary] = {}
         self._committed_epoch = 0
         self._tending: dict[str, asyncio.Task[None]] = {}
+        self._tidying: set[str] = set()
+        self._invitations = 0
         self._group: asyncio.TaskGroup | None = None
         self._moved = asyncio.Event()  # something about the set changed; waits look again
         self.blocked = ""  # what a done waits for, for `status`
@@ -135,7 +137,15 @@ class Backups:
         for node in self._insync.nodes:
             known = self._tending.get(node)
             if known is None or known.done():
-                self._tending[node] = self._group.create_task(self._tend(node), name=f"tend {self._task} on {node}")
+                self._invitations += 1
+                work = self._tend(node, self._invitations)
+                self._tending[node] = self._group.create_task(work, name=f"tend {self._task} on {node}")
+        for node, member in self._node.keeper.view.members_of(self._task).items():
+            until = member.record.until
+            over = until is not None and until < self._committed_epoch and self._insync.place(node) is None
+            if over and node not in self._tidying:
+                self._tidying.add(node)
+                self._group.create_task(self._tidy(node), name=f"tidy {self._task} on {node}")
 
     def _unwanted(self, node: str) -> bool:
         """Dead, or not wished for any more while everyone who is wished for is a member."""
@@ -149,8 +159,18 @@ class Backups:
             return False  # wished for, its key is absent just now
         return all(self._insync.place(n) is Place.MEMBER for n in wished)
 
-    async def _tend(self, node: str) -> None:
-        """Everything about one other node, one step after another."""
+    async def _tend(self, node: str, invitation: int) -> None:
+        """Everything about one other node, one step after another, and its release at the end."""
+        await self._keep_in_sync(node, invitation)
+        while node not in self._node.suspects:
+            try:
+                release = Release(self._task, self._term, invitation)
+                await self._node.router.to_node(node, release, timeout_s=self._node.settings.call_s)
+                return
+            except TransportError:
+                await self._node.breathe()
+
+    async def _keep_in_sync(self, node: str, invitation: int) -> None:
         while (place := self._insync.place(node)) is not None:
             if self._unwanted(node):
                 if place is Place.CANDIDATE:
@@ -161,7 +181,7 @@ class Backups:
                 continue
             missing = self._insync.missing(node)
             if missing:
-                await self._offer(node, missing[0], candidate=place is Place.CANDIDATE)
+                await self._offer(node, missing[0], invitation, candidate=place is Place.CANDIDATE)
             elif self._insync.may_admit(node):
                 await self._admit(node)
             else:
@@ -172,14 +192,14 @@ class Backups:
         assert callable(something)
         await self._node.keeper.wait_until(lambda _: bool(something()) or self._unwanted(node))
 
-    async def _offer(self, node: str, key: Key, *, candidate: bool) -> None:
+    async def _offer(self, node: str, key: Key, invitation: int, *, candidate: bool) -> None:
         """Offers one boundary; a lost peer is offered again until it is known to be dead."""
         boundary = self._boundaries.get(key)
         if boundary is None:
             return  # history by now
         committed = key[0] <= self._committed_epoch
         value = self._replica.with_whole_log(boundary.value) if candidate and committed else boundary.value
-        message = Offer(boundary.stamp, self._term, self._task, committed, candidate, value)
+        message = Offer(boundary.stamp, self._term, self._task, committed, candidate, invitation, value)
         settings = self._node.settings
         timeout_s = settings.setup_s if candidate else settings.call_s
         call = asyncio.ensure_future(self._node.router.to_node(node, message, timeout_s=timeout_s))
@@ -275,3 +295,21 @@ class Backups:
             epoch=self._committed_epoch,
         )
         await self._node.keeper.caught_up(revision)
+
+    async def _tidy(self, node: str) -> None:
+        """Deletes the key of a member that was evicted before the committed boundary."""
+        try:
+            await self._node.while_paused()
+            view = self._node.keeper.view
+            if self._insync.place(node) is None and node in view.members_of(self._task):
+                txn = transactions.remove_member(
+                    view,
+                    self._task,
+                    primary_revision=self._primary_revision,
+                    node=self._node.id,
+                    node_revision=self._node.node_revision,
+                    member=node,
+                )
+                await self._node.attempt_txn(txn)
+        finally:
+            self._tidying.discard(node)

@@ -22,7 +22,14 @@ import numpy
 from taskgraph.coordination.api import Coordinator
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver import JobSpec
-from taskgraph.errors import FingerprintMismatch, JobError, OutcomeUnknown, TaskGraphError, Unavailable
+from taskgraph.errors import (
+    CoordinationError,
+    FingerprintMismatch,
+    JobError,
+    OutcomeUnknown,
+    TaskGraphError,
+    Unavailable,
+)
 from taskgraph.graph.values import decode
 from taskgraph.job import Job
 from taskgraph.node.actor import UserCodeError
@@ -38,7 +45,7 @@ from taskgraph.observe.events import EventLog
 from taskgraph.observe.status import NodeStatus, ReplicaStatus, ReportRow, TaskResult
 from taskgraph.protocol import transactions
 from taskgraph.protocol.kv import Compare, Txn, TxnResult
-from taskgraph.protocol.messages import HandOver, Stamp
+from taskgraph.protocol.messages import HandOver, Release, Stamp
 from taskgraph.protocol.placement import Holding, Seat, Wish, place
 from taskgraph.protocol.records import NodeRecord, State, StatusRecord
 from taskgraph.protocol.takeover import Move, Succession, succession
@@ -189,6 +196,13 @@ class Node:
                 if uncertain and (found := await self._written(key, writer)) is not None:
                     return TxnResult(True, found)
                 return None
+
+    async def attempt_txn(self, txn: Txn) -> None:
+        """Executes a transaction that may as well not happen: whoever needs it tries again when it looks next."""
+        try:
+            await self.coordinator.txn(txn)
+        except CoordinationError as error:
+            self.log.info("left for later: %s", error)
 
     async def _written(self, key: str, writer: str) -> int | None:
         """Whether `writer` wrote `key`, and at which revision, by a linearizable read."""
@@ -429,6 +443,8 @@ class Node:
             return
         self._suspicion.update()
         for task, primary in list(self.primaries.items()):
+            if view.revision < primary.revision:
+                continue  # the view has not come to its take-over yet
             if not view.is_primary(task, self.id, primary.term):
                 self._step_down(task)
             else:
@@ -667,6 +683,13 @@ class Node:
             known = self._replicas[task] = Replica(task, self.job, self.router, self._threads, xp=xp, xp_device=device)
         return known
 
+    def release(self, message: Release) -> None:
+        """A primary does not count on what this node holds for it any more."""
+        replica = self._replicas.get(message.task)
+        if replica is not None:
+            replica.release(message.term, message.invitation)
+            self._dirty.set()
+
     def _array_module(self) -> tuple[ModuleType, str]:
         if self._devices:
             import cupy
@@ -684,7 +707,7 @@ class Node:
             wished = wish is None or self.id == wish.primary or self.id in wish.backups
             if wished or self.id in view.in_sync(task) or view.primary_node(task) == self.id:
                 continue
-            if view.primary_node(task) is None:
+            if not replica.may_go(view.term(task)):
                 continue
             del self._replicas[task]
             self.own(self._tear_down(replica), f"tear down task {task}")

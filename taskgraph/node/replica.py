@@ -51,6 +51,20 @@ class Replica:
         self._building = asyncio.Lock()
         self._set_up: asyncio.Task[None] | None = None
         self.ready = False
+        self._promise = (0, 0)
+
+    def promise(self, term: int, invitation: int) -> None:
+        """A boundary was acknowledged to the primary of `term`: it stays until that primary releases it."""
+        self._promise = max(self._promise, (term, invitation))
+
+    def release(self, term: int, invitation: int) -> None:
+        """The primary of `term` does not count on what was acknowledged under `invitation` or before."""
+        if self._promise <= (term, invitation):
+            self._promise = (0, 0)
+
+    def may_go(self, term: int) -> bool:
+        """Whether nobody counts on this replica's boundaries: no promise, or one to a primary of a gone term."""
+        return self._promise[0] < term
 
     def twin(self) -> Replica:
         """A replica of the same task with an object of its own."""

@@ -24,6 +24,7 @@ from taskgraph.protocol.messages import (
     Offer,
     Pull,
     Reason,
+    Release,
     Reply,
     Report,
     Request,
@@ -76,6 +77,9 @@ class Serving:
                 return await attempt.mailbox.take_request(message)
             case Offer():
                 return await self._offer(peer, message)
+            case Release():
+                self._node.release(message)
+                return Accepted()
             case Report():
                 return await self._leader().take_report(message)
             case RequestRestart():
@@ -141,6 +145,7 @@ class Serving:
         replica.boundaries.hold(Boundary(offer.stamp, offer.term, offer.value), committed=offer.committed)
         if offer.committed:
             replica.fold_log(offer.value)
+        replica.promise(offer.term, offer.invitation)
         if keeper.view.stamp is not None:
             replica.read_epoch(keeper.view.stamp.epoch)
         return Accepted(offer.term)

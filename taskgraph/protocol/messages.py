@@ -27,6 +27,7 @@ __all__ = [
     "Pull",
     "Reason",
     "Refusal",
+    "Release",
     "Report",
     "Request",
     "RequestRestart",
@@ -157,6 +158,8 @@ class Offer:
 
     `stamp.epoch` is the boundary's number; `committed` says whether the primary read it as committed;
     `candidate` says that the receiver is being admitted, and must set its replica up before it accepts.
+    `invitation` numbers the times this primary invited the node: what is held under it stays held until a `Release`
+    of that number, or until another term began.
     """
 
     stamp: Stamp
@@ -164,7 +167,17 @@ class Offer:
     task: int
     committed: bool
     candidate: bool
+    invitation: int
     value: Encoded
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Primary to a former candidate or member: what you hold under this invitation is not needed. Reply: `Accepted`."""
+
+    task: int
+    term: int
+    invitation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +298,6 @@ class WaitsPage:
     waits: tuple[Wait, ...]
 
 
-Call = Pull | Flag | Request | Offer | Report | Seal | RequestRestart | HandOver | Audit | Waits
+Call = Pull | Flag | Request | Offer | Release | Report | Seal | RequestRestart | HandOver | Audit | Waits
 Reply = Item | Answer | Accepted | LedgerPage | WaitsPage | Refusal
 Message = Call | Reply

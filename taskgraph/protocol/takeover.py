@@ -54,9 +54,8 @@ def succession(
         return Succession(Move.TAKE_OVER, heirs.index(me))
     if heirs or not wished:
         return Succession(Move.NOTHING)
-    members = view.members_of(task)
     # Every member must be gone, and its node key with it: the transaction compares just that.
-    if any(node not in gone or node in view.nodes for node in members if node != me):
+    if any(node not in gone or node in view.nodes for node in view.in_sync(task)):
         return Succession(Move.NOTHING)
     if stateful and view.epoch.record.epoch > 0:
         return Succession(Move.LOST)

@@ -203,10 +203,11 @@ def fail_lost(view: JobView, task: int, status: StatusRecord) -> Txn:
 
 
 def _members_gone(view: JobView, task: int, node: str | None) -> Iterable[Compare]:
-    """Every member key as read, and the absence of each one's node key."""
+    """Every member key as read, and for those that hold the boundary the absence of the node's key."""
+    holders = view.in_sync(task)
     for member, versioned in sorted(view.members_of(task).items()):
         yield Compare(view.keys.member(task, member), versioned.mod_revision)
-        if member != node:
+        if member != node and member in holders:
             yield Compare(view.keys.node(member), 0)
 
 

@@ -40,6 +40,7 @@ REPLY_OF: dict[type, type] = {
     messages.Seal: messages.Accepted,
     messages.RequestRestart: messages.Accepted,
     messages.HandOver: messages.Accepted,
+    messages.Release: messages.Accepted,
     messages.Audit: messages.LedgerPage,
     messages.Waits: messages.WaitsPage,
 }

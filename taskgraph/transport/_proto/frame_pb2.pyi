@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Header(_message.Message):
-    __slots__ = ("pull", "flag", "request", "offer", "report", "seal", "request_restart", "hand_over", "audit", "waits", "item", "answer", "accepted", "ledger_page", "waits_page", "refusal")
+    __slots__ = ("pull", "flag", "request", "offer", "report", "seal", "request_restart", "hand_over", "audit", "waits", "release", "item", "answer", "accepted", "ledger_page", "waits_page", "refusal")
     PULL_FIELD_NUMBER: _ClassVar[int]
     FLAG_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class Header(_message.Message):
     HAND_OVER_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
     ITEM_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -34,13 +35,14 @@ class Header(_message.Message):
     hand_over: HandOver
     audit: Audit
     waits: Waits
+    release: Release
     item: Item
     answer: Answer
     accepted: Accepted
     ledger_page: LedgerPage
     waits_page: WaitsPage
     refusal: Refusal
-    def __init__(self, pull: _Optional[_Union[Pull, _Mapping]] = ..., flag: _Optional[_Union[Flag, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., request_restart: _Optional[_Union[RequestRestart, _Mapping]] = ..., hand_over: _Optional[_Union[HandOver, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ..., item: _Optional[_Union[Item, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., ledger_page: _Optional[_Union[LedgerPage, _Mapping]] = ..., waits_page: _Optional[_Union[WaitsPage, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+    def __init__(self, pull: _Optional[_Union[Pull, _Mapping]] = ..., flag: _Optional[_Union[Flag, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., request_restart: _Optional[_Union[RequestRestart, _Mapping]] = ..., hand_over: _Optional[_Union[HandOver, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., item: _Optional[_Union[Item, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., ledger_page: _Optional[_Union[LedgerPage, _Mapping]] = ..., waits_page: _Optional[_Union[WaitsPage, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
 
 class Stamp(_message.Message):
     __slots__ = ("attempt", "epoch")
@@ -141,20 +143,32 @@ class Answer(_message.Message):
     def __init__(self, stamp: _Optional[_Union[Stamp, _Mapping]] = ..., term: _Optional[int] = ..., pure: bool = ..., value: _Optional[_Union[Encoded, _Mapping]] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("stamp", "term", "task", "committed", "candidate", "value")
+    __slots__ = ("stamp", "term", "task", "committed", "candidate", "value", "invitation")
     STAMP_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     CANDIDATE_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
+    INVITATION_FIELD_NUMBER: _ClassVar[int]
     stamp: Stamp
     term: int
     task: int
     committed: bool
     candidate: bool
     value: Encoded
-    def __init__(self, stamp: _Optional[_Union[Stamp, _Mapping]] = ..., term: _Optional[int] = ..., task: _Optional[int] = ..., committed: bool = ..., candidate: bool = ..., value: _Optional[_Union[Encoded, _Mapping]] = ...) -> None: ...
+    invitation: int
+    def __init__(self, stamp: _Optional[_Union[Stamp, _Mapping]] = ..., term: _Optional[int] = ..., task: _Optional[int] = ..., committed: bool = ..., candidate: bool = ..., value: _Optional[_Union[Encoded, _Mapping]] = ..., invitation: _Optional[int] = ...) -> None: ...
+
+class Release(_message.Message):
+    __slots__ = ("task", "term", "invitation")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    INVITATION_FIELD_NUMBER: _ClassVar[int]
+    task: int
+    term: int
+    invitation: int
+    def __init__(self, task: _Optional[int] = ..., term: _Optional[int] = ..., invitation: _Optional[int] = ...) -> None: ...
 
 class Report(_message.Message):
     __slots__ = ("stamp", "task", "term", "done", "version", "sent", "received", "finish", "numbers", "previous")
