@@ -155,9 +155,9 @@ class Epoch:
     def flag(self, to: To, meta: Any = None) -> None:
         """Marks other tasks: their `on_flag(epoch, sender, meta)` runs before their sync points.
 
-        Flags are a set: the same flag twice in an epoch is one.
+        Flags are a set: the same flag twice in an epoch is one. In `compose` they start an epoch that has no channels.
         """
-        self._no_messages("flag")
+        self._no_messages("flag", composing=True)
         value = encode(meta, what=f"flag of task {self._work.task}")
         self._work.flag(self._where, self._resolve(to, "flag"), value)
 
@@ -199,7 +199,7 @@ class Epoch:
                 raise GraphError(f"{self._at()}: {what} names link {to!r}, but the topology's links are: {links}")
             return work.neighbors(to)
         try:
-            ids = (int(to.__index__()),) if hasattr(to, "__index__") else tuple(int(i.__index__()) for i in to)  # type: ignore[attr-defined, union-attr]
+            ids = (int(to.__index__()),) if hasattr(to, "__index__") else tuple(int(i.__index__()) for i in to)
         except (TypeError, AttributeError):
             raise GraphError(f"{self._at()}: {what} takes a link's name, a task id or task ids, not {to!r}") from None
         for task in ids:
@@ -211,14 +211,16 @@ class Epoch:
             raise GraphError(f"{self._at()}: {what} names a task twice: {ids}")
         return ids
 
-    def _no_messages(self, what: str) -> None:
+    def _no_messages(self, what: str, *, composing: bool = False) -> None:
         if self._sync:
             raise GraphError(
                 f"{self._at()}: a sync point runs when the epoch is quiet and cannot send a {what}; "
                 f"send it from a processor with an outbound channel, or in the next epoch"
             )
-        if self._work.composition() is not None:
-            raise GraphError(f"{self._at()}: compose() only declares; send a {what} from a processor")
+        if self._work.composition() is not None and not composing:
+            raise GraphError(
+                f"{self._at()}: compose() cannot wait for an answer; send a {what} from a processor, or a flag from here"
+            )
 
     def _at(self) -> str:
         return f"task {self._work.task}, epoch {self._work.number}, {self._where}"

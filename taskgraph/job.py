@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 
 import numpy as np
 
@@ -86,7 +86,9 @@ class Job:
     def build(self, task_id: int) -> Task:
         """Calls the task builder."""
         builder = self.builder
-        return builder() if inspect.isclass(builder) and issubclass(builder, Task) else builder(task_id)
+        if inspect.isclass(builder) and issubclass(builder, Task):
+            return cast(Callable[[], Task], builder)()
+        return builder(task_id)
 
     def origin(self) -> tuple[JobFunction, dict[str, Any]]:
         """The job function and its arguments, by which other processes make the same job.

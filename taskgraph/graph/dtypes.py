@@ -63,5 +63,6 @@ def _made(plain: Any) -> np.dtype[Any]:
         }
         if any(f[3] is not None for f in fields):
             spec["titles"] = [f[3] for f in fields]
-        return np.dtype(spec, align=bool(aligned))
+        made: np.dtype[Any] = np.dtype(spec, align=bool(aligned))  # type: ignore[call-overload]
+        return made
     raise ValueError("unknown kind")

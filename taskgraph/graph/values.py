@@ -15,7 +15,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast, overload
 
 import numpy as np
 import xxhash
@@ -78,7 +78,7 @@ def message(cls: C | None = None, *, name: str | None = None) -> Any:
     """Class decorator: a dataclass that travels, field by field. Makes a dataclass of a class that is none yet."""
 
     def declare(target: C) -> C:
-        made: Any = target if dataclasses.is_dataclass(target) else dataclass(target)
+        made = target if dataclasses.is_dataclass(target) else cast(C, dataclass(target))
         wire_name = name or made.__qualname__
         known = _messages.get(wire_name)
         if known is not None and (known.__module__, known.__qualname__) != (made.__module__, made.__qualname__):
@@ -228,7 +228,7 @@ def _bytes_of(value: np.ndarray[Any, Any], *, fresh: bool = False) -> memoryview
         copy = value  # a view on what was decoded from an encoded value: immutable, shared
     else:
         copy = value if fresh and contiguous else np.array(value, order="C", copy=True, subok=False)
-    return memoryview(copy.reshape(-1).view(np.uint8)).toreadonly()
+    return copy.reshape(-1).view(np.uint8).data.toreadonly()
 
 
 class _Frozen(np.ndarray[Any, Any]):
@@ -329,7 +329,7 @@ def _body_size(meta: bytes) -> int:
     """Where the trailer begins. A meta too short for its trailer is all body; decoding refuses it."""
     if len(meta) < _U32.size:
         return len(meta)
-    flags = _U32.unpack_from(meta, len(meta) - _U32.size)[0]
+    flags: int = _U32.unpack_from(meta, len(meta) - _U32.size)[0]
     return max(0, len(meta) - _U32.size * (flags + 1))
 
 

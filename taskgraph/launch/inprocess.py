@@ -12,11 +12,13 @@ import itertools
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver import JobSpec
 from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError
 from taskgraph.job import Job, JobResult
+from taskgraph.graph.devices import device_count
 from taskgraph.launch.collect import assemble, complete
 from taskgraph.launch.submit import submit
 from taskgraph.node.node import Node, Point
@@ -59,6 +61,7 @@ class InProcessCluster:
         self.crashes = 0
         self._rng = rng
         self._threads = threads
+        self._devices = device_count()
         self._point = point
         self._members: dict[str, _Member] = {}
         self._count = itertools.count(1)
@@ -89,6 +92,7 @@ class InProcessCluster:
             node_id=node_id,
             events=events,
             host=name,
+            devices=self._devices,
             threads=self._threads() if self._threads else None,
             point=self._point(self, node_id) if self._point else None,
         )
@@ -169,7 +173,8 @@ class InProcessCluster:
 
         watching = asyncio.ensure_future(watch())
         try:
-            await asyncio.wait([watching, self._node_failed], return_when=asyncio.FIRST_COMPLETED)
+            waits: list[asyncio.Future[Any]] = [watching, self._node_failed]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if watching.done():
                 return watching.result()
             raise JobFailed(f"a node could not go on: {self._node_failed.result()}", job=self.spec.name)

@@ -79,7 +79,7 @@ class Actor:
         """
         try:
             if is_async(function):
-                return await self._call_async(where, function, args, alone)  # type: ignore[arg-type, return-value]
+                return await self._call_async(where, function, args, alone)  # type: ignore[arg-type]
             return await self._call_thread(where, function, args, alone)
         except (asyncio.CancelledError, AttemptEnded, StuckError):
             raise

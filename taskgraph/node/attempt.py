@@ -397,7 +397,9 @@ class Attempt:
             state = self._states[processor.name]
             if state == "done":
                 continue
-            provides = tuple((tag, to) for tag, ids in processor.outbound.items() for to in ids)
+            provides = tuple(
+                (tag, to) for tag, ids in processor.outbound.items() for to in ids if not self._slots[(tag, to)].done()
+            )
 
             def wait(kind: str, task: int, name: str, p: Processor = processor, gives: Any = provides) -> None:
                 found.append(Wait(p.name, kind, task, name, since, gives))

@@ -51,6 +51,7 @@ class LeaderRole:
         self._rows = asyncio.Event()
         self._last_news = node.now()
         self._waits_told: Stamp | None = None
+        self._cycle_found: tuple[Stamp, object] | None = None
         self.waits: tuple[str, ...] = ()
 
     # -- what primaries say -----------------------------------------------------------------------
@@ -164,7 +165,7 @@ class LeaderRole:
             epoch=stamp.epoch,
             attempt=stamp.attempt,
             transient=True,
-            **numbers,
+            fields=numbers,
         )
         if finished:
             node.events.emit("finished", f"the job finished after epoch {stamp.epoch}", epoch=stamp.epoch)
@@ -235,8 +236,8 @@ class LeaderRole:
             if isinstance(reply, LedgerPage):
                 pages[task] = reply.entries
         lines = explain(pages) or ["no edge can be named: please report this as a bug of taskgraph"]
-        error = GraphError(f"epoch {stamp.epoch}: the tasks do not agree on what was exchanged: " + "; ".join(lines))
-        await self._node.fail_job(error, None, stamp.epoch, fence)
+        wrong = GraphError(f"epoch {stamp.epoch}: the tasks do not agree on what was exchanged: " + "; ".join(lines))
+        await self._node.fail_job(wrong, None, stamp.epoch, fence)
 
     async def _examine_stall(self) -> None:
         """The epoch stands still: a cycle of waits fails the job; anything else is named, once, and in `status`."""
@@ -246,7 +247,9 @@ class LeaderRole:
         fence = self._fences()
         gathered = await self._gather_waits(stamp)
         cycle = find_cycle(gathered)
-        if cycle:
+        # Answers of different tasks are of different moments: only what is found twice stands still.
+        again, self._cycle_found = self._cycle_found == (stamp, cycle), (stamp, cycle)
+        if cycle and again:
             error = GraphError(f"epoch {stamp.epoch}: a cycle of waits: {describe_cycle(cycle)}")
             await self._node.fail_job(error, None, stamp.epoch, fence)
             return

@@ -30,7 +30,7 @@ class Mailbox:
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
-        self._answers: dict[tuple[int, str, int], tuple[bytes, asyncio.Future[Answer]]] = {}
+        self._answers: dict[tuple[int, str, int], tuple[bytes, asyncio.Task[Answer]]] = {}
         self._counts: dict[tuple[str, int, str], int] = {}
         self._awaited: dict[concurrent.futures.Future[Encoded], tuple[str, int, str]] = {}
         self.terms: dict[int, int] = {}  # task -> term of whoever acknowledged a flag or answered with effects

@@ -14,10 +14,7 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from types import ModuleType
 from typing import Any
-
-import numpy
 
 from taskgraph.coordination.api import Coordinator
 from taskgraph.coordination.viewkeeper import ViewKeeper
@@ -30,6 +27,7 @@ from taskgraph.errors import (
     TaskGraphError,
     Unavailable,
 )
+from taskgraph.graph.devices import array_module
 from taskgraph.graph.values import decode
 from taskgraph.job import Job
 from taskgraph.node.actor import UserCodeError
@@ -384,7 +382,7 @@ class Node:
         if self._drain_until is None:
             self._drain_why = why
             self._drain_until = self.now() + self.settings.drain_s
-            self.events.emit("drain", f"{self.name} leaves: {why}", node=self.id)
+            self.events.emit("drain", f"{self.name} leaves: {why}", fields={"leaves": self.id})
             if self._registration is not None and self._group is not None:
                 self.own(self._registration.announce_drain(), "announce the drain")
                 self.own(self._drain_deadline(), "drain deadline")
@@ -469,9 +467,7 @@ class Node:
         if nodes < self.job.min_nodes:
             if self._waits_for_nodes != nodes:
                 self._waits_for_nodes = nodes
-                self.events.emit(
-                    "waits", f"the job waits for nodes: {nodes} of at least {self.job.min_nodes} are here", nodes=nodes
-                )
+                self.events.emit("waits", f"the job waits for nodes: {nodes} of at least {self.job.min_nodes} are here")
             return False
         return nodes >= self.spec.expected_nodes or self.now() - self._started_at > self.settings.start_wait_s
 
@@ -521,7 +517,12 @@ class Node:
 
     def _begin_takeover(self, task: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         running = self._takeovers[task] = self.own(work, f"take over task {task}")
-        running.add_done_callback(lambda _: (self._takeovers.pop(task, None), self._dirty.set()))
+
+        def done(_: object) -> None:
+            self._takeovers.pop(task, None)
+            self._dirty.set()
+
+        running.add_done_callback(done)
         return running
 
     async def _take_over(self, task: int, decision: Succession) -> None:
@@ -558,7 +559,7 @@ class Node:
             self.log.debug("task %d: %s", task, error)
             return
         await self._execute_takeover(
-            replica, txn, writer, "takeover" if failure else "hand-over", old and old.record.node
+            replica, txn, writer, "takeover" if failure else "hand-over", old.record.node if old else None
         )
 
     async def _become_first(self, task: int) -> None:
@@ -580,7 +581,9 @@ class Node:
             self.log.debug("task %d: %s", task, error)
             return
         replica.boundaries.clear()
-        await self._execute_takeover(replica, txn, writer, "takeover" if old else "primary", old and old.record.node)
+        await self._execute_takeover(
+            replica, txn, writer, "takeover" if old else "primary", old.record.node if old else None
+        )
 
     async def _execute_takeover(self, replica: Replica, txn: Txn, writer: str, kind: str, old: str | None) -> None:
         task, view = replica.task, self.keeper.view
@@ -679,7 +682,7 @@ class Node:
         """This node's replica of a task, made where there is none."""
         known = self._replicas.get(task)
         if known is None:
-            xp, device = self._array_module()
+            xp, device = array_module(self._devices)
             known = self._replicas[task] = Replica(task, self.job, self.router, self._threads, xp=xp, xp_device=device)
         return known
 
@@ -689,13 +692,6 @@ class Node:
         if replica is not None:
             replica.release(message.term, message.invitation)
             self._dirty.set()
-
-    def _array_module(self) -> tuple[ModuleType, str]:
-        if self._devices:
-            import cupy
-
-            return cupy, "cuda"
-        return numpy, "host"
 
     def _drop_replicas(self) -> None:
         """Replicas that are neither primary, nor member, nor wished for."""
@@ -777,7 +773,7 @@ class Node:
             pid=os.getpid(),
             paused=self.paused,
             draining=self._drain_until is not None,
-            stamp=tuple(view.stamp) if view.stamp else None,
+            stamp=(view.stamp.attempt, view.stamp.epoch) if view.stamp else None,
             revision=view.revision,
             leader=self.leader is not None,
             replicas=tuple(self._replica_status(r) for _, r in sorted(self._replicas.items())),
@@ -834,7 +830,7 @@ class Node:
 
 
 def _finished(status: object) -> bool:
-    return status is not None and status.record.state == State.FINISHED  # type: ignore[attr-defined, no-any-return]
+    return status is not None and status.record.state == State.FINISHED  # type: ignore[attr-defined]
 
 
 def _ours(error: BaseException) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import Refused, TaskGraphError, TransportError
@@ -24,8 +23,9 @@ from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync
 from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.messages import Encoded, HandOver, Reason, Report, RequestRestart, Stamp
-from taskgraph.protocol.records import State
+from taskgraph.protocol.records import PrimaryRecord, State
 from taskgraph.protocol.transactions import TakenOver
+from taskgraph.protocol.view import Versioned
 from taskgraph.task import BecamePrimary
 
 if TYPE_CHECKING:
@@ -338,9 +338,7 @@ class Primary:
             if report is None or leader is None or told == (report, leader.mod_revision):
                 waits = [
                     asyncio.ensure_future(self._report_changed.wait()),
-                    asyncio.ensure_future(
-                        self._node.keeper.wait_until(lambda v, known=leader: v.primaries.get(0) != known)
-                    ),
+                    asyncio.ensure_future(self._other_leader(leader)),
                 ]
                 try:
                     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -349,11 +347,14 @@ class Primary:
                         wait.cancel()
                 continue
             await self._node.while_paused()
-            await self._tell(lambda report=report: report)
+            await self._tell(report)
             told = (report, leader.mod_revision)
 
-    async def _tell(self, message: Callable[[], Report | RequestRestart]) -> None:
-        await self._node.router.to_primary(0, message, timeout_s=self._node.settings.call_s)
+    async def _other_leader(self, known: Versioned[PrimaryRecord] | None) -> None:
+        await self._node.keeper.wait_until(lambda view: view.primaries.get(0) != known)
+
+    async def _tell(self, message: Report | RequestRestart) -> None:
+        await self._node.router.to_primary(0, lambda: message, timeout_s=self._node.settings.call_s)
 
     def check_terms(self) -> None:
         """The view changed: an attempt that rests on a gone primary's acknowledgement cannot be completed."""
@@ -370,4 +371,4 @@ class Primary:
         if (stamp, why) in self._restart_asked or self._group is None:
             return
         self._restart_asked = {(stamp, why)}
-        self._group.create_task(self._tell(lambda: RequestRestart(stamp, self.task, why)))
+        self._group.create_task(self._tell(RequestRestart(stamp, self.task, why)))

@@ -41,7 +41,9 @@ class Suspicion:
         if node not in self._refused and node != self._node.id:
             self._refused.add(node)
             if node in self._node.keeper.view.nodes:
-                self._node.events.emit("lost", f"{self._node.name_of(node)} is gone: its port refuses", lost=node)
+                self._node.events.emit(
+                    "lost", f"{self._node.name_of(node)} is gone: its port refuses", fields={"lost": node}
+                )
             self.update()
             self._changed()
 
@@ -94,4 +96,6 @@ class Suspicion:
                 record = GoneRecord(reason=f"its key was absent for {limit:g} s", writer=writer)
                 txn = transactions.declare_gone(view, node, record)
                 if await self._node.transact(txn, key=view.keys.gone(node), writer=writer) is not None:
-                    self._node.events.emit("gone", f"{self._node.name_of(node)}: {record.reason}", lost=node)
+                    self._node.events.emit(
+                        "gone", f"{self._node.name_of(node)}: {record.reason}", fields={"lost": node}
+                    )

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 
 from taskgraph.coordination.api import Coordinator
@@ -82,10 +82,10 @@ class EventLog:
         attempt: int | None = None,
         term: int | None = None,
         transient: bool = False,
-        **fields: str | int | float,
+        fields: Mapping[str, str | int | float] | None = None,
     ) -> None:
         """Tells an event to the log and to everyone who listens."""
-        event = Event(time.time(), self._node, kind, text, task, epoch, attempt, term, transient, fields)
+        event = Event(time.time(), self._node, kind, text, task, epoch, attempt, term, transient, dict(fields or {}))
         log.log(logging.DEBUG if transient else logging.INFO, "%s", text)
         self._ring.append(event)
         for listener in tuple(self._listeners):

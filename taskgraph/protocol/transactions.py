@@ -50,7 +50,7 @@ def _generation(view: JobView, writer: str) -> Put:
 
 
 def _mod(record: object) -> int:
-    return record.mod_revision if record is not None else 0  # type: ignore[attr-defined, no-any-return]
+    return record.mod_revision if record is not None else 0  # type: ignore[attr-defined]
 
 
 def register(view: JobView, node: str, record: NodeRecord) -> Txn:

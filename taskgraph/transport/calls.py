@@ -22,7 +22,9 @@ def describe(call: Call) -> str:
     """A call in a few words, for messages about it: never its bulk."""
     name = getattr(call, "tag", None) or getattr(call, "method", None)
     what = f"{type(call).__name__} {name!r}" if name else type(call).__name__
-    return f"{what} to task {call.task}, epoch {call.stamp.epoch}, attempt {call.stamp.attempt}"
+    stamp = getattr(call, "stamp", None)
+    at = f", epoch {stamp.epoch}, attempt {stamp.attempt}" if stamp is not None else ""
+    return f"{what} to task {call.task}{at}"
 
 
 async def answer(serve: Serve, caller: str, call: Call) -> Reply:
