@@ -219,7 +219,7 @@ class Epoch:
             )
         if self._work.composition() is not None and not composing:
             raise GraphError(
-                f"{self._at()}: compose() cannot wait for an answer; send a {what} from a processor, or a flag from here"
+                f"{self._at()}: compose() cannot wait for an answer: send a {what} from a processor (a flag, also here)"
             )
 
     def _at(self) -> str:
