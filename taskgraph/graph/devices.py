@@ -1,14 +1,23 @@
-"""CUDA devices, where there are any. cupy is imported only on a machine that has it, and only when asked."""
+"""CUDA devices, where there are any. cupy is imported only on a machine that has it, and only when asked.
+
+Arrays on a device are copied to the host when they are encoded, and back where they are decoded on a node with a GPU.
+Where an array lived is no part of its value: primary and backup may sit on different kinds of nodes, and their digests
+must agree. So it is noted beside the value, outside of what is digested (see `values`).
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+import sys
+from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import numpy
+from numpy.typing import NDArray
 
-__all__ = ["array_module", "device_count"]
+__all__ = ["OnDevice", "array_module", "device_count", "to_device", "to_host"]
 
 log = logging.getLogger("taskgraph.devices")
 
@@ -33,3 +42,31 @@ def array_module(devices: int) -> tuple[ModuleType, str]:
 
         return cupy, "cuda"
     return numpy, "host"
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """A fresh host copy of an array that lived on a device; for codecs of other libraries' device arrays."""
+
+    host: NDArray[Any]
+
+
+def to_host(value: Any) -> OnDevice | None:
+    """A copy of a CuPy array on the host, in C order, after all work queued on the current stream; None for others."""
+    cupy = sys.modules.get("cupy")
+    if cupy is None or type(value) is not getattr(cupy, "ndarray", None):
+        return None
+    return OnDevice(value.get(order="C"))
+
+
+def to_device(array: NDArray[Any]) -> Any:
+    """A new CuPy array of the same elements on the current device.
+
+    CuPy has no read-only arrays: this one is nobody else's, and writing to it changes no other.
+
+    Raises:
+        ImportError: CuPy is not installed here.
+    """
+    import cupy
+
+    return cupy.array(array, copy=True, order="C")

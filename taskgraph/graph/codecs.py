@@ -1,0 +1,142 @@
+"""What users declare so that their own types travel: `message` for dataclasses, `codec` for anything else.
+
+A declaration holds in the process that made it, so drivers declare when they are imported: every node imports them.
+Names on the wire do not hold the module, since the same file is `__main__` in one process and a module in another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar, dataclass_transform, overload
+
+from taskgraph.errors import JobError
+
+__all__ = ["Codec", "Message", "codec", "codec_named", "codec_of", "message", "message_named", "message_of", "reserve"]
+
+C = TypeVar("C", bound=type[Any])
+X = TypeVar("X")
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How values of one type become values that travel."""
+
+    name: str
+    type: type
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A dataclass that travels: the names of its fields, and those its constructor takes."""
+
+    name: str
+    type: type
+    fields: tuple[str, ...]
+    init: frozenset[str]
+
+
+_codecs: Final[dict[type, Codec]] = {}
+_codecs_by_name: Final[dict[str, Codec]] = {}
+_messages: Final[dict[type, Message]] = {}
+_messages_by_name: Final[dict[str, Message]] = {}
+_reserved: Final[set[type]] = set()
+
+codec_of = _codecs.get
+codec_named = _codecs_by_name.get
+message_of = _messages.get
+message_named = _messages_by_name.get
+reserve = _reserved.update
+
+
+def codec(type: type[X], encode: Callable[[X], Any], decode: Callable[[Any], X], *, name: str | None = None) -> None:
+    """Makes values of a type travel. Call it where the driver is imported.
+
+    It holds for exactly this type, not for its subclasses: what arrives is of the type that was sent.
+
+    Args:
+        type: the class.
+        encode: turns one into a value that travels, the same one for equal values.
+        decode: turns that back. Arrays in what it gets are read-only, unless a state is restored.
+        name: what the type is called between nodes; default its qualified name.
+
+    Raises:
+        JobError: the type travels anyway, or another type has that name.
+    """
+    name = type.__qualname__ if name is None else name
+    if type in _reserved or type in _messages:
+        raise JobError(f"{type.__qualname__} travels without a codec: remove tg.codec({type.__qualname__}, ...)")
+    known = _codecs_by_name.get(name)
+    if known is not None and not _same_class(known.type, type):
+        raise JobError(
+            f"two types have a codec called {name!r} ({_at(known.type)} and {_at(type)}): "
+            f"give one of them tg.codec(..., name='...')"
+        )
+    _codecs[type] = _codecs_by_name[name] = Codec(name, type, encode, decode)
+
+
+@overload
+def message(cls: C) -> C: ...
+@overload
+def message(*, name: str | None = None) -> Callable[[C], C]: ...
+@dataclass_transform(field_specifiers=(dataclasses.field,))
+def message(cls: Any = None, *, name: str | None = None) -> Any:
+    """Class decorator: a dataclass that travels, field by field. Makes a dataclass of a class that is none yet.
+
+    What arrives was made by calling the class with its fields, and then has exactly the fields that were sent,
+    whatever `__post_init__` made of them. Subclasses are declared on their own.
+
+    Args:
+        name: what the class is called between nodes; default its qualified name.
+
+    Raises:
+        JobError: another class has that name, or the class cannot be called with its fields.
+    """
+
+    def declare(target: Any) -> Any:
+        made: Any = target if "__dataclass_fields__" in vars(target) else dataclass(target)
+        wire_name = made.__qualname__ if name is None else name
+        known = _messages_by_name.get(wire_name)
+        if known is not None and not _same_class(known.type, made):
+            raise JobError(
+                f"two messages are called {wire_name!r} ({_at(known.type)} and {_at(made)}): "
+                f"declare one with @tg.message(name='...')"
+            )
+        if made in _codecs:
+            raise JobError(f"{made.__qualname__} has a codec already: remove it, or @tg.message")
+        fields = dataclasses.fields(made)
+        init = frozenset(f.name for f in fields if f.init)
+        _check_callable(made, init)
+        _messages[made] = _messages_by_name[wire_name] = Message(wire_name, made, tuple(f.name for f in fields), init)
+        return made
+
+    return declare if cls is None else declare(cls)
+
+
+def _check_callable(cls: type, init: frozenset[str]) -> None:
+    try:
+        inspect.signature(cls).bind(**dict.fromkeys(init))
+    except TypeError as error:
+        raise JobError(
+            f"message {cls.__qualname__} cannot be called with its fields ({error}), so it could not be made where it "
+            f"arrives: let dataclass make its __init__, give InitVars a default, or use tg.codec"
+        ) from error
+
+
+def _same_class(one: type, other: type) -> bool:
+    """Whether these are one class of the source, perhaps made twice: a cell run again, a driver loaded as a module
+    and as `__main__`."""
+    return one.__qualname__ == other.__qualname__ and _source(one) == _source(other)
+
+
+def _source(cls: type) -> str:
+    return getattr(sys.modules.get(cls.__module__), "__file__", None) or cls.__module__
+
+
+def _at(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

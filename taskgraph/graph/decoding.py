@@ -1,0 +1,279 @@
+"""The reader: meta and buffers as a value. It trusts nothing: what is announced is checked before it is made."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from taskgraph.errors import DecodeError
+from taskgraph.graph import arrays, codecs, devices, dtypes
+from taskgraph.graph.encoding import ALIGN, MAX_DEPTH
+from taskgraph.protocol.messages import Encoded
+
+__all__ = ["Reader"]
+
+_I64 = struct.Struct("<q")
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+_F64 = struct.Struct("<d")
+_C128 = struct.Struct("<dd")
+_SHAPES: Final = tuple(struct.Struct(f"<{ndim}Q") for ndim in range(65))
+
+
+class Reader:
+    """Reads one value from `meta` between `at` and `end`."""
+
+    __slots__ = ("_arrays", "_at", "_buffers", "_depth", "_device", "_end", "_meta", "_next", "_on_device", "_writable")
+
+    def __init__(
+        self, encoded: Encoded, at: int, end: int, on_device: frozenset[int], device: str, writable: bool
+    ) -> None:
+        self._meta = encoded.meta
+        self._buffers = encoded.buffers
+        self._at = at
+        self._end = end
+        self._on_device = on_device
+        self._device = device
+        self._writable = writable
+        self._next = 0  # buffers are named in their order
+        self._arrays = 0
+        self._depth = 0
+
+    def whole(self) -> Any:
+        """The value, if it is all there is."""
+        try:
+            found = self._value()
+        except (struct.error, IndexError) as error:
+            raise DecodeError(f"a value ends after {len(self._meta)} bytes, within itself") from error
+        except RecursionError as error:
+            raise DecodeError("a value is nested deeper than this thread's stack allows") from error
+        if self._at != self._end:
+            raise DecodeError(f"a value ends at byte {self._at} of {self._end}")
+        if self._next != len(self._buffers):
+            raise DecodeError(f"a value names {self._next} buffers and has {len(self._buffers)}")
+        if any(number >= self._arrays for number in self._on_device):
+            raise DecodeError(f"a value of {self._arrays} arrays has others on a device")
+        return found
+
+    def _value(self) -> Any:
+        tag = self._meta[self._at]
+        self._at += 1
+        read = _READERS.get(tag)
+        if read is None:
+            raise DecodeError(f"not a value: it begins with byte {tag}")
+        return read(self)
+
+    # -- parts ------------------------------------------------------------------------------------------------------
+
+    def _take(self, size: int) -> bytes:
+        at = self._at
+        if size > self._end - at:
+            raise DecodeError(f"a value announces {size} bytes and has {self._end - at} left")
+        self._at = at + size
+        return self._meta[at : at + size]
+
+    def _u64(self) -> int:
+        number: int = _U64.unpack_from(self._meta, self._at)[0]
+        self._at += 8
+        return number
+
+    def _count(self, least: int) -> int:
+        """A number of parts that take `least` bytes each at least: more than fit cannot be meant."""
+        count = self._u64()
+        if count * least > self._end - self._at:
+            raise DecodeError(f"a value announces {count} parts and has {self._end - self._at} bytes left")
+        self._enter()
+        return count
+
+    def _enter(self) -> None:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise DecodeError(f"a value is nested more than {MAX_DEPTH} deep")
+
+    def _name(self) -> str:
+        return _text(self._take(self._u64()))
+
+    def _inline(self) -> bytes:
+        return self._take(self._u64())
+
+    def _buffer(self, size: int) -> memoryview:
+        if self._next >= len(self._buffers):
+            raise DecodeError(f"a value names buffer {self._next} and has {len(self._buffers)}")
+        buffer = self._buffers[self._next]
+        self._next += 1
+        if buffer.nbytes != size or buffer.format != "B" or not buffer.c_contiguous:
+            raise DecodeError(f"a value names a buffer of {size} bytes, and has one of {buffer.nbytes}")
+        return buffer
+
+    def _buffered(self) -> bytes:
+        buffer = self._buffer(self._u64())
+        owner = buffer.obj
+        return owner if type(owner) is bytes and len(owner) == buffer.nbytes else bytes(buffer)
+
+    # -- values -----------------------------------------------------------------------------------------------------
+
+    def small_integer(self) -> int:
+        number: int = _I64.unpack_from(self._meta, self._at)[0]
+        self._at += 8
+        return number
+
+    def integer(self) -> int:
+        return int.from_bytes(self._inline(), "little", signed=True)
+
+    def real(self) -> float:
+        number: float = _F64.unpack_from(self._meta, self._at)[0]
+        self._at += 8
+        return number
+
+    def two_reals(self) -> complex:
+        return complex(*_C128.unpack(self._take(16)))
+
+    def sequence(self) -> list[Any]:
+        found = [self._value() for _ in range(self._count(1))]
+        self._depth -= 1
+        return found
+
+    def mapping(self) -> dict[Any, Any]:
+        count = self._count(2)
+        found = {}
+        for _ in range(count):
+            key = self._value()
+            value = self._value()
+            try:
+                found[key] = value
+            except Exception as error:  # a message's own __hash__ and __eq__ are user code
+                raise DecodeError(f"a dict has a key that is none: {error!r}") from error
+        if len(found) != count:
+            raise DecodeError(f"a dict of {count} keys has {len(found)} different ones")
+        self._depth -= 1
+        return found
+
+    def message(self) -> Any:
+        name = self._name()
+        known = codecs.message_named(name)
+        if known is None:
+            raise DecodeError(f"no @tg.message is called {name!r} here: declare it where the driver is imported")
+        count = _U32.unpack(self._take(4))[0]
+        if count != len(known.fields):
+            raise DecodeError(f"message {name!r} came with {count} fields, here it has {len(known.fields)}")
+        self._enter()
+        fields = {}
+        for expected in known.fields:
+            field = self._name()
+            if field != expected:
+                raise DecodeError(f"message {name!r} came with field {field!r}, here it is {expected!r}")
+            fields[field] = self._value()
+        self._depth -= 1
+        try:
+            made = known.type(**{field: fields[field] for field in fields.keys() & known.init})
+            for field, value in fields.items():
+                if getattr(made, field, made) is not value:  # not of __init__, or changed by __post_init__
+                    object.__setattr__(made, field, value)
+        except Exception as error:
+            raise DecodeError(f"message {name!r} cannot be made of what came: {error!r}") from error
+        return made
+
+    def coded(self) -> Any:
+        name = self._name()
+        known = codecs.codec_named(name)
+        if known is None:
+            raise DecodeError(f"no codec is called {name!r} here: call tg.codec where the driver is imported")
+        self._enter()
+        inner = self._value()
+        self._depth -= 1
+        try:
+            return known.decode(inner)
+        except Exception as error:
+            raise DecodeError(f"the codec {name!r} cannot decode what came: {error!r}") from error
+
+    def protobuf(self) -> Any:
+        from google.protobuf import descriptor_pool, message_factory
+        from google.protobuf.message import DecodeError as BadMessage
+
+        name = self._name()
+        data = self._value()
+        if type(data) is not bytes:
+            raise DecodeError(f"a protobuf message {name!r} without its bytes")
+        try:
+            descriptor = descriptor_pool.Default().FindMessageTypeByName(name)
+        except KeyError as error:
+            raise DecodeError(f"no protobuf message is called {name!r} here: import its _pb2 in the driver") from error
+        try:
+            return message_factory.GetMessageClass(descriptor).FromString(data)
+        except (BadMessage, ValueError) as error:
+            raise DecodeError(f"not a protobuf message {name!r}: {error}") from error
+
+    def _header(self) -> tuple[np.dtype[Any], tuple[int, ...], int]:
+        """dtype, shape, and how many bytes they make."""
+        dtype, at = dtypes.read(self._meta, self._at)
+        shape = _SHAPES[self._meta[at]].unpack_from(self._meta, at + 1)
+        self._at = at + 1 + 8 * len(shape)
+        if dtype.subdtype is not None:
+            raise DecodeError("an array of arrays: its shape says so, not its dtype")
+        return dtype, shape, math.prod(shape) * dtype.itemsize
+
+    def array(self) -> Any:
+        dtype, shape, size = self._header()
+        at = self._at + -self._at % ALIGN
+        if size > self._end - at:
+            raise DecodeError(f"an array announces {size} bytes and has {self._end - at} left")
+        self._at = at + size
+        return self._made(self._meta, at, dtype, shape)
+
+    def buffered_array(self) -> Any:
+        dtype, shape, size = self._header()
+        return self._made(self._buffer(size), 0, dtype, shape)
+
+    def _made(self, data: bytes | memoryview, at: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
+        number = self._arrays
+        self._arrays += 1
+        try:
+            found = arrays.view(data, at, dtype, shape, writable=self._writable)
+        except (ValueError, TypeError, OverflowError, MemoryError) as error:
+            raise DecodeError(f"not an array of shape {shape} and dtype {dtype}: {error}") from error
+        return devices.to_device(found) if number in self._on_device and self._device != "host" else found
+
+    def scalar(self) -> Any:
+        dtype, self._at = dtypes.read(self._meta, self._at)
+        if dtype.subdtype is not None or dtype.kind in "SU":
+            raise DecodeError(f"a scalar of dtype {dtype}")
+        return arrays.view(self._take(dtype.itemsize), 0, dtype, (), writable=self._writable)[()]
+
+
+def _text(data: bytes) -> str:
+    try:
+        return str(data, "utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise DecodeError(f"not a text: {error}") from error
+
+
+_READERS: Final[dict[int, Callable[[Reader], Any]]] = {
+    ord("N"): lambda reader: None,
+    ord("T"): lambda reader: True,
+    ord("F"): lambda reader: False,
+    ord("i"): Reader.small_integer,
+    ord("I"): Reader.integer,
+    ord("f"): Reader.real,
+    ord("c"): Reader.two_reals,
+    ord("S"): lambda reader: _text(reader._inline()),
+    ord("s"): lambda reader: _text(reader._buffered()),
+    ord("B"): Reader._inline,
+    ord("b"): Reader._buffered,
+    ord("L"): Reader.sequence,
+    ord("U"): lambda reader: tuple(reader.sequence()),
+    ord("D"): Reader.mapping,
+    ord("A"): Reader.array,
+    ord("a"): Reader.buffered_array,
+    ord("G"): Reader.scalar,
+    ord("X"): lambda reader: np.str_(_text(reader._inline())),
+    ord("x"): lambda reader: np.str_(_text(reader._buffered())),
+    ord("Y"): lambda reader: np.bytes_(reader._inline()),
+    ord("y"): lambda reader: np.bytes_(reader._buffered()),
+    ord("M"): Reader.message,
+    ord("C"): Reader.coded,
+    ord("P"): Reader.protobuf,
+}

@@ -1,0 +1,259 @@
+"""The writer: one value as meta and buffers. The format is told in `values`."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from taskgraph.graph import arrays, codecs, devices, dtypes
+from taskgraph.graph.refusals import CannotTravel, key_step, way_out
+
+__all__ = ["ALIGN", "INLINE_BYTES", "MAX_DEPTH", "Writer"]
+
+MAX_DEPTH: Final = 100
+"""Containers in containers. Each takes two or three Python frames of the thousand there are."""
+INLINE_BYTES: Final = 4096
+"""Bulk of at most this size travels inside meta: copying it costs less than another piece to send."""
+ALIGN: Final = 16
+"""Where array elements begin inside meta; the data of a bytes object itself begins at a multiple of 16."""
+_MAX_BUFFERS: Final = 1 << 16
+"""More bulk than that goes inside meta, whatever its size: a transport takes so many pieces and no more."""
+_MAX_META: Final = 1 << 30
+"""A description of more bytes is a structure that holds the same parts over and over, or should be arrays."""
+
+_PADS: Final = tuple(bytes(-n % ALIGN) for n in range(ALIGN))
+_I64 = struct.Struct("<q")
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+_F64 = struct.Struct("<d")
+_C128 = struct.Struct("<dd")
+_SHAPES: Final = tuple(struct.Struct(f"<B{ndim}Q") for ndim in range(65))
+
+
+class Writer:
+    """Writes one value."""
+
+    __slots__ = ("adopt", "arrays", "buffers", "depth", "meta", "on_device")
+
+    def __init__(self, *, adopt: bool = False) -> None:
+        self.meta = bytearray()
+        self.buffers: list[memoryview] = []
+        self.on_device: list[int] = []  # which arrays, by number, were on a device
+        self.arrays = 0
+        self.depth = 0
+        self.adopt = adopt
+
+    def put(self, value: Any) -> None:
+        write = _WRITERS.get(type(value))
+        if write is not None:
+            write(self, value)
+        else:
+            _write_other(self, value)
+
+    def enter(self, value: Any) -> None:
+        """Counts a level of nesting; whoever enters, leaves."""
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise CannotTravel(value, f"it is nested more than {MAX_DEPTH} deep (does it contain itself?)")
+        if len(self.meta) > _MAX_META:
+            raise CannotTravel(
+                value,
+                "what comes before it already needs 1 GiB of description: send arrays instead of lists of numbers, "
+                "and what is shared only once",
+            )
+
+    def text(self, text: str) -> None:
+        data = text.encode("utf-8", "surrogatepass")
+        self.meta += _U64.pack(len(data))
+        self.meta += data
+
+    def data(self, inline: bytes, buffered: bytes, data: bytes) -> None:
+        """Immutable bytes, after one of two tags."""
+        size = len(data)
+        if size <= INLINE_BYTES or len(self.buffers) >= _MAX_BUFFERS:
+            self.meta += inline + _U64.pack(size)
+            self.meta += data
+        else:
+            self.meta += buffered + _U64.pack(size)
+            self.buffers.append(memoryview(data))
+
+
+def _write_int(writer: Writer, value: int) -> None:
+    if -(1 << 63) <= value < 1 << 63:
+        writer.meta += b"i" + _I64.pack(value)
+        return
+    size = (value.bit_length() + 8) // 8
+    writer.meta += b"I" + _U64.pack(size)
+    writer.meta += value.to_bytes(size, "little", signed=True)
+
+
+def _write_str(writer: Writer, value: str) -> None:
+    writer.data(b"S", b"s", value.encode("utf-8", "surrogatepass"))
+
+
+def _write_bytes(writer: Writer, value: bytes) -> None:
+    writer.data(b"B", b"b", value)
+
+
+def _write_sequence(writer: Writer, value: list[Any] | tuple[Any, ...]) -> None:
+    items = tuple(value)  # a list may be appended to by another thread meanwhile
+    writer.enter(value)
+    writer.meta += (b"L" if type(value) is list else b"U") + _U64.pack(len(items))
+    index = 0
+    try:
+        for item in items:
+            writer.put(item)
+            index += 1
+    except CannotTravel as refused:
+        raise refused.at(f"[{index}]")  # noqa: B904 - the same exception goes on
+    writer.depth -= 1
+
+
+def _write_dict(writer: Writer, value: dict[Any, Any]) -> None:
+    items = tuple(value.items())
+    writer.enter(value)
+    writer.meta += b"D" + _U64.pack(len(items))
+    for key, item in items:
+        try:
+            writer.put(key)
+        except CannotTravel as refused:
+            raise refused.at(f" (in the key {key_step(key)})")  # noqa: B904
+        try:
+            writer.put(item)
+        except CannotTravel as refused:
+            raise refused.at(key_step(key))  # noqa: B904
+    writer.depth -= 1
+
+
+def _write_array(writer: Writer, value: NDArray[Any], adopt: bool = False) -> None:
+    try:
+        header = dtypes.write(value.dtype)
+    except dtypes.DtypeRefused as refused:
+        raise CannotTravel(value, str(refused)) from None
+    writer.arrays += 1
+    shape = _SHAPES[value.ndim].pack(value.ndim, *value.shape)
+    if value.nbytes <= INLINE_BYTES or len(writer.buffers) >= _MAX_BUFFERS:
+        meta = writer.meta
+        meta += b"A" + header + shape
+        meta += _PADS[len(meta) % ALIGN]
+        meta += arrays.small_bytes(value)
+    else:
+        writer.meta += b"a" + header + shape
+        writer.buffers.append(arrays.freeze(value, adopt=adopt or writer.adopt))
+
+
+def _write_on_device(writer: Writer, value: devices.OnDevice) -> None:
+    writer.on_device.append(writer.arrays)
+    _write_array(writer, value.host, adopt=True)
+
+
+def _write_scalar(writer: Writer, value: np.generic) -> None:
+    if type(value) is np.str_:
+        writer.data(b"X", b"x", str(value).encode("utf-8", "surrogatepass"))
+    elif type(value) is np.bytes_:
+        writer.data(b"Y", b"y", bytes(value))
+    else:
+        array = np.asarray(value)
+        if array.dtype.type is not type(value):
+            raise CannotTravel(value, way_out(value))
+        try:
+            writer.meta += b"G" + dtypes.write(array.dtype)
+        except dtypes.DtypeRefused as refused:
+            raise CannotTravel(value, str(refused)) from None
+        writer.meta += arrays.small_bytes(array)
+
+
+def _write_message(writer: Writer, value: Any, known: codecs.Message) -> None:
+    writer.enter(value)
+    writer.meta += b"M"
+    writer.text(known.name)
+    writer.meta += _U32.pack(len(known.fields))
+    for name in known.fields:
+        writer.text(name)
+        try:
+            field = getattr(value, name)
+        except AttributeError:
+            raise CannotTravel(value, f"its field {name!r} was never set") from None
+        try:
+            writer.put(field)
+        except CannotTravel as refused:
+            raise refused.at(f".{name}")  # noqa: B904
+    writer.depth -= 1
+
+
+def _write_coded(writer: Writer, value: Any, known: codecs.Codec) -> None:
+    writer.enter(value)
+    writer.meta += b"C"
+    writer.text(known.name)
+    try:
+        writer.put(known.encode(value))
+    except CannotTravel as refused:
+        raise refused.at(f".<codec {known.name}>")  # noqa: B904
+    writer.depth -= 1
+
+
+def _write_other(writer: Writer, value: Any) -> None:
+    kind = type(value)
+    if known := codecs.message_of(kind):
+        _write_message(writer, value, known)
+    elif coded := codecs.codec_of(kind):
+        _write_coded(writer, value, coded)
+    elif isinstance(value, np.generic):
+        _write_scalar(writer, value)
+    elif (on_device := devices.to_host(value)) is not None:
+        _write_on_device(writer, on_device)
+    elif _is_protobuf(value):
+        _write_protobuf(writer, value)
+    else:
+        raise CannotTravel(value, way_out(value))
+
+
+def _is_protobuf(value: Any) -> bool:
+    protobuf = sys.modules.get("google.protobuf.message")
+    return protobuf is not None and isinstance(value, protobuf.Message)
+
+
+def _write_protobuf(writer: Writer, value: Any) -> None:
+    from google.protobuf import descriptor_pool
+    from google.protobuf.message import EncodeError
+
+    name = value.DESCRIPTOR.full_name
+    try:
+        found = descriptor_pool.Default().FindMessageTypeByName(name)
+    except KeyError:
+        found = None
+    if found is not value.DESCRIPTOR:
+        raise CannotTravel(
+            value, "its type is not in protobuf's default pool, where a node looks for it: import its _pb2"
+        )
+    try:
+        data = value.SerializeToString(deterministic=True)
+    except (EncodeError, ValueError) as error:
+        raise CannotTravel(
+            value, f"protobuf refuses it ({error}): complete it, or send large data as arrays"
+        ) from error
+    writer.meta += b"P"
+    writer.text(name)
+    writer.data(b"B", b"b", data)
+
+
+_WRITERS: Final[dict[type, Callable[[Writer, Any], None]]] = {
+    type(None): lambda writer, value: writer.meta.extend(b"N"),
+    bool: lambda writer, value: writer.meta.extend(b"T" if value else b"F"),
+    int: _write_int,
+    float: lambda writer, value: writer.meta.extend(b"f" + _F64.pack(value)),
+    complex: lambda writer, value: writer.meta.extend(b"c" + _C128.pack(value.real, value.imag)),
+    str: _write_str,
+    bytes: _write_bytes,
+    list: _write_sequence,
+    tuple: _write_sequence,
+    dict: _write_dict,
+    np.ndarray: _write_array,
+    devices.OnDevice: _write_on_device,
+}
+codecs.reserve(_WRITERS)

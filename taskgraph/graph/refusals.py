@@ -1,0 +1,116 @@
+"""What to say of a value that cannot travel: what it is, where it sits, and the way out."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from taskgraph.errors import ValueNotEncodable
+from taskgraph.graph import codecs
+
+__all__ = ["CannotTravel", "key_step", "way_out"]
+
+_SHOWN = 40
+"""Characters of a dict's key that a message shows."""
+
+
+class CannotTravel(Exception):
+    """Found while encoding. `steps` leads to the value, the last one first; each level adds its own."""
+
+    def __init__(self, value: Any, way_out: str) -> None:
+        super().__init__(way_out)
+        self.value = value
+        self.way_out = way_out
+        self.steps: list[str] = []
+
+    def at(self, step: str) -> CannotTravel:
+        self.steps.append(step)
+        return self
+
+    def told(self, what: str) -> ValueNotEncodable:
+        kind = type(self.value)
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        steps = self.steps[::-1]
+        if len(steps) > 12:
+            steps = [*steps[:6], " ... ", *steps[-3:]]
+        where = f" at {''.join(steps)}" if steps else ""
+        return ValueNotEncodable(
+            f"{what + ': ' if what else ''}a value of type {name}{where} cannot travel; {self.way_out}"
+        )
+
+
+def key_step(key: Any) -> str:
+    """`['theta']`, as one would write it. A key whose repr is the user's own code is only named by its type."""
+    if type(key) in (str, int, float, bool, bytes, type(None)):
+        return f"[{key!r:.{_SHOWN}}]"
+    return f"[<{type(key).__name__}>]"
+
+
+def way_out(value: Any) -> str:
+    """What to send instead."""
+    if isinstance(value, type):
+        return f"it is the class {value.__name__} itself: send one of it, or its name"
+    for fits in (_numpy, _builtin, _declared, _well_known):
+        if text := fits(value):
+            return text
+    return "send its parts, declare a dataclass with @tg.message, or teach its type with tg.codec(type, encode, decode)"
+
+
+def _numpy(value: Any) -> str | None:
+    if isinstance(value, np.ma.MaskedArray | np.ma.core.MaskedConstant):
+        return "send its data and its mask: (a.filled(0), np.ma.getmaskarray(a))"
+    if isinstance(value, np.ndarray):
+        return "only plain arrays travel: send np.asarray(a)"
+    if isinstance(value, np.generic):
+        return "only numpy's own scalars travel: send x.item()"
+    if isinstance(value, np.random.Generator | np.random.RandomState | np.random.BitGenerator):
+        return "draw from epoch.rng instead, which is the same on replay"
+    return None
+
+
+def _builtin(value: Any) -> str | None:
+    if isinstance(value, enum.Enum):
+        return "send x.value, and call its class with it where it arrives; or use tg.codec"
+    if isinstance(value, bytearray | memoryview):
+        return "send bytes(x)"
+    if isinstance(value, set | frozenset):
+        return "send sorted(x): a set has no order, so that equal sets could have different bytes"
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return "send tuple(x), or make it a dataclass with @tg.message"
+    for base in (int, float, complex, str, bytes, list, tuple, dict):
+        if isinstance(value, base):
+            return f"send {base.__name__}(x): what arrives has exactly the type of what was sent"
+    if isinstance(value, range | Iterator):
+        return "send list(x)"
+    if callable(value):
+        return "code does not travel: send its arguments, and call it where they arrive"
+    return None
+
+
+def _declared(value: Any) -> str | None:
+    kind = type(value)
+    for base in kind.__mro__[1:]:
+        if codecs.codec_of(base) is not None:
+            return f"{base.__name__} has a codec, but a codec is for exactly one type: tg.codec({kind.__name__}, ...)"
+    if dataclasses.is_dataclass(kind):
+        return f"decorate it with @tg.message: the dataclass {kind.__name__} is not declared"
+    return None
+
+
+def _well_known(value: Any) -> str | None:
+    package = type(value).__module__.partition(".")[0]
+    if package == "torch":
+        return "import taskgraph.torch, which makes tensors travel; send p.detach() of a parameter"
+    if package == "pandas":
+        return "send df.to_numpy() or df.to_dict('list')"
+    if package in ("scipy", "cupyx"):
+        return "send the arrays it is made of, e.g. (a.data, a.indices, a.indptr, a.shape)"
+    if package == "datetime":
+        return "send np.datetime64(x) or np.timedelta64(x), or x.isoformat()"
+    if package in ("decimal", "fractions", "uuid", "pathlib"):
+        return f"send str(x), or declare tg.codec({type(value).__name__}, str, {type(value).__name__})"
+    return None
