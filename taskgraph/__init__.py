@@ -1,0 +1,151 @@
+"""taskgraph: fault-tolerant distributed iterative programs on asyncio.
+
+    import taskgraph as tg
+
+A program is a graph of tasks; each task has a primary and backups; each epoch every task composes processors joined
+by channels; data is pulled, exactly once, whatever dies. Names are imported when they are first used, so that
+`import taskgraph` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from taskgraph.version import VERSION as __version__
+
+if TYPE_CHECKING:
+    from taskgraph import testing as testing
+    from taskgraph.cli import driver_main as main
+    from taskgraph.epoch import Epoch, Hold, Inputs, Outputs, Reply, Tag
+    from taskgraph.errors import (
+        CoordinationError,
+        DecodeError,
+        FingerprintMismatch,
+        GraphError,
+        JobError,
+        JobFailed,
+        JobRunning,
+        JobTimeout,
+        OutcomeUnknown,
+        PeerGone,
+        PeerLost,
+        Refused,
+        StateError,
+        TaskGraphError,
+        TransportError,
+        Unavailable,
+        UnknownJob,
+        ValueNotEncodable,
+    )
+    from taskgraph.graph.values import codec, message
+    from taskgraph.jobs import EpochReport, Job, JobResult, job
+    from taskgraph.launch.run import arun, result, run
+    from taskgraph.settings import Settings
+    from taskgraph.task import (
+        BecameBackup,
+        BecamePrimary,
+        Event,
+        NeighborFailed,
+        NeighborRestarted,
+        Task,
+        handles,
+        shard,
+    )
+    from taskgraph.topology import Topology, bipartite, edges, full, grid, inverse, ring, star, tree
+
+__all__ = [
+    "BecameBackup",
+    "BecamePrimary",
+    "CoordinationError",
+    "DecodeError",
+    "Epoch",
+    "EpochReport",
+    "Event",
+    "FingerprintMismatch",
+    "GraphError",
+    "Hold",
+    "Inputs",
+    "Job",
+    "JobError",
+    "JobFailed",
+    "JobResult",
+    "JobRunning",
+    "JobTimeout",
+    "NeighborFailed",
+    "NeighborRestarted",
+    "OutcomeUnknown",
+    "Outputs",
+    "PeerGone",
+    "PeerLost",
+    "Refused",
+    "Reply",
+    "Settings",
+    "StateError",
+    "Tag",
+    "Task",
+    "TaskGraphError",
+    "Topology",
+    "TransportError",
+    "Unavailable",
+    "UnknownJob",
+    "ValueNotEncodable",
+    "__version__",
+    "arun",
+    "bipartite",
+    "codec",
+    "edges",
+    "full",
+    "grid",
+    "handles",
+    "inverse",
+    "job",
+    "main",
+    "message",
+    "result",
+    "ring",
+    "run",
+    "shard",
+    "star",
+    "testing",
+    "tree",
+]
+
+_MODULES = {
+    "epoch": ("Epoch", "Hold", "Inputs", "Outputs", "Reply", "Tag"),
+    "graph.values": ("codec", "message"),
+    "jobs": ("EpochReport", "Job", "JobResult", "job"),
+    "launch.run": ("arun", "result", "run"),
+    "settings": ("Settings",),
+    "task": (
+        "BecameBackup",
+        "BecamePrimary",
+        "Event",
+        "NeighborFailed",
+        "NeighborRestarted",
+        "Task",
+        "handles",
+        "shard",
+    ),
+    "topology": ("Topology", "bipartite", "edges", "full", "grid", "inverse", "ring", "star", "tree"),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "testing":
+        return importlib.import_module("taskgraph.testing")
+    if name == "main":
+        found = importlib.import_module("taskgraph.cli").driver_main
+    elif name in _HOME:
+        found = getattr(importlib.import_module(f"taskgraph.{_HOME[name]}"), name)
+    elif name in __all__:
+        found = getattr(importlib.import_module("taskgraph.errors"), name)
+    else:
+        raise AttributeError(f"module 'taskgraph' has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

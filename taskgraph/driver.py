@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from taskgraph.errors import DecodeError, FingerprintMismatch, JobError
-from taskgraph.job import Job, JobFunction
+from taskgraph.jobs import Job, JobFunction
 from taskgraph.settings import Settings
 from taskgraph.version import PROTOCOL, VERSION
 

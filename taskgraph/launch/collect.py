@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from taskgraph.graph.values import decode
-from taskgraph.job import EpochReport, JobResult
+from taskgraph.jobs import EpochReport, JobResult
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.records import PrimaryRecord
 from taskgraph.protocol.view import Versioned

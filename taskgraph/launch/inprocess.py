@@ -17,7 +17,7 @@ from typing import Any
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver import JobSpec
 from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError
-from taskgraph.job import Job, JobResult
+from taskgraph.jobs import Job, JobResult
 from taskgraph.graph.devices import device_count
 from taskgraph.launch.collect import assemble, complete
 from taskgraph.launch.submit import submit

@@ -29,7 +29,7 @@ from taskgraph.errors import (
 )
 from taskgraph.graph.devices import array_module
 from taskgraph.graph.values import decode
-from taskgraph.job import Job
+from taskgraph.jobs import Job
 from taskgraph.node.actor import UserCodeError
 from taskgraph.node.leader import LeaderRole
 from taskgraph.node.primary import Primary

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from taskgraph.errors import JobError
 from taskgraph.graph.values import decode, encode
-from taskgraph.job import Job
+from taskgraph.jobs import Job
 from taskgraph.node.actor import Actor
 from taskgraph.node.reports import ReportLog
 from taskgraph.node.threads import Threads

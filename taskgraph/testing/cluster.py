@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping
 
 from taskgraph.errors import JobError
-from taskgraph.job import Job, JobResult
+from taskgraph.jobs import Job, JobResult
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Point
 from taskgraph.testing.threads import LockStepThreads

@@ -7,7 +7,7 @@ import pytest
 
 from taskgraph.graph.devices import device_count
 from taskgraph.graph.values import decode, encode
-from taskgraph.job import Job
+from taskgraph.jobs import Job
 from taskgraph.task import Task
 from taskgraph.testing import run
 from taskgraph.topology import ring

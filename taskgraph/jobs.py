@@ -86,7 +86,7 @@ class Job:
     def build(self, task_id: int) -> Task:
         """Calls the task builder."""
         builder = self.builder
-        if inspect.isclass(builder) and issubclass(builder, Task):
+        if isinstance(builder, type):
             return cast(Callable[[], Task], builder)()
         return builder(task_id)
 
