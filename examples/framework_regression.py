@@ -34,7 +34,7 @@ class Worker(tg.Task):
 
 
 class Root(tg.Task, state=["values"]):
-    """Task 0: publishes, and keeps one value per epoch. Its `values` are what backups hold and a failure cannot take."""
+    """Task 0: publishes, and keeps one value per epoch. Backups hold its `values` too: no failure takes them."""
 
     def __init__(self, length: int) -> None:
         self.length = length
