@@ -92,7 +92,8 @@ class Worker(tg.Task):
         outs.put("point", ins["point"])
 
     def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        outs.put("sums", self.sums(*ins["point"], ins))
+        weights, direction = ins["point"]
+        outs.put("sums", self.sums(weights, direction, ins))
 
     def sums(self, weights: Array, direction: Array, ins: tg.Inputs) -> Array:
         """Over all rows of the subtree: the gradient at `weights`, the curvature along `direction`, and the loss."""
