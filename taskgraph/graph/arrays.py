@@ -74,9 +74,11 @@ def view(data: bytes | memoryview, at: int, dtype: np.dtype[Any], shape: tuple[i
         ValueError, TypeError: no such array can be made.
     """
     if dtype.itemsize == 0:
-        # ndarray() makes one-byte elements of an empty text dtype; a field keeps it as it is.
-        found = np.ndarray(shape, np.dtype([("", dtype)]), b"")["f0"]
-    elif isinstance(data, bytes):
+        # On its own, numpy makes an empty text dtype one byte long; within a field it keeps it. No memory is needed.
+        found = np.ndarray(shape, np.dtype([("f", dtype)]))["f"]
+        found.flags.writeable = writable
+        return found
+    if isinstance(data, bytes):
         found = np.ndarray(shape, dtype, data, at)
     else:
         frozen = np.frombuffer(data if data.readonly else data.toreadonly(), np.uint8).view(_Frozen)

@@ -154,7 +154,7 @@ def _write_on_device(writer: Writer, value: devices.OnDevice) -> None:
 
 def _write_scalar(writer: Writer, value: np.generic) -> None:
     if type(value) is np.str_:
-        writer.data(b"X", b"x", str(value).encode("utf-8", "surrogatepass"))
+        writer.data(b"X", b"x", value.encode("utf-8", "surrogatepass"))  # str(value) drops NULs at its end
     elif type(value) is np.bytes_:
         writer.data(b"Y", b"y", bytes(value))
     else:

@@ -45,7 +45,7 @@ class CannotTravel(Exception):
 
 def key_step(key: Any) -> str:
     """`['theta']`, as one would write it. A key whose repr is the user's own code is only named by its type."""
-    if type(key) in (str, int, float, bool, bytes, type(None)):
+    if type(key) in (str, float, bool, bytes, type(None)) or (type(key) is int and key.bit_length() < 128):
         return f"[{key!r:.{_SHOWN}}]"
     return f"[<{type(key).__name__}>]"
 
@@ -54,7 +54,7 @@ def way_out(value: Any) -> str:
     """What to send instead."""
     if isinstance(value, type):
         return f"it is the class {value.__name__} itself: send one of it, or its name"
-    for fits in (_numpy, _builtin, _declared, _well_known):
+    for fits in (_numpy, _builtin, _well_known, _declared):
         if text := fits(value):
             return text
     return "send its parts, declare a dataclass with @tg.message, or teach its type with tg.codec(type, encode, decode)"
