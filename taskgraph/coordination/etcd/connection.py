@@ -178,7 +178,7 @@ class Connection:
         if self._closed:
             raise Unavailable(f"{method.name}: the connection to etcd was closed")
         await self._enter(endpoint, self.options.timeout_s, connected=False)
-        open_stream = self._channels[endpoint].stream_stream(
+        open_stream: grpc.aio.StreamStreamMultiCallable[Message, Message] = self._channels[endpoint].stream_stream(
             method.path, method.request.SerializeToString, method.response.FromString
         )
         # `hasleader`: a member cut off from the majority ends the stream instead of staying silent.
