@@ -28,6 +28,7 @@ COMPILER = ("grpcio-tools==1.64.3", "setuptools<81")  # the compiler imports pkg
 DESTINATIONS = {
     "taskgraph/etcd": "taskgraph/coordination/etcd",
     "taskgraph/v1/frame": "taskgraph/transport/_proto",
+    "taskgraph/v1/control": "taskgraph/observe/_proto",
 }
 
 

@@ -1,0 +1,144 @@
+# mypy: ignore-errors
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Replica(_message.Message):
+    __slots__ = ("task", "role", "term", "boundary", "processor", "running_s", "waits", "in_sync")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    BOUNDARY_FIELD_NUMBER: _ClassVar[int]
+    PROCESSOR_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_S_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    IN_SYNC_FIELD_NUMBER: _ClassVar[int]
+    task: int
+    role: str
+    term: int
+    boundary: int
+    processor: str
+    running_s: float
+    waits: _containers.RepeatedScalarFieldContainer[str]
+    in_sync: int
+    def __init__(self, task: _Optional[int] = ..., role: _Optional[str] = ..., term: _Optional[int] = ..., boundary: _Optional[int] = ..., processor: _Optional[str] = ..., running_s: _Optional[float] = ..., waits: _Optional[_Iterable[str]] = ..., in_sync: _Optional[int] = ...) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("node", "name", "host", "pid", "paused", "draining", "attempt", "epoch", "revision", "leader", "replicas", "waits")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    LEADER_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    name: str
+    host: str
+    pid: int
+    paused: bool
+    draining: bool
+    attempt: int
+    epoch: int
+    revision: int
+    leader: bool
+    replicas: _containers.RepeatedCompositeFieldContainer[Replica]
+    waits: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node: _Optional[str] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., paused: bool = ..., draining: bool = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., revision: _Optional[int] = ..., leader: bool = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., waits: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class KillRequest(_message.Message):
+    __slots__ = ("signal",)
+    SIGNAL_FIELD_NUMBER: _ClassVar[int]
+    signal: int
+    def __init__(self, signal: _Optional[int] = ...) -> None: ...
+
+class KillReply(_message.Message):
+    __slots__ = ("pid",)
+    PID_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    def __init__(self, pid: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("why",)
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    why: str
+    def __init__(self, why: _Optional[str] = ...) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class EventsRequest(_message.Message):
+    __slots__ = ("follow",)
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    follow: bool
+    def __init__(self, follow: bool = ...) -> None: ...
+
+class EventReply(_message.Message):
+    __slots__ = ("json", "lost")
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    lost: int
+    def __init__(self, json: _Optional[str] = ..., lost: _Optional[int] = ...) -> None: ...
+
+class ResultsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReportRow(_message.Message):
+    __slots__ = ("epoch", "task", "numbers")
+    class NumbersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    task: int
+    numbers: _containers.ScalarMap[str, float]
+    def __init__(self, epoch: _Optional[int] = ..., task: _Optional[int] = ..., numbers: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class ResultChunk(_message.Message):
+    __slots__ = ("head", "data")
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    head: ResultHead
+    data: bytes
+    def __init__(self, head: _Optional[_Union[ResultHead, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class ResultHead(_message.Message):
+    __slots__ = ("task", "epoch", "attempt", "has_value", "digest", "meta_bytes", "buffer_bytes", "reports")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    HAS_VALUE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    META_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUFFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
+    task: int
+    epoch: int
+    attempt: int
+    has_value: bool
+    digest: bytes
+    meta_bytes: int
+    buffer_bytes: _containers.RepeatedScalarFieldContainer[int]
+    reports: _containers.RepeatedCompositeFieldContainer[ReportRow]
+    def __init__(self, task: _Optional[int] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., has_value: bool = ..., digest: _Optional[bytes] = ..., meta_bytes: _Optional[int] = ..., buffer_bytes: _Optional[_Iterable[int]] = ..., reports: _Optional[_Iterable[_Union[ReportRow, _Mapping]]] = ...) -> None: ...
