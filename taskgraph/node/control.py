@@ -102,7 +102,9 @@ class ControlServer:
 
         return checked
 
-    def _checked_stream(self, function: Callable[[Any], AsyncIterator[Any]]) -> Callable[[Any, Any], AsyncIterator[Any]]:
+    def _checked_stream(
+        self, function: Callable[[Any], AsyncIterator[Any]]
+    ) -> Callable[[Any, Any], AsyncIterator[Any]]:
         async def checked(request: Any, context: Any) -> AsyncIterator[Any]:
             await self._check(context)
             async for reply in function(request):

@@ -1,0 +1,24 @@
+"""How many threads BLAS and OpenMP take: set before numpy is imported, so this module imports nothing of ours."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["NAMES", "thread_env"]
+
+NAMES = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+)
+
+
+def thread_env(threads: int) -> dict[str, str]:
+    """The environment for a node: the same number for any number of nodes, so that sums are bit-equal.
+
+    What the user set in the environment stays.
+    """
+    return {name: str(threads) for name in NAMES if name not in os.environ}
