@@ -1,0 +1,90 @@
+"""The examples' numbers, in one process: undisturbed, with kills at every stage, in shuffled orders, in strict mode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import taskgraph as tg
+from taskgraph.driver import load_driver
+from taskgraph.jobs import JobResult
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+BOTH_STYLES = ["framework_regression", "framework_regression_events"]
+STAGES = ["compose", "processor", "sync", "snapshot", "done", "commit", "committed"]
+
+
+def job(example: str, **options: object) -> tg.Job:
+    return load_driver(str(EXAMPLES / f"{example}.py"))(**options)
+
+
+def values_reported(result: JobResult) -> list[float]:
+    return [report.numbers["value"] for report in result.reports]
+
+
+@pytest.mark.parametrize("example", BOTH_STYLES)
+def test_regression_defaults_are_the_original_projects_numbers(example: str) -> None:
+    result = tg.testing.run(job(example))
+    assert result.value == [0, 105, 210, 315, 420, 525, 630, 735, 840, 945, 1050]
+    assert values_reported(result) == result.value
+    assert [report.epoch for report in result.reports] == list(range(11))
+    assert (result.epochs, result.failovers, result.restarts) == (11, 0, 0)
+
+
+@pytest.mark.parametrize("example", BOTH_STYLES)
+@pytest.mark.parametrize("tasks", [1, 2, 3, 8])
+def test_regression_of_any_number_of_tasks(example: str, tasks: int) -> None:
+    result = tg.testing.run(job(example, tasks=tasks, epochs=3, length=1))
+    assert result.value == [epoch * tasks * (tasks - 1) // 2 for epoch in range(3)]
+
+
+@pytest.mark.parametrize("example", BOTH_STYLES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_regression_with_the_roots_primary_killed_at_every_stage(example: str, stage: str) -> None:
+    result = tg.testing.run(job(example, tasks=7, epochs=5), kills={(0, 2): stage}, order=STAGES.index(stage))
+    assert result.value == [0, 21, 42, 63, 84]
+    assert values_reported(result) == result.value
+    assert result.failovers >= 1
+
+
+@pytest.mark.parametrize("example", BOTH_STYLES)
+@pytest.mark.parametrize("order", range(3))
+def test_regression_with_several_primaries_killed_in_shuffled_orders(example: str, order: int) -> None:
+    kills = {(1, 1): "processor", (6, 2): "sync", (0, 3): "done", (2, 3): "compose"}
+    result = tg.testing.run(job(example, tasks=7, epochs=5, backups=2), kills=kills, order=order)
+    assert result.value == [0, 21, 42, 63, 84]
+    assert values_reported(result) == result.value
+
+
+def test_readmes_program_finds_the_line() -> None:
+    result = tg.testing.run(job("readme", tasks=7, epochs=12))
+    np.testing.assert_allclose(result.value, [1.0, 2.0, 3.0], rtol=1e-9)
+    slopes = [report.numbers["slope"] for report in result.reports]
+    assert slopes[-1] < 1e-3 < slopes[0]
+
+
+@pytest.mark.slow
+def test_linear_regression_is_least_squares_to_the_last_bit_whatever_is_killed() -> None:
+    undisturbed = tg.testing.run(job("linear_regression", tasks=7))
+    found = undisturbed.value
+    assert found["rows"] == 327_346
+    assert found["largest relative difference to numpy.linalg.lstsq"] < 1e-6
+    assert len(found["coefficients"]) == 1 + 4 + 15  # intercept, four numbers, all carriers but one
+    assert found["coefficients"]["dep_delay"] == pytest.approx(1.0228, abs=1e-4)
+    losses = [report.numbers["loss"] for report in undisturbed.reports]
+    assert losses[0] > losses[-1]
+    assert undisturbed.epochs < 200, "it ends when the gradient vanishes, before its last epoch"
+
+    kills = {(0, 3): "commit", (5, 4): "processor", (0, 8): "sync", (1, 9): "done"}
+    killed = tg.testing.run(job("linear_regression", tasks=7), kills=kills, order=1, strict=False)
+    assert killed.failovers >= 3
+    assert killed.value == found
+    assert killed.reports == undisturbed.reports
+
+
+@pytest.mark.parametrize("example", [*BOTH_STYLES, "linear_regression", "readme"])
+def test_every_example_says_which_command_to_type(example: str) -> None:
+    text = (EXAMPLES / f"{example}.py").read_text()
+    assert f"taskgraph run examples/{example}.py --nodes 4" in text.split('"""')[1]
