@@ -17,8 +17,8 @@ from typing import Any
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver import JobSpec
 from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError
-from taskgraph.jobs import Job, JobResult
 from taskgraph.graph.devices import device_count
+from taskgraph.jobs import Job, JobResult
 from taskgraph.launch.collect import assemble, complete
 from taskgraph.launch.submit import submit
 from taskgraph.node.node import Node, Point

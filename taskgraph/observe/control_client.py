@@ -121,7 +121,7 @@ class ControlClient:
         return found
 
     async def _call(self, method: str, request: Any, reply: Any, timeout_s: float) -> Any:
-        call = self._channel.unary_unary(
+        call: Any = self._channel.unary_unary(
             f"/{SERVICE}/{method}",
             request_serializer=lambda message: message.SerializeToString(),
             response_deserializer=reply.FromString,
@@ -132,7 +132,7 @@ class ControlClient:
             raise self._error(method, error) from error
 
     async def _stream(self, method: str, request: Any, reply: Any, timeout_s: float | None) -> AsyncIterator[Any]:
-        call = self._channel.unary_stream(
+        call: Any = self._channel.unary_stream(
             f"/{SERVICE}/{method}",
             request_serializer=lambda message: message.SerializeToString(),
             response_deserializer=reply.FromString,
@@ -147,7 +147,9 @@ class ControlClient:
 
     def _error(self, method: str, error: grpc.aio.AioRpcError) -> TaskGraphError:
         if error.code() == grpc.StatusCode.UNAUTHENTICATED:
-            return TaskGraphError(f"the node at {self._address} refuses: {error.details()}; pass the job's --token-file")
+            return TaskGraphError(
+                f"the node at {self._address} refuses: {error.details()}; pass the job's --token-file"
+            )
         return PeerLost(f"the node at {self._address} did not answer {method}: {error.code().name}: {error.details()}")
 
 

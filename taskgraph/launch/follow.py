@@ -1,0 +1,182 @@
+"""Following a job from outside: its view, its events, its results. Reads only, but for the final `collected`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from taskgraph.coordination.api import Coordinator, WatchCompacted
+from taskgraph.coordination.viewkeeper import ViewKeeper
+from taskgraph.driver import JobSpec
+from taskgraph.errors import CoordinationError, DecodeError, TaskGraphError
+from taskgraph.jobs import JobResult
+from taskgraph.launch.collect import assemble, complete
+from taskgraph.observe.control_client import ControlClient, control_address
+from taskgraph.observe.events import Event
+from taskgraph.observe.status import NodeStatus, TaskResult
+from taskgraph.protocol import transactions
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import Put, Txn
+from taskgraph.protocol.records import NodeRecord, State, StatusRecord
+from taskgraph.protocol.view import JobView
+from taskgraph.transport.endpoints import host_key
+
+__all__ = ["Follower", "client_of", "kept_events", "node_statuses"]
+
+log = logging.getLogger("taskgraph.follow")
+
+_RETRY_S = 0.1
+_SUMMARY_BYTES = 1 << 20
+
+
+def client_of(record: NodeRecord, token: bytes) -> ControlClient:
+    """A client of a node's control service; raises TaskGraphError where it cannot be reached from here."""
+    return ControlClient(control_address(record.control, host_key()), token)
+
+
+async def kept_events(coordinator: Coordinator, job: str) -> tuple[list[Event], int]:
+    """Events kept in etcd, oldest first, and the revision they were read at."""
+    listing = await coordinator.list(Keys(job).events)
+    found = []
+    for kv in listing.items:
+        try:
+            found.append(Event.from_bytes(kv.value))
+        except DecodeError as error:
+            log.warning("%s", error)
+    return found, listing.revision
+
+
+async def node_statuses(view: JobView, run: str, token: bytes) -> dict[str, NodeStatus | TaskGraphError]:
+    """What every registered node says of itself, or why it does not."""
+
+    async def ask(record: NodeRecord) -> NodeStatus | TaskGraphError:
+        try:
+            async with client_of(record, token) as client:
+                return await client.status()
+        except TaskGraphError as error:
+            return error
+
+    live = view.live_nodes(run)
+    return dict(zip(live, await asyncio.gather(*(ask(record) for record in live.values())), strict=True))
+
+
+class Follower:
+    """Follows one job until it ended, and collects its result."""
+
+    def __init__(self, coordinator: Coordinator, spec: JobSpec, token: bytes) -> None:
+        self.keeper = ViewKeeper(coordinator, spec.name, refresh_s=spec.settings.get("refresh_s", 0.05))
+        self._coordinator = coordinator
+        self._spec = spec
+        self._token = token
+        self._services: list[asyncio.Task[None]] = []
+
+    @property
+    def view(self) -> JobView:
+        return self.keeper.view
+
+    async def start(self, on_event: Callable[[Event], None] | None = None) -> None:
+        """Begins; `on_event` gets every event, commits too (at least once: a new leader may repeat the last)."""
+        await self.keeper.load()
+        loop = asyncio.get_running_loop()
+        self._services.append(loop.create_task(self.keeper.run(), name="view"))
+        if on_event is not None:
+            self._services.append(loop.create_task(self._follow_kept(on_event), name="events"))
+            self._services.append(loop.create_task(self._follow_leader(on_event), name="commits"))
+
+    async def stop(self) -> None:
+        for service in self._services:
+            service.cancel()
+        await asyncio.gather(*self._services, return_exceptions=True)
+
+    async def _follow_kept(self, on_event: Callable[[Event], None]) -> None:
+        async for event in follow_events(self._coordinator, self._spec.name):
+            on_event(event)
+
+    async def _follow_leader(self, on_event: Callable[[Event], None]) -> None:
+        """Commits come from the leader itself: they are too many for etcd."""
+        last = -1
+        while True:
+            await self.keeper.wait_until(lambda v: v.primary_node(0) in v.nodes)
+            node = self.view.primary_node(0)
+            assert node is not None
+            changed = asyncio.ensure_future(self.keeper.wait_until(lambda v, n=node: v.primary_node(0) != n))
+            streaming = asyncio.ensure_future(self._commits(self.view.nodes[node].record, last, on_event))
+            try:
+                await asyncio.wait([changed, streaming], return_when=asyncio.FIRST_COMPLETED)
+                if streaming.done():
+                    last = max(last, streaming.result())
+                    await asyncio.sleep(_RETRY_S)
+            finally:
+                for task in (changed, streaming):
+                    task.cancel()
+                await asyncio.gather(changed, streaming, return_exceptions=True)
+
+    async def _commits(self, record: NodeRecord, last: int, on_event: Callable[[Event], None]) -> int:
+        try:
+            async with client_of(record, self._token) as client:
+                async for event, _ in client.events(follow=True):
+                    if event.kind == "commit" and (event.epoch or 0) > last:
+                        last = event.epoch or 0
+                        on_event(event)
+        except TaskGraphError as error:
+            log.debug("the leader's events: %s", error)
+        return last
+
+    async def ended(self) -> StatusRecord:
+        """Waits for the job's end."""
+        await self.keeper.wait_until(lambda view: not view.running)
+        status = self.view.status
+        return status.record if status else StatusRecord(state=State.CANCELLED, reason="the job was deleted")
+
+    async def results(self) -> list[TaskResult]:
+        """The results of all tasks, of one (epoch, attempt); through take-overs, for as long as it takes."""
+        while True:
+            holders = {view_primary.record.node for view_primary in self.view.primaries.values()}
+            found: list[TaskResult] = []
+            for node in sorted(holders & self.view.nodes.keys()):
+                with contextlib.suppress(TaskGraphError):  # lost: its tasks are taken over, and asked for again
+                    async with client_of(self.view.nodes[node].record, self._token) as client:
+                        found += await client.results(timeout_s=60.0)
+            if complete(found, self._spec.tasks):
+                return found
+            await asyncio.sleep(_RETRY_S)
+
+    def assemble(self, found: list[TaskResult], wall_s: float) -> JobResult:
+        return assemble(self._spec.name, found, self.view.primaries.values(), wall_s)
+
+    async def collected(self, result: JobResult) -> None:
+        """Lets the nodes go; keeps a summary in etcd where it is small."""
+        keys = self.view.keys
+        text = result.to_json().encode()
+        puts = [Put(keys.collected, b'{"by":"launcher"}')]
+        if len(text) < _SUMMARY_BYTES:
+            puts.append(Put(keys.result, text))
+        await self._coordinator.txn(Txn(success=tuple(puts)))
+
+    async def cancel_job(self, reason: str) -> bool:
+        """Ends the job, if it runs."""
+        await self.keeper.load()
+        if not self.view.running:
+            return False
+        status = StatusRecord(state=State.CANCELLED, reason=reason)
+        return (await self._coordinator.txn(transactions.fail(self.view, status))).succeeded
+
+
+async def follow_events(coordinator: Coordinator, job: str) -> AsyncIterator[Event]:
+    """Events kept in etcd, those there and those to come."""
+    keys = Keys(job)
+    found, revision = await kept_events(coordinator, job)
+    for event in found:
+        yield event
+    while True:
+        try:
+            async for batch in coordinator.watch(keys.events, revision + 1):
+                revision = batch.revision
+                for change in batch.events:
+                    if change.kind == "put":
+                        yield Event.from_bytes(change.kv.value)
+        except WatchCompacted:
+            with contextlib.suppress(CoordinationError):
+                revision = (await coordinator.list(keys.events)).revision
