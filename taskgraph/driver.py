@@ -193,12 +193,9 @@ def _imported_by_driver(path: Path, driver: Path) -> bool:
         if current == path:
             return True
         text = current.read_text(errors="replace")
-        for candidate in current.parent.rglob("*.py") if current.name == "__init__.py" else current.parent.glob("*.py"):
-            if candidate.stem in text and candidate not in seen:
-                queue.append(candidate)
-        for package in current.parent.glob("*/__init__.py"):
-            if package.parent.name in text:
-                queue.append(package)
+        near = current.parent.rglob("*.py") if current.name == "__init__.py" else current.parent.glob("*.py")
+        queue.extend(candidate for candidate in near if candidate.stem in text and candidate not in seen)
+        queue.extend(package for package in current.parent.glob("*/__init__.py") if package.parent.name in text)
     return False
 
 
@@ -287,9 +284,9 @@ class JobSpec:
         mine = fingerprint(function)
         if mine != self.fingerprint:
             raise FingerprintMismatch(
-                f"job {self.name!r} was submitted with driver {self.driver.location} of fingerprint {self.fingerprint} "
-                f"(taskgraph {self.version}); here it has {mine} (taskgraph {VERSION}). Bring both to the same version, "
-                f"or submit the job again"
+                f"job {self.name!r} was submitted with driver {self.driver.location} of fingerprint "
+                f"{self.fingerprint} (taskgraph {self.version}); here it has {mine} (taskgraph {VERSION}). Bring both "
+                f"to the same version, or submit the job again"
             )
         settings = {k: v for k, v in self.settings.items() if k in {f.name for f in dataclasses.fields(Settings)}}
         return dataclasses.replace(function(**self.kwargs), name=self.name, settings=Settings(**settings))

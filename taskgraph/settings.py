@@ -35,7 +35,7 @@ class Settings:
         cancel_s: how long a restart waits for a running compute before the node's process ends itself.
         setup_s: limit for `setup()` of a candidate, after which the offer is tried again.
         results_kept_s: how long nodes keep results nobody collects.
-        blas_threads: threads of BLAS and OpenMP in a node; the same for any number of nodes, so that sums are bit-equal.
+        blas_threads: threads of BLAS and OpenMP in a node; the same for any number of nodes: sums are bit-equal.
         max_value_bytes: the largest single value that may travel.
         max_parked: calls from the future that one replica keeps waiting.
         events_kept: events kept in etcd per job.

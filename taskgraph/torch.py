@@ -25,8 +25,11 @@ from taskgraph.graph.refusals import CannotTravel
 __all__: list[str] = []
 
 _PLAIN: Final = frozenset(
-    (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-    + (torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+    (
+        torch.bool,
+        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    )
 )
 """What numpy has too. All others travel as unsigned integers of their size."""
 _BITS: Final = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}

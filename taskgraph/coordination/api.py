@@ -59,7 +59,7 @@ class Lease(Protocol):
         """Whether the coordinator itself said that the lease does not exist any more."""
 
     def tick(self) -> None:
-        """Says that the main loop is alive. Renewal stops `stall_limit_s` after the last tick, and resumes with the next."""
+        """Says that the main loop is alive. Renewal stops `stall_limit_s` after the last tick, till the next."""
 
     async def close(self, *, revoke: bool) -> None:
         """Stops renewing; with `revoke`, deletes the lease and every key on it (best effort, bounded)."""

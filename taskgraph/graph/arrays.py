@@ -6,6 +6,7 @@ Encoding copies an array once, unless its memory is provably immutable: that of 
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Final
 
 import numpy as np
@@ -21,8 +22,8 @@ _SHARED_PART: Final = 2
 """Memory is shared where the array is at least this part (one half) of it: a row must not keep a whole table alive."""
 
 
-class _Frozen(np.ndarray[Any, Any]):
-    """The base of decoded arrays: marks memory that belongs to an encoded value, and that nobody writes to."""
+_decoded: Final[weakref.WeakValueDictionary[int, Array]] = weakref.WeakValueDictionary()
+"""The bases of decoded arrays, by id: their memory belongs to an encoded value, and nobody writes to it."""
 
 
 def small_bytes(array: Array) -> bytes:
@@ -44,13 +45,13 @@ def freeze(array: Array, *, adopt: bool = False) -> memoryview:
     mask = dtypes.padding(array.dtype)
     if mask is None and array.flags.c_contiguous and ((adopt and array.flags.owndata) or _is_immutable(array)):
         kept = array
-        kept.flags.writeable = False
     else:
         kept = np.array(array, order="C", copy=True, subok=False)
     flat = kept.reshape(-1).view(np.uint8)
     if mask is not None:
         flat.reshape(-1, array.itemsize)[:, mask] = 0
-    return memoryview(flat.data).toreadonly()
+    kept.flags.writeable = False
+    return flat.data.toreadonly()
 
 
 def _is_immutable(array: Array) -> bool:
@@ -58,10 +59,10 @@ def _is_immutable(array: Array) -> bool:
         return False
     base: Any = array
     while type(base) is np.ndarray:
+        if _decoded.get(id(base)) is base:
+            return array.nbytes * _SHARED_PART >= base.nbytes
         base = base.base
-    if type(base) is bytes:
-        return array.nbytes * _SHARED_PART >= len(base)
-    return type(base) is _Frozen and array.nbytes * _SHARED_PART >= base.nbytes
+    return type(base) is bytes and array.nbytes * _SHARED_PART >= len(base)
 
 
 def view(data: bytes | memoryview, at: int, dtype: np.dtype[Any], shape: tuple[int, ...], *, writable: bool) -> Array:
@@ -81,8 +82,10 @@ def view(data: bytes | memoryview, at: int, dtype: np.dtype[Any], shape: tuple[i
     if isinstance(data, bytes):
         found = np.ndarray(shape, dtype, data, at)
     else:
-        frozen = np.frombuffer(data if data.readonly else data.toreadonly(), np.uint8).view(_Frozen)
-        found = np.ndarray(shape, dtype, frozen, at)
+        # By frombuffer, since ndarray() takes the object behind a memoryview, which may be writable, for its base.
+        base = np.frombuffer(data if data.readonly else data.toreadonly(), np.uint8)
+        _decoded[id(base)] = base
+        found = np.ndarray(shape, dtype, base, at)
     if writable:
         return found.copy()
     if not found.flags.aligned:  # some code cannot work on unaligned elements, and numpy is slow on them

@@ -26,8 +26,8 @@ async def submit(coordinator: Coordinator, spec: JobSpec) -> None:
             return  # an earlier try whose answer was lost
         if old_status is not None and StatusRecord.from_bytes(old_status.value).state == State.RUNNING:
             raise JobRunning(
-                f"a job {spec.name!r} is running already: follow it with `taskgraph status {spec.name} --watch`, end it "
-                f"with `taskgraph shutdown {spec.name}`, or give this one another name with --name"
+                f"a job {spec.name!r} is running already: follow it with `taskgraph status {spec.name} --watch`, end "
+                f"it with `taskgraph shutdown {spec.name}`, or give this one another name with --name"
             )
         txn = Txn(
             compares=(

@@ -36,7 +36,7 @@ def run(
         kills: (task, epoch) -> stage: the node of that task's primary is killed there, once. A node that was killed
             is replaced, and a kill waits until the task has a backup in sync. The stages are in `STAGES`.
         order: seed of the schedule: messages and watch events arrive in another order for every seed.
-        nodes: how many nodes; default one more than a task has replicas, with at least one backup where there are kills.
+        nodes: how many nodes; default one more than a task has replicas; with kills there is a backup at least.
         strict: replay every epoch from its snapshot (see `Settings.strict`).
         timeout_s: the job fails after this time, naming what it waits for.
 

@@ -1,0 +1,140 @@
+"""The command line: `taskgraph ...`, `python -m taskgraph ...`, and `tg.main(job_function)` in a driver.
+
+Exit codes: 0 well; 1 the job failed; 2 the command or the driver is wrong; 3 etcd or a node cannot be reached; 130
+interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from taskgraph.errors import CoordinationError, JobFailed, TaskGraphError, TransportError, UnknownJob
+from taskgraph.launch.threads_env import thread_env
+from taskgraph.version import VERSION
+
+if TYPE_CHECKING:
+    from taskgraph.jobs import JobFunction
+
+__all__ = ["driver_main", "main"]
+
+FAILED, USAGE, UNREACHABLE, INTERRUPTED = 1, 2, 3, 130
+
+
+def parser(*, driver: bool = False) -> argparse.ArgumentParser:
+    """The parser. `driver`: for `tg.main`, where the driver is the file that runs."""
+    from taskgraph.commands.common import add_etcd_options
+
+    top = argparse.ArgumentParser(prog=None if driver else "taskgraph", description="Run and watch taskgraph jobs.")
+    top.add_argument("--version", action="version", version=f"taskgraph {VERSION}")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def add(name: str, help_text: str, *, job: str | None = None, of_driver: bool = False) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=help_text, description=help_text)
+        if of_driver:
+            if not driver:
+                made.add_argument("driver", metavar="DRIVER", help="module[:function] or path.py[:function]")
+            made.add_argument("-o", "--option", action="append", metavar="NAME=VALUE", help="an option of the job")
+            made.add_argument("--name", help="another name for the job")
+        if job is not None:
+            made.add_argument("job", metavar="JOB", nargs=job, help="the job's name")
+        add_etcd_options(made)
+        return made
+
+    run = add("run", "Run a job with nodes on this host and follow it to its end.", of_driver=True)
+    _add_run_options(run)
+    add("submit", "Submit a job to an etcd; nodes are started elsewhere.", of_driver=True)
+    launch = add("launch", "Start nodes on this host for a submitted job (or a driver: like run).", job="?")
+    launch.add_argument("-o", "--option", action="append", metavar="NAME=VALUE", help="with a driver")
+    launch.add_argument("--name", help="with a driver: another name for the job")
+    launch.add_argument("--listen", metavar="HOST", help="listen for nodes on other hosts, on this address")
+    _add_run_options(launch)
+    node = add("node", "Run one node of a job in this process.")
+    node.add_argument("--job", required=True, help="the job's name; it may be submitted later")
+    node.add_argument("--name", help="what people call the node")
+    node.add_argument("--listen", metavar="HOST", help="listen for nodes on other hosts, on this address")
+    status = add("status", "What a job does, who does it, and what it waits for.", job="?")
+    status.add_argument("--json", action="store_true")
+    status.add_argument("--watch", action="store_true", help="again every second, until the job ends")
+    events = add("events", "What happened to a job.", job="?")
+    events.add_argument("--json", action="store_true")
+    events.add_argument("--follow", action="store_true", help="and what happens next, until the job ends")
+    result = add("result", "The result of a job that ended.", job="?")
+    result.add_argument("--json", action="store_true")
+    kill = add("kill", "Send a signal (SIGKILL) to the process that holds a task.", job="?")
+    kill.add_argument("--task", type=int, metavar="T", help="its primary")
+    kill.add_argument("--backup", action="store_true", help="a backup of the task instead")
+    kill.add_argument("--node", metavar="NAME", help="this node instead")
+    kill.add_argument("--signal", default="SIGKILL", help="default SIGKILL")
+    drain = add("drain", "Ask a node to hand everything over and leave.", job="?")
+    drain.add_argument("--node", metavar="NAME", required=True)
+    add("shutdown", "End a job without a result.", job="?")
+    add("token", "Print the token of a job of this host.", job="?")
+    return top
+
+
+def _add_run_options(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--nodes", type=int, default=4, metavar="N", help="node processes on this host (4)")
+    made.add_argument("--timeout", type=float, metavar="S", help="fail after this many seconds")
+    made.add_argument("--json", action="store_true", help="the last line of output is the result as JSON")
+    made.add_argument("--resume", action="store_true", help="from a durable checkpoint (not part of this release)")
+
+
+def _commands() -> dict[str, Callable[..., int]]:
+    from taskgraph.commands import acting, looking, running
+
+    return {
+        "run": running.run,
+        "submit": running.submit_command,
+        "launch": running.launch,
+        "node": running.node,
+        "status": looking.status,
+        "events": looking.events,
+        "result": looking.result,
+        "kill": acting.kill,
+        "drain": acting.drain,
+        "shutdown": acting.shutdown,
+        "token": acting.token,
+    }
+
+
+def main(arguments: Sequence[str] | None = None, function: JobFunction | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    # Before anything imports numpy: a `node` typed by hand computes like one that was launched.
+    os.environ.update(thread_env(1))
+    options = parser(driver=function is not None).parse_args(arguments)
+    command = _commands()[options.command]
+    try:
+        return command(options, function) if options.command in ("run", "submit") else command(options)
+    except JobFailed as error:
+        print(f"taskgraph: job failed: {error}", file=sys.stderr)
+        return FAILED
+    except (CoordinationError, TransportError, UnknownJob) as error:
+        print(f"taskgraph: {error}", file=sys.stderr)
+        return UNREACHABLE
+    except TaskGraphError as error:
+        print(f"taskgraph: {error}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has enough; nothing may be flushed into the pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def driver_main(function: JobFunction) -> None:
+    """`tg.main(fit)` at the end of a driver: the command line with this driver; no command means run."""
+    arguments = sys.argv[1:]
+    known = {"run", "submit", "launch", "node", "status", "events", "result", "kill", "drain", "shutdown", "token"}
+    if not arguments or (arguments[0] not in known and arguments[0] not in ("-h", "--help", "--version")):
+        arguments = ["run", *arguments]
+    sys.exit(main(arguments, function))
+
+
+def entry() -> None:
+    """The `taskgraph` program."""
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""kill, drain, shutdown, token: commands that act on a running job."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+
+import uvloop
+
+from taskgraph.commands.common import Reached, find_entry, reach
+from taskgraph.coordination.viewkeeper import ViewKeeper
+from taskgraph.errors import JobError
+from taskgraph.launch.follow import Follower, client_of
+from taskgraph.observe.format import name_of
+from taskgraph.protocol.view import JobView
+
+__all__ = ["drain", "kill", "shutdown", "token"]
+
+
+async def _view(reached: Reached) -> JobView:
+    keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=0.1)
+    await keeper.load()
+    return keeper.view
+
+
+def signal_number(text: str) -> signal.Signals:
+    """SIGKILL from `SIGKILL`, `KILL`, `kill` or `9`; raises JobError."""
+    try:
+        if text.isdigit():
+            return signal.Signals(int(text))
+        name = text.upper()
+        return signal.Signals[name if name.startswith("SIG") else f"SIG{name}"]
+    except (KeyError, ValueError):
+        raise JobError(f"--signal {text}: no such signal; e.g. KILL, TERM, STOP, CONT") from None
+
+
+def kill(options: argparse.Namespace) -> int:
+    """Sends a signal to the process that holds a task's primary, one of its backups, or to a node by name."""
+    number = signal_number(options.signal)
+    return uvloop.run(_kill(options, number))
+
+
+async def _kill(options: argparse.Namespace, number: signal.Signals) -> int:
+    async with reach(options) as reached:
+        view = await _view(reached)
+        node, what = _target(options, view, reached.spec.tasks)
+        record = view.nodes[node].record
+        async with client_of(record, reached.entry.token_bytes) as client:
+            await client.kill(number)
+        print(f"sent {number.name} to {record.name} (process {record.pid} on {record.host}), {what}")
+    return 0
+
+
+def _target(options: argparse.Namespace, view: JobView, tasks: int) -> tuple[str, str]:
+    """The node to hit, and what it is."""
+    if options.task is None:
+        if options.node is None:
+            raise JobError("say whom: --task T (its primary), --task T --backup, or --node NAME")
+        node = _node_named(view, options.node)
+        held = [t for t in range(tasks) if view.primary_node(t) == node]
+        return node, f"primary of {len(held)} tasks"
+    if not 0 <= options.task < tasks:
+        raise JobError(f"--task {options.task}: the job has tasks 0 to {tasks - 1}")
+    primary = view.primary_node(options.task)
+    backups = [n for n in view.in_sync(options.task) if n != primary and n in view.nodes]
+    if options.backup:
+        if options.node is not None:
+            backups = [n for n in backups if n == _node_named(view, options.node)]
+        if not backups:
+            raise JobError(f"task {options.task} has no backup in sync at the moment")
+        return backups[0], f"a backup of task {options.task}"
+    if options.node is not None:
+        return _node_named(view, options.node), f"asked for by name, for task {options.task}"
+    if primary is None or primary not in view.nodes:
+        raise JobError(f"task {options.task} has no living primary at the moment")
+    return primary, f"the primary of task {options.task}"
+
+
+def _node_named(view: JobView, name: str) -> str:
+    found = [node for node, v in view.nodes.items() if name in (node, v.record.name)]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(sorted(name_of(node) for node in view.nodes)) or "none"
+    raise JobError(f"{'several nodes are' if found else 'no node is'} called {name!r}; registered: {known}")
+
+
+def drain(options: argparse.Namespace) -> int:
+    """Asks a node to hand everything over and leave."""
+    return uvloop.run(_drain(options))
+
+
+async def _drain(options: argparse.Namespace) -> int:
+    async with reach(options) as reached:
+        view = await _view(reached)
+        record = view.nodes[_node_named(view, options.node)].record
+        async with client_of(record, reached.entry.token_bytes) as client:
+            await client.drain("taskgraph drain")
+        print(f"{record.name} (process {record.pid} on {record.host}) hands over and leaves")
+    return 0
+
+
+def shutdown(options: argparse.Namespace) -> int:
+    """Ends a job without a result."""
+    return uvloop.run(_shutdown(options))
+
+
+async def _shutdown(options: argparse.Namespace) -> int:
+    async with reach(options) as reached:
+        follower = Follower(reached.coordinator, reached.spec, b"")
+        ended = await follower.cancel_job("shut down by `taskgraph shutdown`")
+        print(f"job {reached.name} {'was ended' if ended else 'had ended already'}")
+    return 0
+
+
+def token(options: argparse.Namespace) -> int:
+    """Prints the token of a job of this host, for a file that its nodes elsewhere get."""
+    print(find_entry(options).token)
+    return 0

@@ -1,0 +1,116 @@
+"""What commands share: where etcd is, which job is meant, and its token."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tomllib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from taskgraph.coordination.etcd import EtcdCoordinator
+from taskgraph.driver import JobSpec
+from taskgraph.errors import JobError, UnknownJob
+from taskgraph.launch.run import connect
+from taskgraph.launch.runtime import JobEntry, Runtime
+from taskgraph.protocol.keys import Keys
+
+__all__ = ["Reached", "add_etcd_options", "etcd_of", "reach", "tls_of", "token_of"]
+
+_TLS = {"cacert": "ca", "cert": "cert", "key": "key"}
+
+
+def _configured(name: str) -> str | None:
+    """From the environment (`TASKGRAPH_ETCD`), else from `taskgraph.toml` in the working directory."""
+    given = os.environ.get(f"TASKGRAPH_{name.upper()}")
+    if given:
+        return given
+    path = Path("taskgraph.toml")
+    if not path.is_file():
+        return None
+    try:
+        found = tomllib.loads(path.read_text()).get(name)
+    except (tomllib.TOMLDecodeError, OSError) as error:
+        raise JobError(f"{path.resolve()} cannot be read: {error}") from error
+    return ",".join(found) if isinstance(found, list) else None if found is None else str(found)
+
+
+def add_etcd_options(parser: argparse.ArgumentParser) -> None:
+    """--etcd and its like. Each may also come from the environment or from taskgraph.toml."""
+    group = parser.add_argument_group("etcd (also TASKGRAPH_ETCD etc., or taskgraph.toml)")
+    group.add_argument("--etcd", metavar="HOST:PORT,...", help="endpoints of your etcd")
+    group.add_argument("--cacert", metavar="FILE", help="authority of etcd's certificates")
+    group.add_argument("--cert", metavar="FILE", help="client certificate for etcd")
+    group.add_argument("--key", metavar="FILE", help="its key")
+    group.add_argument("--token-file", metavar="FILE", help="the job's token, for nodes and control on other hosts")
+
+
+def etcd_of(options: argparse.Namespace) -> str | None:
+    return options.etcd or _configured("etcd")
+
+
+def tls_of(options: argparse.Namespace) -> dict[str, str]:
+    found = {ours: getattr(options, name) or _configured(name) for name, ours in _TLS.items()}
+    return {key: value for key, value in found.items() if value}
+
+
+def token_of(options: argparse.Namespace) -> str | None:
+    """The token, hex, from the file named by --token-file."""
+    path = options.token_file or _configured("token_file")
+    if not path:
+        return None
+    try:
+        text = Path(path).read_text().strip()
+        bytes.fromhex(text)
+    except OSError as error:
+        raise JobError(f"--token-file {path}: {error.strerror}") from error
+    except ValueError:
+        raise JobError(f"--token-file {path}: not a token; write one with `taskgraph token JOB > {path}`") from None
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """A job that was found."""
+
+    name: str
+    entry: JobEntry
+    spec: JobSpec
+    coordinator: EtcdCoordinator
+
+
+def find_entry(options: argparse.Namespace) -> JobEntry:
+    """The job that is meant: by name on this host, or at the etcd given."""
+    runtime, name, etcd = Runtime(), options.job, etcd_of(options)
+    if etcd is not None:
+        if not name:
+            raise JobError("name the job: with --etcd it is looked for there")
+        local = runtime.find(name)
+        token = token_of(options) or (local.token if local is not None else "")
+        return JobEntry(name=name, etcd=etcd, token=token, pid=os.getpid(), embedded=False, tls=tls_of(options))
+    if name:
+        found = runtime.find(name)
+        if found is not None:
+            return found
+        known = ", ".join(e.name for e in runtime.jobs())
+        running = f"running here: {known}" if known else "no job was started on this host"
+        raise UnknownJob(f"no running job {name!r} is known here ({running}); for one elsewhere give --etcd")
+    jobs = runtime.jobs()
+    if len(jobs) == 1:
+        return jobs[0]
+    if not jobs:
+        raise UnknownJob("no job was started on this host; for one elsewhere give its name and --etcd")
+    raise JobError(f"several jobs run on this host: name one of {', '.join(e.name for e in jobs)}")
+
+
+@asynccontextmanager
+async def reach(options: argparse.Namespace) -> AsyncIterator[Reached]:
+    """Connects to the job's etcd and reads its spec."""
+    entry = find_entry(options)
+    async with await connect(entry.etcd, entry.tls) as coordinator:
+        kv = await coordinator.get(Keys(entry.name).spec)
+        if kv is None:
+            raise UnknownJob(f"no job {entry.name!r} was submitted at {entry.etcd}")
+        yield Reached(entry.name, entry, JobSpec.from_bytes(kv.value), coordinator)

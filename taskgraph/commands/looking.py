@@ -1,0 +1,138 @@
+"""status, events, result: commands that look."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from typing import Any
+
+import uvloop
+
+from taskgraph.commands.common import Reached, etcd_of, reach
+from taskgraph.coordination.viewkeeper import ViewKeeper
+from taskgraph.errors import JobError, UnknownJob
+from taskgraph.launch.follow import follow_events, kept_events, node_statuses
+from taskgraph.launch.run import job_failed
+from taskgraph.launch.runtime import Runtime
+from taskgraph.observe.events import Event
+from taskgraph.observe.format import status_json, status_text
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.records import State, StatusRecord
+
+__all__ = ["events", "result", "status"]
+
+_WATCH_S = 1.0
+_CORRUPTING = ("3.5.0", "3.5.1", "3.5.2")
+
+
+def _finished(options: argparse.Namespace) -> dict[str, Any] | None:
+    """What was kept of a job of this host that has ended."""
+    runtime = Runtime()
+    if etcd_of(options) is not None or not options.job or runtime.find(options.job) is not None:
+        return None
+    return runtime.finished(options.job)
+
+
+def status(options: argparse.Namespace) -> int:
+    """What a job does, who does it, and what it waits for."""
+    kept = _finished(options)
+    if kept is not None:
+        state = kept["status"].get("state", "unknown")
+        reason = kept["status"].get("reason", "")
+        done = f", {kept['result']['epochs']} epochs" if kept["result"] else ""
+        if options.json:
+            print(json.dumps({"name": options.job, **kept["status"], "result": kept["result"]}))
+        else:
+            print(f"job {options.job}: {state}{done}" + (f"\n  {reason}" if reason else ""))
+        return 0
+    return uvloop.run(_status(options))
+
+
+async def _status(options: argparse.Namespace) -> int:
+    async with reach(options) as reached:
+        keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=0.1)
+        while True:
+            await keeper.load()
+            spec, token = reached.spec, reached.entry.token_bytes
+            statuses = await node_statuses(keeper.view, spec.run, token)
+            if options.json:
+                text = json.dumps(status_json(spec.name, spec.tasks, spec.epochs, keeper.view, statuses))
+            else:
+                text = status_text(spec.name, spec.tasks, spec.epochs, keeper.view, statuses) + _warning(reached)
+            if options.watch and not options.json and sys.stdout.isatty():
+                print("\x1b[H\x1b[2J", end="")
+            print(text, flush=True)
+            if not options.watch or not keeper.view.running:
+                return 0
+            await asyncio.sleep(_WATCH_S)
+
+
+def _warning(reached: Reached) -> str:
+    version = reached.coordinator.version
+    if reached.entry.embedded or version not in _CORRUPTING:
+        return ""
+    return f"\n\nwarning: etcd {version} can lose data when it is killed under load; upgrade it to 3.5.3 or later"
+
+
+def events(options: argparse.Namespace) -> int:
+    """What happened to a job."""
+    kept = _finished(options)
+    if kept is not None:
+        for raw in kept["events"]:
+            _print_event(Event(**raw), as_json=options.json)
+        return 0
+    return uvloop.run(_events(options))
+
+
+async def _events(options: argparse.Namespace) -> int:
+    async with reach(options) as reached:
+        if not options.follow:
+            found, _ = await kept_events(reached.coordinator, reached.name)
+            for event in found:
+                _print_event(event, as_json=options.json)
+            return 0
+        async for event in follow_events(reached.coordinator, reached.name):
+            _print_event(event, as_json=options.json)
+            if event.kind in ("finished", "failed"):
+                return 0
+    return 0
+
+
+def _print_event(event: Event, *, as_json: bool) -> None:
+    if as_json:
+        print(event.to_bytes().decode(), flush=True)
+        return
+    at = time.strftime("%H:%M:%S", time.localtime(event.at)) + f".{int(event.at * 1000) % 1000:03d}"
+    epoch = f"epoch {event.epoch}" if event.epoch is not None else ""
+    print(f"{at}  {event.node:<8} {epoch:<12} {event.kind:<10} {event.text}", flush=True)
+
+
+def result(options: argparse.Namespace) -> int:
+    """The result of a job that ended."""
+    kept = _finished(options)
+    if kept is None:
+        kept = uvloop.run(_result(options))
+    found, record = kept["result"], StatusRecord(**kept["status"])
+    if found is None:
+        if record.state == State.FINISHED:
+            raise UnknownJob("the job finished, but its values were too large to keep; they went to who ran it")
+        raise job_failed(options.job or "", record)
+    if options.json:
+        print(json.dumps(found))
+        return 0
+    for task, value in found["values"].items():
+        print(f"task {task}: {value}" if len(found["values"]) > 1 else value)
+    return 0
+
+
+async def _result(options: argparse.Namespace) -> dict[str, Any]:
+    async with reach(options) as reached:
+        keys = Keys(reached.name)
+        record, found = await reached.coordinator.get(keys.status), await reached.coordinator.get(keys.result)
+        assert record is not None
+        if json.loads(record.value)["state"] == State.RUNNING:
+            raise JobError(f"job {reached.name!r} is still running: `taskgraph status {reached.name}`")
+        return {"status": json.loads(record.value), "result": json.loads(found.value) if found else None}

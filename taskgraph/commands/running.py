@@ -1,0 +1,233 @@
+"""run, submit, launch, node: commands that start something."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import secrets
+import signal
+import sys
+from pathlib import Path
+
+import uvloop
+
+from taskgraph.commands.common import etcd_of, reach, tls_of, token_of
+from taskgraph.driver import JobSpec, load_driver
+from taskgraph.errors import JobError, JobFailed
+from taskgraph.jobs import Job, JobFunction, JobResult
+from taskgraph.launch.follow import Follower
+from taskgraph.launch.local import LocalNodes
+from taskgraph.launch.run import Hooks, arun, connect, job_failed, launch_nodes
+from taskgraph.launch.runtime import JobEntry, Runtime
+from taskgraph.launch.submit import submit
+from taskgraph.node import process
+from taskgraph.observe.format import values_text
+from taskgraph.observe.progress import Progress
+from taskgraph.protocol.records import State
+
+__all__ = ["launch", "node", "run", "submit_command"]
+
+_TICK_S = 0.25
+
+
+def job_of(options: argparse.Namespace, function: JobFunction | None) -> Job:
+    """The job from the driver named, with its -o options."""
+    function = function or load_driver(options.driver)
+    return function(**function.parse_options(options.option or ()))
+
+
+def run(options: argparse.Namespace, function: JobFunction | None = None) -> int:
+    """Starts nodes here, follows the job, prints its values."""
+    if options.resume:
+        raise JobError("--resume: durable checkpoints are not part of this release; run the job from its beginning")
+    job = job_of(options, function)
+    return uvloop.run(_run(options, job))
+
+
+async def _run(options: argparse.Namespace, job: Job) -> int:
+    name = options.name or job.name
+    progress = Progress(name, job.tasks, job.epochs)
+    started: list[LocalNodes] = []
+
+    def on_start(follower: Follower, nodes: LocalNodes) -> None:
+        progress.follow(follower.view)
+        started.append(nodes)
+
+    running = asyncio.ensure_future(
+        arun(
+            job,
+            nodes=options.nodes,
+            etcd=etcd_of(options),
+            timeout_s=options.timeout,
+            hooks=Hooks(progress.event, on_start),
+            name=name,
+            tls=tls_of(options),
+        )
+    )
+    interrupts = _on_interrupt(running, started)
+    ticking = asyncio.ensure_future(_tick(progress))
+    try:
+        result = await running
+    except asyncio.CancelledError:
+        if interrupts:
+            progress.end()
+            print(f"taskgraph: interrupted; job {name!r} was ended, nothing is left behind", file=sys.stderr)
+            return 130
+        raise
+    finally:
+        ticking.cancel()
+        await asyncio.gather(ticking, return_exceptions=True)
+        progress.end()
+    _print_result(result, as_json=options.json)
+    return 0
+
+
+async def _tick(progress: Progress) -> None:
+    while True:
+        await asyncio.sleep(_TICK_S)
+        progress.tick()
+
+
+def _on_interrupt(running: asyncio.Future[JobResult], started: list[LocalNodes]) -> list[int]:
+    """The first Ctrl-C (or SIGTERM) ends the job cleanly, the second at once."""
+    seen: list[int] = []
+
+    def handle(number: int) -> None:
+        seen.append(number)
+        if len(seen) == 1:
+            print("\ntaskgraph: ending the job; once more to force it", file=sys.stderr, flush=True)
+            running.cancel()
+        else:
+            for nodes in started:
+                nodes.kill_now()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, handle, number)
+    return seen
+
+
+def _print_result(result: JobResult, *, as_json: bool) -> None:
+    if as_json:
+        print(result.to_json())
+        return
+    if result.values:
+        print(values_text(result.values))
+    extra = [f"{n} {word}" for n, word in ((result.failovers, "failovers"), (result.restarts, "restarts")) if n]
+    tail = f" ({', '.join(extra)})" if extra else ""
+    print(f"job {result.name}: {result.epochs} epochs in {result.wall_s:.2f} s{tail}", file=sys.stderr)
+
+
+def submit_command(options: argparse.Namespace, function: JobFunction | None = None) -> int:
+    """Puts a job into an etcd; nodes are started with `launch` or `node`."""
+    job, etcd = job_of(options, function), etcd_of(options)
+    if etcd is None:
+        raise JobError("submit needs your etcd: give --etcd, or use `taskgraph run`, which brings its own")
+    spec = JobSpec.of(job, name=options.name or job.name)
+    token = token_of(options)
+    path = Path(options.token_file) if options.token_file else Path(f"{spec.name}.token")
+    if token is None:
+        token = secrets.token_hex(32)
+        _write_token(path, token)
+
+    async def put() -> None:
+        async with await connect(etcd, tls_of(options)) as coordinator:
+            await submit(coordinator, spec)
+
+    uvloop.run(put())
+    print(f"submitted job {spec.name} with driver {spec.fingerprint}; start nodes, on any host that has the driver:")
+    print(f"  taskgraph launch {spec.name} --nodes N --etcd {etcd} --token-file {path}")
+    return 0
+
+
+def _write_token(path: Path, token: str) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise JobError(
+            f"{path} exists already: give it with --token-file to use it, or another name for a new token"
+        ) from None
+    with os.fdopen(descriptor, "w") as file:
+        file.write(token + "\n")
+
+
+def launch(options: argparse.Namespace) -> int:
+    """N nodes on this host for a submitted job; of a driver: the whole job, like run."""
+    if options.job.endswith(".py") or ":" in options.job:
+        options.driver = options.job
+        return run(options)
+    return uvloop.run(_launch(options))
+
+
+async def _launch(options: argparse.Namespace) -> int:
+    async with reach(options) as reached:
+        token = reached.entry.token
+        if not token:
+            raise JobError(f"the nodes need the token of job {reached.name!r}: give --token-file")
+        entry = JobEntry(
+            name=reached.name,
+            etcd=reached.entry.etcd,
+            token=token,
+            pid=os.getpid(),
+            embedded=False,
+            tls=reached.entry.tls,
+        )
+        runtime = Runtime()
+        if runtime.find(reached.name) is None:
+            runtime.put(entry)
+        follower = Follower(reached.coordinator, reached.spec, entry.token_bytes)
+        progress = Progress(reached.name, reached.spec.tasks, reached.spec.epochs)
+        progress.follow(follower.view)
+        await follower.start(progress.event)
+        work = asyncio.ensure_future(
+            launch_nodes(entry, reached.coordinator, follower, reached.spec, options.nodes, options.listen or "")
+        )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, work.cancel)
+        ticking = asyncio.ensure_future(_tick(progress))
+        try:
+            status = await work
+        except asyncio.CancelledError:
+            print("taskgraph: the nodes started here were ended", file=sys.stderr)
+            return 130
+        finally:
+            ticking.cancel()
+            progress.end()
+            await follower.stop()
+            found = runtime.find(reached.name)
+            if found is not None and found.pid == os.getpid():
+                runtime.remove(reached.name)
+    if status.state == State.FINISHED:
+        print(f"job {reached.name} finished")
+        return 0
+    if status.state == State.RUNNING:
+        raise JobFailed(f"{status.reason}; the job may go on elsewhere: `taskgraph status {reached.name}`")
+    raise job_failed(reached.name, status)
+
+
+def node(options: argparse.Namespace) -> int:
+    """One node, in this process."""
+    etcd, token = etcd_of(options), token_of(options)
+    local = Runtime().find(options.job)
+    if etcd is None and local is not None:
+        etcd = local.etcd
+    if token is None and local is not None:
+        token = local.token
+    if etcd is None:
+        raise JobError(f"where is the etcd of job {options.job!r}? Give --etcd")
+    if token is None:
+        raise JobError(f"a node needs the token of job {options.job!r}: give --token-file")
+    process.main(
+        process.NodeConfig(
+            job=options.job,
+            name=options.name or f"{os.uname().nodename}-{os.getpid()}",
+            etcd=etcd,
+            token=token,
+            tls=tls_of(options),
+            sockets=str(Runtime().sockets(options.job)),
+            listen=options.listen or "",
+        )
+    )
+    raise AssertionError("process.main ends the process")

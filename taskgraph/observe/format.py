@@ -1,0 +1,158 @@
+"""Status and values as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from taskgraph.errors import TaskGraphError
+from taskgraph.observe.status import NodeStatus, ReplicaStatus
+from taskgraph.protocol.view import JobView
+
+__all__ = ["status_json", "status_text", "table", "values_text"]
+
+_LONG = 200
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns, left-aligned; the first row is the head."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def name_of(node: str) -> str:
+    return node.rpartition("-")[0] or node
+
+
+def status_text(
+    name: str, tasks: int, epochs: int | None, view: JobView, statuses: dict[str, NodeStatus | TaskGraphError]
+) -> str:
+    """Everything about a job on one page."""
+    state = view.status.record.state if view.status else "unknown"
+    at = f"epoch {view.stamp.epoch}" + (f" of {epochs}" if epochs else "") if view.stamp else "no epoch"
+    attempt = f", attempt {view.stamp.attempt}" if view.stamp and view.stamp.attempt > 1 else ""
+    lines = [f"job {name}: {state}, {at}{attempt}"]
+    if view.status and view.status.record.reason:
+        lines.append(f"  {view.status.record.reason}")
+    nodes = [["NODE", "HOST", "PID", "PRIMARY OF", "BACKUP OF", "STATE"]]
+    for node, versioned in sorted(view.nodes.items()):
+        record = versioned.record
+        said = statuses.get(node)
+        primary = [t for t, p in view.primaries.items() if p.record.node == node]
+        backup = [t for t in range(tasks) if node in view.in_sync(t) and t not in primary]
+        nodes.append(
+            [record.name, record.host, str(record.pid), _ids(primary), _ids(backup), _node_state(said, record.draining)]
+        )
+    lines += ["", *table(nodes)] if len(nodes) > 1 else ["", "no nodes are registered"]
+    rows = [["TASK", "PRIMARY", "TERM", "IN SYNC", "BACKUPS", "DOING"]]
+    for task in range(tasks):
+        holder = view.primary_node(task)
+        replica = _replica(statuses.get(holder or ""), task)
+        backups = [name_of(n) for n in view.in_sync(task) if n != holder]
+        rows.append(
+            [
+                str(task),
+                name_of(holder) if holder else "-",
+                str(view.term(task)),
+                str(len(view.in_sync(task))),
+                " ".join(backups) or "-",
+                _doing(replica),
+            ]
+        )
+    lines += ["", *table(rows)]
+    waits = [w for said in statuses.values() if isinstance(said, NodeStatus) for w in said.waits]
+    if waits:
+        lines += ["", "waits:", *(f"  {w}" for w in waits)]
+    return "\n".join(lines)
+
+
+def _node_state(said: NodeStatus | TaskGraphError | None, draining: bool) -> str:
+    if isinstance(said, TaskGraphError):
+        return "does not answer"
+    words = [word for word, on in (("leader", said and said.leader), ("paused", said and said.paused)) if on]
+    return ", ".join([*words, *(["draining"] if draining else [])]) or "ok"
+
+
+def _replica(said: NodeStatus | TaskGraphError | None, task: int) -> ReplicaStatus | None:
+    if not isinstance(said, NodeStatus):
+        return None
+    return next((r for r in said.replicas if r.task == task), None)
+
+
+def _doing(replica: ReplicaStatus | None) -> str:
+    if replica is None:
+        return "-"
+    if replica.processor:
+        return f"{replica.processor} for {replica.running_s:.1f} s"
+    return "; ".join(replica.waits[:2]) or "-"
+
+
+def _ids(ids: Sequence[int]) -> str:
+    """1 2 3 7 as `1-3 7`."""
+    runs: list[list[int]] = []
+    for i in sorted(ids):
+        if runs and runs[-1][1] == i - 1:
+            runs[-1][1] = i
+        else:
+            runs.append([i, i])
+    return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "-"
+
+
+def status_json(
+    name: str, tasks: int, epochs: int | None, view: JobView, statuses: dict[str, NodeStatus | TaskGraphError]
+) -> dict[str, Any]:
+    """The same for programs."""
+    return {
+        "name": name,
+        "state": view.status.record.state if view.status else "unknown",
+        "reason": view.status.record.reason if view.status else "",
+        "epoch": view.stamp.epoch if view.stamp else None,
+        "attempt": view.stamp.attempt if view.stamp else None,
+        "epochs": epochs,
+        "nodes": [
+            {
+                "name": v.record.name,
+                "node": node,
+                "host": v.record.host,
+                "pid": v.record.pid,
+                "draining": v.record.draining,
+                "devices": v.record.devices,
+                "answers": isinstance(statuses.get(node), NodeStatus),
+            }
+            for node, v in sorted(view.nodes.items())
+        ],
+        "tasks": [_task_json(task, view, statuses) for task in range(tasks)],
+        "waits": [w for said in statuses.values() if isinstance(said, NodeStatus) for w in said.waits],
+    }
+
+
+def _task_json(task: int, view: JobView, statuses: dict[str, NodeStatus | TaskGraphError]) -> dict[str, Any]:
+    holder = view.primary_node(task)
+    replica = _replica(statuses.get(holder or ""), task)
+    return {
+        "task": task,
+        "primary": name_of(holder) if holder else None,
+        "term": view.term(task),
+        "in_sync": [name_of(n) for n in view.in_sync(task)],
+        "processor": replica.processor if replica else "",
+        "running_s": round(replica.running_s, 3) if replica else 0.0,
+        "waits": list(replica.waits) if replica else [],
+    }
+
+
+def values_text(values: dict[int, Any]) -> str:
+    """A job's values: the only one alone, several by task."""
+    if len(values) == 1:
+        return _value_text(next(iter(values.values())))
+    return "\n".join(f"task {task}: {_value_text(value)}" for task, value in values.items())
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return np.array2string(value, threshold=_LONG, separator=", ")
+    if isinstance(value, str):
+        return value
+    text = repr(value)
+    return text if len(text) < 20_000 else f"{text[:20_000]}... ({len(text)} characters)"

@@ -1,0 +1,157 @@
+"""The progress of a run: one live line on a terminal, plain lines where output is piped.
+
+Piped, every durable event is a line; commits are lines too, all of them while they are fewer than `_FEW_PER_S` a
+second, else one a second, and always the last.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TextIO
+
+from taskgraph.observe.events import Event
+from taskgraph.protocol.view import JobView
+
+__all__ = ["Progress", "numbers_text"]
+
+_FEW_PER_S = 20.0
+_REFRESH_S = 0.1
+_WINDOW = 200
+
+
+class Progress:
+    """Shows one job. `event` takes every event, `tick` is called now and then."""
+
+    def __init__(
+        self,
+        name: str,
+        tasks: int,
+        epochs: int | None,
+        *,
+        out: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._name = name
+        self._tasks = tasks
+        self._epochs = epochs
+        self._out = out or sys.stderr
+        self._live = self._out.isatty()
+        self._clock = clock
+        self._times: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
+        self._epoch = -1
+        self._numbers: dict[str, str | int | float] = {}
+        self._last_event = ""
+        self._shown_at = float("-inf")
+        self._shown_epoch = -1
+        self._held: Event | None = None
+        self._view: JobView | None = None
+        self._line = ""
+
+    def follow(self, view: JobView) -> None:
+        """Takes nodes and replicas from this view."""
+        self._view = view
+
+    def event(self, event: Event) -> None:
+        """Something happened."""
+        if event.kind == "commit":
+            self._commit(event)
+            return
+        self._last_event = event.text
+        if self._live:
+            self._print_above(f"{_clock_text(event.at)} {event.text}")
+            self._refresh(force=True)
+        else:
+            self._flush_held()
+            print(f"{_clock_text(event.at)} {event.text}", file=self._out, flush=True)
+
+    def _commit(self, event: Event) -> None:
+        epoch = event.epoch or 0
+        if epoch <= self._epoch:
+            return  # a new leader tells the last one again
+        self._epoch, self._numbers = epoch, event.fields
+        self._times.append((self._clock(), epoch))
+        if self._live:
+            self._refresh(force=False)
+        elif self._rate() < _FEW_PER_S or self._clock() - self._shown_at >= 1.0:
+            self._held = None
+            self._print_commit(event)
+        else:
+            self._held = event
+
+    def _print_commit(self, event: Event) -> None:
+        self._shown_at = self._clock()
+        print(f"epoch {event.epoch}{_of(self._epochs)}{numbers_text(event.fields)}", file=self._out, flush=True)
+
+    def _flush_held(self) -> None:
+        if self._held is not None:
+            self._print_commit(self._held)
+            self._held = None
+
+    def tick(self) -> None:
+        """Refreshes the live line."""
+        if self._live:
+            self._refresh(force=True)
+
+    def end(self) -> None:
+        """The job ended: the last epoch stays to be seen."""
+        if self._live:
+            self._refresh(force=True)
+            print(file=self._out, flush=True)
+            self._line = ""
+        else:
+            self._flush_held()
+
+    def _rate(self) -> float:
+        if len(self._times) < 2:
+            return 0.0
+        (t0, e0), (t1, e1) = self._times[0], self._times[-1]
+        return (e1 - e0) / (t1 - t0) if t1 > t0 else 0.0
+
+    def text(self) -> str:
+        """The live line."""
+        parts = [self._name]
+        if self._epoch >= 0:
+            parts.append(f"epoch {self._epoch}{_of(self._epochs)}")
+            parts.append(f"{self._rate():.1f}/s")
+        else:
+            parts.append("starting")
+        view = self._view
+        if view is not None and view.epoch is not None:
+            parts.append(f"nodes {len(view.nodes.keys() - view.gone.keys())}")
+            parts.append(f"in sync {sum(len(view.in_sync(t)) for t in range(self._tasks))}")
+        numbers = numbers_text(self._numbers).strip()
+        if numbers:
+            parts.append(numbers)
+        line = "  ".join(parts)
+        return f"{line} | {self._last_event}" if self._last_event else line
+
+    def _refresh(self, *, force: bool) -> None:
+        now = self._clock()
+        if not force and now - self._shown_at < _REFRESH_S:
+            return
+        self._shown_at = now
+        width = shutil.get_terminal_size().columns
+        self._line = self.text()[: max(1, width - 1)]
+        print(f"\r\x1b[2K{self._line}", end="", file=self._out, flush=True)
+
+    def _print_above(self, text: str) -> None:
+        print(f"\r\x1b[2K{text}", file=self._out, flush=True)
+
+
+def numbers_text(numbers: dict[str, str | int | float]) -> str:
+    """`  loss=0.5  slope=3` for a commit's reports."""
+    return "".join(
+        f"  {key}={value:.6g}" if isinstance(value, float) else f"  {key}={value}" for key, value in numbers.items()
+    )
+
+
+def _of(epochs: int | None) -> str:
+    return f"/{epochs - 1}" if epochs is not None else ""
+
+
+def _clock_text(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at)) + f".{int(at * 1000) % 1000:03d}"
