@@ -10,9 +10,14 @@ by channels; data is pulled, exactly once, whatever dies. Names are imported whe
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from taskgraph.version import VERSION as __version__
+
+# gRPC reads this when it is first imported. Processes are started here, never forked to run Python: its handlers for
+# that would only print warnings.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 if TYPE_CHECKING:
     from taskgraph import testing as testing

@@ -101,7 +101,7 @@ class Follower:
             await self.keeper.wait_until(lambda v: v.primary_node(0) in v.nodes)
             node = self.view.primary_node(0)
             assert node is not None
-            changed = asyncio.ensure_future(self.keeper.wait_until(lambda v, n=node: v.primary_node(0) != n))
+            changed = asyncio.ensure_future(self._other_leader(node))
             streaming = asyncio.ensure_future(self._commits(self.view.nodes[node].record, last, on_event))
             try:
                 await asyncio.wait([changed, streaming], return_when=asyncio.FIRST_COMPLETED)
@@ -112,6 +112,9 @@ class Follower:
                 for task in (changed, streaming):
                     task.cancel()
                 await asyncio.gather(changed, streaming, return_exceptions=True)
+
+    async def _other_leader(self, node: str) -> None:
+        await self.keeper.wait_until(lambda view: view.primary_node(0) != node)
 
     async def _commits(self, record: NodeRecord, last: int, on_event: Callable[[Event], None]) -> int:
         try:

@@ -253,6 +253,7 @@ class Backups:
             task=self._task,
             term=self._term,
             epoch=self._committed_epoch,
+            transient=self._committed_epoch == 0,  # a job that begins is one event, not two for every task
         )
         await self._node.keeper.caught_up(revision)
 

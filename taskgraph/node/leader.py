@@ -167,6 +167,11 @@ class LeaderRole:
             transient=True,
             fields=numbers,
         )
+        if stamp.epoch == 0:
+            holders = {node.name_of(p.record.node) for p in view.primaries.values()}
+            replicas = sum(len(view.in_sync(t)) for t in range(node.job.tasks))
+            text = f"the job began: {node.job.tasks} tasks on {', '.join(sorted(holders))}; {replicas} replicas in sync"
+            node.events.emit("began", text, epoch=0)
         if finished:
             node.events.emit("finished", f"the job finished after epoch {stamp.epoch}", epoch=stamp.epoch)
         await node.point("committed", 0, stamp.epoch)

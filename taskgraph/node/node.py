@@ -605,6 +605,7 @@ class Node:
             term=taken.term,
             epoch=taken.epoch,
             attempt=taken.attempt,
+            transient=kind == "primary",
         )
         primary = self.primaries[task] = Primary(self, replica, taken)
         run = self._runs[task] = self.own(self._run_primary(primary), f"primary of task {task}")

@@ -154,5 +154,7 @@ def _value_text(value: Any) -> str:
         return np.array2string(value, threshold=_LONG, separator=", ")
     if isinstance(value, str):
         return value
+    if isinstance(value, list) and all(isinstance(item, int | float | str) for item in value):
+        return "\n".join(map(str, value))
     text = repr(value)
     return text if len(text) < 20_000 else f"{text[:20_000]}... ({len(text)} characters)"

@@ -1,7 +1,7 @@
 """The progress of a run: one live line on a terminal, plain lines where output is piped.
 
-Piped, every durable event is a line; commits are lines too, all of them while they are fewer than `_FEW_PER_S` a
-second, else one a second, and always the last.
+Piped, every durable event is a line; commits are lines too: all of them in a job of up to `_FEW` epochs, or while
+they are fewer than `_FEW_PER_S` a second, else one a second, and always the last.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from taskgraph.protocol.view import JobView
 __all__ = ["Progress", "numbers_text"]
 
 _FEW_PER_S = 20.0
+_FEW = 100
 _REFRESH_S = 0.1
 _WINDOW = 200
 
@@ -40,6 +41,7 @@ class Progress:
         self._epochs = epochs
         self._out = out or sys.stderr
         self._live = self._out.isatty()
+        self._few = epochs is not None and epochs <= _FEW
         self._clock = clock
         self._times: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
         self._epoch = -1
@@ -76,7 +78,7 @@ class Progress:
         self._times.append((self._clock(), epoch))
         if self._live:
             self._refresh(force=False)
-        elif self._rate() < _FEW_PER_S or self._clock() - self._shown_at >= 1.0:
+        elif self._few or self._rate() < _FEW_PER_S or self._clock() - self._shown_at >= 1.0:
             self._held = None
             self._print_commit(event)
         else:
