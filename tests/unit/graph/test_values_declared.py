@@ -1,0 +1,284 @@
+"""Types that users declare: messages, codecs, protobuf."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import types
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, struct_pb2, timestamp_pb2
+
+from taskgraph.errors import DecodeError, JobError, ValueNotEncodable
+from taskgraph.graph import codecs
+from taskgraph.graph.values import codec, decode, encode, message
+
+
+@message
+class Plain:
+    """No dataclass of its own: the decorator makes it one."""
+
+    w: Any
+    n: int = 3
+
+
+@message
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Frozen:
+    key: str
+    extra: tuple[int, ...] = ()
+
+
+@message
+class Child(Plain):
+    more: float = 0.5
+
+
+class NotDeclared(Plain):
+    pass
+
+
+@message(name="tests.Renamed")
+@dataclasses.dataclass
+class Derived:
+    x: int
+    double: int = dataclasses.field(init=False)
+    seen: int = dataclasses.field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.double = 2 * self.x
+        self.lock = "made where it arrives"
+
+
+@message
+class Strict:
+    x: int
+
+    def __post_init__(self) -> None:
+        if self.x < 0:
+            raise ValueError("negative")
+
+
+def test_a_message_arrives_as_it_was() -> None:
+    value = Plain(w=[np.arange(3.0), Frozen(key="a", extra=(1, 2))], n=-1)
+    back = decode(encode(value))
+    assert type(back) is Plain
+    assert back.n == -1
+    assert np.array_equal(back.w[0], np.arange(3.0))
+    assert back.w[1] == value.w[1]
+    assert type(back.w[1]) is Frozen
+
+
+def test_a_message_as_a_key() -> None:
+    assert decode(encode({Frozen(key="k"): 1})) == {Frozen(key="k"): 1}
+
+
+def test_subclasses_are_declared_on_their_own() -> None:
+    assert decode(encode(Child(w=1, more=2.5))) == Child(w=1, more=2.5)
+    with pytest.raises(ValueNotEncodable, match=r"decorate it with @tg\.message"):
+        encode(NotDeclared(w=1))
+
+
+def test_fields_arrive_as_sent_whatever_post_init_made_of_them() -> None:
+    value = Derived(2)
+    value.double, value.seen = 5, 9
+    back = decode(encode(value))
+    assert (back.x, back.double, back.seen, back.lock) == (2, 5, 9, "made where it arrives")
+
+
+def test_a_message_that_refuses_what_came() -> None:
+    value = Strict(1)
+    value.x = -1
+    with pytest.raises(DecodeError, match=r"message 'Strict' cannot be made.*negative"):
+        decode(encode(value))
+
+
+def test_two_classes_of_one_name() -> None:
+    namespace = {"__module__": "another.module", "__qualname__": "Plain", "__annotations__": {"w": int}}
+    with pytest.raises(JobError, match=r"two messages are called 'Plain'.*name='\.\.\.'"):
+        message(type("Plain", (), namespace))
+    assert codecs.message_named("Plain").type is Plain
+
+
+def test_one_class_of_the_source_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver is `__main__` here and a module there; a cell of a notebook is run again."""
+    for name in ("__fake_main__", "fake_driver"):
+        module = types.ModuleType(name)
+        module.__file__ = "/somewhere/driver.py"
+        monkeypatch.setitem(sys.modules, name, module)
+    one, other = (
+        message(type("Twice", (), {"__module__": m, "__annotations__": {"x": int}}))
+        for m in ("__fake_main__", "fake_driver")
+    )
+    assert encode(one(1)).digest == encode(other(1)).digest
+    assert type(decode(encode(one(1)))) is other
+
+
+def test_a_driver_that_is_main_and_a_driver_that_is_imported_agree(tmp_path: Path) -> None:
+    driver = tmp_path / "driver.py"
+    driver.write_text(
+        "from taskgraph.graph.values import encode, message\n"
+        "@message\n"
+        "class Point:\n    x: int\n    y: float = 1.5\n"
+        "print(encode({'p': Point(3)}).digest.hex())\n"
+    )
+    root = str(Path(__file__).parents[3])
+    commands = [str(driver)], ["-c", "import driver"]
+    digests = {
+        subprocess.run(
+            [sys.executable, *command],
+            env={"PYTHONPATH": f"{root}:{tmp_path}", "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for command, seed in zip(commands, ("1", "2"), strict=True)
+    }
+    assert len(digests) == 1
+
+
+def test_a_class_that_cannot_be_called_with_its_fields() -> None:
+    with pytest.raises(JobError, match="cannot be called with its fields"):
+
+        @message
+        class Odd:
+            x: int
+            factor: dataclasses.InitVar[int]
+
+    with pytest.raises(JobError, match="cannot be called with its fields"):
+
+        @message
+        @dataclasses.dataclass
+        class Own:
+            x: int
+
+            def __init__(self) -> None:
+                self.x = 1
+
+
+def forget(monkeypatch: pytest.MonkeyPatch, registry: dict[Any, Any], key: Any) -> None:
+    monkeypatch.delitem(registry, key)
+
+
+def test_a_message_nobody_declared_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = encode(Plain(w=1))
+    forget(monkeypatch, codecs._messages_by_name, "Plain")
+    with pytest.raises(DecodeError, match=r"no @tg\.message is called 'Plain' here"):
+        decode(encoded)
+
+
+def test_a_message_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = encode(Plain(w=1))
+    known = codecs._messages[Plain]
+    for fields in (("w",), ("w", "m")):
+        monkeypatch.setitem(codecs._messages_by_name, "Plain", dataclasses.replace(known, fields=fields))
+        with pytest.raises(DecodeError, match="message 'Plain' came with"):
+            decode(encoded)
+
+
+class Matrix:
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+
+class Sub(Matrix):
+    pass
+
+
+codec(Matrix, lambda m: {"rows": m.rows}, lambda d: Matrix(d["rows"]))
+codec(uuid.UUID, str, uuid.UUID)
+
+
+def test_a_codec() -> None:
+    back = decode(encode([Matrix(np.eye(100)), uuid.UUID(int=5)]))
+    assert type(back[0]) is Matrix
+    assert np.array_equal(back[0].rows, np.eye(100))
+    assert back[1] == uuid.UUID(int=5)
+
+
+def test_a_codec_is_for_one_type() -> None:
+    with pytest.raises(ValueNotEncodable, match=r"tg\.codec\(Sub, \.\.\.\)"):
+        encode(Sub(1))
+
+
+def test_the_path_leads_through_a_codec() -> None:
+    with pytest.raises(ValueNotEncodable, match=r" at \[0\]\.<codec Matrix>\['rows'\] cannot travel"):
+        encode([Matrix({1})])
+
+
+def test_a_codec_that_raises() -> None:
+    with pytest.raises(DecodeError, match="codec 'Matrix' cannot decode what came: KeyError"):
+        decode(encode_as(Matrix, {}))
+
+    class Broken:
+        pass
+
+    codec(Broken, lambda x: 1 // 0, lambda x: x, name="tests.Broken")
+    with pytest.raises(ZeroDivisionError):
+        encode(Broken())
+
+
+def encode_as(cls: type, inner: Any) -> Any:
+    """What a codec of `cls` would give that encodes as `inner`."""
+    known = codecs._codecs[cls]
+    codecs._codecs[cls] = dataclasses.replace(known, encode=lambda _: inner)
+    try:
+        return encode(cls.__new__(cls))
+    finally:
+        codecs._codecs[cls] = known
+
+
+def test_a_codec_nobody_declared_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = encode(Matrix(1))
+    forget(monkeypatch, codecs._codecs_by_name, "Matrix")
+    with pytest.raises(DecodeError, match=r"no codec is called 'Matrix' here"):
+        decode(encoded)
+
+
+def test_codecs_that_do_not_fit() -> None:
+    with pytest.raises(JobError, match="travels without a codec"):
+        codec(dict, list, dict)
+    with pytest.raises(JobError, match="travels without a codec"):
+        codec(Plain, lambda p: p.w, Plain)
+    with pytest.raises(JobError, match="two types have a codec called 'Matrix'"):
+        codec(Sub, lambda s: s.rows, Sub, name="Matrix")
+    with pytest.raises(JobError, match="has a codec already"):
+        message(Matrix)
+
+
+def test_protobuf() -> None:
+    value = struct_pb2.Struct()
+    value.update({f"k{n}": n for n in range(50)})
+    big = struct_pb2.Value(string_value="x" * 10_000)
+    back = decode(encode([value, big, timestamp_pb2.Timestamp()]))
+    assert back[0] == value
+    assert type(back[0]) is struct_pb2.Struct
+    assert back[1] == big
+    assert back[2] == timestamp_pb2.Timestamp()
+
+
+def test_a_map_of_protobuf_has_the_same_bytes_whatever_its_order() -> None:
+    one, other = struct_pb2.Struct(), struct_pb2.Struct()
+    one.update({"a": 1, "b": 2})
+    other.update({"b": 2, "a": 1})
+    assert encode(one).digest == encode(other).digest
+
+
+def test_a_protobuf_message_nobody_imported_here() -> None:
+    encoded = encode(timestamp_pb2.Timestamp())
+    other = encoded.meta.replace(b"google.protobuf.Timestamp", b"google.protobuf.Timestomp")
+    with pytest.raises(DecodeError, match=r"no protobuf message is called 'google\.protobuf\.Timestomp' here: import"):
+        decode(type(encoded)(other, (), b""))
+
+
+def test_a_protobuf_message_of_a_pool_of_ones_own() -> None:
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(descriptor_pb2.FileDescriptorProto(name="own.proto", message_type=[{"name": "TestsOwn"}]))
+    own = message_factory.GetMessageClass(pool.FindMessageTypeByName("TestsOwn"))
+    with pytest.raises(ValueNotEncodable, match="default pool"):
+        encode(own())

@@ -1,0 +1,175 @@
+"""What cannot travel is refused at once: what it is, where it sits, and the way out."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import decimal
+import enum
+import pathlib
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from taskgraph.errors import JobError, ValueNotEncodable
+from taskgraph.graph import encoding
+from taskgraph.graph.values import encode, message
+
+
+class Pair(NamedTuple):
+    x: int
+    y: int
+
+
+class Color(enum.IntEnum):
+    RED = 1
+
+
+class Count(int):
+    pass
+
+
+class Name(str):
+    pass
+
+
+class Other:
+    pass
+
+
+class Mine(np.float64):
+    pass
+
+
+@dataclasses.dataclass
+class Undeclared:
+    w: int
+
+
+def refused(value: Any, what: str = "channel 'grad' of task 3") -> str:
+    with pytest.raises(ValueNotEncodable) as caught:
+        encode(value, what=what)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "named", "way_out"),
+    [
+        (bytearray(b"x"), "bytearray", "bytes(x)"),
+        (memoryview(b"x"), "memoryview", "bytes(x)"),
+        ({1, 2}, "type set", "sorted(x)"),
+        (frozenset(), "frozenset", "sorted(x)"),
+        (Pair(1, 2), "Pair", "tuple(x)"),
+        (Color.RED, "Color", "x.value"),
+        (Count(1), "Count", "int(x)"),
+        (Name("x"), "Name", "str(x)"),
+        (collections.OrderedDict(), "OrderedDict", "dict(x)"),
+        (collections.defaultdict(int), "defaultdict", "dict(x)"),
+        (range(3), "range", "list(x)"),
+        ((n for n in ()), "generator", "list(x)"),
+        (len, "builtin_function_or_method", "code does not travel"),
+        (Other, "type", "the class Other itself"),
+        (Other(), "Other", "tg.codec(type, encode, decode)"),
+        (Undeclared(1), "Undeclared", "decorate it with @tg.message"),
+        (datetime.datetime(2020, 1, 1), "datetime.datetime", "isoformat()"),
+        (decimal.Decimal(1), "decimal.Decimal", "str(x)"),
+        (pathlib.PurePosixPath("/"), "PurePosixPath", "str(x)"),
+        (np.ma.masked_array([1, 2], [True, False]), "MaskedArray", "np.ma.getmaskarray(a)"),
+        (np.ma.masked, "MaskedConstant", "np.ma.getmaskarray(a)"),
+        (np.rec.array([(1, 2)], dtype=[("a", int), ("b", int)]), "recarray", "np.asarray(a)"),
+        (np.array([{}], object), "ndarray", "dtype object"),
+        (np.array([(1, None)], [("a", int), ("b", object)]), "ndarray", "dtype object"),
+        (np.array([(1, None)], [("a", int), ("b", object)])[0], "numpy.void", "dtype object"),
+        (np.array(["x"], np.dtypes.StringDType()), "ndarray", "a.astype('U')"),
+        (np.zeros(1, np.dtype([((3, "a"), "f8")])), "ndarray", "a title that is not a text"),
+        (Mine(1), "Mine", "x.item()"),
+        (np.random.default_rng(), "Generator", "epoch.rng"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_each_kind_has_a_way_out(value: Any, named: str, way_out: str) -> None:
+    text = refused(value)
+    assert text.startswith("channel 'grad' of task 3: a value of type ")
+    assert named in text
+    assert way_out in text
+
+
+def test_np_matrix_is_refused() -> None:
+    with pytest.warns(PendingDeprecationWarning):
+        matrix = np.matrix([[1]])
+    assert "np.asarray(a)" in refused(matrix)
+
+
+def test_a_dataframe_is_told_its_arrays() -> None:
+    pandas = pytest.importorskip("pandas")
+    assert "df.to_numpy()" in refused(pandas.DataFrame({"a": [1]}))
+
+
+@message
+class Layer:
+    w: Any
+
+
+def test_the_path_leads_to_the_culprit() -> None:
+    assert " at ['theta'][2].w cannot travel" in refused({"n": 1, "theta": [0, 1, Layer(w={1})]})
+    assert " at [3][0] cannot travel" in refused({3: ({1},)})
+    assert " at [0] (in the key [<tuple>])[1] cannot travel" in refused([{(1, Color.RED): 2}])
+    assert " at " not in refused({1})
+
+
+def test_a_long_key_is_cut_and_a_huge_number_is_not_shown() -> None:
+    assert len(refused({"k" * 10_000: {1}})) < 300
+    assert "[<int>]" in refused({10**5000: {1}})
+
+
+def test_what_contains_itself_is_refused() -> None:
+    cycle: list[Any] = []
+    cycle.append({"again": cycle})
+    assert "does it contain itself?" in refused(cycle)
+    assert len(refused(cycle)) < 400
+
+
+def test_nesting_has_a_limit_that_decoding_shares() -> None:
+    from taskgraph.graph.values import decode
+
+    deep: Any = 0
+    for _ in range(encoding.MAX_DEPTH):
+        deep = [deep]
+    assert decode(encode(deep)) == deep
+    assert "nested more than" in refused([deep])
+
+
+def test_a_stack_that_is_nearly_used_up_is_no_crash() -> None:
+    deep: Any = 0
+    for _ in range(encoding.MAX_DEPTH):
+        deep = (deep,)
+
+    def down(left: int) -> str:
+        return down(left - 1) if left else refused(deep)
+
+    depth = 0
+    frame = sys._getframe()
+    while frame is not None:
+        depth, frame = depth + 1, frame.f_back
+    assert "stack" in down(sys.getrecursionlimit() - depth - 150)
+
+
+def test_the_same_part_over_and_over_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "_MAX_META", 10_000)
+    doubled: Any = 0
+    for _ in range(50):
+        doubled = [doubled, doubled]
+    assert "what is shared only once" in refused(doubled)
+
+
+def test_a_message_with_a_field_never_set() -> None:
+    half = Layer.__new__(Layer)
+    assert "field 'w' was never set" in refused([half])
+
+
+def test_it_is_the_jobs_fault() -> None:
+    assert issubclass(ValueNotEncodable, JobError)
+    assert refused({1}, what="").startswith("a value of type set")
