@@ -2,46 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+import taskgraph as tg
+from taskgraph.driver import load_driver
 from taskgraph.graph.devices import device_count
 from taskgraph.graph.values import decode, encode
-from taskgraph.jobs import Job
-from taskgraph.task import Task
-from taskgraph.testing import run
-from taskgraph.topology import ring
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")]
 
 
-class Relax(Task, state=["row"]):
-    """Every task holds a row on the device and averages it with its neighbors' rows."""
-
-    def setup(self) -> None:
-        self.row = self.xp.arange(self.task_id, self.task_id + 1000, dtype="f8")
-
-    def compose(self, epoch):
-        epoch.processor(self.send, outbound={"row": [*epoch.neighbors("left"), *epoch.neighbors("right")]})
-        epoch.processor(self.mean, inbound={"row": [*epoch.neighbors("left"), *epoch.neighbors("right")]})
-
-    def send(self, epoch, ins, outs):
-        outs.put("row", self.row)
-
-    def mean(self, epoch, ins, outs):
-        left, right = ins.all("row").values()
-        assert type(left) is self.xp.ndarray, "what was put from a device arrives on one"
-        self.row = (left + right + self.row) / 3
-        epoch.report(mean=float(self.row.mean()))
-
-    def result(self):
-        return self.row
+DRIVER = Path(__file__).parent / "drivers" / "relax.py"
 
 
 def test_device_arrays_travel_and_survive_a_kill() -> None:
-    job = Job(tasks=4, epochs=6, builder=Relax, topology=ring())
-    calm = run(job)
-    killed = run(job, kills={(0, 2): "sync", (2, 4): "done"})
+    job = load_driver(str(DRIVER))()
+    calm = tg.testing.run(job)
+    killed = tg.testing.run(job, kills={(0, 2): "sync", (2, 4): "done"})
     assert killed.failovers > 0
     for task, row in calm.values.items():
         assert type(row) is np.ndarray, "results are read on the host"
@@ -68,3 +48,13 @@ def test_later_changes_on_the_device_do_not_reach_what_was_put() -> None:
     encoded = encode(array)
     array[:] = 7
     assert decode(encoded).max() == 1
+
+
+@pytest.mark.slow
+def test_node_processes_share_a_device() -> None:
+    job = load_driver(str(DRIVER))
+    alone = tg.run(job(), nodes=0)
+    across = tg.run(job(), nodes=2, timeout_s=100)
+    assert across.epochs == 6
+    for task, row in alone.values.items():
+        assert np.array_equal(row, across.values[task])
