@@ -233,9 +233,9 @@ class Reader:
         self._arrays += 1
         try:
             found = arrays.view(data, at, dtype, shape, writable=self._writable)
-        except (ValueError, TypeError, OverflowError, MemoryError) as error:
+            return devices.to_device(found) if number in self._on_device and self._device != "host" else found
+        except (ValueError, TypeError, OverflowError) as error:
             raise DecodeError(f"not an array of shape {shape} and dtype {dtype}: {error}") from error
-        return devices.to_device(found) if number in self._on_device and self._device != "host" else found
 
     def scalar(self) -> Any:
         dtype, self._at = dtypes.read(self._meta, self._at)

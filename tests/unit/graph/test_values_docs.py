@@ -1,0 +1,23 @@
+"""The page for users says what is so."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PAGE = Path(__file__).parents[3] / "docs" / "values.md"
+
+
+def test_the_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.S)
+    assert len(blocks) == 3
+    module = types.ModuleType("values_page")
+    monkeypatch.setitem(sys.modules, "values_page", module)
+    namespace: dict[str, Any] = module.__dict__
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), namespace)
