@@ -142,6 +142,10 @@ class Serving:
         if node.paused:
             raise Refused(Reason.PAUSED, f"{node.name} cannot prove its lease at the moment")
         self._check_offer(peer, offer)  # setting up may have taken long
+        if node.replica(offer.task) is not replica:
+            # Placement wished it away meanwhile and wishes for it again: what is acknowledged must be held by the
+            # replica that stays, or a member would have nothing to take over with.
+            raise Refused(Reason.STALE, f"{node.name} dropped its replica of task {offer.task} while it was set up")
         replica.boundaries.hold(Boundary(offer.stamp, offer.term, offer.value), committed=offer.committed)
         if offer.committed:
             replica.fold_log(offer.value)
