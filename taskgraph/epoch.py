@@ -356,7 +356,7 @@ class Outputs:
         """Sends what was filled in place, and checks that every channel was put. Called by the framework."""
         for tag, consumers, array in self._filling:
             if consumers:
-                encoded = encode(array, what=f"channel {tag!r} of task {self._work.task}")
+                encoded = encode(array, what=f"channel {tag!r} of task {self._work.task}", adopt=True)
                 for consumer in consumers:
                     self._work.put(tag, consumer, encoded)
         self._filling.clear()

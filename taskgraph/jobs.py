@@ -24,7 +24,7 @@ __all__ = ["EpochReport", "Job", "JobFunction", "JobResult", "OptionInfo", "Task
 TaskBuilder = Callable[[int], Task]
 """(task_id) -> Task. A Task subclass that takes no arguments is one, too."""
 
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
+_NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,100}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,9 @@ class Job:
         if not callable(self.builder):
             raise JobError(f"Job(builder=...) must be a function (task_id) -> tg.Task, not {self.builder!r}")
         if self.name and not _NAME.fullmatch(self.name):
-            raise JobError(f"Job(name={self.name!r}): a name has 1 to 100 letters, digits, '.', '_' or '-'")
+            raise JobError(
+                f"Job(name={self.name!r}): a name has 1 to 100 letters, digits, '.', '_' or '-', no '.' first"
+            )
         if not isinstance(self.settings, Settings):
             raise JobError(f"Job(settings=...) takes tg.Settings(...), not {type(self.settings).__name__}")
         if self.settings.min_in_sync > self.backups + 1:

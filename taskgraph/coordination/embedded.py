@@ -121,6 +121,11 @@ class EmbeddedEtcd:
             if "address already in use" not in said or self._port is not None or attempt == _PORT_TRIES:
                 raise CoordinationError(f"etcd ({binary}) did not start: {said}")
 
+    async def ended(self) -> None:
+        """Returns when etcd has ended, by whatever means."""
+        if self._guard is not None:
+            await self._guard.wait()
+
     async def stop(self) -> None:
         """Ends etcd, within 5 s, and removes its data unless `data_dir` was given. Not running is no error."""
         guard, self._guard = self._guard, None

@@ -11,7 +11,7 @@ from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.records import PrimaryRecord
 from taskgraph.protocol.view import Versioned
 
-__all__ = ["assemble", "complete"]
+__all__ = ["assemble", "complete", "size_bytes"]
 
 T = TypeVar("T")
 
@@ -19,6 +19,11 @@ T = TypeVar("T")
 def complete(found: Sequence[TaskResult], tasks: int) -> bool:
     """Whether these are the results of all tasks, of one (epoch, attempt)."""
     return sorted(r.task for r in found) == list(range(tasks)) and len({(r.epoch, r.attempt) for r in found}) == 1
+
+
+def size_bytes(found: Sequence[TaskResult]) -> int:
+    """The encoded size of all values."""
+    return sum(r.value.size_bytes for r in found if r.value is not None)
 
 
 def assemble(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
+import time
+import uuid
 from collections.abc import AsyncIterator, Callable
 
 from taskgraph.coordination.api import Coordinator, WatchCompacted
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver import JobSpec
-from taskgraph.errors import CoordinationError, DecodeError, TaskGraphError
+from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, TaskGraphError
 from taskgraph.jobs import JobResult
-from taskgraph.launch.collect import assemble, complete
+from taskgraph.launch.collect import assemble, complete, size_bytes
 from taskgraph.observe.control_client import ControlClient, control_address
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import NodeStatus, TaskResult
@@ -29,6 +32,10 @@ log = logging.getLogger("taskgraph.follow")
 
 _RETRY_S = 0.1
 _SUMMARY_BYTES = 1 << 20
+"""A larger result is not kept in etcd, whose requests are limited to 1.5 MiB."""
+_KEPT_BYTES = 64 << 20
+"""A larger result is not written as JSON at all: it takes several times its size, and minutes."""
+_CANCEL_TRIES = 5
 
 
 def client_of(record: NodeRecord, token: bytes) -> ControlClient:
@@ -71,6 +78,8 @@ class Follower:
         self._spec = spec
         self._token = token
         self._services: list[asyncio.Task[None]] = []
+        self.kept_json: str | None = None
+        """The result as JSON, once it was collected and unless it is too large for that."""
 
     @property
     def view(self) -> JobView:
@@ -84,6 +93,12 @@ class Follower:
         if on_event is not None:
             self._services.append(loop.create_task(self._follow_kept(on_event), name="events"))
             self._services.append(loop.create_task(self._follow_leader(on_event), name="commits"))
+
+    async def broken(self) -> None:
+        """Waits until following fails, and raises why."""
+        done, _ = await asyncio.wait(self._services, return_when=asyncio.FIRST_COMPLETED)
+        for service in done:
+            await service
 
     async def stop(self) -> None:
         for service in self._services:
@@ -149,22 +164,41 @@ class Follower:
     def assemble(self, found: list[TaskResult], wall_s: float) -> JobResult:
         return assemble(self._spec.name, found, self.view.primaries.values(), wall_s)
 
-    async def collected(self, result: JobResult) -> None:
-        """Lets the nodes go; keeps a summary in etcd where it is small."""
+    async def collected(self, found: list[TaskResult], result: JobResult) -> None:
+        """Lets the nodes go; keeps the result as JSON where it is small."""
         keys = self.view.keys
-        text = result.to_json().encode()
         puts = [Put(keys.collected, b'{"by":"launcher"}')]
-        if len(text) < _SUMMARY_BYTES:
-            puts.append(Put(keys.result, text))
-        await self._coordinator.txn(Txn(success=tuple(puts)))
+        if size_bytes(found) < _KEPT_BYTES:
+            self.kept_json = result.to_json()
+            if len(text := self.kept_json.encode()) < _SUMMARY_BYTES:
+                puts.append(Put(keys.result, text))
+        while True:
+            try:
+                await self._coordinator.txn(Txn(success=tuple(puts)))
+                return
+            except OutcomeUnknown:
+                continue  # writing the same again changes nothing
 
-    async def cancel_job(self, reason: str) -> bool:
-        """Ends the job, if it runs."""
-        await self.keeper.load()
-        if not self.view.running:
-            return False
-        status = StatusRecord(state=State.CANCELLED, reason=reason)
-        return (await self._coordinator.txn(transactions.fail(self.view, status))).succeeded
+    async def cancel_job(self, reason: str, *, state: str = State.CANCELLED) -> bool:
+        """Ends the job, if it runs; tells it as an event.
+
+        Raises:
+            CoordinationError: etcd does not answer, or others write faster than we read.
+        """
+        writer = f"launcher {uuid.uuid4().hex}"
+        status = StatusRecord(state=state, reason=reason, writer=writer)
+        event = Event(time.time(), "launcher", state, f"the job was ended: {reason}")
+        for _ in range(_CANCEL_TRIES):
+            await self.keeper.load()
+            found = self.view.status
+            if found is None or found.record.state != State.RUNNING:
+                return found is not None and found.record.writer == writer
+            txn = transactions.fail(self.view, status)
+            put = Put(self.view.keys.event(f"{event.at:017.6f}-{writer.replace(' ', '-')}"), event.to_bytes())
+            with contextlib.suppress(OutcomeUnknown):  # read again: the writer tells
+                if (await self._coordinator.txn(dataclasses.replace(txn, success=(*txn.success, put)))).succeeded:
+                    return True
+        raise OutcomeUnknown(f"whether job {self._spec.name!r} was ended is not known: look at `taskgraph status`")
 
 
 async def follow_events(coordinator: Coordinator, job: str) -> AsyncIterator[Event]:

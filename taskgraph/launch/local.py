@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from taskgraph.coordination.api import Coordinator
@@ -70,11 +71,12 @@ class LocalNodes:
         self._sockets: Path | None = None
         self._stopping = False
 
-    async def start(self, count: int) -> None:
-        """Starts that many nodes, named n1, n2, ..."""
+    async def start(self, count: int, taken: Collection[str] = ()) -> None:
+        """Starts that many nodes, named n1, n2, ..., without names that are `taken`."""
         self._sockets = self._runtime.sockets(self._entry.name)
-        for _ in range(count):
-            await self._start(f"n{len(self._processes) + 1}")
+        free = (f"n{i}" for i in itertools.count(1) if f"n{i}" not in taken)
+        for name in itertools.islice(free, count):
+            await self._start(name)
 
     async def _start(self, name: str) -> None:
         assert self._sockets is not None
@@ -173,14 +175,16 @@ class LocalNodes:
     async def stop(self, grace_s: float) -> None:
         """Ends every node: SIGTERM twice (a drain has nowhere to go), after `grace_s` SIGKILL."""
         self._stopping = True
-        for _ in range(2 if grace_s > 0 else 0):
-            self._signal(signal.SIGTERM)
-            await asyncio.sleep(0.01)
-        await self.wait(grace_s)
-        self._signal(signal.SIGKILL)
-        await asyncio.gather(*(p.watch for p in self._processes.values()), return_exceptions=True)
-        if self._sockets is not None:
-            shutil.rmtree(self._sockets, ignore_errors=True)
+        try:
+            for _ in range(2 if grace_s > 0 else 0):
+                self._signal(signal.SIGTERM)
+                await asyncio.sleep(0.01)
+            await self.wait(grace_s)
+        finally:  # whoever waits here may be cancelled, and a node that is stopped (SIGSTOP) obeys nothing else
+            self._signal(signal.SIGKILL)
+            await asyncio.gather(*(p.watch for p in self._processes.values()), return_exceptions=True)
+            if self._sockets is not None:
+                shutil.rmtree(self._sockets, ignore_errors=True)
 
     def kill_now(self) -> None:
         """SIGKILL for all, at once; for a second Ctrl-C."""

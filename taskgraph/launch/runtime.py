@@ -4,17 +4,20 @@
 {runtime}/jobs/{name}/*.log       what its nodes print
 {runtime}/jobs/{name}/s/          sockets
 {runtime}/finished/{name}.json    result and events of the last jobs
+{runtime}/finished/{name}.logs/   what their nodes printed
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +82,28 @@ class Runtime:
         """A private folder for the sockets of one launcher's nodes, with a short path."""
         return self._made(self.folder(name) / f"s{secrets.token_hex(2)}")
 
+    @contextlib.contextmanager
+    def claim(self, name: str) -> Iterator[bool]:
+        """Whether this process alone may run a job of that name on this host now; the kernel lets go when it ends."""
+        path = self._made(self.root / "jobs") / f"{name}.lock"
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                yield False
+                return
+            with contextlib.suppress(FileNotFoundError):
+                if os.fstat(descriptor).st_ino == path.stat().st_ino:
+                    break
+            os.close(descriptor)  # it was removed between our opening and locking it
+        try:
+            yield True
+        finally:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+
     def put(self, entry: JobEntry) -> None:
         """Makes a job findable."""
         _write_private(self.folder(entry.name) / "job.json", json.dumps(asdict(entry)))
@@ -109,9 +134,17 @@ class Runtime:
         """Keeps what is left of a job; the oldest go."""
         folder = self._made(self.root / "finished")
         _write_private(folder / f"{name}.json", json.dumps(record))
+        self._keep_logs(name, folder / f"{name}.logs")
         known = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
         for path in known[:-_FINISHED_KEPT]:
             path.unlink(missing_ok=True)
+            shutil.rmtree(path.with_suffix(".logs"), ignore_errors=True)
+
+    def _keep_logs(self, name: str, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        for path in (self.root / "jobs" / name).glob("*.log"):
+            if path.stat().st_size:
+                path.rename(self._made(folder) / path.name)
 
     def finished(self, name: str) -> dict[str, Any] | None:
         """What was kept of a finished job."""

@@ -106,6 +106,7 @@ class Node:
         self._suspicion = Suspicion(self, self._reconsider)
         self._registration: Registration | None = None
         self._group: asyncio.TaskGroup | None = None
+        self._owned: set[asyncio.Task[None]] = set()
         self._dirty = asyncio.Event()
         self._failure: asyncio.Future[None] | None = None
         self._drain_why = ""
@@ -158,7 +159,10 @@ class Node:
         if self._group is None:
             work.close()
             raise RuntimeError("the node is not running")
-        return self._group.create_task(work, name=name)
+        task = self._group.create_task(work, name=name)
+        self._owned.add(task)
+        task.add_done_callback(self._owned.discard)
+        return task
 
     async def rows_known(self, task: int, stamp: Stamp) -> None:
         """Task 0's snapshot carries the reports of the epoch before: its leader must know them."""
@@ -304,9 +308,7 @@ class Node:
             self._group = None
 
     async def _stop_everything(self, services: list[asyncio.Task[None]]) -> None:
-        tasks = [*services, *self._takeovers.values(), *self._runs.values(), *self._stepping_down.values()]
-        if self._leading is not None:
-            tasks.append(self._leading)
+        tasks = [*services, *self._owned]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -707,7 +709,8 @@ class Node:
             if not replica.may_go(view.term(task)):
                 continue
             del self._replicas[task]
-            self.own(self._tear_down(replica), f"tear down task {task}")
+            if self._group is not None:  # not owned: it is not cancelled when the node ends, but waited for
+                self._group.create_task(self._tear_down(replica), name=f"tear down task {task}")
 
     async def _tear_down(self, replica: Replica) -> None:
         try:

@@ -36,7 +36,7 @@ from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.transport.endpoints import host_key, tcp_endpoint
 from taskgraph.transport.stream import StreamTransport
 
-__all__ = ["NodeConfig", "main", "run_node"]
+__all__ = ["NodeConfig", "main", "run_node", "wait_for_job"]
 
 log = logging.getLogger("taskgraph.node")
 
@@ -75,7 +75,7 @@ async def run_node(config: NodeConfig) -> int:
         return UNREACHABLE
     async with coordinator:
         try:
-            spec = await _wait_for_job(coordinator, config.job)
+            spec = await wait_for_job(coordinator, config.job)
             job = spec.load_job()
             return await _run(config, coordinator, spec, job)
         except FingerprintMismatch as error:
@@ -89,7 +89,7 @@ async def run_node(config: NodeConfig) -> int:
             return CANNOT_GO_ON
 
 
-async def _wait_for_job(coordinator: Coordinator, name: str) -> JobSpec:
+async def wait_for_job(coordinator: Coordinator, name: str) -> JobSpec:
     """The spec of the running job, as soon as it is submitted."""
     keys = Keys(name)
     told = False

@@ -86,11 +86,17 @@ class ControlClient:
         )
 
     async def kill(self, number: int, timeout_s: float = 2.0) -> None:
-        """Sends a signal to the node's process. A node that dies of it before it answers did as told."""
+        """Sends a signal to the node's process. A node that dies of it before it answers did as told.
+
+        Raises:
+            PeerLost: it does not answer: stopped, perhaps.
+        """
         try:
             await self._call("Kill", pb.KillRequest(signal=number), pb.KillReply, timeout_s)
-        except PeerLost:
-            if number != signals.SIGKILL:
+        except PeerLost as error:
+            cause = error.__cause__
+            silent = isinstance(cause, grpc.aio.AioRpcError) and cause.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            if silent or number != signals.SIGKILL:
                 raise
 
     async def drain(self, why: str, timeout_s: float = 2.0) -> None:

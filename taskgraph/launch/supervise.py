@@ -1,0 +1,273 @@
+"""One job's nodes on this host, from their start to the job's end: whatever happens, none is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from taskgraph.coordination.api import Coordinator
+from taskgraph.driver import JobSpec
+from taskgraph.errors import CoordinationError, JobFailed, JobTimeout, TaskGraphError
+from taskgraph.jobs import JobResult
+from taskgraph.launch.follow import Follower, kept_events, node_statuses
+from taskgraph.launch.local import LocalNodes
+from taskgraph.launch.runtime import JobEntry, Runtime
+from taskgraph.observe.events import Event
+from taskgraph.protocol.records import State, StatusRecord
+
+__all__ = ["Hooks", "Supervisor", "job_failed", "launch_nodes"]
+
+_NODE_END_S = 5.0
+"""Nodes that were told to leave, or whose job ended, get this long."""
+_CANCELLED_END_S = 1.0
+"""Somebody waits for an interrupted job to end: nothing of it is needed any more."""
+_LAST_WORDS_S = 2.0
+"""etcd gets this long for what is only nice to have: the status of a job that ends, its events."""
+_ALL_ENDED_S = 1.0
+"""When all nodes ended, they may have done so because the job did: its end is read within this time."""
+
+
+@dataclass
+class Hooks:
+    """What a front end wants to hear of a run, and can do about it.
+
+    Attributes:
+        on_event: every event of the job.
+        on_start: (follower, nodes) once the nodes are started.
+    """
+
+    on_event: Callable[[Event], None] | None = None
+    on_start: Callable[[Follower, LocalNodes], None] | None = None
+
+
+def job_failed(name: str, status: StatusRecord) -> JobFailed:
+    """What the driver's process raises for a job that ended otherwise than finished."""
+    return JobFailed(
+        status.reason or f"job {name!r} was {status.state}",
+        job=name,
+        task=status.task,
+        epoch=status.epoch,
+        where=status.where,
+        traceback_text=status.traceback,
+    )
+
+
+class Supervisor:
+    """Starts nodes for a submitted job, follows it to its end, collects its result.
+
+    Args:
+        etcd_ended: returns when the job's own etcd ended; None where it is somebody else's.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        entry: JobEntry,
+        coordinator: Coordinator,
+        follower: Follower,
+        hooks: Hooks,
+        *,
+        listen: str = "",
+        etcd_ended: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self._spec = spec
+        self._entry = entry
+        self._coordinator = coordinator
+        self._follower = follower
+        self._hooks = hooks
+        self._etcd_ended = etcd_ended
+        self._began = time.monotonic()
+        self._nodes = LocalNodes(
+            entry,
+            coordinator,
+            Runtime(),
+            blas_threads=spec.settings.get("blas_threads", 1),
+            listen=listen,
+            on_exit=self._on_exit,
+        )
+        self._all_ended = asyncio.Event()
+
+    def _on_exit(self, name: str, code: int) -> None:
+        if self._nodes.alive == 0:
+            self._all_ended.set()
+
+    async def run(self, count: int, timeout_s: float | None) -> JobResult:
+        """The job's result.
+
+        Raises:
+            JobFailed: the job's own failure, or nobody is left to go on.
+            JobTimeout: it did not end in time.
+        """
+        grace_s = _NODE_END_S
+        try:
+            await self._nodes.start(count)
+            if self._hooks.on_start is not None:
+                self._hooks.on_start(self._follower, self._nodes)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    result = await self._result()
+            except TimeoutError:
+                raise await self._timed_out(timeout_s or 0.0) from None
+            await self._nodes.wait(_NODE_END_S)
+            return result
+        except asyncio.CancelledError:
+            grace_s = _CANCELLED_END_S
+            await asyncio.shield(self._try_to_end("interrupted", State.CANCELLED))
+            raise
+        except JobFailed:
+            await self._nodes.wait(_CANCELLED_END_S)  # they read that it failed, and leave
+            raise
+        finally:
+            await self._finish(grace_s)
+
+    async def _result(self) -> JobResult:
+        """Whichever comes first: the job's end, that of all nodes, of etcd, or of our own following."""
+        ending = asyncio.ensure_future(self._to_the_end())
+        stopped = [asyncio.ensure_future(self._nobody_left()), asyncio.ensure_future(self._follower.broken())]
+        if self._etcd_ended is not None:
+            stopped.append(asyncio.ensure_future(self._no_etcd(self._etcd_ended)))
+        try:
+            done, _ = await asyncio.wait([ending, *stopped], return_when=asyncio.FIRST_COMPLETED)
+            if ending not in done:
+                await asyncio.wait([ending], timeout=_ALL_ENDED_S)
+            if ending.done():
+                return ending.result()
+            for other in stopped:
+                if other.done():
+                    await other
+            raise AssertionError("each of them raises")
+        finally:
+            for task in (ending, *stopped):
+                task.cancel()
+            await asyncio.gather(ending, *stopped, return_exceptions=True)
+
+    async def _to_the_end(self) -> JobResult:
+        status = await self._follower.ended()
+        if status.state != State.FINISHED:
+            raise job_failed(self._spec.name, status)
+        failed = asyncio.ensure_future(self._failed_after_all())
+        collecting = asyncio.ensure_future(self._follower.results())
+        try:
+            await asyncio.wait([failed, collecting], return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                raise job_failed(self._spec.name, failed.result())
+            found = collecting.result()
+        finally:
+            for task in (failed, collecting):
+                task.cancel()
+            await asyncio.gather(failed, collecting, return_exceptions=True)
+        result = self._follower.assemble(found, time.monotonic() - self._began)
+        await self._follower.collected(found, result)
+        return result
+
+    async def _failed_after_all(self) -> StatusRecord:
+        """A `result()` that raises fails a job that had finished."""
+        keeper = self._follower.keeper
+        await keeper.wait_until(lambda v: v.status is None or v.status.record.state != State.FINISHED)
+        status = keeper.view.status
+        return status.record if status else StatusRecord(state=State.CANCELLED, reason="the job was deleted")
+
+    async def _nobody_left(self) -> None:
+        """Raises JobFailed when every node started here ended and none started elsewhere is registered."""
+        await self._all_ended.wait()
+        run = self._spec.run
+        await self._follower.keeper.wait_until(lambda view: not view.live_nodes(run))
+        await asyncio.sleep(_ALL_ENDED_S)  # they may have ended because the job did: its end is read meanwhile
+        await self._try_to_end("every node has ended, nobody is left to go on", State.FAILED)
+        raise JobFailed(
+            f"job {self._spec.name!r}: every node has ended, nobody is left to go on\n{self._tails()}",
+            job=self._spec.name,
+        )
+
+    async def _no_etcd(self, ended: Callable[[], Awaitable[None]]) -> None:
+        await ended()
+        raise JobFailed(
+            f"job {self._spec.name!r}: its embedded etcd has ended, so that no epoch can commit any more; run the job "
+            f"again, or on an etcd of your own (--etcd), which a job survives the restart of",
+            job=self._spec.name,
+        )
+
+    def _tails(self) -> str:
+        return "\n".join(
+            f"--- {name} (exit code {code}), the end of its log:\n{self._nodes.log_tail(name)}"
+            for name, code in self._nodes.codes().items()
+        )
+
+    async def _timed_out(self, timeout_s: float) -> JobTimeout:
+        waits = await self._waits()
+        await self._try_to_end(f"it did not end within {timeout_s:g} s", State.CANCELLED)
+        return JobTimeout(f"job {self._spec.name!r} did not end within {timeout_s:g} s; {waits}", job=self._spec.name)
+
+    async def _waits(self) -> str:
+        statuses = await node_statuses(self._follower.view, self._spec.run, self._entry.token_bytes)
+        lines: list[str] = []
+        for status in statuses.values():
+            if isinstance(status, TaskGraphError):
+                continue
+            lines += status.waits
+            lines += [f"task {r.task}: {w}" for r in status.replicas if r.role == "primary" for w in r.waits]
+            lines += [f"task {r.task} runs {r.processor}" for r in status.replicas if r.processor]
+        if lines:
+            return "it waits: " + "; ".join(dict.fromkeys(lines))
+        return "it was still computing" if statuses else "no node had registered yet"
+
+    async def _try_to_end(self, reason: str, state: str) -> None:
+        """Says in etcd that the job ended; its nodes and, where it is embedded, its etcd end with us in any case."""
+        try:
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self._follower.cancel_job(reason, state=state)
+        except (CoordinationError, TimeoutError):
+            return
+
+    async def _finish(self, grace_s: float) -> None:
+        await self._nodes.stop(grace_s)
+        try:
+            async with asyncio.timeout(_LAST_WORDS_S):
+                events, _ = await kept_events(self._coordinator, self._spec.name)
+                status = await self._coordinator.get(self._follower.view.keys.status)
+        except (CoordinationError, TimeoutError):
+            return  # there is nobody left to ask what to keep
+        kept: dict[str, Any] = {
+            "run": self._spec.run,
+            "status": json.loads(status.value) if status else {},
+            "result": json.loads(self._follower.kept_json) if self._follower.kept_json else None,
+            "events": [json.loads(event.to_bytes()) for event in events],
+        }
+        Runtime().keep_finished(self._spec.name, kept)
+
+
+async def launch_nodes(
+    entry: JobEntry, coordinator: Coordinator, follower: Follower, spec: JobSpec, count: int, listen: str
+) -> StatusRecord:
+    """Nodes on this host for a job that was submitted elsewhere; returns when the job ended or all nodes did."""
+    nodes = LocalNodes(entry, coordinator, Runtime(), blas_threads=spec.settings.get("blas_threads", 1), listen=listen)
+    try:
+        await nodes.start(count, taken={v.record.name for v in follower.view.nodes.values()})
+        ended = asyncio.ensure_future(follower.ended())
+        gone = asyncio.ensure_future(nodes.wait(None))
+        broken = asyncio.ensure_future(follower.broken())
+        try:
+            await asyncio.wait([ended, gone, broken], return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                # Nodes keep results until somebody collects them, and leave then.
+                await nodes.wait(float(spec.settings.get("results_kept_s", 300.0)) + _NODE_END_S)
+                return ended.result()
+            if broken.done():
+                await broken
+            await asyncio.wait([ended], timeout=_ALL_ENDED_S)
+            if ended.done():
+                return ended.result()
+            tails = "\n".join(
+                f"--- {name}, exit code {code}:\n{nodes.log_tail(name)}" for name, code in nodes.codes().items()
+            )
+            return StatusRecord(state=State.RUNNING, reason=f"every node started here has ended\n{tails}\n")
+        finally:
+            for task in (ended, gone, broken):
+                task.cancel()
+            await asyncio.gather(ended, gone, broken, return_exceptions=True)
+    finally:
+        await nodes.stop(_NODE_END_S)
