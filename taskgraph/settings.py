@@ -37,7 +37,7 @@ class Settings:
         results_kept_s: how long nodes keep results nobody collects.
         blas_threads: threads of BLAS and OpenMP in a node; the same for any number of nodes: sums are bit-equal.
         max_value_bytes: the largest single value that may travel.
-        max_parked: calls from the future that one replica keeps waiting.
+        max_parked: calls that may wait at one node at a time; more are told to come again.
         events_kept: events kept in etcd per job.
         strict: replay every epoch from its snapshot and name the task whose state was forgotten or changed
             outside a sync point. Costs at least a second run of every compute.

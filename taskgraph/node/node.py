@@ -58,6 +58,9 @@ Point = Callable[[str, int, int], Awaitable[None]]
 _RETRY_S = 0.05
 """Pause before a failed call or transaction is tried again: long for a socket, short for a person."""
 
+_MAX_REASON, _MAX_TRACEBACK = 10_000, 200_000
+"""Characters of a failure's text that are kept in etcd."""
+
 
 class Node:
     """One node of one job. `run` it once."""
@@ -106,6 +109,7 @@ class Node:
         self._suspicion = Suspicion(self, self._reconsider)
         self._registration: Registration | None = None
         self._group: asyncio.TaskGroup | None = None
+        self._orphans: dict[int, str] = {}
         self._owned: set[asyncio.Task[None]] = set()
         self._dirty = asyncio.Event()
         self._failure: asyncio.Future[None] | None = None
@@ -244,6 +248,8 @@ class Node:
             if part
         )
         reason = f"{inner}" if _ours(inner) else f"{place}: {type(inner).__name__}: {inner}"
+        # etcd refuses values of more than 1.5 MiB; the end of a traceback says more than its middle.
+        reason, text = reason[:_MAX_REASON], text[-_MAX_TRACEBACK:]
         writer = self.writer()
         status = StatusRecord(
             state=State.FAILED, reason=reason, task=task, epoch=epoch, where=where, traceback=text, writer=writer
@@ -467,9 +473,11 @@ class Node:
             return True
         nodes = len(view.live_nodes(self.spec.run))
         if nodes < self.job.min_nodes:
-            if self._waits_for_nodes != nodes:
+            if self._waits_for_nodes != nodes and min(view.live_nodes(self.spec.run), default="") == self.id:
                 self._waits_for_nodes = nodes
-                self.events.emit("waits", f"the job waits for nodes: {nodes} of at least {self.job.min_nodes} are here")
+                self.events.emit(
+                    "waits", f"the job waits for nodes: {nodes} of at least {self.job.min_nodes} are here (min_nodes)"
+                )
             return False
         return nodes >= self.spec.expected_nodes or self.now() - self._started_at > self.settings.start_wait_s
 
@@ -516,6 +524,30 @@ class Node:
         decision = self._decide(task)
         if decision.move is not Move.NOTHING:
             self._begin_takeover(task, self._take_over(task, decision))
+        else:
+            self._name_orphan(task)
+
+    def _name_orphan(self, task: int) -> None:
+        """Says, once, why a task has no primary and nobody may take over; the first node by name speaks."""
+        view = self.keeper.view
+        primary = view.primaries.get(task)
+        wish = self._wishes.get(task)
+        why = ""
+        if primary is None:
+            if wish is not None and wish.primary is None:
+                why = f"task {task} waits for a node that may hold it (requires_gpu: with a CUDA device)"
+        elif primary.record.node in self.suspects and all(n in self.suspects for n in view.in_sync(task)):
+            absent = [self.name_of(n) for n in view.in_sync(task) if n not in self._suspicion.gone]
+            if absent:
+                why = (
+                    f"task {task} has no primary: the nodes that hold its state ({', '.join(absent)}) are absent; they "
+                    f"are waited for, {self.settings.lost_after_s:g} s at most"
+                )
+        if why and self._orphans.get(task) != why and min(view.live_nodes(self.spec.run), default="") == self.id:
+            self._orphans[task] = why
+            self.events.emit("waits", why, task=task)
+        elif not why:
+            self._orphans.pop(task, None)
 
     def _begin_takeover(self, task: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         running = self._takeovers[task] = self.own(work, f"take over task {task}")

@@ -11,9 +11,9 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from taskgraph.coordination.api import Lease
-from taskgraph.errors import CoordinationError, JobError, Unavailable
+from taskgraph.errors import CoordinationError, JobError, LeaseGone
 from taskgraph.protocol import transactions
-from taskgraph.protocol.records import NodeRecord
+from taskgraph.protocol.records import GoneRecord, NodeRecord
 
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
@@ -116,7 +116,10 @@ class Registration:
             view = self._node.keeper.view
             record = dataclasses.replace(self._record, writer=self._node.writer())
             txn = transactions.update_node(view, self._node.id, record, self.node_revision)
-            revision = await self._node.transact(txn, key=view.keys.node(self._node.id), writer=record.writer)
+            try:
+                revision = await self._node.transact(txn, key=view.keys.node(self._node.id), writer=record.writer)
+            except LeaseGone:
+                revision = None  # the node pauses, and resumes under another lease
             if revision is not None:
                 self._record, self.node_revision = record, revision
                 await self._node.keeper.caught_up(revision)
@@ -126,8 +129,12 @@ class Registration:
     async def leave(self) -> None:
         """Ends the lease; the key goes with it."""
         if self._lease is not None:
+            node = self._node
+            gone = GoneRecord(reason="it left", writer=node.writer())
             try:
-                async with asyncio.timeout(self._node.settings.call_s):
+                async with asyncio.timeout(node.settings.call_s):
+                    # Said before the key goes: nobody needs to wait for it to come back.
+                    await node.coordinator.txn(transactions.declare_gone(node.keeper.view, node.id, gone))
                     await self._lease.close(revoke=True)
-            except (Unavailable, TimeoutError) as error:
-                self._node.log.warning("the lease could not be revoked, it will expire: %s", error)
+            except (CoordinationError, TimeoutError) as error:
+                self._node.log.info("the lease could not be revoked, it will expire: %s", error)

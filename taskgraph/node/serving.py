@@ -47,11 +47,15 @@ class Serving:
 
     def __init__(self, node: Node) -> None:
         self._node = node
+        self._under_way = 0
 
     async def serve(self, peer: str, message: Call) -> Reply:
         """Answers one call; raises Refused."""
         if self._node.paused:
             raise Refused(Reason.PAUSED, f"{self._node.name} cannot prove its lease at the moment")
+        if self._under_way >= self._node.settings.max_parked:
+            raise Refused(Reason.PAUSED, f"{self._under_way} calls wait at {self._node.name} already")
+        self._under_way += 1
         try:
             return await self._dispatch(peer, message)
         except asyncio.CancelledError:
@@ -61,6 +65,8 @@ class Serving:
             raise Refused(Reason.ATTEMPT_GONE, "what was asked of is over") from None
         except UserCodeError as error:
             raise Refused(Reason.USER_ERROR, str(error)) from error
+        finally:
+            self._under_way -= 1
 
     async def _dispatch(self, peer: str, message: Call) -> Reply:
         match message:

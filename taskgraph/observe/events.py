@@ -29,6 +29,7 @@ _RING = 4096
 _BATCH = 32
 """Durable events written in one transaction: below etcd's 128 operations."""
 _RETRY_S = 0.5
+_MAX_TEXT = 4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class EventLog:
         fields: Mapping[str, str | int | float] | None = None,
     ) -> None:
         """Tells an event to the log and to everyone who listens."""
+        text = text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " ..."
         event = Event(time.time(), self._node, kind, text, task, epoch, attempt, term, transient, dict(fields or {}))
         log.log(logging.DEBUG if transient else logging.INFO, "%s", text)
         self._ring.append(event)
