@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import CoordinationError, JobFailed, TaskGraphError, TransportError, UnknownJob
-from taskgraph.launch.threads_env import thread_env
+from taskgraph.launch.threads_env import set_thread_env
 from taskgraph.version import VERSION
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["driver_main", "main"]
 
 FAILED, USAGE, UNREACHABLE, INTERRUPTED = 1, 2, 3, 130
+_OF_DRIVERS = ("run", "submit", "launch")
 
 
 def parser(*, driver: bool = False) -> argparse.ArgumentParser:
@@ -45,9 +46,11 @@ def parser(*, driver: bool = False) -> argparse.ArgumentParser:
         return made
 
     run = add("run", "Run a job with nodes on this host and follow it to its end.", of_driver=True)
+    run.add_argument("--listen", metavar="HOST", help="let nodes on other hosts join: listen on this address")
     _add_run_options(run)
     add("submit", "Submit a job to an etcd; nodes are started elsewhere.", of_driver=True)
-    launch = add("launch", "Start nodes on this host for a submitted job (or a driver: like run).", job="?")
+    launch = add("launch", "Start nodes on this host for a submitted job (or a driver: like run).")
+    launch.add_argument("job", metavar="JOB_OR_DRIVER", nargs="?", help="the job's name, or a driver as for run")
     launch.add_argument("-o", "--option", action="append", metavar="NAME=VALUE", help="with a driver")
     launch.add_argument("--name", help="with a driver: another name for the job")
     launch.add_argument("--listen", metavar="HOST", help="listen for nodes on other hosts, on this address")
@@ -104,11 +107,11 @@ def _commands() -> dict[str, Callable[..., int]]:
 def main(arguments: Sequence[str] | None = None, function: JobFunction | None = None) -> int:
     """Runs one command; returns its exit code."""
     # Before anything imports numpy: a `node` typed by hand computes like one that was launched.
-    os.environ.update(thread_env(1))
-    options = parser(driver=function is not None).parse_args(arguments)
-    command = _commands()[options.command]
+    set_thread_env(1)
     try:
-        return command(options, function) if options.command in ("run", "submit") else command(options)
+        options = parser(driver=function is not None).parse_args(arguments)
+        command = _commands()[options.command]
+        return command(options, function) if options.command in _OF_DRIVERS else command(options)
     except JobFailed as error:
         print(f"taskgraph: job failed: {error}", file=sys.stderr)
         return FAILED
@@ -119,6 +122,7 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction | None = 
         print(f"taskgraph: {error}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
+        print("taskgraph: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has enough; nothing may be flushed into the pipe at exit.

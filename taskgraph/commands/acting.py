@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
+from pathlib import Path
 
 import uvloop
 
 from taskgraph.commands.common import Reached, find_entry, reach
 from taskgraph.coordination.viewkeeper import ViewKeeper
-from taskgraph.errors import JobError
+from taskgraph.errors import JobError, PeerLost
 from taskgraph.launch.follow import Follower, client_of
 from taskgraph.observe.format import name_of
+from taskgraph.protocol.records import NodeRecord
 from taskgraph.protocol.view import JobView
+from taskgraph.transport.endpoints import host_key
 
 __all__ = ["drain", "kill", "shutdown", "token"]
 
@@ -45,10 +49,28 @@ async def _kill(options: argparse.Namespace, number: signal.Signals) -> int:
         view = await _view(reached)
         node, what = _target(options, view, reached.spec.tasks)
         record = view.nodes[node].record
-        async with client_of(record, reached.entry.token_bytes) as client:
-            await client.kill(number)
+        try:
+            async with client_of(record, reached.entry.token_bytes) as client:
+                await client.kill(number)
+        except PeerLost:
+            if not _signal_here(record, number):
+                raise
         print(f"sent {number.name} to {record.name} (process {record.pid} on {record.host}), {what}")
     return 0
+
+
+def _signal_here(record: NodeRecord, number: signal.Signals) -> bool:
+    """A node that is stopped (SIGSTOP) does not answer, but what is on this host can be signalled without it."""
+    if not any(endpoint.startswith(f"unix:{host_key()}:") for endpoint in record.control.split("|")):
+        return False
+    try:
+        command = Path(f"/proc/{record.pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        raise JobError(f"{record.name} (process {record.pid}) does not exist any more") from None
+    if b"taskgraph" not in command:
+        raise JobError(f"{record.name} is gone: process {record.pid} is another program")
+    os.kill(record.pid, number)
+    return True
 
 
 def _target(options: argparse.Namespace, view: JobView, tasks: int) -> tuple[str, str]:
@@ -80,8 +102,10 @@ def _node_named(view: JobView, name: str) -> str:
     found = [node for node, v in view.nodes.items() if name in (node, v.record.name)]
     if len(found) == 1:
         return found[0]
+    if found:
+        raise JobError(f"several nodes are called {name!r}: say which, {' or '.join(sorted(found))}")
     known = ", ".join(sorted(name_of(node) for node in view.nodes)) or "none"
-    raise JobError(f"{'several nodes are' if found else 'no node is'} called {name!r}; registered: {known}")
+    raise JobError(f"no node is called {name!r}; registered: {known}")
 
 
 def drain(options: argparse.Namespace) -> int:
@@ -114,5 +138,8 @@ async def _shutdown(options: argparse.Namespace) -> int:
 
 def token(options: argparse.Namespace) -> int:
     """Prints the token of a job of this host, for a file that its nodes elsewhere get."""
-    print(find_entry(options).token)
+    entry = find_entry(options)
+    if not entry.token:
+        raise JobError(f"the token of job {entry.name!r} is not known here: `taskgraph submit` wrote it to a file")
+    print(entry.token)
     return 0

@@ -88,7 +88,7 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
         if not name:
             raise JobError("name the job: with --etcd it is looked for there")
         local = runtime.find(name)
-        token = token_of(options) or (local.token if local is not None else "")
+        token = token_of(options) or (local.token if local is not None and local.etcd == etcd else "")
         return JobEntry(name=name, etcd=etcd, token=token, pid=os.getpid(), embedded=False, tls=tls_of(options))
     if name:
         found = runtime.find(name)

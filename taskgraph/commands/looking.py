@@ -13,18 +13,19 @@ import uvloop
 
 from taskgraph.commands.common import Reached, etcd_of, reach
 from taskgraph.coordination.viewkeeper import ViewKeeper
-from taskgraph.errors import JobError, UnknownJob
+from taskgraph.errors import CoordinationError, JobError, UnknownJob
 from taskgraph.launch.follow import follow_events, kept_events, node_statuses
-from taskgraph.launch.run import job_failed
-from taskgraph.launch.runtime import Runtime
+from taskgraph.launch.runtime import JobEntry, Runtime
+from taskgraph.launch.supervise import job_failed
 from taskgraph.observe.events import Event
-from taskgraph.observe.format import status_json, status_text
+from taskgraph.observe.format import status_json, status_text, values_text
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
 
 __all__ = ["events", "result", "status"]
 
 _WATCH_S = 1.0
+_GONE_POLL_S = 0.3
 _CORRUPTING = ("3.5.0", "3.5.1", "3.5.2")
 
 
@@ -40,13 +41,7 @@ def status(options: argparse.Namespace) -> int:
     """What a job does, who does it, and what it waits for."""
     kept = _finished(options)
     if kept is not None:
-        state = kept["status"].get("state", "unknown")
-        reason = kept["status"].get("reason", "")
-        done = f", {kept['result']['epochs']} epochs" if kept["result"] else ""
-        if options.json:
-            print(json.dumps({"name": options.job, **kept["status"], "result": kept["result"]}))
-        else:
-            print(f"job {options.job}: {state}{done}" + (f"\n  {reason}" if reason else ""))
+        _print_finished(options.job, kept, as_json=options.json)
         return 0
     return uvloop.run(_status(options))
 
@@ -55,7 +50,12 @@ async def _status(options: argparse.Namespace) -> int:
     async with reach(options) as reached:
         keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=0.1)
         while True:
-            await keeper.load()
+            try:
+                await keeper.load()
+            except CoordinationError:
+                if _ended_here(reached.entry) is None:
+                    raise
+                return _say_ended(reached.entry, as_json=options.json)
             spec, token = reached.spec, reached.entry.token_bytes
             statuses = await node_statuses(keeper.view, spec.run, token)
             if options.json:
@@ -68,6 +68,30 @@ async def _status(options: argparse.Namespace) -> int:
             if not options.watch or not keeper.view.running:
                 return 0
             await asyncio.sleep(_WATCH_S)
+            if _ended_here(reached.entry) is not None:
+                return _say_ended(reached.entry, as_json=options.json)
+
+
+def _ended_here(entry: JobEntry) -> dict[str, Any] | None:
+    """What was kept of a job whose launcher, and with it its embedded etcd, ended while we looked."""
+    runtime = Runtime()
+    return runtime.finished(entry.name) if entry.embedded and runtime.find(entry.name) is None else None
+
+
+def _say_ended(entry: JobEntry, *, as_json: bool) -> int:
+    kept = _ended_here(entry)
+    assert kept is not None
+    _print_finished(entry.name, kept, as_json=as_json)
+    return 0
+
+
+def _print_finished(name: str, kept: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"name": name, **kept["status"], "result": kept["result"]}))
+        return
+    state, reason = kept["status"].get("state", "unknown"), kept["status"].get("reason", "")
+    done = f", {kept['result']['epochs']} epochs" if kept["result"] else ""
+    print(f"job {name}: {state}{done}" + (f"\n  {reason}" if reason else ""))
 
 
 def _warning(reached: Reached) -> str:
@@ -94,11 +118,37 @@ async def _events(options: argparse.Namespace) -> int:
             for event in found:
                 _print_event(event, as_json=options.json)
             return 0
-        async for event in follow_events(reached.coordinator, reached.name):
-            _print_event(event, as_json=options.json)
-            if event.kind in ("finished", "failed"):
+        printed: list[Event] = []
+        following = asyncio.ensure_future(_follow(reached, printed, as_json=options.json))
+        gone = asyncio.ensure_future(_launcher_gone(reached.entry))
+        try:
+            await asyncio.wait([following, gone], return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                await following
                 return 0
+        finally:
+            for task in (following, gone):
+                task.cancel()
+            await asyncio.gather(following, gone, return_exceptions=True)
+    for raw in (Runtime().finished(reached.name) or {"events": []})["events"]:
+        if (event := Event(**raw)) not in printed:
+            _print_event(event, as_json=options.json)
     return 0
+
+
+async def _follow(reached: Reached, printed: list[Event], *, as_json: bool) -> None:
+    """Until the event that ends every job."""
+    async for event in follow_events(reached.coordinator, reached.name):
+        printed.append(event)
+        _print_event(event, as_json=as_json)
+        if event.kind in (State.FINISHED, State.FAILED, State.CANCELLED):
+            return
+
+
+async def _launcher_gone(entry: JobEntry) -> None:
+    """Returns when the job's embedded etcd, which tells no more events then, ended with its launcher."""
+    while not entry.embedded or Runtime().find(entry.name) is not None:  # noqa: ASYNC110 (no event tells)
+        await asyncio.sleep(_GONE_POLL_S)
 
 
 def _print_event(event: Event, *, as_json: bool) -> None:
@@ -123,8 +173,8 @@ def result(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(found))
         return 0
-    for task, value in found["values"].items():
-        print(f"task {task}: {value}" if len(found["values"]) > 1 else value)
+    if found["values"]:
+        print(values_text({int(task): value for task, value in found["values"].items()}))
     return 0
 
 
@@ -132,7 +182,8 @@ async def _result(options: argparse.Namespace) -> dict[str, Any]:
     async with reach(options) as reached:
         keys = Keys(reached.name)
         record, found = await reached.coordinator.get(keys.status), await reached.coordinator.get(keys.result)
-        assert record is not None
+        if record is None:
+            raise UnknownJob(f"job {reached.name!r} was deleted")
         if json.loads(record.value)["state"] == State.RUNNING:
             raise JobError(f"job {reached.name!r} is still running: `taskgraph status {reached.name}`")
         return {"status": json.loads(record.value), "result": json.loads(found.value) if found else None}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import dataclasses
+import importlib.util
 import os
 import secrets
 import signal
@@ -18,9 +21,11 @@ from taskgraph.errors import JobError, JobFailed
 from taskgraph.jobs import Job, JobFunction, JobResult
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.local import LocalNodes
-from taskgraph.launch.run import Hooks, arun, connect, job_failed, launch_nodes
+from taskgraph.launch.run import arun, connect
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
+from taskgraph.launch.supervise import Hooks, job_failed, launch_nodes
+from taskgraph.launch.threads_env import thread_env
 from taskgraph.node import process
 from taskgraph.observe.format import values_text
 from taskgraph.observe.progress import Progress
@@ -34,7 +39,8 @@ _TICK_S = 0.25
 def job_of(options: argparse.Namespace, function: JobFunction | None) -> Job:
     """The job from the driver named, with its -o options."""
     function = function or load_driver(options.driver)
-    return function(**function.parse_options(options.option or ()))
+    job = function(**function.parse_options(options.option or ()))
+    return dataclasses.replace(job, name=options.name) if options.name else job
 
 
 def run(options: argparse.Namespace, function: JobFunction | None = None) -> int:
@@ -46,8 +52,8 @@ def run(options: argparse.Namespace, function: JobFunction | None = None) -> int
 
 
 async def _run(options: argparse.Namespace, job: Job) -> int:
-    name = options.name or job.name
-    progress = Progress(name, job.tasks, job.epochs)
+    name = job.name
+    progress = Progress(name, job.tasks, job.epochs, job.backups)
     started: list[LocalNodes] = []
 
     def on_start(follower: Follower, nodes: LocalNodes) -> None:
@@ -61,8 +67,8 @@ async def _run(options: argparse.Namespace, job: Job) -> int:
             etcd=etcd_of(options),
             timeout_s=options.timeout,
             hooks=Hooks(progress.event, on_start),
-            name=name,
             tls=tls_of(options),
+            listen=options.listen or "",
         )
     )
     interrupts = _on_interrupt(running, started)
@@ -124,7 +130,7 @@ def submit_command(options: argparse.Namespace, function: JobFunction | None = N
     job, etcd = job_of(options, function), etcd_of(options)
     if etcd is None:
         raise JobError("submit needs your etcd: give --etcd, or use `taskgraph run`, which brings its own")
-    spec = JobSpec.of(job, name=options.name or job.name)
+    spec = JobSpec.of(job)
     token = token_of(options)
     path = Path(options.token_file) if options.token_file else Path(f"{spec.name}.token")
     if token is None:
@@ -152,12 +158,29 @@ def _write_token(path: Path, token: str) -> None:
         file.write(token + "\n")
 
 
-def launch(options: argparse.Namespace) -> int:
+def launch(options: argparse.Namespace, function: JobFunction | None = None) -> int:
     """N nodes on this host for a submitted job; of a driver: the whole job, like run."""
-    if options.job.endswith(".py") or ":" in options.job:
+    if options.nodes < 1:
+        raise JobError(f"--nodes {options.nodes}: at least 1")
+    if function is not None and not options.job:
+        return run(options, function)
+    if options.job and _is_driver(options.job):
         options.driver = options.job
         return run(options)
+    if options.option or options.name or options.timeout or options.json:
+        raise JobError("-o, --name, --timeout and --json go with a driver, or with `submit`; a job has its own already")
     return uvloop.run(_launch(options))
+
+
+def _is_driver(text: str) -> bool:
+    """A job's name has no `:` or `/`; a dotted one may be a module, unless a job of this host is called so."""
+    if text.endswith(".py") or ":" in text or "/" in text:
+        return True
+    if Runtime().find(text) is not None or "." not in text:
+        return False
+    with contextlib.suppress(ImportError, ValueError):
+        return importlib.util.find_spec(text) is not None
+    return False
 
 
 async def _launch(options: argparse.Namespace) -> int:
@@ -175,9 +198,10 @@ async def _launch(options: argparse.Namespace) -> int:
         )
         runtime = Runtime()
         if runtime.find(reached.name) is None:
+            runtime.remove(reached.name)  # what a launcher that was killed left
             runtime.put(entry)
         follower = Follower(reached.coordinator, reached.spec, entry.token_bytes)
-        progress = Progress(reached.name, reached.spec.tasks, reached.spec.epochs)
+        progress = Progress(reached.name, reached.spec.tasks, reached.spec.epochs, reached.spec.backups)
         progress.follow(follower.view)
         await follower.start(progress.event)
         work = asyncio.ensure_future(
@@ -219,15 +243,31 @@ def node(options: argparse.Namespace) -> int:
         raise JobError(f"where is the etcd of job {options.job!r}? Give --etcd")
     if token is None:
         raise JobError(f"a node needs the token of job {options.job!r}: give --token-file")
+    tls = tls_of(options) or (local.tls if local is not None and local.etcd == etcd else {})
+    _take_threads(uvloop.run(_submitted(etcd, tls, options.job)))
     process.main(
         process.NodeConfig(
             job=options.job,
             name=options.name or f"{os.uname().nodename}-{os.getpid()}",
             etcd=etcd,
             token=token,
-            tls=tls_of(options),
+            tls=tls,
             sockets=str(Runtime().sockets(options.job)),
             listen=options.listen or "",
         )
     )
     raise AssertionError("process.main ends the process")
+
+
+async def _submitted(etcd: str, tls: dict[str, str], name: str) -> JobSpec:
+    async with await connect(etcd, tls) as coordinator:
+        return await process.wait_for_job(coordinator, name)
+
+
+def _take_threads(spec: JobSpec) -> None:
+    """BLAS reads how many threads it takes when it is loaded, which is before we know the job: so once again."""
+    wanted = thread_env(spec.settings.get("blas_threads", 1))
+    if any(os.environ.get(name) != value for name, value in wanted.items()):
+        os.environ.update(wanted)
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", "taskgraph", *sys.argv[1:]])

@@ -52,6 +52,7 @@ class InProcessCluster:
         rng: random.Random | None = None,
         threads: Callable[[], Threads] | None = None,
         point: Callable[[InProcessCluster, str], Point] | None = None,
+        on_event: Callable[[Event], None] | None = None,
     ) -> None:
         self.job = job
         self.store = MemoryStore()
@@ -63,6 +64,7 @@ class InProcessCluster:
         self._threads = threads
         self._devices = device_count()
         self._point = point
+        self._on_event = on_event
         self._members: dict[str, _Member] = {}
         self._count = itertools.count(1)
         self._events: list[Event] = []
@@ -83,6 +85,8 @@ class InProcessCluster:
         coordinator = MemoryCoordinator(self.store, rng=self._rng)
         events = EventLog(name)
         events.listen(self._events.append)
+        if self._on_event is not None:
+            events.listen(self._on_event)
         node = Node(
             spec=self.spec,
             job=self.job,
@@ -204,9 +208,15 @@ class InProcessCluster:
         await self._launcher.close()
 
 
-async def arun_inprocess(job: Job, *, timeout_s: float | None = None, nodes: int | None = None) -> JobResult:
+async def arun_inprocess(
+    job: Job,
+    *,
+    timeout_s: float | None = None,
+    nodes: int | None = None,
+    on_event: Callable[[Event], None] | None = None,
+) -> JobResult:
     """Runs a job on nodes in this process: as many as it takes to have its backups, unless told otherwise."""
-    cluster = InProcessCluster(job)
+    cluster = InProcessCluster(job, on_event=on_event)
     await cluster.start(nodes or max(job.min_nodes, min(job.backups, job.tasks) + 1))
     try:
         return await cluster.result(timeout_s)

@@ -145,7 +145,7 @@ class LocalNodes:
             os.close(pipe)
         if self._on_exit is not None:
             self._on_exit(name, code)
-        if not self._stopping:
+        if code != 0 and not self._stopping:  # 0: it left by itself, and said so
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
             await self._tell_gone(entry.process.pid, how)
 
@@ -166,8 +166,8 @@ class LocalNodes:
                 log.warning("cannot tell that process %d %s: %s", pid, how, error)
                 await asyncio.sleep(_RETRY_S)
 
-    async def wait(self, timeout_s: float) -> None:
-        """Waits until all nodes ended by themselves, at most `timeout_s`."""
+    async def wait(self, timeout_s: float | None) -> None:
+        """Waits until all nodes ended by themselves, at most `timeout_s`; None: for as long as it takes."""
         watches = [p.watch for p in self._processes.values()]
         if watches:
             await asyncio.wait(watches, timeout=timeout_s)

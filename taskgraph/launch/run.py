@@ -42,11 +42,16 @@ def run(
         JobRunning: a job of that name is running.
         CoordinationError: etcd cannot be reached or started.
     """
+    _refuse_in_loop("tg.run", "`await tg.arun(...)`")
+    return asyncio.run(arun(job, nodes=nodes, etcd=etcd, resume=resume, timeout_s=timeout_s))
+
+
+def _refuse_in_loop(what: str, instead: str) -> None:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(arun(job, nodes=nodes, etcd=etcd, resume=resume, timeout_s=timeout_s))
-    raise JobError("tg.run cannot be called where an event loop runs (a notebook, an async def): `await tg.arun(...)`")
+        return
+    raise JobError(f"{what} cannot be called where an event loop runs (a notebook, an async def): {instead}")
 
 
 async def arun(
@@ -119,7 +124,11 @@ def result(name: str, etcd: str | None = None) -> JobResult:
         UnknownJob: no job of that name is known.
         JobFailed: it failed, was cancelled, or has not finished.
     """
-    kept = Runtime().finished(name) if etcd is None else _run_alone(_kept(name, etcd))
+    if etcd is None:
+        kept = Runtime().finished(name)
+    else:
+        _refuse_in_loop("tg.result(..., etcd=...)", "`await asyncio.to_thread(tg.result, name, etcd)`")
+        kept = asyncio.run(_kept(name, etcd))
     if kept is None:
         raise UnknownJob(f"no finished job {name!r} is known here; pass etcd=... for one that ran elsewhere")
     if kept["result"] is None:

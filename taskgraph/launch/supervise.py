@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ _CANCELLED_END_S = 1.0
 """Somebody waits for an interrupted job to end: nothing of it is needed any more."""
 _LAST_WORDS_S = 2.0
 """etcd gets this long for what is only nice to have: the status of a job that ends, its events."""
+_TAILS = 8
+"""Nodes whose logs a failure shows: the reason is kept in etcd, too."""
 _ALL_ENDED_S = 1.0
 """When all nodes ended, they may have done so because the job did: its end is read within this time."""
 
@@ -177,11 +180,9 @@ class Supervisor:
         run = self._spec.run
         await self._follower.keeper.wait_until(lambda view: not view.live_nodes(run))
         await asyncio.sleep(_ALL_ENDED_S)  # they may have ended because the job did: its end is read meanwhile
-        await self._try_to_end("every node has ended, nobody is left to go on", State.FAILED)
-        raise JobFailed(
-            f"job {self._spec.name!r}: every node has ended, nobody is left to go on\n{self._tails()}",
-            job=self._spec.name,
-        )
+        reason = f"every node has ended, nobody is left to go on\n{_tails(self._nodes)}"
+        await self._try_to_end(reason, State.FAILED)
+        raise JobFailed(reason, job=self._spec.name)
 
     async def _no_etcd(self, ended: Callable[[], Awaitable[None]]) -> None:
         await ended()
@@ -189,12 +190,6 @@ class Supervisor:
             f"job {self._spec.name!r}: its embedded etcd has ended, so that no epoch can commit any more; run the job "
             f"again, or on an etcd of your own (--etcd), which a job survives the restart of",
             job=self._spec.name,
-        )
-
-    def _tails(self) -> str:
-        return "\n".join(
-            f"--- {name} (exit code {code}), the end of its log:\n{self._nodes.log_tail(name)}"
-            for name, code in self._nodes.codes().items()
         )
 
     async def _timed_out(self, timeout_s: float) -> JobTimeout:
@@ -227,17 +222,29 @@ class Supervisor:
         await self._nodes.stop(grace_s)
         try:
             async with asyncio.timeout(_LAST_WORDS_S):
+                await self._follower.keeper.load()
                 events, _ = await kept_events(self._coordinator, self._spec.name)
-                status = await self._coordinator.get(self._follower.view.keys.status)
         except (CoordinationError, TimeoutError):
-            return  # there is nobody left to ask what to keep
+            events = []  # there is nobody left to ask: what we knew last is kept
+        status = self._follower.view.status
         kept: dict[str, Any] = {
             "run": self._spec.run,
-            "status": json.loads(status.value) if status else {},
+            "status": json.loads(status.record.to_bytes()) if status else {},
             "result": json.loads(self._follower.kept_json) if self._follower.kept_json else None,
             "events": [json.loads(event.to_bytes()) for event in events],
         }
         Runtime().keep_finished(self._spec.name, kept)
+
+
+def _tails(nodes: LocalNodes) -> str:
+    """The last that nodes printed before they ended."""
+    codes = list(nodes.codes().items())
+    shown = [f"--- {name} {_how(code)}; the end of its log:\n{nodes.log_tail(name)}" for name, code in codes[:_TAILS]]
+    return "\n".join([*shown, *([f"--- and {len(codes) - _TAILS} more"] if len(codes) > _TAILS else [])])
+
+
+def _how(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 async def launch_nodes(
@@ -261,10 +268,7 @@ async def launch_nodes(
             await asyncio.wait([ended], timeout=_ALL_ENDED_S)
             if ended.done():
                 return ended.result()
-            tails = "\n".join(
-                f"--- {name}, exit code {code}:\n{nodes.log_tail(name)}" for name, code in nodes.codes().items()
-            )
-            return StatusRecord(state=State.RUNNING, reason=f"every node started here has ended\n{tails}\n")
+            return StatusRecord(state=State.RUNNING, reason=f"every node started here has ended\n{_tails(nodes)}\n")
         finally:
             for task in (ended, gone, broken):
                 task.cancel()

@@ -9,6 +9,7 @@ the one the job was submitted with; 130 and 143 told to end at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -166,6 +167,9 @@ async def _run(config: NodeConfig, coordinator: Coordinator, spec: JobSpec, job:
             for left in folder.iterdir():
                 left.unlink(missing_ok=True)
             folder.rmdir()
+            with contextlib.suppress(OSError):  # others use it, too
+                folder.parent.rmdir()
+                folder.parent.parent.rmdir()
 
 
 class _Late:

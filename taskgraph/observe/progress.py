@@ -32,6 +32,7 @@ class Progress:
         name: str,
         tasks: int,
         epochs: int | None,
+        backups: int = 0,
         *,
         out: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -39,6 +40,7 @@ class Progress:
         self._name = name
         self._tasks = tasks
         self._epochs = epochs
+        self._backups = backups
         self._out = out or sys.stderr
         self._live = self._out.isatty()
         self._few = epochs is not None and epochs <= _FEW
@@ -52,6 +54,17 @@ class Progress:
         self._held: Event | None = None
         self._view: JobView | None = None
         self._line = ""
+        self._closed = False
+
+    def _write(self, text: str) -> None:
+        """To whoever still reads it: a job does not end because nobody looks."""
+        if self._closed:
+            return
+        try:
+            self._out.write(text)
+            self._out.flush()
+        except BrokenPipeError:
+            self._closed = True
 
     def follow(self, view: JobView) -> None:
         """Takes nodes and replicas from this view."""
@@ -62,13 +75,15 @@ class Progress:
         if event.kind == "commit":
             self._commit(event)
             return
+        if event.transient:
+            return
         self._last_event = event.text
         if self._live:
             self._print_above(f"{_clock_text(event.at)} {event.text}")
             self._refresh(force=True)
         else:
             self._flush_held()
-            print(f"{_clock_text(event.at)} {event.text}", file=self._out, flush=True)
+            self._write(f"{_clock_text(event.at)} {event.text}\n")
 
     def _commit(self, event: Event) -> None:
         epoch = event.epoch or 0
@@ -86,7 +101,7 @@ class Progress:
 
     def _print_commit(self, event: Event) -> None:
         self._shown_at = self._clock()
-        print(f"epoch {event.epoch}{_of(self._epochs)}{numbers_text(event.fields)}", file=self._out, flush=True)
+        self._write(f"epoch {event.epoch}{_of(self._epochs)}{numbers_text(event.fields)}\n")
 
     def _flush_held(self) -> None:
         if self._held is not None:
@@ -102,7 +117,7 @@ class Progress:
         """The job ended: the last epoch stays to be seen."""
         if self._live:
             self._refresh(force=True)
-            print(file=self._out, flush=True)
+            self._write("\n")
             self._line = ""
         else:
             self._flush_held()
@@ -124,7 +139,8 @@ class Progress:
         view = self._view
         if view is not None and view.epoch is not None:
             parts.append(f"nodes {len(view.nodes.keys() - view.gone.keys())}")
-            parts.append(f"in sync {sum(len(view.in_sync(t)) for t in range(self._tasks))}")
+            in_sync = sum(len(view.in_sync(t)) for t in range(self._tasks))
+            parts.append(f"in sync {in_sync}/{self._tasks * (self._backups + 1)}")
         numbers = numbers_text(self._numbers).strip()
         if numbers:
             parts.append(numbers)
@@ -138,10 +154,10 @@ class Progress:
         self._shown_at = now
         width = shutil.get_terminal_size().columns
         self._line = self.text()[: max(1, width - 1)]
-        print(f"\r\x1b[2K{self._line}", end="", file=self._out, flush=True)
+        self._write(f"\r\x1b[2K{self._line}")
 
     def _print_above(self, text: str) -> None:
-        print(f"\r\x1b[2K{text}", file=self._out, flush=True)
+        self._write(f"\r\x1b[2K{text}\n")
 
 
 def numbers_text(numbers: dict[str, str | int | float]) -> str:
