@@ -14,7 +14,7 @@ import uvloop
 from taskgraph.commands.common import Reached, etcd_of, reach
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import CoordinationError, JobError, UnknownJob
-from taskgraph.launch.follow import follow_events, kept_events, node_statuses
+from taskgraph.launch.follow import Follower, follow_events, kept_events, node_statuses
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.supervise import job_failed
 from taskgraph.observe.events import Event
@@ -26,6 +26,7 @@ __all__ = ["events", "result", "status"]
 
 _WATCH_S = 1.0
 _GONE_POLL_S = 0.3
+_COLLECT_S = 60.0
 _CORRUPTING = ("3.5.0", "3.5.1", "3.5.2")
 
 
@@ -168,7 +169,10 @@ def result(options: argparse.Namespace) -> int:
     found, record = kept["result"], StatusRecord(**kept["status"])
     if found is None:
         if record.state == State.FINISHED:
-            raise UnknownJob("the job finished, but its values were too large to keep; they went to who ran it")
+            raise UnknownJob(
+                "the job finished, but its values are not kept: they were too large and went to who ran it, or nobody "
+                "asked for them within settings.results_kept_s"
+            )
         raise job_failed(options.job or "", record)
     if options.json:
         print(json.dumps(found))
@@ -184,6 +188,27 @@ async def _result(options: argparse.Namespace) -> dict[str, Any]:
         record, found = await reached.coordinator.get(keys.status), await reached.coordinator.get(keys.result)
         if record is None:
             raise UnknownJob(f"job {reached.name!r} was deleted")
-        if json.loads(record.value)["state"] == State.RUNNING:
+        status = StatusRecord.from_bytes(record.value)
+        if status.state == State.RUNNING:
             raise JobError(f"job {reached.name!r} is still running: `taskgraph status {reached.name}`")
+        if found is None and status.state == State.FINISHED:
+            return {"status": json.loads(record.value), "result": await _collect(reached)}
         return {"status": json.loads(record.value), "result": json.loads(found.value) if found else None}
+
+
+async def _collect(reached: Reached) -> dict[str, Any] | None:
+    """The result of a job that was submitted and finished while nobody followed it: its nodes keep it for a while."""
+    follower = Follower(reached.coordinator, reached.spec, reached.entry.token_bytes)
+    await follower.start()
+    try:
+        if follower.view.collected or not follower.view.live_nodes(reached.spec.run):
+            return None
+        async with asyncio.timeout(_COLLECT_S):
+            collected = await follower.collect()
+    except TimeoutError:
+        why = follower.unreachable or "they are still computing it"
+        raise JobError(f"the nodes of job {reached.name!r} keep its result, but did not tell it: {why}") from None
+    finally:
+        await follower.stop()
+    found: dict[str, Any] | None = json.loads(collected.to_json()) if collected is not None else None
+    return found

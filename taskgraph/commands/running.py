@@ -212,7 +212,7 @@ async def _launch(options: argparse.Namespace) -> int:
             loop.add_signal_handler(number, work.cancel)
         ticking = asyncio.ensure_future(_tick(progress))
         try:
-            status = await work
+            status, result = await work
         except asyncio.CancelledError:
             print("taskgraph: the nodes started here were ended", file=sys.stderr)
             return 130
@@ -224,7 +224,10 @@ async def _launch(options: argparse.Namespace) -> int:
             if found is not None and found.pid == os.getpid():
                 runtime.remove(reached.name)
     if status.state == State.FINISHED:
-        print(f"job {reached.name} finished")
+        if result is not None:
+            _print_result(result, as_json=False)
+        else:
+            print(f"job {reached.name} finished; its values: `taskgraph result {reached.name}`", file=sys.stderr)
         return 0
     if status.state == State.RUNNING:
         raise JobFailed(f"{status.reason}; the job may go on elsewhere: `taskgraph status {reached.name}`")

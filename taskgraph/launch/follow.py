@@ -80,6 +80,8 @@ class Follower:
         self._services: list[asyncio.Task[None]] = []
         self.kept_json: str | None = None
         """The result as JSON, once it was collected and unless it is too large for that."""
+        self.unreachable: TaskGraphError | None = None
+        """Why a node did not tell its results, last."""
 
     @property
     def view(self) -> JobView:
@@ -154,12 +156,32 @@ class Follower:
             holders = {view_primary.record.node for view_primary in self.view.primaries.values()}
             found: list[TaskResult] = []
             for node in sorted(holders & self.view.nodes.keys()):
-                with contextlib.suppress(TaskGraphError):  # lost: its tasks are taken over, and asked for again
+                try:
                     async with client_of(self.view.nodes[node].record, self._token) as client:
                         found += await client.results(timeout_s=60.0)
+                except TaskGraphError as error:  # lost: its tasks are taken over, and asked for again
+                    self.unreachable = error
             if complete(found, self._spec.tasks):
                 return found
             await asyncio.sleep(_RETRY_S)
+
+    async def collect(self) -> JobResult | None:
+        """The result of a job that finished; None where somebody else collects it, or its nodes are gone."""
+        run = self._spec.run
+        collecting = asyncio.ensure_future(self.results())
+        over = asyncio.ensure_future(self.keeper.wait_until(lambda v: v.collected or not v.live_nodes(run)))
+        try:
+            await asyncio.wait([collecting, over], return_when=asyncio.FIRST_COMPLETED)
+            if not collecting.done():
+                return None
+            found = collecting.result()
+        finally:
+            for task in (collecting, over):
+                task.cancel()
+            await asyncio.gather(collecting, over, return_exceptions=True)
+        result = self.assemble(found, time.time() - self._spec.submitted_at)
+        await self.collected(found, result)
+        return result
 
     def assemble(self, found: list[TaskResult], wall_s: float) -> JobResult:
         return assemble(self._spec.name, found, self.view.primaries.values(), wall_s)

@@ -249,8 +249,12 @@ def _how(code: int) -> str:
 
 async def launch_nodes(
     entry: JobEntry, coordinator: Coordinator, follower: Follower, spec: JobSpec, count: int, listen: str
-) -> StatusRecord:
-    """Nodes on this host for a job that was submitted elsewhere; returns when the job ended or all nodes did."""
+) -> tuple[StatusRecord, JobResult | None]:
+    """Nodes on this host for a job that was submitted elsewhere, until the job ended or all of them did.
+
+    Returns:
+        What became of the job, and its result, unless somebody else collected it.
+    """
     nodes = LocalNodes(entry, coordinator, Runtime(), blas_threads=spec.settings.get("blas_threads", 1), listen=listen)
     try:
         await nodes.start(count, taken={v.record.name for v in follower.view.nodes.values()})
@@ -259,16 +263,17 @@ async def launch_nodes(
         broken = asyncio.ensure_future(follower.broken())
         try:
             await asyncio.wait([ended, gone, broken], return_when=asyncio.FIRST_COMPLETED)
-            if ended.done():
-                # Nodes keep results until somebody collects them, and leave then.
-                await nodes.wait(float(spec.settings.get("results_kept_s", 300.0)) + _NODE_END_S)
-                return ended.result()
             if broken.done():
                 await broken
-            await asyncio.wait([ended], timeout=_ALL_ENDED_S)
-            if ended.done():
-                return ended.result()
-            return StatusRecord(state=State.RUNNING, reason=f"every node started here has ended\n{_tails(nodes)}\n")
+            if not ended.done():
+                await asyncio.wait([ended], timeout=_ALL_ENDED_S)
+            if not ended.done():
+                reason = f"every node started here has ended\n{_tails(nodes)}\n"
+                return StatusRecord(state=State.RUNNING, reason=reason), None
+            # Nodes keep results until somebody collects them, and leave then.
+            result = await follower.collect() if ended.result().state == State.FINISHED else None
+            await nodes.wait(_NODE_END_S)
+            return ended.result(), result
         finally:
             for task in (ended, gone, broken):
                 task.cancel()
