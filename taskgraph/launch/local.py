@@ -17,6 +17,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -26,24 +27,28 @@ from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.threads_env import thread_env
 from taskgraph.node.process import NodeConfig
 from taskgraph.protocol.keys import Keys
-from taskgraph.protocol.kv import Compare, Put, Txn
-from taskgraph.protocol.records import GoneRecord, NodeRecord
+from taskgraph.protocol.kv import Compare, Get, Put, Txn
+from taskgraph.protocol.records import GoneRecord, NodeRecord, State, StatusRecord
 
 __all__ = ["LocalNodes"]
 
 log = logging.getLogger("taskgraph.launch")
 
 _TAIL_BYTES = 4000
-_TRIES = 20
 _RETRY_S = 0.25
+_TELL_S = 30.0
+"""etcd is told of a node's end for as long: by then, others have seen for themselves that its key is absent."""
+_LAST_TELL_S = 1.0
+"""The same, once we are told to stop."""
 
 
 @dataclasses.dataclass
 class _Process:
     name: str
+    node_id: str
     process: asyncio.subprocess.Process
+    pipe: int
     log_path: Path
-    watch: asyncio.Task[None]
     code: int | None = None
 
 
@@ -68,6 +73,8 @@ class LocalNodes:
         self._on_exit = on_exit
         self._keys = Keys(entry.name)
         self._processes: dict[str, _Process] = {}
+        self._watches: set[asyncio.Task[None]] = set()
+        self._telling: set[asyncio.Task[None]] = set()
         self._sockets: Path | None = None
         self._stopping = False
 
@@ -80,25 +87,39 @@ class LocalNodes:
 
     async def _start(self, name: str) -> None:
         assert self._sockets is not None
-        folder = self._runtime.folder(self._entry.name)
+        log_path = self._runtime.folder(self._entry.name) / f"{name}.log"
         read_end, write_end = os.pipe()
-        config = NodeConfig(
-            job=self._entry.name,
-            name=name,
-            etcd=self._entry.etcd,
-            token=self._entry.token,
-            tls=self._entry.tls,
-            sockets=str(self._sockets),
-            listen=self._listen,
-            parent_fd=read_end,
-        )
-        path = self._sockets / f"{name}.json"
+        try:
+            config = NodeConfig(
+                job=self._entry.name,
+                name=name,
+                node_id=NodeConfig.new_id(name),
+                etcd=self._entry.etcd,
+                token=self._entry.token,
+                tls=self._entry.tls,
+                sockets=str(self._sockets),
+                listen=self._listen,
+                parent_fd=read_end,
+                parent_pid=os.getpid(),
+            )
+            process = await self._spawn(config, log_path)
+        except BaseException:
+            os.close(write_end)  # a process that was started nevertheless sees that, and ends
+            raise
+        finally:
+            os.close(read_end)
+        entry = self._processes[name] = _Process(name, config.node_id, process, write_end, log_path)
+        watch = asyncio.get_running_loop().create_task(self._watch(entry), name=f"watch {name}")
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
+
+    async def _spawn(self, config: NodeConfig, log_path: Path) -> asyncio.subprocess.Process:
+        path = Path(config.sockets) / f"{config.name}.json"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             json.dump(dataclasses.asdict(config), file)
-        log_path = folder / f"{name}.log"
         with log_path.open("ab") as output:
-            process = await asyncio.create_subprocess_exec(
+            return await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "taskgraph.node.process",
@@ -106,13 +127,10 @@ class LocalNodes:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                pass_fds=(read_end,),
+                pass_fds=(config.parent_fd,),
                 start_new_session=True,  # a Ctrl-C on the terminal is for the launcher alone
                 env={**os.environ, **thread_env(self._blas_threads)},
             )
-        os.close(read_end)
-        watch = asyncio.get_running_loop().create_task(self._watch(name, write_end), name=f"watch {name}")
-        self._processes[name] = _Process(name, process, log_path, watch)
 
     @property
     def alive(self) -> int:
@@ -120,6 +138,10 @@ class LocalNodes:
 
     def pids(self) -> dict[str, int]:
         return {p.name: p.process.pid for p in self._processes.values() if p.code is None}
+
+    def ids(self) -> dict[str, str]:
+        """The ids of the nodes started here, by their names."""
+        return {p.name: p.node_id for p in self._processes.values()}
 
     def codes(self) -> dict[str, int]:
         """Exit codes of the nodes that ended; negative: the signal that ended it."""
@@ -135,56 +157,75 @@ class LocalNodes:
         except OSError as error:
             return f"({path} cannot be read: {error})"
 
-    async def _watch(self, name: str, pipe: int) -> None:
-        """Waits for the end of one process, and tells."""
-        await asyncio.sleep(0)  # until `_processes` has it
-        entry = self._processes[name]
+    async def _watch(self, entry: _Process) -> None:
+        """Waits for the end of one process, and sees to it that everybody hears of it."""
         try:
             entry.code = code = await entry.process.wait()
         finally:
-            os.close(pipe)
+            os.close(entry.pipe)
+        if code != 0:  # 0: it left by itself, and said so
+            how = f"killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
+            log.info("node %s (process %d) %s", entry.name, entry.process.pid, how)
+            telling = asyncio.get_running_loop().create_task(self._tell_gone(entry.node_id, how))
+            self._telling.add(telling)
+            telling.add_done_callback(self._telling.discard)
+        if self._sockets is not None:
+            shutil.rmtree(self._sockets / entry.node_id.rpartition("-")[2], ignore_errors=True)
         if self._on_exit is not None:
-            self._on_exit(name, code)
-        if code != 0 and not self._stopping:  # 0: it left by itself, and said so
-            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-            await self._tell_gone(entry.process.pid, how)
+            self._on_exit(entry.name, code)
 
-    async def _tell_gone(self, pid: int, how: str) -> None:
-        for _ in range(_TRIES):
+    async def _tell_gone(self, node: str, how: str) -> None:
+        """Puts `gone/{node}` and revokes the node's lease: nobody has to wait until it expires."""
+        gone = self._keys.gone(node)
+        record = GoneRecord(reason=how, writer=f"launcher {os.getpid()}")
+        read = Get(self._keys.node(node))
+        txn = Txn((Compare(gone, 0),), (Put(gone, record.to_bytes()), read), (read,))
+        until = time.monotonic() + _TELL_S
+        while True:
             try:
-                listing = await self._coordinator.list(self._keys.nodes)
-                for kv in listing.items:
-                    record = NodeRecord.from_bytes(kv.value)
-                    if record.pid == pid and record.name in self._processes:
-                        node = kv.key[len(self._keys.nodes) :]
-                        gone = GoneRecord(reason=how, writer=f"launcher {os.getpid()}")
-                        txn = Txn((Compare(self._keys.gone(node), 0),), (Put(self._keys.gone(node), gone.to_bytes()),))
-                        await self._coordinator.txn(txn)
-                        await self._coordinator.revoke(record.lease)
+                if self._stopping and not await self._job_runs():
+                    return
+                # A node that died before it registered has no key. Where its registration is still on its way to etcd
+                # it counts for nothing, since it is gone already.
+                for kv in (await self._coordinator.txn(txn)).reads[0]:
+                    await self._coordinator.revoke(NodeRecord.from_bytes(kv.value).lease)
                 return
             except CoordinationError as error:
-                log.warning("cannot tell that process %d %s: %s", pid, how, error)
+                log.warning("cannot tell that node %s was %s: %s", node, how, error)
+                if time.monotonic() > until:
+                    return
                 await asyncio.sleep(_RETRY_S)
+
+    async def _job_runs(self) -> bool:
+        """Nodes that end because their job did leave no trace in somebody's etcd."""
+        status = await self._coordinator.get(self._keys.status)
+        return status is not None and StatusRecord.from_bytes(status.value).state == State.RUNNING
 
     async def wait(self, timeout_s: float | None) -> None:
         """Waits until all nodes ended by themselves, at most `timeout_s`; None: for as long as it takes."""
-        watches = [p.watch for p in self._processes.values()]
-        if watches:
-            await asyncio.wait(watches, timeout=timeout_s)
+        if self._watches:
+            await asyncio.wait(self._watches, timeout=timeout_s)
 
     async def stop(self, grace_s: float) -> None:
-        """Ends every node: SIGTERM twice (a drain has nowhere to go), after `grace_s` SIGKILL."""
+        """Ends every node: SIGTERM, upon which it hands over and leaves; after `grace_s` SIGKILL."""
         self._stopping = True
         try:
-            for _ in range(2 if grace_s > 0 else 0):
+            if grace_s > 0:
                 self._signal(signal.SIGTERM)
-                await asyncio.sleep(0.01)
-            await self.wait(grace_s)
+                await self.wait(grace_s)
         finally:  # whoever waits here may be cancelled, and a node that is stopped (SIGSTOP) obeys nothing else
             self._signal(signal.SIGKILL)
-            await asyncio.gather(*(p.watch for p in self._processes.values()), return_exceptions=True)
+            await asyncio.gather(*self._watches, return_exceptions=True)
+            await self._last_tellings()
             if self._sockets is not None:
                 shutil.rmtree(self._sockets, ignore_errors=True)
+
+    async def _last_tellings(self) -> None:
+        if self._telling:
+            await asyncio.wait(self._telling, timeout=_LAST_TELL_S)
+        for telling in tuple(self._telling):
+            telling.cancel()
+        await asyncio.gather(*self._telling, return_exceptions=True)
 
     def kill_now(self) -> None:
         """SIGKILL for all, at once; for a second Ctrl-C."""
@@ -195,3 +236,10 @@ class LocalNodes:
             if entry.code is None:
                 with contextlib.suppress(ProcessLookupError):
                     entry.process.send_signal(number)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have numbers only
+        return f"signal {number}"

@@ -1,31 +1,42 @@
-"""The node's control service: status, kill, drain, events, results, over gRPC, for people and tools."""
+"""The node's control service: status, kill, drain, events, results, over gRPC, for people and tools.
+
+Every call proves the job's token before anything is looked at. The service listens before the node is registered, since
+the node's key says where; until `attach` it answers that the node is starting.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
 
+from taskgraph.errors import TransportError
 from taskgraph.observe._proto import control_pb2 as pb
 from taskgraph.observe.control_client import SERVICE, TOKEN_KEY
 from taskgraph.observe.events import Event, EventLog
-from taskgraph.observe.status import NodeStatus, TaskResult
+from taskgraph.observe.status import NodeStatus, ReportRow, TaskResult
+from taskgraph.transport.endpoints import tcp_endpoint, unix_endpoint
 
 __all__ = ["ControlServer", "Controlled"]
 
 log = logging.getLogger("taskgraph.control")
 
 _CHUNK_BYTES = 1 << 20
+"""A message of a stream: well below the 4 MiB that gRPC clients take unless told otherwise."""
 _QUEUE = 10_000
 """Events a slow follower may be behind; older ones are left out, and it is told how many."""
 _CLOSE_S = 0.5
+"""Calls under way get this long when the node ends."""
+_SIGNAL_AFTER_S = 0.05
+"""A reply is on its way by then; after SIGKILL nobody expects one."""
 
 
 class Controlled(Protocol):
@@ -37,30 +48,62 @@ class Controlled(Protocol):
 
 
 class ControlServer:
-    """Serves one node."""
+    """Serves one node.
 
-    def __init__(self, node: Controlled, events: EventLog, token: bytes) -> None:
-        self._node = node
+    Args:
+        events: told to followers.
+        token: the job's token.
+    """
+
+    def __init__(self, events: EventLog, token: bytes) -> None:
         self._events = events
-        self._token = token.hex()
+        self._token = token.hex().encode()
+        self._node: Controlled | None = None
         self._server: grpc.aio.Server | None = None
         self._path: Path | None = None
+        self._followers: set[_Follower] = set()
+        self._ending = False
 
-    async def start(self, *, unix_path: Path | None, tcp_host: str | None = None) -> int:
-        """Listens; returns the TCP port, or 0. The unix socket is for its owner only: its directory must be, too."""
+    def attach(self, node: Controlled) -> None:
+        """From now on calls are about `node`."""
+        self._node = node
+
+    async def start(
+        self, *, unix_path: Path | None = None, tcp_host: str | None = None, advertise: str | None = None
+    ) -> str:
+        """Listens.
+
+        Args:
+            unix_path: a socket for its owner only; its folder must be, too.
+            tcp_host: a name or address to listen on, with a free port. The token travels in the clear there.
+            advertise: what others reach `tcp_host` by, where that is a wildcard.
+
+        Returns:
+            The endpoints for the node's key: `unix:HOSTKEY:/path|tcp:host:port`, or one of them, or "".
+
+        Raises:
+            TransportError: an address that cannot be listened on.
+        """
         server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
         server.add_generic_rpc_handlers((self._handlers(),))
-        port = 0
+        found = []
         if unix_path is not None:
-            server.add_insecure_port(f"unix:{unix_path}")
+            _bind(server, f"unix:{unix_path}")
+            os.chmod(unix_path, 0o600)
             self._path = unix_path
-        if tcp_host is not None:
-            port = server.add_insecure_port(f"{tcp_host}:0")
+            found.append(unix_endpoint(unix_path))
+        if tcp_host:
+            port = _bind(server, f"[{tcp_host}]:0" if ":" in tcp_host else f"{tcp_host}:0")
+            found.append(tcp_endpoint(advertise or tcp_host, port))
         await server.start()
         self._server = server
-        return port
+        return "|".join(found)
 
     async def stop(self) -> None:
+        """Tells followers what they have not heard yet, ends every call, removes the socket."""
+        self._ending = True
+        for follower in self._followers:
+            follower.end()
         if self._server is not None:
             await self._server.stop(_CLOSE_S)
             self._server = None
@@ -88,97 +131,73 @@ class ControlServer:
             },
         )
 
-    # -- the token ---------------------------------------------------------------------------------------
+    # -- before a call -----------------------------------------------------------------------------------
 
-    async def _check(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        given = next((v for k, v in context.invocation_metadata() or () if k == TOKEN_KEY), "")
-        if not hmac.compare_digest(str(given).encode(), self._token.encode()):
+    async def _check(self, context: grpc.aio.ServicerContext[Any, Any]) -> Controlled:
+        given = next((v for k, v in context.invocation_metadata() or () if k == TOKEN_KEY), b"")
+        if not hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), self._token):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the job's token is missing or wrong")
+        if self._node is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the node is starting: try again")
+        assert self._node is not None
+        return self._node
 
-    def _checked(self, function: Callable[[Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    def _checked(self, function: Callable[[Controlled, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
         async def checked(request: Any, context: Any) -> Any:
-            await self._check(context)
-            return await function(request)
+            node = await self._check(context)
+            try:
+                return await function(node, request)
+            except ValueError as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
         return checked
 
     def _checked_stream(
-        self, function: Callable[[Any], AsyncIterator[Any]]
-    ) -> Callable[[Any, Any], AsyncIterator[Any]]:
-        async def checked(request: Any, context: Any) -> AsyncIterator[Any]:
-            await self._check(context)
-            async for reply in function(request):
-                yield reply
+        self, function: Callable[[Controlled, Any], AsyncGenerator[Any, None]]
+    ) -> Callable[[Any, Any], AsyncGenerator[Any, None]]:
+        async def checked(request: Any, context: Any) -> AsyncGenerator[Any, None]:
+            node = await self._check(context)
+            # Closed here, when the caller goes: a follower must not be told events until somebody collects garbage.
+            async with contextlib.aclosing(function(node, request)) as replies:
+                async for reply in replies:
+                    yield reply
 
         return checked
 
     # -- the calls ---------------------------------------------------------------------------------------
 
-    async def _status(self, request: pb.StatusRequest) -> pb.StatusReply:
-        status = self._node.status()
-        attempt, epoch = status.stamp or (0, -1)
-        return pb.StatusReply(
-            node=status.node,
-            name=status.name,
-            host=status.host,
-            pid=status.pid,
-            paused=status.paused,
-            draining=status.draining,
-            attempt=attempt,
-            epoch=epoch,
-            revision=status.revision,
-            leader=status.leader,
-            waits=status.waits,
-            replicas=[
-                pb.Replica(
-                    task=r.task,
-                    role=r.role,
-                    term=r.term,
-                    boundary=-1 if r.boundary is None else r.boundary,
-                    processor=r.processor,
-                    running_s=r.running_s,
-                    waits=r.waits,
-                    in_sync=r.in_sync,
-                )
-                for r in status.replicas
-            ],
-        )
+    async def _status(self, node: Controlled, request: pb.StatusRequest) -> pb.StatusReply:
+        return _status_reply(node.status())
 
-    async def _kill(self, request: pb.KillRequest) -> pb.KillReply:
+    async def _kill(self, node: Controlled, request: pb.KillRequest) -> pb.KillReply:
         number = signal.Signals(request.signal)
         log.warning("told to send %s to this process", number.name)
-        # After the reply is on its way, where the signal leaves time for one.
-        asyncio.get_running_loop().call_later(0.0 if number == signal.SIGKILL else 0.05, os.kill, os.getpid(), number)
+        after_s = 0.0 if number == signal.SIGKILL else _SIGNAL_AFTER_S
+        asyncio.get_running_loop().call_later(after_s, os.kill, os.getpid(), number)
         return pb.KillReply(pid=os.getpid())
 
-    async def _drain(self, request: pb.DrainRequest) -> pb.DrainReply:
-        self._node.drain(request.why or "asked to")
+    async def _drain(self, node: Controlled, request: pb.DrainRequest) -> pb.DrainReply:
+        node.drain(request.why or "asked to")
         return pb.DrainReply()
 
-    async def _follow(self, request: pb.EventsRequest) -> AsyncIterator[pb.EventReply]:
-        queue: asyncio.Queue[Event] = asyncio.Queue(_QUEUE)
-        lost = 0
-
-        def take(event: Event) -> None:
-            nonlocal lost
-            if queue.full():
-                queue.get_nowait()
-                lost += 1
-            queue.put_nowait(event)
-
+    async def _follow(self, node: Controlled, request: pb.EventsRequest) -> AsyncGenerator[pb.EventReply, None]:
+        follower = _Follower()
         for event in self._events.recent():
-            take(event)
-        stop = self._events.listen(take)
+            follower.take(event)
+        if not request.follow or self._ending:
+            follower.end()
+        self._followers.add(follower)
+        stop = self._events.listen(follower.take)
         try:
-            while request.follow or not queue.empty():
-                event = await queue.get()
-                left_out, lost = lost, 0
-                yield pb.EventReply(json=event.to_bytes().decode(), lost=left_out)
+            while (item := await follower.next()) is not None:
+                event, lost = item
+                yield pb.EventReply(json=event.to_bytes().decode(), lost=lost)
         finally:
             stop()
+            self._followers.discard(follower)
 
-    async def _results(self, request: pb.ResultsRequest) -> AsyncIterator[pb.ResultChunk]:
-        for result in await self._node.results():
+    async def _results(self, node: Controlled, request: pb.ResultsRequest) -> AsyncGenerator[pb.ResultChunk, None]:
+        for result in await node.results():
             value = result.value
             yield pb.ResultChunk(
                 head=pb.ResultHead(
@@ -189,9 +208,88 @@ class ControlServer:
                     digest=value.digest if value else b"",
                     meta_bytes=len(value.meta) if value else 0,
                     buffer_bytes=[b.nbytes for b in value.buffers] if value else [],
-                    reports=[pb.ReportRow(epoch=r.epoch, task=r.task, numbers=r.numbers) for r in result.reports],
                 )
             )
             for part in (memoryview(value.meta), *value.buffers) if value else ():
                 for start in range(0, part.nbytes, _CHUNK_BYTES):
                     yield pb.ResultChunk(data=bytes(part[start : start + _CHUNK_BYTES]))
+            for rows in _row_chunks(result.reports):
+                yield pb.ResultChunk(reports=rows)
+
+
+class _Follower:
+    """What one caller of Events has not been sent yet."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Event | None] = asyncio.Queue()  # bounded by `take`
+        self._lost = 0
+
+    def take(self, event: Event) -> None:
+        if self._queue.qsize() >= _QUEUE:
+            self._queue.get_nowait()
+            self._lost += 1
+        self._queue.put_nowait(event)
+
+    def end(self) -> None:
+        """Nothing follows what was taken."""
+        self._queue.put_nowait(None)
+
+    async def next(self) -> tuple[Event, int] | None:
+        """The next event, and how many were left out before it; None at the end."""
+        event = await self._queue.get()
+        if event is None:
+            return None
+        lost, self._lost = self._lost, 0
+        return event, lost
+
+
+def _bind(server: grpc.aio.Server, address: str) -> int:
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise TransportError(f"the control service cannot listen on {address}: {error}") from error
+    return port
+
+
+def _status_reply(status: NodeStatus) -> pb.StatusReply:
+    attempt, epoch = status.stamp or (0, -1)
+    return pb.StatusReply(
+        node=status.node,
+        name=status.name,
+        host=status.host,
+        pid=status.pid,
+        paused=status.paused,
+        draining=status.draining,
+        attempt=attempt,
+        epoch=epoch,
+        revision=status.revision,
+        leader=status.leader,
+        waits=status.waits,
+        replicas=[
+            pb.Replica(
+                task=r.task,
+                role=r.role,
+                term=r.term,
+                boundary=-1 if r.boundary is None else r.boundary,
+                processor=r.processor,
+                running_s=r.running_s,
+                waits=r.waits,
+                in_sync=r.in_sync,
+            )
+            for r in status.replicas
+        ],
+    )
+
+
+def _row_chunks(reports: tuple[ReportRow, ...]) -> Iterator[list[pb.ReportRow]]:
+    rows: list[pb.ReportRow] = []
+    size = 0
+    for report in reports:
+        row = pb.ReportRow(epoch=report.epoch, task=report.task, numbers=report.numbers)
+        rows.append(row)
+        size += row.ByteSize()
+        if size >= _CHUNK_BYTES:
+            yield rows
+            rows, size = [], 0
+    if rows:
+        yield rows

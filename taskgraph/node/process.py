@@ -1,6 +1,6 @@
 """A node as a process: connects, loads the driver, serves, and really ends.
 
-    python -m taskgraph.node.process CONFIG.json     (how a launcher starts one)
+    python -m taskgraph.node.process CONFIG.json     (how a launcher starts one; the file is removed once it was read)
 
 Exit codes: 0 the job is over, or the node drained; 1 it cannot go on; 3 etcd cannot be reached; 4 its driver is not
 the one the job was submitted with; 130 and 143 told to end at once.
@@ -10,31 +10,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import os
+import select
+import shutil
 import signal
 import socket
 import sys
+import threading
 import uuid
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import uvloop
 
-from taskgraph.coordination.api import Coordinator
+from taskgraph.coordination.api import Coordinator, WatchCompacted
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.driver import JobSpec
-from taskgraph.errors import CoordinationError, FingerprintMismatch, TaskGraphError
+from taskgraph.errors import CoordinationError, FingerprintMismatch, TaskGraphError, Unavailable
 from taskgraph.graph.devices import device_count
 from taskgraph.graph.values import verify
+from taskgraph.jobs import Job
 from taskgraph.node.control import ControlServer
 from taskgraph.node.node import Node
 from taskgraph.observe.events import EventLog, keep_events
 from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import Get, Txn
 from taskgraph.protocol.records import State, StatusRecord
-from taskgraph.transport.endpoints import host_key, tcp_endpoint
 from taskgraph.transport.stream import StreamTransport
 
 __all__ = ["NodeConfig", "main", "run_node", "wait_for_job"]
@@ -43,6 +50,9 @@ log = logging.getLogger("taskgraph.node")
 
 OK, CANNOT_GO_ON, UNREACHABLE, OTHER_DRIVER = 0, 1, 3, 4
 _SAY_AGAIN_S = 5.0
+_PARENT_CHECK_S = 1.0
+"""The pipe tells of the launcher's death at once, unless a process that the launcher forked still holds it."""
+_WILDCARDS = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,147 +65,177 @@ class NodeConfig:
         sockets: a private directory for unix sockets, or "" for none.
         listen: the host or address to listen on for TCP, or "" for none.
         parent_fd: a pipe whose end means that the launcher is gone, or -1.
+        parent_pid: the launcher, which must be our parent, or 0.
+        node_id: the node's id, so that the launcher knows it even of a process that dies at once; "": made up here.
     """
 
     job: str
     name: str
     etcd: str
-    token: str
-    tls: dict[str, str] = field(default_factory=dict)
+    token: str = dataclasses.field(repr=False)
+    tls: dict[str, str] = field(default_factory=dict, repr=False)
     sockets: str = ""
     listen: str = ""
     parent_fd: int = -1
+    parent_pid: int = 0
+    node_id: str = ""
+
+    @staticmethod
+    def new_id(name: str) -> str:
+        """An id for a node of that name, never used again."""
+        return f"{name}-{uuid.uuid4().hex[:8]}"
+
+    @property
+    def folder(self) -> Path | None:
+        """The node's own directory for its sockets; it dies with the node."""
+        return Path(self.sockets) / self.node_id.rpartition("-")[2] if self.sockets else None
 
 
 async def run_node(config: NodeConfig) -> int:
     """Runs one node to its end; returns the exit code."""
+    if not config.node_id:
+        config = dataclasses.replace(config, node_id=NodeConfig.new_id(config.name))
     try:
-        coordinator = await EtcdCoordinator.connect(config.etcd, **config.tls)  # type: ignore[arg-type]
-    except CoordinationError as error:
-        print(f"taskgraph node: {error}", file=sys.stderr)
-        return UNREACHABLE
-    async with coordinator:
-        try:
+        async with await EtcdCoordinator.connect(config.etcd, **config.tls) as coordinator:  # type: ignore[arg-type]
             spec = await wait_for_job(coordinator, config.job)
             job = spec.load_job()
-            return await _run(config, coordinator, spec, job)
-        except FingerprintMismatch as error:
-            print(f"taskgraph node: refused: {error}", file=sys.stderr)
-            return OTHER_DRIVER
-        except CoordinationError as error:
-            print(f"taskgraph node: {error}", file=sys.stderr)
-            return UNREACHABLE
-        except TaskGraphError as error:
-            print(f"taskgraph node: {error}", file=sys.stderr)
-            return CANNOT_GO_ON
+            await _run(config, coordinator, spec, job)
+            return OK
+    except FingerprintMismatch as error:
+        return _say(f"refused: {error}", OTHER_DRIVER)
+    except CoordinationError as error:
+        return _say(str(error), UNREACHABLE)
+    except TaskGraphError as error:
+        return _say(str(error), CANNOT_GO_ON)
+
+
+def _say(text: str, code: int) -> int:
+    print(f"taskgraph node: {text}", file=sys.stderr, flush=True)
+    return code
 
 
 async def wait_for_job(coordinator: Coordinator, name: str) -> JobSpec:
-    """The spec of the running job, as soon as it is submitted."""
+    """The spec of the running job, as soon as it is submitted. Says every few seconds what it waits for.
+
+    Raises:
+        CoordinationError: etcd refuses. A pause of it is waited out.
+    """
     keys = Keys(name)
-    told = False
     while True:
-        listing = await coordinator.list(keys.root)
-        found = {kv.key: kv.value for kv in listing.items}
-        status = found.get(keys.status)
-        if keys.spec in found and status and StatusRecord.from_bytes(status).state == State.RUNNING:
-            return JobSpec.from_bytes(found[keys.spec])
-        if not told:
-            log.info("waiting for job %r to be submitted", name)
-            told = True
-        watch = coordinator.watch(keys.status, listing.revision + 1)
+        revision = 0
         try:
+            read = await coordinator.txn(Txn(success=(Get(keys.spec), Get(keys.status))))
+            spec, status = read.reads
+            state = StatusRecord.from_bytes(status[0].value).state if status else ""
+            if spec and state == State.RUNNING:
+                return JobSpec.from_bytes(spec[0].value)
+            revision = read.revision
+            log.info("waiting for job %r to be submitted%s", name, f" again (it has {state})" if state else "")
+        except Unavailable as error:
+            log.warning("waiting for etcd: %s", error)
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SAY_AGAIN_S):
-                async for batch in watch:
-                    if batch.events:
-                        break
-        except TimeoutError:
-            told = False
-        finally:
-            await watch.aclose()  # type: ignore[attr-defined]
+                await _changed(coordinator, keys.status, revision)
 
 
-async def _run(config: NodeConfig, coordinator: Coordinator, spec: JobSpec, job: Any) -> int:
-    node_id = f"{config.name}-{uuid.uuid4().hex[:8]}"
-    token = bytes.fromhex(config.token)
-    events = EventLog(config.name)
-    folder = Path(config.sockets) / node_id[-8:] if config.sockets else None
-    if folder is not None:
-        folder.mkdir(mode=0o700)
-    transport = StreamTransport(
-        job.settings,
-        token,
-        job=spec.name,
-        verify=verify,
-        unix_dir=folder,
-        tcp_host=config.listen or None,
-        advertise=socket.gethostname() if config.listen in ("0.0.0.0", "::") else None,
-    )
-    holder: list[Node] = []
-    control = ControlServer(_Late(holder), events, token)
-    unix_path = folder / "c" if folder is not None else None
-    port = await control.start(unix_path=unix_path, tcp_host=config.listen or None)
-    endpoints = [f"unix:{host_key()}:{unix_path}"] if unix_path is not None else []
-    if port:
-        host = socket.gethostname() if config.listen in ("0.0.0.0", "::") else config.listen
-        endpoints.append(tcp_endpoint(host, port))
-    node = Node(
-        spec=spec,
-        job=job,
-        coordinator=coordinator,
-        transport=transport,
-        name=config.name,
-        node_id=node_id,
-        events=events,
-        control="|".join(endpoints),
-        devices=device_count(),
-    )
-    holder.append(node)
-    kept = job.settings.events_kept
-    keeper = asyncio.ensure_future(keep_events(events, coordinator, spec.name, node_id=node_id, kept=kept))
-    _handle_signals(node)
-    if config.parent_fd >= 0:
-        _follow_parent(config.parent_fd)
+async def _changed(coordinator: Coordinator, key: str, revision: int) -> None:
+    """Returns when `key` was written after `revision`, or may have been."""
+    if not revision:
+        await asyncio.sleep(_SAY_AGAIN_S)
+        return
+    watch = coordinator.watch(key, revision + 1)
     try:
-        await node.run()
-        return OK
+        async for batch in watch:
+            if batch.events:
+                return
+    except WatchCompacted:
+        return
     finally:
-        keeper.cancel()
-        await asyncio.gather(keeper, return_exceptions=True)
-        await control.stop()
-        if folder is not None and folder.exists():
-            for left in folder.iterdir():
-                left.unlink(missing_ok=True)
-            folder.rmdir()
-            with contextlib.suppress(OSError):  # others use it, too
-                folder.parent.rmdir()
-                folder.parent.parent.rmdir()
+        await watch.aclose()  # type: ignore[attr-defined]
 
 
-class _Late:
-    """The control service starts before the node, since the node's key says where it listens."""
+async def _run(config: NodeConfig, coordinator: Coordinator, spec: JobSpec, job: Job) -> None:
+    """From the first socket to the last, with a node in between."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given != str(job.settings.blas_threads):
+        log.warning(
+            "OMP_NUM_THREADS is %r here and the job's blas_threads is %d: sums may differ in their last bits between "
+            "nodes that are told differently",
+            given,
+            job.settings.blas_threads,
+        )
+    token = bytes.fromhex(config.token)
+    advertise = socket.gethostname() if config.listen in _WILDCARDS else None
+    events = EventLog(config.name)
+    async with AsyncExitStack() as stack:
+        folder = config.folder
+        if folder is not None:
+            folder.mkdir(mode=0o700)
+            stack.callback(_remove_sockets, config)
+        transport = StreamTransport(
+            job.settings,
+            token,
+            job=spec.name,
+            verify=verify,
+            unix_dir=folder,
+            tcp_host=config.listen or None,
+            advertise=advertise,
+        )
+        control = ControlServer(events, token)
+        stack.push_async_callback(control.stop)
+        node = Node(
+            spec=spec,
+            job=job,
+            coordinator=coordinator,
+            transport=transport,
+            name=config.name,
+            node_id=config.node_id,
+            events=events,
+            control=await control.start(
+                unix_path=folder / "c" if folder is not None else None,
+                tcp_host=config.listen or None,
+                advertise=advertise,
+            ),
+            devices=device_count(),
+        )
+        control.attach(node)
+        _handle_signals(config, node)
+        kept = job.settings.events_kept
+        async with _while(keep_events(events, coordinator, spec.name, node_id=config.node_id, kept=kept)):
+            await node.run()
 
-    def __init__(self, holder: list[Node]) -> None:
-        self._holder = holder
 
-    def status(self) -> Any:
-        return self._holder[0].status()
+@contextlib.asynccontextmanager
+async def _while(service: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs a service within a block. That it failed is told, and costs the node nothing."""
+    task = asyncio.ensure_future(service)
+    task.add_done_callback(
+        lambda t: None if t.cancelled() or not t.exception() else log.error("a service failed", exc_info=t.exception())
+    )
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
-    def drain(self, why: str) -> None:
-        self._holder[0].drain(why)
 
-    async def results(self) -> Any:
-        return await self._holder[0].results()
+def _remove_sockets(config: NodeConfig) -> None:
+    """The node's own directory, and the one it is in where it was the last."""
+    if config.folder is not None:
+        shutil.rmtree(config.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            config.folder.parent.rmdir()
 
 
-def _handle_signals(node: Node) -> None:
-    """SIGTERM and SIGINT drain; the second one ends at once."""
+def _handle_signals(config: NodeConfig, node: Node) -> None:
+    """SIGTERM and SIGINT drain; the second one ends at once, and so does the first before there is a node."""
     told = False
 
     def handle(number: int) -> None:
         nonlocal told
         if told:
-            os._exit(128 + number)
+            _remove_sockets(config)
+            _exit(128 + number)
         told = True
         node.drain(signal.Signals(number).name)
 
@@ -204,34 +244,50 @@ def _handle_signals(node: Node) -> None:
         loop.add_signal_handler(number, handle, number)
 
 
-def _follow_parent(descriptor: int) -> None:
-    """Ends this process when its launcher is gone: nothing it started outlives it."""
+def _follow_parent(config: NodeConfig) -> None:
+    """Ends this process when its launcher is gone: nothing it started outlives it.
 
-    def look() -> None:
-        if not os.read(descriptor, 4096):
-            print("taskgraph node: the launcher is gone", file=sys.stderr, flush=True)
-            os._exit(CANNOT_GO_ON)
+    In a thread of its own, since a main loop may be stuck in user code.
+    """
+    poll = select.poll()
+    if config.parent_fd >= 0:
+        poll.register(config.parent_fd, select.POLLIN | select.POLLHUP)
+    while True:
+        ended = any(not os.read(fd, 4096) for fd, _ in poll.poll(_PARENT_CHECK_S * 1000))
+        if ended or (config.parent_pid and os.getppid() != config.parent_pid):
+            _remove_sockets(config)
+            _exit(_say("the launcher is gone", CANNOT_GO_ON))
 
-    os.set_blocking(descriptor, False)
-    asyncio.get_running_loop().add_reader(descriptor, look)
+
+def _exit(code: int) -> NoReturn:
+    """Ends the process now: a compute that never returns must not keep it."""
+    with contextlib.suppress(OSError, ValueError):  # nobody may read what we say
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
-def main(config: NodeConfig) -> None:
-    """Runs a node and ends the process: a compute that never returns must not keep it."""
+def main(config: NodeConfig) -> NoReturn:
+    """Runs a node and ends the process."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    if not config.node_id:
+        config = dataclasses.replace(config, node_id=NodeConfig.new_id(config.name))
+    if config.parent_fd >= 0 or config.parent_pid:
+        threading.Thread(target=_follow_parent, args=(config,), name="launcher", daemon=True).start()
     code = CANNOT_GO_ON
     try:
         code = uvloop.run(run_node(config))
     except KeyboardInterrupt:
-        code = 130
-    except Exception:
+        code = 128 + signal.SIGINT
+    except SystemExit as error:
+        log.error("the driver called sys.exit(%r) while it was imported: guard it with __name__", error.code)
+    except BaseException:
         log.exception("the node cannot go on")
-    finally:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    _exit(code)
 
 
 if __name__ == "__main__":
-    main(NodeConfig(**json.loads(Path(sys.argv[1]).read_text())))
+    config_file = Path(sys.argv[1])
+    told_config = NodeConfig(**json.loads(config_file.read_text()))
+    config_file.unlink()
+    main(told_config)

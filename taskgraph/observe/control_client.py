@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from taskgraph.errors import DecodeError, PeerLost, TaskGraphError
+from taskgraph.errors import DecodeError, PeerGone, PeerLost, TaskGraphError
 from taskgraph.observe._proto import control_pb2 as pb
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import NodeStatus, ReplicaStatus, ReportRow, TaskResult
@@ -20,6 +20,8 @@ __all__ = ["SERVICE", "TOKEN_KEY", "ControlClient", "control_address"]
 SERVICE = "taskgraph.v1.Control"
 TOKEN_KEY = "taskgraph-token"
 _MAX_MESSAGE_BYTES = 64 << 20
+_NOBODY_LISTENS = ("Connection refused", "No such file or directory")
+"""What gRPC says of an address whose process is gone. In other words, it is lost, and whoever asks asks again."""
 
 
 def control_address(control: str, host_key: str) -> str:
@@ -38,7 +40,11 @@ def control_address(control: str, host_key: str) -> str:
 
 
 class ControlClient:
-    """One node's control service. Every call raises PeerLost where the node does not answer."""
+    """One node's control service.
+
+    Every call raises PeerGone where nobody listens any more, PeerLost where the node does not answer, and
+    TaskGraphError where it refuses, e.g. since the token is another one.
+    """
 
     def __init__(self, address: str, token: bytes) -> None:
         options = (("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES), ("grpc.enable_http_proxy", 0))
@@ -86,17 +92,18 @@ class ControlClient:
         )
 
     async def kill(self, number: int, timeout_s: float = 2.0) -> None:
-        """Sends a signal to the node's process. A node that dies of it before it answers did as told.
+        """Sends a signal to the node's process. A node that dies of SIGKILL before it answers did as told.
 
         Raises:
+            PeerGone: nobody listens there: the process ended before.
             PeerLost: it does not answer: stopped, perhaps.
         """
         try:
             await self._call("Kill", pb.KillRequest(signal=number), pb.KillReply, timeout_s)
         except PeerLost as error:
             cause = error.__cause__
-            silent = isinstance(cause, grpc.aio.AioRpcError) and cause.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-            if silent or number != signals.SIGKILL:
+            broke = isinstance(cause, grpc.aio.AioRpcError) and cause.code() == grpc.StatusCode.UNAVAILABLE
+            if not broke or number != signals.SIGKILL:
                 raise
 
     async def drain(self, why: str, timeout_s: float = 2.0) -> None:
@@ -109,22 +116,15 @@ class ControlClient:
 
     async def results(self, timeout_s: float | None = None) -> list[TaskResult]:
         """Results of the tasks this node is primary of; waits until they are computed."""
-        found: list[TaskResult] = []
-        head: Any = None
-        data = bytearray()
-
-        def finish() -> None:
-            if head is not None:
-                found.append(_result(head, data))
-
+        found: list[_Arriving] = []
         async for chunk in self._stream("Results", pb.ResultsRequest(), pb.ResultChunk, timeout_s):
             if chunk.HasField("head"):
-                finish()
-                head, data = chunk.head, bytearray()
+                found.append(_Arriving(chunk.head))
+            elif not found:
+                raise DecodeError(f"the node at {self._address} sent a part of a result before its head")
             else:
-                data += chunk.data
-        finish()
-        return found
+                found[-1].take(chunk)
+        return [each.result() for each in found]
 
     async def _call(self, method: str, request: Any, reply: Any, timeout_s: float) -> Any:
         call: Any = self._channel.unary_unary(
@@ -152,23 +152,46 @@ class ControlClient:
             call.cancel()
 
     def _error(self, method: str, error: grpc.aio.AioRpcError) -> TaskGraphError:
-        if error.code() == grpc.StatusCode.UNAUTHENTICATED:
-            return TaskGraphError(
-                f"the node at {self._address} refuses: {error.details()}; pass the job's --token-file"
+        code, details = error.code(), error.details() or ""
+        if code == grpc.StatusCode.UNAUTHENTICATED:
+            return TaskGraphError(f"the node at {self._address} refuses: {details}; pass the job's --token-file")
+        if code == grpc.StatusCode.INVALID_ARGUMENT:
+            return TaskGraphError(f"the node at {self._address} refuses {method}: {details}")
+        if code == grpc.StatusCode.UNAVAILABLE and any(sign in details for sign in _NOBODY_LISTENS):
+            return PeerGone(f"no node listens at {self._address} any more: {details}")
+        return PeerLost(f"the node at {self._address} did not answer {method}: {code.name}: {details}")
+
+
+class _Arriving:
+    """One task's result while its chunks come in. Each buffer gets memory of its own, aligned like any other."""
+
+    def __init__(self, head: pb.ResultHead) -> None:
+        self._head = head
+        self._sizes = [head.meta_bytes, *head.buffer_bytes] if head.has_value else []
+        self._parts: list[bytearray] = []
+        self._rows: list[ReportRow] = []
+
+    def take(self, chunk: pb.ResultChunk) -> None:
+        self._rows += [ReportRow(r.epoch, r.task, dict(r.numbers)) for r in chunk.reports]
+        if not chunk.data:
+            return
+        while not self._parts or len(self._parts[-1]) == self._sizes[len(self._parts) - 1]:
+            if len(self._parts) == len(self._sizes):
+                raise DecodeError(f"the result of task {self._head.task} has more bytes than its head says")
+            self._parts.append(bytearray())
+        if len(self._parts[-1]) + len(chunk.data) > self._sizes[len(self._parts) - 1]:
+            raise DecodeError(f"the result of task {self._head.task} has a part that is too long")
+        self._parts[-1] += chunk.data
+
+    def result(self) -> TaskResult:
+        head = self._head
+        parts = self._parts + [bytearray() for _ in self._sizes[len(self._parts) :]]
+        if [len(part) for part in parts] != self._sizes:
+            raise DecodeError(
+                f"the result of task {head.task} has {sum(map(len, parts))} of {sum(self._sizes)} bytes: the node ended"
             )
-        return PeerLost(f"the node at {self._address} did not answer {method}: {error.code().name}: {error.details()}")
-
-
-def _result(head: Any, data: bytearray) -> TaskResult:
-    value = None
-    if head.has_value:
-        sizes = [head.meta_bytes, *head.buffer_bytes]
-        if sum(sizes) != len(data):
-            raise DecodeError(f"the result of task {head.task} has {len(data)} bytes of {sum(sizes)}")
-        view, parts = memoryview(bytes(data)), []
-        for size in sizes:
-            parts.append(view[:size])
-            view = view[size:]
-        value = Encoded(bytes(parts[0]), tuple(parts[1:]), head.digest)
-    rows = tuple(ReportRow(r.epoch, r.task, dict(r.numbers)) for r in head.reports)
-    return TaskResult(head.task, head.epoch, head.attempt, value, rows)
+        value = None
+        if head.has_value:
+            buffers = tuple(memoryview(part).toreadonly() for part in parts[1:])
+            value = Encoded(bytes(parts[0]), buffers, head.digest)
+        return TaskResult(head.task, head.epoch, head.attempt, value, tuple(self._rows))

@@ -116,15 +116,17 @@ class ReportRow(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., task: _Optional[int] = ..., numbers: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class ResultChunk(_message.Message):
-    __slots__ = ("head", "data")
+    __slots__ = ("head", "data", "reports")
     HEAD_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
     head: ResultHead
     data: bytes
-    def __init__(self, head: _Optional[_Union[ResultHead, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    reports: _containers.RepeatedCompositeFieldContainer[ReportRow]
+    def __init__(self, head: _Optional[_Union[ResultHead, _Mapping]] = ..., data: _Optional[bytes] = ..., reports: _Optional[_Iterable[_Union[ReportRow, _Mapping]]] = ...) -> None: ...
 
 class ResultHead(_message.Message):
-    __slots__ = ("task", "epoch", "attempt", "has_value", "digest", "meta_bytes", "buffer_bytes", "reports")
+    __slots__ = ("task", "epoch", "attempt", "has_value", "digest", "meta_bytes", "buffer_bytes")
     TASK_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -132,7 +134,6 @@ class ResultHead(_message.Message):
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     META_BYTES_FIELD_NUMBER: _ClassVar[int]
     BUFFER_BYTES_FIELD_NUMBER: _ClassVar[int]
-    REPORTS_FIELD_NUMBER: _ClassVar[int]
     task: int
     epoch: int
     attempt: int
@@ -140,5 +141,4 @@ class ResultHead(_message.Message):
     digest: bytes
     meta_bytes: int
     buffer_bytes: _containers.RepeatedScalarFieldContainer[int]
-    reports: _containers.RepeatedCompositeFieldContainer[ReportRow]
-    def __init__(self, task: _Optional[int] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., has_value: bool = ..., digest: _Optional[bytes] = ..., meta_bytes: _Optional[int] = ..., buffer_bytes: _Optional[_Iterable[int]] = ..., reports: _Optional[_Iterable[_Union[ReportRow, _Mapping]]] = ...) -> None: ...
+    def __init__(self, task: _Optional[int] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., has_value: bool = ..., digest: _Optional[bytes] = ..., meta_bytes: _Optional[int] = ..., buffer_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
