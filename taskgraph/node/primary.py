@@ -46,7 +46,11 @@ class Primary:
         self.term = taken.term
         self.revision = taken.revision
         self._taken = taken
-        others = [n for n in taken.members if n != node.id]
+        # Who was evicted before the committed boundary does not hold it, and must not be evicted again: "until" this
+        # epoch would make it an heir. Backups tidies its key away.
+        others = [
+            n for n, (_, m) in taken.members.items() if n != node.id and (m.until is None or m.until >= taken.epoch)
+        ]
         self.backups = Backups(node, replica, self.term, self.revision, InSync(others))
         self._attempt: Attempt | None = None
         self._attempt_changed = asyncio.Event()
