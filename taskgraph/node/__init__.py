@@ -1,8 +1,19 @@
 """The process: one asyncio event loop that hosts replicas, and the wiring of everything below it.
 
-    node         the node itself: registration, lease, pausing, reconciling with the view, serving calls
+    process      a node as a process: connecting, signals, exit codes
+    node         the node itself: reconciling what runs here with what the view says
+    registration its lease and key: registering, pausing, resuming, leaving
+    suspicion    which nodes are suspected dead, which are gone
+    takeovers    becoming primary
+    serving      calls from other nodes: the gate, and who answers
+    control      the gRPC service for people and tools
+    writes       transactions until their outcome is known
+    noticing     neighbors that fail, user code that runs for very long
+    telling      status and results
     replica      one task on this node: the user's object, its boundaries, its set-up
     primary      a task's primary for one term: epoch after epoch
+    reports      the numbers tasks report, epoch by epoch
+    strict       strict mode: every epoch replayed from its snapshot
     attempt      one attempt of one epoch: compose, pull, compute, seal, sync points
     mailbox      flags and requests of one attempt
     backups      offering boundaries, admitting and evicting members

@@ -311,6 +311,6 @@ class Backups:
                     node_revision=self._node.node_revision,
                     member=node,
                 )
-                await self._node.attempt_txn(txn)
+                await self._node.writes.attempt(txn)
         finally:
             self._tidying.discard(node)

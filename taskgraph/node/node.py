@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import os
 import socket
@@ -20,34 +19,33 @@ from taskgraph.coordination.api import Coordinator
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver import JobSpec
 from taskgraph.errors import (
-    CoordinationError,
     FingerprintMismatch,
     JobError,
-    OutcomeUnknown,
     TaskGraphError,
-    Unavailable,
 )
 from taskgraph.graph.devices import array_module
-from taskgraph.graph.values import decode
 from taskgraph.jobs import Job
 from taskgraph.node.actor import UserCodeError
 from taskgraph.node.leader import LeaderRole
+from taskgraph.node.noticing import Noticing
 from taskgraph.node.primary import Primary
 from taskgraph.node.registration import Registration
 from taskgraph.node.replica import Replica
 from taskgraph.node.router import Router
 from taskgraph.node.serving import Serving
 from taskgraph.node.suspicion import Suspicion
+from taskgraph.node.takeovers import TakeOvers
+from taskgraph.node.telling import node_status, task_results
 from taskgraph.node.threads import PooledThreads, Threads
+from taskgraph.node.writes import Writes
 from taskgraph.observe.events import EventLog
-from taskgraph.observe.status import NodeStatus, ReplicaStatus, ReportRow, TaskResult
+from taskgraph.observe.status import NodeStatus, TaskResult
 from taskgraph.protocol import transactions
-from taskgraph.protocol.kv import Compare, Txn, TxnResult
+from taskgraph.protocol.kv import Compare, Txn
 from taskgraph.protocol.messages import HandOver, Release, Stamp
 from taskgraph.protocol.placement import Holding, Seat, Wish, place
 from taskgraph.protocol.records import NodeRecord, State, StatusRecord
-from taskgraph.protocol.takeover import Move, Succession, succession
-from taskgraph.task import BecameBackup, NeighborFailed, NeighborRestarted
+from taskgraph.task import BecameBackup
 from taskgraph.transport.api import Transport
 
 __all__ = ["Node", "Point"]
@@ -95,21 +93,22 @@ class Node:
         self.primaries: dict[int, Primary] = {}
         self.leader: LeaderRole | None = None
         self._control, self._devices = control, devices
-        self._host = host or socket.gethostname()
+        self.host = host or socket.gethostname()
         self._threads = threads or PooledThreads(f"{name}-task", limit=max(64, 2 * job.tasks))
         self._point = point
-        self._replicas: dict[int, Replica] = {}
-        self._runs: dict[int, asyncio.Task[None]] = {}
+        self.replicas: dict[int, Replica] = {}
+        self.runs: dict[int, asyncio.Task[None]] = {}
         self._leading: asyncio.Task[None] | None = None
-        self._takeovers: dict[int, asyncio.Task[None]] = {}
-        self._stepping_down: dict[int, asyncio.Task[None]] = {}
+        self._takeovers = TakeOvers(self)
+        self._noticing = Noticing(self)
+        self.writes = Writes(coordinator)
+        self.stepping_down: dict[int, asyncio.Task[None]] = {}
         self._wishes: dict[int, Wish] = {}
         self._wished_at = -1
         self._serving = Serving(self)
-        self._suspicion = Suspicion(self, self._reconsider)
+        self._suspicion = Suspicion(self, self.reconsider)
         self._registration: Registration | None = None
         self._group: asyncio.TaskGroup | None = None
-        self._orphans: dict[int, str] = {}
         self._owned: set[asyncio.Task[None]] = set()
         self._dirty = asyncio.Event()
         self._failure: asyncio.Future[None] | None = None
@@ -117,7 +116,6 @@ class Node:
         self._drain_until: float | None = None
         self._writes = itertools.count(1)
         self._started_at = 0.0
-        self._terms_seen: dict[int, tuple[int, bool]] = {}
 
     # -- small services for the other modules -----------------------------------------------------
 
@@ -139,6 +137,14 @@ class Node:
     @property
     def node_revision(self) -> int:
         return self._registration.node_revision if self._registration else 0
+
+    @property
+    def draining(self) -> bool:
+        return self._drain_until is not None
+
+    @property
+    def gone(self) -> frozenset[str]:
+        return self._suspicion.gone
 
     @property
     def suspects(self) -> frozenset[str]:
@@ -168,58 +174,14 @@ class Node:
         task.add_done_callback(self._owned.discard)
         return task
 
+    async def transact(self, txn: Txn, *, key: str, writer: str) -> int | None:
+        """Executes a transaction until its outcome is known; see `Writes.transact`."""
+        return await self.writes.transact(txn, key=key, writer=writer)
+
     async def rows_known(self, task: int, stamp: Stamp) -> None:
         """Task 0's snapshot carries the reports of the epoch before: its leader must know them."""
         if task == 0 and stamp.epoch > 0 and self.leader is not None:
             await self.leader.rows_known(stamp)
-
-    async def transact(self, txn: Txn, *, key: str, writer: str) -> int | None:
-        """Executes a transaction until its outcome is known.
-
-        Args:
-            key, writer: a put of the transaction, by which it is recognised when an answer was lost.
-
-        Returns:
-            The revision at which it holds, or None where its comparisons failed.
-        """
-        result = await self._transact(txn, key, writer)
-        return result.revision if result is not None else None
-
-    async def _transact(self, txn: Txn, key: str, writer: str) -> TxnResult | None:
-        uncertain = False
-        while True:
-            try:
-                result = await self.coordinator.txn(txn)
-            except OutcomeUnknown as error:
-                self.log.warning("a write's outcome is unknown, looking again: %s", error)
-                uncertain = True
-            except Unavailable as error:
-                self.log.warning("a write must wait: %s", error)
-                await self.breathe()
-            else:
-                if result.succeeded:
-                    return result
-                if uncertain and (found := await self._written(key, writer)) is not None:
-                    return TxnResult(True, found)
-                return None
-
-    async def attempt_txn(self, txn: Txn) -> None:
-        """Executes a transaction that may as well not happen: whoever needs it tries again when it looks next."""
-        try:
-            await self.coordinator.txn(txn)
-        except CoordinationError as error:
-            self.log.info("left for later: %s", error)
-
-    async def _written(self, key: str, writer: str) -> int | None:
-        """Whether `writer` wrote `key`, and at which revision, by a linearizable read."""
-        while True:
-            try:
-                kv = await self.coordinator.get(key)
-            except Unavailable as error:
-                self.log.warning("a read must wait: %s", error)
-                await self.breathe()
-                continue
-            return kv.mod_revision if kv is not None and json.loads(kv.value).get("writer") == writer else None
 
     async def fail_job(
         self,
@@ -300,7 +262,7 @@ class Node:
                     group.create_task(self.keeper.run(), name="view"),
                     group.create_task(self._registration.run(), name="lease"),
                     group.create_task(self._suspicion.watch_absent(), name="absent nodes"),
-                    group.create_task(self._watch_slow_code(), name="slow code"),
+                    group.create_task(self._noticing.watch_slow_code(), name="slow code"),
                     group.create_task(self._reconcile_loop(), name="reconcile"),
                 ]
                 try:
@@ -319,7 +281,7 @@ class Node:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self.primaries.clear()
-        for replica in self._replicas.values():
+        for replica in self.replicas.values():
             try:
                 await replica.tear_down()
             except UserCodeError as error:
@@ -329,7 +291,7 @@ class Node:
         return NodeRecord(
             name=self.name,
             run=self.spec.run,
-            host=self._host,
+            host=self.host,
             pid=os.getpid(),
             endpoints=self.transport.endpoints,
             control=self._control,
@@ -406,7 +368,7 @@ class Node:
         if self.now() >= self._drain_until:
             return True
         view = self.keeper.view
-        if self._registration is None or not self._registration.draining or self.primaries or self._runs:
+        if self._registration is None or not self._registration.draining or self.primaries or self.runs:
             return False
         tasks = range(self.job.tasks)
         return not any(view.primary_node(t) == self.id or self.id in view.in_sync(t) for t in tasks)
@@ -421,12 +383,12 @@ class Node:
         """Every change of the view, synchronously: backups free what etcd says is history."""
         view = self.keeper.view
         if view.stamp is not None:
-            for replica in self._replicas.values():
+            for replica in self.replicas.values():
                 replica.read_epoch(view.stamp.epoch)
         if view.structure_revision != self._wished_at:
             self._dirty.set()
 
-    def _reconsider(self) -> None:
+    def reconsider(self) -> None:
         self._dirty.set()
         self.keeper.notify_later()
 
@@ -445,7 +407,7 @@ class Node:
         """Brings what runs here in line with the view. Synchronous: it decides and starts, others do."""
         view = self.keeper.view
         if self.id in view.gone:
-            self._end_with(TaskGraphError(f"{self.name} was declared gone: {view.gone[self.id].record.reason}"))
+            self.end_with(TaskGraphError(f"{self.name} was declared gone: {view.gone[self.id].record.reason}"))
             return
         self._suspicion.update()
         for task, primary in list(self.primaries.items()):
@@ -460,10 +422,10 @@ class Node:
         self._update_wishes()
         if view.running or _finished(view.status):
             for task in range(self.job.tasks):
-                self._consider_takeover(task)
+                self._takeovers.consider(task)
         self._drop_replicas()
         self._follow_leadership()
-        self._tell_neighbors()
+        self._noticing.look()
         self.keeper.notify_later()
 
     def _may_start(self) -> bool:
@@ -502,149 +464,13 @@ class Node:
         needs_device: Callable[[int], bool] = gpu if callable(gpu) else lambda _: bool(gpu)
         self._wishes = place(seats, self.job.tasks, self.job.backups, holdings, needs_device, keep)
 
-    # -- taking over ------------------------------------------------------------------------------
-
-    def _decide(self, task: int) -> Succession:
-        view = self.keeper.view
-        wish = self._wishes.get(task)
-        primary = view.primaries.get(task)
-        return succession(
-            view,
-            task,
-            self.id,
-            suspects=self._suspicion.suspects,
-            gone=self._suspicion.gone,
-            wished=wish is not None and wish.primary == self.id,
-            stateful=primary.record.stateful if primary else False,
-        )
-
-    def _consider_takeover(self, task: int) -> None:
-        if task in self.primaries or task in self._takeovers or task in self._stepping_down or self.paused:
-            return
-        decision = self._decide(task)
-        if decision.move is not Move.NOTHING:
-            self._begin_takeover(task, self._take_over(task, decision))
-        else:
-            self._name_orphan(task)
-
-    def _name_orphan(self, task: int) -> None:
-        """Says, once, why a task has no primary and nobody may take over; the first node by name speaks."""
-        view = self.keeper.view
-        primary = view.primaries.get(task)
-        wish = self._wishes.get(task)
-        why = ""
-        if primary is None:
-            if wish is not None and wish.primary is None:
-                why = f"task {task} waits for a node that may hold it (requires_gpu: with a CUDA device)"
-        elif primary.record.node in self.suspects and all(n in self.suspects for n in view.in_sync(task)):
-            absent = [self.name_of(n) for n in view.in_sync(task) if n not in self._suspicion.gone]
-            if absent:
-                why = (
-                    f"task {task} has no primary: the nodes that hold its state ({', '.join(absent)}) are absent; they "
-                    f"are waited for, {self.settings.lost_after_s:g} s at most"
-                )
-        if why and self._orphans.get(task) != why and min(view.live_nodes(self.spec.run), default="") == self.id:
-            self._orphans[task] = why
-            self.events.emit("waits", why, task=task)
-        elif not why:
-            self._orphans.pop(task, None)
-
-    def _begin_takeover(self, task: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        running = self._takeovers[task] = self.own(work, f"take over task {task}")
-
-        def done(_: object) -> None:
-            self._takeovers.pop(task, None)
-            self._dirty.set()
-
-        running.add_done_callback(done)
-        return running
-
-    async def _take_over(self, task: int, decision: Succession) -> None:
-        """Tries once; `reconcile` tries again where it is still called for."""
-        if decision.rank:
-            await asyncio.sleep(decision.rank * self.settings.takeover_stagger_s)
-        decision = self._decide(task)
-        match decision.move:
-            case Move.TAKE_OVER:
-                await self._become_primary(task, failure=True)
-            case Move.FROM_NOTHING:
-                await self._become_first(task)
-            case Move.LOST:
-                await self._fail_lost(task)
-            case Move.NOTHING:
-                pass
-
-    async def _become_primary(self, task: int, *, failure: bool) -> None:
-        """As a member: one transaction."""
-        view, replica = self.keeper.view, self.replica(task)
-        old = view.primaries.get(task)
-        writer = self.writer()
-        try:
-            txn = transactions.take_over(
-                view,
-                task,
-                self.id,
-                self.node_revision,
-                stateful=old.record.stateful if old else True,
-                failure=failure,
-                writer=writer,
-            )
-        except LookupError as error:
-            self.log.debug("task %d: %s", task, error)
-            return
-        await self._execute_takeover(
-            replica, txn, writer, "takeover" if failure else "hand-over", old.record.node if old else None
-        )
-
-    async def _become_first(self, task: int) -> None:
-        """The first primary of a fresh job, or the successor of nobody."""
-        replica = self.replica(task)
-        try:
-            await replica.build()
-        except (UserCodeError, TaskGraphError) as error:
-            await self._fail_early(error, task)
-            return
-        view = self.keeper.view
-        old = view.primaries.get(task)
-        writer = self.writer()
-        try:
-            txn = transactions.take_over_from_nothing(
-                view, task, self.id, self.node_revision, stateful=replica.stateful, writer=writer
-            )
-        except LookupError as error:
-            self.log.debug("task %d: %s", task, error)
-            return
-        replica.boundaries.clear()
-        await self._execute_takeover(
-            replica, txn, writer, "takeover" if old else "primary", old.record.node if old else None
-        )
-
-    async def _execute_takeover(self, replica: Replica, txn: Txn, writer: str, kind: str, old: str | None) -> None:
-        task, view = replica.task, self.keeper.view
-        result = await self._transact(txn, view.keys.primary(task), writer)
-        if result is None:
-            await self.keeper.refresh()
-            await self.breathe()
-            return
-        if not result.reads:  # the answer was lost: read what it would have said
-            reread = await self._transact(transactions.reread_take_over(view, task), view.keys.primary(task), writer)
-            assert reread is not None
-            result = TxnResult(True, result.revision, reread.reads)
-        taken = transactions.taken_over(result, view, task)
-        whose = f" after {self.name_of(old)}" if old and old != self.id else ""
-        self.events.emit(
-            kind,
-            f"task {task}: {self.name} is primary{whose} (term {taken.term})",
-            task=task,
-            term=taken.term,
-            epoch=taken.epoch,
-            attempt=taken.attempt,
-            transient=kind == "primary",
-        )
-        primary = self.primaries[task] = Primary(self, replica, taken)
-        run = self._runs[task] = self.own(self._run_primary(primary), f"primary of task {task}")
-        run.add_done_callback(lambda _: self._runs.pop(task, None))
-        self._dirty.set()
+    def begin_term(self, primary: Primary) -> None:
+        """A take-over succeeded: the primary works until the view shows another."""
+        task = primary.task
+        self.primaries[task] = primary
+        run = self.runs[task] = self.own(self._run_primary(primary), f"primary of task {task}")
+        run.add_done_callback(lambda _: self.runs.pop(task, None))
+        self.reconsider()
 
     async def _run_primary(self, primary: Primary) -> None:
         """A primary's term; what it cannot handle ends the node, so that others take over."""
@@ -652,34 +478,9 @@ class Node:
             await primary.run()
         except Exception as error:
             self.log.exception("task %d, term %d: cannot go on", primary.task, primary.term)
-            self._end_with(TaskGraphError(f"task {primary.task} on {self.name} cannot go on: {error}"))
+            self.end_with(TaskGraphError(f"task {primary.task} on {self.name} cannot go on: {error}"))
 
-    async def take_hand_over(self, message: HandOver) -> None:
-        """The task's primary hands over to this in-sync backup, right after a commit."""
-        task = message.task
-        await self.keeper.wait_until_read(lambda v: v.stamp is not None and v.stamp >= message.stamp)
-        view = self.keeper.view
-        if view.stamp != message.stamp or view.term(task) != message.term or task in self._takeovers:
-            return
-        if self.paused or task in self.primaries or task in self._stepping_down or self._drain_until is not None:
-            return
-        await asyncio.shield(self._begin_takeover(task, self._become_primary(task, failure=False)))
-
-    async def _fail_lost(self, task: int) -> None:
-        view = self.keeper.view
-        members = ", ".join(self.name_of(n) for n in view.members_of(task)) or "none"
-        epoch = view.epoch.record.epoch if view.epoch else None
-        reason = (
-            f"task {task}: every replica in sync is gone ({members}), and its state of epoch {epoch} with them; "
-            f"run with more backups (backups={self.job.backups} now) to survive this"
-        )
-        writer = self.writer()
-        status = StatusRecord(state=State.FAILED, reason=reason, task=task, epoch=epoch, writer=writer)
-        txn = transactions.fail_lost(view, task, status)
-        if await self.transact(txn, key=view.keys.status, writer=writer) is not None:
-            self.events.emit("failed", reason, task=task, epoch=epoch)
-
-    async def _fail_early(self, error: UserCodeError | TaskGraphError, task: int) -> None:
+    async def fail_early(self, error: UserCodeError | TaskGraphError, task: int) -> None:
         """User code failed before there was a primary: this node's own key is the fence."""
         epoch = self.keeper.view.stamp.epoch if self.keeper.view.stamp else None
         await self.fail_job(error, task, epoch, (Compare(self.keeper.view.keys.node(self.id), self.node_revision),))
@@ -689,8 +490,8 @@ class Node:
         primary = self.primaries.pop(task)
         if task == 0:
             self._stop_leading()
-        run = self._runs.get(task)
-        self._stepping_down[task] = self.own(self._finish_step_down(primary, run), f"step down from task {task}")
+        run = self.runs.get(task)
+        self.stepping_down[task] = self.own(self._finish_step_down(primary, run), f"step down from task {task}")
 
     async def _finish_step_down(self, primary: Primary, run: asyncio.Task[None] | None) -> None:
         task = primary.task
@@ -703,11 +504,11 @@ class Node:
             try:
                 await replica.tell(BecameBackup(term=self.keeper.view.term(task)))
             except UserCodeError as error:
-                await self._fail_early(error, task)
-        del self._stepping_down[task]
-        self._reconsider()
+                await self.fail_early(error, task)
+        del self.stepping_down[task]
+        self.reconsider()
 
-    def _end_with(self, error: TaskGraphError) -> None:
+    def end_with(self, error: TaskGraphError) -> None:
         if self._failure is not None and not self._failure.done():
             self._failure.set_exception(error)
 
@@ -715,15 +516,19 @@ class Node:
 
     def replica(self, task: int) -> Replica:
         """This node's replica of a task, made where there is none."""
-        known = self._replicas.get(task)
+        known = self.replicas.get(task)
         if known is None:
             xp, device = array_module(self._devices)
-            known = self._replicas[task] = Replica(task, self.job, self.router, self._threads, xp=xp, xp_device=device)
+            known = self.replicas[task] = Replica(task, self.job, self.router, self._threads, xp=xp, xp_device=device)
         return known
+
+    async def take_hand_over(self, message: HandOver) -> None:
+        """A task's primary hands over to this in-sync backup."""
+        await self._takeovers.hand_over(message)
 
     def release(self, message: Release) -> None:
         """A primary does not count on what this node holds for it any more."""
-        replica = self._replicas.get(message.task)
+        replica = self.replicas.get(message.task)
         if replica is not None:
             replica.release(message.term, message.invitation)
             self._dirty.set()
@@ -731,8 +536,8 @@ class Node:
     def _drop_replicas(self) -> None:
         """Replicas that are neither primary, nor member, nor wished for."""
         view = self.keeper.view
-        for task, replica in list(self._replicas.items()):
-            if task in self.primaries or task in self._takeovers or task in self._stepping_down:
+        for task, replica in list(self.replicas.items()):
+            if task in self.primaries or task in self._takeovers or task in self.stepping_down:
                 continue
             wish = self._wishes.get(task)
             wished = wish is None or self.id == wish.primary or self.id in wish.backups
@@ -740,7 +545,7 @@ class Node:
                 continue
             if not replica.may_go(view.term(task)):
                 continue
-            del self._replicas[task]
+            del self.replicas[task]
             if self._group is not None:  # not owned: it is not cancelled when the node ends, but waited for
                 self._group.create_task(self._tear_down(replica), name=f"tear down task {task}")
 
@@ -748,7 +553,7 @@ class Node:
         try:
             await replica.tear_down()
         except UserCodeError as error:
-            await self._fail_early(error, replica.task)
+            await self.fail_early(error, replica.task)
 
     def _follow_leadership(self) -> None:
         primary = self.primaries.get(0)
@@ -762,107 +567,15 @@ class Node:
             self._leading.cancel()
             self._leading = None
 
-    def _tell_neighbors(self) -> None:
-        """NeighborFailed and NeighborRestarted, for the primaries here."""
-        view = self.keeper.view
-        seen = {task: (p.record.term, p.record.node in self._suspicion.suspects) for task, p in view.primaries.items()}
-        changed = {t: now for t, now in seen.items() if t in self._terms_seen and now != self._terms_seen[t]}
-        before, self._terms_seen = self._terms_seen, seen
-        epoch = view.stamp.epoch if view.stamp else 0
-        for task, (term, dead) in changed.items():
-            for primary in self.primaries.values():
-                replica = primary.replica
-                if not replica.ready or "on_event" not in replica.shape.overrides or primary.task == task:
-                    continue
-                for link in replica.topology:
-                    if task not in replica.topology.neighbors(link, primary.task, self.job.tasks, epoch):
-                        continue
-                    if dead and not before[task][1]:
-                        primary.tell(NeighborFailed(task=task, link=link))
-                    if term > before[task][0]:
-                        primary.tell(NeighborRestarted(task=task, term=term, link=link))
-
-    async def _watch_slow_code(self) -> None:
-        """User code that runs for very long is told once, and shown in `status` for as long as it runs."""
-        told: set[tuple[int, str, float]] = set()
-        limit = self.settings.slow_compute_s
-        while True:
-            await asyncio.sleep(min(1.0, limit / 4))
-            current = {
-                (r.task, running.where, running.since) for r in self._replicas.values() for running in r.actor.running
-            }
-            told &= current
-            for task, where, since in current - told:
-                if self.now() - since > limit:
-                    told.add((task, where, since))
-                    self.events.emit("slow", f"task {task}: {where!r} runs for {self.now() - since:.0f} s", task=task)
-
     # -- what control and tests ask ---------------------------------------------------------------
 
     def status(self) -> NodeStatus:
         """What runs here, and what it waits for."""
-        view = self.keeper.view
-        return NodeStatus(
-            node=self.id,
-            name=self.name,
-            host=self._host,
-            pid=os.getpid(),
-            paused=self.paused,
-            draining=self._drain_until is not None,
-            stamp=(view.stamp.attempt, view.stamp.epoch) if view.stamp else None,
-            revision=view.revision,
-            leader=self.leader is not None,
-            replicas=tuple(self._replica_status(r) for _, r in sorted(self._replicas.items())),
-            waits=self.leader.waits if self.leader is not None else (),
-        )
-
-    def _replica_status(self, replica: Replica) -> ReplicaStatus:
-        view = self.keeper.view
-        primary = self.primaries.get(replica.task)
-        running = replica.actor.running
-        committed = replica.boundaries.committed
-        waits: list[str] = []
-        if primary is not None:
-            if primary.waiting_for:
-                waits.append(primary.waiting_for)
-            if primary.attempt is not None and not primary.attempt.cancelled:
-                waits += [
-                    f"{w.processor} waits for {w.name!r} from task {w.task}"
-                    for w in primary.attempt.waits()
-                    if w.kind in ("item", "reply")
-                ]
-        return ReplicaStatus(
-            task=replica.task,
-            role="primary" if primary else ("backup" if replica.ready else "setup"),
-            term=primary.term if primary else view.term(replica.task),
-            boundary=committed.stamp.epoch if committed else None,
-            processor=running[0].where if running else "",
-            running_s=self.now() - running[0].since if running else 0.0,
-            waits=tuple(waits),
-            in_sync=primary.backups.in_sync if primary else 0,
-        )
+        return node_status(self)
 
     async def results(self) -> list[TaskResult]:
         """After the last commit: what the primaries here return. Waits until they computed it."""
-        await self.keeper.wait_until(
-            lambda v: not v.running and all(p.final is not None for p in self.primaries.values())
-        )
-        found = []
-        for task, primary in sorted(self.primaries.items()):
-            assert primary.final is not None
-            stamp, value = primary.final
-            committed = primary.replica.boundaries.committed
-            assert committed is not None
-            rows = [
-                ReportRow(epoch, by, numbers)
-                for epoch, by_task in (primary.replica.log.all() if task == 0 else {}).items()
-                for by, numbers in by_task.items()
-            ]
-            last = decode(committed.value)["numbers"]
-            if last:
-                rows.append(ReportRow(stamp.epoch - 1, task, last))
-            found.append(TaskResult(task, stamp.epoch, stamp.attempt, value, tuple(rows)))
-        return found
+        return await task_results(self)
 
 
 def _finished(status: object) -> bool:

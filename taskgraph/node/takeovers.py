@@ -1,0 +1,217 @@
+"""Becoming primary: of a task whose primary is suspected, of one that is handed over, of one that never had any.
+
+When and by whom it may be tried is decided by `protocol.takeover`, whether it succeeds by the transaction; this
+module tries, and says what a task without a primary waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+from taskgraph.errors import TaskGraphError
+from taskgraph.node.actor import UserCodeError
+from taskgraph.node.primary import Primary
+from taskgraph.protocol import transactions
+from taskgraph.protocol.kv import Txn, TxnResult
+from taskgraph.protocol.messages import HandOver
+from taskgraph.protocol.records import PrimaryRecord, State, StatusRecord
+from taskgraph.protocol.takeover import Move, Succession, succession
+
+if TYPE_CHECKING:
+    from taskgraph.node.node import Node
+    from taskgraph.node.replica import Replica
+
+__all__ = ["TakeOvers"]
+
+
+class TakeOvers:
+    """One node's tries at becoming primary; at most one per task at a time."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._under_way: dict[int, asyncio.Task[None]] = {}
+        self._orphans: dict[int, str] = {}
+
+    def __contains__(self, task: int) -> bool:
+        """Whether a try for `task` is under way."""
+        return task in self._under_way
+
+    def _decide(self, task: int) -> Succession:
+        view = self._node.keeper.view
+        wish = self._node.wish(task)
+        primary = view.primaries.get(task)
+        return succession(
+            view,
+            task,
+            self._node.id,
+            suspects=self._node.suspects,
+            gone=self._node.gone,
+            wished=wish is not None and wish.primary == self._node.id,
+            stateful=primary.record.stateful if primary else False,
+        )
+
+    def consider(self, task: int) -> None:
+        """Looks at one task, and begins a take-over where it is called for."""
+        if (
+            task in self._node.primaries
+            or task in self._under_way
+            or task in self._node.stepping_down
+            or self._node.paused
+        ):
+            return
+        decision = self._decide(task)
+        if decision.move is not Move.NOTHING:
+            self._begin(task, self._take_over(task, decision))
+        else:
+            self._name_orphan(task)
+
+    def _name_orphan(self, task: int) -> None:
+        """Says, once, why a task has no primary and nobody may take over; the first node by name speaks."""
+        view = self._node.keeper.view
+        primary = view.primaries.get(task)
+        wish = self._node.wish(task)
+        why = ""
+        if primary is None:
+            if wish is not None and wish.primary is None:
+                why = f"task {task} waits for a node that may hold it (requires_gpu: with a CUDA device)"
+        elif primary.record.node in self._node.suspects and all(n in self._node.suspects for n in view.in_sync(task)):
+            absent = [self._node.name_of(n) for n in view.in_sync(task) if n not in self._node.gone]
+            if absent:
+                why = (
+                    f"task {task} has no primary: the nodes that hold its state ({', '.join(absent)}) are absent; they "
+                    f"are waited for, {self._node.settings.lost_after_s:g} s at most"
+                )
+        if (
+            why
+            and self._orphans.get(task) != why
+            and min(view.live_nodes(self._node.spec.run), default="") == self._node.id
+        ):
+            self._orphans[task] = why
+            self._node.events.emit("waits", why, task=task)
+        elif not why:
+            self._orphans.pop(task, None)
+
+    def _begin(self, task: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        running = self._under_way[task] = self._node.own(work, f"take over task {task}")
+
+        def done(_: object) -> None:
+            self._under_way.pop(task, None)
+            self._node.reconsider()
+
+        running.add_done_callback(done)
+        return running
+
+    async def _take_over(self, task: int, decision: Succession) -> None:
+        """Tries once; `reconcile` tries again where it is still called for."""
+        if decision.rank:
+            await asyncio.sleep(decision.rank * self._node.settings.takeover_stagger_s)
+        decision = self._decide(task)
+        match decision.move:
+            case Move.TAKE_OVER:
+                await self._become_primary(task, failure=True)
+            case Move.FROM_NOTHING:
+                await self._become_first(task)
+            case Move.LOST:
+                await self._fail_lost(task)
+            case Move.NOTHING:
+                pass
+
+    async def _become_primary(self, task: int, *, failure: bool) -> None:
+        """As a member: one transaction."""
+        view, replica = self._node.keeper.view, self._node.replica(task)
+        old = view.primaries.get(task)
+        writer = self._node.writer()
+        try:
+            txn = transactions.take_over(
+                view,
+                task,
+                self._node.id,
+                self._node.node_revision,
+                stateful=old.record.stateful if old else True,
+                failure=failure,
+                writer=writer,
+            )
+        except LookupError as error:
+            self._node.log.debug("task %d: %s", task, error)
+            return
+        await self._execute_takeover(
+            replica, txn, writer, "takeover" if failure else "hand-over", old.record.node if old else None
+        )
+
+    async def _become_first(self, task: int) -> None:
+        """The first primary of a fresh job, or the successor of nobody."""
+        replica = self._node.replica(task)
+        try:
+            await replica.build()
+        except (UserCodeError, TaskGraphError) as error:
+            await self._node.fail_early(error, task)
+            return
+        view = self._node.keeper.view
+        old = view.primaries.get(task)
+        writer = self._node.writer()
+        try:
+            txn = transactions.take_over_from_nothing(
+                view, task, self._node.id, self._node.node_revision, stateful=replica.stateful, writer=writer
+            )
+        except LookupError as error:
+            self._node.log.debug("task %d: %s", task, error)
+            return
+        replica.boundaries.clear()
+        await self._execute_takeover(
+            replica, txn, writer, "takeover" if old else "primary", old.record.node if old else None
+        )
+
+    async def _execute_takeover(self, replica: Replica, txn: Txn, writer: str, kind: str, old: str | None) -> None:
+        task, view = replica.task, self._node.keeper.view
+        result = await self._node.writes.execute(txn, view.keys.primary(task), writer)
+        if result is None:
+            await self._node.keeper.refresh()
+            await self._node.breathe()
+            return
+        if not result.reads:  # the answer was lost: read what it would have said
+            reread = await self._node.writes.execute(
+                transactions.reread_take_over(view, task), view.keys.primary(task), writer
+            )
+            assert reread is not None
+            if not any(PrimaryRecord.from_bytes(kv.value).writer == writer for kv in reread.reads[2]):
+                return  # somebody else has taken over since
+            result = TxnResult(True, result.revision, reread.reads)
+        taken = transactions.taken_over(result, view, task)
+        whose = f" after {self._node.name_of(old)}" if old and old != self._node.id else ""
+        self._node.events.emit(
+            kind,
+            f"task {task}: {self._node.name} is primary{whose} (term {taken.term})",
+            task=task,
+            term=taken.term,
+            epoch=taken.epoch,
+            attempt=taken.attempt,
+            transient=kind == "primary",
+        )
+        self._node.begin_term(Primary(self._node, replica, taken))
+
+    async def hand_over(self, message: HandOver) -> None:
+        """The task's primary hands over to this in-sync backup, right after a commit."""
+        task = message.task
+        await self._node.keeper.wait_until_read(lambda v: v.stamp is not None and v.stamp >= message.stamp)
+        view = self._node.keeper.view
+        if view.stamp != message.stamp or view.term(task) != message.term or task in self._under_way:
+            return
+        if self._node.paused or task in self._node.primaries or task in self._node.stepping_down or self._node.draining:
+            return
+        await asyncio.shield(self._begin(task, self._become_primary(task, failure=False)))
+
+    async def _fail_lost(self, task: int) -> None:
+        view = self._node.keeper.view
+        members = ", ".join(self._node.name_of(n) for n in view.members_of(task)) or "none"
+        epoch = view.epoch.record.epoch if view.epoch else None
+        reason = (
+            f"task {task}: every replica in sync is gone ({members}), and its state of epoch {epoch} with them; "
+            f"run with more backups (backups={self._node.job.backups} now) to survive this"
+        )
+        writer = self._node.writer()
+        status = StatusRecord(state=State.FAILED, reason=reason, task=task, epoch=epoch, writer=writer)
+        txn = transactions.fail_lost(view, task, status)
+        if await self._node.transact(txn, key=view.keys.status, writer=writer) is not None:
+            self._node.events.emit("failed", reason, task=task, epoch=epoch)

@@ -1,0 +1,81 @@
+"""What a node says of itself: its status, and after the last commit its results."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from taskgraph.graph.values import decode
+from taskgraph.observe.status import NodeStatus, ReplicaStatus, ReportRow, TaskResult
+
+if TYPE_CHECKING:
+    from taskgraph.node.node import Node
+    from taskgraph.node.replica import Replica
+
+__all__ = ["node_status", "task_results"]
+
+
+def node_status(node: Node) -> NodeStatus:
+    """What runs here, and what it waits for."""
+    view = node.keeper.view
+    return NodeStatus(
+        node=node.id,
+        name=node.name,
+        host=node.host,
+        pid=os.getpid(),
+        paused=node.paused,
+        draining=node.draining,
+        stamp=(view.stamp.attempt, view.stamp.epoch) if view.stamp else None,
+        revision=view.revision,
+        leader=node.leader is not None,
+        replicas=tuple(_replica_status(node, r) for _, r in sorted(node.replicas.items())),
+        waits=node.leader.waits if node.leader is not None else (),
+    )
+
+
+def _replica_status(node: Node, replica: Replica) -> ReplicaStatus:
+    view = node.keeper.view
+    primary = node.primaries.get(replica.task)
+    running = replica.actor.running
+    committed = replica.boundaries.committed
+    waits: list[str] = []
+    if primary is not None:
+        if primary.waiting_for:
+            waits.append(primary.waiting_for)
+        if primary.attempt is not None and not primary.attempt.cancelled:
+            waits += [
+                f"{w.processor} waits for {w.name!r} from task {w.task}"
+                for w in primary.attempt.waits()
+                if w.kind in ("item", "reply")
+            ]
+    return ReplicaStatus(
+        task=replica.task,
+        role="primary" if primary else ("backup" if replica.ready else "setup"),
+        term=primary.term if primary else view.term(replica.task),
+        boundary=committed.stamp.epoch if committed else None,
+        processor=running[0].where if running else "",
+        running_s=node.now() - running[0].since if running else 0.0,
+        waits=tuple(waits),
+        in_sync=primary.backups.in_sync if primary else 0,
+    )
+
+
+async def task_results(node: Node) -> list[TaskResult]:
+    """After the last commit: what the primaries here return. Waits until they computed it."""
+    await node.keeper.wait_until(lambda v: not v.running and all(p.final is not None for p in node.primaries.values()))
+    found = []
+    for task, primary in sorted(node.primaries.items()):
+        assert primary.final is not None
+        stamp, value = primary.final
+        committed = primary.replica.boundaries.committed
+        assert committed is not None
+        rows = [
+            ReportRow(epoch, by, numbers)
+            for epoch, by_task in (primary.replica.log.all() if task == 0 else {}).items()
+            for by, numbers in by_task.items()
+        ]
+        last = decode(committed.value)["numbers"]
+        if last:
+            rows.append(ReportRow(stamp.epoch - 1, task, last))
+        found.append(TaskResult(task, stamp.epoch, stamp.attempt, value, tuple(rows)))
+    return found
