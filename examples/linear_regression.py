@@ -8,7 +8,7 @@ problem at once with `numpy.linalg.lstsq` and tells the largest difference.
     pip install 'taskgraph-aio[embedded,examples]'
     taskgraph run examples/linear_regression.py --nodes 4
     taskgraph run examples/linear_regression.py --nodes 4 -o tasks=31 -o backups=2
-    taskgraph run examples/linear_regression.py --nodes 4 -o epochs=2000 -o tolerance=0   # time to kill something
+    taskgraph run examples/linear_regression.py --nodes 4 -o epochs=5000 -o tolerance=0   # time to kill something
 
 The result is the same to the last bit on any number of nodes, and whatever is killed: sums are added in the order of
 the tree, never of arrival, and state changes in sync points only.
@@ -153,7 +153,7 @@ class Root(Worker, state=["weights", "direction", "gradient"]):
 
 
 @tg.job
-def linear_regression(tasks: int = 15, epochs: int = 200, tolerance: float = 1e-9, backups: int = 1) -> tg.Job:
+def linear_regression(tasks: int = 15, epochs: int = 100, tolerance: float = 1e-9, backups: int = 1) -> tg.Job:
     """Options: `epochs` at most; it ends before when no partial derivative of the mean loss exceeds `tolerance`."""
     return tg.Job(
         tasks=tasks,

@@ -156,5 +156,15 @@ def _value_text(value: Any) -> str:
         return value
     if isinstance(value, list) and all(isinstance(item, int | float | str) for item in value):
         return "\n".join(map(str, value))
+    if isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
+        return "\n".join(_entry_text(key, item) for key, item in value.items())
     text = repr(value)
     return text if len(text) < 20_000 else f"{text[:20_000]}... ({len(text)} characters)"
+
+
+def _entry_text(key: str, value: Any) -> str:
+    """One line, or for what takes several: below its key, indented."""
+    text = _value_text(value)
+    if "\n" in text or isinstance(value, dict):
+        return f"{key}:\n" + "\n".join(f"  {line}" for line in text.splitlines())
+    return f"{key}: {text}"
