@@ -2,7 +2,7 @@
 
 {runtime}/jobs/{name}/job.json    endpoints and token; only the owner can read it
 {runtime}/jobs/{name}/*.log       what its nodes print
-{runtime}/jobs/{name}/s/          sockets
+{runtime}/s/*/                    sockets of one launcher's nodes: their paths must be short
 {runtime}/finished/{name}.json    result and events of the last jobs
 {runtime}/finished/{name}.logs/   what their nodes printed
 """
@@ -12,21 +12,33 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
+import re
 import secrets
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from taskgraph.errors import TaskGraphError
+from taskgraph.errors import JobError, TaskGraphError
 
 __all__ = ["JobEntry", "Runtime", "alive"]
 
+log = logging.getLogger("taskgraph.launch")
+
 _FINISHED_KEPT = 32
+_STALE_KEPT = 4
+"""What is left of jobs whose launcher was killed: their logs may still be wanted."""
+_NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,100}")
+_SOCKET_PATH = 1 + 8 + 1 + 8 + 1 + 16
+"""Characters below `{runtime}/s`: the launcher's folder, the node's, and the socket's name of 16."""
+_MAX_PATH = 100
+"""Some kernels take 104 bytes for a unix socket's path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +51,8 @@ class JobEntry:
         token: the job's token, hex.
         pid: the process that launched it; the entry is stale when that is gone.
         embedded: its etcd ends with it.
+        started: when that process began, as the kernel tells it, since process ids come again.
+        created: unix time, seconds.
     """
 
     name: str
@@ -47,6 +61,13 @@ class JobEntry:
     pid: int
     embedded: bool
     tls: dict[str, str]
+    started: str = ""
+    created: float = 0.0
+
+    @property
+    def stale(self) -> bool:
+        """Whether the launcher is gone."""
+        return not alive(self.pid) or (self.started != "" and _started(self.pid) != self.started)
 
     @property
     def token_bytes(self) -> bytes:
@@ -57,11 +78,7 @@ class Runtime:
     """The directory; made when it is first needed, refused where it is not ours alone."""
 
     def __init__(self, root: Path | None = None) -> None:
-        if root is None:
-            given = os.environ.get("TASKGRAPH_RUNTIME_DIR") or os.environ.get("XDG_RUNTIME_DIR")
-            base = Path(given) if given and Path(given).is_dir() else Path(tempfile.gettempdir())
-            root = base / ("taskgraph" if base != Path(tempfile.gettempdir()) else f"taskgraph-{os.getuid()}")
-        self.root = root
+        self.root = root or _default_root()
 
     def _made(self, path: Path) -> Path:
         for part in (self.root, *(p for p in (*reversed(path.parents), path) if self.root in p.parents)):
@@ -76,16 +93,25 @@ class Runtime:
 
     def folder(self, name: str) -> Path:
         """The job's folder, made."""
-        return self._made(self.root / "jobs" / name)
+        return self._made(self._folder(name))
+
+    def _folder(self, name: str) -> Path:
+        if not _NAME.fullmatch(name):
+            raise JobError(f"{name!r} is no job's name: 1 to 100 letters, digits, '.', '_' or '-', no '.' first")
+        return self.root / "jobs" / name
 
     def sockets(self, name: str) -> Path:
-        """A private folder for the sockets of one launcher's nodes, with a short path."""
-        return self._made(self.folder(name) / f"s{secrets.token_hex(2)}")
+        """A new private folder for the sockets of one launcher's nodes. Whoever asks for it removes it."""
+        self._folder(name)
+        base = self.root / "s"
+        if len(os.fsencode(base)) + _SOCKET_PATH < _MAX_PATH:
+            return Path(tempfile.mkdtemp(prefix="", dir=self._made(base)))
+        return Path(tempfile.mkdtemp(prefix="taskgraph-", dir="/tmp"))
 
     @contextlib.contextmanager
     def claim(self, name: str) -> Iterator[bool]:
         """Whether this process alone may run a job of that name on this host now; the kernel lets go when it ends."""
-        path = self._made(self.root / "jobs") / f"{name}.lock"
+        path = self._made(self._folder(name).parent) / f"{name}.lock"
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
@@ -105,37 +131,57 @@ class Runtime:
             os.close(descriptor)
 
     def put(self, entry: JobEntry) -> None:
-        """Makes a job findable."""
+        """Makes a job findable. Forgets what launchers left that were killed, but for the last few."""
+        self._forget_stale()
+        entry = replace(entry, started=_started(entry.pid), created=entry.created or time.time())
         _write_private(self.folder(entry.name) / "job.json", json.dumps(asdict(entry)))
 
     def find(self, name: str) -> JobEntry | None:
         """The entry of a job of this host, unless its launcher is gone."""
-        entry = self._read(self.root / "jobs" / name / "job.json")
-        return entry if entry is not None and alive(entry.pid) else None
+        if not _NAME.fullmatch(name):
+            return None
+        entry = self._read(self._folder(name) / "job.json")
+        return entry if entry is not None and not entry.stale else None
 
     def jobs(self) -> list[JobEntry]:
         """Jobs whose launcher lives."""
-        entries = [self._read(path) for path in sorted((self.root / "jobs").glob("*/job.json"))]
-        return [entry for entry in entries if entry is not None and alive(entry.pid)]
+        return [entry for _, entry in self._entries() if not entry.stale]
+
+    def _entries(self) -> Iterator[tuple[Path, JobEntry]]:
+        for path in sorted((self.root / "jobs").glob("*/job.json")):
+            try:
+                entry = self._read(path)
+            except TaskGraphError as error:  # one broken file hides no other job
+                log.warning("%s", error)
+                continue
+            if entry is not None:
+                yield path.parent, entry
+
+    def _forget_stale(self) -> None:
+        stale = sorted(((e.created, folder) for folder, e in self._entries() if e.stale), reverse=True)
+        for _, folder in stale[_STALE_KEPT:]:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _read(self, path: Path) -> JobEntry | None:
         try:
-            return JobEntry(**json.loads(path.read_text()))
+            raw = json.loads(path.read_text())
+            return JobEntry(**{f.name: raw[f.name] for f in fields(JobEntry) if f.name in raw})
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError) as error:
             raise TaskGraphError(f"{path} cannot be read ({error}): remove it") from error
 
     def remove(self, name: str) -> None:
-        """Forgets a job, its logs and sockets."""
-        shutil.rmtree(self.root / "jobs" / name, ignore_errors=True)
+        """Forgets a job and its logs."""
+        shutil.rmtree(self._folder(name), ignore_errors=True)
 
     def keep_finished(self, name: str, record: dict[str, Any]) -> None:
         """Keeps what is left of a job; the oldest go."""
+        self._folder(name)
         folder = self._made(self.root / "finished")
         _write_private(folder / f"{name}.json", json.dumps(record))
         self._keep_logs(name, folder / f"{name}.logs")
-        known = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        known = sorted(folder.glob("*.json"), key=_written_at)
         for path in known[:-_FINISHED_KEPT]:
             path.unlink(missing_ok=True)
             shutil.rmtree(path.with_suffix(".logs"), ignore_errors=True)
@@ -148,6 +194,8 @@ class Runtime:
 
     def finished(self, name: str) -> dict[str, Any] | None:
         """What was kept of a finished job."""
+        if not _NAME.fullmatch(name):
+            return None
         try:
             found: dict[str, Any] = json.loads((self.root / "finished" / f"{name}.json").read_text())
             return found
@@ -156,14 +204,47 @@ class Runtime:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process of that id exists."""
+    """Whether a process of that id runs; one that ended and was not waited for does not."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True
-    return True
+    return _stat(pid)[:1] != ["Z"]
+
+
+def _stat(pid: int) -> list[str]:
+    """What Linux says of a process from its state on; elsewhere, or without such a process, nothing."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _started(pid: int) -> str:
+    """When a process began, in the kernel's words; "" where it does not say."""
+    found = _stat(pid)
+    return found[19] if len(found) > 19 else ""
+
+
+def _written_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # another launcher made room, too
+        return 0.0
+
+
+def _default_root() -> Path:
+    """`$TASKGRAPH_RUNTIME_DIR/taskgraph`, `$XDG_RUNTIME_DIR/taskgraph`, or a folder of ours for temporary files."""
+    given = os.environ.get("TASKGRAPH_RUNTIME_DIR")
+    if given and not Path(given).is_dir():
+        raise TaskGraphError(f"TASKGRAPH_RUNTIME_DIR={given}: there is no such directory")
+    given = given or os.environ.get("XDG_RUNTIME_DIR")
+    shared = Path(tempfile.gettempdir())
+    if not given or not Path(given).is_dir() or Path(given) == shared:
+        return shared / f"taskgraph-{os.getuid()}"
+    return Path(given).absolute() / "taskgraph"
 
 
 def _write_private(path: Path, text: str) -> None:
