@@ -1,0 +1,62 @@
+"""Sums up a tree, like the regression example, with places to stop and to fail that a test chooses."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import taskgraph as tg
+
+
+class Sums(tg.Task, state=["values"]):
+    def __init__(self, pause_at: int, gate: str, fail_at: int) -> None:
+        self.pause_at, self.gate, self.fail_at = pause_at, gate, fail_at
+
+    def setup(self) -> None:
+        self.values: list[int] = []
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        if self.task_id == 0:
+            epoch.processor(self.record, inbound={"sum": "children"})
+        else:
+            epoch.processor(self.add, inbound={"sum": "children"}, outbound={"sum": "parents"})
+
+    def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        if self.task_id == 2 and epoch.number == self.fail_at:
+            raise ZeroDivisionError("one shard is empty")
+        outs.put("sum", self.task_id * epoch.number + sum(ins.all("sum").values()))
+
+    def record(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        while epoch.number == self.pause_at and not Path(self.gate).exists() and not epoch.cancelled:
+            time.sleep(0.01)
+        self.values.append(sum(ins.all("sum").values()))
+        epoch.report(value=self.values[-1])
+
+    def result(self) -> dict[str, object] | None:
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        return {"values": self.values, "threads": threads} if self.task_id == 0 else None
+
+
+@tg.job
+def sums(
+    tasks: int = 7,
+    epochs: int = 6,
+    pause_at: int = -1,
+    gate: str = "",
+    fail_at: int = -1,
+    min_nodes: int = 1,
+    blas_threads: int = 1,
+) -> tg.Job:
+    return tg.Job(
+        tasks=tasks,
+        epochs=epochs,
+        builder=lambda task_id: Sums(pause_at, gate, fail_at),
+        topology=tg.tree(),
+        min_nodes=min_nodes,
+        settings=tg.Settings(blas_threads=blas_threads),
+    )
+
+
+if __name__ == "__main__":
+    tg.main(sums)
