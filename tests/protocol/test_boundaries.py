@@ -1,0 +1,117 @@
+"""Which of the boundaries a member holds is the committed one, and when one is freed."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from protocol_kit import boundary
+
+from taskgraph.protocol.boundaries import Boundaries
+
+
+def holding(*pending: tuple[int, int, int], committed: int | None = None) -> Boundaries:
+    held = Boundaries()
+    if committed is not None:
+        held.hold(boundary(committed), committed=True)
+    for epoch, attempt, term in pending:
+        held.hold(boundary(epoch, attempt, term), committed=False)
+    return held
+
+
+def keys(held: Boundaries) -> list[tuple[int, int, int]]:
+    return [b.key for b in held.pending]
+
+
+def test_holds_nothing_at_first() -> None:
+    held = Boundaries()
+    assert held.committed is None
+    assert held.pending == ()
+    assert not held.holds(0)
+    assert held.read_epoch(0) is None
+
+
+def test_a_pending_boundary_becomes_the_committed_one_when_its_epoch_is_read() -> None:
+    held = holding((1, 1, 1), committed=0)
+    assert held.holds(0)
+    became = held.read_epoch(1)
+    assert became is not None
+    assert became.key == (1, 1, 1)
+    assert held.committed is became
+    assert held.holds(1)
+    assert held.pending == ()
+    assert held.read_epoch(1) is None, "it became so once"
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([(1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 3)])))
+def test_of_several_the_one_of_the_highest_attempt_and_term_was_committed(
+    order: tuple[tuple[int, int, int], ...],
+) -> None:
+    held = holding(*order, committed=0)
+    assert held.read_epoch(1) is not None
+    assert held.committed is not None
+    assert held.committed.key == (1, 2, 3)
+
+
+def test_reading_an_epoch_frees_what_is_before_it_and_keeps_what_is_after() -> None:
+    held = holding((1, 1, 1), (2, 1, 1), committed=0)
+    held.read_epoch(1)
+    assert keys(held) == [(2, 1, 1)]
+
+
+def test_reading_the_committed_epoch_again_frees_nothing() -> None:
+    held = holding((1, 1, 1), committed=0)
+    assert held.read_epoch(0) is None
+    assert keys(held) == [(1, 1, 1)]
+
+
+def test_an_epoch_whose_boundary_is_not_here_changes_nothing() -> None:
+    held = holding((1, 1, 1), committed=0)
+    assert held.read_epoch(2) is None
+    assert held.holds(0)
+
+
+def test_a_pending_boundary_never_replaces_a_committed_one() -> None:
+    held = holding(committed=3)
+    for late in (boundary(3, 9, 9, b"late"), boundary(2, 9, 9)):
+        held.hold(late, committed=False)
+    assert held.pending == ()
+    assert held.committed is not None
+    assert held.committed.value.meta == b""
+
+
+def test_a_committed_boundary_replaces_what_was_held_for_its_epoch() -> None:
+    held = holding((1, 1, 1), (1, 2, 1), (2, 2, 1), committed=0)
+    held.hold(boundary(1, 2, 2), committed=True)
+    assert held.committed is not None
+    assert held.committed.key == (1, 2, 2)
+    assert keys(held) == [(2, 2, 1)]
+
+
+def test_an_older_committed_boundary_changes_nothing() -> None:
+    held = holding((3, 1, 1), committed=2)
+    held.hold(boundary(1), committed=True)
+    assert held.holds(2)
+    assert keys(held) == [(3, 1, 1)]
+
+
+def test_a_committed_boundary_of_the_same_epoch_is_the_successors_word() -> None:
+    held = holding(committed=0)
+    held.hold(boundary(0, 1, 2, b"made anew"), committed=True)
+    assert held.committed is not None
+    assert held.committed.value.meta == b"made anew"
+
+
+def test_a_dead_attempts_boundaries_are_dropped() -> None:
+    held = holding((1, 1, 1), committed=0)
+    held.drop_pending()
+    assert held.pending == ()
+    assert held.holds(0)
+    assert held.read_epoch(1) is None
+
+
+def test_clearing_drops_everything() -> None:
+    held = holding((1, 1, 1), committed=0)
+    held.clear()
+    assert held.committed is None
+    assert held.pending == ()

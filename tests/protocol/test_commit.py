@@ -1,0 +1,247 @@
+"""The leader's decisions: what counts as a report, and when it seals, commits, restarts, fails, or waits."""
+
+from __future__ import annotations
+
+import pytest
+from protocol_kit import World, report
+
+from taskgraph.protocol.commit import Action, Commit, Diverged, Leader, Restart, SealTasks, WaitFor
+from taskgraph.protocol.messages import Stamp
+from taskgraph.protocol.view import JobView
+
+S = Stamp(1, 0)
+
+
+@pytest.fixture
+def world() -> World:
+    """Two tasks on two nodes, in epoch 0; nobody was replaced since it began, but for the first take-overs."""
+    world = World("a", "b")
+    for task, node in ((0, "a"), (1, "b")):
+        world.first(task, node)
+        world.admit(task, node, "b" if node == "a" else "a")
+    return world
+
+
+def led(world: World, *, epochs: int | None = 10) -> Leader:
+    leader = Leader(2, epochs)
+    stamp = world.view().stamp
+    assert stamp is not None
+    leader.begin(stamp)
+    return leader
+
+
+def decide(leader: Leader, view: JobView | World, **options: bool) -> Action:
+    return leader.decide(view.view() if isinstance(view, World) else view, **options)
+
+
+def test_waits_and_names_whoever_has_not_reported(world: World) -> None:
+    leader = led(world)
+    assert decide(leader, world) == WaitFor((0, 1), "not finished with the epoch")
+    assert leader.report(report(1, S))
+    assert decide(leader, world) == WaitFor((0,), "not finished with the epoch")
+
+
+def test_commits_when_all_are_done_and_every_edge_agrees(world: World) -> None:
+    leader = led(world)
+    leader.report(report(0, S, sent=5, received=7))
+    leader.report(report(1, S, sent=7, received=5))
+    assert decide(leader, world) == Commit(finished=False)
+
+
+def test_the_sums_are_compared_modulo_two_to_the_128(world: World) -> None:
+    leader = led(world)
+    leader.report(report(0, S, sent=(1 << 128) - 1, received=4))
+    leader.report(report(1, S, sent=5, received=0))
+    assert decide(leader, world) == Commit(finished=False)
+
+
+@pytest.mark.parametrize(("epochs", "finish", "finished"), [(1, False, True), (2, False, False), (None, False, False)])
+def test_the_last_epoch_finishes_the_job(world: World, epochs: int | None, finish: bool, finished: bool) -> None:
+    leader = led(world, epochs=epochs)
+    leader.report(report(0, S))
+    leader.report(report(1, S, finish=finish))
+    assert decide(leader, world) == Commit(finished)
+
+
+def test_any_task_may_finish_the_job(world: World) -> None:
+    leader = led(world, epochs=None)
+    leader.report(report(0, S))
+    leader.report(report(1, S, finish=True))
+    assert decide(leader, world) == Commit(finished=True)
+
+
+def test_a_report_of_another_stamp_is_void(world: World) -> None:
+    leader = led(world)
+    assert not leader.report(report(0, Stamp(0, 0)))
+    assert not leader.report(report(0, Stamp(1, 1)))
+    assert not leader.report(report(0, Stamp(2, 0)))
+    assert leader.reports() == {}
+
+
+def test_a_report_of_a_gone_term_is_void(world: World) -> None:
+    leader = led(world)
+    leader.report(report(0, S))
+    leader.report(report(1, S))
+    world.die("b")
+    assert world.take_over(1, "a").succeeded
+    assert decide(leader, world) == WaitFor((1,), "not finished with the epoch")
+    leader.report(report(1, S, term=2))
+    assert decide(leader, world) == Commit(finished=False)
+
+
+def test_a_report_of_a_term_the_view_has_not_reached_waits(world: World) -> None:
+    leader, behind = led(world), world.view()
+    leader.report(report(0, S))
+    world.take_over(1, "a")
+    leader.report(report(1, S, term=2))
+    assert decide(leader, behind) == WaitFor((1,), "not finished with the epoch")
+    assert decide(leader, world) == Commit(finished=False)
+
+
+def test_done_is_final(world: World) -> None:
+    leader = led(world)
+    leader.report(report(0, S, sent=1))
+    leader.report(report(0, S, done=False, version=9, sent=2))
+    leader.report(report(0, S, sent=3))
+    assert leader.reports()[0].sent == 1
+
+
+def test_a_gone_terms_report_does_not_replace_a_newer_one(world: World) -> None:
+    leader = led(world)
+    leader.report(report(1, S, term=2, sent=2))
+    leader.report(report(1, S, term=1, sent=1))
+    assert leader.reports()[1].term == 2
+
+
+def test_everything_is_forgotten_when_another_attempt_begins(world: World) -> None:
+    leader = led(world)
+    leader.report(report(0, S))
+    leader.request_restart(S, "why")
+    world.restart()
+    leader.begin(Stamp(2, 0))
+    assert leader.reports() == {}
+    assert decide(leader, world) == WaitFor((0, 1), "not finished with the epoch")
+
+
+def test_beginning_the_same_stamp_again_forgets_nothing(world: World) -> None:
+    leader = led(world)
+    leader.report(report(0, S))
+    leader.begin(S)
+    assert set(leader.reports()) == {0}
+
+
+def test_decides_nothing_from_a_view_of_another_stamp(world: World) -> None:
+    leader = led(world)
+    leader.report(report(0, S))
+    leader.report(report(1, S))
+    world.restart()
+    assert isinstance(decide(leader, world), WaitFor)
+    assert isinstance(decide(Leader(2, 10), world), WaitFor)
+
+
+# -- restarts -------------------------------------------------------------------------------------
+
+
+def test_restarts_when_asked_for_the_attempt_at_work(world: World) -> None:
+    leader = led(world)
+    assert leader.request_restart(S, "first")
+    assert leader.request_restart(S, "second")
+    assert decide(leader, world) == Restart("first")
+
+
+def test_ignores_requests_for_a_restart_of_another_attempt(world: World) -> None:
+    leader = led(world)
+    for stamp in (Stamp(0, 0), Stamp(2, 0), Stamp(1, 1)):
+        assert not leader.request_restart(stamp, "why")
+    assert isinstance(decide(leader, world), WaitFor)
+
+
+def unequal(leader: Leader, *, term: int = 1) -> None:
+    leader.report(report(0, S, sent=1))
+    leader.report(report(1, S, term=term, received=2))
+
+
+def test_unequal_sums_without_a_replaced_primary_are_a_bug_of_the_job(world: World) -> None:
+    # First take-overs count as changes of this epoch, so look at an epoch that began after them.
+    world.commit()
+    at = Stamp(1, 1)
+    leader = led(world)
+    leader.report(report(0, at, sent=1))
+    leader.report(report(1, at, received=2))
+    assert decide(leader, world) == Diverged()
+
+
+def test_unequal_sums_after_a_take_over_restart_the_epoch(world: World) -> None:
+    world.commit()
+    at = Stamp(1, 1)
+    leader = led(world)
+    world.take_over(1, "a")
+    leader.report(report(0, at, sent=1))
+    leader.report(report(1, at, term=2, received=2))
+    action = decide(leader, world)
+    assert isinstance(action, Restart)
+    assert "not deterministic" in action.why
+
+
+# -- sealing --------------------------------------------------------------------------------------
+
+
+def test_seals_idle_tasks_once_everything_sent_was_received(world: World) -> None:
+    leader = led(world)
+    leader.report(report(0, S, done=False, version=3, sent=8))
+    leader.report(report(1, S, done=False, version=1, received=5))
+    assert decide(leader, world) == WaitFor((0, 1), "something sent is not received yet")
+    leader.report(report(1, S, done=False, version=2, received=8))
+    assert decide(leader, world) == SealTasks(((0, 3), (1, 2)))
+
+
+def test_seals_only_those_that_are_not_done(world: World) -> None:
+    leader = led(world)
+    leader.report(report(0, S))
+    leader.report(report(1, S, done=False, version=4))
+    assert decide(leader, world) == SealTasks(((1, 4),))
+
+
+def test_does_not_seal_before_all_have_reported(world: World) -> None:
+    leader = led(world)
+    leader.report(report(1, S, done=False))
+    assert decide(leader, world) == WaitFor((0,), "not finished with the epoch")
+
+
+def test_a_seal_that_was_answered_is_not_sent_again_but_to_a_successor(world: World) -> None:
+    leader = led(world)
+    leader.report(report(0, S))
+    leader.report(report(1, S, done=False, version=4))
+    leader.sealed(1, 1, 4)
+    assert decide(leader, world) == WaitFor((1,), "sealed, not done yet")
+    leader.report(report(1, S, done=False, version=5))
+    assert decide(leader, world) == SealTasks(((1, 5),))
+    leader.sealed(1, 1, 5)
+    world.take_over(1, "a")
+    leader.report(report(1, S, term=2, done=False, version=5))
+    assert decide(leader, world) == SealTasks(((1, 5),))
+
+
+def test_sealed_tasks_that_are_done_commit(world: World) -> None:
+    leader = led(world)
+    leader.report(report(0, S, done=False, version=1, sent=2))
+    leader.report(report(1, S, done=False, version=1, received=2))
+    leader.sealed(0, 1, 1)
+    leader.sealed(1, 1, 1)
+    leader.report(report(0, S, sent=2))
+    assert decide(leader, world) == WaitFor((1,), "sealed, not done yet")
+    leader.report(report(1, S, received=2))
+    assert decide(leader, world) == Commit(finished=False)
+
+
+def test_idle_tasks_whose_sums_stay_unequal_are_not_waited_for_for_ever(world: World) -> None:
+    world.commit()
+    at = Stamp(1, 1)
+    leader = led(world)
+    leader.report(report(0, at, done=False, sent=1))
+    leader.report(report(1, at, done=False))
+    assert isinstance(decide(leader, world), WaitFor)
+    assert decide(leader, world, settled=True) == Diverged()
+    world.take_over(1, "a")
+    leader.report(report(1, at, term=2, done=False))
+    assert isinstance(decide(leader, world, settled=True), Restart)

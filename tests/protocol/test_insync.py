@@ -1,0 +1,180 @@
+"""The in-sync set: every transition, and at every moment whom a boundary waits for."""
+
+from __future__ import annotations
+
+import pytest
+
+from taskgraph.protocol.insync import InSync, Place
+
+K0, K1, K2 = (0, 1, 1), (1, 1, 1), (2, 1, 1)
+
+
+def candidate(*keys: tuple[int, int, int]) -> InSync:
+    """A primary alone, with `keys` to hold and node "b" invited."""
+    insync = InSync([])
+    for key in keys:
+        insync.add(key)
+    insync.invite("b")
+    return insync
+
+
+def test_a_primary_alone_waits_for_nobody() -> None:
+    insync = InSync([])
+    insync.add(K0)
+    assert insync.waits_for(K0) == ()
+    assert insync.holders(K0) == 1
+
+
+def test_members_read_by_a_take_over_must_acknowledge_everything() -> None:
+    insync = InSync(["c", "b"])
+    insync.add(K0)
+    assert insync.place("b") is Place.MEMBER
+    assert insync.waits_for(K0) == ("b", "c")
+    insync.acknowledge("b", K0)
+    assert insync.waits_for(K0) == ("c",)
+    assert insync.holders(K0) == 2
+
+
+def test_members_known_to_hold_the_committed_boundary_owe_only_what_follows() -> None:
+    insync = InSync(["b"], [K0])
+    assert insync.waits_for(K0) == ()
+    insync.add(K1)
+    assert insync.missing("b") == (K1,)
+
+
+def test_a_candidate_is_not_waited_for() -> None:
+    insync = candidate(K0)
+    assert insync.place("b") is Place.CANDIDATE
+    assert insync.waits_for(K0) == ()
+    assert insync.missing("b") == (K0,)
+    insync.acknowledge("b", K0)
+    assert insync.holders(K0) == 1, "it is not known to be a member"
+
+
+def test_a_candidate_may_be_admitted_when_it_holds_every_boundary() -> None:
+    insync = candidate(K0, K1)
+    insync.acknowledge("b", K0)
+    assert not insync.may_admit("b")
+    with pytest.raises(ValueError, match="candidate"):
+        insync.admitting("b")
+    insync.acknowledge("b", K1)
+    assert insync.may_admit("b")
+
+
+def test_nobody_is_admitted_before_there_is_a_boundary_to_hold() -> None:
+    assert not candidate().may_admit("b")
+
+
+def test_from_the_admitting_write_on_a_new_boundary_waits_for_the_node() -> None:
+    insync = candidate(K0)
+    insync.acknowledge("b", K0)
+    insync.admitting("b")
+    insync.add(K1)
+    assert insync.waits_for(K1) == ("b",), "the write may exist: the node may take over"
+    assert insync.holders(K0) == 1, "but it does not count before the write is known"
+    insync.admitted("b", True)
+    assert insync.place("b") is Place.MEMBER
+    assert insync.waits_for(K1) == ("b",)
+    assert insync.holders(K0) == 2
+
+
+def test_an_admission_known_to_have_failed_makes_it_a_candidate_again() -> None:
+    insync = candidate(K0)
+    insync.acknowledge("b", K0)
+    insync.admitting("b")
+    insync.add(K1)
+    insync.admitted("b", False)
+    assert insync.place("b") is Place.CANDIDATE
+    assert insync.waits_for(K1) == ()
+    assert not insync.may_admit("b")
+    insync.acknowledge("b", K1)
+    assert insync.may_admit("b")
+
+
+def test_until_the_evicting_write_is_known_the_node_is_waited_for() -> None:
+    insync = InSync(["b"], [K0])
+    insync.add(K1)
+    insync.evicting("b")
+    assert insync.place("b") is Place.EVICTING
+    assert insync.waits_for(K1) == ("b",)
+    insync.evicted("b", True)
+    assert insync.place("b") is None
+    assert insync.waits_for(K1) == ()
+    assert insync.missing("b") == ()
+
+
+def test_an_eviction_known_to_have_failed_makes_it_a_member_again() -> None:
+    insync = InSync(["b"], [K0])
+    insync.evicting("b")
+    insync.evicted("b", False)
+    assert insync.place("b") is Place.MEMBER
+    assert insync.holders(K0) == 2
+
+
+def test_only_members_are_evicted() -> None:
+    insync = candidate(K0)
+    for node in ("b", "nobody"):
+        with pytest.raises(ValueError, match="not a member"):
+            insync.evicting(node)
+
+
+def test_an_evicted_node_may_be_invited_again_and_owes_everything() -> None:
+    insync = InSync(["b"], [K0])
+    insync.evicting("b")
+    insync.evicted("b", True)
+    insync.invite("b")
+    assert insync.place("b") is Place.CANDIDATE
+    assert insync.missing("b") == (K0,)
+
+
+def test_inviting_changes_nothing_about_whoever_is_there() -> None:
+    insync = InSync(["b"], [K0])
+    insync.invite("b")
+    assert insync.place("b") is Place.MEMBER
+
+
+def test_only_a_candidate_is_dismissed() -> None:
+    insync = candidate(K0)
+    insync.acknowledge("b", K0)
+    insync.admitting("b")
+    assert not insync.dismiss("b"), "it may be a member already"
+    insync.admitted("b", False)
+    assert insync.dismiss("b")
+    assert insync.nodes == ()
+    assert not insync.dismiss("b")
+
+
+def test_history_is_not_owed() -> None:
+    insync = InSync(["b"])
+    for key in (K0, K1, K2):
+        insync.add(key)
+    insync.keep_from(1)
+    assert insync.current == (K1, K2)
+    assert insync.missing("b") == (K1, K2)
+
+
+def test_a_dead_attempts_boundaries_are_not_owed() -> None:
+    insync = InSync(["b"], [K0])
+    insync.add(K1)
+    insync.acknowledge("b", K1)
+    insync.drop_pending(0)
+    assert insync.current == (K0,)
+    again = (1, 2, 1)
+    insync.add(again)
+    assert insync.waits_for(again) == ("b",), "an acknowledgement is of one attempt"
+
+
+def test_an_acknowledgement_of_what_is_not_current_counts_for_nothing() -> None:
+    insync = InSync(["b"])
+    insync.acknowledge("b", K1)
+    insync.acknowledge("stranger", K1)
+    insync.add(K1)
+    assert insync.waits_for(K1) == ("b",)
+    assert insync.nodes == ("b",)
+
+
+def test_a_key_of_another_term_is_another_boundary() -> None:
+    insync = InSync(["b"])
+    insync.add((1, 1, 2))
+    insync.acknowledge("b", (1, 1, 1))
+    assert insync.waits_for((1, 1, 2)) == ("b",)

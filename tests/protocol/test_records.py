@@ -1,0 +1,65 @@
+"""Records: round trips, older and newer writers, and what is no record."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from protocol_kit import node_record
+
+from taskgraph.errors import DecodeError
+from taskgraph.protocol.keys import Keys, jobs_prefix
+from taskgraph.protocol.records import (
+    EpochRecord,
+    GoneRecord,
+    MemberRecord,
+    PrimaryRecord,
+    Record,
+    State,
+    StatusRecord,
+)
+
+RECORDS = [
+    EpochRecord(epoch=3, attempt=7, writer="n:1"),
+    StatusRecord(state=State.RUNNING, writer="n:2"),
+    StatusRecord(
+        state=State.FAILED, reason="ü\n", task=0, epoch=4, where="update", traceback='File "x"\n', writer="n:3"
+    ),
+    node_record("n1", draining=True),
+    GoneRecord(reason="killed", writer="launcher"),
+    PrimaryRecord(node="n1", term=2, stateful=False, failovers=1, writer="n:4"),
+    MemberRecord(writer="n:5"),
+    MemberRecord(until=0, writer="n:6"),
+]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda r: type(r).__name__)
+def test_round_trip(record: Record) -> None:
+    assert type(record).from_bytes(record.to_bytes()) == record
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda r: type(r).__name__)
+def test_a_newer_nodes_fields_are_ignored(record: Record) -> None:
+    raw = {**json.loads(record.to_bytes()), "of_a_later_version": [1, 2]}
+    assert type(record).from_bytes(json.dumps(raw).encode()) == record
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"3", b'"x"', b"{}", b"\xff", b'{"epoch": 1}'])
+def test_what_is_no_record_is_refused_and_named(data: bytes) -> None:
+    with pytest.raises(DecodeError, match="not a EpochRecord"):
+        EpochRecord.from_bytes(data)
+
+
+def test_a_person_can_read_a_record() -> None:
+    assert EpochRecord(epoch=3, attempt=1, writer="n:1").to_bytes() == b'{"writer":"n:1","epoch":3,"attempt":1}'
+
+
+def test_keys_of_a_job_are_all_below_its_root() -> None:
+    keys = Keys("demo")
+    assert keys.root == jobs_prefix + "demo/"
+    found = [value for value in vars(keys).values() if value != "demo"]
+    found += [keys.node("n"), keys.gone("n"), keys.primary(3), keys.members(3), keys.member(3, "n"), keys.event("e")]
+    assert all(key.startswith(keys.root) for key in found)
+    assert len(set(found)) == len(found)
+    assert keys.member(3, "n") == keys.members(3) + "n"
+    assert not keys.members(33).startswith(keys.members(3))

@@ -1,0 +1,100 @@
+"""Who tries to take over from whom, and when nobody may."""
+
+from __future__ import annotations
+
+import pytest
+from protocol_kit import World
+
+from taskgraph.protocol.takeover import Move, Succession, succession
+from taskgraph.protocol.view import JobView
+
+NOTHING = Succession(Move.NOTHING)
+
+
+def decide(
+    view: JobView,
+    me: str,
+    *,
+    suspects: str = "",
+    gone: str = "",
+    wished: bool = False,
+    stateful: bool = True,
+) -> Succession:
+    return succession(view, 0, me, suspects=set(suspects), gone=set(gone), wished=wished, stateful=stateful)
+
+
+@pytest.fixture
+def world() -> World:
+    """Task 0 on "a", with "c" and then "b" admitted; "d" holds nothing."""
+    world = World("a", "b", "c", "d")
+    world.first(0, "a")
+    world.admit(0, "a", "c")
+    world.admit(0, "a", "b")
+    return world
+
+
+def test_nobody_takes_over_from_a_primary_that_nobody_suspects(world: World) -> None:
+    for me in "abcd":
+        assert decide(world.view(), me, wished=True) == NOTHING
+        assert decide(world.view(), me, suspects="b") == NOTHING
+
+
+def test_members_succeed_in_the_order_of_their_admission(world: World) -> None:
+    assert decide(world.view(), "c", suspects="a") == Succession(Move.TAKE_OVER, 0)
+    assert decide(world.view(), "b", suspects="a") == Succession(Move.TAKE_OVER, 1)
+    assert decide(world.view(), "b", suspects="ac") == Succession(Move.TAKE_OVER, 0)
+
+
+def test_who_is_no_member_leaves_it_to_the_members(world: World) -> None:
+    assert decide(world.view(), "d", suspects="a", wished=True) == NOTHING
+
+
+def test_a_primary_does_not_succeed_itself(world: World) -> None:
+    assert decide(world.view(), "a", suspects="a") == NOTHING
+
+
+def test_suspicion_of_all_members_is_not_enough_to_start_without_them(world: World) -> None:
+    world.commit()
+    assert decide(world.view(), "d", suspects="abc", gone="ab", wished=True) == NOTHING
+    # Declared gone, but a node key is still there: the transaction would refuse.
+    assert decide(world.view(), "d", suspects="abc", gone="abc", wished=True) == NOTHING
+
+
+def test_state_whose_holders_are_all_gone_is_lost(world: World) -> None:
+    world.commit()
+    for node in "abc":
+        world.die(node)
+    assert decide(world.view(), "d", suspects="abc", gone="abc", wished=True).move is Move.LOST
+    assert decide(world.view(), "d", suspects="abc", gone="abc", wished=False) == NOTHING
+
+
+def test_a_task_without_state_starts_anew(world: World) -> None:
+    world.commit()
+    for node in "abc":
+        world.die(node)
+    view = world.view()
+    assert decide(view, "d", suspects="abc", gone="abc", wished=True, stateful=False).move is Move.FROM_NOTHING
+
+
+def test_in_epoch_0_nothing_is_lost(world: World) -> None:
+    for node in "abc":
+        world.die(node)
+    assert decide(world.view(), "d", suspects="abc", gone="abc", wished=True).move is Move.FROM_NOTHING
+
+
+def test_a_fresh_task_is_started_by_whoever_is_wished() -> None:
+    world = World("a", "b")
+    assert decide(world.view(), "a", wished=True).move is Move.FROM_NOTHING
+    assert decide(world.view(), "b", wished=False) == NOTHING
+
+
+def test_an_evicted_member_may_take_over_as_long_as_it_holds_the_committed_boundary(world: World) -> None:
+    world.evict(0, "a", "c")
+    assert decide(world.view(), "c", suspects="a") == Succession(Move.TAKE_OVER, 0)
+    world.commit()
+    assert decide(world.view(), "c", suspects="a") == NOTHING
+    assert decide(world.view(), "b", suspects="a") == Succession(Move.TAKE_OVER, 0)
+
+
+def test_a_job_that_was_not_submitted_has_no_successors() -> None:
+    assert decide(JobView("none"), "a", wished=True) == NOTHING

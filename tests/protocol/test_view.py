@@ -1,0 +1,130 @@
+"""A job's view: the same from a listing, from watch events, and from both with an overlap."""
+
+from __future__ import annotations
+
+import pytest
+from protocol_kit import JOB, RUN, World, node_record
+
+from taskgraph.errors import DecodeError
+from taskgraph.protocol.kv import KeyValue
+from taskgraph.protocol.messages import Stamp
+from taskgraph.protocol.records import GoneRecord, State, StatusRecord
+from taskgraph.protocol.view import JobView
+
+
+def busy_world() -> World:
+    """A history in which every kind of key was put, changed or deleted."""
+    world = World("a", "b", "c")
+    world.first(0, "a")
+    world.admit(0, "a", "b")
+    world.admit(0, "a", "c")
+    world.commit()
+    world.restart()
+    world.evict(0, "a", "c")
+    world.die("a")
+    world.take_over(0, "b")
+    world.put(world.keys.event("1"), b"not for the view")
+    world.put(world.keys.result, b"neither")
+    world.put(world.keys.collected, b"{}")
+    world.put(world.keys.checkpoint, b"x")
+    world.delete(world.keys.collected)
+    world.delete(world.keys.member(0, "c"))
+    return world
+
+
+def facts(view: JobView) -> dict[str, object]:
+    return {name: value for name, value in vars(view).items() if name not in ("keys", "structure_revision")}
+
+
+def test_watch_events_from_any_revision_on_lead_to_the_same_view_as_a_listing() -> None:
+    world = busy_world()
+    expected = facts(world.view())
+    for revision in range(1, world.store.revision + 1):
+        replay = JobView(JOB)
+        for made in range(2, world.store.revision + 1):
+            events = [e for e in world.store.events_from(made, world.keys.root) if e.kv.mod_revision == made]
+            replay.apply(made, events)
+            if made == revision:
+                # From here on as a watch that started again too early: all of history once more.
+                replay.apply(made, world.store.events_from(2, world.keys.root)[: len(events)])
+        # A deleted key leaves an empty dict of members at most, as a listing would not.
+        replay.members = {t: m for t, m in replay.members.items() if m}
+        assert facts(replay) == expected
+
+
+def test_events_that_the_listing_already_held_change_nothing() -> None:
+    world = busy_world()
+    view = world.view()
+    before = facts(view)
+    view.apply(world.store.revision, world.store.events_from(2, world.keys.root))
+    assert facts(view) == before
+
+
+def test_structure_revision_stands_still_while_epochs_commit() -> None:
+    world = World("a")
+    world.first(0, "a")
+    view = world.view()
+    structure = view.structure_revision
+    for _ in range(3):
+        before = world.store.revision
+        world.commit()
+        view.apply(world.store.revision, world.store.events_from(before + 1, world.keys.root))
+    assert view.structure_revision == structure
+    assert view.stamp == Stamp(1, 3)
+    world.die("a")
+    view.apply(world.store.revision, world.store.events_from(before + 1, world.keys.root))
+    assert view.structure_revision == world.store.revision
+
+
+def test_reading_a_fresh_view() -> None:
+    view = JobView(JOB)
+    assert view.stamp is None
+    assert not view.running
+    assert view.term(0) == 0
+    assert view.primary_node(0) is None
+    assert view.in_sync(0) == []
+    assert view.members_of(0) == {}
+
+
+def test_reading_primaries_and_members() -> None:
+    world = World("a", "b", "c")
+    world.first(0, "a")
+    world.admit(0, "a", "c")
+    world.admit(0, "a", "b")
+    view = world.view()
+    assert view.running
+    assert view.primary_node(0) == "a"
+    assert view.is_primary(0, "a", 1)
+    assert not view.is_primary(0, "a", 2)
+    assert not view.is_primary(0, "b", 1)
+    assert view.in_sync(0) == ["a", "c", "b"], "in the order of admission"
+
+
+def test_an_evicted_member_is_in_sync_until_the_next_commit() -> None:
+    world = World("a", "b")
+    world.first(0, "a")
+    world.admit(0, "a", "b")
+    world.evict(0, "a", "b")
+    assert world.view().in_sync(0) == ["a", "b"]
+    world.commit()
+    assert world.view().in_sync(0) == ["a"]
+    assert set(world.view().members_of(0)) == {"a", "b"}
+
+
+def test_a_status_that_is_not_running() -> None:
+    world = World("a")
+    world.put(world.keys.status, StatusRecord(state=State.FAILED, reason="x").to_bytes())
+    assert not world.view().running
+
+
+def test_live_nodes_are_of_this_run_and_not_gone() -> None:
+    world = World("a", "b")
+    world.put(world.keys.node("old"), node_record("old", run="run-0").to_bytes())
+    world.put(world.keys.gone("b"), GoneRecord(reason="x").to_bytes())
+    assert set(world.view().live_nodes(RUN)) == {"a"}
+
+
+def test_a_record_that_is_none_is_refused() -> None:
+    world = World()
+    with pytest.raises(DecodeError, match="EpochRecord"):
+        JobView(JOB).reset(9, [KeyValue(world.keys.epoch, b"rubbish", 1, 1)])
