@@ -6,11 +6,13 @@ whose code has another fingerprint is refused: two versions of a task must not c
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import hashlib
 import importlib
 import importlib.util
 import json
+import os
 import sys
 import time
 import uuid
@@ -146,12 +148,15 @@ def reference_of(function: JobFunction) -> DriverRef:
     return DriverRef("module", function.__module__, function.__name__)
 
 
+_INSTALLED = ("site-packages", "dist-packages")
+
+
 def _installed(path: Path) -> bool:
-    return any(part in ("site-packages", "dist-packages") for part in path.parts)
+    return any(part in _INSTALLED for part in path.parts)
 
 
 def fingerprint(function: JobFunction) -> str:
-    """16 hex digits of the driver's source, of the modules it imported from its own directory, and of our protocol."""
+    """16 hex digits of the driver's source, of what it imports from its own directory, and of our protocol."""
     module = sys.modules[function.__module__]
     file = getattr(module, "__file__", None)
     digest = hashlib.sha256(f"taskgraph {VERSION} protocol {PROTOCOL}\n{function.__name__}\n".encode())
@@ -164,39 +169,55 @@ def fingerprint(function: JobFunction) -> str:
 
 
 def _local_sources(root: Path, driver: Path) -> dict[str, Path]:
-    """Name relative to the driver's directory -> file, of the driver and of modules imported from below it."""
-    sources = {driver.name: driver}
-    ours = Path(__file__).resolve().parent
-    stdlib = Path(json.__file__).resolve().parent.parent
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not file.endswith(".py") or file == main:
-            continue
-        path = Path(file).resolve()
-        if root not in path.parents or ours in path.parents or stdlib in path.parents or _installed(path):
-            continue
-        if path.is_file() and _imported_by_driver(path, driver):
-            sources[str(path.relative_to(root))] = path
+    """Name relative to the driver's directory -> file, of the driver and of what it imports from beside it.
+
+    Read from the sources, not from what happens to be imported: the submitter may have run other code before, and
+    must find what a node finds.
+    """
+    package = root  # absolute imports within a package start where the package does
+    while (package / "__init__.py").is_file():
+        package = package.parent
+    bases = [base for base in dict.fromkeys((root, package)) if base.name not in _INSTALLED]
+    sources: dict[str, Path] = {}
+    queue = [driver]
+    while queue:
+        path = queue.pop()
+        name = os.path.relpath(path, root)
+        if name not in sources:
+            sources[name] = path
+            queue.extend(_imported_files(path, bases))
     return sources
 
 
-def _imported_by_driver(path: Path, driver: Path) -> bool:
-    """Modules of other programs may live in the same directory: only what the driver itself names counts."""
-    seen: set[Path] = set()
-    queue = [driver]
-    while queue:
-        current = queue.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        if current == path:
-            return True
-        text = current.read_text(errors="replace")
-        near = current.parent.rglob("*.py") if current.name == "__init__.py" else current.parent.glob("*.py")
-        queue.extend(candidate for candidate in near if candidate.stem in text and candidate not in seen)
-        queue.extend(package for package in current.parent.glob("*/__init__.py") if package.parent.name in text)
-    return False
+def _imported_files(path: Path, bases: list[Path]) -> list[Path]:
+    """Files below `bases` that the import statements of one source name."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return []  # importing it failed, too, or will: the error is told there
+    found: set[Path] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                found.update(_files_of(alias.name.split("."), bases))
+        elif isinstance(node, ast.ImportFrom):
+            above = [path.parents[min(node.level, len(path.parents)) - 1]] if node.level else bases
+            parts = node.module.split(".") if node.module else []
+            for alias in node.names:
+                found.update(_files_of([*parts, alias.name], above))
+    ours = Path(__file__).resolve().parent
+    return sorted(file for file in found if ours not in file.parents)
+
+
+def _files_of(parts: list[str], bases: list[Path]) -> list[Path]:
+    """The files that importing a dotted name would run: of its packages and of the module."""
+    return [
+        file
+        for base in bases
+        for length in range(len(parts) + 1)
+        for file in (base.joinpath(*parts[:length], "__init__.py"), base.joinpath(*parts[:length]).with_suffix(".py"))
+        if (length or file.name == "__init__.py") and file.is_file()
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
