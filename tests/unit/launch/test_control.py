@@ -1,0 +1,262 @@
+"""The control service and its client, over real sockets: who may call, what arrives, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from taskgraph.errors import PeerGone, PeerLost, TaskGraphError, TransportError
+from taskgraph.graph.values import decode, encode, verify
+from taskgraph.node.control import ControlServer
+from taskgraph.observe.control_client import ControlClient, control_address
+from taskgraph.observe.events import EventLog
+from taskgraph.observe.status import NodeStatus, ReplicaStatus, ReportRow, TaskResult
+from taskgraph.transport.endpoints import host_key
+
+TOKEN = bytes(range(32))
+
+STATUS = NodeStatus(
+    node="n1-0badcafe",
+    name="n1",
+    host="here",
+    pid=os.getpid(),
+    paused=False,
+    draining=True,
+    stamp=(2, 7),
+    revision=99,
+    leader=True,
+    replicas=(
+        ReplicaStatus(0, "primary", 3, 7, "update", 0.5, ("update waits for 'grad' from task 1",), 2),
+        ReplicaStatus(1, "setup", 1, None, "", 0.0, (), 0),
+    ),
+    waits=("task 1 computes",),
+)
+
+
+class Told:
+    """What the service asks a node for, with answers of our choice."""
+
+    def __init__(self) -> None:
+        self.drains: list[str] = []
+        self.found: list[TaskResult] = []
+        self.results_wait = asyncio.Event()
+        self.results_wait.set()
+
+    def status(self) -> NodeStatus:
+        return STATUS
+
+    def drain(self, why: str) -> None:
+        self.drains.append(why)
+
+    async def results(self) -> list[TaskResult]:
+        await self.results_wait.wait()
+        return self.found
+
+
+class Service:
+    def __init__(self, server: ControlServer, node: Told, events: EventLog, control: str) -> None:
+        self.server, self.node, self.events, self.control = server, node, events, control
+
+    def client(self, token: bytes = TOKEN) -> ControlClient:
+        return ControlClient(control_address(self.control, host_key()), token)
+
+
+@contextlib.asynccontextmanager
+async def serving(path: Path | None = None, tcp_host: str | None = None, attach: bool = True) -> AsyncIterator[Service]:
+    events, node = EventLog("n1"), Told()
+    server = ControlServer(events, TOKEN)
+    control = await server.start(unix_path=path, tcp_host=tcp_host)
+    if attach:
+        server.attach(node)
+    try:
+        yield Service(server, node, events, control)
+    finally:
+        await server.stop()
+
+
+@pytest.fixture
+async def service(tmp_path: Path) -> AsyncIterator[Service]:
+    async with serving(tmp_path / "c") as found:
+        yield found
+
+
+async def test_status_arrives_as_it_was_told(service: Service) -> None:
+    async with service.client() as client:
+        assert await client.status() == STATUS
+
+
+async def test_the_socket_is_its_owners_and_goes_with_the_service(tmp_path: Path) -> None:
+    async with serving(tmp_path / "c") as service:
+        assert stat.S_IMODE((tmp_path / "c").stat().st_mode) == 0o600
+        assert service.control == f"unix:{host_key()}:{tmp_path / 'c'}"
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+async def test_over_tcp(host: str) -> None:
+    try:
+        async with serving(tcp_host=host) as service, service.client() as client:
+            assert service.control.startswith("tcp:")
+            assert (await client.status()).name == "n1"
+    except TransportError:
+        assert host == "::1", "only IPv6 may be missing here"
+
+
+async def test_an_address_that_cannot_be_listened_on_is_said(tmp_path: Path) -> None:
+    with pytest.raises(TransportError, match="cannot listen on"):
+        await ControlServer(EventLog("n1"), TOKEN).start(unix_path=tmp_path / "no" / "folder")
+
+
+@pytest.mark.parametrize("token", [b"", bytes(32), TOKEN[:-1], TOKEN + b"\0"])
+async def test_without_the_jobs_token_nothing_is_told(service: Service, token: bytes) -> None:
+    async with service.client(token) as client:
+        for call in (client.status(), client.kill(signal.SIGTERM), client.drain("why"), client.results()):
+            with pytest.raises(TaskGraphError, match="token is missing or wrong") as raised:
+                await call
+            assert TOKEN.hex() not in str(raised.value)
+        with pytest.raises(TaskGraphError, match="token is missing or wrong"):
+            async for _ in client.events(follow=True):
+                raise AssertionError("an event without the token")
+    assert service.node.drains == []
+
+
+async def test_a_node_that_is_starting_says_so(tmp_path: Path) -> None:
+    async with serving(tmp_path / "c", attach=False) as service, service.client() as client:
+        with pytest.raises(PeerLost, match="the node is starting"):
+            await client.status()
+        service.server.attach(service.node)
+        assert await client.status() == STATUS
+
+
+async def test_drain_carries_the_reason(service: Service) -> None:
+    async with service.client() as client:
+        await client.drain("the host is needed")
+    assert service.node.drains == ["the host is needed"]
+
+
+async def test_kill_sends_the_signal_after_the_reply(service: Service) -> None:
+    came = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR1, came.set)
+    try:
+        async with service.client() as client, asyncio.timeout(5):
+            await client.kill(signal.SIGUSR1)
+            await came.wait()
+    finally:
+        loop.remove_signal_handler(signal.SIGUSR1)
+
+
+async def test_a_signal_that_is_none_is_refused(service: Service) -> None:
+    async with service.client() as client:
+        with pytest.raises(TaskGraphError, match="400 is not a valid Signals"):
+            await client.kill(400)
+
+
+async def test_a_node_that_is_not_there_any_more_is_gone(tmp_path: Path) -> None:
+    async with serving(tmp_path / "c") as service:
+        client = service.client()
+    async with client:
+        with pytest.raises(PeerGone, match="no node listens"):
+            await client.status()
+        with pytest.raises(PeerGone, match="no node listens"):
+            await client.kill(signal.SIGKILL)
+
+
+async def test_values_of_any_size_and_any_number_of_reports_arrive_whole(service: Service) -> None:
+    big = {"rows": np.arange(700_000, dtype="f8"), "empty": np.zeros((0, 3)), "bytes": b"x" * 3_000_001, "text": "ok"}
+    rows = tuple(ReportRow(e, t, {"loss": e / 3, f"of task {t}": 1.0}) for e in range(12_000) for t in range(3))
+    service.node.found = [
+        TaskResult(0, 12_000, 4, encode(big), rows),
+        TaskResult(2, 12_000, 4, encode(5), ()),
+        TaskResult(1, 12_000, 4, None, ()),
+    ]
+    async with service.client() as client:
+        found = await client.results()
+    assert [(r.task, r.epoch, r.attempt) for r in found] == [(0, 12_000, 4), (2, 12_000, 4), (1, 12_000, 4)]
+    assert found[0].reports == rows and found[1].reports == () and found[2].value is None
+    assert found[0].value is not None and verify(found[0].value)
+    value = decode(found[0].value)
+    assert np.array_equal(value["rows"], big["rows"]) and value["rows"].flags.aligned
+    assert value["empty"].shape == (0, 3) and value["bytes"] == big["bytes"] and value["text"] == "ok"
+    assert found[1].value is not None and decode(found[1].value) == 5
+
+
+async def test_results_are_waited_for_and_a_caller_may_leave(service: Service) -> None:
+    service.node.results_wait.clear()
+    async with service.client() as client:
+        with pytest.raises(PeerLost, match="DEADLINE_EXCEEDED"):
+            await client.results(timeout_s=0.05)
+        waiting = asyncio.ensure_future(client.results())
+        service.node.found = [TaskResult(0, 1, 1, encode(1), ())]
+        service.node.results_wait.set()
+        assert [r.task for r in await waiting] == [0]
+
+
+async def test_events_that_were_and_events_that_come(service: Service) -> None:
+    service.events.emit("restart", "before", epoch=1)
+    async with service.client() as client:
+        assert [(e.text, lost) async for e, lost in client.events(follow=False)] == [("before", 0)]
+        async with asyncio.timeout(5), contextlib.aclosing(client.events(follow=True)) as following:
+            assert (await anext(following))[0].text == "before"
+            service.events.emit("commit", "after", epoch=2, transient=True, fields={"loss": 0.5})
+            event, lost = await anext(following)
+            assert (event.text, event.epoch, event.fields, lost) == ("after", 2, {"loss": 0.5}, 0)
+
+
+async def test_a_follower_hears_the_last_event_and_does_not_delay_the_end(service: Service) -> None:
+    async with service.client() as client:
+        following = client.events(follow=True)
+        service.events.emit("drain", "first")
+        assert (await anext(following))[0].text == "first"
+        service.events.emit("left", "last")
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await service.server.stop()
+        assert loop.time() - began < 0.4, "nobody waits for a follower that has heard everything"
+        assert [event.text async for event, _ in following] == ["last"]
+
+
+async def test_a_slow_follower_loses_the_oldest_and_is_told_how_many(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("taskgraph.node.control._QUEUE", 100)
+    text = "x" * 10_000  # gRPC itself buffers some; the rest waits in the queue
+    async with service.client() as client, contextlib.aclosing(client.events(follow=True)) as following:
+        service.events.emit("commit", "first")
+        assert (await anext(following))[0].text == "first"
+        for number in range(300):
+            service.events.emit("commit", text, epoch=number)
+        epochs, left_out = [], 0
+        async with asyncio.timeout(10):
+            while left_out + len(epochs) < 300:
+                event, lost = await anext(following)
+                left_out += lost
+                epochs.append(event.epoch)
+    assert left_out == 200 and epochs == list(range(200, 300))
+
+
+async def test_a_follower_that_leaves_is_not_told_any_more(service: Service) -> None:
+    async with service.client() as client:
+        service.events.emit("commit", "first")
+        async with contextlib.aclosing(client.events(follow=True)) as following:
+            await anext(following)
+            assert len(service.events._listeners) == 1
+        async with asyncio.timeout(5):
+            while service.events._listeners:  # noqa: ASYNC110 - gRPC tells of a caller's end when it comes to it
+                await asyncio.sleep(0.005)
+
+
+def test_an_address_that_cannot_be_used_here_says_what_would() -> None:
+    assert control_address(f"unix:{host_key()}:/run/x/c|tcp:h:12", host_key()) == "unix:/run/x/c"
+    assert control_address("unix:elsewhere:/run/x/c|tcp:[::1]:12", host_key()) == "[::1]:12"
+    for control in ("", "unix:elsewhere:/run/x/c"):
+        with pytest.raises(TaskGraphError, match="--listen HOST"):
+            control_address(control, host_key())

@@ -1,0 +1,166 @@
+"""The runtime directory: private, found from any shell, and never wrong about what is over."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from taskgraph.errors import JobError, TaskGraphError
+from taskgraph.launch.runtime import JobEntry, Runtime, alive
+
+TOKEN = "ab" * 32
+
+
+def entry(name: str = "fit", pid: int | None = None) -> JobEntry:
+    return JobEntry(name=name, etcd="127.0.0.1:1", token=TOKEN, pid=pid or os.getpid(), embedded=True, tls={})
+
+
+@pytest.fixture
+def runtime(tmp_path: Path) -> Runtime:
+    return Runtime(tmp_path / "taskgraph")
+
+
+@pytest.fixture
+def ended_pid() -> int:
+    """The id of a process that ended and was waited for."""
+    return int(subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True).stdout)
+
+
+@pytest.fixture
+def zombie() -> Iterator[int]:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it ended, and stays until it is waited for
+    yield process.pid
+    process.wait()
+
+
+def test_a_job_is_found_by_name_and_only_its_owner_can_read_it(runtime: Runtime) -> None:
+    runtime.put(entry())
+    found = runtime.find("fit")
+    assert found is not None and found.token_bytes == bytes.fromhex(TOKEN) and found.created > 0
+    assert [job.name for job in runtime.jobs()] == ["fit"]
+    file = runtime.folder("fit") / "job.json"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    for folder in (runtime.root, runtime.root / "jobs", file.parent):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    runtime.remove("fit")
+    assert runtime.find("fit") is None and runtime.jobs() == []
+
+
+def test_a_job_whose_launcher_ended_is_not_found(runtime: Runtime, ended_pid: int, zombie: int) -> None:
+    assert alive(os.getpid()) and not alive(ended_pid) and not alive(zombie)
+    runtime.put(entry("ended", ended_pid))
+    runtime.put(entry("zombie", zombie))
+    assert runtime.find("ended") is None and runtime.find("zombie") is None and runtime.jobs() == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only Linux tells when a process began")
+def test_another_process_with_the_launchers_id_is_not_the_launcher(runtime: Runtime) -> None:
+    runtime.put(entry())
+    file = runtime.folder("fit") / "job.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "started": "12"}))
+    assert runtime.find("fit") is None
+
+
+def test_what_a_newer_version_wrote_is_read_and_what_is_broken_is_said(runtime: Runtime) -> None:
+    runtime.put(entry())
+    runtime.put(entry("other"))
+    file = runtime.folder("fit") / "job.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "of_a_newer_version": 1}))
+    assert runtime.find("fit") is not None
+    file.write_text("{")
+    with pytest.raises(TaskGraphError, match=r"job\.json cannot be read .* remove it"):
+        runtime.find("fit")
+    assert [job.name for job in runtime.jobs()] == ["other"]
+
+
+def test_what_killed_launchers_left_is_forgotten_but_for_the_last(runtime: Runtime, ended_pid: int) -> None:
+    for number in range(8):
+        runtime.put(replace(entry(f"old{number}", ended_pid), created=float(number + 1)))
+    runtime.put(entry("new"))
+    assert sorted(path.name for path in (runtime.root / "jobs").iterdir()) == ["new", "old4", "old5", "old6", "old7"]
+
+
+@pytest.mark.parametrize("name", ["", "..", ".hidden", "a/b", "../../etc", "a\0b", "x" * 101])
+def test_a_name_that_is_none_touches_no_file(runtime: Runtime, name: str) -> None:
+    assert runtime.find(name) is None and runtime.finished(name) is None
+    for act in (runtime.folder, runtime.sockets, runtime.remove, lambda n: runtime.keep_finished(n, {})):
+        with pytest.raises(JobError, match="is no job's name"):
+            act(name)
+    assert not runtime.root.exists()
+
+
+def test_a_directory_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "taskgraph"
+    root.mkdir()
+    root.chmod(0o755)
+    with pytest.raises(TaskGraphError, match="only you can read"):
+        Runtime(root).put(entry())
+
+
+def test_a_directory_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "taskgraph").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(TaskGraphError, match="must be a directory"):
+        Runtime(tmp_path / "taskgraph").put(entry())
+
+
+def test_it_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("ours", "xdg", "tmp"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.delenv("TASKGRAPH_RUNTIME_DIR", raising=False)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert Runtime().root == tmp_path / "tmp" / f"taskgraph-{os.getuid()}"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "gone"))
+    assert Runtime().root == tmp_path / "tmp" / f"taskgraph-{os.getuid()}"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "xdg"))
+    assert Runtime().root == tmp_path / "xdg" / "taskgraph"
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path / "ours"))
+    assert Runtime().root == tmp_path / "ours" / "taskgraph"
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path / "gone"))
+    with pytest.raises(TaskGraphError, match="no such directory"):
+        Runtime()
+
+
+@pytest.mark.parametrize("below", ["t", "a-very-long-name-" * 6])
+def test_sockets_have_short_paths_and_private_folders_wherever_the_directory_is(tmp_path: Path, below: str) -> None:
+    runtime = Runtime(tmp_path / below)
+    first, second = runtime.sockets("fit"), runtime.sockets("fit")
+    try:
+        assert first != second
+        assert len(os.fsencode(first / "12345678" / "0123456789abcdef")) < 100
+        assert stat.S_IMODE(first.stat().st_mode) == 0o700
+    finally:
+        for folder in (first, second):
+            shutil.rmtree(folder)
+
+
+def test_one_launcher_at_a_time_runs_a_job_of_a_name(runtime: Runtime) -> None:
+    with runtime.claim("fit") as first, runtime.claim("fit") as second, runtime.claim("other") as other:
+        assert first and not second and other
+    with runtime.claim("fit") as again:
+        assert again
+    assert list((runtime.root / "jobs").iterdir()) == []
+
+
+def test_the_last_finished_jobs_are_kept_with_their_logs(runtime: Runtime) -> None:
+    for number in range(34):
+        name = f"job{number:02}"
+        (runtime.folder(name) / "n1.log").write_text("it said this")
+        runtime.keep_finished(name, {"number": number})
+        os.utime(runtime.root / "finished" / f"{name}.json", (number, number))
+    assert runtime.finished("job00") is None and runtime.finished("job01") is None
+    assert runtime.finished("job02") == {"number": 2} and runtime.finished("job33") == {"number": 33}
+    logs = sorted(path.name for path in (runtime.root / "finished").glob("*.logs"))
+    assert len(logs) == 32 and logs[0] == "job02.logs"
+    assert (runtime.root / "finished" / "job33.logs" / "n1.log").read_text() == "it said this"
