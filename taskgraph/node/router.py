@@ -45,6 +45,21 @@ class Router:
         self._keeper = keeper
         self._retry_s = retry_s
         self._addresses: dict[str, Peer] = {}
+        self._looked_at = -1
+        self._in_flight: set[tuple[int, int, asyncio.Timeout]] = set()
+        keeper.on_change(self._abandon)
+
+    def _abandon(self) -> None:
+        """Calls to a primary that was replaced end at once: a frozen process neither answers nor breaks its session."""
+        view = self._keeper.view
+        if view.structure_revision == self._looked_at:
+            return
+        self._looked_at = view.structure_revision
+        now = asyncio.get_running_loop().time()
+        moved = {entry for entry in self._in_flight if _revision(view, entry[0]) != entry[1]}
+        self._in_flight -= moved  # each is told once: a timeout that expires cannot be moved again
+        for _, _, scope in moved:
+            scope.reschedule(now)
 
     def peer(self, node: str) -> Peer | None:
         """How to reach a node; also one whose key is absent just now, if it was ever seen."""
@@ -67,13 +82,23 @@ class Router:
                 await self._keeper.wait_until(lambda v: _revision(v, task) > 0 and self._reachable(v, task))
                 continue
             try:
-                return await self._transport.call(peer, message(), timeout_s=timeout_s)
+                return await self._call(peer, task, primary.mod_revision, message(), timeout_s)
             except Refused as refused:
                 if refused.reason not in _TRY_AGAIN:
                     raise
-            except TransportError:
-                pass  # the node may be dead: its successor will appear in the view
+            except (TransportError, TimeoutError):
+                pass  # the node may be dead or replaced: its successor is, or will be, in the view
             await self._next_try(task, primary.mod_revision)
+
+    async def _call(self, peer: Peer, task: int, revision: int, message: Call, timeout_s: float | None) -> Reply:
+        """One try; raises TimeoutError as soon as the view shows another primary."""
+        async with asyncio.timeout(None) as scope:
+            entry = (task, revision, scope)
+            self._in_flight.add(entry)
+            try:
+                return await self._transport.call(peer, message, timeout_s=timeout_s)
+            finally:
+                self._in_flight.discard(entry)
 
     async def to_node(self, node: str, message: Call, *, timeout_s: float | None) -> Reply:
         """One try, to one node. Raises TransportError."""
