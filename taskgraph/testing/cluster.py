@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from taskgraph.errors import JobError
 from taskgraph.jobs import Job, JobResult
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Point
+from taskgraph.protocol.view import JobView
 from taskgraph.testing.threads import LockStepThreads
 
 __all__ = ["STAGES", "run"]
@@ -59,6 +60,12 @@ def run(
     return asyncio.run(_run(job, kills, order, nodes or max(job.min_nodes, backups + 2), timeout_s))
 
 
+def _survivable(view: JobView, node_id: str, living: Set[str]) -> bool:
+    """Whether every task whose primary is on the node has a backup in sync on another one that lives."""
+    mine = [task for task, primary in view.primaries.items() if primary.record.node == node_id]
+    return all(any(holder != node_id and holder in living for holder in view.in_sync(task)) for task in mine)
+
+
 async def _run(job: Job, kills: dict[tuple[int, int], str], order: int, nodes: int, timeout_s: float) -> JobResult:
     rng = random.Random(order) if order else None
 
@@ -67,9 +74,8 @@ async def _run(job: Job, kills: dict[tuple[int, int], str], order: int, nodes: i
             if kills.get((task, epoch)) != stage:
                 return
             node = cluster.node(node_id)
-            # A kill is survived if someone else holds the state: as in life, but here it is what is asked for.
-            mine = [t for t, p in node.keeper.view.primaries.items() if p.record.node == node_id]
-            await node.keeper.wait_until(lambda view: all(len(view.in_sync(t)) > 1 for t in mine))
+            # A kill is survived if someone else who lives holds the state: as in life, but here it is what is asked for.
+            await node.keeper.wait_until(lambda view: _survivable(view, node_id, {n.id for n in cluster.nodes}))
             if kills.pop((task, epoch), None) is not None:
                 cluster.crash(node_id)
                 cluster.add()

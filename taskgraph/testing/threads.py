@@ -18,44 +18,72 @@ R = TypeVar("R")
 
 
 class _Worker:
-    """One function in one thread, which hands the turn to the loop and back."""
+    """A thread that runs one function after another, and hands the turn to the loop and back.
 
-    def __init__(self, function: Callable[[], Any], local: threading.local) -> None:
-        self._function = function
+    Two locks that are held from the beginning pass the turn: a few microseconds, where starting a thread and waiting
+    for an event took most of a small job's time.
+    """
+
+    def __init__(self, local: threading.local) -> None:
         self._local = local
-        self._mine = threading.Event()
-        self._loops = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lock-step", daemon=True)
+        self._mine = threading.Lock()
+        self._loops = threading.Lock()
+        self._mine.acquire()
+        self._loops.acquire()
+        self._function: Callable[[], Any] | None = None
+        self._thread = threading.Thread(target=self._run, name="taskgraph-lock-step", daemon=True)
+        self._thread.start()
+        self.resume: Callable[[], object] = lambda: None
+        self.call_later: Callable[[float, Callable[[], object]], object] = lambda *_: None
         self.result: Any = None
         self.error: BaseException | None = None
-        self.finished = False
+        self.finished = True
 
     def _run(self) -> None:
         self._local.worker = self
-        self._mine.wait()
-        self._mine.clear()
-        try:
-            self.result = self._function()
-        except BaseException as error:
-            self.error = error
-        self.finished = True
-        self._loops.set()
+        while True:
+            self._mine.acquire()
+            if self._function is None:
+                return
+            try:
+                self.result = self._function()
+            except BaseException as error:
+                self.error = error
+            self._function = None
+            self.finished = True
+            self._loops.release()
+
+    def give(self, function: Callable[[], Any]) -> None:
+        """On the loop: what `step` will run."""
+        self._function, self.result, self.error, self.finished = function, None, None, False
 
     def step(self) -> None:
-        """On the loop: lets the thread run until it waits or ends."""
-        if not self._thread.ident:
-            self._thread.start()
-        self._mine.set()
-        self._loops.wait()
-        self._loops.clear()
-        if self.finished:
-            self._thread.join()
+        """On the loop: lets the thread run until it waits or its function ends."""
+        self._mine.release()
+        self._loops.acquire()
 
     def park(self) -> None:
         """In the thread: lets the loop run until its next `step`."""
-        self._loops.set()
-        self._mine.wait()
-        self._mine.clear()
+        self._loops.release()
+        self._mine.acquire()
+
+    def end(self) -> None:
+        """On the loop, between two functions: the thread ends."""
+        self._mine.release()
+        self._thread.join()
+
+
+def _once(function: Callable[[], object]) -> Callable[[], None]:
+    """Calls `function` at the first of several occasions. The loop and its threads take turns: no lock is needed."""
+    called = False
+
+    def call() -> None:
+        nonlocal called
+        if not called:
+            called = True
+            function()
+
+    return call
 
 
 class LockStepThreads:
@@ -63,30 +91,47 @@ class LockStepThreads:
 
     def __init__(self) -> None:
         self._local = threading.local()
+        self._idle: list[_Worker] = []
+        self._closed = False
 
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[R] = loop.create_future()
-        worker = _Worker(function, self._local)
+        worker = self._idle.pop() if self._idle else _Worker(self._local)
+        worker.give(function)
 
         def step() -> None:
             worker.step()
-            if worker.finished and not future.done():
+            if not worker.finished:
+                return
+            if not future.done():
                 if worker.error is not None:
                     future.set_exception(worker.error)
                 else:
                     future.set_result(worker.result)
+            worker.result = worker.error = None
+            if self._closed:
+                worker.end()
+            else:
+                self._idle.append(worker)
 
-        worker.resume = lambda: loop.call_soon_threadsafe(step)  # type: ignore[attr-defined]
+        worker.resume = lambda: loop.call_soon_threadsafe(step)
+        worker.call_later = lambda delay_s, call: loop.call_soon_threadsafe(loop.call_later, delay_s, call)
         loop.call_soon(step)
         return future
 
     def block(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
-        worker: Any = self._local.worker
+        worker: _Worker = self._local.worker
         if not future.done():
-            future.add_done_callback(lambda _: worker.resume())
+            resume = _once(worker.resume)
+            future.add_done_callback(lambda _: resume())
+            if timeout_s is not None:
+                worker.call_later(timeout_s, resume)
             worker.park()
         return future.result(0)
 
     def close(self) -> None:
-        """Nothing to end: a thread ends with its function."""
+        """Idle threads end now, one that still unwinds when its function returns."""
+        self._closed = True
+        while self._idle:
+            self._idle.pop().end()

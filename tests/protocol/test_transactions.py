@@ -110,9 +110,19 @@ STATUS = touch(lambda w: w.keys.status)
 GENERATION = touch(lambda w: w.keys.generation)
 PRIMARY = touch(lambda w: w.keys.primary(0))
 OTHER_PRIMARY = touch(lambda w: w.keys.primary(1))
-NODE_A, NODE_B, NODE_C = (touch(lambda w, n=n: w.keys.node(n)) for n in "abc")
-NO_NODE_A, NO_NODE_B, NO_NODE_C = (drop(lambda w, n=n: w.keys.node(n)) for n in "abc")
-MEMBER_B, MEMBER_C = (touch(lambda w, n=n: w.keys.member(0, n)) for n in "bc")
+
+
+def node_key(node: str) -> Callable[[World], str]:
+    return lambda w: w.keys.node(node)
+
+
+def member_key(node: str) -> Callable[[World], str]:
+    return lambda w: w.keys.member(0, node)
+
+
+NODE_A, NODE_B, NODE_C = (touch(node_key(node)) for node in "abc")
+NO_NODE_A, NO_NODE_B, NO_NODE_C = (drop(node_key(node)) for node in "abc")
+MEMBER_B, MEMBER_C = (touch(member_key(node)) for node in "bc")
 NO_MEMBER_B = drop(lambda w: w.keys.member(0, "b"))
 
 
@@ -253,7 +263,8 @@ def test_a_take_over_whose_answer_was_lost_reads_the_same_again(world: World) ->
     result = world.take_over(0, "b", view=view)
     told = transactions.taken_over(result, view, 0)
     again = world.run(transactions.reread_take_over(view, 0))
-    assert transactions.read_taken_over(result.revision, *again.reads, view, 0) == told
+    epoch, members, primary = again.reads
+    assert transactions.read_taken_over(result.revision, epoch, members, primary, view, 0) == told
 
 
 def test_a_hand_over_is_no_failover(world: World) -> None:
