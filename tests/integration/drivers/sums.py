@@ -32,10 +32,11 @@ class Sums(tg.Task, state=["values"]):
             time.sleep(0.01)
         self.values.append(sum(ins.all("sum").values()))
         epoch.report(value=self.values[-1])
+        if epoch.last:
+            epoch.report(threads=int(os.environ.get("OMP_NUM_THREADS", "0")))
 
-    def result(self) -> dict[str, object] | None:
-        threads = os.environ.get("OMP_NUM_THREADS", "")
-        return {"values": self.values, "threads": threads} if self.task_id == 0 else None
+    def result(self) -> list[int] | None:
+        return self.values if self.task_id == 0 else None
 
 
 @tg.job
@@ -47,6 +48,7 @@ def sums(
     fail_at: int = -1,
     min_nodes: int = 1,
     blas_threads: int = 1,
+    lease_ttl_s: float = 5.0,
 ) -> tg.Job:
     return tg.Job(
         tasks=tasks,
@@ -54,7 +56,7 @@ def sums(
         builder=lambda task_id: Sums(pause_at, gate, fail_at),
         topology=tg.tree(),
         min_nodes=min_nodes,
-        settings=tg.Settings(blas_threads=blas_threads),
+        settings=tg.Settings(blas_threads=blas_threads, lease_ttl_s=lease_ttl_s),
     )
 
 

@@ -1,0 +1,160 @@
+"""The command line as a user has it: real processes, a runtime directory of their own, and a look for what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from etcd_kit import becomes
+
+DRIVER = Path(__file__).parent / "drivers" / "sums.py"
+LIMIT_S = 60.0
+
+
+def sums(tasks: int = 7, epochs: int = 6) -> list[int]:
+    """What the driver computes."""
+    return [epoch * sum(range(tasks)) for epoch in range(epochs)]
+
+
+def printed(epochs: int = 6) -> str:
+    """The same as a run prints it."""
+    return "".join(f"{value}\n" for value in sums(epochs=epochs))
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+@dataclass
+class Command:
+    """A command that runs."""
+
+    process: asyncio.subprocess.Process
+    err: list[str] = field(default_factory=list)
+    out: list[str] = field(default_factory=list)
+
+    async def until(self, text: str, *, out: bool = False) -> str:
+        """The next line of standard error (or output) that contains `text`."""
+        stream = self.process.stdout if out else self.process.stderr
+        lines = self.out if out else self.err
+        assert stream is not None
+        async with asyncio.timeout(LIMIT_S):
+            while line := (await stream.readline()).decode():
+                lines.append(line)
+                if text in line:
+                    return line
+        raise AssertionError(f"it ended without {text!r}: {''.join(lines)}")
+
+    async def done(self, limit_s: float = LIMIT_S) -> Done:
+        try:
+            async with asyncio.timeout(limit_s):
+                out, err = await self.process.communicate()
+        except TimeoutError:
+            raise AssertionError(f"it did not end within {limit_s:g} s: {''.join(self.err)}") from None
+        assert self.process.returncode is not None
+        return Done(
+            self.process.returncode,
+            "".join(self.out) + out.decode(),
+            "".join(self.err) + err.decode(),
+        )
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+
+class Cli:
+    """One user's shell."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.cwd = root / "cwd"
+        self.gate = root / "gate"
+        for folder in ("cwd", "run", "tmp"):
+            (root / folder).mkdir(mode=0o700)
+        self.env = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("TASKGRAPH_", "OMP_"))},
+            "TASKGRAPH_RUNTIME_DIR": str(root / "run"),
+            "TMPDIR": str(root / "tmp"),
+        }
+        self._commands: list[Command] = []
+
+    async def start(self, *arguments: str, python: tuple[str, ...] = ("-m", "taskgraph"), **env: str) -> Command:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, *python, *arguments),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            cwd=self.cwd,
+            env={**self.env, **env},
+        )
+        command = Command(process)
+        self._commands.append(command)
+        return command
+
+    async def __call__(self, *arguments: str, python: tuple[str, ...] = ("-m", "taskgraph"), **env: str) -> Done:
+        return await (await self.start(*arguments, python=python, **env)).done()
+
+    async def paused(self, *arguments: str, epoch: int = 2) -> Command:
+        """A run that stops in this epoch until `open` is called."""
+        options = ("-o", f"pause_at={epoch}", "-o", f"gate={self.gate}")
+        command = await self.start("run", str(DRIVER), *options, *arguments)
+        await command.until(f"epoch {epoch - 1}/")
+        return command
+
+    def open(self) -> None:
+        self.gate.touch()
+
+    def processes(self) -> dict[int, str]:
+        """Every process that was started from here and lives: pid -> command line."""
+        found = {}
+        mark = f"TASKGRAPH_RUNTIME_DIR={self.root / 'run'}".encode()
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark in (path / "environ").read_bytes().split(b"\0"):
+                    found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return found
+
+    def files(self) -> list[str]:
+        """What is left in the runtime and temporary directories, but for what is kept of finished jobs."""
+        roots = (self.root / "run", self.root / "tmp")
+        left = [str(path.relative_to(self.root)) for root in roots for path in root.rglob("*") if not path.is_dir()]
+        return [path for path in left if not path.startswith("run/taskgraph/finished/")]
+
+    async def nothing_left(self) -> None:
+        """Fails where a process, a socket or any other file of a job is left."""
+        with contextlib.suppress(TimeoutError):
+            await becomes(lambda: not self.processes(), 5.0)
+        assert not self.processes()
+        assert self.files() == []
+
+    async def end(self) -> None:
+        for command in self._commands:
+            if command.process.returncode is None:
+                command.process.kill()
+                await command.process.communicate()
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.asynccontextmanager
+async def shell() -> AsyncIterator[Cli]:
+    # Not pytest's directory: a unix socket's path is limited to 107 bytes.
+    root = Path(tempfile.mkdtemp(prefix="tg-"))
+    cli = Cli(root)
+    try:
+        yield cli
+    finally:
+        await cli.end()
+        shutil.rmtree(root, ignore_errors=True)

