@@ -24,6 +24,11 @@ def sums(tasks: int = 7, epochs: int = 6) -> list[int]:
     return [epoch * sum(range(tasks)) for epoch in range(epochs)]
 
 
+def printed(epochs: int = 6) -> str:
+    """The same as a run prints it."""
+    return "".join(f"{value}\n" for value in sums(epochs=epochs))
+
+
 @dataclass
 class Done:
     code: int

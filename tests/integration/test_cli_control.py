@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from cli_kit import DRIVER, Cli, printed, shell, sums
 from etcd_kit import running
-from shell_kit import DRIVER, Cli, printed, shell, sums
 
 from taskgraph.coordination.embedded import EmbeddedEtcd
 
