@@ -26,6 +26,7 @@ __all__ = ["events", "result", "status"]
 
 _WATCH_S = 1.0
 _GONE_POLL_S = 0.3
+_LAST_EVENT_S = 1.0
 _COLLECT_S = 60.0
 _CORRUPTING = ("3.5.0", "3.5.1", "3.5.2")
 
@@ -122,19 +123,33 @@ async def _events(options: argparse.Namespace) -> int:
         printed: list[Event] = []
         following = asyncio.ensure_future(_follow(reached, printed, as_json=options.json))
         gone = asyncio.ensure_future(_launcher_gone(reached.entry))
+        ended = asyncio.ensure_future(_ended(reached))
         try:
-            await asyncio.wait([following, gone], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([following, gone, ended], return_when=asyncio.FIRST_COMPLETED)
             if following.done():
                 await following
                 return 0
         finally:
-            for task in (following, gone):
+            for task in (following, gone, ended):
                 task.cancel()
-            await asyncio.gather(following, gone, return_exceptions=True)
+            await asyncio.gather(following, gone, ended, return_exceptions=True)
     for raw in (Runtime().finished(reached.name) or {"events": []})["events"]:
         if (event := Event(**raw)) not in printed:
             _print_event(event, as_json=options.json)
     return 0
+
+
+async def _ended(reached: Reached) -> None:
+    """Returns when the job's status says that it ended, and its last event had time to be kept."""
+    keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=_GONE_POLL_S)
+    await keeper.load()
+    watching = asyncio.ensure_future(keeper.run())
+    try:
+        await keeper.wait_until(lambda view: not view.running)
+        await asyncio.sleep(_LAST_EVENT_S)
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
 
 
 async def _follow(reached: Reached, printed: list[Event], *, as_json: bool) -> None:

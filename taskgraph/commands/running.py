@@ -247,6 +247,7 @@ def node(options: argparse.Namespace) -> int:
     if token is None:
         raise JobError(f"a node needs the token of job {options.job!r}: give --token-file")
     tls = tls_of(options) or (local.tls if local is not None and local.etcd == etcd else {})
+    process.log_to_stderr()
     _take_threads(uvloop.run(_submitted(etcd, tls, options.job)))
     process.main(
         process.NodeConfig(

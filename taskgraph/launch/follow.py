@@ -223,6 +223,15 @@ class Follower:
         raise OutcomeUnknown(f"whether job {self._spec.name!r} was ended is not known: look at `taskgraph status`")
 
 
+def _event(value: bytes) -> Event | None:
+    """An event kept in etcd; what is none there is left out, since a story with a gap beats none."""
+    try:
+        return Event.from_bytes(value)
+    except DecodeError as error:
+        log.warning("%s", error)
+        return None
+
+
 async def follow_events(coordinator: Coordinator, job: str) -> AsyncIterator[Event]:
     """Events kept in etcd, those there and those to come."""
     keys = Keys(job)
@@ -234,8 +243,8 @@ async def follow_events(coordinator: Coordinator, job: str) -> AsyncIterator[Eve
             async for batch in coordinator.watch(keys.events, revision + 1):
                 revision = batch.revision
                 for change in batch.events:
-                    if change.kind == "put":
-                        yield Event.from_bytes(change.kv.value)
+                    if change.kind == "put" and (event := _event(change.kv.value)) is not None:
+                        yield event
         except WatchCompacted:
             with contextlib.suppress(CoordinationError):
                 revision = (await coordinator.list(keys.events)).revision

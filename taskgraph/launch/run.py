@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import secrets
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 from taskgraph.coordination.embedded import EmbeddedEtcd
@@ -92,6 +94,7 @@ async def arun(
         )
         coordinator = await stack.enter_async_context(await connect(entry.etcd, entry.tls))
         await submit(coordinator, spec)
+        stack.push_async_exit(partial(_cancel_unbegun, coordinator, spec))
         runtime.remove(spec.name)  # what a launcher that was killed left
         runtime.put(entry)
         stack.callback(runtime.remove, spec.name)
@@ -101,6 +104,24 @@ async def arun(
         etcd_ended = embedded.ended if embedded is not None else None
         supervisor = Supervisor(spec, entry, coordinator, follower, hooks, listen=listen, etcd_ended=etcd_ended)
         return await supervisor.run(nodes, timeout_s)
+
+
+_CANCEL_S = 2.0
+
+
+async def _cancel_unbegun(
+    coordinator: EtcdCoordinator, spec: JobSpec, kind: object, error: object, trace: object
+) -> None:
+    """A start that was cut short must not leave the job's name taken; one that ran has ended the job itself."""
+    if error is None:
+        return
+    follower = Follower(coordinator, spec, b"")
+    with contextlib.suppress(CoordinationError, TimeoutError):
+        async with asyncio.timeout(_CANCEL_S):
+            await follower.keeper.load()
+            known = follower.view.spec
+            if known is not None and JobSpec.from_bytes(known).run == spec.run:
+                await follower.cancel_job("it was interrupted while it started")
 
 
 def _running_here(runtime: Runtime, name: str) -> JobRunning:

@@ -267,9 +267,14 @@ def _exit(code: int) -> NoReturn:
     os._exit(code)
 
 
+def log_to_stderr() -> None:
+    """A node tells what it does and what it waits for; twice is no error."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+
+
 def main(config: NodeConfig) -> NoReturn:
     """Runs a node and ends the process."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    log_to_stderr()
     if not config.node_id:
         config = dataclasses.replace(config, node_id=NodeConfig.new_id(config.name))
     if config.parent_fd >= 0 or config.parent_pid:

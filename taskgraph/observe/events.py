@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 
 from taskgraph.coordination.api import Coordinator
-from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown
+from taskgraph.errors import CoordinationError, DecodeError
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Delete, Put, Txn
 
@@ -30,6 +30,7 @@ _BATCH = 32
 """Durable events written in one transaction: below etcd's 128 operations."""
 _RETRY_S = 0.5
 _MAX_TEXT = 4000
+_LAST_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class EventLog:
 async def keep_events(events: EventLog, coordinator: Coordinator, job: str, *, node_id: str, kept: int) -> None:
     """Writes durable events into etcd until cancelled, and prunes all but the last `kept`.
 
-    When cancelled it writes what is left, once, within a second.
+    When cancelled it writes what is left, for a second at most.
     """
     keys = Keys(job)
     waiting: deque[tuple[str, Event]] = deque(maxlen=_RING)
@@ -127,32 +128,33 @@ async def keep_events(events: EventLog, coordinator: Coordinator, job: str, *, n
             await wake.wait()
             wake.clear()
             while waiting:
-                written += await _write(coordinator, waiting)
+                written += await _write_some(coordinator, waiting)
             if written >= _BATCH:
                 written = 0
                 await _prune(coordinator, keys, kept)
     finally:
         stop()
-        if waiting:
-            try:
-                async with asyncio.timeout(1.0):
-                    await _write(coordinator, waiting)
-            except (CoordinationError, TimeoutError) as error:
-                log.warning("%d events could not be kept: %s", len(waiting), error)
+        try:
+            async with asyncio.timeout(_LAST_S):
+                while waiting:
+                    await _write_some(coordinator, waiting)
+        except TimeoutError:
+            log.warning("%d events could not be kept", len(waiting))
 
 
-async def _write(coordinator: Coordinator, waiting: deque[tuple[str, Event]]) -> int:
-    batch = list(itertools.islice(waiting, _BATCH))
+async def _write_some(coordinator: Coordinator, waiting: deque[tuple[str, Event]]) -> int:
+    """Writes the oldest; they go back where etcd is away. Returns how many were written."""
+    batch = [waiting.popleft() for _ in range(min(_BATCH, len(waiting)))]
     try:
         await coordinator.txn(Txn(success=tuple(Put(key, event.to_bytes()) for key, event in batch)))
-    except OutcomeUnknown:
-        pass  # the keys are unique and written blindly: writing them again changes nothing
-    except CoordinationError as error:
+    except CoordinationError as error:  # perhaps written, perhaps not: the keys are unique, and twice is once
+        room = _RING - len(waiting)
+        if room < len(batch):
+            log.warning("%d events were left out: etcd is away for too long", len(batch) - room)
+        waiting.extendleft(reversed(batch[len(batch) - min(room, len(batch)) :]))
         log.warning("events wait for etcd: %s", error)
         await asyncio.sleep(_RETRY_S)
         return 0
-    for _ in batch:
-        waiting.popleft()
     return len(batch)
 
 
