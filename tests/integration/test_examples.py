@@ -1,0 +1,188 @@
+"""The examples on real node processes and a real etcd: the same numbers on any number of nodes, whatever is killed.
+
+What is killed is killed as a user would: `taskgraph kill`, from another process, while the job runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import taskgraph as tg
+from taskgraph.driver import load_driver
+from taskgraph.jobs import JobResult
+
+ROOT = Path(__file__).parents[2]
+BOTH_STYLES = ["framework_regression", "framework_regression_events"]
+LIMIT_S = 100.0
+#: Enough for three kills, each after the one before was made good: with 15 tasks on 2 cores an epoch takes 15 to 30 ms.
+EPOCHS = 700
+
+pytestmark = pytest.mark.slow
+
+
+def job(example: str, **options: object) -> tg.Job:
+    return load_driver(str(ROOT / "examples" / f"{example}.py"))(**options)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+@pytest.mark.parametrize("example", BOTH_STYLES)
+def test_regression_on_nodes(example: str, nodes: int) -> None:
+    result = tg.run(job(example), nodes=nodes, timeout_s=LIMIT_S)
+    assert result.value == [0, 105, 210, 315, 420, 525, 630, 735, 840, 945, 1050]
+    assert [report.numbers["value"] for report in result.reports] == result.value
+    assert result.epochs == 11
+
+
+@pytest.fixture(scope="module")
+def least_squares() -> JobResult:
+    """The linear regression on one node: what all others must equal to the last bit."""
+    return tg.run(job("linear_regression"), nodes=1, timeout_s=LIMIT_S)
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_linear_regression_is_the_same_on_any_number_of_nodes(least_squares: JobResult, nodes: int) -> None:
+    assert least_squares.value["largest relative difference to numpy.linalg.lstsq"] < 1e-6
+    result = tg.run(job("linear_regression"), nodes=nodes, timeout_s=LIMIT_S)
+    assert result.value == least_squares.value
+    assert result.reports == least_squares.reports
+
+
+def test_readmes_program_is_the_same_on_any_number_of_nodes() -> None:
+    one, four = (tg.run(job("readme"), nodes=nodes, timeout_s=LIMIT_S) for nodes in (1, 4))
+    assert one.value.tobytes() == four.value.tobytes()
+    assert one.value == pytest.approx([1.0, 2.0, 3.0])
+    assert one.reports == four.reports
+
+
+# -- with kills -------------------------------------------------------------------------------------------------------
+
+
+def taskgraph(*arguments: str) -> str:
+    """Runs the command line to its end; returns what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "taskgraph", *arguments], capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT
+    )
+    assert done.returncode == 0, f"taskgraph {' '.join(arguments)}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+class Running:
+    """`taskgraph run` in a process of its own."""
+
+    def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
+        self.name = name
+        self.process = process
+        self.killed: list[str] = []
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(taskgraph("status", self.name, "--json"))
+        return found
+
+    def until(self, what: str, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Asks for the status until `reached`; a job that ended before is the test's mistake: it was too short."""
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            assert self.process.poll() is None, f"the job ended before {what}: {self.process.communicate()}"
+            done = subprocess.run(
+                [sys.executable, "-m", "taskgraph", "status", self.name, "--json"], capture_output=True, text=True
+            )
+            if done.returncode == 0 and reached(status := json.loads(done.stdout)):
+                return status
+            assert time.monotonic() < deadline, f"no {what} within {LIMIT_S:g} s: {done.stdout} {done.stderr}"
+
+    def kill(self, *whom: str, backups: int) -> None:
+        """Waits until every task has its backups and the job has gone on for a while, then kills."""
+        before = self.status()["epoch"]
+        self.until(
+            f"{backups} backups for every task, after epoch {before}",
+            lambda status: (
+                status["epoch"] > before + 5 and all(len(t["in_sync"]) == backups + 1 for t in status["tasks"])
+            ),
+        )
+        self.killed.append(taskgraph("kill", self.name, *whom))
+
+    def result(self) -> dict[str, Any]:
+        out, err = self.process.communicate(timeout=LIMIT_S)
+        assert self.process.returncode == 0, err
+        self.story = err
+        found: dict[str, Any] = json.loads(out.splitlines()[-1])
+        return found
+
+
+@contextmanager
+def running(example: str, nodes: int, *options: str) -> Iterator[Running]:
+    name = f"{example}-{os.getpid()}-{time.monotonic_ns()}"
+    command = [sys.executable, "-m", "taskgraph", "run", f"examples/{example}.py", "--name", name, "--json"]
+    command += ["--nodes", str(nodes), *(part for option in options for part in ("-o", option))]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        job = Running(name, process)
+        job.until("first epoch", lambda status: (status["epoch"] or 0) >= 1)
+        yield job
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(LIMIT_S)
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.mark.parametrize("example", BOTH_STYLES)
+def test_regression_with_the_roots_primary_another_primary_and_a_backup_killed(example: str) -> None:
+    epochs = EPOCHS
+    with running(example, 5, f"epochs={epochs}") as job:
+        job.kill("--task", "0", backups=1)
+        job.kill("--task", "5", backups=1)
+        job.kill("--task", "3", "--backup", backups=1)
+        result = job.result()
+    expected = [105 * epoch for epoch in range(epochs)]
+    assert result["values"] == {"0": expected}
+    assert [report["numbers"]["value"] for report in result["reports"]] == expected
+    assert result["epochs"] == epochs
+    assert result["failovers"] >= 2
+    assert "primary of task 0" in job.killed[0] and "backup of task 3" in job.killed[2]
+    # The story: which node was lost, and who took over the root.
+    assert job.story.count(" is gone") >= 3
+    assert "task 0: " in job.story and "is primary after" in job.story
+
+
+def test_linear_regression_is_the_same_to_the_last_bit_when_primaries_and_a_backup_are_killed() -> None:
+    options = {"epochs": EPOCHS // 2, "tolerance": 0.0}
+    undisturbed = json.loads(tg.run(job("linear_regression", **options), nodes=2, timeout_s=LIMIT_S).to_json())
+    with running("linear_regression", 5, *(f"{name}={value}" for name, value in options.items())) as killed:
+        killed.kill("--task", "0", backups=1)
+        killed.kill("--task", "5", backups=1)
+        killed.kill("--task", "3", "--backup", backups=1)
+        result = killed.result()
+    assert result["failovers"] >= 2
+    assert result["epochs"] == EPOCHS // 2
+    assert result["values"] == undisturbed["values"]
+    assert result["reports"] == undisturbed["reports"]
+
+
+def test_regression_with_two_nodes_killed_at_once_and_two_backups() -> None:
+    epochs = 300
+    with running("framework_regression", 5, f"epochs={epochs}", "backups=2") as job:
+        status = job.until(
+            "two backups for every task", lambda status: all(len(t["in_sync"]) == 3 for t in status["tasks"])
+        )
+        root = next(task for task in status["tasks"] if task["task"] == 0)
+        pids = {node["name"]: node["pid"] for node in status["nodes"]}
+        backup = next(node for node in root["in_sync"] if node != root["primary"])
+        for node in (root["primary"], backup):
+            os.kill(pids[node], 9)
+        result = job.result()
+    assert result["values"] == {"0": [105 * epoch for epoch in range(epochs)]}
+    assert result["epochs"] == epochs
+    assert result["failovers"] >= 1
