@@ -243,8 +243,8 @@ async def follow_events(coordinator: Coordinator, job: str) -> AsyncIterator[Eve
             async for batch in coordinator.watch(keys.events, revision + 1):
                 revision = batch.revision
                 for change in batch.events:
-                    if change.kind == "put" and (event := _event(change.kv.value)) is not None:
-                        yield event
+                    if change.kind == "put" and (told := _event(change.kv.value)) is not None:
+                        yield told
         except WatchCompacted:
             with contextlib.suppress(CoordinationError):
                 revision = (await coordinator.list(keys.events)).revision

@@ -14,7 +14,7 @@ from typing import Any
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.driver import JobSpec
-from taskgraph.errors import JobError, JobRunning, UnknownJob
+from taskgraph.errors import CoordinationError, JobError, JobRunning, UnknownJob
 from taskgraph.jobs import EpochReport, Job, JobResult
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.inprocess import arun_inprocess
