@@ -10,12 +10,12 @@ import asyncio
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from taskgraph.errors import TaskGraphError
+from taskgraph.errors import Refused, TaskGraphError
 from taskgraph.node.actor import UserCodeError
 from taskgraph.node.primary import Primary
 from taskgraph.protocol import transactions
 from taskgraph.protocol.kv import Txn, TxnResult
-from taskgraph.protocol.messages import HandOver
+from taskgraph.protocol.messages import HandOver, Reason
 from taskgraph.protocol.records import PrimaryRecord, State, StatusRecord
 from taskgraph.protocol.takeover import Move, Succession, succession
 
@@ -192,15 +192,20 @@ class TakeOvers:
         self._node.begin_term(Primary(self._node, replica, taken))
 
     async def hand_over(self, message: HandOver) -> None:
-        """The task's primary hands over to this in-sync backup, right after a commit."""
+        """The task's primary hands over to this in-sync backup, right after a commit.
+
+        Raises:
+            Refused: this node did not become primary: the old one need not wait, and goes on.
+        """
         task = message.task
         await self._node.keeper.wait_until_read(lambda v: v.stamp is not None and v.stamp >= message.stamp)
-        view = self._node.keeper.view
-        if view.stamp != message.stamp or view.term(task) != message.term or task in self._under_way:
-            return
-        if self._node.paused or task in self._node.primaries or task in self._node.stepping_down or self._node.draining:
-            return
+        view, node = self._node.keeper.view, self._node
+        busy = task in self._under_way or task in node.primaries or task in node.stepping_down
+        if view.stamp != message.stamp or view.term(task) != message.term or busy or node.paused or node.draining:
+            raise Refused(Reason.STALE, f"{node.name} cannot take over task {task} just now")
         await asyncio.shield(self._begin(task, self._become_primary(task, failure=False)))
+        if task not in node.primaries:
+            raise Refused(Reason.STALE, f"{node.name} tried to take over task {task}, and was not the one")
 
     async def _fail_lost(self, task: int) -> None:
         view = self._node.keeper.view
