@@ -74,7 +74,7 @@ async def _run(job: Job, kills: dict[tuple[int, int], str], order: int, nodes: i
             if kills.get((task, epoch)) != stage:
                 return
             node = cluster.node(node_id)
-            # A kill is survived if someone else who lives holds the state: as in life, but here it is what is asked for.
+            # A kill is survived if someone else who lives holds the state: as in life, but here that is waited for.
             await node.keeper.wait_until(lambda view: _survivable(view, node_id, {n.id for n in cluster.nodes}))
             if kills.pop((task, epoch), None) is not None:
                 cluster.crash(node_id)
