@@ -1,0 +1,439 @@
+"""Nodes as processes: they compute, are killed, leave, and never outlive their launcher."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from etcd_kit import becomes, following, free_port, kill, running
+
+from taskgraph.coordination.embedded import EmbeddedEtcd
+from taskgraph.coordination.etcd import EtcdCoordinator
+from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
+from taskgraph.driver import JobSpec, load_driver
+from taskgraph.errors import PeerGone
+from taskgraph.graph.values import decode
+from taskgraph.launch.inprocess import arun_inprocess
+from taskgraph.launch.local import LocalNodes
+from taskgraph.launch.runtime import JobEntry, Runtime
+from taskgraph.launch.submit import submit
+from taskgraph.node.process import NodeConfig, wait_for_job
+from taskgraph.observe.control_client import ControlClient, control_address
+from taskgraph.observe.status import TaskResult
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import Put, Txn
+from taskgraph.protocol.records import GoneRecord, NodeRecord, State, StatusRecord
+from taskgraph.transport.endpoints import host_key
+
+DRIVER = Path(__file__).parent / "drivers" / "held.py"
+LIMIT_S = 30.0
+
+
+async def eventually(true: Callable[[], Awaitable[bool]], limit_s: float) -> None:
+    """Asks again until it is so: a node tells nobody when it takes notice of something."""
+    async with asyncio.timeout(limit_s):
+        while not await true():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def present(etcd: EtcdCoordinator, key: str, limit_s: float) -> bytes:
+    """The key's value, as soon as there is one."""
+
+    async def there() -> bool:
+        return await etcd.get(key) is not None
+
+    await eventually(there, limit_s)
+    kv = await etcd.get(key)
+    assert kv is not None
+    return kv.value
+
+
+async def absent(etcd: EtcdCoordinator, key: str, limit_s: float) -> None:
+    async def away() -> bool:
+        return await etcd.get(key) is None
+
+    await eventually(away, limit_s)
+
+
+@dataclass
+class Rig:
+    """One submitted job, its nodes, and what a launcher knows."""
+
+    spec: JobSpec
+    entry: JobEntry
+    etcd: EtcdCoordinator
+    nodes: LocalNodes
+    folder: Path
+    ended: asyncio.Queue[tuple[str, int]]
+
+    @property
+    def keys(self) -> Keys:
+        return Keys(self.spec.name)
+
+    def hold(self, epoch: int) -> None:
+        (self.folder / f"hold-{epoch}").touch()
+
+    def release(self, epoch: int) -> None:
+        (self.folder / f"hold-{epoch}").unlink()
+
+    async def record(self, name: str) -> NodeRecord:
+        """What a node registered, as soon as it has."""
+        key = self.keys.node(self.nodes.ids()[name])
+        return NodeRecord.from_bytes(await present(self.etcd, key, LIMIT_S))
+
+    async def client(self, name: str) -> ControlClient:
+        return ControlClient(control_address((await self.record(name)).control, host_key()), self.entry.token_bytes)
+
+    async def committed(self, epoch: int) -> None:
+        """Waits until that epoch has committed."""
+
+        async def has() -> bool:
+            kv = await self.etcd.get(self.keys.epoch)
+            return kv is not None and json.loads(kv.value)["epoch"] > epoch
+
+        await eventually(has, LIMIT_S)
+
+    async def status(self) -> StatusRecord:
+        kv = await self.etcd.get(self.keys.status)
+        assert kv is not None
+        return StatusRecord.from_bytes(kv.value)
+
+    async def leader(self) -> str:
+        """The name of the node that leads."""
+        found: list[str] = []
+
+        async def leads() -> bool:
+            for name in self.nodes.pids():
+                async with await self.client(name) as client:
+                    if (await client.status()).leader:
+                        found.append(name)
+            return bool(found)
+
+        await eventually(leads, LIMIT_S)
+        return found[0]
+
+    async def draining(self, name: str) -> None:
+        """Waits until a node knows that it is to leave."""
+        async with await self.client(name) as client:
+
+            async def drains() -> bool:
+                return (await client.status()).draining
+
+            await eventually(drains, 10.0)
+
+    async def gone(self, name: str, limit_s: float = 2.0) -> str:
+        """Why a node is declared gone, as soon as it is."""
+        data = await present(self.etcd, self.keys.gone(self.nodes.ids()[name]), limit_s)
+        return GoneRecord.from_bytes(data).reason
+
+    async def results(self) -> dict[int, np.ndarray]:
+        """What the job computed, asked of the nodes; then they may leave."""
+        found: list[TaskResult] = []
+        async with asyncio.timeout(LIMIT_S):
+            for name in self.nodes.pids():
+                async with await self.client(name) as client:
+                    found += await client.results()
+        assert (await self.status()).state == State.FINISHED
+        assert {(r.epoch) for r in found} == {self.spec.epochs}
+        await self.etcd.txn(Txn(success=(Put(self.keys.collected, b"{}"),)))
+        return {r.task: decode(r.value) for r in found if r.value is not None}
+
+
+@contextlib.asynccontextmanager
+async def launched(
+    etcd: EmbeddedEtcd,
+    count: int,
+    *,
+    driver: Path = DRIVER,
+    between: Callable[[], None] = lambda: None,
+    **options: object,
+) -> AsyncIterator[Rig]:
+    """A job with that many nodes; whatever happens, they are gone afterwards, and nothing of them is left."""
+    folder = Path(tempfile.mkdtemp(prefix="tg-"))
+    name = f"held-{uuid.uuid4().hex[:8]}"
+    (folder / "gate").mkdir()
+    job = load_driver(str(driver))(name=name, folder=str(folder / "gate"), **options)
+    spec = JobSpec.of(job, expected_nodes=count)
+    entry = JobEntry(
+        name=name, etcd=etcd.endpoint, token=secrets.token_hex(32), pid=os.getpid(), embedded=False, tls={}
+    )
+    runtime, ended = Runtime(folder / "run"), asyncio.Queue[tuple[str, int]]()
+    runtime.put(entry)
+    try:
+        async with await EtcdCoordinator.connect(etcd.endpoint) as coordinator:
+            nodes = LocalNodes(entry, coordinator, runtime, on_exit=lambda name, code: ended.put_nowait((name, code)))
+            rig = Rig(spec, entry, coordinator, nodes, folder / "gate", ended)
+            await submit(coordinator, spec)
+            between()
+            try:
+                yield rig
+            finally:
+                await nodes.stop(0.0)
+                assert nodes.alive == 0 and list((folder / "run" / "s").iterdir()) == []
+    finally:
+        shutil.rmtree(folder)
+
+
+async def calm(**options: int) -> dict[int, np.ndarray]:
+    """What the same job computes when nothing fails."""
+    found = await arun_inprocess(load_driver(str(DRIVER))(**options))
+    return dict(found.values)
+
+
+def same(found: dict[int, np.ndarray], expected: dict[int, np.ndarray]) -> bool:
+    return found.keys() == expected.keys() and all(np.array_equal(found[t], expected[t]) for t in expected)
+
+
+@pytest.mark.slow
+async def test_nodes_compute_a_job_and_leave_when_its_result_was_collected(embedded_etcd: EmbeddedEtcd) -> None:
+    async with launched(embedded_etcd, 3) as rig:
+        await rig.nodes.start(3)
+        assert rig.nodes.alive == 3 and sorted(rig.nodes.pids()) == ["n1", "n2", "n3"]
+        for name, pid in rig.nodes.pids().items():
+            command = command_of(pid)
+            assert rig.entry.token not in command and rig.entry.etcd not in command
+            assert os.getsid(pid) == pid, "a Ctrl-C on the terminal is for the launcher alone"
+            assert (await rig.record(name)).pid == pid
+        assert same(await rig.results(), await calm())
+        await rig.nodes.wait(LIMIT_S)
+        assert rig.nodes.codes() == {"n1": 0, "n2": 0, "n3": 0}
+        assert {await rig.gone(name) for name in ("n1", "n2", "n3")} == {"it left"}
+        assert (await rig.etcd.list(rig.keys.nodes)).items == ()
+
+
+@pytest.mark.slow
+async def test_a_killed_node_is_declared_gone_at_once_and_the_result_is_the_same(embedded_etcd: EmbeddedEtcd) -> None:
+    async with launched(embedded_etcd, 3) as rig:
+        rig.hold(3)
+        await rig.nodes.start(3)
+        await rig.committed(2)
+        leader = await rig.leader()
+        node = rig.nodes.ids()[leader]
+        record = await rig.record(leader)
+        start = (await rig.etcd.list(rig.keys.root)).revision + 1
+        async with following(rig.etcd, rig.keys.gone(node), start) as told:
+            killed_at = time.monotonic()
+            os.kill(rig.nodes.pids()[leader], signal.SIGKILL)
+            async with asyncio.timeout(10), told.changed:
+                await told.changed.wait_for(lambda: told.events)
+            took_s = time.monotonic() - killed_at
+        assert GoneRecord.from_bytes(told.events[0].kv.value).reason == "killed by SIGKILL"
+        assert took_s < 0.2
+        assert await rig.ended.get() == (leader, -signal.SIGKILL)
+        # Its lease was revoked: the key is gone long before it would have expired.
+        await absent(rig.etcd, rig.keys.node(node), 1.0)
+        (unix,) = [e for e in record.endpoints if e.startswith("unix:")]
+        assert not Path(unix.split(":", 2)[2]).parent.exists(), "its sockets are removed"
+        async with ControlClient(control_address(record.control, host_key()), rig.entry.token_bytes) as client:
+            with pytest.raises(PeerGone):
+                await client.status()
+        rig.release(3)
+        assert same(await rig.results(), await calm())
+        await rig.nodes.wait(LIMIT_S)
+        assert sorted(rig.nodes.codes().values()) == [-signal.SIGKILL, 0, 0]
+
+
+@pytest.mark.slow
+async def test_a_node_kills_itself_when_it_is_told_to(embedded_etcd: EmbeddedEtcd) -> None:
+    async with launched(embedded_etcd, 2) as rig:
+        rig.hold(1)
+        await rig.nodes.start(2)
+        await rig.committed(0)
+        async with await rig.client("n2") as client:
+            await client.kill(signal.SIGKILL)
+        async with asyncio.timeout(10):
+            assert await rig.ended.get() == ("n2", -signal.SIGKILL)
+        rig.release(1)
+        assert same(await rig.results(), await calm())
+
+
+@pytest.mark.slow
+async def test_sigterm_hands_over_and_leaves_while_the_job_goes_on(embedded_etcd: EmbeddedEtcd) -> None:
+    async with launched(embedded_etcd, 3) as rig:
+        rig.hold(2)
+        rig.hold(7)
+        await rig.nodes.start(3)
+        await rig.committed(1)
+        leader = await rig.leader()
+        os.kill(rig.nodes.pids()[leader], signal.SIGTERM)
+        await rig.draining(leader)
+        rig.release(2)
+        async with asyncio.timeout(LIMIT_S):
+            assert await rig.ended.get() == (leader, 0)
+        assert (await rig.status()).state == State.RUNNING
+        rig.release(7)
+        assert same(await rig.results(), await calm())
+
+
+@pytest.mark.slow
+async def test_the_second_sigterm_ends_at_once_though_a_compute_runs(embedded_etcd: EmbeddedEtcd) -> None:
+    async with launched(embedded_etcd, 1) as rig:
+        rig.hold(1)
+        await rig.nodes.start(1)
+        await rig.committed(0)
+        os.kill(rig.nodes.pids()["n1"], signal.SIGTERM)
+        await rig.draining("n1")
+        assert rig.nodes.alive == 1, "there is nobody to hand over to"
+        os.kill(rig.nodes.pids()["n1"], signal.SIGTERM)
+        async with asyncio.timeout(2):
+            assert await rig.ended.get() == ("n1", 143)
+        assert await rig.gone("n1") == "exited with code 143"
+
+
+@pytest.mark.slow
+async def test_a_node_that_is_stopped_is_ended_nevertheless(embedded_etcd: EmbeddedEtcd) -> None:
+    async with launched(embedded_etcd, 1) as rig:
+        rig.hold(0)
+        await rig.nodes.start(1)
+        await rig.record("n1")
+        os.kill(rig.nodes.pids()["n1"], signal.SIGSTOP)
+        began = time.monotonic()
+        await rig.nodes.stop(0.2)
+        assert time.monotonic() - began < 5 and rig.nodes.codes() == {"n1": -signal.SIGKILL}
+        # The job runs on elsewhere, perhaps: whoever is there need not wait for the lease.
+        assert await rig.etcd.get(rig.keys.gone(rig.nodes.ids()["n1"])) is not None
+
+
+@pytest.mark.slow
+async def test_another_version_of_the_driver_is_refused(embedded_etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+    driver = tmp_path / "held_elsewhere.py"
+    shutil.copy(DRIVER, driver)
+
+    def change() -> None:
+        driver.write_text(driver.read_text() + "\n# changed\n")
+
+    async with launched(embedded_etcd, 1, driver=driver, between=change) as rig:
+        await rig.nodes.start(1)
+        async with asyncio.timeout(LIMIT_S):
+            assert await rig.ended.get() == ("n1", 4)
+        said = rig.nodes.log_tail("n1")
+        assert "refused" in said and rig.spec.fingerprint in said and "here it has" in said
+
+
+@pytest.mark.slow
+async def test_a_node_that_dies_before_it_registers_is_declared_gone(
+    embedded_etcd: EmbeddedEtcd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = tmp_path / "held_and_dies.py"
+    driver.write_text(
+        DRIVER.read_text().replace(
+            "import time\n", "import os\nimport sys\nimport time\n\nif os.environ.get('DIE'): sys.exit('no licence')\n"
+        )
+    )
+    async with launched(embedded_etcd, 1, driver=driver, between=lambda: monkeypatch.setenv("DIE", "1")) as rig:
+        await rig.nodes.start(1)
+        async with asyncio.timeout(LIMIT_S):
+            assert await rig.ended.get() == ("n1", 1)
+        assert "the driver called sys.exit('no licence')" in rig.nodes.log_tail("n1")
+        assert await rig.gone("n1") == "exited with code 1"
+
+
+@pytest.mark.slow
+async def test_without_an_etcd_a_node_says_what_it_tried(tmp_path: Path) -> None:
+    port = free_port()
+    file = tmp_path / "n1.json"
+    file.write_text(json.dumps({"job": "held", "name": "n1", "etcd": f"127.0.0.1:{port}", "token": "00" * 32}))
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "taskgraph.node.process", str(file)), stderr=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(LIMIT_S):
+        _, said = await process.communicate()
+    assert process.returncode == 3
+    assert f"127.0.0.1:{port}" in said.decode() and "00" * 32 not in said.decode()
+    assert not file.exists(), "the token does not lie around"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stuck", [False, True])
+async def test_nothing_outlives_a_launcher_that_is_killed(stuck: bool) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="tg-"))
+    (folder / "run").mkdir(mode=0o700)
+    (folder / "hold-1").touch()
+    try:
+        launcher = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "taskgraph", "run", str(DRIVER), "--nodes", "2"),
+            *("-o", f"folder={folder}", "-o", f"stuck={str(stuck).lower()}"),
+            stdin=asyncio.subprocess.DEVNULL,
+            env={**os.environ, "TASKGRAPH_RUNTIME_DIR": str(folder / "run"), "TMPDIR": str(folder)},
+        )
+        runtime = Runtime(folder / "run" / "taskgraph")
+        try:
+            await becomes(lambda: runtime.find("held") is not None, LIMIT_S)
+            entry = runtime.find("held")
+            assert entry is not None
+            if stuck:
+                await becomes(lambda: (folder / "stuck").exists(), LIMIT_S)
+            else:
+                await two_registered(entry.etcd)
+            started = descendants(launcher.pid)
+            assert len(started) == 4, "two nodes, etcd and its guard"
+        finally:
+            await kill_and_reap(launcher)
+        await becomes(lambda: not any(running(pid) for pid in started), 5.0)
+        assert runtime.find("held") is None, "what the launcher left is known to be stale"
+        assert list((runtime.root / "s").iterdir()) == []
+        assert [name for name in os.listdir(folder) if name.startswith("taskgraph-etcd-")] == []
+    finally:
+        shutil.rmtree(folder)
+
+
+async def two_registered(endpoint: str) -> None:
+    async with await EtcdCoordinator.connect(endpoint) as etcd:
+
+        async def registered() -> bool:
+            return len((await etcd.list(Keys("held").nodes)).items) == 2
+
+        await eventually(registered, LIMIT_S)
+
+
+async def kill_and_reap(process: asyncio.subprocess.Process) -> None:
+    await kill(process.pid)
+    await process.wait()
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+
+
+def descendants(pid: int) -> set[int]:
+    found: set[int] = set()
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in path.read_text().split():
+            found |= {int(child)} | descendants(int(child))
+    return found
+
+
+async def test_a_node_may_be_started_before_its_job_is_submitted() -> None:
+    coordinator = MemoryCoordinator(MemoryStore())
+    spec = JobSpec.of(load_driver(str(DRIVER))(name="later"))
+    keys = Keys("later")
+    old = dataclasses.replace(spec, run="an earlier one")
+    ended = StatusRecord(state=State.FINISHED)
+    await coordinator.txn(Txn(success=(Put(keys.spec, old.to_bytes()), Put(keys.status, ended.to_bytes()))))
+    waiting = asyncio.ensure_future(wait_for_job(coordinator, "later"))
+    await asyncio.sleep(0)
+    assert not waiting.done(), "a job that has ended is not the one it waits for"
+    await submit(coordinator, spec)
+    async with asyncio.timeout(5):
+        assert (await waiting).run == spec.run
+    await coordinator.close()
+
+
+def test_a_token_is_not_shown_where_a_configuration_is() -> None:
+    config = NodeConfig(job="held", name="n1", etcd="e:1", token="5ec4e7")
+    assert "5ec4e7" not in repr(config) and config.folder is None
