@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from taskgraph.errors import JobError, StateError
+from taskgraph.shape import HandlerInfo, TaskShape, checked_state, handles, make_shape
 
 if TYPE_CHECKING:
     from taskgraph.epoch import Epoch
@@ -27,22 +28,6 @@ __all__ = [
     "shape_of",
     "shard",
 ]
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-_HOOKS = (
-    "setup",
-    "compose",
-    "snapshot",
-    "restore",
-    "result",
-    "on_flag",
-    "on_commit",
-    "on_event",
-    "teardown",
-)
-_PLAIN_ONLY = ("compose", "snapshot", "restore", "result")
-_GIVEN = ("task_id", "tasks", "log", "primary", "xp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,54 +66,31 @@ class NeighborRestarted(Event):
     link: str
 
 
-@dataclass(frozen=True, slots=True)
-class HandlerInfo:
-    """A method declared with `@tg.handles`."""
-
-    method_name: str
-    pure: bool
-    is_async: bool
+class _TooEarly(JobError, AttributeError):
+    """An attribute was read before the framework set it. Also an AttributeError, so that `hasattr` says no."""
 
 
-@dataclass(frozen=True, slots=True)
-class TaskShape:
-    """What a task class overrides, as the node needs to know it.
+class _Given:
+    """What the framework sets on a task once it is built; reading it before says so."""
 
-    Attributes:
-        stateful: it declares state, or overrides `snapshot`.
-        receives: it can take flags or requests: the epoch must grow quiet before its sync points.
-        overrides: names of the hooks it defines.
-        handlers: request method -> handler.
-    """
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
 
-    stateful: bool
-    receives: bool
-    overrides: frozenset[str]
-    handlers: Mapping[str, HandlerInfo]
-
-
-def handles(name: str, *, pure: bool = False) -> Callable[[F], F]:
-    """Marks a method as the handler of a request: `def push(self, epoch, sender, payload) -> Value`.
-
-    Args:
-        name: what `epoch.request(to, name, payload)` calls it.
-        pure: it changes nothing, not even `epoch.scratch`: it may run any number of times.
-    """
-    if not isinstance(name, str) or not name:
-        raise JobError("@tg.handles takes the request's name: @tg.handles('push')")
-
-    def mark(function: F) -> F:
-        function.__taskgraph_handles__ = (name, pure)  # type: ignore[attr-defined]
-        return function
-
-    return mark
+    def __get__(self, task: object, owner: type) -> Any:
+        if task is None:
+            return self
+        raise _TooEarly(
+            f"{owner.__name__}.{self._name} is set after the task is built: read it in setup(), not in __init__ "
+            f"(a test without a job sets it itself)"
+        )
 
 
 class Task:
     """One task of a job. Subclass it; `class Fit(tg.Task, state=["theta"])` names what a failure cannot take.
 
-    Hooks, computes and handlers are `def` (they run in a worker thread) or `async def` (on the event loop); two of
-    one task never run at once. `compose`, `snapshot`, `restore` and `result` are `def`.
+    Subclasses add to the state of their bases. Hooks, computes and handlers are `def` (they run in a worker thread) or
+    `async def` (on the event loop); two of one task never run at once. `compose`, `snapshot`, `restore` and `result`
+    are `def`.
 
     Attributes:
         task_id: 0 to tasks - 1.
@@ -136,36 +98,36 @@ class Task:
         log: a logger of this task.
         primary: whether this replica is the primary at the moment.
         xp: cupy on a node with a GPU, else numpy.
+
+    Raises:
+        JobError: when the class is made: its state, hooks or handlers do not fit; the message says which. When one of
+            the attributes is read before `setup()`.
     """
 
-    task_id: int
-    tasks: int
-    log: logging.Logger
-    primary: bool
-    xp: ModuleType
+    if TYPE_CHECKING:
+        task_id: int
+        tasks: int
+        log: logging.Logger
+        primary: bool
+        xp: ModuleType
+    else:
+        task_id = _Given()
+        tasks = _Given()
+        log = _Given()
+        primary = _Given()
+        xp = _Given()
 
     __taskgraph_state__: ClassVar[tuple[str, ...]] = ()
     __taskgraph_shape__: ClassVar[TaskShape]
 
     def __init_subclass__(cls, state: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if isinstance(state, str):
-            raise JobError(f"class {cls.__name__}: state takes a list of names: state=[{state!r}]")
-        for name in state:
-            if not isinstance(name, str) or not name.isidentifier():
-                raise JobError(f"class {cls.__name__}: state names attributes, and {name!r} is no attribute name")
-            if name in _GIVEN:
-                raise JobError(f"class {cls.__name__}: {name!r} is set by the framework and cannot be state")
-        inherited = cls.__taskgraph_state__
-        cls.__taskgraph_state__ = (*inherited, *(name for name in state if name not in inherited))
-        cls.__taskgraph_shape__ = _shape(cls)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _GIVEN:
-            raise JobError(
-                f"{type(self).__name__}.{name} is set after the task is built: read it in setup(), not in __init__"
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        added = checked_state(cls, state)
+        inherited = dict.fromkeys(  # of all bases, and each name once
+            name for base in reversed(cls.__mro__[1:]) for name in vars(base).get("__taskgraph_state__", ())
+        )
+        cls.__taskgraph_state__ = tuple(inherited | dict.fromkeys(added))
+        cls.__taskgraph_shape__ = make_shape(cls, Task, cls.__taskgraph_state__)
 
     def setup(self) -> Any:
         """Runs once per replica: load data (`tg.shard`), make the first state."""
@@ -180,20 +142,24 @@ class Task:
         for name in self.__taskgraph_state__:
             if name not in vars(self) and not hasattr(type(self), name):
                 raise StateError(
-                    f"task {self.task_id}: class {type(self).__name__} declares state {name!r}, but has no such "
-                    f"attribute: set self.{name} in setup()"
+                    f"{_title(self)} declares state {name!r}, but has no such attribute: set self.{name} in setup()"
                 )
             state[name] = getattr(self, name)
         return state or None
 
     def restore(self, state: Any) -> None:
         """Takes a snapshot back; its arrays are yours to write."""
-        given = state or {}
-        if not isinstance(given, dict) or set(given) != set(self.__taskgraph_state__):
-            names = sorted(given) if isinstance(given, dict) else type(given).__name__
+        given = {} if state is None else state
+        if not isinstance(given, dict):
+            raise StateError(f"{_title(self)}: the default restore() takes a dict, not {type(given).__name__}")
+        declared = self.__taskgraph_state__
+        missing = [name for name in declared if name not in given]
+        extra = [str(name) for name in given if name not in declared]
+        if missing or extra:
+            both = (("lacks", missing), ("holds undeclared", extra))
+            differ = " and ".join(f"{verb} {', '.join(map(repr, names))}" for verb, names in both if names)
             raise StateError(
-                f"task {self.task_id}: the snapshot holds {names}, but class {type(self).__name__} declares state "
-                f"{sorted(self.__taskgraph_state__)}"
+                f"{_title(self)}: the snapshot {differ}; the state declared is: {', '.join(declared) or 'none'}"
             )
         for name, value in given.items():
             setattr(self, name, value)
@@ -215,34 +181,11 @@ class Task:
         """At the end of each living replica: the last chance to save work."""
 
 
-def _shape(cls: type[Task]) -> TaskShape:
-    overrides = frozenset(name for name in _HOOKS if getattr(cls, name) is not getattr(Task, name))
-    for name in _PLAIN_ONLY:
-        if inspect.iscoroutinefunction(getattr(cls, name)):
-            raise JobError(f"class {cls.__name__}: {name} must be a plain `def`, not `async def`")
-    if ("snapshot" in overrides) != ("restore" in overrides):
-        one, other = ("snapshot", "restore") if "snapshot" in overrides else ("restore", "snapshot")
-        raise JobError(f"class {cls.__name__} overrides {one} but not {other}: a snapshot must be restored by its kin")
-    handlers: dict[str, HandlerInfo] = {}
-    for attribute in dir(cls):
-        mark = getattr(getattr(cls, attribute, None), "__taskgraph_handles__", None)
-        if mark is None:
-            continue
-        name, pure = mark
-        if name in handlers:
-            raise JobError(
-                f"class {cls.__name__}: methods {handlers[name].method_name!r} and {attribute!r} both handle {name!r}"
-            )
-        handlers[name] = HandlerInfo(attribute, pure, inspect.iscoroutinefunction(getattr(cls, attribute)))
-    return TaskShape(
-        stateful=bool(cls.__taskgraph_state__) or "snapshot" in overrides,
-        receives=bool(handlers) or "on_flag" in overrides,
-        overrides=overrides,
-        handlers=MappingProxyType(handlers),
-    )
+def _title(task: Task) -> str:
+    return f"task {vars(task).get('task_id', '?')} ({type(task).__name__})"
 
 
-Task.__taskgraph_shape__ = _shape(Task)
+Task.__taskgraph_shape__ = make_shape(Task, Task, ())
 
 
 def shape_of(cls: type[Task]) -> TaskShape:
@@ -251,11 +194,17 @@ def shape_of(cls: type[Task]) -> TaskShape:
 
 
 def shard(n: int, task_id: int, tasks: int) -> slice:
-    """The part of `n` rows that is `task_id`'s: contiguous, all parts within one row of each other.
+    """The part of `n` rows that is `task_id`'s: contiguous, in order, all parts within one row of each other.
 
     Raises:
-        JobError: task_id is not one of the tasks.
+        JobError: task_id is not one of the tasks, or n is negative.
     """
+    try:  # numpy's integers overflow where Python's do not
+        n, task_id, tasks = operator.index(n), operator.index(task_id), operator.index(tasks)
+    except TypeError:
+        raise JobError(f"shard takes ints (rows, task_id, tasks), not {(n, task_id, tasks)!r}") from None
     if not 0 <= task_id < tasks:
         raise JobError(f"shard: there is no task {task_id} among {tasks}")
+    if n < 0:
+        raise JobError(f"shard: {n} rows cannot be split")
     return slice(n * task_id // tasks, n * (task_id + 1) // tasks)

@@ -1,0 +1,162 @@
+"""What a task class overrides and handles, found and checked once, when the class is made."""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from taskgraph.errors import JobError
+
+__all__ = ["GIVEN", "HandlerInfo", "TaskShape", "checked_state", "handles", "make_shape"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_HOOKS: Mapping[str, tuple[str, ...]] = {  # name -> what it is called with
+    "setup": (),
+    "compose": ("epoch",),
+    "snapshot": (),
+    "restore": ("state",),
+    "result": (),
+    "on_flag": ("epoch", "sender", "meta"),
+    "on_commit": ("number", "state"),
+    "on_event": ("event",),
+    "teardown": (),
+}
+_HANDLER = ("epoch", "sender", "payload")
+_PLAIN_ONLY = ("compose", "snapshot", "restore", "result")
+GIVEN = ("task_id", "tasks", "log", "primary", "xp")
+
+
+@dataclass(frozen=True, slots=True)
+class HandlerInfo:
+    """A method declared with `@tg.handles`."""
+
+    method_name: str
+    pure: bool
+    is_async: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TaskShape:
+    """What a task class overrides, as the node needs to know it.
+
+    Attributes:
+        stateful: it declares state, or overrides `snapshot`.
+        receives: it can take flags or requests: the epoch must grow quiet before its sync points.
+        overrides: names of the hooks it defines.
+        handlers: request method -> handler.
+    """
+
+    stateful: bool
+    receives: bool
+    overrides: frozenset[str]
+    handlers: Mapping[str, HandlerInfo]
+
+
+def handles(name: str, *, pure: bool = False) -> Callable[[F], F]:
+    """Marks a method as the handler of a request: `def push(self, epoch, sender, payload) -> Value`.
+
+    A subclass that overrides the method handles the request, too, decorated again or not.
+
+    Args:
+        name: what `epoch.request(to, name, payload)` calls it.
+        pure: it changes nothing, not even `epoch.scratch`: it may run any number of times.
+
+    Raises:
+        JobError: it is not given a name.
+    """
+    if not isinstance(name, str) or not name:
+        raise JobError("@tg.handles takes the request's name: @tg.handles('push')")
+
+    def mark(function: F) -> F:
+        function.__taskgraph_handles__ = (name, pure)  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def checked_state(cls: type, state: Sequence[str]) -> Sequence[str]:
+    """The names a class declares with `state=[...]`; raises JobError where they cannot be attributes."""
+    if not isinstance(state, list | tuple):  # not a set: its order differs from process to process
+        example = f"[{state!r}]" if isinstance(state, str) else '["theta"]'
+        raise JobError(f"class {cls.__name__}: state takes a list of names: state={example}")
+    for name in state:
+        if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+            raise JobError(f"class {cls.__name__}: state names attributes, and {name!r} is no attribute name")
+        if name in GIVEN:
+            raise JobError(f"class {cls.__name__}: {name!r} is set by the framework and cannot be state")
+        if name in _HOOKS or inspect.isfunction(inspect.getattr_static(cls, name, None)):
+            raise JobError(f"class {cls.__name__}: {name!r} is a method and cannot be state")
+        if name.startswith("__"):
+            raise JobError(
+                f"class {cls.__name__}: Python renames self.{name} inside a class, so it cannot be state: call it "
+                f"{name.strip('_')!r} or {'_' + name.strip('_')!r}"
+            )
+    if len(set(state)) != len(state):
+        raise JobError(f"class {cls.__name__}: state names an attribute twice: {list(state)}")
+    return state
+
+
+def make_shape(cls: type, base: type, state: Sequence[str]) -> TaskShape:
+    """The shape of `cls`, whose hooks default to those of `base`; raises JobError where something does not fit."""
+    overrides = frozenset(name for name in _HOOKS if getattr(cls, name) is not getattr(base, name))
+    for name in sorted(overrides):
+        _check_callable(cls, name, _HOOKS[name])
+        if name in _PLAIN_ONLY and inspect.iscoroutinefunction(getattr(cls, name)):
+            raise JobError(f"class {cls.__name__}: {name} must be a plain `def`, not `async def`")
+    if ("snapshot" in overrides) != ("restore" in overrides):
+        one, other = ("snapshot", "restore") if "snapshot" in overrides else ("restore", "snapshot")
+        raise JobError(f"class {cls.__name__} overrides {one} but not {other}: one undoes the other, define both")
+    handlers = _handlers(cls)
+    return TaskShape(
+        stateful=bool(state) or "snapshot" in overrides,
+        receives=bool(handlers) or "on_flag" in overrides,
+        overrides=overrides,
+        handlers=MappingProxyType(handlers),
+    )
+
+
+def _handlers(cls: type) -> dict[str, HandlerInfo]:
+    """Request method -> handler. The mark may be on the method, or on one of a base class that it overrides."""
+    handlers: dict[str, HandlerInfo] = {}
+    for attribute in dir(cls):
+        marks = (
+            getattr(vars(base)[attribute], "__taskgraph_handles__", None)
+            for base in cls.__mro__
+            if attribute in vars(base)
+        )
+        mark = next((mark for mark in marks if mark is not None), None)
+        if mark is None or getattr(cls, attribute) is None:  # `push = None` in a subclass takes a handler away
+            continue
+        name, pure = mark
+        if attribute in _HOOKS:
+            raise JobError(f"class {cls.__name__}: {attribute} is a hook and cannot handle {name!r}, too")
+        if name in handlers:
+            raise JobError(
+                f"class {cls.__name__}: methods {handlers[name].method_name!r} and {attribute!r} both handle {name!r}"
+            )
+        _check_callable(cls, attribute, _HANDLER)
+        handlers[name] = HandlerInfo(attribute, pure, inspect.iscoroutinefunction(getattr(cls, attribute)))
+    return handlers
+
+
+def _check_callable(cls: type, name: str, parameters: tuple[str, ...]) -> None:
+    """What would fail, or do nothing, when it is first called on some node fails where the class is written."""
+    function = getattr(cls, name)
+    if not callable(function):
+        raise JobError(f"class {cls.__name__}: {name} must be a method, not {type(function).__name__}")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise JobError(f"class {cls.__name__}: {name} has a `yield`, so calling it would run nothing of it: remove it")
+    if not inspect.isfunction(inspect.getattr_static(cls, name)):
+        return  # something callable of another kind: it knows what it takes
+    try:
+        inspect.signature(function).bind("self", *parameters)
+    except TypeError:
+        raise JobError(
+            f"class {cls.__name__}: {name} is called as {name}(self{''.join(f', {p}' for p in parameters)}), but "
+            f"takes {inspect.signature(function)}"
+        ) from None

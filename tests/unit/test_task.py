@@ -1,0 +1,304 @@
+"""What a task class may look like, and what is said about one that may not."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+
+import taskgraph as tg
+from taskgraph.shape import HandlerInfo
+from taskgraph.task import shape_of
+
+
+def make(state: Any = (), bases: tuple[type, ...] = (tg.Task,), **members: Any) -> type[tg.Task]:
+    """`class Fit(*bases, state=state)` with these members."""
+    return type("Fit", bases, members, state=state)  # type: ignore[call-overload, no-any-return]
+
+
+# -- state --------------------------------------------------------------------------------------------
+
+
+def test_a_subclass_adds_to_the_state_of_all_its_bases_each_name_once() -> None:
+    class A(tg.Task, state=["theta"]):
+        pass
+
+    class B(tg.Task, state=("seen",)):
+        pass
+
+    class Both(A, B, state=["theta", "step"]):
+        pass
+
+    task = Both()
+    task.restore({"theta": 1, "seen": 2, "step": 3})
+    assert set(task.snapshot()) == {"theta", "seen", "step"}
+    assert shape_of(Both).stateful
+    assert list(A.__taskgraph_state__) == ["theta"], "a base is not changed by its subclasses"
+
+
+@pytest.mark.parametrize(
+    ("state", "complaint"),
+    [
+        ("theta", r"state takes a list of names: state=\['theta'\]"),
+        ({"a", "b"}, "state takes a list of names"),
+        (5, "state takes a list of names"),
+        (["two words"], "'two words' is no attribute name"),
+        (["class"], "'class' is no attribute name"),
+        ([3], "3 is no attribute name"),
+        (["a", "b", "a"], "twice"),
+        (["task_id"], "'task_id' is set by the framework"),
+        (["snapshot"], "'snapshot' is a method"),
+        (["helper"], "'helper' is a method"),
+        (["__theta"], "call it 'theta' or '_theta'"),
+    ],
+)
+def test_state_that_cannot_be_is_refused_where_the_class_is_made(state: Any, complaint: str) -> None:
+    with pytest.raises(tg.JobError, match=complaint) as refused:
+        make(state, helper=lambda self: None)
+    assert "class Fit" in str(refused.value)
+
+
+def test_the_default_snapshot_and_restore_are_each_others_inverse() -> None:
+    class Fit(tg.Task, state=["theta", "step"]):
+        def setup(self) -> None:
+            self.theta, self.step = np.zeros(3), 7
+
+    one, other = Fit(), Fit()
+    one.setup()
+    assert one.snapshot()["theta"] is one.theta, "no copy: it is encoded before anything else runs"
+    other.restore(one.snapshot())
+    assert (other.theta is one.theta, other.step) == (True, 7)
+
+
+def test_a_task_without_state_snapshots_none_and_takes_it_back() -> None:
+    task = make()()
+    assert task.snapshot() is None
+    task.restore(None)
+
+
+def test_a_state_attribute_that_was_never_set_is_named() -> None:
+    task = make(["theta"])()
+    with pytest.raises(tg.StateError, match=r"declares state 'theta'.*set self\.theta in setup\(\)"):
+        task.snapshot()
+    task.task_id = 3
+    with pytest.raises(tg.StateError, match=r"task 3 \(Fit\)"):
+        task.snapshot()
+
+
+def test_a_default_in_the_class_is_a_state_attribute_that_was_set() -> None:
+    assert make(["step"], step=0)().snapshot() == {"step": 0}
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"theta": 1}, "lacks 'step'"),
+        ({"theta": 1, "step": 2, "more": 3}, "holds undeclared 'more'"),
+        ({"theta": 1, "more": 3}, "lacks 'step' and holds undeclared 'more'"),
+        (None, "lacks 'theta', 'step'"),
+        ([1, 2], "takes a dict, not list"),
+    ],
+)
+def test_a_snapshot_that_does_not_fit_is_refused_and_changes_nothing(given: Any, complaint: str) -> None:
+    task = make(["theta", "step"])()
+    with pytest.raises(tg.StateError, match=complaint):
+        task.restore(given)
+    assert not vars(task)
+
+
+# -- what the framework sets --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["task_id", "tasks", "log", "primary", "xp"])
+def test_reading_what_is_not_set_yet_says_when_it_will_be(name: str) -> None:
+    class Eager(tg.Task):
+        def __init__(self) -> None:
+            self.kept = getattr(self, name)
+
+    with pytest.raises(tg.JobError, match=rf"Eager\.{name} is set after the task is built: read it in setup\(\)"):
+        Eager()
+    assert not hasattr(tg.Task(), name)
+
+
+def test_what_the_framework_sets_is_an_ordinary_attribute() -> None:
+    task = tg.Task()
+    task.task_id, task.tasks, task.primary, task.xp = 3, 15, True, np
+    task.log = logging.getLogger("x")
+    assert (task.task_id, task.tasks, task.primary, task.xp.zeros(1).shape) == (3, 15, True, (1,))
+
+
+def test_an_attribute_error_inside_a_users_property_stays_what_it_is() -> None:
+    class Fit(tg.Task):
+        @property
+        def rows(self) -> int:
+            return (5).length  # type: ignore[attr-defined, no-any-return]
+
+    with pytest.raises(AttributeError, match="'int' object has no attribute 'length'"):
+        _ = Fit().rows
+
+
+def test_a_task_without_compose_says_so() -> None:
+    with pytest.raises(tg.JobError, match=r"class Fit must define compose\(self, epoch\)"):
+        make()().compose(None)  # type: ignore[arg-type]
+
+
+# -- hooks and handlers -------------------------------------------------------------------------------
+
+
+def test_the_shape_of_a_plain_task() -> None:
+    shape = shape_of(make(compose=lambda self, epoch: None))
+    assert (shape.stateful, shape.receives, shape.overrides, dict(shape.handlers)) == (False, False, {"compose"}, {})
+
+
+def test_hooks_of_every_kind_are_seen() -> None:
+    class Mixin:
+        async def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None: ...
+
+    class Fit(Mixin, tg.Task):
+        def snapshot(self) -> int:
+            return 1
+
+        def restore(self, state: Any) -> None: ...
+
+        async def setup(self) -> None: ...
+
+    shape = shape_of(Fit)
+    assert shape.stateful, "it overrides snapshot"
+    assert shape.receives, "it overrides on_flag"
+    assert shape.overrides == {"on_flag", "snapshot", "restore", "setup"}
+
+
+def test_handlers_are_seen_and_make_the_task_receive() -> None:
+    class Server(tg.Task):
+        @tg.handles("push")
+        async def take(self, epoch: tg.Epoch, sender: int, payload: Any) -> None: ...
+
+        @tg.handles("pull", pure=True)
+        def give(self, epoch: tg.Epoch, sender: int, payload: Any) -> int:
+            return 1
+
+    shape = shape_of(Server)
+    assert shape.receives
+    assert shape.handlers == {
+        "push": HandlerInfo("take", pure=False, is_async=True),
+        "pull": HandlerInfo("give", pure=True, is_async=False),
+    }
+    with pytest.raises(TypeError):
+        shape.handlers["x"] = HandlerInfo("y", False, False)  # type: ignore[index]
+
+
+def test_a_subclass_that_overrides_a_handler_keeps_it_changes_it_or_takes_it_away() -> None:
+    class Base(tg.Task):
+        @tg.handles("push")
+        def push(self, epoch: tg.Epoch, sender: int, payload: Any) -> Any: ...
+
+    class Keeps(Base):
+        async def push(self, epoch: tg.Epoch, sender: int, payload: Any) -> None: ...
+
+    class Changes(Base):
+        @tg.handles("give", pure=True)
+        def push(self, epoch: tg.Epoch, sender: int, payload: Any) -> None: ...
+
+    assert shape_of(Keeps).handlers == {"push": HandlerInfo("push", pure=False, is_async=True)}
+    assert shape_of(Changes).handlers == {"give": HandlerInfo("push", pure=True, is_async=False)}
+    assert not shape_of(make(bases=(Base,), push=None)).receives
+
+
+def test_two_handlers_of_one_request_are_an_error() -> None:
+    def one(self: Any, epoch: Any, sender: Any, payload: Any) -> None: ...
+    def other(self: Any, epoch: Any, sender: Any, payload: Any) -> None: ...
+
+    with pytest.raises(tg.JobError, match="methods 'one' and 'other' both handle 'push'"):
+        make(one=tg.handles("push")(one), other=tg.handles("push")(other))
+
+
+@pytest.mark.parametrize("name", ["", None, lambda self: None])
+def test_a_handler_needs_a_name(name: Any) -> None:
+    with pytest.raises(tg.JobError, match=r"@tg\.handles\('push'\)"):
+        tg.handles(name)
+
+
+async def _async(self: Any, *_: Any) -> None: ...
+
+
+def _generator(self: Any, *_: Any) -> Any:
+    yield
+
+
+@pytest.mark.parametrize(
+    ("members", "complaint"),
+    [
+        ({"compose": _async}, "compose must be a plain `def`"),
+        ({"snapshot": _async, "restore": lambda self, state: None}, "snapshot must be a plain `def`"),
+        ({"snapshot": lambda self: 1, "restore": _async}, "restore must be a plain `def`"),
+        ({"result": _async}, "result must be a plain `def`"),
+        ({"snapshot": lambda self: 1}, "overrides snapshot but not restore"),
+        ({"restore": lambda self, state: None}, "overrides restore but not snapshot"),
+        ({"setup": _generator}, "setup has a `yield`"),
+        ({"setup": 5}, "setup must be a method, not int"),
+        ({"compose": lambda self: None}, r"compose is called as compose\(self, epoch\), but takes \(self\)"),
+        ({"on_flag": lambda self, sender: None}, r"called as on_flag\(self, epoch, sender, meta\)"),
+        ({"push": tg.handles("push")(lambda self, payload: 1)}, r"called as push\(self, epoch, sender, payload\)"),
+        ({"setup": tg.handles("push")(lambda self: None)}, "setup is a hook and cannot handle 'push'"),
+    ],
+)
+def test_a_hook_that_could_not_be_called_is_refused_where_the_class_is_made(
+    members: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(tg.JobError, match=complaint) as refused:
+        make(**members)
+    assert "class Fit" in str(refused.value)
+
+
+def test_hooks_may_take_defaults_and_anything() -> None:
+    make(compose=lambda self, epoch, how="fast": None, on_flag=lambda self, *args: None)
+
+
+# -- events and shards --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        tg.BecamePrimary(term=2),
+        tg.BecameBackup(term=3),
+        tg.NeighborFailed(task=1, link="children"),
+        tg.NeighborRestarted(task=1, term=2, link="children"),
+    ],
+)
+def test_events_are_values(event: tg.Event) -> None:
+    assert isinstance(event, tg.Event)
+    assert event == dataclasses.replace(event)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(event, dataclasses.fields(event)[0].name, 5)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 6, 7, 100, 327_346])
+@pytest.mark.parametrize("tasks", [1, 2, 7, 31])
+def test_shards_cover_everything_once_in_order_and_are_balanced(n: int, tasks: int) -> None:
+    shards = [range(n)[tg.shard(n, task, tasks)] for task in range(tasks)]
+    assert [row for part in shards for row in part] == list(range(n))
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+
+
+def test_shards_of_numpys_integers_do_not_overflow() -> None:
+    big = np.int64(2**62)
+    assert tg.shard(big, np.int64(6), np.int64(7)).stop == 2**62  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((10, 3, 3), "there is no task 3 among 3"),
+        ((10, -1, 3), "there is no task -1"),
+        ((10, 0, 0), "there is no task 0 among 0"),
+        ((-1, 0, 1), "-1 rows cannot be split"),
+        ((10.5, 0, 1), "takes ints"),
+    ],
+)
+def test_shards_of_nothing_sensible_are_refused(arguments: tuple[Any, ...], complaint: str) -> None:
+    with pytest.raises(tg.JobError, match=complaint):
+        tg.shard(*arguments)
