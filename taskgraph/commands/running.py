@@ -75,6 +75,7 @@ async def _run(options: argparse.Namespace, job: Job) -> int:
     ticking = asyncio.ensure_future(_tick(progress))
     try:
         result = await running
+        progress.end(result.reports)
     except asyncio.CancelledError:
         if interrupts:
             progress.end()

@@ -14,6 +14,9 @@ from taskgraph.protocol.view import JobView
 __all__ = ["status_json", "status_text", "table", "values_text"]
 
 _LONG = 200
+"""Elements of an array that is shown whole."""
+_LINES = 5000
+"""Lines of a list: one value per epoch is what many jobs return, and `--json` has them all."""
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -146,7 +149,7 @@ def values_text(values: dict[int, Any]) -> str:
     """A job's values: the only one alone, several by task."""
     if len(values) == 1:
         return _value_text(next(iter(values.values())))
-    return "\n".join(f"task {task}: {_value_text(value)}" for task, value in values.items())
+    return "\n".join(_entry_text(f"task {task}", value) for task, value in values.items())
 
 
 def _value_text(value: Any) -> str:
@@ -155,7 +158,9 @@ def _value_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(item, int | float | str) for item in value):
-        return "\n".join(map(str, value))
+        left_out = len(value) - _LINES
+        shown = value if left_out <= 0 else [*value[: _LINES // 2], f"... ({left_out} more)", *value[-_LINES // 2 :]]
+        return "\n".join(map(str, shown))
     if isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
         return "\n".join(_entry_text(key, item) for key, item in value.items())
     text = repr(value)

@@ -10,9 +10,10 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
+from taskgraph.jobs import EpochReport
 from taskgraph.observe.events import Event
 from taskgraph.protocol.view import JobView
 
@@ -47,14 +48,14 @@ class Progress:
         self._clock = clock
         self._times: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
         self._epoch = -1
-        self._numbers: dict[str, str | int | float] = {}
+        self._numbers: Mapping[str, str | int | float] = {}
         self._last_event = ""
         self._shown_at = float("-inf")
-        self._shown_epoch = -1
         self._held: Event | None = None
         self._view: JobView | None = None
-        self._line = ""
         self._closed = False
+        self._ended = False
+        self._printed: deque[int] = deque(maxlen=_FEW)
 
     def _write(self, text: str) -> None:
         """To whoever still reads it: a job does not end because nobody looks."""
@@ -101,7 +102,11 @@ class Progress:
 
     def _print_commit(self, event: Event) -> None:
         self._shown_at = self._clock()
-        self._write(f"epoch {event.epoch}{_of(self._epochs)}{numbers_text(event.fields)}\n")
+        self._print_numbers(event.epoch or 0, event.fields)
+
+    def _print_numbers(self, epoch: int, numbers: Mapping[str, str | int | float]) -> None:
+        self._printed.append(epoch)
+        self._write(f"epoch {epoch}{_of(self._epochs)}{numbers_text(numbers)}\n")
 
     def _flush_held(self) -> None:
         if self._held is not None:
@@ -110,17 +115,28 @@ class Progress:
 
     def tick(self) -> None:
         """Refreshes the live line."""
-        if self._live:
+        if self._live and not self._ended:
             self._refresh(force=True)
 
-    def end(self) -> None:
-        """The job ended: the last epoch stays to be seen."""
+    def end(self, reports: Sequence[EpochReport] = ()) -> None:
+        """The job ended: the last epoch stays to be seen.
+
+        Commits are told once, by the leader, and those of a leader that was killed may have been told to nobody: the
+        result's `reports` has them all.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        if reports and reports[-1].epoch > self._epoch:
+            self._epoch, self._numbers = reports[-1].epoch, dict(reports[-1].numbers)
         if self._live:
             self._refresh(force=True)
             self._write("\n")
-            self._line = ""
-        else:
-            self._flush_held()
+            return
+        self._flush_held()
+        for report in reports if self._few else reports[-1:]:
+            if report.epoch not in self._printed:
+                self._print_numbers(report.epoch, dict(report.numbers))
 
     def _rate(self) -> float:
         if len(self._times) < 2:
@@ -153,14 +169,14 @@ class Progress:
             return
         self._shown_at = now
         width = shutil.get_terminal_size().columns
-        self._line = self.text()[: max(1, width - 1)]
-        self._write(f"\r\x1b[2K{self._line}")
+        line = self.text()[: max(1, width - 1)]
+        self._write(f"\r\x1b[2K{line}")
 
     def _print_above(self, text: str) -> None:
         self._write(f"\r\x1b[2K{text}\n")
 
 
-def numbers_text(numbers: dict[str, str | int | float]) -> str:
+def numbers_text(numbers: Mapping[str, str | int | float]) -> str:
     """`  loss=0.5  slope=3` for a commit's reports."""
     return "".join(
         f"  {key}={value:.6g}" if isinstance(value, float) else f"  {key}={value}" for key, value in numbers.items()

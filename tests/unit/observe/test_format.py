@@ -1,0 +1,112 @@
+"""Status and values as text for people, and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from taskgraph.errors import PeerLost
+from taskgraph.observe.format import status_json, status_text, table, values_text
+from taskgraph.observe.status import NodeStatus, ReplicaStatus
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import KeyValue
+from taskgraph.protocol.records import (
+    EpochRecord,
+    MemberRecord,
+    NodeRecord,
+    PrimaryRecord,
+    Record,
+    State,
+    StatusRecord,
+)
+from taskgraph.protocol.view import JobView
+
+
+def node(name: str, pid: int) -> NodeRecord:
+    return NodeRecord(name=name, run="r", host="h", pid=pid, endpoints=(), control="", fingerprint="f", lease=1)
+
+
+@pytest.fixture
+def view() -> JobView:
+    """Two tasks on n1 (leader) and n2; task 1's backup is gone; n2 does not answer."""
+    keys = Keys("fit")
+    values: dict[str, Record] = {
+        keys.epoch: EpochRecord(epoch=7, attempt=2),
+        keys.status: StatusRecord(state=State.RUNNING),
+        keys.node("n1-aa"): node("n1", 11),
+        keys.node("n2-bb"): node("n2", 22),
+        keys.primary(0): PrimaryRecord(node="n1-aa", term=1, stateful=True),
+        keys.primary(1): PrimaryRecord(node="n2-bb", term=3, stateful=True),
+        keys.member(0, "n1-aa"): MemberRecord(),
+        keys.member(0, "n2-bb"): MemberRecord(),
+        keys.member(1, "n2-bb"): MemberRecord(),
+    }
+    made = JobView("fit")
+    made.reset(9, [KeyValue(key, value.to_bytes(), i, i) for i, (key, value) in enumerate(values.items(), 1)])
+    return made
+
+
+def status() -> NodeStatus:
+    return NodeStatus(
+        node="n1-aa",
+        name="n1",
+        host="h",
+        pid=11,
+        paused=False,
+        draining=False,
+        stamp=(2, 7),
+        revision=9,
+        leader=True,
+        replicas=(ReplicaStatus(0, "primary", 1, 7, "update", 12.34, (), 2),),
+        waits=("task 1, whose primary does not answer",),
+    )
+
+
+def test_a_status_says_who_does_what_and_what_is_waited_for(view: JobView) -> None:
+    lines = status_text("fit", 2, 40, view, {"n1-aa": status(), "n2-bb": PeerLost("no answer")}).splitlines()
+    assert lines[0] == "job fit: running, epoch 7 of 40, attempt 2"
+    rows = {line.split()[0]: line.split() for line in lines if line}
+    assert rows["n1"] == ["n1", "h", "11", "0", "-", "leader"]
+    assert rows["n2"] == ["n2", "h", "22", "1", "0", "does", "not", "answer"]
+    assert rows["0"] == ["0", "n1", "1", "2", "n2", "update", "for", "12.3", "s"]
+    assert rows["1"] == ["1", "n2", "3", "1", "-", "-"]
+    assert lines[-2:] == ["waits:", "  task 1, whose primary does not answer"]
+
+
+def test_the_same_for_programs(view: JobView) -> None:
+    found = json.loads(json.dumps(status_json("fit", 2, 40, view, {"n1-aa": status(), "n2-bb": PeerLost("")})))
+    assert (found["state"], found["epoch"], found["attempt"], found["epochs"]) == ("running", 7, 2, 40)
+    assert [(n["name"], n["pid"], n["answers"]) for n in found["nodes"]] == [("n1", 11, True), ("n2", 22, False)]
+    task = found["tasks"][0]
+    assert (task["primary"], task["term"], task["in_sync"]) == ("n1", 1, ["n1", "n2"])
+    assert (task["processor"], task["running_s"]) == ("update", 12.34)
+    assert found["waits"] == ["task 1, whose primary does not answer"]
+
+
+def test_a_job_that_nobody_works_on_yet() -> None:
+    view = JobView("fit")
+    text = status_text("fit", 1, None, view, {})
+    assert "no nodes are registered" in text and "job fit: unknown, no epoch" in text
+
+
+def test_columns_are_aligned() -> None:
+    assert table([["A", "LONG"], ["abc", "d"]]) == ["A    LONG", "abc  d"]
+
+
+def test_one_value_is_printed_alone_several_with_their_task() -> None:
+    assert values_text({0: 3.5}) == "3.5"
+    assert values_text({0: 3.5, 4: "done"}) == "task 0: 3.5\ntask 4: done"
+    assert values_text({0: [0, 105, 210]}) == "0\n105\n210"
+    assert values_text({0: [1, 2], 1: {"loss": 0.5}}) == "task 0:\n  1\n  2\ntask 1:\n  loss: 0.5"
+
+
+def test_short_arrays_are_whole_and_long_ones_abbreviated() -> None:
+    assert values_text({0: np.arange(3.0)}) == "[0., 1., 2.]"
+    assert "..." not in values_text({0: np.zeros(200)})
+    long = values_text({0: np.zeros((1000, 1000))})
+    assert "..." in long and len(long) < 2000
+    listed = values_text({0: list(range(100_000))}).splitlines()
+    assert len(listed) == 5001 and (listed[0], listed[2500], listed[-1]) == ("0", "... (95000 more)", "99999")
+    assert len(values_text({0: {1: "x" * 100_000}})) < 21_000

@@ -1,0 +1,177 @@
+"""The progress of a run, on a terminal and piped."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from taskgraph.jobs import EpochReport
+from taskgraph.observe.events import Event
+from taskgraph.observe.progress import Progress, numbers_text
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import KeyValue
+from taskgraph.protocol.records import EpochRecord, MemberRecord, NodeRecord
+from taskgraph.protocol.view import JobView
+
+
+class Screen(io.StringIO):
+    """Remembers what was written, as a terminal or as a pipe."""
+
+    def __init__(self, *, terminal: bool) -> None:
+        super().__init__()
+        self._terminal = terminal
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+    @property
+    def lines(self) -> list[str]:
+        return self.getvalue().splitlines()
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def commit(epoch: int, **numbers: float) -> Event:
+    return Event(0.0, "n1", "commit", f"epoch {epoch} committed", epoch=epoch, transient=True, fields=dict(numbers))
+
+
+def event(kind: str, text: str, *, transient: bool = False) -> Event:
+    return Event(0.0, "n1", kind, text, transient=transient)
+
+
+def test_piped_every_epoch_of_a_short_job_is_a_line_however_fast() -> None:
+    out, clock = Screen(terminal=False), Clock()
+    progress = Progress("fit", 3, 11, out=out, clock=clock)
+    for epoch in range(11):
+        clock.now += 0.0001
+        progress.event(commit(epoch, value=epoch * 105))
+    progress.end()
+    assert out.lines == [f"epoch {epoch}/10  value={epoch * 105}" for epoch in range(11)]
+
+
+def test_piped_a_fast_long_job_is_one_line_a_second_and_the_last() -> None:
+    out, clock = Screen(terminal=False), Clock()
+    progress = Progress("fit", 3, 1000, out=out, clock=clock)
+    for epoch in range(1000):  # 10 s of 100 epochs a second
+        clock.now = epoch / 100
+        progress.event(commit(epoch))
+    progress.end()
+    assert 10 <= len(out.lines) <= 13
+    assert out.lines[0] == "epoch 0/999" and out.lines[-1] == "epoch 999/999"
+
+
+def test_piped_a_slow_long_job_shows_every_epoch() -> None:
+    out, clock = Screen(terminal=False), Clock()
+    progress = Progress("fit", 3, None, out=out, clock=clock)
+    for epoch in range(300):
+        clock.now = epoch / 10
+        progress.event(commit(epoch))
+    assert out.lines == [f"epoch {epoch}" for epoch in range(300)]
+
+
+def test_piped_every_lasting_event_is_a_line_after_the_epoch_before_it() -> None:
+    out, clock = Screen(terminal=False), Clock()
+    progress = Progress("fit", 3, 1000, out=out, clock=clock)
+    for epoch in range(100):
+        clock.now = epoch / 1000
+        progress.event(commit(epoch))
+    progress.event(event("takeover", "task 0: n2 took over"))
+    progress.event(event("primary", "told too often to be shown", transient=True))
+    assert out.lines[-2] == "epoch 99/999" and out.lines[-1].endswith(" task 0: n2 took over")
+
+
+def test_a_commit_told_by_two_leaders_is_shown_once() -> None:
+    out = Screen(terminal=False)
+    progress = Progress("fit", 3, 5, out=out)
+    for epoch in (0, 1, 1, 2):
+        progress.event(commit(epoch))
+    assert out.lines == ["epoch 0/4", "epoch 1/4", "epoch 2/4"]
+
+
+def test_what_a_killed_leader_told_nobody_is_shown_at_the_end() -> None:
+    out = Screen(terminal=False)
+    progress = Progress("fit", 3, 4, out=out)
+    progress.event(commit(0, value=0.0))
+    progress.event(commit(2, value=210.0))
+    progress.end([EpochReport(epoch, {"value": epoch * 105.0}, {}) for epoch in range(4)])
+    progress.end()
+    assert out.lines == ["epoch 0/3  value=0", "epoch 2/3  value=210", "epoch 1/3  value=105", "epoch 3/3  value=315"]
+
+
+def test_on_a_terminal_one_line_is_rewritten() -> None:
+    out, clock = Screen(terminal=True), Clock()
+    progress = Progress("fit", 3, 400, out=out, clock=clock)
+    for epoch in range(100):
+        clock.now = epoch / 8
+        progress.event(commit(epoch, loss=0.5))
+    assert "\n" not in out.getvalue()
+    assert out.getvalue().endswith("\r\x1b[2Kfit  epoch 99/399  8.0/s  loss=0.5")
+    progress.event(event("takeover", "task 0: n2 took over"))
+    last = out.getvalue().split("\n")
+    assert last[-2].endswith("task 0: n2 took over"), "an event stays, above the line"
+    assert last[-1] == "\r\x1b[2Kfit  epoch 99/399  8.0/s  loss=0.5 | task 0: n2 took over"
+    progress.end()
+    progress.tick()
+    assert out.getvalue().endswith("\n"), "the prompt that follows has a line of its own"
+
+
+def test_on_a_terminal_a_fast_job_does_not_write_every_epoch() -> None:
+    out, clock = Screen(terminal=True), Clock()
+    progress = Progress("fit", 3, None, out=out, clock=clock)
+    for epoch in range(1000):
+        clock.now = epoch / 1000
+        progress.event(commit(epoch))
+    assert out.getvalue().count("\r") <= 11
+
+
+def test_the_line_is_no_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    out = Screen(terminal=True)
+    progress = Progress("a-job-with-a-long-name", 3, 400, out=out)
+    progress.event(commit(5, loss=0.123456789, accuracy=0.98765, slope=17.0))
+    assert len(out.getvalue().split("\x1b[2K")[-1]) == 39
+
+
+def test_nodes_and_replicas_come_from_the_view() -> None:
+    keys = Keys("fit")
+    node = NodeRecord(
+        name="n1", run="r", host="h", pid=1, endpoints=(), control="", fingerprint="f", lease=1, writer="w"
+    ).to_bytes()
+    member = MemberRecord(writer="w").to_bytes()
+    values = {
+        keys.epoch: EpochRecord(epoch=3, attempt=1, writer="w").to_bytes(),
+        keys.node("n1-a"): node,
+        keys.node("n2-b"): node,
+        keys.member(0, "n1-a"): member,
+        keys.member(0, "n2-b"): member,
+        keys.member(1, "n1-a"): member,
+    }
+    view = JobView("fit")
+    view.reset(9, [KeyValue(key, value, 1, 1, 0) for key, value in values.items()])
+    progress = Progress("fit", 2, None, 1, out=Screen(terminal=True))
+    assert progress.text() == "fit  starting"
+    progress.follow(view)
+    progress.event(commit(2))
+    assert progress.text() == "fit  epoch 2  0.0/s  nodes 2  in sync 3/4"
+
+
+def test_nobody_reading_is_no_reason_to_fail() -> None:
+    class Closed(Screen):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    progress = Progress("fit", 3, 5, out=Closed(terminal=False))
+    progress.event(commit(0))
+    progress.event(event("takeover", "task 0: n2 took over"))
+    progress.end()
+
+
+def test_numbers_are_short() -> None:
+    assert numbers_text({"loss": 1 / 3, "n": 12345678, "big": 1e300}) == "  loss=0.333333  n=12345678  big=1e+300"
+    assert numbers_text({}) == ""

@@ -1,0 +1,223 @@
+"""The command line without a job: parsing, where things come from, exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import taskgraph as tg
+from taskgraph import cli
+from taskgraph.commands.acting import signal_number
+from taskgraph.commands.common import add_etcd_options, etcd_of, find_entry, tls_of, token_of
+from taskgraph.commands.running import job_of
+from taskgraph.errors import JobError, UnknownJob
+from taskgraph.launch import threads_env
+from taskgraph.launch.runtime import JobEntry, Runtime
+from taskgraph.launch.threads_env import NAMES, set_thread_env, thread_env
+
+
+@tg.job
+def fit(tasks: int = 3, rate: float = 0.1) -> tg.Job:
+    return tg.Job(tasks=tasks, builder=lambda task_id: tg.Task(), epochs=1)
+
+
+@pytest.fixture(autouse=True)
+def apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Nothing of this host's user is seen, and nothing of these tests is left in the environment."""
+    for name in list(os.environ):
+        if name.startswith("TASKGRAPH_"):
+            monkeypatch.delenv(name)
+    for name in NAMES:
+        monkeypatch.setenv(name, os.environ.get(name, "1"))
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def options(*arguments: str) -> argparse.Namespace:
+    made = argparse.ArgumentParser()
+    made.add_argument("job", nargs="?")
+    add_etcd_options(made)
+    return made.parse_args(arguments)
+
+
+def entry(name: str, *, pid: int | None = None) -> JobEntry:
+    pid = os.getpid() if pid is None else pid
+    return JobEntry(name=name, etcd="127.0.0.1:7", token="ab" * 32, pid=pid, embedded=True, tls={})
+
+
+# -- parsing --------------------------------------------------------------------------------------------------
+
+
+def test_every_command_parses_as_documented() -> None:
+    parse = cli.parser().parse_args
+    run = parse(["run", "d.py", "--nodes", "7", "-o", "tasks=15", "-o", "epochs=11", "--name", "x", "--timeout", "9"])
+    assert (run.driver, run.nodes, run.option, run.name) == ("d.py", 7, ["tasks=15", "epochs=11"], "x")
+    assert (run.timeout, run.json) == (9.0, False)
+    assert parse(["run", "d.py"]).nodes == 4
+    node = parse(["node", "--job", "x", "--listen", "h", "--token-file", "t", "--etcd", "a:1,b:2"])
+    assert (node.job, node.listen, node.token_file, node.etcd) == ("x", "h", "t", "a:1,b:2")
+    kill = parse(["kill", "x", "--task", "3", "--backup"])
+    assert (kill.job, kill.task, kill.backup, kill.node, kill.signal) == ("x", 3, True, None, "SIGKILL")
+    assert parse(["status", "--watch", "--json"]).job is None
+    assert parse(["launch", "x", "--nodes", "2"]).job == "x"
+    for command in (
+        "submit d.py",
+        "events x --follow",
+        "result x --json",
+        "drain x --node n1",
+        "shutdown x",
+        "token x",
+    ):
+        assert parse(command.split()).command == command.split()[0]
+
+
+def test_a_driver_of_its_own_needs_no_name() -> None:
+    parse = cli.parser(driver=True).parse_args
+    assert parse(["run", "-o", "tasks=3"]).option == ["tasks=3"]
+    assert parse(["launch"]).job is None
+    with pytest.raises(SystemExit):
+        parse(["run", "d.py"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["run"], ["run", "d.py", "--nodes", "x"], ["drain", "x"]])
+def test_a_wrong_command_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert "usage: taskgraph" in capsys.readouterr().err
+
+
+def test_main_of_a_driver_runs_without_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+
+    def main(arguments: list[str], function: object) -> int:
+        assert function is fit
+        seen.append(arguments)
+        return 0
+
+    monkeypatch.setattr(cli, "main", main)
+    for given in ([], ["--nodes", "2"], ["status", "x"], ["--help"]):
+        monkeypatch.setattr("sys.argv", ["fit.py", *given])
+        with pytest.raises(SystemExit) as ended:
+            tg.main(fit)
+        assert ended.value.code == 0
+    assert seen == [["run"], ["run", "--nodes", "2"], ["status", "x"], ["--help"]]
+
+
+def test_a_signal_has_three_spellings() -> None:
+    for text in ("SIGSTOP", "STOP", "stop", str(int(signal.SIGSTOP))):
+        assert signal_number(text) is signal.SIGSTOP
+    for text in ("SIGNONE", "999", ""):
+        with pytest.raises(JobError, match="no such signal"):
+            signal_number(text)
+
+
+def test_options_and_a_name_make_the_job() -> None:
+    job = job_of(argparse.Namespace(option=["tasks=5", "rate=0.5"], name="other"), fit)
+    assert (job.tasks, job.name) == (5, "other")
+    assert job.origin()[1] == {"tasks": 5, "rate": 0.5}, "nodes make the same job"
+    assert job_of(argparse.Namespace(option=None, name=None), fit).name == "fit"
+    for name in ("../x", "..", "a b"):
+        with pytest.raises(JobError, match="a name has"):
+            job_of(argparse.Namespace(option=None, name=name), fit)
+    with pytest.raises(JobError, match="did you mean 'tasks'"):
+        job_of(argparse.Namespace(option=["task=5"], name=None), fit)
+
+
+# -- where etcd and the token are -------------------------------------------------------------------------------
+
+
+def test_etcd_comes_from_the_option_else_the_environment_else_the_file(
+    monkeypatch: pytest.MonkeyPatch, apart: Path
+) -> None:
+    assert etcd_of(options()) is None
+    (apart / "taskgraph.toml").write_text('etcd = ["a:1", "b:2"]\ncacert = "ca.pem"\n')
+    assert etcd_of(options()) == "a:1,b:2"
+    assert tls_of(options("--key", "k.pem")) == {"ca": "ca.pem", "key": "k.pem"}
+    monkeypatch.setenv("TASKGRAPH_ETCD", "env:3")
+    monkeypatch.setenv("TASKGRAPH_CACERT", "env.pem")
+    assert etcd_of(options()) == "env:3"
+    assert tls_of(options()) == {"ca": "env.pem"}
+    assert etcd_of(options("--etcd", "given:4")) == "given:4"
+
+
+def test_a_file_that_is_no_toml_is_named(apart: Path) -> None:
+    (apart / "taskgraph.toml").write_text("etcd = [")
+    with pytest.raises(JobError, match=r"taskgraph\.toml cannot be read"):
+        etcd_of(options())
+
+
+def test_a_token_comes_from_a_file(monkeypatch: pytest.MonkeyPatch, apart: Path) -> None:
+    assert token_of(options()) is None
+    (apart / "good").write_text("ab" * 32 + "\n")
+    (apart / "bad").write_text("not hex")
+    assert token_of(options("--token-file", "good")) == "ab" * 32
+    monkeypatch.setenv("TASKGRAPH_TOKEN_FILE", "good")
+    assert token_of(options()) == "ab" * 32
+    with pytest.raises(JobError, match="not a token"):
+        token_of(options("--token-file", "bad"))
+    with pytest.raises(JobError, match="No such file"):
+        token_of(options("--token-file", "absent"))
+
+
+def test_a_job_of_this_host_is_found_by_name_or_as_the_only_one() -> None:
+    with pytest.raises(UnknownJob, match="no job was started on this host"):
+        find_entry(options())
+    Runtime().put(entry("one"))
+    assert find_entry(options()).name == "one"
+    assert find_entry(options("one")).etcd == "127.0.0.1:7"
+    Runtime().put(entry("two"))
+    with pytest.raises(JobError, match="name one of one, two"):
+        find_entry(options())
+    with pytest.raises(UnknownJob, match="running here: one, two"):
+        find_entry(options("three"))
+
+
+def test_a_job_at_an_etcd_that_is_named_needs_its_name() -> None:
+    with pytest.raises(JobError, match="name the job"):
+        find_entry(options("--etcd", "a:1"))
+    Runtime().put(entry("one"))
+    assert find_entry(options("one", "--etcd", "a:1")).token == "", "a token is told to no other etcd's job"
+    assert find_entry(options("one", "--etcd", "127.0.0.1:7")).token == "ab" * 32
+
+
+# -- exit codes and threads --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["run", "nowhere.py"], 2, "there is no file"),
+        (["run", "no_such_module_of_anyone"], 2, "no module"),
+        (["status"], 3, "no job was started on this host"),
+        (["result", "x"], 3, "no running job 'x'"),
+        (["kill", "x", "--task", "0"], 3, "no running job 'x'"),
+        (["submit", __file__], 2, "submit needs your etcd"),
+        (["node", "--job", "x"], 2, "Give --etcd"),
+        (["node", "--job", "x", "--etcd", "a:1"], 2, "--token-file"),
+        (["launch", "x", "-o", "a=1"], 2, "go with a driver"),
+    ],
+)
+def test_an_error_is_one_paragraph_and_a_code(
+    arguments: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == code
+    said = capsys.readouterr()
+    assert said.out == "" and says in said.err
+    assert said.err.startswith("taskgraph: ") and "Traceback" not in said.err
+
+
+def test_threads_are_the_users_if_set_else_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads_env, "_set_by_us", set())
+    for name in NAMES[1:]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(NAMES[0], "8")
+    set_thread_env(1)
+    assert os.environ[NAMES[0]] == "8" and os.environ[NAMES[1]] == "1"
+    assert thread_env(4) == dict.fromkeys(NAMES[1:], "4"), "what the command line set for itself binds no job"
