@@ -292,6 +292,8 @@ def main(config: NodeConfig) -> NoReturn:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m taskgraph.node.process CONFIG.json (by hand: taskgraph node)")
     config_file = Path(sys.argv[1])
     told_config = NodeConfig(**json.loads(config_file.read_text()))
     config_file.unlink()

@@ -26,7 +26,7 @@ from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver import JobSpec, load_driver
-from taskgraph.errors import PeerGone
+from taskgraph.errors import PeerGone, TaskGraphError
 from taskgraph.graph.values import decode
 from taskgraph.launch.inprocess import arun_inprocess
 from taskgraph.launch.local import LocalNodes
@@ -160,6 +160,7 @@ async def launched(
     count: int,
     *,
     driver: Path = DRIVER,
+    listen: str = "",
     between: Callable[[], None] = lambda: None,
     **options: object,
 ) -> AsyncIterator[Rig]:
@@ -176,7 +177,9 @@ async def launched(
     runtime.put(entry)
     try:
         async with await EtcdCoordinator.connect(etcd.endpoint) as coordinator:
-            nodes = LocalNodes(entry, coordinator, runtime, on_exit=lambda name, code: ended.put_nowait((name, code)))
+            nodes = LocalNodes(
+                entry, coordinator, runtime, listen=listen, on_exit=lambda name, code: ended.put_nowait((name, code))
+            )
             rig = Rig(spec, entry, coordinator, nodes, folder / "gate", ended)
             await submit(coordinator, spec)
             between()
@@ -296,6 +299,32 @@ async def test_the_second_sigterm_ends_at_once_though_a_compute_runs(embedded_et
 
 
 @pytest.mark.slow
+async def test_a_compute_that_never_returns_does_not_keep_the_process(embedded_etcd: EmbeddedEtcd) -> None:
+    async with launched(embedded_etcd, 1, stuck="thread") as rig:
+        await rig.nodes.start(1)
+        await becomes((rig.folder / "stuck").exists, LIMIT_S)
+        ended = StatusRecord(state=State.CANCELLED, reason="enough")
+        await rig.etcd.txn(Txn(success=(Put(rig.keys.status, ended.to_bytes()),)))
+        async with asyncio.timeout(10):
+            assert await rig.ended.get() == ("n1", 0)
+
+
+@pytest.mark.slow
+async def test_nodes_that_listen_are_controlled_over_tcp_too(embedded_etcd: EmbeddedEtcd) -> None:
+    async with launched(embedded_etcd, 2, listen="127.0.0.1") as rig:
+        await rig.nodes.start(2)
+        for name in ("n1", "n2"):
+            unix, tcp = (await rig.record(name)).control.split("|")
+            assert unix.startswith(f"unix:{host_key()}:") and tcp.startswith("tcp:127.0.0.1:")
+            async with ControlClient(control_address(tcp, "another host"), rig.entry.token_bytes) as client:
+                assert (await client.status()).name == name
+            async with ControlClient(control_address(tcp, "another host"), bytes(32)) as stranger:
+                with pytest.raises(TaskGraphError, match="token is missing or wrong"):
+                    await stranger.status()
+        assert same(await rig.results(), await calm())
+
+
+@pytest.mark.slow
 async def test_a_node_that_is_stopped_is_ended_nevertheless(embedded_etcd: EmbeddedEtcd) -> None:
     async with launched(embedded_etcd, 1) as rig:
         rig.hold(0)
@@ -359,15 +388,15 @@ async def test_without_an_etcd_a_node_says_what_it_tried(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stuck", [False, True])
-async def test_nothing_outlives_a_launcher_that_is_killed(stuck: bool) -> None:
+@pytest.mark.parametrize("stuck", ["", "loop", "thread"])
+async def test_nothing_outlives_a_launcher_that_is_killed(stuck: str) -> None:
     folder = Path(tempfile.mkdtemp(prefix="tg-"))
     (folder / "run").mkdir(mode=0o700)
     (folder / "hold-1").touch()
     try:
         launcher = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "taskgraph", "run", str(DRIVER), "--nodes", "2"),
-            *("-o", f"folder={folder}", "-o", f"stuck={str(stuck).lower()}"),
+            *("-o", f"folder={folder}", "-o", f"stuck={stuck}"),
             stdin=asyncio.subprocess.DEVNULL,
             env={**os.environ, "TASKGRAPH_RUNTIME_DIR": str(folder / "run"), "TMPDIR": str(folder)},
         )

@@ -11,7 +11,7 @@ import taskgraph as tg
 
 
 class Held(tg.Task, state=["row"]):
-    def __init__(self, folder: str, stuck: bool) -> None:
+    def __init__(self, folder: str, stuck: str) -> None:
         self.folder, self.stuck = folder, stuck
 
     def setup(self) -> None:
@@ -19,8 +19,8 @@ class Held(tg.Task, state=["row"]):
 
     def compose(self, epoch: tg.Epoch) -> None:
         around = [*epoch.neighbors("left"), *epoch.neighbors("right")]
-        send = self.stand_still if self.stuck and self.task_id == 0 else self.send
-        epoch.processor(send, outbound={"row": around})
+        send = {"": self.send, "loop": self.stand_still, "thread": self.never_return}[self.stuck]
+        epoch.processor(send if self.task_id == 0 else self.send, outbound={"row": around})
         epoch.processor(self.add, inbound={"row": around})
 
     def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
@@ -32,6 +32,11 @@ class Held(tg.Task, state=["row"]):
         (Path(self.folder) / "stuck").touch()
         time.sleep(600)  # noqa: ASYNC251 - what nobody should do: the node's event loop stands still
 
+    def never_return(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        (Path(self.folder) / "stuck").touch()
+        while True:  # it does not even look at epoch.cancelled
+            time.sleep(0.1)
+
     def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         left, right = ins.all("row").values()
         self.row = (self.row + left + 2 * right) % 1_000_003
@@ -42,7 +47,7 @@ class Held(tg.Task, state=["row"]):
 
 
 @tg.job
-def held(name: str = "held", tasks: int = 4, epochs: int = 8, folder: str = "", stuck: bool = False) -> tg.Job:
+def held(name: str = "held", tasks: int = 4, epochs: int = 8, folder: str = "", stuck: str = "") -> tg.Job:
     return tg.Job(
         name=name, tasks=tasks, epochs=epochs, builder=lambda task_id: Held(folder, stuck), topology=tg.ring()
     )
