@@ -1,0 +1,153 @@
+"""`tg.run` from a program: its result, its errors, and being cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import taskgraph as tg
+from taskgraph.coordination.embedded import EmbeddedEtcd
+from taskgraph.driver import load_driver
+from taskgraph.launch.follow import Follower
+from taskgraph.launch.local import LocalNodes
+from taskgraph.launch.runtime import Runtime
+from taskgraph.launch.supervise import Hooks
+from taskgraph.observe.events import Event
+
+pytestmark = pytest.mark.slow
+
+DRIVER = str(Path(__file__).parent / "drivers" / "sums.py")
+VALUES = [0, 21, 42, 63, 84, 105]
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
+    """A runtime directory of our own; at the end nothing of a running job is in it."""
+    root = tempfile.mkdtemp(prefix="tg-")  # short, for the paths of sockets
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", root)
+    found = Runtime()
+    yield found
+    left = [path for path in found.root.rglob("*") if not path.is_dir() and "finished" not in path.parts]
+    shutil.rmtree(root)
+    assert not left
+
+
+def sums(**options: object) -> tg.Job:
+    return load_driver(DRIVER)(**options)
+
+
+def test_a_run_returns_what_the_tasks_computed() -> None:
+    result = tg.run(sums(), nodes=2, timeout_s=60)
+    assert result.value == VALUES and type(result.value) is list
+    assert [report.numbers["value"] for report in result.reports] == VALUES
+    assert (result.name, result.status, result.epochs, result.failovers, result.restarts) == (
+        "sums",
+        "finished",
+        6,
+        0,
+        0,
+    )
+    later = tg.result("sums")
+    assert later.value == VALUES and later.reports == result.reports and later.epochs == 6
+
+
+def test_a_failure_carries_the_users_own_traceback() -> None:
+    with pytest.raises(tg.JobFailed) as caught:
+        tg.run(sums(fail_at=3), nodes=2, timeout_s=60)
+    error = caught.value
+    assert (error.job, error.task, error.epoch, error.where) == ("sums", 2, 3, "add")
+    assert error.traceback_text.rstrip().endswith("ZeroDivisionError: one shard is empty")
+    assert "in add" in error.traceback_text and DRIVER in error.traceback_text
+    with pytest.raises(tg.JobFailed, match="one shard is empty"):
+        tg.result("sums")
+
+
+def test_a_timeout_names_what_was_waited_for() -> None:
+    with pytest.raises(tg.JobTimeout, match=r"did not end within 4 s; it waits: .*record") as caught:
+        tg.run(sums(pause_at=1, gate="/nowhere"), nodes=1, timeout_s=4)
+    assert caught.value.job == "sums"
+
+
+async def test_run_where_a_loop_runs_says_what_to_write() -> None:
+    with pytest.raises(tg.JobError, match=r"await tg\.arun"):
+        tg.run(sums())
+    with pytest.raises(tg.JobError, match="to_thread"):
+        tg.result("sums", etcd="127.0.0.1:1")
+    result = await tg.arun(sums(), nodes=1, timeout_s=60)
+    assert result.value == VALUES
+
+
+async def test_resume_and_negative_nodes_are_refused() -> None:
+    with pytest.raises(tg.JobError, match="not part of this release"):
+        await tg.arun(sums(), resume=True)
+    with pytest.raises(tg.JobError, match="nodes=-2"):
+        await tg.arun(sums(), nodes=-2)
+
+
+async def test_an_etcd_that_cannot_be_reached_is_named() -> None:
+    with pytest.raises(tg.Unavailable, match=r"127\.0\.0\.1:1"):
+        await tg.arun(sums(), nodes=1, etcd="127.0.0.1:1")
+
+
+def test_a_job_that_other_processes_cannot_make_is_refused_before_anything_starts() -> None:
+    with pytest.raises(tg.JobError, match="nodes=0"):
+        tg.run(tg.Job(tasks=1, builder=lambda task_id: tg.Task(), epochs=1), nodes=1)
+
+
+async def test_cancelling_ends_the_job_and_its_processes(runtime: Runtime) -> None:
+    began, pids = asyncio.Event(), []
+
+    def on_event(event: Event) -> None:
+        if event.kind == "began":
+            began.set()
+
+    def on_start(follower: Follower, nodes: LocalNodes) -> None:
+        pids.extend(nodes.pids().values())
+
+    job = sums(pause_at=1, gate="/nowhere")
+    running = asyncio.ensure_future(tg.arun(job, nodes=2, hooks=Hooks(on_event, on_start)))
+    async with asyncio.timeout(30):
+        await began.wait()
+    assert len(pids) == 2 and runtime.find("sums") is not None
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    assert running.cancelled()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert runtime.find("sums") is None
+    kept = runtime.finished("sums")
+    assert kept is not None and kept["status"]["state"] == "cancelled"
+    assert "cancelled" in [event["kind"] for event in kept["events"]]
+
+
+async def test_cancelled_while_it_starts_it_leaves_nothing() -> None:
+    for pause_s in (0.0, 0.05, 0.3, 0.6):  # somewhere in the start of etcd, of the job, of its nodes
+        running = asyncio.ensure_future(tg.arun(sums(pause_at=0, gate="/nowhere"), nodes=2))
+        await asyncio.sleep(pause_s)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        assert running.cancelled()
+
+
+async def test_two_that_begin_at_once_cannot_both_run() -> None:
+    found = await asyncio.gather(*(tg.arun(sums(), nodes=1, timeout_s=60) for _ in range(2)), return_exceptions=True)
+    assert sorted(type(each).__name__ for each in found) == ["JobResult", "JobRunning"]
+
+
+def test_the_result_of_a_job_on_ones_own_etcd_is_read_there(embedded_etcd: EmbeddedEtcd, runtime: Runtime) -> None:
+    tg.run(sums(), nodes=1, etcd=embedded_etcd.endpoint, timeout_s=60)
+    assert tg.result("sums", etcd=embedded_etcd.endpoint).value == VALUES
+    with pytest.raises(tg.UnknownJob, match="'absent'"):
+        tg.result("absent", etcd=embedded_etcd.endpoint)
+    with pytest.raises(tg.UnknownJob, match="'absent'"):
+        tg.result("absent")
