@@ -159,7 +159,7 @@ class InProcessCluster:
                 found = await self._collect()
         except TimeoutError:
             raise JobTimeout(
-                f"job {self.spec.name!r} did not end within {timeout_s:g} s; {self._waits()}", job=self.spec.name
+                f"job {self.spec.name!r} did not end within {timeout_s:g} s; {self.waits()}", job=self.spec.name
             ) from None
         view = self.nodes[0].keeper.view
         return assemble(self.spec.name, found, view.primaries.values(), time.monotonic() - began)
@@ -193,7 +193,8 @@ class InProcessCluster:
                 return found
             await asyncio.sleep(0.01)  # a task changes hands just now
 
-    def _waits(self) -> str:
+    def waits(self) -> str:
+        """What the job waits for, as far as its leader knows."""
         lines = [line for node in self.nodes for line in node.status().waits]
         return "it waits: " + "; ".join(lines) if lines else "no wait is known"
 

@@ -7,11 +7,12 @@ import dataclasses
 import random
 from collections.abc import Mapping, Set
 
-from taskgraph.errors import JobError
+from taskgraph.errors import JobError, JobTimeout
 from taskgraph.jobs import Job, JobResult
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Point
 from taskgraph.protocol.view import JobView
+from taskgraph.testing.clock import SPEED, FastForwardLoop
 from taskgraph.testing.threads import LockStepThreads
 
 __all__ = ["STAGES", "run"]
@@ -57,7 +58,8 @@ def run(
     backups = max(job.backups, 1) if kills else job.backups
     settings = dataclasses.replace(job.settings, strict=strict or job.settings.strict)
     job = dataclasses.replace(job, backups=backups, settings=settings)
-    return asyncio.run(_run(job, kills, order, nodes or max(job.min_nodes, backups + 2), timeout_s))
+    with asyncio.Runner(loop_factory=FastForwardLoop) as runner:
+        return runner.run(_run(job, kills, order, nodes or max(job.min_nodes, backups + 2), timeout_s))
 
 
 def _survivable(view: JobView, node_id: str, living: Set[str]) -> bool:
@@ -86,7 +88,12 @@ async def _run(job: Job, kills: dict[tuple[int, int], str], order: int, nodes: i
     cluster = InProcessCluster(job, rng=rng, threads=LockStepThreads, point=point)
     await cluster.start(nodes)
     try:
-        result = await cluster.result(timeout_s)
+        async with asyncio.timeout(timeout_s * SPEED):
+            result = await cluster.result()
+    except TimeoutError:
+        raise JobTimeout(
+            f"job {cluster.spec.name!r} did not end within {timeout_s:g} s; {cluster.waits()}", job=cluster.spec.name
+        ) from None
     finally:
         await cluster.stop()
     if kills:

@@ -1,0 +1,52 @@
+"""An event loop whose clock runs ahead while there is nothing to do.
+
+A job in one process mostly waits for timers of its own: a message that a shuffled schedule delays, a try that comes
+again. Here such a wait ends at once, so that a test takes as long as its work. What a run does then depends on the
+order of timers and not on how busy the machine is: the same seed gives the same run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+
+__all__ = ["SPEED", "FastForwardLoop"]
+
+SPEED = 1000
+"""Seconds of the loop's clock per real second of waiting, at most: user code that waits for a real socket or process
+does not find every timeout of the framework passed."""
+
+_LEAST_S = 0.001
+"""The shortest real wait; epoll rounds up to it. Shorter ones are saved up."""
+
+
+class _Selector(selectors.DefaultSelector):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 1.0
+        self._owed_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        found = super().select(0)
+        if found or (timeout is not None and timeout <= 0):
+            return found
+        if timeout is None:
+            return super().select(None)
+        self._owed_s += timeout / SPEED
+        if self._owed_s >= _LEAST_S:
+            found = super().select(self._owed_s)
+            self._owed_s = 0.0
+        if not found:
+            self.now_s += timeout
+        return found
+
+
+class FastForwardLoop(asyncio.SelectorEventLoop):
+    """`loop.time()` stands still while something runs, and leaps to the next timer when nothing does."""
+
+    def __init__(self) -> None:
+        self._clock = _Selector()
+        super().__init__(self._clock)
+
+    def time(self) -> float:
+        return self._clock.now_s
