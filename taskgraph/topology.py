@@ -1,10 +1,15 @@
-"""Who is whose neighbor: named links, each a function of (task_id, tasks, epoch), so they may change every epoch."""
+"""Who is whose neighbor: named links, each a function of (task_id, tasks, epoch), so they may change every epoch.
+
+A link gives the same ids wherever and however often it is called: every replica of every task asks on its own. The
+order of the ids is the order in which `ins.all` lists what came along the link.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 from taskgraph.errors import GraphError, JobError
 
@@ -26,16 +31,29 @@ Link = Callable[[int, int, int], Iterable[int]]
 """(task_id, tasks, epoch) -> task ids."""
 
 
+_Table = Mapping[int, Sequence[int]]
+_EPOCHS_KEPT = 4
+"""Epochs whose edges are kept at a time: the one at work, the next, and one that a restart or a replay looks at."""
+
+
 class Topology(Mapping[str, Link]):
-    """Named links. Topologies are joined with `|`."""
+    """Named links, an immutable mapping. Topologies are joined with `|`, with a plain dict of functions, too.
+
+    Raises:
+        JobError: a name is no string, or a link no function.
+    """
 
     def __init__(self, links: Mapping[str, Link] | None = None) -> None:
-        for name, link in (links or {}).items():
+        links = {} if links is None else links
+        if not isinstance(links, Mapping):
+            call = f"; call it: tg.{links.__name__}()" if getattr(links, "__name__", "") in __all__ else ""
+            raise JobError(f"a topology is made of named links, {{name: function}}, not of {links!r}{call}")
+        for name, link in links.items():
             if not isinstance(name, str) or not name:
                 raise JobError(f"a link's name is a string, not {name!r}")
             if not callable(link):
-                raise JobError(f"link {name!r} must be a function (task_id, tasks, epoch) -> task ids")
-        self._links = dict(links or {})
+                raise JobError(f"link {name!r} must be a function (task_id, tasks, epoch) -> task ids, not {link!r}")
+        self._links = dict(links)
 
     def __getitem__(self, name: str) -> Link:
         return self._links[name]
@@ -50,13 +68,18 @@ class Topology(Mapping[str, Link]):
         return f"Topology({', '.join(self._links)})"
 
     def __or__(self, other: Mapping[str, Link]) -> Topology:
+        if not isinstance(other, Mapping):
+            return NotImplemented
         both = self._links.keys() & other.keys()
         if both:
-            raise JobError(f"both topologies have a link {sorted(both)[0]!r}: rename one with tg.Topology({{...}})")
+            raise JobError(
+                f"both topologies have a link {min(both)!r}: rename one, as in "
+                f"tg.Topology({{'other_name': topology[{min(both)!r}]}})"
+            )
         return Topology({**self._links, **other})
 
     def __ror__(self, other: Mapping[str, Link]) -> Topology:
-        return Topology(other) | self
+        return Topology(other) | self if isinstance(other, Mapping) else NotImplemented
 
     def neighbors(self, link: str, task_id: int, tasks: int, epoch: int) -> tuple[int, ...]:
         """Checked neighbors of a task along a link.
@@ -68,20 +91,27 @@ class Topology(Mapping[str, Link]):
         if function is None:
             known = ", ".join(repr(name) for name in self._links) or "none"
             raise GraphError(f"task {task_id}: there is no link {link!r}; the topology's links are: {known}")
-        found = []
-        for neighbor in function(task_id, tasks, epoch):
-            try:
-                number = int(neighbor.__index__())
-            except AttributeError:
-                raise GraphError(f"task {task_id}: link {link!r} names {neighbor!r}, which is no task id") from None
-            if not 0 <= number < tasks:
-                raise GraphError(
-                    f"task {task_id}: link {link!r} names task {number}, but the job has tasks 0 to {tasks - 1}"
-                )
-            found.append(number)
-        if len(set(found)) != len(found):
-            raise GraphError(f"task {task_id}: link {link!r} names a task twice: {found}")
-        return tuple(found)
+        return _checked(function, f"link {link!r}", task_id, tasks, epoch)
+
+
+def _checked(link: Link, what: str, task_id: int, tasks: int, epoch: int) -> tuple[int, ...]:
+    given = link(task_id, tasks, epoch)
+    if not isinstance(given, Iterable) or isinstance(given, str | bytes):
+        raise GraphError(f"task {task_id}: {what} must return task ids, as a list; it returned {given!r}")
+    found = []
+    for neighbor in sorted(given) if isinstance(given, set | frozenset) else given:  # a set has no order of its own
+        try:
+            number = operator.index(neighbor)
+        except TypeError:
+            raise GraphError(f"task {task_id}: {what} names {neighbor!r}, which is no task id") from None
+        if isinstance(neighbor, bool):  # a mask where ids were meant
+            raise GraphError(f"task {task_id}: {what} names {neighbor!r}, which is no task id")
+        if not 0 <= number < tasks:
+            raise GraphError(f"task {task_id}: {what} names task {number}, but the job has tasks 0 to {tasks - 1}")
+        found.append(number)
+    if len(set(found)) != len(found):
+        raise GraphError(f"task {task_id}: {what} names a task twice: {found}")
+    return tuple(found)
 
 
 def as_topology(links: Mapping[str, Link]) -> Topology:
@@ -89,10 +119,15 @@ def as_topology(links: Mapping[str, Link]) -> Topology:
     return links if isinstance(links, Topology) else Topology(links)
 
 
+def _count(what: str, number: int) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise JobError(f"{what} must be an int of at least 1, not {number!r}")
+    return number
+
+
 def tree(fanout: int = 2) -> Topology:
     """Links `parents` (one, or none for the root, task 0) and `children` (up to `fanout`)."""
-    if fanout < 1:
-        raise JobError(f"tree: fanout must be at least 1, not {fanout}")
+    _count("tree: fanout", fanout)
     return Topology(
         {
             "parents": lambda i, n, e: ((i - 1) // fanout,) if i else (),
@@ -124,11 +159,12 @@ def full() -> Topology:
 def grid(rows: int, cols: int, periodic: bool = False) -> Topology:
     """Links `north`, `south`, `west`, `east` on a grid of rows x cols tasks, numbered row by row.
 
+    With `periodic` the last row or column is next to the first one; a task alone in it is its own neighbor.
+
     Raises:
         GraphError (when used): the job has not rows x cols tasks.
     """
-    if rows < 1 or cols < 1:
-        raise JobError(f"grid: rows and cols must be at least 1, not {rows} x {cols}")
+    _count("grid: rows", rows), _count("grid: cols", cols)
 
     def step(down: int, right: int) -> Link:
         def link(i: int, n: int, e: int) -> Sequence[int]:
@@ -147,61 +183,111 @@ def grid(rows: int, cols: int, periodic: bool = False) -> Topology:
 
 
 def bipartite(servers: int) -> Topology:
-    """Tasks 0 to servers - 1 are servers, the rest workers: links `servers` (for workers), `workers` (for servers)."""
-    if servers < 1:
-        raise JobError(f"bipartite: there must be at least 1 server, not {servers}")
-    return Topology(
-        {
-            "servers": lambda i, n, e: range(min(servers, n)) if i >= servers else (),
-            "workers": lambda i, n, e: range(servers, n) if i < servers else (),
-        }
-    )
+    """Tasks 0 to servers - 1 are servers, the rest workers: links `servers` (for workers), `workers` (for servers).
+
+    Raises:
+        GraphError (when used): the job has no task left to be a worker.
+    """
+    _count("bipartite: servers", servers)
+
+    def between(tasks: int) -> None:
+        if tasks <= servers:
+            raise GraphError(f"bipartite({servers}): a job of {tasks} tasks has no workers; give it more tasks")
+
+    def to_servers(i: int, n: int, e: int) -> Sequence[int]:
+        between(n)
+        return range(servers) if i >= servers else ()
+
+    def to_workers(i: int, n: int, e: int) -> Sequence[int]:
+        between(n)
+        return range(servers, n) if i < servers else ()
+
+    return Topology({"servers": to_servers, "workers": to_workers})
 
 
-Pairs = Iterable[tuple[int, int]]
+Pairs = Iterable[tuple[int, int]] | Mapping[int, Iterable[int]]
+"""Directed edges: (from, to), or {from: [to, ...]}."""
 
 
 def edges(pairs: Pairs | Callable[[int], Pairs], *, out: str = "out", inbound: str = "in") -> Topology:
-    """Links from directed edges (from, to): `out` leads along them, `inbound` against them.
+    """Links from directed edges: `out` leads along them, `inbound` against them, each in the order of the edges.
 
     Args:
-        pairs: the edges, or a function of the epoch that returns them.
+        pairs: pairs (from, to), or a mapping {from: [to, ...]}, or a function of the epoch that returns either.
+        out, inbound: what the two links are called.
+
+    Raises:
+        JobError: something is no edge; from a function: when used.
+        GraphError (when used): an edge names a task that does not exist, or is there twice.
     """
+    if out == inbound:
+        raise JobError(f"edges: the two links need two names, not {out!r} for both")
+    edges_of: Callable[[int], _Edges]
     if callable(pairs):
         of_epoch = pairs
+        edges_of = lru_cache(maxsize=_EPOCHS_KEPT)(lambda epoch: _edges(of_epoch(epoch)))
     else:
-        fixed = tuple(pairs)
-        for pair in fixed:
-            if not (isinstance(pair, tuple | list) and len(pair) == 2):
-                raise JobError(f"edges takes pairs (from, to), not {pair!r}")
+        fixed = _edges(pairs)
 
-        def of_epoch(epoch: int) -> Pairs:
+        def edges_of(epoch: int) -> _Edges:
             return fixed
 
-    @lru_cache(maxsize=4)
-    def tables(epoch: int) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-        to: dict[int, list[int]] = {}
-        back: dict[int, list[int]] = {}
-        for one, other in of_epoch(epoch):
-            to.setdefault(one, []).append(other)
-            back.setdefault(other, []).append(one)
-        return to, back
+    def link(table: Callable[[_Edges], _Table]) -> Link:
+        def along(i: int, n: int, e: int) -> Sequence[int]:
+            found = edges_of(e)
+            if found.largest >= n:  # also where the task asking has no part in that edge
+                raise GraphError(f"edges name task {found.largest}, but the job has tasks 0 to {n - 1}")
+            return table(found).get(i, ())
 
-    return Topology({out: lambda i, n, e: tables(e)[0].get(i, ()), inbound: lambda i, n, e: tables(e)[1].get(i, ())})
+        return along
+
+    return Topology({out: link(lambda found: found.to), inbound: link(lambda found: found.back)})
+
+
+class _Edges(NamedTuple):
+    to: _Table
+    back: _Table
+    largest: int
+
+
+def _edges(pairs: Pairs) -> _Edges:
+    """Tables for both directions, and the largest task id of all."""
+    if not isinstance(pairs, Iterable):
+        raise JobError(f"edges takes pairs (from, to) of task ids, not {pairs!r}")
+    if isinstance(pairs, Mapping):
+        pairs = [(one, other) for one, others in pairs.items() for other in others]
+    to: dict[int, list[int]] = {}
+    back: dict[int, list[int]] = {}
+    largest = 0
+    for pair in pairs:
+        try:
+            one, other = (operator.index(task) for task in pair)
+        except (TypeError, ValueError):
+            raise JobError(f"edges takes pairs (from, to) of task ids, not {pair!r}") from None
+        if min(one, other) < 0:
+            raise JobError(f"edges: {pair!r} names a task below 0")
+        to.setdefault(one, []).append(other)
+        back.setdefault(other, []).append(one)
+        largest = max(largest, one, other)
+    return _Edges(to, back, largest)
 
 
 def inverse(link: Link) -> Link:
-    """The link the other way: whoever has me as a neighbor. Costs one look at every task per epoch."""
+    """The link the other way: whoever has me as a neighbor, in the order of ids. Looks at every task, once an epoch.
 
-    @lru_cache(maxsize=4)
-    def table(tasks: int, epoch: int) -> dict[int, list[int]]:
+    tg.Topology({"followers": followers, "following": tg.inverse(followers)})
+    topology | {"following": tg.inverse(topology["followers"])}
+    """
+    if not callable(link):
+        raise JobError(f"inverse takes a link's function, as in tg.inverse(topology['children']), not {link!r}")
+    what = f"the inverted link {getattr(link, '__name__', '')!r}"
+
+    @lru_cache(maxsize=_EPOCHS_KEPT)
+    def table(tasks: int, epoch: int) -> _Table:
         back: dict[int, list[int]] = {}
         for task in range(tasks):
-            for neighbor in link(task, tasks, epoch):
+            for neighbor in _checked(link, what, task, tasks, epoch):
                 back.setdefault(neighbor, []).append(task)
         return back
 
-    def inverted(task_id: int, tasks: int, epoch: int) -> Any:
-        return table(tasks, epoch).get(task_id, ())
-
-    return inverted
+    return lambda task_id, tasks, epoch: table(tasks, epoch).get(task_id, ())

@@ -1,0 +1,301 @@
+"""Links: who is whose neighbor, and what is said where a link does not fit the job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import taskgraph as tg
+from taskgraph.topology import as_topology
+
+
+def table(topology: tg.Topology, link: str, tasks: int, epoch: int = 0) -> list[tuple[int, ...]]:
+    return [topology.neighbors(link, task, tasks, epoch) for task in range(tasks)]
+
+
+def pairs(topology: tg.Topology, link: str, tasks: int, epoch: int = 0) -> set[tuple[int, int]]:
+    return {(i, j) for i, ids in enumerate(table(topology, link, tasks, epoch)) for j in ids}
+
+
+# -- the shipped ones ---------------------------------------------------------------------------------
+
+
+def test_tree() -> None:
+    assert table(tg.tree(), "children", 6) == [(1, 2), (3, 4), (5,), (), (), ()]
+    assert table(tg.tree(), "parents", 6) == [(), (0,), (0,), (1,), (1,), (2,)]
+    assert table(tg.tree(fanout=1), "children", 3) == [(1,), (2,), ()]
+    assert tg.tree(fanout=14).neighbors("children", 0, 15, 0) == tuple(range(1, 15))
+
+
+def test_star() -> None:
+    assert table(tg.star(), "hub", 4) == [(), (0,), (0,), (0,)]
+    assert table(tg.star(), "spokes", 4) == [(1, 2, 3), (), (), ()]
+
+
+def test_ring() -> None:
+    assert table(tg.ring(), "left", 4) == [(3,), (0,), (1,), (2,)]
+    assert table(tg.ring(), "right", 4) == [(1,), (2,), (3,), (0,)]
+    assert table(tg.ring(), "left", 1) == table(tg.ring(), "right", 1) == [()]
+    assert table(tg.ring(), "left", 2) == table(tg.ring(), "right", 2) == [(1,), (0,)]
+
+
+def test_full() -> None:
+    assert table(tg.full(), "peers", 3) == [(1, 2), (0, 2), (0, 1)]
+    assert table(tg.full(), "all", 3) == [(0, 1, 2)] * 3
+
+
+def test_grid() -> None:
+    grid = tg.grid(2, 3)  # 0 1 2 / 3 4 5
+    assert table(grid, "north", 6) == [(), (), (), (0,), (1,), (2,)]
+    assert table(grid, "south", 6) == [(3,), (4,), (5,), (), (), ()]
+    assert table(grid, "west", 6) == [(), (0,), (1,), (), (3,), (4,)]
+    assert table(grid, "east", 6) == [(1,), (2,), (), (4,), (5,), ()]
+    assert table(tg.grid(2, 3, periodic=True), "west", 6) == [(2,), (0,), (1,), (5,), (3,), (4,)]
+    assert table(tg.grid(1, 2, periodic=True), "north", 2) == [(0,), (1,)], "alone in its column"
+
+
+def test_a_grid_needs_as_many_tasks_as_it_has_places() -> None:
+    with pytest.raises(tg.GraphError, match=r"the grid has 2 x 3 = 6 tasks, the job has 7"):
+        tg.grid(2, 3).neighbors("north", 0, 7, 0)
+
+
+def test_bipartite() -> None:
+    assert table(tg.bipartite(2), "servers", 5) == [(), (), (0, 1), (0, 1), (0, 1)]
+    assert table(tg.bipartite(2), "workers", 5) == [(2, 3, 4), (2, 3, 4), (), (), ()]
+
+
+@pytest.mark.parametrize("link", ["servers", "workers"])
+def test_servers_without_a_worker_are_an_error(link: str) -> None:
+    with pytest.raises(tg.GraphError, match="a job of 2 tasks has no workers"):
+        tg.bipartite(2).neighbors(link, 0, 2, 0)
+
+
+@given(tasks=st.integers(1, 40), fanout=st.integers(1, 5), servers=st.integers(1, 5))
+def test_shipped_links_come_in_pairs_that_are_each_others_inverse(tasks: int, fanout: int, servers: int) -> None:
+    both = [
+        (tg.tree(fanout), "parents", "children"),
+        (tg.star(), "hub", "spokes"),
+        (tg.ring(), "left", "right"),
+        (tg.grid(tasks, 2), "north", "south"),
+        (tg.grid(2, tasks, periodic=True), "west", "east"),
+        (tg.bipartite(servers), "servers", "workers"),
+        (tg.full(), "peers", "peers"),
+    ]
+    for topology, one, other in both:
+        count = {"north": 2 * tasks, "west": 2 * tasks, "servers": servers + tasks}.get(one, tasks)
+        assert pairs(topology, one, count) == {(j, i) for i, j in pairs(topology, other, count)}
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: tg.tree(0), "tree: fanout must be an int of at least 1, not 0"),
+        (lambda: tg.tree(2.0), "tree: fanout must be an int"),
+        (lambda: tg.tree(True), "tree: fanout must be an int"),
+        (lambda: tg.grid(0, 3), "grid: rows"),
+        (lambda: tg.grid(3, "4"), "grid: cols"),
+        (lambda: tg.bipartite(0), "bipartite: servers"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(make: Any, complaint: str) -> None:
+    with pytest.raises(tg.JobError, match=complaint):
+        make()
+
+
+# -- edges --------------------------------------------------------------------------------------------
+
+EDGES = [(0, 2), (0, 1), (2, 0), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        EDGES,
+        (pair for pair in EDGES),
+        np.array(EDGES),
+        {0: [2, 1], 2: [0], 1: [2]},
+        lambda epoch: EDGES,
+        lambda epoch: {0: np.array([2, 1]), 2: [0], 1: [2]},
+    ],
+    ids=["list", "generator", "array", "mapping", "function", "function of a mapping"],
+)
+def test_edges_lead_both_ways_in_the_order_given(given: Any) -> None:
+    topology = tg.edges(given)
+    for _ in range(2):  # nothing is used up
+        assert table(topology, "out", 3) == [(2, 1), (2,), (0,)]
+        assert [set(ids) for ids in table(topology, "in", 3)] == [{2}, {0}, {0, 1}]
+    assert table(topology, "out", 4)[3] == ()
+
+
+def test_edges_may_change_every_epoch_and_be_called_anything() -> None:
+    topology = tg.edges(lambda epoch: [(0, 1 + epoch % 2)], out="follows", inbound="followers")
+    assert [topology.neighbors("follows", 0, 3, epoch) for epoch in range(3)] == [(1,), (2,), (1,)]
+    assert [topology.neighbors("followers", 2, 3, epoch) for epoch in range(3)] == [(), (0,), ()]
+
+
+def test_the_function_of_edges_is_asked_once_an_epoch() -> None:
+    asked = []
+
+    def given(epoch: int) -> list[tuple[int, int]]:
+        asked.append(epoch)
+        return EDGES
+
+    topology = tg.edges(given)
+    for epoch in (0, 1):
+        table(topology, "out", 3, epoch), table(topology, "in", 3, epoch)
+    assert asked == [0, 1]
+
+
+@pytest.mark.parametrize("link", ["out", "in"])
+@pytest.mark.parametrize("task", [0, 1])
+def test_an_edge_to_a_task_that_does_not_exist_is_named_to_every_task(link: str, task: int) -> None:
+    with pytest.raises(tg.GraphError, match="edges name task 7, but the job has tasks 0 to 2"):
+        tg.edges([(0, 1), (7, 2)]).neighbors(link, task, 3, 0)
+
+
+def test_an_edge_that_is_there_twice_is_an_error() -> None:
+    with pytest.raises(tg.GraphError, match=r"task 0: link 'out' names a task twice: \[1, 1\]"):
+        tg.edges([(0, 1), (0, 1)]).neighbors("out", 0, 2, 0)
+
+
+@pytest.mark.parametrize("given", [[(1, 2, 3)], [5], [("a", 1)], [(0.5, 1)], 5])
+def test_what_is_no_edge_is_named(given: Any) -> None:
+    with pytest.raises(tg.JobError, match=r"edges takes pairs \(from, to\) of task ids, not"):
+        tg.edges(given)
+    with pytest.raises(tg.JobError, match=r"edges takes pairs \(from, to\) of task ids, not"):
+        tg.edges(lambda epoch: given).neighbors("out", 0, 2, 0)
+
+
+def test_edges_below_zero_and_links_of_one_name_are_refused() -> None:
+    with pytest.raises(tg.JobError, match=r"\(0, -1\) names a task below 0"):
+        tg.edges([(0, -1)])
+    with pytest.raises(tg.JobError, match="two names, not 'x' for both"):
+        tg.edges([], out="x", inbound="x")
+
+
+# -- inverse ------------------------------------------------------------------------------------------
+
+
+def test_an_inverse_is_whoever_has_me_as_a_neighbor() -> None:
+    topology = tg.Topology({"next": lambda i, n, e: {(i + 1 + e) % n, (i + 2 + e) % n}})
+    topology |= {"previous": tg.inverse(topology["next"])}
+    for epoch in (0, 1, 2, 0):
+        assert pairs(topology, "previous", 5, epoch) == {(j, i) for i, j in pairs(topology, "next", 5, epoch)}
+
+
+@given(st.sets(st.tuples(st.integers(0, 6), st.integers(0, 6))))
+def test_the_inverse_of_the_inverse_is_the_link(edges: set[tuple[int, int]]) -> None:
+    link = tg.edges(sorted(edges))["out"]
+    topology = tg.Topology({"link": link, "again": tg.inverse(tg.inverse(link))})
+    assert pairs(topology, "again", 7) == pairs(topology, "link", 7) == edges
+
+
+def test_an_inverse_looks_at_every_task_once_an_epoch() -> None:
+    asked = []
+
+    def following(task: int, tasks: int, epoch: int) -> tuple[int, ...]:
+        asked.append((task, epoch))
+        return (0,)
+
+    table(tg.Topology({"followers": tg.inverse(following)}), "followers", 4)
+    assert asked == [(task, 0) for task in range(4)]
+
+
+def test_an_inverse_checks_the_link_it_inverts() -> None:
+    topology = tg.Topology({"followers": tg.inverse(lambda i, n, e: (99,))})
+    with pytest.raises(
+        tg.GraphError, match=r"task 0: the inverted link .* names task 99, but the job has tasks 0 to 3"
+    ):
+        topology.neighbors("followers", 1, 4, 0)
+    with pytest.raises(tg.JobError, match=r"tg\.inverse\(topology\['children'\]\)"):
+        tg.inverse("children")  # type: ignore[arg-type]
+
+
+# -- topologies ---------------------------------------------------------------------------------------
+
+
+def test_topologies_and_plain_dicts_are_joined() -> None:
+    mine: Mapping[str, Any] = {"root": lambda i, n, e: (0,)}
+    for both in (tg.tree() | tg.ring() | mine, mine | (tg.tree() | tg.ring())):
+        assert isinstance(both, tg.Topology)
+        assert set(both) == {"parents", "children", "left", "right", "root"}
+        assert both.neighbors("root", 3, 4, 0) == (0,)
+    assert len(tg.Topology()) == 0
+
+
+def test_two_links_of_one_name_cannot_be_joined() -> None:
+    with pytest.raises(tg.JobError, match="both topologies have a link 'children': rename one"):
+        tg.tree() | tg.tree(3)
+    with pytest.raises(tg.JobError, match="'hub'"):
+        {"hub": lambda i, n, e: ()} | tg.star()
+
+
+def test_a_topology_does_not_change_with_the_dict_it_was_made_of() -> None:
+    links: dict[str, Any] = {"hub": lambda i, n, e: (0,)}
+    topology = as_topology(links)
+    links["other"] = links["hub"]
+    assert list(topology) == ["hub"]
+    assert as_topology(topology) is topology
+    with pytest.raises(TypeError):
+        topology["x"] = links["hub"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("links", "complaint"),
+    [
+        (tg.tree, r"call it: tg\.tree\(\)"),
+        ([1, 2], "made of named links"),
+        ({"children": [1, 2]}, "link 'children' must be a function"),
+        ({3: lambda i, n, e: ()}, "name is a string, not 3"),
+        ({"": lambda i, n, e: ()}, "name is a string, not ''"),
+    ],
+)
+def test_what_is_no_topology_is_refused(links: Any, complaint: str) -> None:
+    with pytest.raises(tg.JobError, match=complaint):
+        tg.Topology(links)
+    with pytest.raises(tg.JobError, match=complaint):
+        as_topology(links)
+
+
+@pytest.mark.parametrize(
+    "ids", [[2, 1], (2, 1), np.array([2, 1]), (i for i in (2, 1)), {2: "a", 1: "b"}, [np.int32(2), np.uint8(1)]]
+)
+def test_a_link_may_return_any_kind_of_ids_and_their_order_is_kept(ids: Any) -> None:
+    found = tg.Topology({"x": lambda i, n, e: ids}).neighbors("x", 0, 3, 0)
+    assert found == (2, 1)
+    assert [type(number) for number in found] == [int, int]
+
+
+def test_a_set_of_ids_is_put_in_order() -> None:
+    assert tg.Topology({"x": lambda i, n, e: {300, 1, 17}}).neighbors("x", 0, 301, 0) == (1, 17, 300)
+
+
+@pytest.mark.parametrize(
+    ("ids", "complaint"),
+    [
+        ([17], "task 3: link 'x' names task 17, but the job has tasks 0 to 14"),
+        ([-1], "task 3: link 'x' names task -1, but the job has tasks 0 to 14"),
+        ([1, 1], r"task 3: link 'x' names a task twice: \[1, 1\]"),
+        ([1.0], "task 3: link 'x' names 1.0, which is no task id"),
+        ([True, False], "task 3: link 'x' names True, which is no task id"),
+        (["a"], "task 3: link 'x' names 'a', which is no task id"),
+        (None, "task 3: link 'x' must return task ids, as a list; it returned None"),
+        (2, "it returned 2"),
+        ("children", "it returned 'children'"),
+    ],
+)
+def test_a_link_that_does_not_fit_the_job_is_named(ids: Any, complaint: str) -> None:
+    with pytest.raises(tg.GraphError, match=complaint):
+        tg.Topology({"x": lambda i, n, e: ids}).neighbors("x", 3, 15, 0)
+
+
+def test_a_link_that_is_not_there_is_answered_with_those_that_are() -> None:
+    with pytest.raises(tg.GraphError, match=r"no link 'childs'; the topology's links are: 'parents', 'children'"):
+        tg.tree().neighbors("childs", 0, 3, 0)
+    with pytest.raises(tg.GraphError, match="links are: none"):
+        tg.Topology().neighbors("x", 0, 3, 0)
