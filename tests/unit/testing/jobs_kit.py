@@ -65,9 +65,7 @@ class Fit(tg.Task, state=["theta"]):
             epoch.processor(self.update, inbound={"grad": "children"})
         else:
             epoch.processor(self.relay, inbound={"theta": "parents"}, outbound={"theta": "children"})
-            epoch.processor(
-                self.add, inbound={"theta": "parents", "grad": "children"}, outbound={"grad": "parents"}
-            )
+            epoch.processor(self.add, inbound={"theta": "parents", "grad": "children"}, outbound={"grad": "parents"})
 
     def publish(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         outs.put("theta", self.theta)
