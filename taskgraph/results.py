@@ -1,0 +1,138 @@
+"""What a job leaves: its values, what it reported, and how it went; as Python holds it and as JSON says it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from taskgraph.errors import DecodeError, JobError
+
+__all__ = ["EpochReport", "JobResult", "plain_value"]
+
+_NAMED = 5
+"""Tasks named in a message before the rest is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochReport:
+    """What tasks reported in one committed epoch.
+
+    Attributes:
+        numbers: by name; where several tasks report one name, the lowest task's.
+        by_task: everything, by task.
+    """
+
+    epoch: int
+    numbers: dict[str, float]
+    by_task: dict[int, dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobResult:
+    """What a job leaves.
+
+    Attributes:
+        name: the job's.
+        status: "finished".
+        values: task -> what its `result()` returned; tasks that returned None are left out.
+        reports: one per epoch in which something was reported, in order.
+        epochs: how many were committed.
+        failovers: how often a backup took over from a primary that failed.
+        restarts: how often an epoch started again.
+        wall_s: seconds from submission to the end.
+    """
+
+    name: str
+    status: str = "finished"
+    values: dict[int, Any] = field(default_factory=dict)
+    reports: tuple[EpochReport, ...] = ()
+    epochs: int = 0
+    failovers: int = 0
+    restarts: int = 0
+    wall_s: float = 0.0
+
+    @property
+    def value(self) -> Any:
+        """The only value. Raises JobError where there is none, or more than one."""
+        if len(self.values) != 1:
+            tasks = ", ".join(str(task) for task in list(self.values)[:_NAMED])
+            more = f" and {len(self.values) - _NAMED} more" if len(self.values) > _NAMED else ""
+            which = f"tasks {tasks}{more} returned one each" if self.values else "no task returned one from result()"
+            raise JobError(f"JobResult.value is for jobs with one value; {which}: use .values")
+        return next(iter(self.values.values()))
+
+    def to_json(self) -> str:
+        """One line of JSON, values too: arrays as nested lists, bytes as base64, nan and infinities as strings."""
+        plain = {
+            "name": self.name,
+            "status": self.status,
+            "values": {str(task): plain_value(value) for task, value in self.values.items()},
+            "reports": [
+                {"epoch": r.epoch, "numbers": plain_value(r.numbers), "by_task": plain_value(r.by_task)}
+                for r in self.reports
+            ],
+            "epochs": self.epochs,
+            "failovers": self.failovers,
+            "restarts": self.restarts,
+            "wall_s": round(self.wall_s, 3),
+        }
+        return json.dumps(plain, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> JobResult:
+        """What `to_json` wrote. Everything but `values` is as it was; values stay as JSON says them.
+
+        Raises:
+            DecodeError: this is no result.
+        """
+        try:
+            raw = json.loads(text)
+            reports = tuple(
+                EpochReport(
+                    report["epoch"],
+                    _floats(report["numbers"]),
+                    {int(task): _floats(numbers) for task, numbers in report["by_task"].items()},
+                )
+                for report in raw["reports"]
+            )
+            values = {int(task): value for task, value in raw["values"].items()}
+            return cls(**{**raw, "values": values, "reports": reports})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DecodeError(f"not a job's result: {text[:200]!r} ({type(error).__name__}: {error})") from error
+
+
+def _floats(numbers: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(number) for name, number in numbers.items()}  # "nan" and "inf" are texts there
+
+
+def plain_value(value: Any) -> Any:
+    """A value as JSON can say it. Not exact: a view for people and scripts, not a way back."""
+    if value is None or isinstance(value, bool | str | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(float(value))
+    if isinstance(value, complex):
+        return [plain_value(value.real), plain_value(value.imag)]
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, np.longdouble | np.clongdouble):  # their items are of their own type again
+        return plain_value(complex(value) if isinstance(value, np.clongdouble) else float(value))
+    if isinstance(value, Mapping):
+        return {str(key): plain_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(item) for item in value]
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: plain_value(getattr(value, name)) for name in value.__dataclass_fields__}
+    if hasattr(value, "tolist"):  # numpy, CuPy and torch, arrays and scalars
+        return plain_value(value.tolist())
+    if hasattr(value, "ListFields"):  # a protobuf message
+        from google.protobuf.json_format import MessageToDict
+
+        return plain_value(MessageToDict(value, preserving_proto_field_name=True))
+    return str(value)

@@ -1,0 +1,335 @@
+"""Jobs, job functions and their options: what fits, and what is said of the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+import taskgraph as tg
+from taskgraph.jobs import JobFunction, OptionInfo
+
+
+class Fit(tg.Task):
+    def __init__(self, task_id: int = -1) -> None:
+        self.given = task_id
+
+
+def simple(**changes: Any) -> tg.Job:
+    return tg.Job(**{"tasks": 3, "builder": Fit, **changes})
+
+
+# -- Job ----------------------------------------------------------------------------------------------
+
+
+def test_defaults() -> None:
+    job = tg.Job(tasks=3, builder=Fit)
+    assert (job.epochs, job.seed, job.name, job.backups, job.min_nodes, job.requires_gpu) == (None, 0, "", 1, 1, False)
+    assert isinstance(job.topology, tg.Topology)
+    assert job.settings == tg.Settings()
+
+
+def test_a_job_is_frozen_and_takes_keywords_only() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        simple().tasks = 5  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        tg.Job(3, Fit)  # type: ignore[call-arg, misc]
+
+
+def test_a_plain_dict_is_a_topology_and_numpys_ints_are_ints() -> None:
+    job = simple(tasks=np.int64(7), epochs=np.int32(2), topology={"root": lambda i, n, e: (0,)})
+    assert job.topology.neighbors("root", 3, 7, 0) == (0,)  # type: ignore[attr-defined]
+    assert (type(job.tasks), type(job.epochs)) == (int, int)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"tasks": 0}, r"Job\(tasks=0\): must be an int of at least 1"),
+        ({"tasks": 1.5}, r"Job\(tasks=1.5\): must be an int"),
+        ({"tasks": True}, r"Job\(tasks=True\): must be an int"),
+        ({"tasks": "3"}, r"Job\(tasks='3'\): must be an int"),
+        ({"epochs": 0}, r"Job\(epochs=0\): must be None .* or an int of at least 1"),
+        ({"backups": -1}, r"Job\(backups=-1\): must be an int of at least 0"),
+        ({"min_nodes": 0}, r"Job\(min_nodes=0\)"),
+        ({"checkpoint_every": 0}, r"Job\(checkpoint_every=0\)"),
+        ({"seed": None}, r"Job\(seed=None\): must be an int$"),
+        ({"name": "two words"}, "1 to 100 letters, digits"),
+        ({"name": ".hidden"}, "no '.' first"),
+        ({"name": "x" * 101}, "1 to 100"),
+        ({"name": "a/b"}, "1 to 100"),
+        ({"name": 5}, "1 to 100"),
+        ({"builder": None}, r"must be a function \(task_id\) -> tg.Task, not None"),
+        ({"builder": Fit()}, r"every task needs an object of its own: builder=Fit"),
+        ({"builder": dict}, "dict is no subclass of tg.Task"),
+        ({"topology": tg.tree}, r"call it: tg\.tree\(\)"),
+        ({"requires_gpu": "yes"}, r"requires_gpu='yes'\): must be a bool, or a function"),
+        ({"settings": {}}, r"takes tg\.Settings\(\.\.\.\), not dict"),
+        ({"settings": tg.Settings(min_in_sync=2), "backups": 0}, "set backups to at least 1"),
+        ({"checkpoint": "s3://bucket"}, "durable checkpoints are not part of this release"),
+    ],
+)
+def test_values_that_do_not_fit_are_named(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(tg.JobError, match=complaint):
+        simple(**changes)
+
+
+def test_builders() -> None:
+    class Named(tg.Task):
+        def __init__(self, task_id: int, *, scale: float = 1.0) -> None:
+            self.given = task_id
+
+    assert simple(builder=lambda task_id: Fit(task_id)).build(2).given == 2  # type: ignore[attr-defined]
+    assert simple(builder=Fit).build(2).given == -1, "an optional argument is the user's"  # type: ignore[attr-defined]
+    assert simple(builder=Named).build(2).given == 2  # type: ignore[attr-defined]
+
+
+def test_a_class_that_needs_other_arguments_is_no_builder() -> None:
+    class Root(tg.Task):
+        def __init__(self, length: int, *, scale: float) -> None: ...
+
+    with pytest.raises(
+        tg.JobError, match=r"takes length, scale; give them with builder=lambda task_id: Root\(\.\.\.\)"
+    ):
+        simple(builder=Root)
+
+
+# -- job functions ------------------------------------------------------------------------------------
+
+
+@tg.job
+def fit(tasks: int = 15, epochs: int | None = None, sizes: list[int] | None = None) -> tg.Job:
+    """Fits.
+
+    Args:
+        tasks: how many,
+            all told.
+        epochs (int): how long.
+    """
+    if sizes is not None:
+        sizes.append(0)
+    return tg.Job(tasks=tasks, builder=Fit, epochs=epochs, topology=tg.tree())
+
+
+@tg.job
+def needs(tasks, name="x"):  # type: ignore[no-untyped-def]
+    return tg.Job(tasks=tasks, builder=Fit, name=name)
+
+
+@tg.job
+def open_ended(tasks: int, **more: int) -> tg.Job:
+    return tg.Job(tasks=tasks, builder=Fit, **more)  # type: ignore[arg-type]
+
+
+@tg.job
+def no_job() -> tg.Job:
+    return None  # type: ignore[return-value]
+
+
+def test_a_job_function_makes_jobs_that_know_their_origin() -> None:
+    job = fit(tasks=7)
+    assert (job.tasks, job.name) == (7, "fit")
+    assert job.origin() == (fit, {"tasks": 7})
+    assert fit(7).origin() == (fit, {"tasks": 7}), "arguments by position have names, too"
+    assert needs(tasks=3, name="mine").name == "mine"
+    assert open_ended(3, seed=5).origin() == (open_ended, {"tasks": 3, "seed": 5})
+    assert (fit.__name__, fit.__doc__, fit.__wrapped__().name) == ("fit", fit.__wrapped__.__doc__, "")
+
+
+def test_a_job_made_without_tg_job_has_no_origin() -> None:
+    with pytest.raises(tg.JobError, match=r"decorate the function that returns it, or run it .* with nodes=0"):
+        simple().origin()
+
+
+def test_what_the_function_does_to_its_arguments_is_not_what_nodes_get() -> None:
+    sizes = [1, 2]
+    assert fit(sizes=sizes).origin() == (fit, {"sizes": [1, 2]})
+
+
+def test_what_nodes_read_in_the_spec_may_be_replaced() -> None:
+    job = dataclasses.replace(fit(), name="other", epochs=3, backups=2, seed=1, settings=tg.Settings(strict=True))
+    assert job.origin()[0] is fit
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"tasks": 31}, {"builder": tg.Task}, {"topology": tg.ring()}, {"requires_gpu": True}],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_nodes_would_make_otherwise_may_not(change: dict[str, Any]) -> None:
+    name = next(iter(change))
+    with pytest.raises(tg.JobError, match=rf"made by fit\(\) and then got another {name}; .* a parameter of fit"):
+        dataclasses.replace(fit(), **change).origin()
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        ((1, 2), "not tuple; make it a list"),
+        (np.float64(1.0), "not float64; pass a number"),
+        (np.zeros(3), "not ndarray; pass a number, or the name of a file"),
+        ([1, {"a": {1, 2}}], "not set"),
+        ({1: 2}, "not dict with other keys than str"),
+    ],
+)
+def test_an_argument_that_json_cannot_carry_is_named(value: Any, complaint: str) -> None:
+    with pytest.raises(tg.JobError, match=rf"fit\(sizes=\.\.\.\): nodes get .* {complaint}"):
+        fit(sizes=value)
+
+
+def test_arguments_the_function_does_not_have_are_answered_with_those_it_has() -> None:
+    with pytest.raises(tg.JobError, match=r"fit: .*'taks'; its options are: tasks=15, epochs=None, sizes=None"):
+        fit(taks=3)
+    with pytest.raises(tg.JobError, match="needs: missing a required argument: 'tasks'; its options are: tasks, name"):
+        needs()
+
+
+def test_what_returns_no_job_is_no_job_function() -> None:
+    with pytest.raises(tg.JobError, match=r"no_job must return a tg\.Job, not NoneType"):
+        no_job()
+
+
+async def _async() -> tg.Job:
+    return simple()
+
+
+def _positional(tasks: int, /) -> tg.Job:
+    return simple()
+
+
+def _starred(*tasks: int) -> tg.Job:
+    return simple()
+
+
+def _nested() -> tg.Job:
+    return simple()
+
+
+_nested.__qualname__ = "outer.<locals>._nested"
+
+
+@pytest.mark.parametrize(
+    ("function", "complaint"),
+    [
+        (lambda: None, "top level of a module, not on .*<lambda>"),
+        (_nested, r"top level of a module, not on outer\.<locals>\._nested"),
+        (Fit.setup, "top level of a module"),
+        (Fit, "top level of a module"),
+        (5, "top level of a module, not on 5"),
+        (_async, "_async: a job function is a plain `def`"),
+        (_positional, "_positional: nodes pass .* by name, and tasks has none"),
+        (_starred, "by name, and tasks has none"),
+    ],
+)
+def test_what_nodes_could_not_call_is_refused_where_it_is_decorated(function: Any, complaint: str) -> None:
+    with pytest.raises(tg.JobError, match=complaint):
+        tg.job(function)
+
+
+# -- options ------------------------------------------------------------------------------------------
+
+
+def test_options_tell_types_defaults_and_help() -> None:
+    assert fit.options() == {
+        "tasks": OptionInfo("tasks", int, 15, False, "how many, all told."),
+        "epochs": OptionInfo("epochs", int | None, None, False, "how long."),
+        "sizes": OptionInfo("sizes", list[int] | None, None, False),
+    }
+    assert needs.options()["tasks"].required
+    assert list(open_ended.options()) == ["tasks"]
+
+
+def _many(
+    whole: int = 1,
+    real: float = 1.0,
+    flag: bool = False,
+    text: str = "",
+    maybe: int | None = None,
+    untyped=None,  # type: ignore[no-untyped-def]
+    number=3,
+    either: str | int = 0,
+    listed: Sequence[float] = (),
+    pairs: tuple[int, int] | None = None,
+    table: dict[str, int] | None = None,
+    choice: Literal["fast", "slow", 0] = "fast",
+    anything: Any = None,
+) -> tg.Job: ...
+
+
+MANY = JobFunction(_many)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("whole=31", 31),
+        ("whole=-1_000", -1000),
+        ("whole=0x10", 16),
+        ("whole=1e6", 1_000_000),
+        ("real=1e-3", 1e-3),
+        ("real=2", 2.0),
+        ("real=inf", float("inf")),
+        ("flag=yes", True),
+        ("flag=TRUE", True),
+        ("flag=0", False),
+        ("text=a=b, c", "a=b, c"),
+        ("text=", ""),
+        ("text=none", "none"),
+        ("maybe=None", None),
+        ("maybe=5", 5),
+        ("untyped=5", "5"),
+        ("untyped=null", None),
+        ("number=5", 5),
+        ("either=5", 5),
+        ("either=five", "five"),
+        ("listed=[1, 2.5]", [1, 2.5]),
+        ("pairs=[1, 2]", [1, 2]),
+        ('table={"a": 1}', {"a": 1}),
+        ("choice=slow", "slow"),
+        ("choice=0", 0),
+        ("anything=[1]", [1]),
+        ("anything=as it is", "as it is"),
+    ],
+)
+def test_an_options_text_becomes_a_value_of_its_type(text: str, value: Any) -> None:
+    found = MANY.parse_options([text])[text.partition("=")[0]]
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("whole=many", "int"),
+        ("whole=1.5", "int"),
+        ("whole=", "int"),
+        ("whole=inf", "int"),
+        ("real=much", "float"),
+        ("flag=maybe", "true or false"),
+        ("maybe=x", "int or none"),
+        ("listed=1,2", "Sequence[float] as JSON"),
+        ("listed={}", "Sequence[float] as JSON"),
+        ("table=[]", "dict[str, int] as JSON or none"),
+        ("choice=medium", "'fast' or 'slow' or 0"),
+    ],
+)
+def test_a_text_that_is_no_value_of_the_type_is_an_error(text: str, expected: str) -> None:
+    name, _, value = text.partition("=")
+    with pytest.raises(tg.JobError, match=re.escape(f"option {name}='{value}': expected {expected}")):
+        MANY.parse_options([text])
+
+
+def test_options_are_found_by_their_names() -> None:
+    assert fit.parse_options(["tasks=3", "epochs=2", "tasks=5"]) == {"tasks": 5, "epochs": 2}
+    assert fit.parse_options([]) == {}
+    with pytest.raises(
+        tg.JobError, match=r"fit has no option 'taks' \(did you mean 'tasks'\?\); its options are: tasks"
+    ):
+        fit.parse_options(["taks=3"])
+    with pytest.raises(tg.JobError, match="fit has no option 'zzz'; its options are"):
+        fit.parse_options(["zzz=3"])
+    with pytest.raises(tg.JobError, match="'tasks': write -o name=value"):
+        fit.parse_options(["tasks"])

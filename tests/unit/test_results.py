@@ -1,0 +1,103 @@
+"""What a job leaves, as Python holds it and as JSON says it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf.struct_pb2 import Struct
+
+import taskgraph as tg
+from taskgraph.results import plain_value
+
+FULL = tg.JobResult(
+    name="fit",
+    values={0: [1, 2.5], 3: None},
+    reports=(tg.EpochReport(4, {"loss": 0.5, "gap": math.inf}, {0: {"loss": 0.5}, 2: {"gap": math.inf}}),),
+    epochs=5,
+    failovers=1,
+    restarts=2,
+    wall_s=1.25,
+)
+
+
+def test_the_only_value() -> None:
+    assert tg.JobResult(name="x", values={7: "found"}).value == "found"
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({}, r"no task returned one from result\(\): use \.values"),
+        ({0: 1, 5: 2}, "tasks 0, 5 returned one each: use"),
+        (dict.fromkeys(range(31), 0), "tasks 0, 1, 2, 3, 4 and 26 more returned one each"),
+    ],
+)
+def test_the_only_value_of_none_or_several_is_an_error(values: dict[int, Any], complaint: str) -> None:
+    with pytest.raises(tg.JobError, match=complaint):
+        _ = tg.JobResult(name="x", values=values).value
+
+
+def test_a_result_survives_json_as_far_as_json_goes() -> None:
+    text = FULL.to_json()
+    assert "\n" not in text
+    assert tg.JobResult.from_json(text) == FULL
+    assert tg.JobResult.from_json(tg.JobResult(name="x").to_json()) == tg.JobResult(name="x")
+
+
+def test_the_json_is_for_any_reader() -> None:
+    read = json.loads(FULL.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert list(read) == ["name", "status", "values", "reports", "epochs", "failovers", "restarts", "wall_s"]
+    assert read["values"] == {"0": [1, 2.5], "3": None}
+    assert read["reports"] == [
+        {"epoch": 4, "numbers": {"loss": 0.5, "gap": "inf"}, "by_task": {"0": {"loss": 0.5}, "2": {"gap": "inf"}}}
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "nonsense", b"\xff", FULL.to_json().replace('"epochs"', '"eras"')])
+def test_what_is_no_result_is_refused(text: str | bytes) -> None:
+    with pytest.raises(tg.DecodeError, match="not a job's result"):
+        tg.JobResult.from_json(text)
+
+
+@tg.message
+class Found:
+    at: Any
+    cost: float
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (True, True),
+        (10**30, 10**30),
+        (math.nan, "nan"),
+        (np.float64("-inf"), "-inf"),
+        (np.float32(0.5), 0.5),
+        (np.int8(-3), -3),
+        (np.bool_(True), True),
+        (np.str_("x"), "x"),
+        (np.longdouble("nan"), "nan"),
+        (np.array([1.5, 2], np.longdouble), [1.5, 2.0]),
+        (1 + 2j, [1.0, 2.0]),
+        (np.clongdouble(1 + 2j), [1.0, 2.0]),
+        (np.complex64(complex(0, math.inf)), [0.0, "inf"]),
+        (b"\x00\xff", "AP8="),
+        (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+        (np.array(5.0), 5.0),
+        (np.array([b"a"]), ["YQ=="]),
+        (np.datetime64("2024-02-29"), "2024-02-29"),
+        (np.array([(1, 2.5)], dtype=[("a", int), ("b", float)]), [[1, 2.5]]),
+        ({"a": (1, None), 2: [math.inf]}, {"a": [1, None], "2": ["inf"]}),
+        (Found(np.arange(2), math.nan), {"at": [0, 1], "cost": "nan"}),
+        (Struct(fields={}), {}),
+        (Path("/x"), "/x"),
+    ],
+)
+def test_any_value_is_said_in_json(value: Any, plain: Any) -> None:
+    assert plain_value(value) == plain
+    json.dumps(plain_value(value), allow_nan=False)
