@@ -27,7 +27,7 @@ LIMIT_S = 100.0
 #: Enough for three kills, each after the one before was made good: with 15 tasks on 2 cores an epoch takes 15 to 30 ms.
 EPOCHS = 700
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # kills wait until the one before was made good
 
 
 def job(example: str, **options: object) -> tg.Job:
