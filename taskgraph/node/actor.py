@@ -121,11 +121,11 @@ class Actor:
 
     async def _outlast(self, future: asyncio.Future[R], where: str) -> None:
         """The caller was cancelled; the thread cannot be. The task stays held until it returns."""
+        # What comes out of a dead attempt is retrieved, and of no interest.
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
         done, _ = await asyncio.wait([future], timeout=self._cancel_s)
         if not done:
             raise StuckError(f"{where} did not return within {self._cancel_s:g} s after its attempt ended")
-        if not future.cancelled():
-            future.exception()  # of a dead attempt: retrieved, and of no interest
 
     def wait_in_thread(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
         """In a worker thread: waits for a reply while other hooks of the task may run."""

@@ -291,6 +291,7 @@ class Attempt:
         self._composed.cancel()
         for slot in self._slots.values():
             slot.cancel()
+        self.mailbox.end()
 
     # -- Work: asked by user code, from any thread ------------------------------------------------
 
@@ -342,7 +343,9 @@ class Attempt:
             return self.mailbox.send_request(where, to, method, number, value, future)
 
         def start() -> None:
-            if not self._send(send):
+            if self._send(send):
+                self.mailbox.expect(where, to, method, future)
+            else:
                 future.set_exception(AttemptEnded())
 
         self._on_loop(start)

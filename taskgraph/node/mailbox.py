@@ -40,6 +40,17 @@ class Mailbox:
         """(where, task, method) of every request without an answer."""
         return list(self._awaited.values())
 
+    def expect(self, where: str, to: int, method: str, future: concurrent.futures.Future[Encoded]) -> None:
+        """A request is about to be sent; from now on `end` wakes whoever waits for its answer."""
+        self._awaited[future] = (where, to, method)
+
+    def end(self) -> None:
+        """The attempt is over. Threads that wait for an answer unwind: the attempt waits for them, not they for it."""
+        for future in list(self._awaited):
+            if not future.done():
+                future.set_exception(AttemptEnded())
+        self._awaited.clear()
+
     # -- out --------------------------------------------------------------------------------------
 
     def number(self, where: str, to: int, method: str) -> int:
@@ -59,9 +70,8 @@ class Mailbox:
     async def send_request(
         self, where: str, to: int, method: str, number: int, value: Encoded, future: concurrent.futures.Future[Encoded]
     ) -> None:
-        """Delivers a request and resolves `future` with its answer."""
+        """Delivers a request and resolves `future` with its answer; `expect` came before."""
         attempt = self._attempt
-        self._awaited[future] = (where, to, method)
         try:
             reply = await self._call(
                 to,
@@ -79,7 +89,7 @@ class Mailbox:
             if not future.done():
                 future.set_result(reply.value)
         finally:
-            del self._awaited[future]
+            self._awaited.pop(future, None)
             if not future.done():
                 future.set_exception(AttemptEnded())
 
