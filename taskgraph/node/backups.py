@@ -164,7 +164,7 @@ class Backups:
         await self._keep_in_sync(node, invitation)
         while node not in self._node.suspects:
             try:
-                release = Release(self._task, self._term, invitation)
+                release = Release(self._task, self._term, invitation, self._node.keeper.view.revision)
                 await self._node.router.to_node(node, release, timeout_s=self._node.settings.call_s)
                 return
             except TransportError:

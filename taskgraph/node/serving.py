@@ -84,6 +84,7 @@ class Serving:
             case Offer():
                 return await self._offer(peer, message)
             case Release():
+                await self._node.keeper.wait_until_read(lambda view: view.revision >= message.revision)
                 self._node.release(message)
                 return Accepted()
             case Report():

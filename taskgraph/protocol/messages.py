@@ -173,11 +173,16 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Primary to a former candidate or member: what you hold under this invitation is not needed. Reply: `Accepted`."""
+    """Primary to a former candidate or member: what you hold under this invitation is not needed. Reply: `Accepted`.
+
+    `revision` is of the primary's view, which holds whatever was written about that node: the receiver's view must
+    have come that far first, or it could drop what its own member key, not seen yet, says it holds.
+    """
 
     task: int
     term: int
     invitation: int
+    revision: int
 
 
 @dataclass(frozen=True, slots=True)

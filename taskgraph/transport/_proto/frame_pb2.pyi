@@ -161,14 +161,16 @@ class Offer(_message.Message):
     def __init__(self, stamp: _Optional[_Union[Stamp, _Mapping]] = ..., term: _Optional[int] = ..., task: _Optional[int] = ..., committed: bool = ..., candidate: bool = ..., value: _Optional[_Union[Encoded, _Mapping]] = ..., invitation: _Optional[int] = ...) -> None: ...
 
 class Release(_message.Message):
-    __slots__ = ("task", "term", "invitation")
+    __slots__ = ("task", "term", "invitation", "revision")
     TASK_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     INVITATION_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
     task: int
     term: int
     invitation: int
-    def __init__(self, task: _Optional[int] = ..., term: _Optional[int] = ..., invitation: _Optional[int] = ...) -> None: ...
+    revision: int
+    def __init__(self, task: _Optional[int] = ..., term: _Optional[int] = ..., invitation: _Optional[int] = ..., revision: _Optional[int] = ...) -> None: ...
 
 class Report(_message.Message):
     __slots__ = ("stamp", "task", "term", "done", "version", "sent", "received", "finish", "numbers", "previous")

@@ -57,7 +57,7 @@ EXCHANGES: list[tuple[m.Call, m.Reply]] = [
         m.Answer(STAMP, 2, True, encoded(b"y", bytes(3_000_000))),
     ),
     (m.Offer(STAMP, 2**62, 3, True, False, 7, encoded(bytes(200_000), b"z")), m.Accepted()),
-    (m.Release(3, 2**62, 7), m.Accepted()),
+    (m.Release(3, 2**62, 7, 9), m.Accepted()),
     (
         m.Report(STAMP, 3, 1, True, 2, 2**128 - 1, 0, True, {"b": 0.1, "a": -0.0}, {}),
         m.Accepted(1),
