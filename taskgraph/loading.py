@@ -1,0 +1,219 @@
+"""Loading drivers: the user's files with a job function in them, and how another process finds the same one."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from taskgraph.errors import JobError, TaskGraphError
+from taskgraph.jobs import JobFunction
+from taskgraph.sources import installed
+
+__all__ = ["DriverRef", "check_not_importing", "load_driver", "reference_of"]
+
+_NOT_THE_USERS = (Path(__file__).resolve().parent, Path(sysconfig.get_path("stdlib")).resolve())
+_importing: ContextVar[str] = ContextVar("_importing", default="")
+
+
+@dataclass(frozen=True, slots=True)
+class DriverRef:
+    """Where a job function is.
+
+    Attributes:
+        kind: "file" or "module".
+        location: a file's absolute path, or a module's name.
+        function: the function's name in it.
+        root: of a module that is not installed, the directory it is imported from.
+    """
+
+    kind: str
+    location: str
+    function: str
+    root: str = ""
+
+    def load(self) -> JobFunction:
+        """Imports the driver; raises JobError where that fails.
+
+        On a host that has not the file where the submitter had it, one of that name in the current directory will do:
+        the fingerprint tells whether it is the same.
+        """
+        if self.kind != "file":
+            if self.root and Path(self.root).is_dir():
+                _add_to_path(self.root)
+            return _find(_load_module(self.location), self.function, self.location)
+        path = Path(self.location)
+        here = Path.cwd() / path.name
+        if not path.is_file():
+            if not here.is_file():
+                raise JobError(f"there is no file {path} on this host, and no {path.name} in {here.parent}")
+            path = here
+        return _find(_load_file(path), self.function, str(path))
+
+
+def load_driver(text: str) -> JobFunction:
+    """The job function that `module[:function]` or `path.py[:function]` names (default: the only one in it).
+
+    Raises:
+        JobError: no such file, module or function, or an error while importing it.
+    """
+    location, colon, function = text.rpartition(":")
+    if not colon or not (function.isidentifier() or not function):
+        location, function = text, ""
+    if location.endswith(".py") or "/" in location or Path(location).is_file():
+        return _find(_load_file(Path(location)), function, location)
+    return _find(_load_module(location), function, location)
+
+
+def _find(module: ModuleType, name: str, location: str) -> JobFunction:
+    jobs = {n: f for n, f in vars(module).items() if isinstance(f, JobFunction) and f.__module__ == module.__name__}
+    if name:
+        found = getattr(module, name, None)
+        if isinstance(found, JobFunction):
+            return found
+        known = ", ".join(jobs) or "none"
+        raise JobError(f"{location} has no job function {name!r}; functions decorated with @tg.job there: {known}")
+    if len(jobs) == 1:
+        return next(iter(jobs.values()))
+    if not jobs:
+        raise JobError(f"{location} has no job function: decorate the function that returns the Job with @tg.job")
+    raise JobError(
+        f"{location} has several job functions ({', '.join(jobs)}): name one, as {location}:{next(iter(jobs))}"
+    )
+
+
+def _load_module(name: str) -> ModuleType:
+    if "" not in sys.path:
+        _add_to_path(str(Path.cwd()))
+    with _import_of(name):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name and f"{name}.".startswith(f"{error.name}."):
+                raise JobError(
+                    f"there is no module {name!r} to import from here; for a file write its path: {name}.py"
+                ) from error
+            raise
+
+
+def _load_file(path: Path) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        raise JobError(f"there is no file {path}")
+    if _is_of(sys.modules.get("__main__"), path):
+        return sys.modules["__main__"]
+    name = _name_for(path)
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise JobError(f"{path} is no Python source: a driver is a file whose name ends in .py, or a module")
+    _add_to_path(str(path.parent))  # as `python path.py` does
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        with _import_of(str(path)):
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _name_for(path: Path) -> str:
+    """What the driver's module is called: its stem, so that its neighbors import the same one, as long as that neither
+    hides a module of the standard library nor is another driver's."""
+    tries = [] if path.stem in sys.stdlib_module_names else [path.stem]
+    tries += [f"{path.stem}__driver{number or ''}" for number in range(len(sys.modules))]
+    return next(name for name in tries if name not in sys.modules or _is_of(sys.modules[name], path))
+
+
+def _is_of(module: ModuleType | None, path: Path) -> bool:
+    file = getattr(module, "__file__", None)
+    return bool(file) and Path(str(file)).resolve() == path
+
+
+def _add_to_path(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
+@contextlib.contextmanager
+def _import_of(what: str) -> Iterator[None]:
+    """Errors of a driver's own code come out as JobError with the place; jobs cannot be started from there."""
+    token = _importing.set(what)
+    try:
+        yield
+    except SystemExit as error:
+        raise JobError(
+            f"importing {what} ended with sys.exit({error.code!r}){_place(error)}: nodes import it, too, so put "
+            f"tg.main(...) and the like under `if __name__ == '__main__':`"
+        ) from error
+    except TaskGraphError as error:
+        raise JobError(f"{error}{_place(error)}") from error
+    except Exception as error:
+        kind = traceback.format_exception_only(error)[-1].strip()
+        raise JobError(f"importing {what} failed: {kind}{_place(error)}") from error
+    finally:
+        _importing.reset(token)
+
+
+def check_not_importing(job: str) -> None:
+    """Raises JobError where a driver starts a job while it is imported: every node would start it again."""
+    if _importing.get():
+        raise JobError(
+            f"{_importing.get()} starts job {job!r} while it is imported, and every node imports it: put that under "
+            f"`if __name__ == '__main__':`"
+        )
+
+
+def _place(error: BaseException) -> str:
+    """The last line of the user's own code that an error passed through."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" (at {error.filename}, line {error.lineno})"
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = Path(frame.f_code.co_filename)
+        if not file.is_file() or installed(file):  # the import system's own frames are of no file
+            continue
+        if not any(folder in file.resolve().parents for folder in _NOT_THE_USERS):
+            place = f" (at {file}, line {line})"
+    return place
+
+
+def reference_of(function: JobFunction) -> DriverRef:
+    """How other processes find a job function.
+
+    Raises:
+        JobError: it was defined interactively, or its module does not have it.
+    """
+    module = sys.modules.get(function.__module__)
+    file = getattr(module, "__file__", None)
+    if module is None or not file or not Path(file).is_file():
+        raise JobError(
+            f"{function.__name__} was defined interactively, so other processes cannot import it: put it into a "
+            f"file, or run it in this process with nodes=0"
+        )
+    path = Path(file).resolve()
+    names = [name for name, value in vars(module).items() if value is function]
+    if not names:
+        raise JobError(f"{path} has no {function.__name__} any more that is this job function: was it replaced there?")
+    attribute = function.__name__ if function.__name__ in names else names[0]
+    spec = getattr(
+        module, "__spec__", None
+    )  # of `python -m proj.fit` it tells the name; of `python fit.py` there is none
+    name = spec.name if spec is not None else ""
+    if installed(path):
+        return DriverRef("module", name or function.__module__, attribute)
+    if "." not in name:
+        return DriverRef("file", str(path), attribute)
+    parts = len(name.split(".")) + (path.name == "__init__.py")
+    return DriverRef("module", name, attribute, root=str(path.parents[parts - 1]))

@@ -1,0 +1,90 @@
+"""The fingerprint of a driver: two versions of a task must not compute one job.
+
+It covers the driver's source and what its import statements name beside it, wherever they stand; not what is
+installed, not data files, and not modules that are imported by a computed name.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+from taskgraph.jobs import JobFunction
+from taskgraph.version import PROTOCOL, VERSION
+
+__all__ = ["fingerprint", "installed"]
+
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def installed(path: Path) -> bool:
+    """Whether a source came with a package, and so is where it is on every host by the same package."""
+    return any(part in _INSTALLED for part in path.parts)
+
+
+def fingerprint(function: JobFunction) -> str:
+    """16 hex digits of the driver's source, of what it imports from its own directory, and of our protocol."""
+    module = sys.modules[function.__module__]
+    file = getattr(module, "__file__", None)
+    digest = hashlib.sha256(f"taskgraph {VERSION} protocol {PROTOCOL}\n{function.__name__}\n".encode())
+    if file:
+        root = Path(file).resolve().parent
+        for name, path in sorted(_local_sources(root, Path(file).resolve()).items()):
+            digest.update(f"{name}\n".encode())
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+def _local_sources(root: Path, driver: Path) -> dict[str, Path]:
+    """Name relative to the driver's directory -> file, of the driver and of what it imports from beside it.
+
+    Read from the sources, not from what happens to be imported: the submitter may have run other code before, and
+    must find what a node finds.
+    """
+    package = root  # absolute imports within a package start where the package does
+    while (package / "__init__.py").is_file():
+        package = package.parent
+    bases = [base for base in dict.fromkeys((root, package)) if base.name not in _INSTALLED]
+    sources: dict[str, Path] = {}
+    queue = [driver]
+    while queue:
+        path = queue.pop()
+        name = os.path.relpath(path, root)
+        if name not in sources:
+            sources[name] = path
+            queue.extend(_imported_files(path, bases))
+    return sources
+
+
+def _imported_files(path: Path, bases: list[Path]) -> list[Path]:
+    """Files below `bases` that the import statements of one source name."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return []  # importing it failed, too, or will: the error is told there
+    found: set[Path] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                found.update(_files_of(alias.name.split("."), bases))
+        elif isinstance(node, ast.ImportFrom):
+            above = [path.parents[min(node.level, len(path.parents)) - 1]] if node.level else bases
+            parts = node.module.split(".") if node.module else []
+            for alias in node.names:
+                found.update(_files_of([*parts, alias.name], above))
+    ours = Path(__file__).resolve().parent
+    return sorted(file for file in found if ours not in file.parents)
+
+
+def _files_of(parts: list[str], bases: list[Path]) -> list[Path]:
+    """The files that importing a dotted name would run: of its packages and of the module."""
+    return [
+        file
+        for base in bases
+        for length in range(len(parts) + 1)
+        for file in (base.joinpath(*parts[:length], "__init__.py"), base.joinpath(*parts[:length]).with_suffix(".py"))
+        if (length or file.name == "__init__.py") and file.is_file()
+    ]
