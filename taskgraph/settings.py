@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
+
+from taskgraph.errors import JobError
 
 __all__ = ["Settings"]
 
@@ -41,6 +45,9 @@ class Settings:
         events_kept: events kept in etcd per job.
         strict: replay every epoch from its snapshot and name the task whose state was forgotten or changed
             outside a sync point. Costs at least a second run of every compute.
+
+    Raises:
+        JobError: a value that is no number of its kind.
     """
 
     lease_ttl_s: float = 5.0
@@ -68,3 +75,22 @@ class Settings:
     max_parked: int = 100_000
     events_kept: int = 1000
     strict: bool = False
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if type(field.default) is bool:
+                fits, what = isinstance(value, bool), "True or False"
+            elif type(field.default) is int:
+                fits, what = isinstance(value, int) and not isinstance(value, bool) and value >= 1, "an int from 1 on"
+            else:
+                zero = field.name in _MAY_BE_ZERO
+                number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+                fits = number and (value > 0 or (zero and value == 0))
+                what = f"a number of seconds{'' if zero else ' above 0'}"
+            if not fits:
+                raise JobError(f"Settings({field.name}={value!r}): must be {what}")
+
+
+_MAY_BE_ZERO = ("admit_wait_s", "start_wait_s", "hand_over_s", "drain_s", "takeover_stagger_s", "results_kept_s")
+"""Waits that one may do without."""
