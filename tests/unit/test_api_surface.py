@@ -1,10 +1,15 @@
-"""What `import taskgraph as tg` offers, and what it costs."""
+"""`import taskgraph as tg`: light, complete, and as docs/api.md has it."""
 
 from __future__ import annotations
 
 import ast
+import importlib
+import json
+import pkgutil
+import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -12,55 +17,123 @@ import pytest
 import taskgraph as tg
 from taskgraph import errors
 
-#: The vocabulary of a driver. A name that leaves this list breaks somebody's program.
-NAMES = {
-    *("Task", "handles", "Event", "BecamePrimary", "BecameBackup", "NeighborFailed", "NeighborRestarted", "shard"),
-    *("job", "Job", "JobResult", "Settings", "Topology", "tree", "star", "ring", "full", "grid", "bipartite"),
-    *("edges", "inverse", "Epoch", "Tag", "Reply", "Hold", "Inputs", "Outputs", "message", "codec"),
-    *("run", "arun", "result", "main", "testing", "__version__"),
-}
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "api.md").read_text("utf-8")
 
 
-def test_every_name_is_there_and_is_what_it_says() -> None:
-    assert set(tg.__all__) >= NAMES
-    for name in tg.__all__:
-        found = getattr(tg, name)
-        assert getattr(found, "__name__", name).rpartition(".")[2] in (name, "driver_main"), name
-    assert sorted(tg.__all__) == dir(tg)
+@pytest.mark.parametrize("name", tg.__all__)
+def test_every_name_is_there(name: str) -> None:
+    assert getattr(tg, name) is getattr(tg, name)
+    assert name in dir(tg)
 
 
-def test_every_error_is_exported() -> None:
-    missing = set(errors.__all__) - set(tg.__all__)
-    assert not missing
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'taskgraph' has no attribute 'tasks'"):
+        _ = tg.tasks
+    assert not hasattr(tg, "numpy")
 
 
-def test_everything_public_is_documented() -> None:
-    for name in set(tg.__all__) - {"__version__", "job"}:
-        assert (getattr(tg, name).__doc__ or "").strip(), f"tg.{name} has no docstring"
+def test_every_error_is_exported_and_in_the_one_tree() -> None:
+    for name in errors.__all__:
+        assert getattr(tg, name) is getattr(errors, name)
+        assert issubclass(getattr(errors, name), errors.TaskGraphError)
+    assert re.findall(r"tg\.(\w+)", PAGE.partition("## Errors")[2]) == re.findall(
+        r"^    (?:│   )?(?:├── |└── )?(\w+)", errors.__doc__ or "", re.M
+    ), "the page and the docstring draw the same tree"
 
 
 def test_type_checkers_see_the_same_names() -> None:
-    tree = ast.parse(Path(tg.__file__).read_text())
-    block = next(node for node in tree.body if isinstance(node, ast.If))
-    assert ast.unparse(block.test) == "TYPE_CHECKING"
-    seen = {a.asname or a.name for node in block.body if isinstance(node, ast.ImportFrom) for a in node.names}
+    tree = ast.parse(Path(tg.__file__).read_text("utf-8"))
+    block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    imports = [n for n in block.body if isinstance(n, ast.ImportFrom)]
+    for node in imports:
+        for alias in node.names:
+            name = alias.asname or alias.name
+            if name != "testing":
+                assert getattr(importlib.import_module(str(node.module)), alias.name) is getattr(tg, name)
+    seen = {alias.asname or alias.name for node in imports for alias in node.names}
     assert seen | {"__version__"} == set(tg.__all__)
+    assert sorted(tg.__all__) == sorted(set(tg.__all__))
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'Taks'"):
-        tg.Taks  # noqa: B018
+def test_no_name_is_hidden_by_a_submodule_of_that_name() -> None:
+    submodules = {module.name for module in pkgutil.iter_modules(tg.__path__)}
+    assert submodules & set(tg.__all__) == {"testing"}
+    assert isinstance(tg.testing, types.ModuleType)
 
 
-@pytest.mark.parametrize("statement", ["import taskgraph", "import taskgraph.errors", "from taskgraph import JobError"])
-def test_importing_costs_next_to_nothing(statement: str) -> None:
-    check = f"{statement}\nimport sys\nprint(*sorted({{'numpy', 'grpc', 'uvloop', 'xxhash'}} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == ""
-
-
-def test_the_module_runs() -> None:
+def modules_after(code: str) -> set[str]:
+    """Top-level modules a fresh Python process has imported after `code`."""
+    tail = "import json, sys; print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
     done = subprocess.run(
-        [sys.executable, "-m", "taskgraph", "--version"], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-W", "error", "-c", f"{code}\n{tail}"], capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout == f"taskgraph {tg.__version__}\n"
+    return set(json.loads(done.stdout))
+
+
+def test_importing_the_package_imports_nothing_that_takes_time() -> None:
+    assert not modules_after("import taskgraph as tg; dir(tg)") & {
+        "numpy",
+        "grpc",
+        "google",
+        "uvloop",
+        "asyncio",
+        "xxhash",
+    }
+
+
+def test_a_driver_does_not_wait_for_what_only_nodes_need() -> None:
+    found = modules_after(
+        "import taskgraph as tg\nclass A(tg.Task): pass\ntg.Job(tasks=1, builder=A, topology=tg.tree())"
+    )
+    assert "numpy" in found
+    assert not found & {"grpc", "google", "uvloop"}
+
+
+@pytest.mark.parametrize("name", [name for name in tg.__all__ if name != "__version__"])
+def test_the_reference_has_every_name(name: str) -> None:
+    assert re.search(rf"\btg\.{name}\b", PAGE), f"docs/api.md does not tell of tg.{name}"
+
+
+def test_the_reference_has_no_name_that_is_not_there() -> None:
+    for name in set(re.findall(r"\btg\.(\w+)", PAGE)):
+        assert name in tg.__all__, f"docs/api.md tells of tg.{name}, which does not exist"
+
+
+def test_the_references_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("api_page")
+    monkeypatch.setitem(sys.modules, "api_page", module)
+    module.__dict__["tg"] = tg
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    assert len(blocks) == 4
+    for block in blocks:
+        exec(compile(block, "docs/api.md", "exec"), module.__dict__)
+
+
+@pytest.mark.parametrize(("owner", "members"), [
+    (tg.Task, ["setup", "compose", "snapshot", "restore", "result", "on_flag", "on_commit", "on_event", "teardown"]),
+    (tg.Epoch, ["number", "last", "attempt", "cancelled", "scratch", "rng", "seed", "neighbors", "processor", "flag"]),
+    (tg.Epoch, ["request", "hold", "report", "finish"]),
+    (tg.JobResult, ["name", "status", "values", "value", "reports", "epochs", "failovers", "restarts", "wall_s"]),
+    (tg.JobResult, ["to_json", "from_json"]),
+    (tg.Reply, ["wait"]),
+    (tg.Hold, ["release"]),
+    (tg.Inputs, ["all"]),
+    (tg.Outputs, ["put", "empty"]),
+])  # fmt: skip
+def test_the_reference_tells_of_what_is_there(owner: type, members: list[str]) -> None:
+    for member in members:
+        assert hasattr(owner, member)
+        assert re.search(rf"\b{member}\b", PAGE)
+
+
+def test_the_reference_tells_every_parameter_of_a_job_and_its_default() -> None:
+    fields = {f.name: f for f in tg.Job.__dataclass_fields__.values() if not f.name.startswith(("_", "checkpoint"))}
+    told = re.search(r"`tg\.Job\((.*?)\)` \|", PAGE)
+    assert told is not None
+    arguments = ast.parse(f"f({told[1].replace('tasks, builder', 'tasks=..., builder=...')})", mode="eval").body
+    assert isinstance(arguments, ast.Call)
+    assert {keyword.arg for keyword in arguments.keywords} == set(fields)
+    for keyword in arguments.keywords:
+        if isinstance(keyword.value, ast.Constant) and keyword.value.value is not ...:
+            assert fields[str(keyword.arg)].default == keyword.value.value
