@@ -32,7 +32,6 @@ class Settings:
         ping_s: how often the kernel asks whether the host at the other end of a quiet TCP connection is still there.
         ping_timeout_s: a TCP connection whose other end acknowledged nothing for this long is broken.
         call_s: a call that is answered from memory (everything but pulls, requests and offers).
-        etcd_s: one call to etcd, with its retries.
         refresh_s: an unconfirmed hint (a message from the future) leads to a re-read of etcd after this time.
         stall_check_s: an epoch that did not move for this long is examined for a cycle of waits.
         slow_compute_s: a hook or compute that runs longer is shown in `status` and told as an event.
@@ -63,7 +62,6 @@ class Settings:
     ping_s: float = 5.0
     ping_timeout_s: float = 20.0
     call_s: float = 10.0
-    etcd_s: float = 10.0
     refresh_s: float = 0.05
     stall_check_s: float = 2.0
     slow_compute_s: float = 10.0

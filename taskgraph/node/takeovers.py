@@ -135,6 +135,7 @@ class TakeOvers:
             )
         except LookupError as error:
             self._node.log.debug("task %d: %s", task, error)
+            await self._look_again()
             return
         await self._execute_takeover(
             replica, txn, writer, "takeover" if failure else "hand-over", old.record.node if old else None
@@ -157,6 +158,7 @@ class TakeOvers:
             )
         except LookupError as error:
             self._node.log.debug("task %d: %s", task, error)
+            await self._look_again()
             return
         replica.boundaries.clear()
         await self._execute_takeover(
@@ -167,8 +169,7 @@ class TakeOvers:
         task, view = replica.task, self._node.keeper.view
         result = await self._node.writes.execute(txn, view.keys.primary(task), writer)
         if result is None:
-            await self._node.keeper.refresh()
-            await self._node.breathe()
+            await self._look_again()
             return
         if not result.reads:  # the answer was lost: read what it would have said
             reread = await self._node.writes.execute(
@@ -207,6 +208,11 @@ class TakeOvers:
         if task not in node.primaries:
             raise Refused(Reason.STALE, f"{node.name} tried to take over task {task}, and was not the one")
 
+    async def _look_again(self) -> None:
+        """The view that called for this was behind: `reconcile` decides anew, from a newer one and not at once."""
+        await self._node.keeper.refresh()
+        await self._node.breathe()
+
     async def _fail_lost(self, task: int) -> None:
         view = self._node.keeper.view
         members = ", ".join(self._node.name_of(n) for n in view.members_of(task)) or "none"
@@ -220,3 +226,5 @@ class TakeOvers:
         txn = transactions.fail_lost(view, task, status)
         if await self._node.transact(txn, key=view.keys.status, writer=writer) is not None:
             self._node.events.emit("failed", reason, task=task, epoch=epoch)
+        else:
+            await self._look_again()

@@ -47,18 +47,7 @@ def test_the_docstring_tells_every_setting(name: str) -> None:
     assert re.search(rf"^    {name}: \S", inspect.getdoc(tg.Settings) or "", re.M)
 
 
-NOT_USED_YET = {"etcd_s": "the page says so; whoever wires it, or takes it away, mends the page"}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(reason=NOT_USED_YET[name], strict=True))
-        if name in NOT_USED_YET
-        else name
-        for name in FIELDS
-    ],
-)
+@pytest.mark.parametrize("name", FIELDS)
 def test_every_setting_is_used(name: str) -> None:
     sources = [path for path in (ROOT / "taskgraph").rglob("*.py") if path.name != "settings.py"]
     assert any(re.search(rf"\b{name}\b", path.read_text("utf-8")) for path in sources), f"nothing reads {name}"
