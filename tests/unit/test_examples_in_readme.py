@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def test_the_program_is_the_one_in_examples() -> None:
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_every_driver_and_option_of_a_command_exists(command: list[str]) -> None:
     driver = load_driver(str(ROOT / command[2]))
-    options = [value for flag, value in zip(command, command[1:], strict=False) if flag == "-o"]
+    options = [value for flag, value in pairwise(command) if flag == "-o"]
     assert driver(**driver.parse_options(options)).tasks > 0
 
 
