@@ -148,17 +148,21 @@ class EmbeddedEtcd:
         private = Path(tempfile.mkdtemp(prefix="taskgraph-etcd-"))  # mode 0700
         name = f"taskgraph-{uuid.uuid4().hex[:12]}"
         command = _command(binary, self._version, name, self._data_dir or private / "data", client, peer)
-        guard = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-I", "-S", str(Path(__file__).parent.parent / "launch" / "guard.py")),
-            *("--remove", str(private), "--log", str(private / "etcd.log"), "--parent", str(os.getpid())),
-            *("--", *command, *self._arguments),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=_environment(),
-            start_new_session=True,
-        )
+        try:
+            guard = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-I", "-S", str(Path(__file__).parent.parent / "launch" / "guard.py")),
+                *("--remove", str(private), "--log", str(private / "etcd.log"), "--parent", str(os.getpid())),
+                *("--", *command, *self._arguments),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=_environment(),
+                start_new_session=True,
+            )
+        except BaseException:  # cancelled while it started: asyncio has ended it, and nobody else knows the directory
+            shutil.rmtree(private, ignore_errors=True)
+            raise
         self._guard = guard
         try:
             assert guard.stdout is not None

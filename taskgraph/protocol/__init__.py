@@ -8,8 +8,6 @@ What a job's safety rests on is in this package, one concept a module:
     boundaries            which snapshots a member holds, which one is the committed one, when it frees them
     insync                whom a primary needs acknowledgements from; admission and eviction of members
     takeover              who may succeed a primary, and when
-    exchange              items: produced once, pulled any number of times, counted once
-    events                flags and requests: exactly-once effects within an attempt
     sums                  the two sums by which a commit sees that every edge of an epoch agrees
     commit                the leader: reports in; seal, commit, restart or fail out
     cycles                what a standing epoch waits for, and whether it waits for itself
