@@ -109,7 +109,7 @@ class Node:
         self._suspicion = Suspicion(self, self.reconsider)
         self._registration: Registration | None = None
         self._group: asyncio.TaskGroup | None = None
-        self._owned: set[asyncio.Task[None]] = set()
+        self._owned: dict[asyncio.Task[None], None] = {}
         self._dirty = asyncio.Event()
         self._failure: asyncio.Future[None] | None = None
         self._drain_why = ""
@@ -170,8 +170,8 @@ class Node:
             work.close()
             raise RuntimeError("the node is not running")
         task = self._group.create_task(work, name=name)
-        self._owned.add(task)
-        task.add_done_callback(self._owned.discard)
+        self._owned[task] = None
+        task.add_done_callback(lambda done: self._owned.pop(done, None))
         return task
 
     async def transact(self, txn: Txn, *, key: str, writer: str) -> int | None:

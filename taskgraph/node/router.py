@@ -46,7 +46,7 @@ class Router:
         self._retry_s = retry_s
         self._addresses: dict[str, Peer] = {}
         self._looked_at = -1
-        self._in_flight: set[tuple[int, int, asyncio.Timeout]] = set()
+        self._in_flight: dict[tuple[int, int, asyncio.Timeout], None] = {}  # a set that keeps its order
         keeper.on_change(self._abandon)
 
     def _abandon(self) -> None:
@@ -56,10 +56,9 @@ class Router:
             return
         self._looked_at = view.structure_revision
         now = asyncio.get_running_loop().time()
-        moved = {entry for entry in self._in_flight if _revision(view, entry[0]) != entry[1]}
-        self._in_flight -= moved  # each is told once: a timeout that expires cannot be moved again
-        for _, _, scope in moved:
-            scope.reschedule(now)
+        for entry in [e for e in self._in_flight if _revision(view, e[0]) != e[1]]:
+            del self._in_flight[entry]  # each is told once: a timeout that expires cannot be moved again
+            entry[2].reschedule(now)
 
     def peer(self, node: str) -> Peer | None:
         """How to reach a node; also one whose key is absent just now, if it was ever seen."""
@@ -94,11 +93,11 @@ class Router:
         """One try; raises TimeoutError as soon as the view shows another primary."""
         async with asyncio.timeout(None) as scope:
             entry = (task, revision, scope)
-            self._in_flight.add(entry)
+            self._in_flight[entry] = None
             try:
                 return await self._transport.call(peer, message, timeout_s=timeout_s)
             finally:
-                self._in_flight.discard(entry)
+                self._in_flight.pop(entry, None)
 
     async def to_node(self, node: str, message: Call, *, timeout_s: float | None) -> Reply:
         """One try, to one node. Raises TransportError."""
