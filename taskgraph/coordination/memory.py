@@ -60,7 +60,7 @@ class MemoryStore:
         self._history: dict[int, tuple[KeyEvent, ...]] = {}
         self._leases: dict[int, _StoredLease] = {}
         self._last_lease = 0
-        self._watchers: set[asyncio.Event] = set()
+        self._watchers: dict[asyncio.Event, None] = {}  # woken in the order they came: a schedule can be repeated
         self._timer: asyncio.TimerHandle | None = None
 
     # Reads and transactions.
@@ -154,10 +154,10 @@ class MemoryStore:
         )
 
     def subscribe(self, changed: asyncio.Event) -> None:
-        self._watchers.add(changed)
+        self._watchers[changed] = None
 
     def unsubscribe(self, changed: asyncio.Event) -> None:
-        self._watchers.discard(changed)
+        self._watchers.pop(changed, None)
 
     def wake(self) -> None:
         """Lets every watch look for what is new, or whether its node still lives."""

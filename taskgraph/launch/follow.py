@@ -155,9 +155,9 @@ class Follower:
         while True:
             holders = {view_primary.record.node for view_primary in self.view.primaries.values()}
             found: list[TaskResult] = []
-            for node in sorted(holders & self.view.nodes.keys()):
+            for record in [v.record for node, v in sorted(self.view.nodes.items()) if node in holders]:
                 try:
-                    async with client_of(self.view.nodes[node].record, self._token) as client:
+                    async with client_of(record, self._token) as client:
                         found += await client.results(timeout_s=60.0)
                 except TaskGraphError as error:  # lost: its tasks are taken over, and asked for again
                     self.unreachable = error

@@ -368,7 +368,7 @@ async def test_a_node_that_dies_before_it_registers_is_declared_gone(
         await rig.nodes.start(1)
         async with asyncio.timeout(LIMIT_S):
             assert await rig.ended.get() == ("n1", 1)
-        assert "the driver called sys.exit('no licence')" in rig.nodes.log_tail("n1")
+        assert "ended with sys.exit('no licence')" in rig.nodes.log_tail("n1")
         assert await rig.gone("n1") == "exited with code 1"
 
 
