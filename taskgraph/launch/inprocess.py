@@ -148,15 +148,8 @@ class InProcessCluster:
             async with asyncio.timeout(timeout_s):
                 status = await self._ended()
                 if status.state != State.FINISHED:
-                    raise JobFailed(
-                        status.reason or f"job {self.spec.name!r} was {status.state}",
-                        job=self.spec.name,
-                        task=status.task,
-                        epoch=status.epoch,
-                        where=status.where,
-                        traceback_text=status.traceback,
-                    )
-                found = await self._collect()
+                    raise self._failed(status)
+                found = await self._collect_or_fail()
         except TimeoutError:
             raise JobTimeout(
                 f"job {self.spec.name!r} did not end within {timeout_s:g} s; {self.waits()}", job=self.spec.name
@@ -164,11 +157,13 @@ class InProcessCluster:
         view = self.nodes[0].keeper.view
         return assemble(self.spec.name, found, view.primaries.values(), time.monotonic() - began)
 
-    async def _ended(self) -> StatusRecord:
+    async def _ended(self, going_on: tuple[str, ...] = (State.RUNNING,)) -> StatusRecord:
+        """The status, as soon as it is none of `going_on`."""
+
         async def watch() -> StatusRecord:
             while True:
                 kv = await self._launcher.get(self.keys.status)
-                if kv is not None and (status := StatusRecord.from_bytes(kv.value)).state != State.RUNNING:
+                if kv is not None and (status := StatusRecord.from_bytes(kv.value)).state not in going_on:
                     return status
                 revision = self.store.revision
                 async for batch in self._launcher.watch(self.keys.status, revision + 1):
@@ -185,6 +180,31 @@ class InProcessCluster:
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
+
+    def _failed(self, status: StatusRecord) -> JobFailed:
+        return JobFailed(
+            status.reason or f"job {self.spec.name!r} was {status.state}",
+            job=self.spec.name,
+            task=status.task,
+            epoch=status.epoch,
+            where=status.where,
+            traceback_text=status.traceback,
+        )
+
+    async def _collect_or_fail(self) -> list[TaskResult]:
+        """The results; a `result()` that raises fails a job that had finished."""
+        collecting = asyncio.ensure_future(self._collect())
+        failing = asyncio.ensure_future(self._ended((State.RUNNING, State.FINISHED)))
+        try:
+            waits: list[asyncio.Future[Any]] = [collecting, failing]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if collecting.done():
+                return collecting.result()
+            raise self._failed(failing.result())
+        finally:
+            for task in waits:
+                task.cancel()
+            await asyncio.gather(collecting, failing, return_exceptions=True)
 
     async def _collect(self) -> list[TaskResult]:
         while True:

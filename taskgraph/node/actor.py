@@ -11,10 +11,12 @@ import asyncio
 import concurrent.futures
 import functools
 import inspect
+import os
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from taskgraph.epoch import AttemptEnded
@@ -185,14 +187,18 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-_OUR_FRAMES = ("taskgraph/node/actor.py", "concurrent/futures/thread.py", "taskgraph\\node\\actor.py")
+_OURS = f"{Path(__file__).resolve().parent.parent}{os.sep}"
 
 
 def _user_traceback(error: BaseException) -> str:
-    """The traceback without our frames at its beginning."""
+    """The traceback without our frames at its beginning: it starts where user code does, if it comes to that."""
     summary = traceback.TracebackException.from_exception(error)
     frames = list(summary.stack)
-    while frames and frames[0].filename.endswith(_OUR_FRAMES):
-        frames.pop(0)
-    summary.stack[:] = frames
+    users = (
+        i for i, frame in enumerate(frames) if not frame.filename.startswith(_OURS) and _POOL not in frame.filename
+    )
+    summary.stack[:] = frames[next(users, 0) :]
     return "".join(summary.format())
+
+
+_POOL = str(Path("concurrent", "futures"))

@@ -137,6 +137,8 @@ class Attempt:
             await self.replica.actor.call("compose", self.replica.user_task.compose, Epoch(self, "compose"))
         finally:
             self._composing = None
+        if self.recording is not None:
+            await self.recording.check("compose")
         for channel in composition.channels_out():
             self._slots[channel] = self._loop.create_future()
         for processor in composition.processors:

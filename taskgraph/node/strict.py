@@ -68,7 +68,12 @@ class Recording:
             StateError: something else did.
         """
         self._open -= 1
-        if sync or not self._before:
+        if not sync:
+            await self.check(where)
+
+    async def check(self, where: str) -> None:
+        """Raises StateError where the state is not what it was when the epoch began."""
+        if not self._before:
             return
         now = await fields_of(self._replica)
         changed = sorted(name for name in now.keys() | self._before.keys() if now.get(name) != self._before.get(name))

@@ -1,0 +1,575 @@
+"""What is wrong with a job, and what it is told: where it happened, and what to do."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from jobs_kit import fails, fit, job, no_op, run, task
+
+import taskgraph as tg
+
+
+def says(error: BaseException, *words: str) -> None:
+    text = str(error)
+    for word in words:
+        assert word in text, f"{word!r} is not in: {text}"
+
+
+def ordered(**processors: Any) -> None:
+    """Nothing; a marker for readers that a compose below declares in this order."""
+
+
+# -- neighbors and channels -----------------------------------------------------------------------
+
+
+def test_a_neighbor_that_does_not_exist() -> None:
+    made = task(lambda self, epoch: epoch.processor(no_op, outbound={"x": "next"}))
+    error = fails(job(made, topology={"next": lambda i, n, e: [i + 1]}))
+    assert error.task == 1
+    says(error, "link 'next' names task 2", "tasks 0 to 1")
+
+
+@pytest.mark.parametrize(
+    ("to", "words"),
+    [
+        (7, ["outbound 'x' names task 7", "tasks 0 to 1"]),
+        (-1, ["names task -1"]),
+        ("friends", ["names link 'friends'", "'peers'", "'all'"]),
+        ([1, 1], ["names a task twice"]),
+        (1.5, ["takes a link's name, a task id or task ids, not 1.5"]),
+    ],
+    ids=str,
+)
+def test_a_channel_to_nowhere(to: Any, words: list[str]) -> None:
+    error = fails(job(task(lambda self, epoch: epoch.processor(no_op, outbound={"x": to}))))
+    says(error, "epoch 0", "compose", *words)
+
+
+def test_neighbors_along_a_link_that_is_not_there() -> None:
+    says(fails(job(task(lambda self, epoch: epoch.neighbors("up")))), "there is no link 'up'", "'peers'")
+
+
+def test_a_grid_of_another_size() -> None:
+    made = task(lambda self, epoch: epoch.neighbors("north"))
+    says(fails(job(made, topology=tg.grid(2, 3))), "2 x 3 = 6 tasks", "the job has 2")
+
+
+def test_a_pull_of_what_its_producer_does_not_offer_fails_at_once_and_lists_what_is_offered() -> None:
+    def compose(self: tg.Task, epoch: tg.Epoch) -> None:
+        if self.task_id == 0:
+            epoch.processor(self.give, outbound={"gradient": 1, "other": 2})  # type: ignore[attr-defined]
+        if self.task_id == 1:
+            epoch.processor(no_op, name="add", inbound={"grad": 0, "gradient": 0})
+        if self.task_id == 2:
+            epoch.processor(no_op, name="take", inbound={"other": 0})
+
+    def give(self: tg.Task, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("gradient", 1)
+        outs.put("other", 1)
+
+    began = time.monotonic()
+    error = fails(job(task(compose, give=give), tasks=3))
+    assert time.monotonic() - began < 5
+    assert error.task == 1
+    says(error, "epoch 0", "'add' pulls 'grad' from task 0", "does not offer it", "'gradient'", "to others: 'other'")
+
+
+def test_a_pull_from_a_task_that_offers_nothing() -> None:
+    def compose(self: tg.Task, epoch: tg.Epoch) -> None:
+        if self.task_id == 1:
+            epoch.processor(no_op, name="take", inbound={"x": 0})
+
+    says(fails(job(task(compose))), "'take' pulls 'x' from task 0", "nothing")
+
+
+def test_a_put_for_a_consumer_that_does_not_take_it_is_named() -> None:
+    def compose(self: tg.Task, epoch: tg.Epoch) -> None:
+        if self.task_id == 0:
+            epoch.processor(lambda epoch, ins, outs: outs.put("x", 1), outbound={"x": 1})
+
+    error = fails(job(task(compose)))
+    says(error, "epoch 0", "task 0 put 'x' for task 1", "does not take it", "inbound")
+
+
+def test_a_cycle_of_waits_is_spelled_out_with_the_ways_out() -> None:
+    def compose(self: tg.Task, epoch: tg.Epoch) -> None:
+        other = 1 - self.task_id
+        epoch.processor(no_op, name="receive", inbound={"x": other}, outbound={"y": other})
+        epoch.processor(no_op, name="send", outbound={"x": other})
+        epoch.processor(no_op, name="done", inbound={"y": other})
+
+    error = fails(job(task(compose)))
+    says(
+        error,
+        "a cycle of waits",
+        "'receive'",
+        "waits for 'x' from task 1",
+        "'send'",
+        "in another order",
+        "parallel=True",
+    )
+
+
+# -- processors -----------------------------------------------------------------------------------
+
+
+def given(function: Callable[..., None], **channels: Any) -> tg.Job:
+    """A job of one task whose processor "work" is `function`; what it puts it takes itself."""
+
+    def compose(self: tg.Task, epoch: tg.Epoch) -> None:
+        epoch.processor(function, name="work", outbound=dict.fromkeys(channels, 0))
+        if channels:
+            epoch.processor(no_op, name="rest", inbound=dict.fromkeys(channels, 0))
+
+    return job(task(compose), tasks=1)
+
+
+def test_a_declared_channel_that_was_not_put() -> None:
+    error = fails(given(lambda epoch, ins, outs: outs.put("x", 1), x=0, y=0))
+    says(error, "task 0, epoch 0, work", "without putting 'y' to task 0", "exactly once", "None for nothing")
+
+
+def test_a_channel_that_was_put_twice() -> None:
+    def twice(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("x", 1)
+        outs.put("x", 1)
+
+    says(fails(given(twice, x=0)), "work", "channel 'x' to task 0 was put twice", "put a list, or declare another tag")
+
+
+def test_a_put_that_is_not_declared() -> None:
+    says(
+        fails(given(lambda epoch, ins, outs: outs.put("z", 1), x=0)),
+        "work",
+        "no outbound channel 'z' is declared; outbound are: 'x'",
+    )
+    says(fails(given(lambda epoch, ins, outs: outs.put("z", 1))), "none (it is a sync point)")
+
+
+def test_a_put_for_somebody_the_channel_does_not_lead_to() -> None:
+    says(
+        fails(given(lambda epoch, ins, outs: outs.put("x", 1, to=5), x=0)), "'x' does not lead to task 5", "leads to: 0"
+    )
+
+
+def test_an_inbound_channel_that_is_not_declared() -> None:
+    says(fails(given(lambda epoch, ins, outs: ins["z"])), "no inbound channel 'z' is declared; inbound are: none")
+
+
+def test_one_value_of_a_channel_with_several_producers() -> None:
+    def compose(self: tg.Task, epoch: tg.Epoch) -> None:
+        epoch.processor(lambda epoch, ins, outs: outs.put("x", 1), name="give", outbound={"x": "all"})
+        epoch.processor(lambda epoch, ins, outs: ins["x"], name="take", inbound={"x": "all"})
+
+    says(fails(job(task(compose))), "take", "'x' comes from 2 tasks (0, 1)", "ins.all('x')")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (object(), ["object"]),
+        ({1, 2}, ["set", "sorted"]),
+        (lambda: 0, ["function"]),
+        ([1, {"a": object()}], ["object", "[1]['a']"]),
+    ],
+    ids=["object", "set", "function", "nested"],
+)
+def test_a_value_that_cannot_travel(value: Any, words: list[str]) -> None:
+    error = fails(given(lambda epoch, ins, outs: outs.put("x", value), x=0))
+    assert (error.task, error.epoch, error.where) == (0, 0, "work")
+    says(error, "channel 'x' of task 0", *words)
+
+
+def test_a_value_that_cannot_travel_names_a_way_out() -> None:
+    class Own:
+        pass
+
+    says(fails(given(lambda epoch, ins, outs: outs.put("x", Own()), x=0)), "Own", "tg.message", "tg.codec")
+
+
+def test_state_that_cannot_be_kept() -> None:
+    def setup(self: Any) -> None:
+        self.thing = object()
+
+    error = fails(
+        job(type(tg.Task)("Made", (tg.Task,), {"setup": setup, "compose": lambda self, epoch: None}, state=["thing"]))
+    )
+    says(error, "snapshot of task", "'thing'", "object")
+
+
+def test_state_that_was_never_set() -> None:
+    made = type(tg.Task)("Made", (tg.Task,), {"compose": lambda self, epoch: None}, state=["thing"])
+    says(fails(job(made)), "(Made) declares state 'thing'", "set self.thing in setup()")
+
+
+def test_two_processors_of_one_name() -> None:
+    def compose(self: tg.Task, epoch: tg.Epoch) -> None:
+        epoch.processor(no_op)
+        epoch.processor(no_op)
+
+    says(fails(job(task(compose))), "two processors are called 'no_op'", "name=")
+
+
+def test_two_producers_of_one_channel() -> None:
+    def compose(self: tg.Task, epoch: tg.Epoch) -> None:
+        epoch.processor(no_op, name="a", outbound={"x": 0})
+        epoch.processor(no_op, name="b", outbound={"x": 0})
+
+    says(fails(job(task(compose))), "'a' and 'b' both declare channel 'x' to task 0", "another tag")
+
+
+def test_a_parallel_sync_point() -> None:
+    made = task(lambda self, epoch: epoch.processor(no_op, parallel=True))
+    says(fails(job(made)), "'no_op' has no outbound channel", "leave parallel=True out")
+
+
+def test_a_compute_that_is_none() -> None:
+    says(fails(job(task(lambda self, epoch: epoch.processor(3)))), "must be callable, not int")
+
+
+def test_a_processor_declared_outside_compose() -> None:
+    says(fails(given(lambda epoch, ins, outs: epoch.processor(no_op))), "work", "in compose(), and only there")
+
+
+def test_a_report_of_what_is_no_number() -> None:
+    says(fails(given(lambda epoch, ins, outs: epoch.report(loss="low"))), "report(loss=...)", "not str", "result()")
+
+
+# -- flags and requests ---------------------------------------------------------------------------
+
+
+def test_a_flag_to_a_task_without_on_flag() -> None:
+    error = fails(job(task(lambda self, epoch: epoch.flag("peers", 1))))
+    says(error, "a flag to task", "defines no on_flag(epoch, sender, meta)")
+
+
+def test_a_request_of_an_unknown_method() -> None:
+    def ask(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        epoch.request(0, "pull").wait()
+
+    @tg.handles("push")
+    def push(self: tg.Task, epoch: tg.Epoch, sender: int, payload: Any) -> None: ...
+
+    def compose(self: tg.Task, epoch: tg.Epoch) -> None:
+        epoch.processor(ask, outbound={"x": 0})
+        epoch.processor(no_op, inbound={"x": 0})
+
+    error = fails(job(task(compose, push=push), tasks=1))
+    says(error, "request 'pull' to task 0", "it handles: 'push'", "@tg.handles('pull')")
+
+
+def test_a_request_to_several() -> None:
+    def ask(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        epoch.request("peers", "push")  # type: ignore[arg-type]
+
+    def compose(self: tg.Task, epoch: tg.Epoch) -> None:
+        epoch.processor(ask, outbound={"x": self.task_id})
+
+    says(fails(job(task(compose), tasks=3)), "a request goes to one task, 'peers' are 2")
+
+
+@pytest.mark.parametrize("what", ["flag", "request"])
+def test_a_sync_point_sends_nothing(what: str) -> None:
+    def sync(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        epoch.flag(0) if what == "flag" else epoch.request(0, "push")
+
+    error = fails(job(task(lambda self, epoch: epoch.processor(sync)), tasks=1))
+    says(error, "sync", f"a sync point runs when the epoch is quiet and cannot send a {what}", "outbound channel")
+
+
+def test_compose_asks_nobody() -> None:
+    says(fails(job(task(lambda self, epoch: epoch.request(0, "push")))), "compose() cannot wait for an answer")
+
+
+def test_waiting_in_a_thread_on_the_event_loop() -> None:
+    async def ask(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        epoch.request(0, "push").wait()
+
+    @tg.handles("push")
+    def push(self: tg.Task, epoch: tg.Epoch, sender: int, payload: Any) -> None: ...
+
+    made = task(lambda self, epoch: epoch.processor(ask, outbound={"x": 0}), push=push)
+    says(fails(job(made, tasks=1)), "would block the event loop", "`await reply`")
+
+
+# -- user code that raises ------------------------------------------------------------------------
+
+
+class Oops(Exception):
+    pass
+
+
+def raises(self: Any, *args: Any) -> Any:
+    raise Oops("on purpose")
+
+
+async def araises(self: Any, *args: Any) -> Any:
+    raise Oops("on purpose")
+
+
+def flags_itself(self: tg.Task, epoch: tg.Epoch) -> None:
+    epoch.flag(self.task_id)
+
+
+def asks_itself(self: tg.Task, epoch: tg.Epoch) -> None:
+    epoch.processor(lambda e, ins, outs: e.request(self.task_id, "push").wait(), name="ask", outbound={"x": 0})
+
+
+def nothing(self: tg.Task, epoch: tg.Epoch) -> None: ...
+
+
+WHERE: list[tuple[str, int | None, Callable[[], Any]]] = [
+    ("compose", 0, lambda: task(raises)),
+    ("setup", 0, lambda: task(nothing, setup=raises)),
+    ("setup", 0, lambda: task(nothing, setup=araises)),
+    ("result", 2, lambda: task(nothing, result=raises)),
+    ("snapshot", 0, lambda: task(nothing, snapshot=raises, restore=nothing)),
+    ("restore", 0, lambda: task(nothing, snapshot=lambda self: 1, restore=raises)),
+    ("on_commit", 1, lambda: task(nothing, on_commit=raises)),
+    ("on_event", 0, lambda: task(nothing, on_event=raises)),
+    ("on_flag", 0, lambda: task(flags_itself, on_flag=raises)),
+    ("on_flag", 0, lambda: task(flags_itself, on_flag=araises)),
+    ("handler push", 0, lambda: task(asks_itself, push=tg.handles("push")(lambda self, *args: raises(self)))),
+    ("handler push", 0, lambda: task(asks_itself, push=tg.handles("push", pure=True)(lambda self, *a: raises(self)))),
+    ("work", 0, lambda: task(lambda self, epoch: epoch.processor(lambda *a: raises(self), name="work"))),
+    ("work", 0, lambda: task(lambda self, epoch: epoch.processor(araises, name="work", outbound={"x": 0}))),
+    ("work", 0, lambda: task(lambda s, e: e.processor(araises, name="work", outbound={"x": 0}, parallel=True))),
+    ("task builder", 0, lambda: lambda task_id: raises(None)),
+]
+
+
+@pytest.mark.parametrize(("where", "epoch", "builder"), WHERE, ids=[f"{i}-{w[0]}" for i, w in enumerate(WHERE)])
+def test_what_user_code_raises_comes_out_with_its_own_traceback(
+    where: str, epoch: int | None, builder: Callable[[], Any]
+) -> None:
+    error = fails(job(builder(), tasks=1))
+    assert (error.task, error.epoch, error.where, error.job) == (0, epoch, where, "job")
+    says(error, "task 0", f"epoch {epoch}", repr(where), "Oops: on purpose")
+    assert error.traceback_text.startswith("Traceback (most recent call last):\n")
+    frames = re.findall(r'File "([^"]+)"', error.traceback_text)
+    assert frames[0] == __file__, error.traceback_text
+    assert 'raise Oops("on purpose")' in error.traceback_text
+
+
+def test_the_cause_of_an_error_is_told_too() -> None:
+    def work(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        try:
+            _ = {}["missing"]
+        except KeyError as error:
+            raise Oops("because") from error
+
+    text = fails(given(work)).traceback_text
+    assert "KeyError: 'missing'" in text
+    assert "direct cause" in text
+    assert "Oops: because" in text
+
+
+def test_catching_exceptions_does_not_keep_a_dead_attempt_alive() -> None:
+    class Stubborn(tg.Task, state=["total"]):
+        def setup(self) -> None:
+            self.total = 0
+
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.processor(self.ask, outbound={"x": self.task_id})
+            epoch.processor(self.count, inbound={"x": self.task_id})
+
+        def ask(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            try:
+                outs.put("x", epoch.request(1 - self.task_id, "id").wait())
+            except Exception:
+                outs.put("x", -1000)
+
+        @tg.handles("id")
+        def answer(self, epoch: tg.Epoch, sender: int, payload: Any) -> int:
+            return 1
+
+        def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.total += ins["x"]
+
+        def result(self) -> int:
+            return self.total
+
+    for stage in ("processor", "sync", "done"):
+        assert run(job(Stubborn, epochs=3), kills={(1, 1): stage}).values == {0: 3, 1: 3}
+
+
+# -- state ----------------------------------------------------------------------------------------
+
+
+class Total(tg.Task, state=["total"]):
+    def setup(self) -> None:
+        self.total = 0
+        self.seen = 0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.work, outbound={"x": self.task_id})
+        epoch.processor(self.count, inbound={"x": self.task_id})
+
+    def work(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("x", 1)
+
+    def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.total += ins["x"]
+
+
+def test_state_changed_outside_a_sync_point_is_named() -> None:
+    class Early(Total):
+        def work(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.total += 1
+            outs.put("x", 1)
+
+    error = fails(job(Early))
+    says(error, "epoch 0", "'work' changed state (total) outside a sync point", "epoch.scratch")
+
+
+def test_state_changed_by_compose_is_named() -> None:
+    class Early(Total):
+        def compose(self, epoch: tg.Epoch) -> None:
+            super().compose(epoch)
+            self.total += 1
+
+    says(fails(job(Early)), "'compose' changed state (total)")
+
+
+@pytest.mark.parametrize("hook", ["on_flag", "handler"])
+def test_state_changed_by_a_handler_is_named(hook: str) -> None:
+    class Early(Total):
+        def compose(self, epoch: tg.Epoch) -> None:
+            super().compose(epoch)
+            if hook == "on_flag":
+                epoch.flag(self.task_id)
+
+        def work(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            outs.put("x", epoch.request(self.task_id, "push").wait() if hook == "handler" else 1)
+
+        def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+            self.total += 1
+
+        @tg.handles("push")
+        def push(self, epoch: tg.Epoch, sender: int, payload: Any) -> int:
+            self.total += 1
+            return 1
+
+    # A handler may run while the processor does: then the one that is looked at first is named.
+    error = fails(job(Early))
+    says(error, "changed state (total) outside a sync point")
+    assert any(name in str(error) for name in ("'on_flag'", "'push'", "'work'"))
+
+
+def test_forgotten_state_is_named() -> None:
+    class Forgetful(Total):
+        def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.seen += 1
+            self.total += self.seen
+
+    error = fails(job(Forgetful, epochs=3))
+    assert error.epoch == 1
+    says(error, "came out differently", "state 'total'", "snapshot() forgets state", "seen", "state=[...]")
+
+
+def test_an_output_that_depends_on_forgotten_state_is_named() -> None:
+    class Forgetful(Total):
+        def work(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            outs.put("x", self.seen)
+
+        def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.seen += 1
+
+    says(fails(job(Forgetful, epochs=3)), "'x' to task 0", "seen")
+
+
+def test_a_task_without_state_that_remembers_is_named() -> None:
+    class Memory(tg.Task):
+        def setup(self) -> None:
+            self.steps = 0
+
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.processor(self.work, outbound={"x": self.task_id})
+            epoch.processor(self.count, inbound={"x": self.task_id})
+
+        def work(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            outs.put("x", self.steps)
+
+        def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.steps += 1
+
+    says(fails(job(Memory, epochs=3)), "'x' to task", "steps")
+
+
+def test_without_strict_mode_nobody_looks() -> None:
+    class Forgetful(Total):
+        def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.seen += 1
+
+    assert run(job(Forgetful, epochs=3), strict=False).epochs == 3
+
+
+def test_a_snapshot_of_another_class() -> None:
+    made = Total()
+    made.task_id = 3
+    with pytest.raises(tg.StateError, match="lacks 'total' and holds undeclared 'other'"):
+        made.restore({"other": 1})
+
+
+# -- the job as a whole ---------------------------------------------------------------------------
+
+
+def test_a_builder_that_makes_something_else() -> None:
+    says(fails(job(lambda task_id: "a task")), "the task builder returned str for task 0", "tg.Task")
+
+
+def test_a_class_that_takes_other_arguments() -> None:
+    class Needy(tg.Task):
+        def __init__(self, rows: int) -> None: ...
+
+        def compose(self, epoch: tg.Epoch) -> None: ...
+
+    with pytest.raises(tg.JobError, match="takes rows; give them with builder=lambda task_id: Needy"):
+        job(Needy)
+
+
+def test_a_class_without_compose() -> None:
+    class Idle(tg.Task):
+        pass
+
+    says(fails(job(Idle)), "class Idle must define compose(self, epoch)")
+
+
+def test_min_in_sync_that_cannot_be_met() -> None:
+    with pytest.raises(tg.JobError, match=r"min_in_sync=3 .* backups=1 .* at least 2"):
+        job(Total, backups=1, settings=tg.Settings(min_in_sync=3))
+
+
+def test_a_job_that_does_not_end_says_what_it_waits_for() -> None:
+    def work(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        epoch.hold("the rain")
+
+    with pytest.raises(tg.JobTimeout, match=r"did not end within 0.5 s; it waits: .*the rain"):
+        run(given(work), timeout_s=0.5)
+
+
+@pytest.mark.parametrize(
+    ("kills", "words"),
+    [
+        ({(0, 1): "lunch"}, "'lunch' is no stage; the stages are: compose, "),
+        ({(1, 1): "commit"}, "happens at the leader"),
+        ({(9, 1): "sync"}, "there is no task 9 in epoch 1"),
+        ({(0, 99): "sync"}, "there is no task 0 in epoch 99"),
+    ],
+    ids=str,
+)
+def test_kills_that_make_no_sense(kills: Any, words: str) -> None:
+    with pytest.raises(tg.JobError, match=re.escape(words)):
+        run(fit(), kills=kills)
+
+
+def test_kills_that_never_came_to_pass() -> None:
+    def compose(self: tg.Task, epoch: tg.Epoch) -> None:
+        epoch.processor(lambda epoch, ins, outs: epoch.finish(), name="work")
+
+    with pytest.raises(tg.JobError, match=r"never came to pass: task 0 in epoch 5 \(sync\)"):
+        run(job(task(compose), epochs=None), kills={(0, 5): "sync"})
