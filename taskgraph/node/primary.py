@@ -132,7 +132,11 @@ class Primary:
             await asyncio.wait([work, view_moved], return_when=asyncio.FIRST_COMPLETED)
             if work.done() and not view_moved.done():
                 error = work.exception()
-                if isinstance(error, UserCodeError | TaskGraphError):
+                if isinstance(error, UserCodeError | TaskGraphError) and self._node.keeper.view.term_changed():
+                    # A replaced primary may have taken messages that this attempt knows nothing of. If it is a mistake
+                    # of the job, it comes again in the next attempt, in which nobody was replaced.
+                    self._ask_restart(stamp, f"task {self.task} failed after a primary was replaced: {error}")
+                elif isinstance(error, UserCodeError | TaskGraphError):
                     await self._fail(error, fence)
                 elif error is not None:
                     raise error

@@ -161,6 +161,11 @@ class JobView:
         primary = self.primaries.get(task)
         return primary is not None and primary.record.node == node and primary.record.term == term
 
+    def term_changed(self) -> bool:
+        """Whether some task's primary was replaced since the epoch at work began (a first primary replaces nobody)."""
+        began = self.epoch.mod_revision if self.epoch else 0
+        return any(p.mod_revision > began and p.record.term > 1 for p in self.primaries.values())
+
     def members_of(self, task: int) -> Mapping[str, Versioned[MemberRecord]]:
         return self.members.get(task, {})
 
