@@ -263,8 +263,8 @@ class Backups:
         view = self._node.keeper.view
         key = view.keys.member(self._task, node)
         if node not in view.members_of(self._task):
-            # The view may be behind the take-over that named this member.
-            await self._node.keeper.refresh()
+            # The view may be behind the take-over that named this member: at its revision the key is there.
+            await self._node.keeper.caught_up(self._primary_revision)
             if node not in self._node.keeper.view.members_of(self._task):
                 self._insync.evicting(node)
                 self._insync.evicted(node, True)

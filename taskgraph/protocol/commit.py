@@ -132,7 +132,7 @@ class Leader:
             if not equal and not settled:
                 return WaitFor(tuple(r.task for r in idle), "something sent is not received yet")
             if not equal:
-                return self._unequal(view.epoch.mod_revision, view)
+                return self._unequal(view)
             open_seals = tuple((r.task, r.version) for r in idle if self._sealed.get(r.task) != (r.term, r.version))
             if open_seals:
                 return SealTasks(open_seals)
@@ -140,10 +140,10 @@ class Leader:
         if equal:
             last = self._epochs is not None and self.stamp.epoch + 1 >= self._epochs
             return Commit(finished=last or any(r.finish for r in reports))
-        return self._unequal(view.epoch.mod_revision, view)
+        return self._unequal(view)
 
     @staticmethod
-    def _unequal(began: int, view: JobView) -> Action:
-        if any(p.mod_revision > began for p in view.primaries.values()):
+    def _unequal(view: JobView) -> Action:
+        if view.term_changed():
             return Restart("a new primary recomputed something differently (the tasks are not deterministic)")
         return Diverged()
