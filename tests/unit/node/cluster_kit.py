@@ -63,8 +63,8 @@ def job(builder: Any, **options: Any) -> tg.Job:
 
 
 def holder(cluster: InProcessCluster, task: int) -> Node:
-    """The node of a task's primary, as every living node sees it."""
-    (found,) = {node.keeper.view.primary_node(task) for node in cluster.nodes}
+    """The node of a task's primary, as the node sees it that read the most."""
+    found = max((node.keeper.view for node in cluster.nodes), key=lambda view: view.revision).primary_node(task)
     assert found is not None
     return cluster.node(found)
 

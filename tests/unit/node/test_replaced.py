@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from cluster_kit import holder, job, play, told
+from cluster_kit import holder, job, play
 
 import taskgraph as tg
 from taskgraph.jobs import JobResult
@@ -59,26 +59,27 @@ class Account(tg.Task, state=["total"]):
 
 @pytest.mark.parametrize("order", range(4))
 def test_a_handler_that_misses_what_its_predecessor_did_restarts_the_epoch(order: int) -> None:
-    """Whoever holds the predecessor's answer asks for a restart, too: its word is held back until the handler failed."""
+    """Whoever holds the predecessor's answer asks for a restart, too: that is held back until the handler failed."""
     cluster: InProcessCluster
-    happened: list[int] = []
+    crashed = asyncio.Event()
 
     class Meanwhile(Account):
         async def meanwhile(self, epoch: int) -> None:
-            if epoch == 1 and not happened:
-                happened.append(epoch)
+            if epoch == 1 and not crashed.is_set():
                 lead, opener, victim = (holder(cluster, task).id for task in range(3))
                 assert len({lead, opener, victim}) == 3
                 cluster.network.cut(opener, lead)
                 cluster.crash(victim)
                 cluster.add()
+                crashed.set()
 
     async def scenario(running: InProcessCluster) -> JobResult:
         nonlocal cluster
         cluster = running
         ended = asyncio.ensure_future(running.result())
-        while not happened or not (ended.done() or told(running, "restart")):
-            await asyncio.sleep(0.05)
+        await crashed.wait()
+        leader = holder(running, 0).keeper
+        await leader.wait_until(lambda view: not view.running or (view.stamp is not None and view.stamp.attempt > 1))
         for one in running.nodes:
             for other in running.nodes:
                 running.network.heal(one.id, other.id)
@@ -94,7 +95,7 @@ def test_a_mistake_of_the_job_fails_it_although_a_primary_was_replaced(order: in
     """It comes again in the attempt after: nobody was replaced in that one."""
 
     class Wrong(Account):
-        async def book(self, epoch: tg.Epoch, sender: int, payload: Any) -> int:  # type: ignore[override]
+        async def book(self, epoch: tg.Epoch, sender: int, payload: Any) -> int:
             if epoch.number == 1:
                 raise ValueError("no such account")
             return await super().book(epoch, sender, payload)
