@@ -56,8 +56,15 @@ class Boundaries:
                 self._committed = boundary
                 self._held = {k: b for k, b in self._held.items() if b.stamp.epoch > boundary.stamp.epoch}
             return
-        if self._committed is not None and boundary.stamp.epoch <= self._committed.stamp.epoch:
-            return  # never let a pending boundary near a committed one
+        if self._committed is not None:
+            if boundary.key[0] < self._committed.key[0] or boundary.key == self._committed.key:
+                return  # history, or the same one again
+            if boundary.key[0] == self._committed.key[0]:
+                if boundary.key < self._committed.key:
+                    return  # never let a pending boundary near a committed one of a later term or attempt
+                # Its primary began from the boundary before, read in etcd: what is held here did not commit. It was
+                # taken for the committed one by a replica that was evicted by then, and now is asked to come back.
+                self._committed = None
         self._held[boundary.key] = boundary
 
     def read_epoch(self, epoch: int) -> Boundary | None:
