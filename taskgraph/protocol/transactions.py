@@ -120,11 +120,15 @@ def take_over(
         Compare(keys.member(task, node), own.mod_revision),
         Compare(keys.node(node), node_revision),
     ]
+    membership: tuple[Op, ...] = ()
     if own.record.until is not None:
-        # Evicted, but still a holder of that very boundary: only as long as it is the committed one.
+        # Evicted, but still a holder of that very boundary: only as long as it is the committed one. As primary it
+        # holds every boundary that comes: were its key still to say "until", then once it is left alone the task would
+        # pass for lost as soon as it is suspected.
         if own.record.until != view.epoch.record.epoch:
             raise LookupError(f"node {node} was evicted from task {task} at boundary {own.record.until}")
         compares.append(Compare(keys.epoch, view.epoch.mod_revision))
+        membership = (Put(keys.member(task, node), MemberRecord(writer=writer).to_bytes()),)
     record = PrimaryRecord(
         node=node,
         term=old.record.term + 1,
@@ -137,6 +141,7 @@ def take_over(
         success=(
             Put(keys.primary(task), record.to_bytes()),
             _generation(view, writer),
+            *membership,
             *_reads_of_take_over(view, task),
         ),
     )

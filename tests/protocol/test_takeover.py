@@ -53,6 +53,16 @@ def test_a_primary_does_not_succeed_itself(world: World) -> None:
     assert decide(world.view(), "a", suspects="a") == NOTHING
 
 
+def test_a_primary_that_was_evicted_before_it_took_over_is_no_lost_one_when_it_is_left_alone(world: World) -> None:
+    world.evict(0, "a", "b")
+    world.take_over(0, "b")
+    world.evict(0, "b", "a")
+    world.evict(0, "b", "c")
+    world.commit()
+    assert world.view().in_sync(0) == ["b"]
+    assert decide(world.view(), "d", suspects="b", wished=True) == NOTHING
+
+
 def test_suspicion_of_all_members_is_not_enough_to_start_without_them(world: World) -> None:
     world.commit()
     assert decide(world.view(), "d", suspects="abc", gone="ab", wished=True) == NOTHING

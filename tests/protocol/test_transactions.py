@@ -293,12 +293,14 @@ def test_an_evicted_member_takes_over_only_while_its_boundary_is_the_committed_o
         _take_over(world, world.view())
 
 
-def test_an_evicted_member_that_takes_over_in_time_is_primary(world: World) -> None:
+def test_an_evicted_member_that_takes_over_in_time_is_primary_and_a_member_again(world: World) -> None:
     world.evict(0, "a", "b")
     result = world.take_over(0, "b")
     assert result.succeeded
     taken = transactions.taken_over(result, world.view(), 0)
-    assert taken.members["b"][1].until == 1
+    assert taken.members["b"][1].until is None
+    world.commit()
+    assert world.view().in_sync(0) == ["a", "b"]
 
 
 def test_of_two_members_one_takes_over(world: World) -> None:
