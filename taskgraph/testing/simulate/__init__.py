@@ -1,0 +1,11 @@
+"""Jobs of the real node logic in one process, under virtual time, with every failure a seed can think of.
+
+    python -m taskgraph.testing.simulate --seeds 0:1000
+    python -m taskgraph.testing.simulate --seed 17 --verbose
+
+Everything follows from the seed: the job, its nodes, the delays, what fails and when. A seed replays exactly.
+"""
+
+from taskgraph.testing.simulate.seed import Outcome, run_seed
+
+__all__ = ["Outcome", "run_seed"]

@@ -1,0 +1,79 @@
+"""The command line: many seeds and their coverage, or one and its transcript."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+
+from taskgraph.testing.simulate.faults import KINDS
+from taskgraph.testing.simulate.seed import Outcome, run_seed
+
+__all__ = ["main"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns 1 where a seed found something."""
+    parser = argparse.ArgumentParser(prog="python -m taskgraph.testing.simulate", description=__doc__)
+    parser.add_argument("--seeds", default="0:100", metavar="FROM:TO", help="which seeds (TO is not one of them)")
+    parser.add_argument("--seed", type=int, help="one seed, with its transcript")
+    parser.add_argument("--verbose", action="store_true", help="messages, too")
+    parser.add_argument("--for-s", type=float, default=None, metavar="S", help="stop after so many seconds")
+    parser.add_argument("--keep-going", action="store_true", help="do not stop at the first seed that finds something")
+    given = parser.parse_args(argv)
+    if given.seed is not None:
+        outcome = run_seed(given.seed)
+        print(outcome.transcript.text(messages=given.verbose))
+        print(describe(outcome))
+        return 1 if outcome.problem else 0
+    first, _, last = given.seeds.partition(":")
+    return _many(range(int(first), int(last or first)), given.for_s, given.keep_going)
+
+
+def _many(seeds: range, limit_s: float | None, keep_going: bool) -> int:
+    began = time.monotonic()
+    faults: Counter[str] = Counter()
+    states: Counter[str] = Counter()
+    ends: Counter[str] = Counter()
+    found: list[int] = []
+    count, virtual_s = 0, 0.0
+    for seed in seeds:
+        if limit_s is not None and time.monotonic() - began > limit_s:
+            break
+        outcome = run_seed(seed)
+        count += 1
+        virtual_s += outcome.virtual_s
+        faults += outcome.transcript.faults
+        states += outcome.transcript.states
+        if outcome.problem:
+            found.append(seed)
+            print(describe(outcome), flush=True)
+            if not keep_going:
+                print(outcome.transcript.text(messages=False))
+                break
+        else:
+            ends[outcome.ended] += 1
+    wall_s = time.monotonic() - began
+    print(
+        f"{count} seeds in {wall_s:.1f} s ({count / max(wall_s, 1e-9):.1f} per second, {virtual_s / 60:.0f} virtual "
+        f"minutes): {', '.join(f'{n} {end}' for end, n in sorted(ends.items()))}; {len(found)} with a problem"
+    )
+    print("faults:", ", ".join(f"{kind} {faults[kind]}" for kind in KINDS))
+    print("reached:", ", ".join(f"{kind} {n}" for kind, n in sorted(states.items())))
+    if found:
+        print("seeds with a problem:", " ".join(map(str, found)))
+    return 1 if found else 0
+
+
+def describe(outcome: Outcome) -> str:
+    """One line."""
+    end = f"PROBLEM: {outcome.problem}" if outcome.problem else outcome.ended
+    return (
+        f"seed {outcome.seed}: {end} ({outcome.described}; {outcome.virtual_s:.2f} virtual s, {outcome.steps} steps, "
+        f"{outcome.wall_s:.3f} s)"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

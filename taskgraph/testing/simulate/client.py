@@ -1,0 +1,327 @@
+"""One process's connection to the simulated etcd: `coordination.api.Coordinator` and its leases."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import TypeVar
+
+from taskgraph.coordination.api import Listing, WatchBatch, WatchCompacted
+from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
+from taskgraph.protocol.kv import Delete, KeyValue, Put, Txn, TxnResult
+from taskgraph.testing.simulate.etcd import SimEtcd, Stream
+from taskgraph.testing.simulate.loop import Process
+
+__all__ = ["SimCoordinator", "SimLease"]
+
+T = TypeVar("T")
+
+_TIMEOUT_S = 3.0
+_RENEWALS_PER_TTL = 5
+_RETRY_S = 0.05
+_REVOKE_S = 2.0
+
+
+class SimCoordinator:
+    """See `coordination.api.Coordinator`.
+
+    Args:
+        process, threads: whose main loop this is, and the same process's lease threads: a loop that is stuck keeps
+            those running, a frozen process does not.
+        on_txn: told of every transaction that arrives at the server, before and after it is executed there.
+    """
+
+    def __init__(
+        self,
+        etcd: SimEtcd,
+        process: Process,
+        threads: Process,
+        *,
+        on_txn: Callable[[Process, Txn, bool], None],
+    ) -> None:
+        self.etcd = etcd
+        self.process = process
+        self.threads = threads
+        self._on_txn = on_txn
+        self._gone = ""
+        self._streams: dict[Stream, None] = {}
+        self._leases: dict[SimLease, None] = {}
+        self.speaks = True  # what this process sends arrives
+        self._heard = True  # what the server sends arrives
+        self._stalled = False  # watches are told nothing
+        self.lose_next = 0  # transactions whose answer gets lost
+
+    @property
+    def hears(self) -> bool:
+        """Whether watches are told."""
+        return self._heard and not self._stalled
+
+    @property
+    def answers(self) -> bool:
+        """Whether answers to its calls arrive."""
+        return self._heard
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    async def get(self, key: str) -> KeyValue | None:
+        found = await self._read(f"get {key!r}", lambda: self.etcd.store.select(key, prefix=False))
+        return found[0] if found else None
+
+    async def list(self, prefix: str) -> Listing:
+        store = self.etcd.store
+        return await self._read(f"list {prefix!r}", lambda: Listing(store.revision, store.select(prefix, prefix=True)))
+
+    async def txn(self, txn: Txn) -> TxnResult:
+        def execute() -> TxnResult:
+            self._on_txn(self.process, txn, False)
+            result = self.etcd.store.execute(txn)
+            if result.succeeded:
+                self._on_txn(self.process, txn, True)
+            return result
+
+        if not any(isinstance(op, Put | Delete) for op in (*txn.success, *txn.failure)):
+            return await self._read("a reading transaction", execute)
+        return await self._rpc("a transaction", execute, writes=True)
+
+    async def lease(self, ttl_s: float, *, stall_limit_s: float) -> SimLease:
+        sent_at = self.now()
+        store = self.etcd.store
+
+        def grant() -> tuple[int, float]:
+            made = store.grant(ttl_s)
+            return made, store.ttl_s(made)
+
+        lease_id, granted_s = await self._read("grant of a lease", grant)
+        lease = SimLease(self, lease_id, granted_s, sent_at, stall_limit_s)
+        self._leases[lease] = None
+        return lease
+
+    async def revoke(self, lease_id: int) -> None:
+        await self._read("revocation of a lease", lambda: self.etcd.store.revoke(lease_id))
+
+    async def _read(self, what: str, execute: Callable[[], T]) -> T:
+        """Tried again until the time is over: it may well be executed twice."""
+        deadline = self.now() + _TIMEOUT_S
+        while True:
+            try:
+                return await self._rpc(what, execute, writes=False, timeout_s=deadline - self.now())
+            except (Unavailable, OutcomeUnknown) as error:
+                if self._gone or self.now() + _RETRY_S >= deadline:
+                    raise Unavailable(f"{what}: {error}") from error
+            await asyncio.sleep(_RETRY_S)
+
+    async def _rpc(self, what: str, execute: Callable[[], T], *, writes: bool, timeout_s: float = _TIMEOUT_S) -> T:
+        self._check()
+        etcd, rng = self.etcd, self.etcd.rng
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def settle(value: T | None, error: Exception | None) -> None:
+            if answer.done():
+                return
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(value)  # type: ignore[arg-type]
+
+        def reply(value: T | None, error: Exception | None) -> None:
+            if self._heard and not self._gone:
+                loop.call_later(etcd.delay(), settle, value, error, context=self.process.context)
+
+        def run() -> None:
+            etcd.store.expire()
+            try:
+                value = execute()
+            except CoordinationError as error:
+                reply(None, error)
+                return
+            if lost == "answer":
+                reply(None, OutcomeUnknown(f"{what}: the connection broke"))
+            else:
+                reply(value, None)
+
+        def arrive() -> None:
+            if etcd.down:
+                reply(None, Unavailable(f"{what}: failed to connect to all addresses"))
+            elif lost == "request":
+                reply(None, OutcomeUnknown(f"{what}: the connection broke"))
+            elif lost == "refused":
+                reply(None, Unavailable(f"{what}: etcdserver: no leader"))
+            elif lost == "late":  # it waits in the server for longer than its connection lives
+                reply(None, OutcomeUnknown(f"{what}: the connection broke"))
+                etcd.later(rng.uniform(0.0, 0.3), etcd.arrive, run)
+            else:
+                etcd.arrive(run)
+
+        lost = ""
+        if writes and self.lose_next:
+            self.lose_next -= 1
+            lost = rng.choice(("answer", "answer", "request", "refused", "late"))
+        if self.speaks:
+            etcd.later(etcd.delay(), arrive)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError:
+            if writes:
+                raise OutcomeUnknown(f"{what}: no answer within {timeout_s:g} s") from None
+            raise Unavailable(f"{what}: no answer within {timeout_s:g} s") from None
+
+    # -- watches ----------------------------------------------------------------------------------
+
+    def watch(self, prefix: str, start_revision: int) -> AsyncIterator[WatchBatch]:
+        if start_revision < 1:
+            raise ValueError(f"a watch starts at a revision from 1 on, not {start_revision}")
+        return self._watch(prefix, start_revision)
+
+    async def _watch(self, prefix: str, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
+        self._check()
+        stream = Stream(self.etcd, self, prefix, start_revision, self.process.context)
+        self._streams[stream] = None
+        self.etcd.open(stream)
+        try:
+            while True:
+                await stream.arrived.wait()
+                stream.arrived.clear()
+                self._check()
+                while stream.batches:
+                    batch = stream.batches.pop(0)
+                    if isinstance(batch, WatchCompacted):
+                        raise batch
+                    yield batch
+        finally:
+            self._streams.pop(stream, None)
+            self.etcd.close(stream)
+
+    # -- faults -----------------------------------------------------------------------------------
+
+    def cut(self, *, speaks: bool, hears: bool) -> None:
+        """What still gets through, from now on."""
+        heard, self.speaks, self._heard = self._heard, speaks, hears
+        if hears and not heard:
+            self.break_streams()
+
+    def stall(self, stalled: bool) -> None:
+        """Watches are told nothing until it ends; calls work."""
+        self._stalled = stalled
+        for stream in self._streams:
+            stream.poke()
+
+    def break_streams(self) -> None:
+        """Connections are made again."""
+        for stream in self._streams:
+            stream.broken()
+
+    # -- endings ----------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        self._end("this handle was closed")
+
+    def crash(self) -> None:
+        """What was sent may still arrive; nothing else does."""
+        self._end("this process is dead")
+
+    def forget(self, lease: SimLease) -> None:
+        self._leases.pop(lease, None)
+
+    @property
+    def gone(self) -> bool:
+        return bool(self._gone)
+
+    def _end(self, why: str) -> None:
+        self._gone = self._gone or why
+        for lease in tuple(self._leases):
+            lease.stop()
+        for stream in self._streams:
+            self.etcd.close(stream)
+            stream.arrived.set()
+
+    def _check(self) -> None:
+        if self._gone:
+            raise Unavailable(f"etcd cannot be used: {self._gone}")
+
+
+class SimLease:
+    """A lease that is renewed by a thread of its own: it goes on while the main loop is stuck, for a while."""
+
+    def __init__(
+        self, coordinator: SimCoordinator, lease_id: int, ttl_s: float, sent_at: float, stall_limit_s: float
+    ) -> None:
+        self._coordinator = coordinator
+        self._id = lease_id
+        self._ttl_s = ttl_s
+        self._stall_limit_s = stall_limit_s
+        self._valid_until = sent_at + ttl_s
+        self._ticked_at = coordinator.now()
+        self._lost = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._running = True
+        self._next()
+
+    @property
+    def id(self) -> int:
+        return self._id
+
+    @property
+    def ttl_s(self) -> float:
+        return self._ttl_s
+
+    def valid_until(self) -> float:
+        return self._valid_until
+
+    def lost(self) -> bool:
+        return self._lost
+
+    def tick(self) -> None:
+        self._ticked_at = self._coordinator.now()
+
+    async def close(self, *, revoke: bool) -> None:
+        self.stop()
+        self._coordinator.forget(self)
+        if revoke and not self._coordinator.gone:
+            try:
+                async with asyncio.timeout(_REVOKE_S):
+                    await self._coordinator.revoke(self._id)
+            except (TimeoutError, Unavailable):
+                pass  # a courtesy: the lease expires by itself
+
+    def stop(self) -> None:
+        self._running = False
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _next(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(
+            self._ttl_s / _RENEWALS_PER_TTL, self._renew, context=self._coordinator.threads.context
+        )
+
+    def _renew(self) -> None:
+        """In the lease's thread."""
+        if not self._running:
+            return
+        self._next()
+        client, etcd, now = self._coordinator, self._coordinator.etcd, self._coordinator.now()
+        if now - self._ticked_at > self._stall_limit_s or not client.speaks:
+            return
+
+        def execute() -> None:
+            if etcd.down:
+                return
+            there = etcd.store.renew(self._id)
+            if client.answers and not client.gone:
+                loop = asyncio.get_running_loop()
+                loop.call_later(etcd.delay(), self._answered, now, there, context=client.threads.context)
+
+        etcd.later(etcd.delay(), etcd.arrive, execute)
+
+    def _answered(self, sent_at: float, there: bool) -> None:
+        if not self._running:
+            return
+        if there:
+            self._valid_until = max(self._valid_until, sent_at + self._ttl_s)
+        else:
+            self._lost = True
+            self.stop()

@@ -1,0 +1,256 @@
+"""An etcd that is slow, paused, restarted, cut off, and that loses requests and answers.
+
+`SimStore` is `MemoryStore` with a clock that can stand still. `SimEtcd` is the server around it: requests arrive when
+they arrive, and watches are told when they are told. Everything the server does runs outside of every process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import random
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from taskgraph.coordination.api import WatchBatch, WatchCompacted
+from taskgraph.coordination.memory import MemoryStore
+from taskgraph.errors import CoordinationError
+from taskgraph.protocol.kv import KeyEvent
+
+__all__ = ["SimEtcd", "SimStore", "Stream"]
+
+_OUTSIDE = contextvars.Context()
+
+
+class SimStore(MemoryStore):
+    """The state of the cluster. Every write is shown to `on_write` before anybody else can notice it."""
+
+    def __init__(self, on_write: Callable[[int, tuple[KeyEvent, ...]], None]) -> None:
+        super().__init__()
+        self.stopped = False
+        self._on_write = on_write
+
+    def _publish(self, events: list[KeyEvent]) -> None:
+        super()._publish(events)
+        if events:
+            self._on_write(self.revision, tuple(events))
+
+    def expire(self) -> None:
+        if not self.stopped:
+            super().expire()
+
+    def _on_timer(self) -> None:
+        if not self.stopped:
+            super()._on_timer()
+
+    def renew(self, lease_id: int) -> bool:
+        """A renewal arrived. False: there is no such lease."""
+        self.expire()
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return False
+        lease.renewed_at = asyncio.get_running_loop().time()
+        return True
+
+    def reset_ttls(self) -> None:
+        """A new leader gives every lease its whole TTL again."""
+        now = asyncio.get_running_loop().time()
+        for lease in self._leases.values():
+            lease.renewed_at = now
+        self._schedule()
+
+    def go_on(self) -> None:
+        self.stopped = False
+        self._schedule()
+
+
+class Client(Protocol):
+    """What the server knows of one client's connection."""
+
+    @property
+    def hears(self) -> bool:
+        """Whether what the server sends arrives."""
+
+
+class Stream:
+    """One watch as the server sees it. What was sent on a broken stream does not arrive."""
+
+    def __init__(
+        self, etcd: SimEtcd, client: Client, prefix: str, start: int, context: contextvars.Context | None
+    ) -> None:
+        self._etcd = etcd
+        self._client = client
+        self._prefix = prefix
+        self._context = context
+        self._next = start  # the first revision not sent yet
+        self.delivered = start  # the first revision the client does not have
+        self._life = 0
+        self._last_at = 0.0
+        self._asked = False
+        self.batches: list[WatchBatch | WatchCompacted] = []
+        self.arrived = asyncio.Event()
+
+    def poke(self) -> None:
+        """There may be something to send: looks at it a little later, so that batches grow."""
+        if not self._asked:
+            self._asked = True
+            self._etcd.later(self._etcd.lag(), self._pump)
+
+    def broken(self) -> None:
+        """The connection was lost: it is made again, and some of what was delivered comes again."""
+        self._life += 1
+        etcd = self._etcd
+        again = etcd.rng.randrange(3) if etcd.rng.random() < 0.5 else 0
+        self._next = max(1, self.delivered - again, etcd.store.compacted if again else 0)
+        self.poke()
+
+    def _pump(self) -> None:
+        self._asked = False
+        etcd = self._etcd
+        if not etcd.serving or not self._client.hears:
+            return  # poked again when it may go on
+        store = etcd.store
+        try:
+            events = store.events_from(self._next, self._prefix)
+        except WatchCompacted as error:
+            self._send(error, store.revision)
+            return
+        upto = store.revision
+        if not events:
+            self._next = upto + 1
+            return
+        if len(events) > 1 and etcd.rng.random() < 0.3:  # complete revisions in two messages
+            cut = events[etcd.rng.randrange(len(events) - 1)].kv.mod_revision
+            first = tuple(e for e in events if e.kv.mod_revision <= cut)
+            self._send(WatchBatch(cut, first), cut)
+            events = events[len(first) :]
+        if events:
+            self._send(WatchBatch(events[-1].kv.mod_revision, events), events[-1].kv.mod_revision)
+        self._next = upto + 1
+
+    def _send(self, what: WatchBatch | WatchCompacted, upto: int) -> None:
+        self._next = upto + 1
+        self._last_at = max(self._last_at, self._etcd.now() + self._etcd.delay())
+        loop = asyncio.get_running_loop()
+        loop.call_at(self._last_at, self._deliver, self._life, what, upto, context=self._context)
+
+    def _deliver(self, life: int, what: WatchBatch | WatchCompacted, upto: int) -> None:
+        if life == self._life:
+            self.delivered = max(self.delivered, upto + 1)
+            self.batches.append(what)
+            self.arrived.set()
+
+
+class SimEtcd:
+    """The server.
+
+    Args:
+        rng: decides every delay and every loss.
+        moment: told of every transaction that arrives, before it is executed.
+    """
+
+    def __init__(self, store: SimStore, rng: random.Random, *, delay_s: float, lag_s: float) -> None:
+        self.store = store
+        self.rng = rng
+        self.delay_s, self.lag_s = delay_s, lag_s
+        self.paused = False
+        self.down = False
+        self._backlog: list[Callable[[], None]] = []
+        self._streams: dict[Stream, None] = {}
+
+    @property
+    def serving(self) -> bool:
+        return not (self.paused or self.down)
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def delay(self) -> float:
+        """One way to the server or back: mostly short."""
+        slow = 20.0 if self.rng.random() < 0.02 else 1.0
+        return self.delay_s * slow * self.rng.uniform(0.3, 1.5)
+
+    def lag(self) -> float:
+        """How long a watch takes to be told: some much longer than others, so that views differ."""
+        return self.lag_s * self.rng.random() ** 3
+
+    def later(self, delay_s: float, function: Callable[..., Any], *args: Any) -> None:
+        """Outside of every process."""
+        asyncio.get_running_loop().call_later(delay_s, function, *args, context=_OUTSIDE.copy())
+
+    # -- what clients send ------------------------------------------------------------------------
+
+    def arrive(self, execute: Callable[[], None]) -> None:
+        """A request reached the server: now, or when it goes on."""
+        if self.paused:
+            self._backlog.append(execute)
+        else:
+            execute()
+
+    def open(self, stream: Stream) -> None:
+        self._streams[stream] = None
+        stream.poke()
+
+    def close(self, stream: Stream) -> None:
+        self._streams.pop(stream, None)
+
+    def wake(self) -> None:
+        """Every watch looks for what is new."""
+        for stream in self._streams:
+            stream.poke()
+
+    # -- faults -----------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """As SIGSTOP: requests wait, leases do not expire, and nobody is told."""
+        self.paused = self.store.stopped = True
+
+    def resume(self) -> None:
+        """As SIGCONT. What expired meanwhile goes at once, before or after the requests that waited."""
+        if not self.paused:
+            return
+        self.paused = False
+        if self.rng.random() < 0.5:
+            self.store.go_on()
+            self.store.expire()
+        self._work_off()
+        if self.store.stopped:
+            self.store.go_on()
+        self.wake()
+
+    def stop(self) -> None:
+        """The server's process ends: what waited there is lost."""
+        self.down = self.store.stopped = True
+        self._backlog.clear()
+
+    def start(self) -> None:
+        """It comes back with its data; leases have their whole TTL again, and every watch is made again."""
+        self.down = False
+        self.store.go_on()
+        self.store.reset_ttls()
+        self.break_streams()
+
+    def change_leader(self) -> None:
+        """Leases have their whole TTL again, watches are made again."""
+        self.store.reset_ttls()
+        self.break_streams()
+
+    def break_streams(self) -> None:
+        for stream in list(self._streams):
+            stream.broken()
+
+    def compact(self) -> None:
+        """Drops all history but the last revisions."""
+        revision = max(1, self.store.revision - self.rng.randrange(3))
+        if revision > self.store.compacted:
+            try:
+                self.store.compact(revision)
+            except CoordinationError:  # compacted further meanwhile
+                return
+        self.wake()
+
+    def _work_off(self) -> None:
+        backlog, self._backlog = self._backlog, []
+        self.rng.shuffle(backlog)
+        for execute in backlog:
+            execute()

@@ -1,0 +1,351 @@
+"""The failures of a seed: what, to whom, and at which moment.
+
+Most are tied to a moment of the protocol (just before or after a write of some kind, when a message of some kind
+arrives, at a stage of an epoch), since that is where mistakes hide; the others come at some time.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from taskgraph.testing.simulate.world import SimNode, World
+
+__all__ = ["KINDS", "Fault", "Faults", "draw"]
+
+KINDS = (
+    "crash",
+    "host crash",
+    "freeze",
+    "stuck loop",
+    "slow node",
+    "etcd pause",
+    "etcd restart",
+    "etcd leader loss",
+    "etcd unknown outcome",
+    "etcd cut",
+    "etcd compaction",
+    "watch break",
+    "watch stall",
+    "cut one way",
+    "cut both ways",
+    "isolation",
+    "reset",
+    "half-open",
+    "join",
+    "drain",
+)
+_WEIGHTS = (12, 3, 7, 2, 2, 3, 2, 2, 6, 4, 2, 2, 5, 3, 3, 3, 4, 2, 4, 4)
+
+_MOMENTS = (
+    "before commit", "after commit", "before takeover", "after takeover", "before admit", "after admit",
+    "before evict", "after evict", "before restart", "after restart", "before register", "after register", "after end",
+    "message Pull", "message Item", "message Offer", "message Report", "message Seal", "message Accepted",
+    "message Release", "message HandOver", "message Request", "message Answer", "message Flag",
+    "answer Offer", "answer Report", "answer Accepted", "answer Item",
+    "point compose", "point processor", "point sync", "point snapshot", "point done", "point commit",
+    "point committed",
+)  # fmt: skip
+_OFTEN = {"before commit": 3, "after commit": 3, "after takeover": 4, "before takeover": 2, "message Offer": 3}
+
+
+@dataclass
+class Fault:
+    """One failure."""
+
+    kind: str
+    moment: str  # "" for a time
+    count: int  # the how-manyth of those moments
+    at_s: float
+    lasts_s: float
+    target: str  # "who", "leader", "primary", "member", "any"
+    again: bool  # a dead node is replaced, by one of the same name
+    told_s: float | None  # when a launcher says that it is gone; None: never
+
+
+def draw(rng: random.Random) -> list[Fault]:
+    """The failures of one seed."""
+    weights = [_OFTEN.get(m, 1) for m in _MOMENTS]
+    return [
+        Fault(
+            kind=rng.choices(KINDS, _WEIGHTS)[0],
+            moment=rng.choices(_MOMENTS, weights)[0] if rng.random() < 0.75 else "",
+            count=rng.choice((1, 1, 1, 2, 2, 3, 4, 6, 9)),
+            at_s=rng.choice((0.02, 0.1, 0.5, 3.0)) * rng.random(),
+            lasts_s=rng.choice((0.002, 0.02, 0.2, 1.0, 2.0, 3.0, 4.5)) * rng.uniform(0.5, 1.0),
+            target=rng.choice(("who", "who", "who", "leader", "primary", "member", "any")),
+            again=rng.random() < 0.7,
+            told_s=rng.choice((0.0, 0.005, 0.05, 0.3, 1.0, None)),
+        )
+        for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 3, 4, 5, 6)))
+    ]
+
+
+class Faults:
+    """Makes them happen in a world."""
+
+    def __init__(self, world: World, faults: list[Fault], rng: random.Random) -> None:
+        self._world = world
+        self._rng = rng
+        self._waiting = [fault for fault in faults if fault.moment]
+        self._over = False
+        self._slow: dict[str, int] = {}
+        for fault in faults:
+            if not fault.moment:
+                world.etcd.later(fault.at_s, self._happen, fault, "")
+        world.moment = self._moment
+
+    def _moment(self, name: str, node: str) -> None:
+        if self._over:
+            return
+        for fault in list(self._waiting):
+            if fault.moment == name:
+                fault.count -= 1
+                if fault.count <= 0:
+                    self._waiting.remove(fault)
+                    self._happen(fault, node)
+
+    # -- whom -------------------------------------------------------------------------------------
+
+    def _target(self, fault: Fault, who: str) -> SimNode | None:
+        world = self._world
+        view = world.invariants.view
+        nodes = world.existing()
+        if not nodes:
+            return None
+        name = ""
+        task = self._rng.randrange(world.workload.tasks)
+        if fault.target == "who":
+            name = who
+        elif fault.target == "leader":
+            name = view.primary_node(0) or ""
+        elif fault.target == "primary":
+            name = view.primary_node(task) or ""
+        elif fault.target == "member":
+            members = [n for n in view.in_sync(task) if n != view.primary_node(task)]
+            name = self._rng.choice(members) if members else ""
+        known = world.nodes.get(name)
+        return known if known is not None and known.exists else self._rng.choice(nodes)
+
+    def _other(self, node: SimNode) -> SimNode | None:
+        others = [n for n in self._world.existing() if n is not node]
+        return self._rng.choice(others) if others else None
+
+    def _survivable(self, victim: SimNode) -> bool:
+        """Whether every task has a member in sync elsewhere, in a process that exists."""
+        world = self._world
+        view = world.invariants.view
+        living = {n.id for n in world.existing() if n is not victim and not n.draining}
+        for task in range(world.workload.tasks):
+            members = view.members_of(task)
+            if victim.id not in view.in_sync(task):
+                continue
+            if not any(n in living and n not in view.gone and m.record.until is None for n, m in members.items()):
+                return False
+        return True
+
+    # -- what -------------------------------------------------------------------------------------
+
+    def _happen(self, fault: Fault, who: str) -> None:
+        if self._over:
+            return
+        target = self._target(fault, who)
+        if target is None:
+            return
+        getattr(self, "_" + fault.kind.replace(" ", "_").replace("-", "_"))(fault, target)
+
+    def _later(self, delay_s: float, function: object, *args: object) -> None:
+        self._world.etcd.later(delay_s, function, *args)  # type: ignore[arg-type]
+
+    def _note(self, fault: Fault, detail: str) -> None:
+        when = f" ({fault.moment})" if fault.moment else ""
+        self._world.transcript.fault(fault.kind, detail + when)
+
+    def _crash(self, fault: Fault, target: SimNode, *, host: bool = False) -> None:
+        if not self._survivable(target):
+            self._world.transcript.add("fault", "spared", f"{target.id}: nobody else holds what it holds")
+            return
+        self._note(fault, target.id)
+        self.kill(target, host=host)
+        if fault.told_s is not None:
+            self._later(fault.told_s, self._world.say_gone, target.id, "killed")
+        if fault.again:
+            self._later(self._rng.uniform(0.0, 0.5), self._replace, target.name)
+        elif len(self._world.existing()) < 2:
+            self._later(0.1, self._replace, "")
+
+    def kill(self, target: SimNode, *, host: bool) -> None:
+        """As kill -9, or as a host that loses its power."""
+        target.dead = True
+        target.coordinator.crash()
+        self._world.network.crash(target.id, host=host)
+        target.run.cancel()
+        target.process.thaw(self._world.loop)
+        target.threads.thaw(self._world.loop)
+
+    def _host_crash(self, fault: Fault, target: SimNode) -> None:
+        self._crash(fault, target, host=True)
+
+    def _replace(self, name: str) -> None:
+        if not self._over and not any(n.name == name for n in self._world.existing()):
+            node = self._world.add(name)
+            self._world.transcript.add("world", "start", node.id)
+
+    def _freeze(self, fault: Fault, target: SimNode) -> None:
+        self._note(fault, f"{target.id} for {fault.lasts_s:.3f} s")
+        target.process.frozen = target.threads.frozen = True
+        self._later(fault.lasts_s, self._thaw, target)
+
+    def _thaw(self, target: SimNode) -> None:
+        if target.process.frozen:
+            self._world.transcript.add("fault", "thaw", target.id)
+        target.process.thaw(self._world.loop)
+        target.threads.thaw(self._world.loop)
+
+    def _stuck_loop(self, fault: Fault, target: SimNode) -> None:
+        """The main loop does not tick; the lease's thread does."""
+        self._note(fault, f"{target.id} for {fault.lasts_s:.3f} s")
+        target.process.frozen = True
+        self._later(fault.lasts_s, self._thaw, target)
+
+    def _slow_node(self, fault: Fault, target: SimNode) -> None:
+        self._note(fault, f"{target.id} for {fault.lasts_s:.3f} s")
+        self._crawl(target, self._world.loop.time() + fault.lasts_s)
+
+    def _crawl(self, target: SimNode, until: float) -> None:
+        """It runs for a moment, and stands still for many."""
+        self._thaw_quietly(target)
+        if not self._over and target.exists and self._world.loop.time() < until:
+            self._later(0.0005, self._stall, target, until)
+
+    def _stall(self, target: SimNode, until: float) -> None:
+        target.process.frozen = True
+        self._later(self._rng.uniform(0.005, 0.05), self._crawl, target, until)
+
+    def _thaw_quietly(self, target: SimNode) -> None:
+        if not target.threads.frozen:
+            target.process.thaw(self._world.loop)
+
+    def _etcd_pause(self, fault: Fault, target: SimNode) -> None:
+        etcd = self._world.etcd
+        if etcd.serving:
+            self._note(fault, f"{fault.lasts_s:.3f} s")
+            etcd.pause()
+            self._later(fault.lasts_s, etcd.resume)
+
+    def _etcd_restart(self, fault: Fault, target: SimNode) -> None:
+        etcd = self._world.etcd
+        if etcd.serving:
+            self._note(fault, f"{fault.lasts_s:.3f} s")
+            etcd.stop()
+            self._later(fault.lasts_s, etcd.start)
+
+    def _etcd_leader_loss(self, fault: Fault, target: SimNode) -> None:
+        etcd = self._world.etcd
+        if etcd.serving:
+            self._note(fault, "")
+            for node in self._world.existing():
+                node.coordinator.lose_next += self._rng.randrange(2)
+            etcd.change_leader()
+
+    def _etcd_unknown_outcome(self, fault: Fault, target: SimNode) -> None:
+        count = self._rng.choice((1, 1, 2, 3))
+        self._note(fault, f"{target.id}, the next {count}")
+        target.coordinator.lose_next += count
+
+    def _etcd_cut(self, fault: Fault, target: SimNode) -> None:
+        speaks, hears = self._rng.choice(((False, False), (True, False), (False, True)))
+        self._note(fault, f"{target.id} for {fault.lasts_s:.3f} s: speaks {speaks}, hears {hears}")
+        target.coordinator.cut(speaks=speaks, hears=hears)
+        self._later(fault.lasts_s, self._mend, target)
+
+    def _mend(self, target: SimNode) -> None:
+        target.coordinator.cut(speaks=True, hears=True)
+
+    def _etcd_compaction(self, fault: Fault, target: SimNode) -> None:
+        self._note(fault, "")
+        self._world.etcd.compact()
+
+    def _watch_break(self, fault: Fault, target: SimNode) -> None:
+        self._note(fault, target.id)
+        target.coordinator.break_streams()
+
+    def _watch_stall(self, fault: Fault, target: SimNode) -> None:
+        """It is told nothing for a while; everything else works."""
+        self._note(fault, f"{target.id} for {fault.lasts_s:.3f} s")
+        target.coordinator.stall(True)
+        self._later(fault.lasts_s, target.coordinator.stall, False)
+
+    def _cut_one_way(self, fault: Fault, target: SimNode) -> None:
+        other = self._other(target)
+        if other is not None:
+            one, two = (target, other) if self._rng.random() < 0.5 else (other, target)
+            self._note(fault, f"{one.id} to {two.id} for {fault.lasts_s:.3f} s")
+            self._cut_link(one, two, fault.lasts_s)
+
+    def _cut_link(self, one: SimNode, other: SimNode, lasts_s: float) -> None:
+        network = self._world.network
+        self._later(lasts_s, network.heal, one.id, other.id, network.cut(one.id, other.id))
+
+    def _cut_both_ways(self, fault: Fault, target: SimNode) -> None:
+        other = self._other(target)
+        if other is not None:
+            self._note(fault, f"{target.id} and {other.id} for {fault.lasts_s:.3f} s")
+            self._cut_link(target, other, fault.lasts_s)
+            self._cut_link(other, target, fault.lasts_s)
+
+    def _isolation(self, fault: Fault, target: SimNode) -> None:
+        """From all nodes, and perhaps from etcd."""
+        also = self._rng.random() < 0.5
+        self._note(fault, f"{target.id} for {fault.lasts_s:.3f} s{', also from etcd' if also else ''}")
+        for other in self._world.existing():
+            if other is not target:
+                self._cut_link(target, other, fault.lasts_s)
+                self._cut_link(other, target, fault.lasts_s)
+        if also:
+            target.coordinator.cut(speaks=False, hears=False)
+            self._later(fault.lasts_s, self._mend, target)
+
+    def _reset(self, fault: Fault, target: SimNode) -> None:
+        other = self._other(target)
+        if other is not None:
+            self._note(fault, f"{target.id} and {other.id}")
+            self._world.network.reset(target.id, other.id)
+
+    def _half_open(self, fault: Fault, target: SimNode) -> None:
+        other = self._other(target)
+        if other is not None:
+            self._note(fault, f"{target.id} and {other.id}")
+            self._world.network.half_open(target.id, other.id)
+
+    def _join(self, fault: Fault, target: SimNode) -> None:
+        if len(self._world.existing()) < 6:
+            self._note(fault, self._world.add().id)
+
+    def _drain(self, fault: Fault, target: SimNode) -> None:
+        if self._survivable(target) and len(self._world.existing()) > 1:
+            self._note(fault, target.id)
+            target.draining = True
+            self._world.loop.call_soon(target.node.drain, "told to", context=target.process.fresh())
+            if fault.again:
+                self._later(self._rng.uniform(0.0, 1.0), self._replace, "")
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def end(self, *, heal: bool) -> None:
+        """No failure more; with `heal`, those that last end now."""
+        self._over = True
+        if not heal:
+            return
+        world = self._world
+        for node in world.existing():
+            node.process.thaw(world.loop)
+            node.threads.thaw(world.loop)
+            node.coordinator.cut(speaks=True, hears=True)
+            node.coordinator.stall(False)
+            node.coordinator.lose_next = 0
+        world.network.heal_all()
+        if world.etcd.paused:
+            world.etcd.resume()
+        if world.etcd.down:
+            world.etcd.start()

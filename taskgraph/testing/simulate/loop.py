@@ -1,0 +1,170 @@
+"""Virtual time, and processes that can be frozen.
+
+One event loop runs everything. Each simulated process is a name in a context variable: what a process starts inherits
+it, so the loop knows of every callback whose it is. A frozen process is one whose callbacks are held back; on thaw
+they run in the order they would have, late: its timers have passed, its messages are old, its mind is unchanged. That
+is what SIGSTOP and SIGCONT do to a process, and it makes a real zombie.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import heapq
+from collections.abc import Callable
+from typing import Any, TypeVarTuple, Unpack
+
+Ts = TypeVarTuple("Ts")
+
+__all__ = ["Nothing", "Process", "SimLoop", "owner"]
+
+_MAX_AT_ONCE = 200_000
+"""Callbacks at one moment of virtual time; more is a loop that does not end."""
+
+_OWNER: contextvars.ContextVar[Process | None] = contextvars.ContextVar("taskgraph_simulated_process", default=None)
+
+
+def owner() -> Process | None:
+    """The process whose code runs at the moment; None: the world outside."""
+    return _OWNER.get()
+
+
+class Nothing(Exception):
+    """Nothing can happen any more, and the run is not over: everything waits for something that nobody does."""
+
+
+class Process:
+    """Something that can be frozen as a whole."""
+
+    __slots__ = ("_held", "context", "frozen", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.frozen = False
+        self._held: list[asyncio.Handle] = []
+        self.context = contextvars.Context()
+        self.context.run(_OWNER.set, self)
+
+    def fresh(self) -> contextvars.Context:
+        """A context for a task of this process."""
+        return self.context.copy()
+
+    def thaw(self, loop: SimLoop) -> None:
+        """What was held back runs now."""
+        self.frozen = False
+        held, self._held = self._held, []
+        loop.again(held)
+
+
+class _Now(asyncio.Handle):
+    __slots__ = ()
+
+    def _run(self) -> None:
+        _run(self)
+
+
+class _Later(asyncio.TimerHandle):
+    __slots__ = ()
+
+    def _run(self) -> None:
+        _run(self)
+
+
+def _run(handle: Any) -> None:
+    process = handle._context.get(_OWNER)
+    if process is not None and process.frozen:
+        process._held.append(handle)
+        return
+    try:
+        handle._context.run(handle._callback, *handle._args)
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        handle._loop.call_exception_handler({"message": f"{handle!r} failed", "exception": error, "handle": handle})
+
+
+class SimLoop(asyncio.BaseEventLoop):
+    """`time()` leaps to the next timer when nothing else is to be done. There are no files and no sockets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._at = 1.0
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._count = 0
+        self._due: list[asyncio.Handle] = []
+        self._at_once = 0
+        self.steps = 0
+
+    def time(self) -> float:
+        return self._at
+
+    def call_soon(
+        self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        handle = _Now(callback, args, self, context)
+        self._due.append(handle)
+        return handle
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        return self.call_soon(callback, *args, context=context)  # worker threads, if any, run in lock-step
+
+    def call_later(
+        self,
+        delay: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._at + delay, callback, *args, context=context)
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        handle = _Later(when, callback, args, self, context)
+        self._count += 1
+        heapq.heappush(self._timers, (when, self._count, handle))
+        return handle
+
+    def again(self, handles: list[asyncio.Handle]) -> None:
+        """Runs callbacks that were held back."""
+        self._due.extend(handles)
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        pass  # it is thrown away when its time comes
+
+    def _write_to_self(self) -> None:
+        pass
+
+    def _run_once(self) -> None:
+        timers = self._timers
+        if not self._due:
+            while timers and timers[0][2].cancelled():
+                heapq.heappop(timers)
+            if not timers:
+                raise Nothing
+            self._at = max(self._at, timers[0][0])
+            self._at_once = 0
+        now = self._at
+        while timers and timers[0][0] <= now:
+            timer = heapq.heappop(timers)[2]
+            if not timer.cancelled():
+                self._due.append(timer)
+        due, self._due = self._due, []
+        self._at_once += len(due)
+        self.steps += len(due)
+        if self._at_once > _MAX_AT_ONCE:
+            raise Nothing(f"{self._at_once} callbacks at one moment: something runs for ever ({due[-1]!r})")
+        for handle in due:
+            if not handle.cancelled():
+                handle._run()
+
+    def close(self) -> None:
+        self._timers.clear()
+        self._due.clear()
+        super().close()

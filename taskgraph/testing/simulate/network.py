@@ -1,0 +1,452 @@
+"""A network between simulated nodes: `transport.api.Transport` on connections that are slow, stalled, cut and reset.
+
+Each ordered pair of nodes that talks has one connection, as in `transport/stream.py`: whoever calls has dialled it.
+Each of its two ends learns of its end by itself, later, or (half-open) only when keep-alives went unanswered for
+`ping_timeout_s`. What is sent into a cut waits, as TCP does, and arrives when the cut heals before that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from taskgraph.errors import PeerGone, PeerLost, TransportError
+from taskgraph.protocol.messages import Call, Reply
+from taskgraph.settings import Settings
+from taskgraph.testing.simulate.loop import Process
+from taskgraph.transport.api import OnLost, Peer, Serve
+from taskgraph.transport.calls import OwnedTasks, answer, describe, unwrap
+
+__all__ = ["SimNetwork", "SimTransport"]
+
+_RETRANSMIT_S = 0.2
+"""After a cut heals, TCP finds out within its own pauses."""
+
+_KNOCKS = 4
+
+
+@dataclass(eq=False, slots=True)
+class _Connection:
+    dialler: str
+    acceptor: str
+    open: dict[str, bool]  # node -> whether its end is open
+    pending: dict[int, asyncio.Future[Reply]] = field(default_factory=dict)  # calls of the dialler
+    serving: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # the same at the acceptor
+    last_at: dict[str, float] = field(default_factory=dict)  # to -> when the last message arrives there
+    half_open: bool = False
+    probe: bool = False
+
+    def other(self, node: str) -> str:
+        return self.acceptor if node == self.dialler else self.dialler
+
+
+class SimNetwork:
+    """What connects the transports of one simulation.
+
+    Args:
+        in_order: share of messages that stay behind the one before them on their connection; the others overtake.
+        on_message: (from, to, message, stage): told when a call arrives and when its reply does.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        settings: Settings,
+        *,
+        delay_s: float,
+        in_order: float,
+        on_message: Callable[[str, str, object], None],
+    ) -> None:
+        self.rng = rng
+        self.settings = settings
+        self.delay_s = delay_s
+        self._in_order = in_order
+        self.on_message = on_message
+        self.transports: dict[str, SimTransport] = {}
+        self._vanished: set[str] = set()  # nodes whose host is gone: nothing refuses there
+        self._connections: dict[_Connection, None] = {}
+        self._cut: dict[tuple[str, str], int] = {}  # (from, to) -> number of the cut
+        self._cuts = 0
+        self._stalled: dict[tuple[str, str], list[Callable[[], None]]] = {}
+
+    # -- faults -----------------------------------------------------------------------------------
+
+    def cut(self, one: str, other: str) -> int:
+        """Nothing of `one` reaches `other` until it is healed with the number returned."""
+        self._cuts += 1
+        self._cut[(one, other)] = self._cuts
+        for connection in self._connections:
+            if {one, other} == {connection.dialler, connection.acceptor}:
+                self._keep_alive(connection, one, other, self._cuts)
+        return self._cuts
+
+    def heal(self, one: str, other: str, number: int | None = None) -> None:
+        """What was sent meanwhile arrives, where the connection still stands."""
+        link = (one, other)
+        if link not in self._cut or (number is not None and self._cut[link] != number):
+            return
+        del self._cut[link]
+        for again in self._stalled.pop(link, []):
+            self.later(self.rng.uniform(0.0, _RETRANSMIT_S), again)
+
+    def heal_all(self) -> None:
+        for one, other in list(self._cut):
+            self.heal(one, other)
+
+    def reset(self, one: str, other: str) -> None:
+        """Connections between the two are reset; each end learns of it by itself."""
+        for connection in [c for c in self._connections if {c.dialler, c.acceptor} == {one, other}]:
+            self._reset(connection, f"the connection between {one} and {other} was reset")
+
+    def half_open(self, one: str, other: str) -> None:
+        """What stands between the two forgot their connections: no bytes, and no error either."""
+        for connection in self._connections:
+            if {connection.dialler, connection.acceptor} == {one, other} and not connection.half_open:
+                connection.half_open = True
+                for node in (one, other):
+                    self._at(connection, node, self.settings.ping_timeout_s, "no keep-alive came back")
+
+    def crash(self, node: str, *, host: bool) -> None:
+        """The process dies. With its host nothing refuses or resets any more: it is only silent."""
+        transport = self.transports.pop(node, None)
+        if transport is None:
+            return
+        transport.vanish(f"node {node} crashed")
+        if host:
+            self._vanished.add(node)
+        for connection in [c for c in self._connections if node in (c.dialler, c.acceptor)]:
+            self._end(connection, node, "this process is dead", clean=True)
+            if host:
+                self._at(connection, connection.other(node), self.settings.ping_timeout_s, "no keep-alive came back")
+            else:
+                self.tell_end(connection, connection.other(node), f"node {node} crashed")
+
+    # -- links ------------------------------------------------------------------------------------
+
+    def delay(self) -> float:
+        slow = 30.0 if self.rng.random() < 0.01 else 1.0
+        return self.delay_s * slow * self.rng.uniform(0.2, 1.5)
+
+    def later(self, delay_s: float, function: Callable[[], None]) -> None:
+        """As the network itself: no process holds it back."""
+        asyncio.get_running_loop().call_later(delay_s, function, context=_OUTSIDE.copy())
+
+    def is_cut(self, one: str, other: str) -> bool:
+        return (one, other) in self._cut
+
+    def dead_end(self, node: str) -> bool:
+        """Whether a connection attempt gets no answer at all."""
+        return node in self._vanished
+
+    def transmit(self, connection: _Connection, sender: str, deliver: Callable[[], None]) -> None:
+        """Runs `deliver` at the other end, in its process, if both ends still stand then."""
+        to = connection.other(sender)
+        if connection.half_open or not connection.open[sender]:
+            return
+        if self.is_cut(sender, to):
+            self._stalled.setdefault((sender, to), []).append(lambda: self.transmit(connection, sender, deliver))
+            return
+        transport = self.transports.get(to)
+        if transport is None:
+            return
+        at = asyncio.get_running_loop().time() + self.delay()
+        if self.rng.random() < self._in_order:
+            at = max(at, connection.last_at.get(to, 0.0))
+        connection.last_at[to] = max(at, connection.last_at.get(to, 0.0))
+
+        def arrive() -> None:
+            if connection.open[to] and not connection.half_open:
+                deliver()
+
+        asyncio.get_running_loop().call_at(at, arrive, context=transport.process.context)
+
+    def connect(self, dialler: str, acceptor: str, *, probe: bool) -> _Connection:
+        connection = _Connection(dialler, acceptor, {dialler: True, acceptor: True}, probe=probe)
+        self._connections[connection] = None
+        return connection
+
+    def _keep_alive(self, connection: _Connection, one: str, other: str, number: int) -> None:
+        """A cut that lasts ends the connection at both ends."""
+
+        def look() -> None:
+            if self._cut.get((one, other)) == number:
+                for node in (one, other):
+                    self._at(connection, node, 0.0, "no keep-alive came back")
+
+        self.later(self.settings.ping_timeout_s, look)
+
+    def _reset(self, connection: _Connection, why: str) -> None:
+        for node in (connection.dialler, connection.acceptor):
+            self.tell_end(connection, node, why)
+
+    def tell_end(self, connection: _Connection, node: str, why: str, *, clean: bool = False) -> None:
+        """A FIN or RST on its way to that end."""
+        other = connection.other(node)
+        if connection.half_open:
+            return
+        if self.is_cut(other, node):
+            again = self._stalled.setdefault((other, node), [])
+            again.append(lambda: self.tell_end(connection, node, why, clean=clean))
+            return
+        self._at(connection, node, self.delay(), why, clean=clean)
+
+    def _at(self, connection: _Connection, node: str, delay_s: float, why: str, *, clean: bool = False) -> None:
+        transport = self.transports.get(node)
+        if transport is not None:
+            asyncio.get_running_loop().call_later(
+                delay_s, lambda: self._end(connection, node, why, clean=clean), context=transport.process.context
+            )
+
+    def _end(self, connection: _Connection, node: str, why: str, *, clean: bool) -> None:
+        """This end learns that the connection is over."""
+        if not connection.open[node]:
+            return
+        connection.open[node] = False
+        if not any(connection.open.values()):
+            self._connections.pop(connection, None)
+        transport = self.transports.get(node)
+        if transport is not None:
+            transport.ended(connection, why, clean=clean)
+
+    def close_end(self, connection: _Connection, node: str, *, clean: bool, why: str) -> None:
+        """An end closes by itself, and the other one is told."""
+        if connection.open[node]:
+            self.tell_end(connection, connection.other(node), why, clean=clean)
+            self._end(connection, node, why, clean=True)
+
+
+class SimTransport:
+    """See `taskgraph.transport.api.Transport`."""
+
+    def __init__(self, network: SimNetwork, process: Process) -> None:
+        self.network = network
+        self.process = process
+        self.node = ""
+        self._tasks = OwnedTasks()
+        self._serve: Serve | None = None
+        self._on_lost: OnLost = lambda node: None
+        self._down = "not started"
+        self._dialled: dict[str, _Connection] = {}
+        self._dials: dict[str, asyncio.Task[_Connection]] = {}
+        self._open: dict[str, dict[_Connection, None]] = {}
+        self._calls = 0
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        return ("memory:",) if self.node else ()
+
+    async def start(self, node: str, serve: Serve, on_lost: OnLost) -> None:
+        if node in self.network.transports:
+            raise TransportError(f"there is a node {node} already")
+        self.node, self._serve, self._on_lost = node, serve, on_lost
+        self.network.transports[node] = self
+        self._down = ""
+
+    async def close(self) -> None:
+        if not self._down:
+            for connection in [c for connections in self._open.values() for c in connections]:
+                self.network.close_end(connection, self.node, clean=True, why=f"node {self.node} said goodbye")
+            self.network.transports.pop(self.node, None)
+            self.vanish("this node's transport is closed")
+        await self._tasks.close()
+
+    def vanish(self, why: str) -> None:
+        """Nothing is sent or taken any more."""
+        self._down = why
+        for connection in [c for connections in self._open.values() for c in connections]:
+            self._fail(connection, why)
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    async def call(self, peer: Peer, message: Call, *, timeout_s: float | None = None) -> Reply:
+        if self._down:
+            raise PeerLost(self._down)
+        try:
+            async with asyncio.timeout(timeout_s):
+                if peer.node == self.node:
+                    return unwrap(await self._call_self(message))
+                return unwrap(await self._exchange(await self._connection(peer.node), message))
+        except TimeoutError:
+            raise PeerLost(f"no answer from node {peer.node} within {timeout_s} s to {describe(message)}") from None
+
+    async def _call_self(self, message: Call) -> Reply:
+        assert self._serve is not None
+        self.network.on_message(self.node, self.node, message)
+        task = self._tasks.spawn(answer(self._serve, self.node, message), name=f"serve {self.node} itself")
+        try:
+            await asyncio.wait((task,))
+        finally:
+            task.cancel()
+        if task.cancelled():
+            raise PeerLost("this node's transport is closed")
+        return task.result()
+
+    async def _exchange(self, connection: _Connection, message: Call) -> Reply:
+        self._calls += 1
+        number = self._calls
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        if not connection.open[self.node]:
+            raise PeerLost("the connection broke")
+        connection.pending[number] = reply
+        target = self.network.transports.get(connection.acceptor)
+        if target is not None:
+            self.network.transmit(connection, self.node, lambda: target._accept(connection, number, message))
+        try:
+            return await reply
+        finally:
+            if connection.pending.pop(number, None) is not None and not reply.done() and target is not None:
+                self.network.transmit(connection, self.node, lambda: target._cancel(connection, number))
+
+    async def _connection(self, node: str) -> _Connection:
+        """The connection that carries calls to `node`; callers that come while it is dialled share the dial."""
+        known = self._dialled.get(node)
+        if known is not None and known.open[self.node]:
+            return known
+        dial = self._dials.get(node)
+        if dial is None:
+            dial = self._dials[node] = self._tasks.spawn(self._dial(node), name=f"dial {node}")
+            dial.add_done_callback(lambda done: self._dials.pop(node, None) if self._dials.get(node) is done else None)
+        await asyncio.wait((dial,))
+        if dial.cancelled():
+            raise PeerLost(f"dialling node {node} was given up")
+        error = dial.exception()
+        if isinstance(error, (PeerGone, PeerLost)):
+            raise type(error)(str(error)) from error
+        return dial.result()
+
+    async def _dial(self, node: str) -> _Connection:
+        connection = await self._hello(node, probe=False)
+        self._dialled[node] = connection
+        self._open.setdefault(node, {})[connection] = None
+        return connection
+
+    async def _hello(self, node: str, *, probe: bool) -> _Connection:
+        """A connection whose two ends know each other."""
+        network = self.network
+        try:
+            async with asyncio.timeout(network.settings.connect_s):
+                await self._knock(node)
+                await asyncio.sleep(network.delay())
+                target = network.transports.get(node)
+                if target is None:
+                    if network.dead_end(node):
+                        await asyncio.Event().wait()
+                    raise PeerGone(f"node {node}: nobody listens")
+                connection = network.connect(self.node, node, probe=probe)
+                greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                network.transmit(connection, self.node, lambda: target._greet(connection, greeted))
+                connection.pending[0] = greeted  # type: ignore[assignment]
+                try:
+                    await greeted
+                except BaseException:
+                    network.close_end(connection, self.node, clean=True, why="the hello was given up")
+                    raise
+                finally:
+                    connection.pending.pop(0, None)
+                return connection
+        except TimeoutError:
+            raise PeerLost(f"node {node}: no connection within {network.settings.connect_s:g} s") from None
+
+    async def _knock(self, node: str) -> None:
+        """Waits, within the time of whoever dials, for a link on which a connection can be made: TCP tries again."""
+        network = self.network
+        for _ in range(_KNOCKS):
+            cut = network.is_cut(self.node, node) or network.is_cut(node, self.node)
+            if not cut and not network.dead_end(node):
+                return
+            await asyncio.sleep(network.settings.connect_s / _KNOCKS)
+        raise TimeoutError
+
+    def _greet(self, connection: _Connection, greeted: asyncio.Future[None]) -> None:
+        """At the acceptor: the hello arrived."""
+        if not connection.probe:
+            self._open.setdefault(connection.dialler, {})[connection] = None
+
+        def done() -> None:
+            if not greeted.done():
+                greeted.set_result(None)
+
+        self.network.transmit(connection, self.node, done)
+
+    async def probe(self, peer: Peer, *, timeout_s: float) -> None:
+        if self._down:
+            raise PeerLost(self._down)
+        if peer.node == self.node:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                connection = await self._hello(peer.node, probe=True)
+        except TimeoutError:
+            raise PeerLost(f"node {peer.node} did not answer a hello within {timeout_s} s") from None
+        self.network.close_end(connection, self.node, clean=True, why="a probe")
+
+    def forget(self, node: str) -> None:
+        dial = self._dials.pop(node, None)
+        if dial is not None:
+            dial.cancel()
+        for connection in list(self._open.get(node, ())):
+            self.network.close_end(connection, self.node, clean=False, why=f"node {self.node} has forgotten us")
+
+    # -- serving ----------------------------------------------------------------------------------
+
+    def _accept(self, connection: _Connection, number: int, message: Call) -> None:
+        """In this process: a call arrived."""
+        if self._down:
+            return
+        self.network.on_message(connection.dialler, self.node, message)
+        if self._down or not connection.open[self.node]:
+            return  # killed at this very moment
+        work = self._answer(connection, number, message)
+        task = self._tasks.spawn(work, name=f"serve {connection.dialler} at {self.node}")
+        connection.serving[number] = task
+        task.add_done_callback(lambda _: connection.serving.pop(number, None))
+
+    def _cancel(self, connection: _Connection, number: int) -> None:
+        task = connection.serving.get(number)
+        if task is not None:
+            task.cancel()
+
+    async def _answer(self, connection: _Connection, number: int, message: Call) -> None:
+        assert self._serve is not None
+        answered = await answer(self._serve, connection.dialler, message)
+
+        def deliver() -> None:
+            self.network.on_message(self.node, connection.dialler, answered)
+            reply = connection.pending.get(number)
+            if reply is not None and not reply.done():
+                reply.set_result(answered)
+
+        self.network.transmit(connection, self.node, deliver)
+
+    # -- endings ----------------------------------------------------------------------------------
+
+    def ended(self, connection: _Connection, why: str, *, clean: bool) -> None:
+        """The connection is over at this end."""
+        node = connection.other(self.node)
+        if self._dialled.get(node) is connection:
+            del self._dialled[node]
+        self._fail(connection, why)
+        known = self._open.get(node)
+        if known is None or connection not in known:
+            return
+        del known[connection]
+        if not known:
+            del self._open[node]
+            if not clean and not self._down:
+                self._on_lost(node)
+
+    def _fail(self, connection: _Connection, why: str) -> None:
+        mine: dict[int, Any] = connection.pending if connection.dialler == self.node else {}
+        for reply in list(mine.values()):
+            if not reply.done():
+                reply.set_exception(PeerLost(why))
+        if connection.acceptor == self.node:
+            for task in list(connection.serving.values()):
+                task.cancel()
+
+
+_OUTSIDE = contextvars.Context()

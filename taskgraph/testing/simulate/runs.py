@@ -1,0 +1,162 @@
+"""What user code saw, run by run: the ledger that the framework does not keep.
+
+One `Run` is one execution of a task's processors, for one stamp and one term. When an epoch commits, the runs of the
+terms that count must fit together: each processor ran once, consumed each item once, and consumed what the counted run
+of its producer put. This is compared with what the tasks themselves saw, not with the sums that the leader compared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from taskgraph.node.attempt import Attempt
+from taskgraph.protocol.messages import Stamp
+from taskgraph.testing.simulate.workload import Step
+
+__all__ = ["Run", "Runs", "Violation"]
+
+
+class Violation(AssertionError):
+    """A promise of the protocol was broken."""
+
+
+@dataclass
+class Run:
+    """One execution of a task's epoch."""
+
+    task: int
+    stamp: Stamp
+    term: int
+    began: int  # the state it began from
+    steps: tuple[Step, ...]
+    ran: Counter[str] = field(default_factory=Counter)
+    consumed: dict[tuple[str, int], int] = field(default_factory=dict)
+    puts: dict[tuple[str, int], int] = field(default_factory=dict)
+    flagged: set[tuple[int, int]] = field(default_factory=set)  # (to, value)
+    heard: Counter[tuple[int, int]] = field(default_factory=Counter)  # (sender, value)
+    asked: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # (to, value, answer)
+    handled: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # (sender, value, answer)
+    ended: int | None = None
+
+    def __str__(self) -> str:
+        return f"task {self.task} in epoch {self.stamp.epoch}, attempt {self.stamp.attempt}, term {self.term}"
+
+
+class Runs:
+    """`workload.Recorder`."""
+
+    def __init__(self) -> None:
+        self._runs: dict[tuple[int, Stamp, int], Run] = {}
+        self._told: list[tuple[int, int, int]] = []
+
+    # -- told by user code ------------------------------------------------------------------------
+
+    def composed(self, epoch: Any, state: int, steps: tuple[Step, ...]) -> None:
+        work = epoch._work
+        if not isinstance(work, Attempt):
+            return
+        key = (work.task, work.stamp, work.term)
+        if key in self._runs:
+            raise Violation(f"{self._runs[key]} was composed twice")
+        self._runs[key] = Run(*key, state, steps)
+
+    def _of(self, epoch: Any) -> Run:
+        work = epoch._work
+        if not isinstance(work, Attempt):
+            return Run(work.task, Stamp(0, 0), 0, 0, ())  # strict mode's replay counts for nothing
+        return self._runs[(work.task, work.stamp, work.term)]
+
+    def ran(self, epoch: Any, step: Step, consumed: dict[tuple[str, int], int]) -> None:
+        run = self._of(epoch)
+        run.ran[step.name] += 1
+        for channel, value in consumed.items():
+            if channel in run.consumed:
+                raise Violation(f"{run}: {step.name} consumed {channel} again")
+            run.consumed[channel] = value
+
+    def put(self, epoch: Any, tag: str, to: int, value: int) -> None:
+        self._of(epoch).puts[(tag, to)] = value
+
+    def flagged(self, epoch: Any, to: int, value: int) -> None:
+        self._of(epoch).flagged.add((to, value))
+
+    def heard_flag(self, epoch: Any, sender: int, value: int) -> None:
+        self._of(epoch).heard[(sender, value)] += 1
+
+    def asked(self, epoch: Any, to: int, value: int, answer: int) -> None:
+        self._of(epoch).asked[(to, value, answer)] += 1
+
+    def handled(self, epoch: Any, sender: int, value: int, answer: int) -> None:
+        self._of(epoch).handled[(sender, value, answer)] += 1
+
+    def ended(self, epoch: Any, state: int) -> None:
+        self._of(epoch).ended = state
+
+    def told_committed(self, task: int, number: int, state: int) -> None:
+        self._told.append((task, number, state))
+
+    # -- asked by the checks ----------------------------------------------------------------------
+
+    def told(self) -> list[tuple[int, int, int]]:
+        """What `on_commit` told since the last time it was asked: (task, epoch, state)."""
+        told, self._told = self._told, []
+        return told
+
+    def committed(self, stamp: Stamp, terms: dict[int, int], states: dict[int, int]) -> dict[int, int]:
+        """An epoch committed with these terms. Returns task -> state after it.
+
+        Args:
+            states: task -> the state of the boundary before.
+
+        Raises:
+            Violation: the runs that count are not one execution from that boundary.
+        """
+        runs: dict[int, Run] = {}
+        for task, term in terms.items():
+            run = self._runs.get((task, stamp, term))
+            if run is None:
+                raise Violation(f"epoch {stamp.epoch} committed without a run of task {task} in term {term}")
+            runs[task] = run
+        for run in runs.values():
+            if run.began != states[run.task]:
+                raise Violation(f"{run} began from state {run.began:x}, not from the boundary {states[run.task]:x}")
+            _check_whole(run)
+            for (tag, producer), value in run.consumed.items():
+                put = runs[producer].puts.get((tag, run.task))
+                if put != value:
+                    other = "nothing" if put is None else f"{put:x}"
+                    raise Violation(f"{run} counts with {tag!r} = {value:x}, but {runs[producer]} put {other}")
+            _check_messages(run, runs)
+        return {task: run.ended for task, run in runs.items() if run.ended is not None}
+
+
+def _check_whole(run: Run) -> None:
+    for step in run.steps:
+        if run.ran[step.name] != 1:
+            raise Violation(f"{run}: {step.name} ran {run.ran[step.name]} times")
+        for tag, producers in step.inbound:
+            for producer in producers:
+                if (tag, producer) not in run.consumed:
+                    raise Violation(f"{run}: {step.name} did not consume {tag!r} of task {producer}")
+    if run.ended is None:
+        raise Violation(f"{run} counts, and its sync point did not run")
+
+
+def _check_messages(run: Run, runs: dict[int, Run]) -> None:
+    for to, value in sorted(run.flagged):
+        heard = runs[to].heard[(run.task, value)]
+        if heard != 1:
+            raise Violation(f"{run} sent a flag to {runs[to]}, which heard it {heard} times")
+    for sender, value in sorted(run.heard):
+        if (run.task, value) not in runs[sender].flagged:
+            raise Violation(f"{run} counts a flag that {runs[sender]} did not send")
+    for (to, value, answer), count in sorted(run.asked.items()):
+        handled = runs[to].handled[(run.task, value, answer)]
+        if handled != count:
+            raise Violation(f"{run} asked {runs[to]} {count} times with effects that happened {handled} times")
+    for (sender, value, answer), count in sorted(run.handled.items()):
+        asked = runs[sender].asked[(run.task, value, answer)]
+        if asked != count:
+            raise Violation(f"{run} counts {count} effects that {runs[sender]} asked for {asked} times")

@@ -1,0 +1,181 @@
+"""One seed: drawn, run to its end, judged."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from dataclasses import dataclass
+
+import taskgraph as tg
+from taskgraph.protocol.records import State
+from taskgraph.testing.simulate import faults as faults_
+from taskgraph.testing.simulate.loop import Nothing, SimLoop
+from taskgraph.testing.simulate.runs import Violation
+from taskgraph.testing.simulate.transcript import Transcript
+from taskgraph.testing.simulate.workload import Workload
+from taskgraph.testing.simulate.world import Errors, World
+
+__all__ = ["Outcome", "run_seed"]
+
+HEAL_S = 15.0
+"""Virtual time at which failures end."""
+DEADLINE_S = 120.0
+"""Virtual time after that in which the job must end."""
+
+
+@dataclass
+class Outcome:
+    """What became of a seed.
+
+    Attributes:
+        problem: "" or what was violated, or what hangs.
+        ended: "finished", or "lost" where every holder of a task was gone.
+    """
+
+    seed: int
+    problem: str
+    ended: str
+    described: str
+    transcript: Transcript
+    virtual_s: float
+    wall_s: float
+    steps: int
+
+
+def run_seed(seed: int) -> Outcome:
+    """Runs one seed. The same seed does the same things, in every process."""
+    began = time.perf_counter()
+    loop = SimLoop()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        outcome = runner.run(_run(seed))
+    outcome.wall_s = time.perf_counter() - began
+    outcome.steps = loop.steps
+    return outcome
+
+
+def _settings(rng: random.Random, workload: Workload) -> tg.Settings:
+    return tg.Settings(
+        lease_ttl_s=2.0,
+        lease_stall_s=rng.choice((0.5, 1.0)),
+        lost_after_s=7.0,
+        min_in_sync=1,
+        admit_wait_s=rng.choice((0.0, 0.5, 2.0)),
+        start_wait_s=2.0,
+        hand_over_s=rng.choice((0.05, 0.5)),
+        drain_s=8.0,
+        takeover_stagger_s=rng.choice((0.0, 0.02, 0.3)),
+        connect_s=rng.choice((0.3, 1.0)),
+        ping_s=1.0,
+        ping_timeout_s=rng.choice((1.5, 4.0)),
+        call_s=rng.choice((0.5, 2.0)),
+        refresh_s=rng.choice((0.01, 0.05)),
+        stall_check_s=2.0,
+        cancel_s=30.0,
+        setup_s=5.0,
+        results_kept_s=60.0,
+        strict=rng.random() < 0.04 and not workload.erratic,
+    )
+
+
+async def _run(seed: int) -> Outcome:
+    rng = random.Random(seed)
+    workload = Workload.draw(rng)
+    nodes = rng.randint(1, 4) if rng.random() < 0.2 else workload.backups + rng.randint(1, 3)
+    planned = faults_.draw(rng)
+    world = World(workload, _settings(rng, workload), 1, rng)
+    loop = world.loop
+    loop.set_exception_handler(lambda _, context: world.violated(_unhandled(context)))
+    errors = Errors(world)
+    logger = logging.getLogger("taskgraph")
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(errors)
+    logger.setLevel(logging.ERROR)
+    logger.propagate = False
+    faults = faults_.Faults(world, planned, random.Random(rng.getrandbits(64)))
+    problem, ended = "", ""
+    try:
+        await world.start(nodes)
+        ended = await _until_over(world, faults)
+    except Violation as error:
+        problem = str(error)
+    except Nothing as error:
+        problem = f"nothing can happen any more: {error}"
+    finally:
+        faults.end(heal=True)
+        await world.stop()
+        logger.removeHandler(errors)
+        logger.setLevel(level)
+        logger.propagate = propagate
+    described = f"{workload.tasks} tasks, {workload.epochs} epochs, {workload.backups} backups, {nodes} nodes"
+    return Outcome(seed, problem, ended, described, world.transcript, loop.time() - 1.0, 0.0, 0)
+
+
+def _unhandled(context: dict[str, object]) -> Violation:
+    return Violation(f"nobody handled: {context.get('message')} {context.get('exception')!r}")
+
+
+async def _until_over(world: World, faults: faults_.Faults) -> str:
+    status = asyncio.ensure_future(world.status())
+    waits: list[asyncio.Future[object]] = [status, world.failed]  # type: ignore[list-item]
+    try:
+        await asyncio.wait(waits, timeout=HEAL_S, return_when=asyncio.FIRST_COMPLETED)
+        if not status.done() and not world.failed.done():
+            faults.end(heal=True)
+            world.transcript.add("world", "heal", "no failure from now on")
+            if not world.existing():
+                world.add()
+            await asyncio.wait(waits, timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+        if world.failed.done():
+            world.failed.result()
+        if not status.done():
+            raise Violation(f"it hangs: {hanging(world)}")
+        record = status.result()
+        if record.state != State.FINISHED:
+            return _judge_failure(world, record.reason)
+        result = asyncio.ensure_future(world.result())
+        waits = [result, world.failed]  # type: ignore[list-item]
+        try:
+            await asyncio.wait(waits, timeout=HEAL_S, return_when=asyncio.FIRST_COMPLETED)
+            if not result.done() and not world.failed.done():
+                faults.end(heal=True)
+                await asyncio.wait(waits, timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+            if world.failed.done():
+                world.failed.result()
+            if not result.done():
+                raise Violation(f"the results do not come: {hanging(world)}")
+            found = result.result()
+        finally:
+            result.cancel()
+            await asyncio.gather(result, return_exceptions=True)
+        world.invariants.check_told()
+        world.invariants.check_result(found.epochs, found.values)
+        return "finished"
+    finally:
+        status.cancel()
+        await asyncio.gather(status, return_exceptions=True)
+
+
+def _judge_failure(world: World, reason: str) -> str:
+    """A job may fail for one reason only: every holder of some task is gone."""
+    view = world.invariants.view
+    for task in range(world.workload.tasks):
+        holders = view.in_sync(task)
+        if f"task {task}: every replica in sync is gone" in reason and all(n in view.gone for n in holders):
+            return "lost"
+    raise Violation(f"the job failed: {reason}")
+
+
+def hanging(world: World) -> str:
+    """Who waits for what."""
+    view = world.invariants.view
+    lines = [f"at {view.stamp}, {len(world.existing())} nodes"]
+    for known in world.existing():
+        node = known.node
+        what = "paused" if node.paused else ""
+        for replica in node.status().replicas:
+            if replica.role == "primary":
+                what += f" task {replica.task} (term {replica.term}): {', '.join(replica.waits) or 'nothing'};"
+        lines.append(f"{known.id}: {what.strip()} {'; '.join(node.status().waits)}".strip())
+    return " | ".join(lines)

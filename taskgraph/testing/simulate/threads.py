@@ -1,0 +1,44 @@
+"""Plain functions of users, run on the loop: each takes some virtual time, and none can block."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import random
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["InlineThreads"]
+
+R = TypeVar("R")
+
+
+class InlineThreads:
+    """`taskgraph.node.threads.Threads` without threads: a simulation runs hundreds of thousands of computes."""
+
+    def __init__(self, rng: random.Random, compute_s: float) -> None:
+        self._rng = rng
+        self._compute_s = compute_s
+
+    def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[R] = loop.create_future()
+
+        def step() -> None:
+            if future.cancelled():
+                return
+            try:
+                result = function()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        loop.call_later(self._compute_s * self._rng.random() ** 2, step)
+        return future
+
+    def block(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
+        raise RuntimeError("a simulated thread cannot wait: write an `async def`")
+
+    def close(self) -> None:
+        pass

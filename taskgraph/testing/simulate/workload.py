@@ -1,0 +1,291 @@
+"""The job of a seed: tasks whose graphs, flags and requests are drawn at random, and what comes out without failures.
+
+Values are 64-bit numbers that depend on everything a processor read, so that any item that is lost, doubled, late or
+stale changes the result. `Workload.expected` computes that result without the framework.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+import taskgraph as tg
+
+__all__ = ["Recorder", "Step", "Workload", "mix"]
+
+_MASK = (1 << 64) - 1
+
+
+def mix(*parts: int) -> int:
+    """A number that depends on every one of these and on their order."""
+    h = 0x9E3779B97F4A7C15
+    for part in parts:
+        h = ((h ^ (part & _MASK)) * 0xFF51AFD7ED558CCD) & _MASK
+        h ^= h >> 32
+    return h
+
+
+@dataclass(frozen=True)
+class Step:
+    """One processor of one task in one epoch."""
+
+    index: int
+    name: str
+    inbound: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    outbound: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    flags: tuple[int, ...] = ()
+    requests: tuple[int, ...] = ()
+    parallel: bool = False
+    waits: bool = False  # an `async def`
+    bulk: bool = False  # values travel in arrays
+
+
+class Recorder(Protocol):
+    """Is told what user code saw; see `invariants.py`."""
+
+    def composed(self, epoch: Any, state: int, steps: tuple[Step, ...]) -> None: ...
+    def ran(self, epoch: Any, step: Step, consumed: dict[tuple[str, int], int]) -> None: ...
+    def put(self, epoch: Any, tag: str, to: int, value: int) -> None: ...
+    def flagged(self, epoch: Any, to: int, value: int) -> None: ...
+    def heard_flag(self, epoch: Any, sender: int, value: int) -> None: ...
+    def asked(self, epoch: Any, to: int, value: int, answer: int) -> None: ...
+    def handled(self, epoch: Any, sender: int, value: int, answer: int) -> None: ...
+    def ended(self, epoch: Any, state: int) -> None: ...
+    def told_committed(self, task: int, number: int, state: int) -> None: ...
+
+
+@dataclass
+class Workload:
+    """A job; all of it follows from the random numbers it is drawn with."""
+
+    seed: int
+    tasks: int
+    epochs: int
+    backups: int
+    plan: tuple[tuple[tuple[Step, ...], ...], ...]  # epoch, task
+    talks: bool  # flags or requests
+    erratic: frozenset[int]  # tasks that compute something else each time
+    finishes: bool  # the job's length is decided by a task
+    chaos: random.Random = field(repr=False)
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Workload:
+        tasks = rng.choice((1, 2, 2, 3, 3, 4))
+        epochs = rng.choice((2, 3, 3, 4))
+        talks = rng.random() < 0.35
+        plan = tuple(tuple(_draw_epoch(rng, tasks, talks)) for _ in range(epochs))
+        erratic = frozenset({rng.randrange(tasks)}) if rng.random() < 0.2 else frozenset()
+        return cls(
+            seed=rng.getrandbits(32),
+            tasks=tasks,
+            epochs=epochs,
+            backups=rng.choice((1, 1, 1, 2, 2)),
+            plan=plan,
+            talks=talks,
+            erratic=erratic,
+            finishes=rng.random() < 0.2,
+            chaos=random.Random(rng.getrandbits(32)),
+        )
+
+    def steps(self, epoch: int, task: int) -> tuple[Step, ...]:
+        return self.plan[epoch][task]
+
+    def first(self, task: int) -> int:
+        """A task's state before epoch 0."""
+        return mix(self.seed, 1, task)
+
+    def job(self, recorder: Recorder, settings: tg.Settings, min_nodes: int) -> tg.Job:
+        kind = _Talking if self.talks else _Plain
+        return tg.Job(
+            tasks=self.tasks,
+            epochs=None if self.finishes else self.epochs,
+            builder=lambda _: kind(self, recorder),
+            topology=tg.full(),
+            backups=self.backups,
+            min_nodes=min_nodes,
+            settings=settings,
+            name="simulated",
+        )
+
+    def expected(self) -> list[list[int]]:
+        """boundary -> task -> state, without failures. Tasks that are not erratic."""
+        states = [[self.first(task) for task in range(self.tasks)]]
+        for epoch in range(self.epochs):
+            states.append(self._expected_epoch(epoch, states[-1]))
+        return states
+
+    def _expected_epoch(self, epoch: int, before: list[int]) -> list[int]:
+        items: dict[tuple[str, int, int], int] = {}
+        heard = [0] * self.tasks
+        inputs: dict[int, list[int]] = {}
+        last: dict[int, Step] = {}
+        order = sorted((s.index, task, s) for task in range(self.tasks) for s in self.steps(epoch, task))
+        for _, task, step in order:
+            read = [items[(tag, p, task)] for tag, producers in step.inbound for p in producers]
+            if not step.outbound:
+                inputs[task], last[task] = read, step
+                continue
+            value = mix(self.seed, before[task], epoch, task, step.index, *read)
+            for to in step.requests:
+                ask = mix(value, to)
+                heard[to] = (heard[to] + mix(task, ask)) & _MASK
+                value = mix(value, mix(before[to], ask, task))
+            for to in step.flags:
+                heard[to] = (heard[to] + mix(task, mix(value, 7, to))) & _MASK
+            for tag, consumers in step.outbound:
+                for to in consumers:
+                    items[(tag, task, to)] = mix(value, to)
+        return [
+            _next_state(self.seed, before[t], epoch, t, last[t].index, heard[t], inputs[t]) for t in range(self.tasks)
+        ]
+
+
+def _next_state(seed: int, state: int, epoch: int, task: int, index: int, heard: int, read: list[int]) -> int:
+    return (state + mix(seed, state, epoch, task, index, heard, *read)) & _MASK
+
+
+def _draw_epoch(rng: random.Random, tasks: int, talks: bool) -> list[tuple[Step, ...]]:
+    """Layers of processors; an item of one layer is taken in a later one, so no order can deadlock."""
+    layers = rng.choice((1, 1, 2, 3))
+    there = [[layer < layers and rng.random() < 0.75 for layer in range(layers)] for _ in range(tasks)]
+    inbound: dict[tuple[int, int], dict[str, list[int]]] = {}
+    outbound: dict[tuple[int, int], dict[str, tuple[int, ...]]] = {}
+    for task in range(tasks):
+        for layer in range(layers):
+            if not there[task][layer]:
+                continue
+            consumers = rng.sample(range(tasks), rng.randint(1, min(3, tasks)))
+            tag = f"x{layer}"
+            outbound[(task, layer)] = {tag: tuple(consumers)}
+            for consumer in consumers:
+                takers = [at for at in range(layer + 1, layers) if there[consumer][at]]
+                at = rng.choice([*takers, layers])
+                inbound.setdefault((consumer, at), {}).setdefault(tag, []).append(task)
+    plans = []
+    for task in range(tasks):
+        steps = []
+        for layer in range(layers + 1):
+            if layer < layers and not there[task][layer]:
+                continue
+            takes = tuple((tag, tuple(p)) for tag, p in inbound.get((task, layer), {}).items())
+            if layer == layers:
+                steps.append(Step(layer, "sync", takes))
+                continue
+            others = [t for t in range(tasks) if t != task]
+            flags = tuple(rng.sample(others, 1)) if talks and others and rng.random() < 0.4 else ()
+            requests = tuple(rng.sample(others, 1)) if talks and others and rng.random() < 0.4 else ()
+            steps.append(
+                Step(
+                    layer,
+                    f"p{layer}",
+                    takes,
+                    tuple(outbound[(task, layer)].items()),
+                    flags,
+                    requests,
+                    waits=bool(requests) or rng.random() < 0.3,
+                    parallel=rng.random() < 0.1,
+                    bulk=rng.random() < 0.2,
+                )
+            )
+        plans.append(tuple(steps))
+    return plans
+
+
+class _Plain(tg.Task, state=["value"]):
+    """Channels only."""
+
+    value: Any
+
+    def __init__(self, workload: Workload, recorder: Recorder) -> None:
+        self._workload = workload
+        self._recorder = recorder
+
+    def setup(self) -> None:
+        self.value = np.array([self._workload.first(self.task_id)], dtype=np.uint64)
+
+    def compose(self, epoch: Any) -> None:
+        steps = self._workload.steps(epoch.number, self.task_id)
+        self._recorder.composed(epoch, int(self.value[0]), steps)
+        for step in steps:
+            compute: Callable[..., Any] = self.sync if not step.outbound else self.wait if step.waits else self.run
+            epoch.processor(
+                functools.partial(compute, step),
+                inbound={tag: list(producers) for tag, producers in step.inbound},
+                outbound={tag: list(consumers) for tag, consumers in step.outbound},
+                name=step.name,
+                parallel=step.parallel,
+            )
+
+    def _read(self, step: Step, ins: Any) -> dict[tuple[str, int], int]:
+        return {
+            (tag, producer): int(np.asarray(value).reshape(-1)[0])
+            for tag, _ in step.inbound
+            for producer, value in ins.all(tag).items()
+        }
+
+    def _value(self, step: Step, epoch: Any, consumed: dict[tuple[str, int], int]) -> int:
+        work = self._workload
+        self._recorder.ran(epoch, step, consumed)
+        value = mix(work.seed, int(self.value[0]), epoch.number, self.task_id, step.index, *consumed.values())
+        return value ^ work.chaos.getrandbits(60) if self.task_id in work.erratic else value
+
+    def _put(self, step: Step, epoch: Any, outs: Any, value: int) -> None:
+        for to in step.flags:
+            self._recorder.flagged(epoch, to, mix(value, 7, to))
+            epoch.flag(to, mix(value, 7, to))
+        for tag, consumers in step.outbound:
+            for to in consumers:
+                item = mix(value, to)
+                self._recorder.put(epoch, tag, to, item)
+                outs.put(tag, np.full(4, item, dtype=np.uint64) if step.bulk else item, to=to)
+
+    def run(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
+        self._put(step, epoch, outs, self._value(step, epoch, self._read(step, ins)))
+
+    async def wait(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
+        value = self._value(step, epoch, self._read(step, ins))
+        for to in step.requests:
+            ask = mix(value, to)
+            answer = await epoch.request(to, "ask", ask)
+            self._recorder.asked(epoch, to, ask, answer)
+            value = mix(value, answer)
+        self._put(step, epoch, outs, value)
+
+    def sync(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
+        work, consumed = self._workload, self._read(step, ins)
+        self._recorder.ran(epoch, step, consumed)
+        heard = getattr(epoch.scratch, "heard", 0)
+        after = _next_state(
+            work.seed, int(self.value[0]), epoch.number, self.task_id, step.index, heard, list(consumed.values())
+        )
+        self.value[0] = after  # in place: a restored state must be the task's own
+        self._recorder.ended(epoch, after)
+        epoch.report(**{f"t{self.task_id}": float(after % 1_000_003)})
+        if work.finishes and self.task_id == work.seed % work.tasks and epoch.number + 1 == work.epochs:
+            epoch.finish()
+
+    def on_commit(self, number: int, state: Any) -> None:
+        self._recorder.told_committed(self.task_id, number, int(state["value"][0]))
+
+    def result(self) -> Any:
+        return int(self.value[0])
+
+
+class _Talking(_Plain):
+    """Flags and requests, too."""
+
+    def on_flag(self, epoch: Any, sender: int, meta: Any) -> None:
+        self._recorder.heard_flag(epoch, sender, meta)
+        epoch.scratch.heard = (getattr(epoch.scratch, "heard", 0) + mix(sender, meta)) & _MASK
+
+    @tg.handles("ask", pure=False)
+    def ask(self, epoch: Any, sender: int, payload: Any) -> int:
+        epoch.scratch.heard = (getattr(epoch.scratch, "heard", 0) + mix(sender, payload)) & _MASK
+        answer = mix(int(self.value[0]), payload, sender)
+        self._recorder.handled(epoch, sender, payload, answer)
+        return answer

@@ -1,0 +1,307 @@
+"""Everything one seed needs: an etcd, a network, a job, and nodes that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import random
+from collections.abc import Callable
+
+import taskgraph as tg
+from taskgraph.driver import JobSpec
+from taskgraph.errors import CoordinationError, TaskGraphError
+from taskgraph.launch.collect import assemble, complete
+from taskgraph.launch.submit import submit
+from taskgraph.node.node import Node, Point
+from taskgraph.observe.events import Event, EventLog
+from taskgraph.observe.status import TaskResult
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import Compare, KeyEvent, Put, Txn
+from taskgraph.protocol.records import GoneRecord, State, StatusRecord
+from taskgraph.testing.simulate.client import SimCoordinator
+from taskgraph.testing.simulate.etcd import SimEtcd, SimStore
+from taskgraph.testing.simulate.invariants import Invariants, kind_of
+from taskgraph.testing.simulate.loop import Process, SimLoop
+from taskgraph.testing.simulate.network import SimNetwork, SimTransport
+from taskgraph.testing.simulate.runs import Runs, Violation
+from taskgraph.testing.simulate.threads import InlineThreads
+from taskgraph.testing.simulate.transcript import Transcript
+from taskgraph.testing.simulate.workload import Workload
+
+__all__ = ["SimNode", "World"]
+
+Moment = Callable[[str, str], None]
+
+
+@dataclasses.dataclass(eq=False)
+class SimNode:
+    """One node's process, from its start to its end."""
+
+    id: str
+    name: str
+    process: Process
+    threads: Process
+    coordinator: SimCoordinator
+    node: Node
+    run: asyncio.Task[None]
+    dead: bool = False  # killed
+    draining: bool = False
+
+    @property
+    def exists(self) -> bool:
+        return not self.dead and not self.run.done()
+
+
+class World:
+    """One simulation.
+
+    Args:
+        rng: decides delays; what happens is decided by whoever calls `crash` and the like.
+        moment: told of every named moment, with the node it is about ("" for none), at that very moment.
+    """
+
+    def __init__(self, workload: Workload, settings: tg.Settings, min_nodes: int, rng: random.Random) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, SimLoop)
+        self.loop = loop
+        self.workload = workload
+        self.settings = settings
+        self.transcript = Transcript(loop.time)
+        self.runs = Runs()
+        self.job = workload.job(self.runs, settings, min_nodes)
+        self.spec = dataclasses.replace(JobSpec.local(self.job), run="run", submitted_at=0.0)
+        self.keys = Keys(self.spec.name)
+        self.moment: Moment = lambda name, node: None
+        self.nodes: dict[str, SimNode] = {}
+        self.failed: asyncio.Future[None] = loop.create_future()
+        speed = rng.choice((0.0003, 0.001, 0.001, 0.005))
+        self._compute_s = rng.choice((0.0, 0.002, 0.01, 0.03))
+        self._rng = random.Random(rng.getrandbits(64))
+        self.etcd = SimEtcd(
+            SimStore(self._wrote),
+            random.Random(rng.getrandbits(64)),
+            delay_s=speed,
+            lag_s=rng.choice((0.002, 0.02, 0.2)),
+        )
+        self.network = SimNetwork(
+            random.Random(rng.getrandbits(64)),
+            settings,
+            delay_s=speed,
+            in_order=rng.choice((0.5, 1.0)),
+            on_message=self._on_message,
+        )
+        self.invariants = Invariants(
+            self.spec.name,
+            workload.tasks,
+            self.runs,
+            {task: workload.first(task) for task in range(workload.tasks)},
+            living=self._living,
+            expected=None if workload.erratic else workload.expected(),
+        )
+        self._launcher = SimCoordinator(self.etcd, Process("launcher"), Process("launcher"), on_txn=self._on_txn)
+        self._names = 0
+        self._incarnations: dict[str, int] = {}
+        self._over = False
+
+    # -- life -------------------------------------------------------------------------------------
+
+    async def start(self, nodes: int) -> None:
+        self.spec = dataclasses.replace(self.spec, expected_nodes=nodes)
+        await submit(self._launcher, self.spec)
+        for _ in range(nodes):
+            self.add()
+
+    def add(self, name: str = "") -> SimNode:
+        """Starts a node: a new one, or another process of the same name."""
+        if not name:
+            self._names += 1
+            name = f"n{self._names}"
+        self._incarnations[name] = self._incarnations.get(name, 0) + 1
+        node_id = f"{name}-{self._incarnations[name]}"
+        process, threads = Process(node_id), Process(node_id)
+        coordinator = SimCoordinator(self.etcd, process, threads, on_txn=self._on_txn)
+        events = EventLog(name)
+        events.listen(lambda event: self._told(node_id, event))
+        node = Node(
+            spec=self.spec,
+            job=self.job,
+            coordinator=coordinator,
+            transport=SimTransport(self.network, process),
+            name=name,
+            node_id=node_id,
+            events=events,
+            host=f"h{self._rng.randrange(1, 4)}",
+            devices=0,
+            threads=InlineThreads(random.Random(self._rng.getrandbits(64)), self._compute_s),
+            point=self._point(node_id),
+        )
+        run = self.loop.create_task(self._run(node), name=f"node {name}", context=process.fresh())
+        known = self.nodes[node_id] = SimNode(node_id, name, process, threads, coordinator, node, run)
+        return known
+
+    async def _run(self, node: Node) -> None:
+        try:
+            await asyncio.sleep(self._rng.uniform(0.0, 0.05))
+            await node.run()
+        except CoordinationError as error:  # a node that cannot reach etcd when it starts ends; its launcher sees that
+            known = self.nodes[node.id]
+            if not known.dead:
+                self.transcript.add(node.id, "ended", str(error))
+                self.say_gone(node.id, "it ended")
+        except TaskGraphError as error:
+            known = self.nodes[node.id]
+            if known.dead:
+                return
+            self.transcript.add(node.id, "ended", str(error))
+            self.transcript.state("a node ended itself")
+            if node.id not in self.invariants.view.gone:
+                self.violated(Violation(f"{node.id} ended: {error}"))
+        finally:
+            await self.nodes[node.id].coordinator.close()
+
+    def violated(self, error: Exception) -> None:
+        """The run is over: something happened that must not."""
+        if not self.failed.done():
+            self.transcript.add("check", "VIOLATION", str(error))
+            self.failed.set_exception(error)
+
+    def say_gone(self, node_id: str, why: str) -> None:
+        """A launcher says that a node's process is gone."""
+        key = self.keys.gone(node_id)
+        record = GoneRecord(reason=why, writer="launcher")
+        txn = Txn(compares=(Compare(key, 0),), success=(Put(key, record.to_bytes()),))
+        self.etcd.arrive(lambda: void(self.etcd.store.execute(txn)))
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    async def status(self) -> StatusRecord:
+        """The job's status once it is not running any more."""
+        while True:
+            view = self.invariants.view
+            if view.status is not None and view.status.record.state != State.RUNNING:
+                return view.status.record
+            await asyncio.sleep(0.02)
+
+    async def result(self) -> tg.JobResult:
+        """The results, once all tasks have the same."""
+        while True:
+            status = self.invariants.view.status
+            if status is None or status.record.state != State.FINISHED:
+                raise Violation(f"the job had finished, and then: {status.record.reason if status else 'nothing'}")
+            found: list[TaskResult] = []
+            for known in self.existing():
+                try:
+                    async with asyncio.timeout(0.2):  # one that starts or is frozen does not answer
+                        found += await known.node.results()
+                except TimeoutError:
+                    continue
+            if complete(found, self.workload.tasks):
+                return assemble(self.spec.name, found, self.invariants.view.primaries.values(), 0.0)
+            await asyncio.sleep(0.02)
+
+    async def stop(self) -> None:
+        """Ends every node, also those that are stuck."""
+        self._over = True
+        self.etcd.store.execute(Txn(success=(Put(self.keys.collected, b"{}"),)))
+        self.etcd.wake()
+        runs = [known.run for known in self.nodes.values()]
+        _, late = await asyncio.wait(runs, timeout=self.settings.call_s) if runs else (set(), set())
+        for known in self.nodes.values():
+            if known.run in late:
+                known.run.cancel()
+        await asyncio.gather(*runs, return_exceptions=True)
+        await self._launcher.close()
+
+    # -- what happens ----------------------------------------------------------------------------
+
+    def existing(self) -> list[SimNode]:
+        """Nodes whose process exists, in the order they came."""
+        return [known for known in self.nodes.values() if known.exists]
+
+    def _living(self) -> dict[str, Node]:
+        return {known.id: known.node for known in self.nodes.values() if known.exists}
+
+    def _told(self, node_id: str, event: Event) -> None:
+        self.transcript.add(node_id, event.kind, event.text)
+        self.transcript.state(event.kind)
+
+    def _point(self, node_id: str) -> Point:
+        async def at(stage: str, task: int, epoch: int) -> None:
+            self.moment(f"point {stage}", node_id)
+
+        return at
+
+    def _on_message(self, sender: str, receiver: str, message: object) -> None:
+        kind = type(message).__name__
+        self.transcript.add("net", kind, f"{sender} > {receiver}")
+        self.moment(f"message {kind}", receiver)
+        self.moment(f"answer {kind}", sender)
+
+    def _on_txn(self, process: Process, txn: Txn, done: bool) -> None:
+        puts = [(op.key, op.value) for op in txn.success if isinstance(op, Put)]
+        if not done and puts:
+            kind = kind_of(self.invariants.view, puts)
+            if kind:
+                self.moment(f"before {kind}", process.name)
+
+    def _wrote(self, revision: int, events: tuple[KeyEvent, ...]) -> None:
+        if self._over:
+            return
+        puts = [(e.kv.key, e.kv.value) for e in events if e.kind == "put"]
+        kind = kind_of(self.invariants.view, puts)
+        root = len(self.keys.root)
+        for event in events:
+            key = event.kv.key[root:]
+            if key != "spec":
+                self.transcript.add("etcd", f"[{revision}] {event.kind}", f"{key} {_brief(key, event.kv.value)}")
+        try:
+            self.invariants.wrote(revision, events)
+            self.invariants.check_told()
+        except Violation as error:
+            self.violated(error)
+        self.etcd.wake()
+        if kind:
+            self.transcript.state(f"wrote {kind}")
+            self.etcd.later(0.0, self.moment, f"after {kind}", self._whose(puts))
+
+    def _whose(self, puts: list[tuple[str, bytes]]) -> str:
+        """The node that a write is about, by its writer."""
+        for _, value in puts:
+            try:
+                writer = json.loads(value).get("writer", "")
+            except (ValueError, AttributeError):
+                continue
+            node = str(writer).rpartition(":")[0]
+            if node in self.nodes:
+                return node
+        return ""
+
+
+def _brief(key: str, value: bytes) -> str:
+    """A record without what differs from process to process, and without what is empty."""
+    if not value or key == "generation":
+        return value.decode()
+    raw = json.loads(value)
+    if key.startswith("nodes/"):
+        raw = {name: raw[name] for name in ("writer", "host", "lease", "draining")}
+    return ", ".join(f"{name} {given}" for name, given in raw.items() if given not in ("", None, False))
+
+
+def void(_: object) -> None:
+    """For what is called for what it does."""
+
+
+class Errors(logging.Handler):
+    """What the framework itself logs as an error is a violation: it says so of nothing that may happen."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(logging.ERROR)
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            text += f": {record.exc_info[1]!r}"
+        self._world.violated(Violation(f"logged as an error: {text}"))
