@@ -71,13 +71,30 @@ def test_an_epoch_whose_boundary_is_not_here_changes_nothing() -> None:
     assert held.holds(0)
 
 
-def test_a_pending_boundary_never_replaces_a_committed_one() -> None:
-    held = holding(committed=3)
-    for late in (boundary(3, 9, 9, b"late"), boundary(2, 9, 9)):
-        held.hold(late, committed=False)
-    assert held.pending == ()
+@pytest.mark.parametrize("late", [(2, 9, 9), (3, 1, 9), (3, 2, 1), (3, 2, 2)])
+def test_a_pending_boundary_never_replaces_a_committed_one(late: tuple[int, int, int]) -> None:
+    """Not one of an earlier epoch, attempt or term, nor the same one again."""
+    held = holding((4, 2, 2))
+    held.hold(boundary(3, 2, 2), committed=True)
+    held.hold(boundary(*late, b"late"), committed=False)
+    assert keys(held) == [(4, 2, 2)]
     assert held.committed is not None
+    assert held.committed.key == (3, 2, 2)
     assert held.committed.value.meta == b""
+
+
+@pytest.mark.parametrize("later", [(1, 1, 2), (1, 2, 1)])
+def test_a_later_pending_boundary_tells_that_what_passed_for_the_committed_one_is_not(
+    later: tuple[int, int, int],
+) -> None:
+    """An evicted replica reads that an epoch committed, holds a boundary of it that did not, and is invited again."""
+    held = holding((1, 1, 1), committed=0)
+    assert held.read_epoch(1) is not None, "the best it has: it was evicted before there was a later one"
+    held.hold(boundary(*later, b"offered"), committed=False)
+    assert not held.holds(1), "what it held did not commit: its successor began from the boundary before"
+    assert held.read_epoch(1) is not None
+    assert held.committed is not None
+    assert (held.committed.key, held.committed.value.meta) == (later, b"offered")
 
 
 def test_a_committed_boundary_replaces_what_was_held_for_its_epoch() -> None:
