@@ -1,0 +1,42 @@
+"""Kills at one moment: the harness takes no task's last replica, and the nodes that die with a task say nothing."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from jobs_kit import Kills, fit, run, same
+
+from taskgraph.jobs import JobResult
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> JobResult:
+    return run(fit(), nodes=1)
+
+
+# With one backup each of these took, before anybody could take over, the node that held the other replica of a task
+# of the first node.
+BOTH_REPLICAS: list[tuple[Kills, int]] = [
+    ({(0, 2): "snapshot", (6, 2): "done"}, 260),
+    ({(2, 2): "done", (0, 2): "sync"}, 492),
+    ({(1, 3): "snapshot", (2, 1): "compose", (6, 3): "snapshot"}, 855),
+    ({(0, 3): "snapshot", (2, 3): "done"}, 510),
+]
+
+
+@pytest.mark.parametrize(("kills", "order"), BOTH_REPLICAS, ids=str)
+@pytest.mark.parametrize("nodes", [3, 4])
+def test_the_second_kill_waits_until_the_first_is_made_good(
+    undisturbed: JobResult, kills: Kills, order: int, nodes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed = run(fit(), kills=kills, order=order, nodes=nodes, strict=False)
+    same(killed, undisturbed)
+    assert killed.failovers >= len(kills)
+    assert [r for r in caplog.records if r.levelno >= logging.ERROR] == []
+
+
+@pytest.mark.parametrize("nodes", [3, 4])
+def test_a_primary_that_was_evicted_before_it_took_over_counts_as_a_replica(undisturbed: JobResult, nodes: int) -> None:
+    kills: Kills = {(1, 2): "processor", (1, 1): "snapshot", (0, 1): "sync"}
+    same(run(fit(), kills=kills, order=369, nodes=nodes, strict=False), undisturbed)
