@@ -158,7 +158,7 @@ def test_views_of_any_layout(data: st.DataObject) -> None:
         np.void(b"\0\1"),
         np.void(b""),
         np.longlong(-3),
-        np.datetime64("NaT"),
+        np.datetime64("NaT", "ns"),
         np.timedelta64(25, "s"),
         np.bool_(True),
         {np.int64(3): np.float32("nan")},
