@@ -135,6 +135,11 @@ class Node:
         return self._registration is None or self._registration.paused
 
     @property
+    def running(self) -> bool:
+        """Whether it still takes on anything; a node that leaves answers for a moment longer."""
+        return self._group is not None
+
+    @property
     def node_revision(self) -> int:
         return self._registration.node_revision if self._registration else 0
 

@@ -202,7 +202,8 @@ class TakeOvers:
         await self._node.keeper.wait_until_read(lambda v: v.stamp is not None and v.stamp >= message.stamp)
         view, node = self._node.keeper.view, self._node
         busy = task in self._under_way or task in node.primaries or task in node.stepping_down
-        if view.stamp != message.stamp or view.term(task) != message.term or busy or node.paused or node.draining:
+        able = node.running and not (busy or node.paused or node.draining)
+        if view.stamp != message.stamp or view.term(task) != message.term or not able:
             raise Refused(Reason.STALE, f"{node.name} cannot take over task {task} just now")
         await asyncio.shield(self._begin(task, self._become_primary(task, failure=False)))
         if task not in node.primaries:

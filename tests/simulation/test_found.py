@@ -1,0 +1,36 @@
+"""What the simulation found, each as small as it got."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import taskgraph as tg
+from taskgraph.errors import Refused
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.protocol.messages import HandOver
+
+
+class Counts(tg.Task, state=["value"]):
+    def setup(self) -> None:
+        self.value = 0
+
+    def compose(self, epoch: Any) -> None:
+        epoch.processor(self.count)
+
+    def count(self, epoch: Any, ins: Any, outs: Any) -> None:
+        self.value += 1
+
+
+async def test_a_hand_over_to_a_node_that_is_leaving_is_refused() -> None:
+    cluster = InProcessCluster(tg.Job(tasks=1, epochs=1, builder=lambda _: Counts()))
+    await cluster.start(2)
+    nodes = cluster.nodes
+    await cluster.result(timeout_s=20)
+    await cluster.stop()
+    backup = next(node for node in nodes if 0 not in node.primaries)
+    view = backup.keeper.view
+    assert view.stamp is not None
+    with pytest.raises(Refused, match="cannot take over task 0"):
+        await backup.take_hand_over(HandOver(view.stamp, 0, view.term(0)))
