@@ -107,6 +107,7 @@ class Primary:
         """Brings the user's object to the boundary the take-over read; makes boundary 0 where there is none."""
         replica, taken = self.replica, self._taken
         await replica.set_up()
+        await self._unless_replaced()
         replica.user_task.primary = True
         replica.read_epoch(taken.epoch)
         boundary = replica.boundaries.committed
@@ -214,6 +215,7 @@ class Primary:
 
     async def _moved(self, stamp: Stamp) -> None:
         """The view shows another stamp: a commit, a restart, or a commit and then restarts."""
+        await self._unless_replaced()
         replica, view = self.replica, self._node.keeper.view
         now = view.stamp
         assert now is not None
@@ -234,6 +236,15 @@ class Primary:
             self._stage = "on_commit"
             await replica.on_commit(now.epoch - 1, committed.value)
         self._stage = ""
+
+    async def _unless_replaced(self) -> None:
+        """Returns at once, or never where another primary was read: the node cancels this one (`Node.reconcile`).
+
+        Its successors may have committed since, by the same view: that their boundary is not here is no mistake then.
+        """
+        if not self._node.keeper.view.is_primary(self.task, self._node.id, self.term):
+            self._stage = "the end of its term: another primary was read"
+            await asyncio.Event().wait()
 
     async def _conclude(self) -> None:
         """The job finished: the result, from the last committed state."""

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
+import pytest
+
 import taskgraph as tg
+from taskgraph.coordination.api import Listing, WatchBatch
+from taskgraph.coordination.memory import MemoryCoordinator
+from taskgraph.errors import Unavailable
+from taskgraph.launch import inprocess
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node, Point
+from taskgraph.protocol.kv import Put, Txn, TxnResult
 from taskgraph.testing.clock import FastForwardLoop
 from taskgraph.testing.threads import LockStepThreads
 
@@ -56,6 +64,81 @@ def play(
 
     with asyncio.Runner(loop_factory=FastForwardLoop) as runner:
         return runner.run(whole())
+
+
+class Blindable(MemoryCoordinator):
+    """A node's handle on etcd. A test holds back its reads, so that the node's view stays behind, or one answer."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._sees = asyncio.Event()
+        self._sees.set()
+        self._blind_at = ""
+        self._late_key = ""
+        self.written = asyncio.Event()
+        self._answer = asyncio.Event()
+
+    def answer_late(self, key: str) -> None:
+        """The next transaction that puts `key` happens, and sets `written`; its answer comes at `answer`."""
+        self._late_key = key
+
+    def answer(self) -> None:
+        self._answer.set()
+
+    async def txn(self, txn: Txn) -> TxnResult:
+        result = await super().txn(txn)
+        if result.succeeded and any(isinstance(op, Put) and op.key == self._late_key for op in txn.success):
+            self._late_key = ""
+            self.written.set()
+            await self._answer.wait()
+        return result
+
+    def blind(self, at: str = "") -> None:
+        """From now on, or from the first event on of the key `at`, it reads nothing."""
+        self._blind_at = at
+        if not at:
+            self._sees.clear()
+
+    def see(self) -> None:
+        """It reads again; what the watch missed comes as one batch."""
+        self._blind_at = ""
+        self._sees.set()
+
+    @property
+    def sees(self) -> bool:
+        return self._sees.is_set()
+
+    async def list(self, prefix: str) -> Listing:
+        if not self.sees:
+            raise Unavailable("held back by the test")
+        return await super().list(prefix)
+
+    def watch(self, prefix: str, start_revision: int) -> AsyncIterator[WatchBatch]:
+        return self._watch_if_it_sees(prefix, start_revision)
+
+    async def _watch_if_it_sees(self, prefix: str, start_revision: int) -> AsyncIterator[WatchBatch]:
+        position = start_revision
+        while True:
+            async with contextlib.aclosing(self._watch(prefix, position)) as batches:
+                async for batch in batches:
+                    if any(event.kv.key == self._blind_at for event in batch.events):
+                        self._sees.clear()
+                    if not self.sees:
+                        break
+                    position = batch.revision + 1
+                    yield batch
+            await self._sees.wait()
+
+
+@pytest.fixture
+def blindable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes whose reads a test can hold back."""
+    monkeypatch.setattr(inprocess, "MemoryCoordinator", Blindable)
+
+
+def eyes(node: Node) -> Blindable:
+    assert isinstance(node.coordinator, Blindable)
+    return node.coordinator
 
 
 def job(builder: Any, **options: Any) -> tg.Job:

@@ -1,0 +1,139 @@
+"""A primary that was replaced while it saw nothing: what it does with the view it gets at last."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+from cluster_kit import blindable, eyes, holder, job, play
+
+import taskgraph as tg
+from taskgraph.jobs import JobResult
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.node import Node
+from taskgraph.protocol.messages import Stamp
+
+__all__ = ["blindable"]
+
+
+class Slow(tg.Task, state=["total"]):
+    """Task 1's first compute of epoch 1 never ends."""
+
+    total: int
+    reached: asyncio.Event
+
+    def setup(self) -> None:
+        self.total = 0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.count)
+
+    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        if self.task_id == 1 and epoch.number == 1 and not self.reached.is_set():
+            self.reached.set()
+            await asyncio.Event().wait()
+        self.total += 1
+
+    def result(self) -> int:
+        return self.total
+
+
+@pytest.fixture
+def slow() -> type[Slow]:
+    class Fresh(Slow, state=["total"]):
+        reached = asyncio.Event()
+
+    return Fresh
+
+
+def lose_lease(cluster: InProcessCluster, node: Node) -> None:
+    """Its key vanishes, as when it was frozen for longer than its lease."""
+    cluster.store.revoke(node.keeper.view.nodes[node.id].record.lease)
+
+
+async def epoch_begins(node: Node, number: int) -> None:
+    await node.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch >= number)
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.mark.usefixtures("blindable")
+def test_a_commit_and_the_own_replacement_seen_at_once_end_a_term_quietly(
+    slow: type[Slow], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The commit was its successor's work: the boundary is not here, and that is no mistake."""
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        await slow.reached.wait()
+        zombie = holder(cluster, 1)
+        other = holder(cluster, 0)
+        assert zombie is not other
+        eyes(zombie).blind()
+        lose_lease(cluster, zombie)
+        await epoch_begins(other, 2)
+        assert zombie.keeper.view.term(1) == 1
+        eyes(zombie).see()
+        result = await cluster.result()
+        assert zombie in cluster.nodes
+        return result
+
+    assert play(job(slow, epochs=6), scenario, nodes=3).values == {0: 6, 1: 6}
+    assert errors(caplog) == []
+
+
+@pytest.mark.usefixtures("blindable")
+def test_a_take_over_whose_answer_comes_after_the_next_one_was_read_ends_quietly(
+    slow: type[Slow], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Frozen between its write and the answer, it finds that another took over from it, and committed."""
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        await slow.reached.wait()
+        first = holder(cluster, 1)
+        heirs = [cluster.node(n) for n in first.keeper.view.in_sync(1) if n != first.id]
+        late = heirs[0]
+        assert len(heirs) == 2
+        eyes(late).answer_late(cluster.keys.primary(1))
+        cluster.crash(first.id)
+        await eyes(late).written.wait()
+        eyes(late).blind()
+        lose_lease(cluster, late)
+        watcher = next(node for node in cluster.nodes if node is not late)
+        await epoch_begins(watcher, 2)
+        eyes(late).see()
+        held = late.replicas[1].boundaries
+        await late.keeper.wait_until(lambda _: held.committed is not None and held.committed.stamp.epoch > 1)
+        assert late.keeper.view.term(1) == 3
+        eyes(late).answer()
+        result = await cluster.result()
+        assert late in cluster.nodes
+        return result
+
+    assert play(job(slow, epochs=30, backups=2), scenario, nodes=4).values == {0: 30, 1: 30}
+    assert errors(caplog) == []
+
+
+def test_a_primary_without_the_committed_boundary_says_so_and_a_replaced_one_waits_for_its_end(
+    slow: type[Slow],
+) -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        await slow.reached.wait()
+        node = holder(cluster, 1)
+        primary, view = node.primaries[1], node.keeper.view
+        assert view.stamp is not None
+        before = Stamp(view.stamp.attempt, view.stamp.epoch - 1)
+        primary.replica.boundaries.clear()
+        with pytest.raises(AssertionError, match="task 1: epoch 1 committed without its boundary"):
+            await primary._moved(before)
+        primary.term -= 1  # as after a take-over by somebody else
+        waiting = asyncio.ensure_future(primary._moved(before))
+        done, _ = await asyncio.wait([waiting], timeout=5)
+        assert not done
+        assert "primary" in primary.waiting_for
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+    play(job(slow), scenario, nodes=2)
