@@ -1,0 +1,117 @@
+"""A job that runs on node processes of this host and an etcd of its own, with the nodes in the benchmark's hands."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from contextlib import AsyncExitStack
+
+import taskgraph as tg
+from taskgraph.coordination.embedded import EmbeddedEtcd
+from taskgraph.driver import JobSpec
+from taskgraph.launch.follow import Follower
+from taskgraph.launch.local import LocalNodes
+from taskgraph.launch.run import connect
+from taskgraph.launch.runtime import JobEntry, Runtime
+from taskgraph.launch.submit import submit
+from taskgraph.observe.events import Event
+from taskgraph.protocol.records import State
+from taskgraph.protocol.view import JobView
+
+__all__ = ["RunningJob"]
+
+
+class RunningJob:
+    """A context: started when entered, ended and cleaned up when left."""
+
+    def __init__(self, job: tg.Job, *, nodes: int) -> None:
+        self._job = job
+        self._count = nodes
+        self._stack = AsyncExitStack()
+        self.events: list[Event] = []
+        self.commits: list[tuple[float, int]] = []
+        """(time.monotonic() at which it was read from etcd, committed epoch)"""
+
+    async def __aenter__(self) -> RunningJob:
+        stack = self._stack
+        try:
+            spec = JobSpec.of(self._job, expected_nodes=self._count)
+            runtime = Runtime()
+            if not stack.enter_context(runtime.claim(spec.name)):
+                raise SystemExit(f"a job {spec.name} is running on this host already")
+            embedded = await stack.enter_async_context(EmbeddedEtcd())
+            entry = JobEntry(
+                name=spec.name,
+                etcd=embedded.endpoint,
+                token=secrets.token_hex(32),
+                pid=os.getpid(),
+                embedded=True,
+                tls={},
+            )
+            coordinator = await stack.enter_async_context(await connect(entry.etcd, entry.tls))
+            await submit(coordinator, spec)
+            runtime.remove(spec.name)
+            runtime.put(entry)
+            stack.callback(runtime.remove, spec.name)
+            self.follower = Follower(coordinator, spec, entry.token_bytes)
+            stack.push_async_callback(self.follower.stop)
+            await self.follower.start(self.events.append)
+            stack.callback(self.follower.keeper.on_change(self._changed))
+            self.nodes = LocalNodes(entry, coordinator, runtime)
+            stack.push_async_callback(self._end)
+            await self.nodes.start(self._count)
+        except BaseException:
+            await stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def _end(self) -> None:
+        await self.follower.cancel_job("the benchmark is over", state=State.CANCELLED)
+        await self.nodes.stop(5.0)
+
+    @property
+    def view(self) -> JobView:
+        return self.follower.view
+
+    @property
+    def committed(self) -> int:
+        return self.commits[-1][1] if self.commits else 0
+
+    def _changed(self) -> None:
+        stamp = self.view.stamp
+        if stamp is not None and stamp.epoch > self.committed:
+            self.commits.append((time.monotonic(), stamp.epoch))
+
+    async def until(self, what: str, condition: object, *, timeout_s: float = 30.0) -> None:
+        """Waits until `condition(view)`; says what it waited for in vain."""
+        assert callable(condition)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.follower.keeper.wait_until(lambda view: bool(condition(view)))
+        except TimeoutError:
+            status = self.view.status
+            raise SystemExit(
+                f"waited {timeout_s:g} s in vain for {what}; the job is {status and status.record}"
+            ) from None
+
+    async def until_settled(self, nodes: int) -> None:
+        """As many nodes, every task with all its backups, and nothing moved for half a second."""
+        tasks, backups = range(self._job.tasks), self._job.backups
+
+        def whole(view: JobView) -> bool:
+            live = set(view.live_nodes(self.follower._spec.run))
+            return len(live) == nodes and all(
+                view.primary_node(t) in live and len(live.intersection(view.in_sync(t))) > backups for t in tasks
+            )
+
+        while True:
+            await self.until(f"{nodes} nodes with all replicas in sync", whole)
+            structure = self.view.structure_revision
+            await asyncio.sleep(0.5)
+            if self.view.structure_revision == structure and whole(self.view):
+                return
