@@ -171,6 +171,7 @@ async def child_of(process: asyncio.subprocess.Process) -> int:
 @pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137)])
 async def test_the_guard_ends_with_the_code_of_its_command(script: str, code: int) -> None:
     process = await guard("--", "sh", "-c", script)
+    await process.wait()  # first: since Python 3.12, communicate() closes standard input, which ends the command
     await process.communicate()
     assert process.returncode == code
 
@@ -181,6 +182,7 @@ async def test_the_guard_shows_the_log_of_a_command_that_ended_by_itself(tmp_pat
         *("--remove", str(tmp_path / "private"), "--log", str(tmp_path / "private" / "log")),
         *("--", "sh", "-c", "echo this went wrong; exit 3"),
     )
+    await process.wait()
     _, said = await process.communicate()
     assert process.returncode == 3 and said == b"this went wrong\n"
     assert not (tmp_path / "private").exists()
@@ -188,6 +190,7 @@ async def test_the_guard_shows_the_log_of_a_command_that_ended_by_itself(tmp_pat
 
 async def test_the_guard_says_that_a_command_does_not_exist(tmp_path: Path) -> None:
     process = await guard("--remove", str(tmp_path / "never"), "--", "/no/such/command")
+    await process.wait()
     _, said = await process.communicate()
     assert process.returncode == 127 and b"cannot start /no/such/command" in said
 
