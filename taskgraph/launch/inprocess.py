@@ -214,9 +214,13 @@ class InProcessCluster:
             await asyncio.sleep(0.01)  # a task changes hands just now
 
     def waits(self) -> str:
-        """What the job waits for, as far as its leader knows."""
-        lines = [line for node in self.nodes for line in node.status().waits]
-        return "it waits: " + "; ".join(lines) if lines else "no wait is known"
+        """What the job waits for, as far as its leader and its primaries know."""
+        said = [node.status() for node in self.nodes]
+        lines = [line for status in said for line in status.waits]
+        lines += [
+            f"task {r.task}: {w}" for status in said for r in status.replicas if r.role == "primary" for w in r.waits
+        ]
+        return "it waits: " + "; ".join(dict.fromkeys(lines)) if lines else "no wait is known"
 
     async def stop(self) -> None:
         """Ends every node; nothing is left behind."""

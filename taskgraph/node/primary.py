@@ -22,7 +22,7 @@ from taskgraph.node.strict import Recording, check_replay
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync
 from taskgraph.protocol.kv import Compare
-from taskgraph.protocol.messages import Encoded, HandOver, Reason, Report, RequestRestart, Stamp
+from taskgraph.protocol.messages import Encoded, HandOver, Reason, Report, RequestRestart, Stamp, Wait
 from taskgraph.protocol.records import PrimaryRecord, State
 from taskgraph.protocol.transactions import TakenOver
 from taskgraph.protocol.view import Versioned
@@ -59,6 +59,7 @@ class Primary:
         self._restart_asked: set[tuple[Stamp, str]] = set()
         self._group: asyncio.TaskGroup | None = None
         self._stage = "setup"
+        self._epoch_began = node.now()
         self._ended = False
         self.final: tuple[Stamp, Encoded | None] | None = None  # after the last commit
 
@@ -125,6 +126,7 @@ class Primary:
 
     async def _one_epoch(self, stamp: Stamp, fence: int) -> None:
         """Works on one attempt until the view moves on, by a commit, a restart, or the end of the job."""
+        self._epoch_began = self._node.now()
         view_moved = asyncio.ensure_future(
             self._node.keeper.wait_until(lambda view: view.stamp != stamp or not view.running)
         )
@@ -312,6 +314,15 @@ class Primary:
     def waiting_for(self) -> str:
         """What the primary itself waits for outside user code, for `status`."""
         return self._stage or self.backups.blocked
+
+    def waits(self, stamp: Stamp) -> tuple[Wait, ...]:
+        """What the attempt at `stamp` waits for, and what the primary itself waits for outside user code."""
+        attempt = self._attempt
+        found = attempt.waits() if attempt is not None and attempt.stamp == stamp and not attempt.cancelled else ()
+        if self.waiting_for:
+            since_s = self._node.now() - self._epoch_began
+            found += (Wait("", "outside", self.task, self.waiting_for, since_s),)
+        return found
 
     def tell(self, event: Event) -> None:
         """Hands an event to the user's object; what that raises fails the job."""

@@ -103,8 +103,7 @@ class Serving:
                 attempt = await self._attempt(message.task, message.stamp)
                 return LedgerPage(attempt.term, attempt.ledger.entries())
             case Waits():
-                attempt = await self._attempt(message.task, message.stamp)
-                return WaitsPage(attempt.term, attempt.waits())
+                return await self._waits(message)
         raise Refused(Reason.BAD_MESSAGE, f"a node does not serve {type(message).__name__}")
 
     def _leader(self) -> LeaderRole:
@@ -132,6 +131,17 @@ class Serving:
         if attempt.stamp != stamp:
             raise Refused(Reason.STALE, f"task {task} is at {attempt.stamp}, not {stamp}")
         return attempt
+
+    async def _waits(self, message: Waits) -> WaitsPage:
+        """What a primary waits for; also one that has not begun its attempt yet."""
+        node, keeper = self._node, self._node.keeper
+        await keeper.wait_until_read(lambda view: view.stamp is not None and view.stamp >= message.stamp)
+        if keeper.view.stamp != message.stamp:
+            raise Refused(Reason.STALE, f"the job is at {keeper.view.stamp}, not {message.stamp}")
+        primary = node.primaries.get(message.task)
+        if primary is None:
+            raise Refused(Reason.NOT_PRIMARY, f"{node.name} is not primary of task {message.task}")
+        return WaitsPage(primary.term, primary.waits(message.stamp))
 
     async def _offer(self, peer: str, offer: Offer) -> Accepted:
         """Holds a boundary for the task's primary; sets the replica up first where it is new."""

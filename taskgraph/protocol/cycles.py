@@ -9,6 +9,7 @@ An edge leads from a processor to the one that must act first:
     order   to the earlier processor of the same task
     reply   to the handler of the asked task, where that waits itself
     running nowhere
+    outside nowhere: replicas and reports, and what else a primary waits for between the calls into user code
 
 What is not found among the unfinished has happened already, and its outcome is on its way: no edge.
 
@@ -174,6 +175,8 @@ def _clause(edge: Edge, before: Edge) -> str:
 
 
 def _who(processor: str) -> str:
+    if not processor:
+        return ""
     return f"handler {processor[len(HANDLER) :]!r}" if processor.startswith(HANDLER) else repr(processor)
 
 
@@ -185,6 +188,8 @@ def _what(kind: str, processor: str, name: str, task: int) -> str:
             return f"runs after {name!r} of the same task"
         case "reply":
             return f"awaits the reply of task {task} to {name!r}"
+        case "outside":
+            return f"waits for {name}"
         case "running":
             return "is running" if name in ("", processor) else f"is running ({name})"
         case _:
@@ -198,7 +203,8 @@ def describe_waits(waits: Mapping[int, Sequence[Wait]], limit: int = 200) -> lis
         limit: lines at most; a last line counts the rest.
     """
     lines = [
-        f"task {task} {_who(w.processor)} {_what(w.kind, w.processor, w.name, w.task)}, {w.since_s:.1f} s"
+        f"task {task}{' ' * bool(w.processor)}{_who(w.processor)} {_what(w.kind, w.processor, w.name, w.task)}, "
+        f"{w.since_s:.1f} s"
         for task, page in sorted(waits.items())
         for w in page
     ]

@@ -281,9 +281,10 @@ class Wait:
     """One thing an unfinished processor of a task waits for.
 
     Attributes:
-        processor: the waiting processor or handler.
+        processor: the waiting processor or handler; "" with "outside".
         kind: "item" (from `task`, named `name`), "order" (an earlier processor `name` of the same task),
-            "reply" (of `task` to method `name`), "running" (it waits for nothing but itself).
+            "reply" (of `task` to method `name`), "running" (it waits for nothing but itself), "outside" (the primary
+            waits, not user code: `name` says for what).
         provides: (tag, consumer) pairs that this processor will put when it runs.
     """
 

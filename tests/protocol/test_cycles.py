@@ -211,6 +211,15 @@ def test_says_what_each_waits_for() -> None:
     ]
 
 
+def test_what_a_primary_waits_for_itself_is_told_and_leads_nowhere() -> None:
+    waits = {0: [Wait("", "outside", 0, "1 more in-sync replicas (min_in_sync=2)", 4.0)], 1: [item("p", "x", 0)]}
+    assert find_cycle(waits) is None
+    assert describe_waits(waits) == [
+        "task 0 waits for 1 more in-sync replicas (min_in_sync=2), 4.0 s",
+        "task 1 'p' waits for 'x' from task 0, 1.0 s",
+    ]
+
+
 def test_the_lines_are_bounded() -> None:
     lines = describe_waits({0: [item("p", f"x{i}", 1) for i in range(50)]}, limit=10)
     assert len(lines) == 11

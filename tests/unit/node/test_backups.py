@@ -1,0 +1,154 @@
+"""A primary's care for its task's replicas: whom it evicts, whom it counts, and what it waits for."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from cluster_kit import blindable, eyes, holder, job, play, told
+
+import taskgraph as tg
+from taskgraph.jobs import JobResult
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.primary import Primary
+from taskgraph.protocol.messages import Release, Stamp
+from taskgraph.protocol.records import MemberRecord
+from taskgraph.protocol.transactions import TakenOver
+from taskgraph.protocol.view import JobView
+
+__all__ = ["blindable"]
+
+
+class Gated(tg.Task, state=["total"]):
+    """Its epoch 1 waits for `gate`."""
+
+    total: int
+    reached: asyncio.Event
+    gate: asyncio.Event
+
+    def setup(self) -> None:
+        self.total = 0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.count)
+
+    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        if epoch.number == 1:
+            self.reached.set()
+            await self.gate.wait()
+        self.total += 1
+
+    def result(self) -> int:
+        return self.total
+
+
+@pytest.fixture
+def gated() -> type[Gated]:
+    class Fresh(Gated, state=["total"]):
+        reached = asyncio.Event()
+        gate = asyncio.Event()
+
+    return Fresh
+
+
+def truth(cluster: InProcessCluster) -> JobView:
+    """What etcd holds, whatever the nodes know of it."""
+    view = JobView(cluster.keys.job)
+    view.reset(cluster.store.revision, cluster.store.select(cluster.keys.root, prefix=True))
+    return view
+
+
+@pytest.mark.usefixtures("blindable")
+def test_a_member_that_the_view_does_not_show_yet_is_evicted_and_not_forgotten(gated: type[Gated]) -> None:
+    """Admitted just before a take-over, suspected just after: the take-over read its key, the view did not come to it.
+
+    Forgotten instead, it would stay in sync in etcd without being asked for any boundary.
+    """
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        await gated.reached.wait()
+        first = holder(cluster, 0)
+        heir = next(node for node in cluster.nodes if node is not first)
+        eyes(heir).blind(at=cluster.keys.member(0, "n3-local"))
+        third = cluster.node(cluster.add())
+        await first.keeper.wait_until(lambda view: third.id in view.in_sync(0))
+        assert heir.keeper.view.in_sync(0) == [first.id, heir.id]
+        # A session with it, by which the heir learns that it died.
+        await heir.router.to_node(third.id, Release(0, 1, 0, 0), timeout_s=None)
+        cluster.crash(third.id)
+        cluster.crash(first.id)
+        await asyncio.sleep(30)
+        assert told(cluster, "takeover")
+        assert third.id in truth(cluster).in_sync(0)
+        assert not eyes(heir).sees
+        eyes(heir).see()
+        gated.gate.set()
+        result = await cluster.result()
+        assert [text for text in told(cluster, "evicted") if "n3" in text]
+        assert truth(cluster).in_sync(0) == [heir.id]
+        return result
+
+    assert play(job(gated, tasks=1, epochs=4, backups=2), scenario, nodes=2).values == {0: 4}
+
+
+def test_who_was_evicted_before_the_boundary_taken_over_is_nobody(gated: type[Gated]) -> None:
+    """To evict it once more would say "until" this boundary, which it does not hold."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        node = holder(cluster, 0)
+        until = {node.id: None, "always": None, "before": 2, "just": 3, "long-ago": 0}
+        members = {name: (9, MemberRecord(until=epoch)) for name, epoch in until.items()}
+        taken = TakenOver(revision=10, term=4, epoch=3, attempt=1, members=members)
+        successor = Primary(node, node.replicas[0], taken)
+        assert successor.backups.in_sync == 3, "itself, and the two others that hold boundary 3"
+
+    play(job(gated, tasks=1, backups=0), scenario, nodes=1)
+
+
+def test_a_task_below_min_in_sync_waits_and_says_for_how_many(gated: type[Gated]) -> None:
+    gated.gate.set()
+    safe = job(gated, tasks=1, backups=2, settings=tg.Settings(min_in_sync=3, admit_wait_s=0.0))
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        ended = asyncio.ensure_future(cluster.result())
+        await asyncio.sleep(30)
+        assert not ended.done()
+        assert holder(cluster, 0).primaries[0].waiting_for == "1 more in-sync replicas (min_in_sync=3)"
+        assert "task 0: 1 more in-sync replicas (min_in_sync=3)" in cluster.waits()
+        (waits,) = told(cluster, "waits")
+        assert "epoch 0 waits: task 0 waits for 1 more in-sync replicas (min_in_sync=3), " in waits
+        assert truth(cluster).stamp == Stamp(1, 0)
+        cluster.add()
+        return await ended
+
+    assert play(safe, scenario, nodes=2).values == {0: 3}
+
+
+def test_epoch_0_waits_for_the_backups_wished_for_and_says_for_whom() -> None:
+    """For `admit_wait_s`: a backup whose set-up takes for ever holds up epoch 0, and nothing after it."""
+
+    class SlowSetup(Gated, state=["total"]):
+        reached, gate = asyncio.Event(), asyncio.Event()
+
+        async def setup(self) -> None:  # type: ignore[override]
+            self.total = 0
+            if setups:
+                await asyncio.sleep(10_000)
+            setups.append(1)
+
+    setups: list[int] = []
+    SlowSetup.gate.set()
+    waiting = job(SlowSetup, tasks=1, settings=tg.Settings(admit_wait_s=20.0))
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        ended = asyncio.ensure_future(cluster.result())
+        await asyncio.sleep(15)
+        assert holder(cluster, 0).primaries[0].waiting_for == "the admission of n2"
+        assert "task 0: the admission of n2" in cluster.waits()
+        assert truth(cluster).stamp == Stamp(1, 0)
+        await asyncio.sleep(10)
+        assert ended.done()
+        return ended.result()
+
+    assert play(waiting, scenario, nodes=2).values == {0: 3}
