@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import tomllib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,8 +18,20 @@ from taskgraph.launch.run import connect
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.protocol.keys import Keys
 
-__all__ = ["Reached", "add_etcd_options", "etcd_of", "reach", "tls_of", "token_of"]
+__all__ = [
+    "NewToken",
+    "Reached",
+    "add_etcd_options",
+    "etcd_of",
+    "find_entry",
+    "reach",
+    "tls_of",
+    "token_for",
+    "token_of",
+]
 
+_TOKEN_BYTES = 16
+"""Shorter ones are refused by nodes."""
 _TLS = {"cacert": "ca", "cert": "cert", "key": "key"}
 
 
@@ -44,7 +57,9 @@ def add_etcd_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cacert", metavar="FILE", help="authority of etcd's certificates")
     group.add_argument("--cert", metavar="FILE", help="client certificate for etcd")
     group.add_argument("--key", metavar="FILE", help="its key")
-    group.add_argument("--token-file", metavar="FILE", help="the job's token, for nodes and control on other hosts")
+    group.add_argument(
+        "--token-file", metavar="FILE", help="the job's token; `submit` and `run` write it where it is missing"
+    )
 
 
 def etcd_of(options: argparse.Namespace) -> str | None:
@@ -56,19 +71,75 @@ def tls_of(options: argparse.Namespace) -> dict[str, str]:
     return {key: value for key, value in found.items() if value}
 
 
+def _token_path(options: argparse.Namespace) -> Path | None:
+    path = options.token_file or _configured("token_file")
+    return Path(path) if path else None
+
+
 def token_of(options: argparse.Namespace) -> str | None:
     """The token, hex, from the file named by --token-file."""
-    path = options.token_file or _configured("token_file")
-    if not path:
-        return None
+    path = _token_path(options)
+    return _read_token(path) if path is not None else None
+
+
+def _read_token(path: Path) -> str:
     try:
-        text = Path(path).read_text().strip()
-        bytes.fromhex(text)
+        text = path.read_text().strip()
+        token = bytes.fromhex(text)
+    except FileNotFoundError:
+        raise JobError(
+            f"--token-file {path}: there is no such file. `taskgraph submit` writes it, and `taskgraph token JOB > "
+            f"{path}` where the job was started"
+        ) from None
     except OSError as error:
         raise JobError(f"--token-file {path}: {error.strerror}") from error
     except ValueError:
-        raise JobError(f"--token-file {path}: not a token; write one with `taskgraph token JOB > {path}`") from None
+        token = b""
+    if len(token) < _TOKEN_BYTES:
+        raise JobError(f"--token-file {path}: not a token; write one with `taskgraph token JOB > {path}`")
     return text
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """The token of a job that begins, and the file that has it."""
+
+    token: str
+    path: Path
+    written: bool
+
+    def forget(self) -> None:
+        """The job did not begin: what was written for it goes."""
+        if self.written:
+            self.path.unlink(missing_ok=True)
+
+
+def token_for(options: argparse.Namespace, otherwise: Path | None = None) -> NewToken | None:
+    """The token of a job that begins: of the file that is named, which is written where there is none yet.
+
+    Args:
+        otherwise: the file to write where none is named; None: then there is no file.
+    """
+    path = _token_path(options)
+    if path is not None and path.exists():
+        return NewToken(_read_token(path), path, False)
+    named, path = path is not None, path or otherwise
+    if path is None:
+        return None
+    token = secrets.token_hex(32)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        if named:
+            return NewToken(_read_token(path), path, False)
+        raise JobError(
+            f"{path} exists already: use its token with --token-file {path}, or name another file for a new one"
+        ) from None
+    except OSError as error:
+        raise JobError(f"--token-file {path}: the token cannot be written: {error.strerror}") from error
+    with os.fdopen(descriptor, "w") as file:
+        file.write(token + "\n")
+    return NewToken(token, path, True)
 
 
 @dataclass(frozen=True, slots=True)

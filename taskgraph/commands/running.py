@@ -8,16 +8,15 @@ import contextlib
 import dataclasses
 import importlib.util
 import os
-import secrets
 import signal
 import sys
 from pathlib import Path
 
 import uvloop
 
-from taskgraph.commands.common import etcd_of, reach, tls_of, token_of
+from taskgraph.commands.common import NewToken, etcd_of, reach, tls_of, token_for, token_of
 from taskgraph.driver import JobSpec, load_driver
-from taskgraph.errors import JobError, JobFailed
+from taskgraph.errors import CoordinationError, JobError, JobFailed, JobRunning
 from taskgraph.jobs import Job, JobFunction, JobResult
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.local import LocalNodes
@@ -48,10 +47,16 @@ def run(options: argparse.Namespace, function: JobFunction | None = None) -> int
     if options.resume:
         raise JobError("--resume: durable checkpoints are not part of this release; run the job from its beginning")
     job = job_of(options, function)
-    return uvloop.run(_run(options, job))
+    token = token_for(options)
+    try:
+        return uvloop.run(_run(options, job, token))
+    except JobRunning:
+        if token is not None:
+            token.forget()
+        raise
 
 
-async def _run(options: argparse.Namespace, job: Job) -> int:
+async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) -> int:
     name = job.name
     progress = Progress(name, job.tasks, job.epochs, job.backups)
     started: list[LocalNodes] = []
@@ -69,6 +74,7 @@ async def _run(options: argparse.Namespace, job: Job) -> int:
             hooks=Hooks(progress.event, on_start),
             tls=tls_of(options),
             listen=options.listen or "",
+            token=token.token if token is not None else None,
         )
     )
     interrupts = _on_interrupt(running, started)
@@ -132,31 +138,28 @@ def submit_command(options: argparse.Namespace, function: JobFunction | None = N
     if etcd is None:
         raise JobError("submit needs your etcd: give --etcd, or use `taskgraph run`, which brings its own")
     spec = JobSpec.of(job)
-    token = token_of(options)
-    path = Path(options.token_file) if options.token_file else Path(f"{spec.name}.token")
-    if token is None:
-        token = secrets.token_hex(32)
-        _write_token(path, token)
+    token = token_for(options, Path(f"{spec.name}.token"))
+    assert token is not None
 
     async def put() -> None:
-        async with await connect(etcd, tls_of(options)) as coordinator:
-            await submit(coordinator, spec)
+        try:
+            coordinator = await connect(etcd, tls_of(options))
+        except CoordinationError:
+            token.forget()
+            raise
+        async with coordinator:
+            try:
+                await submit(coordinator, spec)
+            except JobRunning:
+                token.forget()
+                raise
 
     uvloop.run(put())
+    if token.written:
+        print(f"wrote the job's token to {token.path}, which only you can read")
     print(f"submitted job {spec.name} with driver {spec.fingerprint}; start nodes, on any host that has the driver:")
-    print(f"  taskgraph launch {spec.name} --nodes N --etcd {etcd} --token-file {path}")
+    print(f"  taskgraph launch {spec.name} --nodes N --etcd {etcd} --token-file {token.path}")
     return 0
-
-
-def _write_token(path: Path, token: str) -> None:
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        raise JobError(
-            f"{path} exists already: give it with --token-file to use it, or another name for a new token"
-        ) from None
-    with os.fdopen(descriptor, "w") as file:
-        file.write(token + "\n")
 
 
 def launch(options: argparse.Namespace, function: JobFunction | None = None) -> int:

@@ -66,10 +66,12 @@ async def arun(
     hooks: Hooks | None = None,
     tls: dict[str, str] | None = None,
     listen: str = "",
+    token: str | None = None,
 ) -> JobResult:
     """`run`, for a running event loop. Cancelling it ends the job.
 
-    `hooks`, `tls` and `listen` (an address for nodes on other hosts) are for the command line.
+    `hooks`, `tls`, `listen` (an address for nodes on other hosts) and `token` (hex; None: a new one) are for the
+    command line.
     """
     if resume:
         raise JobError("resume: durable checkpoints are not part of this release; run the job from its beginning")
@@ -87,7 +89,7 @@ async def arun(
         entry = JobEntry(
             name=spec.name,
             etcd=embedded.endpoint if embedded is not None else etcd or "",
-            token=secrets.token_hex(32),
+            token=token or secrets.token_hex(32),
             pid=os.getpid(),
             embedded=embedded is not None,
             tls=tls or {},

@@ -176,9 +176,32 @@ async def test_a_submitted_job_is_run_by_launch(embedded_etcd: EmbeddedEtcd, cli
     assert "job sub1: finished" in told
     corrupting = embedded_etcd.version in ("3.5.0", "3.5.1", "3.5.2")
     assert ("can lose data" in told) == corrupting, "of somebody's own etcd, which this one is to the job"
-    again = await cli("submit", str(DRIVER), "--name", "sub1")
-    assert again.code == 2 and "wrong" in again.err, "the token file that taskgraph.toml names is missing"
+    missing = await cli("launch", "sub1", "--nodes", "1")
+    assert missing.code == 2 and "wrong: there is no such file" in missing.err and "taskgraph submit" in missing.err
     await cli.nothing_left()
+
+
+async def test_submit_writes_the_token_file_that_is_named(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
+    etcd, token = ("--etcd", embedded_etcd.endpoint), cli.cwd / "new.token"
+    submit = ("submit", str(DRIVER), *etcd, "--token-file", "new.token")
+    done = await cli(*submit, "--name", "sub6")
+    assert done.code == 0, done.err
+    assert "wrote the job's token to new.token" in done.out and "--token-file new.token" in done.out
+    assert token.stat().st_mode & 0o777 == 0o600
+    written = token.read_text()
+    done = await cli(*submit, "--name", "sub7")
+    assert done.code == 0 and "wrote" not in done.out and token.read_text() == written, "one token for several jobs"
+    refused = await cli("submit", str(DRIVER), *etcd, "--name", "sub7", "--token-file", "unused")
+    assert refused.code == 2 and "running" in refused.err and not (cli.cwd / "unused").exists()
+    for name in ("sub6", "sub7"):
+        done = await cli("launch", name, "--nodes", "1", *etcd, "--token-file", "new.token")
+        assert done.code == 0 and done.out == printed(), done.err
+    # A job that is run here may be joined with the same file, and writes one where there is none.
+    (cli.cwd / "taskgraph.toml").write_text('token_file = "run.token"\n')
+    run = await cli.paused("--nodes", "1")
+    assert (await cli("token", "sums")).out == (cli.cwd / "run.token").read_text()
+    cli.open()
+    assert (await run.done()).code == 0
 
 
 async def test_nodes_started_by_hand_and_a_result_nobody_waited_for(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:

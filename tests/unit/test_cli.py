@@ -12,7 +12,7 @@ import pytest
 import taskgraph as tg
 from taskgraph import cli
 from taskgraph.commands.acting import signal_number
-from taskgraph.commands.common import add_etcd_options, etcd_of, find_entry, tls_of, token_of
+from taskgraph.commands.common import add_etcd_options, etcd_of, find_entry, tls_of, token_for, token_of
 from taskgraph.commands.running import job_of
 from taskgraph.errors import JobError, UnknownJob
 from taskgraph.launch import threads_env
@@ -162,8 +162,30 @@ def test_a_token_comes_from_a_file(monkeypatch: pytest.MonkeyPatch, apart: Path)
     assert token_of(options()) == "ab" * 32
     with pytest.raises(JobError, match="not a token"):
         token_of(options("--token-file", "bad"))
-    with pytest.raises(JobError, match="No such file"):
+    (apart / "empty").write_text("\n")
+    with pytest.raises(JobError, match="not a token"):
+        token_of(options("--token-file", "empty"))
+    with pytest.raises(JobError, match=r"there is no such file\. `taskgraph submit` writes it"):
         token_of(options("--token-file", "absent"))
+
+
+def test_a_job_that_begins_uses_the_token_file_or_writes_it(apart: Path) -> None:
+    assert token_for(options()) is None
+    made = token_for(options("--token-file", "new"))
+    assert made is not None and made.written and (apart / "new").stat().st_mode & 0o777 == 0o600
+    assert token_of(options("--token-file", "new")) == made.token
+    again = token_for(options("--token-file", "new"))
+    assert again is not None and again.token == made.token and not again.written
+    again.forget()
+    assert (apart / "new").exists(), "it is somebody else's"
+    made.forget()
+    assert not (apart / "new").exists()
+    other = token_for(options(), Path("job.token"))
+    assert other is not None and other.written
+    with pytest.raises(JobError, match=r"job\.token exists already: use its token with --token-file job\.token"):
+        token_for(options(), Path("job.token"))
+    with pytest.raises(JobError, match="cannot be written: No such file"):
+        token_for(options("--token-file", "no/such/folder"))
 
 
 def test_a_job_of_this_host_is_found_by_name_or_as_the_only_one() -> None:
