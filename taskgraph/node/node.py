@@ -26,6 +26,8 @@ from taskgraph.errors import (
 from taskgraph.graph.devices import array_module
 from taskgraph.jobs import Job
 from taskgraph.node.actor import UserCodeError
+from taskgraph.node.draining import Draining
+from taskgraph.node.failing import failure_record
 from taskgraph.node.leader import LeaderRole
 from taskgraph.node.noticing import Noticing
 from taskgraph.node.primary import Primary
@@ -37,14 +39,15 @@ from taskgraph.node.suspicion import Suspicion
 from taskgraph.node.takeovers import TakeOvers
 from taskgraph.node.telling import node_status, task_results
 from taskgraph.node.threads import PooledThreads, Threads
+from taskgraph.node.wishes import Wishes
 from taskgraph.node.writes import Writes
 from taskgraph.observe.events import EventLog
 from taskgraph.observe.status import NodeStatus, TaskResult
 from taskgraph.protocol import transactions
 from taskgraph.protocol.kv import Compare, Txn
 from taskgraph.protocol.messages import HandOver, Release, Stamp
-from taskgraph.protocol.placement import Holding, Seat, Wish, place
-from taskgraph.protocol.records import NodeRecord, State, StatusRecord
+from taskgraph.protocol.placement import Wish
+from taskgraph.protocol.records import NodeRecord, State
 from taskgraph.task import BecameBackup
 from taskgraph.transport.api import Transport
 
@@ -55,9 +58,6 @@ Point = Callable[[str, int, int], Awaitable[None]]
 
 _RETRY_S = 0.05
 """Pause before a failed call or transaction is tried again: long for a socket, short for a person."""
-
-_MAX_REASON, _MAX_TRACEBACK = 10_000, 200_000
-"""Characters of a failure's text that are kept in etcd."""
 
 
 class Node:
@@ -103,19 +103,18 @@ class Node:
         self._noticing = Noticing(self)
         self.writes = Writes(coordinator)
         self.stepping_down: dict[int, asyncio.Task[None]] = {}
-        self._wishes: dict[int, Wish] = {}
-        self._wished_at = -1
+        self._wishes = Wishes(self)
+        self._draining = Draining(self)
         self._serving = Serving(self)
         self._suspicion = Suspicion(self, self.reconsider)
-        self._registration: Registration | None = None
+        self.registration: Registration | None = None
         self._group: asyncio.TaskGroup | None = None
         self._owned: dict[asyncio.Task[None], None] = {}
         self._dirty = asyncio.Event()
         self._failure: asyncio.Future[None] | None = None
-        self._drain_why = ""
-        self._drain_until: float | None = None
         self._writes = itertools.count(1)
-        self._started_at = 0.0
+        self._known_spec: bytes | None = None
+        self.started_at = 0.0
 
     # -- small services for the other modules -----------------------------------------------------
 
@@ -132,7 +131,7 @@ class Node:
 
     @property
     def paused(self) -> bool:
-        return self._registration is None or self._registration.paused
+        return self.registration is None or self.registration.paused
 
     @property
     def running(self) -> bool:
@@ -141,11 +140,12 @@ class Node:
 
     @property
     def node_revision(self) -> int:
-        return self._registration.node_revision if self._registration else 0
+        return self.registration.node_revision if self.registration else 0
 
     @property
     def draining(self) -> bool:
-        return self._drain_until is not None
+        """Whether it was asked to leave."""
+        return self._draining.asked
 
     @property
     def gone(self) -> frozenset[str]:
@@ -156,11 +156,12 @@ class Node:
         return self._suspicion.suspects
 
     def wish(self, task: int) -> Wish | None:
-        return self._wishes.get(task)
+        """Where placement wants the replicas of a task; None while nobody knows."""
+        return self._wishes.of(task)
 
     async def while_paused(self) -> None:
-        if self._registration is not None:
-            await self._registration.while_paused()
+        if self.registration is not None:
+            await self.registration.while_paused()
 
     async def breathe(self) -> None:
         await asyncio.sleep(_RETRY_S)
@@ -202,25 +203,8 @@ class Node:
         Args:
             finished: also where its epochs are all committed (a `result()` that raises).
         """
-        where = error.where if isinstance(error, UserCodeError) else ""
-        inner = error.error if isinstance(error, UserCodeError) else error
-        text = error.traceback_text if isinstance(error, UserCodeError) and not _ours(inner) else ""
-        place = ", ".join(
-            part
-            for part in (
-                f"task {task}" if task is not None else "",
-                f"epoch {epoch}" if epoch is not None else "",
-                repr(where) if where else "",
-            )
-            if part
-        )
-        reason = f"{inner}" if _ours(inner) else f"{place}: {type(inner).__name__}: {inner}"
-        # etcd refuses values of more than 1.5 MiB; the end of a traceback says more than its middle.
-        reason, text = reason[:_MAX_REASON], text[-_MAX_TRACEBACK:]
         writer = self.writer()
-        status = StatusRecord(
-            state=State.FAILED, reason=reason, task=task, epoch=epoch, where=where, traceback=text, writer=writer
-        )
+        status = failure_record(error, task, epoch, writer)
         view = self.keeper.view
         if view.status is None or not (view.running or (finished and view.status.record.state == State.FINISHED)):
             return False
@@ -229,7 +213,7 @@ class Node:
         if revision is None:
             await self.keeper.refresh()
             return False
-        self.events.emit("failed", reason, task=task, epoch=epoch)
+        self.events.emit("failed", status.reason, task=task, epoch=epoch)
         await self.keeper.caught_up(revision)
         return True
 
@@ -242,30 +226,30 @@ class Node:
             TaskGraphError: the node cannot go on; the message says why.
         """
         self._failure = asyncio.get_running_loop().create_future()
-        self._started_at = self.now()
+        self.started_at = self.now()
         await self.transport.start(self.id, self._serving.serve, self._on_lost)
         try:
             await self.keeper.load()
             self._check_spec()
-            self._registration = Registration(self, self._record())
-            await self._registration.register()
+            self.registration = Registration(self, self._record())
+            await self.registration.register()
             try:
                 await self._live()
             finally:
-                await self._registration.leave()
+                await self.registration.leave()
         finally:
             self._threads.close()
             await self.transport.close()
 
     async def _live(self) -> None:
-        assert self._registration is not None
+        assert self.registration is not None
         stop = self.keeper.on_change(self._view_changed)
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 services = [
                     group.create_task(self.keeper.run(), name="view"),
-                    group.create_task(self._registration.run(), name="lease"),
+                    group.create_task(self.registration.run(), name="lease"),
                     group.create_task(self._suspicion.watch_absent(), name="absent nodes"),
                     group.create_task(self._noticing.watch_slow_code(), name="slow code"),
                     group.create_task(self._reconcile_loop(), name="reconcile"),
@@ -332,51 +316,28 @@ class Node:
 
     async def _over(self) -> None:
         view = self.keeper.view
-        await self.keeper.wait_until(lambda v: not v.running or self._other_run() or self._drained())
-        if self._drained() or self._other_run():
+        await self.keeper.wait_until(lambda v: not v.running or self._other_run() or self._draining.over)
+        if self._draining.over or self._other_run():
             return
         if view.status is not None and view.status.record.state == State.FINISHED:
             try:
                 async with asyncio.timeout(self.settings.results_kept_s):
                     await self.keeper.wait_until(
-                        lambda v: v.collected or self._other_run() or not _finished(v.status) or self._drained()
+                        lambda v: v.collected or self._other_run() or not _finished(v.status) or self._draining.over
                     )
             except TimeoutError:
                 self.log.warning("nobody collected the results within %g s", self.settings.results_kept_s)
 
     def _other_run(self) -> bool:
+        """Whether the job's name was given to another run, or deleted. A spec is decoded once."""
         spec = self.keeper.view.spec
-        return spec is None or (spec is not self._known_spec and JobSpec.from_bytes(spec).run != self.spec.run)
-
-    _known_spec: bytes | None = None
-
-    # -- draining ---------------------------------------------------------------------------------
+        if spec is not None and spec is not self._known_spec and JobSpec.from_bytes(spec).run == self.spec.run:
+            self._known_spec = spec
+        return spec is None or spec is not self._known_spec
 
     def drain(self, why: str) -> None:
         """Asks the node to hand everything over and leave. Asking again changes nothing."""
-        if self._drain_until is None:
-            self._drain_why = why
-            self._drain_until = self.now() + self.settings.drain_s
-            self.events.emit("drain", f"{self.name} leaves: {why}", fields={"leaves": self.id})
-            if self._registration is not None and self._group is not None:
-                self.own(self._registration.announce_drain(), "announce the drain")
-                self.own(self._drain_deadline(), "drain deadline")
-
-    async def _drain_deadline(self) -> None:
-        assert self._drain_until is not None
-        await asyncio.sleep(max(0.0, self._drain_until - self.now()))
-        self.keeper.notify_later()
-
-    def _drained(self) -> bool:
-        if self._drain_until is None:
-            return False
-        if self.now() >= self._drain_until:
-            return True
-        view = self.keeper.view
-        if self._registration is None or not self._registration.draining or self.primaries or self.runs:
-            return False
-        tasks = range(self.job.tasks)
-        return not any(view.primary_node(t) == self.id or self.id in view.in_sync(t) for t in tasks)
+        self._draining.begin(why)
 
     # -- reacting ---------------------------------------------------------------------------------
 
@@ -390,7 +351,7 @@ class Node:
         if view.stamp is not None:
             for replica in self.replicas.values():
                 replica.read_epoch(view.stamp.epoch)
-        if view.structure_revision != self._wished_at:
+        if view.structure_revision != self._wishes.revision:
             self._dirty.set()
 
     def reconsider(self) -> None:
@@ -422,9 +383,9 @@ class Node:
                 self._step_down(task)
             else:
                 primary.check_terms()
-        if not self._may_start():
+        if not self._wishes.may_start():
             return
-        self._update_wishes()
+        self._wishes.update()
         if view.running or _finished(view.status):
             for task in range(self.job.tasks):
                 self._takeovers.consider(task)
@@ -432,42 +393,6 @@ class Node:
         self._follow_leadership()
         self._noticing.look()
         self.keeper.notify_later()
-
-    def _may_start(self) -> bool:
-        """A job begins when enough nodes are there: `min_nodes`, and those its launcher started, for a while."""
-        view = self.keeper.view
-        if view.primaries:
-            return True
-        nodes = len(view.live_nodes(self.spec.run))
-        if nodes < self.job.min_nodes:
-            if self._waits_for_nodes != nodes and min(view.live_nodes(self.spec.run), default="") == self.id:
-                self._waits_for_nodes = nodes
-                self.events.emit(
-                    "waits", f"the job waits for nodes: {nodes} of at least {self.job.min_nodes} are here (min_nodes)"
-                )
-            return False
-        return nodes >= self.spec.expected_nodes or self.now() - self._started_at > self.settings.start_wait_s
-
-    _waits_for_nodes = -1
-
-    def _update_wishes(self) -> None:
-        view = self.keeper.view
-        if self._wished_at == view.structure_revision:
-            return
-        self._wished_at = view.structure_revision
-        self._known_spec = view.spec if view.spec and JobSpec.from_bytes(view.spec).run == self.spec.run else None
-        live = view.live_nodes(self.spec.run)
-        seats = [Seat(n, r.host, r.devices) for n, r in sorted(live.items()) if not r.draining]
-        holdings = {
-            t: Holding(view.primary_node(t), tuple(view.in_sync(t)))
-            for t in range(self.job.tasks)
-            if t in view.primaries
-        }
-        named = {n for h in holdings.values() for n in (h.primary, *h.members) if n is not None}
-        keep = frozenset(n for n in named if n not in live and n not in view.gone)
-        gpu = self.job.requires_gpu
-        needs_device: Callable[[int], bool] = gpu if callable(gpu) else lambda _: bool(gpu)
-        self._wishes = place(seats, self.job.tasks, self.job.backups, holdings, needs_device, keep)
 
     def begin_term(self, primary: Primary) -> None:
         """A take-over succeeded: the primary works until the view shows another."""
@@ -544,7 +469,7 @@ class Node:
         for task, replica in list(self.replicas.items()):
             if task in self.primaries or task in self._takeovers or task in self.stepping_down:
                 continue
-            wish = self._wishes.get(task)
+            wish = self.wish(task)
             wished = wish is None or self.id == wish.primary or self.id in wish.backups
             if wished or self.id in view.in_sync(task) or view.primary_node(task) == self.id:
                 continue
@@ -585,8 +510,3 @@ class Node:
 
 def _finished(status: object) -> bool:
     return status is not None and status.record.state == State.FINISHED  # type: ignore[attr-defined]
-
-
-def _ours(error: BaseException) -> bool:
-    """An error whose message already says what happened, where, and what to do."""
-    return isinstance(error, TaskGraphError)

@@ -1,0 +1,52 @@
+"""Leaving in good order: everything is handed over first, but not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from taskgraph.node.node import Node
+
+__all__ = ["Draining"]
+
+
+class Draining:
+    """Whether a node was asked to leave, and whether it may."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._until: float | None = None
+
+    @property
+    def asked(self) -> bool:
+        return self._until is not None
+
+    def begin(self, why: str) -> None:
+        """Asks the node to hand everything over and leave. Asking again changes nothing."""
+        node = self._node
+        if self._until is not None:
+            return
+        self._until = node.now() + node.settings.drain_s
+        node.events.emit("drain", f"{node.name} leaves: {why}", fields={"leaves": node.id})
+        if node.registration is not None and node.running:
+            node.own(node.registration.announce_drain(), "announce the drain")
+            node.own(self._deadline(self._until), "drain deadline")
+
+    async def _deadline(self, until: float) -> None:
+        await asyncio.sleep(max(0.0, until - self._node.now()))
+        self._node.keeper.notify_later()
+
+    @property
+    def over(self) -> bool:
+        """Nothing of the job is here any more, or `drain_s` passed."""
+        node = self._node
+        if self._until is None:
+            return False
+        if node.now() >= self._until:
+            return True
+        view = node.keeper.view
+        if node.registration is None or not node.registration.draining or node.primaries or node.runs:
+            return False
+        tasks = range(node.job.tasks)
+        return not any(view.primary_node(t) == node.id or node.id in view.in_sync(t) for t in tasks)

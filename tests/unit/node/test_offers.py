@@ -1,0 +1,158 @@
+"""What a node does with the boundaries it is offered."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from cluster_kit import holder, job, play
+
+import taskgraph as tg
+from taskgraph.errors import Refused
+from taskgraph.graph.values import encode
+from taskgraph.jobs import JobResult
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.node import Node
+from taskgraph.protocol.boundaries import Boundary
+from taskgraph.protocol.messages import Accepted, Offer, Reason, Stamp
+from taskgraph.protocol.placement import Wish
+
+
+class Counting(tg.Task, state=["total"]):
+    total: int
+
+    async def setup(self) -> None:
+        self.total = 0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.count)
+
+    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.total += 1
+
+    def result(self) -> int:
+        return self.total
+
+
+class Gated(Counting, state=["total"]):
+    """Its epoch 1 waits for `gate`."""
+
+    reached: asyncio.Event
+    gate: asyncio.Event
+
+    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        if epoch.number == 1:
+            self.reached.set()
+            await self.gate.wait()
+        await super().count(epoch, ins, outs)
+
+
+@pytest.fixture
+def gated() -> type[Gated]:
+    class Fresh(Gated, state=["total"]):
+        reached, gate = asyncio.Event(), asyncio.Event()
+
+    return Fresh
+
+
+def wish_away_and_back(node: Node) -> None:
+    """Placement changes its mind twice while nothing else runs: the replica goes, and is wished for again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(node, "wish", lambda task: Wish(primary="n1-local", backups=()))
+        node._drop_replicas()
+    assert 0 not in node.replicas
+
+
+def test_an_offer_to_a_replica_that_went_while_it_was_set_up_is_refused() -> None:
+    """Acknowledged, it would count as held, by a replica that is not there any more."""
+    setups: list[str] = []
+    reached = asyncio.Event()
+    cluster: InProcessCluster
+
+    class Dropped(Counting, state=["total"]):
+        async def setup(self) -> None:
+            await super().setup()
+            setups.append("")
+            if len(setups) == 2:
+                backup = cluster.node("n2-local")
+                # Called when the set-up is over, and before the offer that waits for it goes on.
+                set_up = backup.replicas[0]._set_up
+                assert set_up is not None
+                set_up.add_done_callback(lambda _: wish_away_and_back(backup))
+
+        async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            await super().count(epoch, ins, outs)
+            if epoch.number == 1 and not reached.is_set():
+                reached.set()
+                await asyncio.Event().wait()
+
+    async def scenario(running: InProcessCluster) -> JobResult:
+        nonlocal cluster
+        cluster = running
+        await reached.wait()
+        first, backup = holder(cluster, 0), cluster.add()
+        await first.keeper.wait_until(lambda view: backup in view.in_sync(0))
+        cluster.crash(first.id)
+        return await cluster.result()
+
+    result = play(job(Dropped, tasks=1), scenario, nodes=1)
+    assert result.values == {0: 3}
+    assert result.failovers == 1
+    assert len(setups) == 3, "the replica that stays was set up anew"
+
+
+def test_a_pending_boundary_replaces_one_that_was_taken_for_the_committed_one(gated: type[Gated]) -> None:
+    """A replica that was evicted while it held what did not commit is invited again by a primary whose view is behind.
+
+    The replica has read the epoch that the primary still offers as pending: it has to keep what it acknowledges.
+    """
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        await gated.reached.wait()
+        primary = holder(cluster, 0)
+        backup = next(node for node in cluster.nodes if node is not primary)
+        right = primary.replicas[0].boundaries.committed
+        boundaries = backup.replicas[0].boundaries
+        assert right is not None
+        assert right.key == (1, 1, 1)
+        boundaries.clear()
+        boundaries.hold(Boundary(right.stamp, 0, replaced), committed=False)
+        boundaries.read_epoch(1)
+        assert boundaries.committed is not None
+        assert boundaries.committed.key == (1, 1, 0), "of a term before, as far as it knows"
+        offer = Offer(right.stamp, 1, 0, False, True, 99, right.value)
+        assert await primary.router.to_node(backup.id, offer, timeout_s=None) == Accepted(1)
+        assert boundaries.committed is right or boundaries.committed.key == right.key
+        assert boundaries.committed.value == right.value
+        cluster.crash(primary.id)
+        gated.gate.set()
+        return await cluster.result()
+
+    replaced = encode({"state": {"total": 100}, "numbers": {}, "log": {}}, what="a boundary that did not commit")
+    result = play(job(gated, tasks=1), scenario, nodes=2)
+    assert result.values == {0: 3}
+    assert result.failovers == 1
+
+
+def test_what_is_offered_by_others_than_the_primary_or_of_a_dead_attempt_is_refused(gated: type[Gated]) -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        primary = holder(cluster, 0)
+        backup = next(node for node in cluster.nodes if node is not primary)
+        held = backup.replicas[0].boundaries
+        value = encode({"state": {"total": 100}, "numbers": {}, "log": {}}, what="a boundary")
+
+        async def refused(by: Node, to: Node, stamp: Stamp, term: int) -> str:
+            with pytest.raises(Refused) as caught:
+                await by.router.to_node(to.id, Offer(stamp, term, 0, False, True, 99, value), timeout_s=None)
+            assert caught.value.reason == Reason.STALE
+            return str(caught.value)
+
+        assert "attempt 0 is over" in await refused(primary, backup, Stamp(0, 2), 1)
+        assert "task 0 is in term 1, not 0" in await refused(primary, backup, Stamp(1, 2), 0)
+        assert "task 0 is in term 1, not 1" in await refused(backup, backup, Stamp(1, 2), 1)
+        assert "still stepping down" in await refused(primary, primary, Stamp(1, 2), 1)
+        assert held.pending == ()
+        assert held.holds(1)
+
+    play(job(gated, tasks=1), scenario, nodes=2)
