@@ -25,9 +25,15 @@ Key = tuple[int, int, int]
 
 
 class Backups:
-    """The in-sync set of one task, as its primary works on it for one term."""
+    """The in-sync set of one task, as its primary works on it for one term.
 
-    def __init__(self, node: Node, replica: Replica, term: int, primary_revision: int, insync: InSync) -> None:
+    Args:
+        epoch: number of the committed boundary, as the take-over read it.
+    """
+
+    def __init__(
+        self, node: Node, replica: Replica, *, term: int, epoch: int, primary_revision: int, insync: InSync
+    ) -> None:
         self._node = node
         self._replica = replica
         self._task = replica.task
@@ -35,7 +41,7 @@ class Backups:
         self._primary_revision = primary_revision
         self._insync = insync
         self._boundaries: dict[Key, Boundary] = {}
-        self._committed_epoch = 0
+        self._committed_epoch = epoch
         self._tending: dict[str, asyncio.Task[None]] = {}
         self._tidying: set[str] = set()
         self._invitations = 0
@@ -294,6 +300,7 @@ class Backups:
             task=self._task,
             term=self._term,
             epoch=self._committed_epoch,
+            transient=not self._node.keeper.view.running,  # the job ended, and so nodes leave: no news
         )
         await self._node.keeper.caught_up(revision)
 

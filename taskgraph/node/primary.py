@@ -51,7 +51,9 @@ class Primary:
         others = [
             n for n, (_, m) in taken.members.items() if n != node.id and (m.until is None or m.until >= taken.epoch)
         ]
-        self.backups = Backups(node, replica, self.term, self.revision, InSync(others))
+        self.backups = Backups(
+            node, replica, term=taken.term, epoch=taken.epoch, primary_revision=taken.revision, insync=InSync(others)
+        )
         self._attempt: Attempt | None = None
         self._attempt_changed = asyncio.Event()
         self._report: Report | None = None

@@ -40,9 +40,13 @@ class Suspicion:
         """Its port refuses: node ids are never used again, so it is dead for good."""
         if node not in self._refused and node != self._node.id:
             self._refused.add(node)
-            if node in self._node.keeper.view.nodes:
+            view = self._node.keeper.view
+            if node in view.nodes:
                 self._node.events.emit(
-                    "lost", f"{self._node.name_of(node)} is gone: its port refuses", fields={"lost": node}
+                    "lost",
+                    f"{self._node.name_of(node)} is gone: its port refuses",
+                    fields={"lost": node},
+                    transient=not view.running,  # its job ended, and so it left: no news
                 )
             self.update()
             self._changed()

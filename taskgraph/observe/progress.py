@@ -15,6 +15,7 @@ from typing import TextIO
 
 from taskgraph.jobs import EpochReport
 from taskgraph.observe.events import Event
+from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView
 
 __all__ = ["Progress", "numbers_text"]
@@ -23,6 +24,9 @@ _FEW_PER_S = 20.0
 _FEW = 100
 _REFRESH_S = 0.1
 _WINDOW = 200
+_ENDS = (State.FINISHED, State.FAILED, State.CANCELLED)
+_DEPARTURES = ("lost", "gone", "evicted", "drain")
+"""No news once the job ended: its nodes leave then, one after the other, and each is missed by those that stay."""
 
 
 class Progress:
@@ -55,6 +59,7 @@ class Progress:
         self._view: JobView | None = None
         self._closed = False
         self._ended = False
+        self._over = False
         self._printed: deque[int] = deque(maxlen=_FEW)
 
     def _write(self, text: str) -> None:
@@ -76,8 +81,9 @@ class Progress:
         if event.kind == "commit":
             self._commit(event)
             return
-        if event.transient:
+        if event.transient or (self._over and event.kind in _DEPARTURES):
             return
+        self._over = self._over or event.kind in _ENDS
         self._last_event = event.text
         if self._live:
             self._print_above(f"{_clock_text(event.at)} {event.text}")

@@ -86,6 +86,18 @@ def test_piped_every_lasting_event_is_a_line_after_the_epoch_before_it() -> None
     assert out.lines[-2] == "epoch 99/999" and out.lines[-1].endswith(" task 0: n2 took over")
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_who_leaves_after_the_end_is_no_news_but_a_failure_is(terminal: bool) -> None:
+    out = Screen(terminal=terminal)
+    progress = Progress("fit", 3, 5, out=out)
+    progress.event(event("lost", "n1 is gone: its port refuses"))
+    progress.event(event("finished", "the job finished after epoch 4"))
+    progress.event(event("lost", "n2 is gone: its port refuses"))
+    progress.event(event("evicted", "task 0: n2 is out of its in-sync set"))
+    progress.event(event("failed", "task 1: result() raised"))
+    assert "n1 is gone" in out.getvalue() and "n2" not in out.getvalue() and "result() raised" in out.getvalue()
+
+
 def test_a_commit_told_by_two_leaders_is_shown_once() -> None:
     out = Screen(terminal=False)
     progress = Progress("fit", 3, 5, out=out)
