@@ -74,21 +74,22 @@ class Blindable(MemoryCoordinator):
         self._sees = asyncio.Event()
         self._sees.set()
         self._blind_at = ""
-        self._late_key = ""
+        self._late_keys: set[str] = set()
         self.written = asyncio.Event()
         self._answer = asyncio.Event()
 
     def answer_late(self, key: str) -> None:
         """The next transaction that puts `key` happens, and sets `written`; its answer comes at `answer`."""
-        self._late_key = key
+        self._late_keys.add(key)
 
     def answer(self) -> None:
         self._answer.set()
 
     async def txn(self, txn: Txn) -> TxnResult:
         result = await super().txn(txn)
-        if result.succeeded and any(isinstance(op, Put) and op.key == self._late_key for op in txn.success):
-            self._late_key = ""
+        late = {op.key for op in txn.success if isinstance(op, Put)} & self._late_keys
+        if result.succeeded and late:
+            self._late_keys -= late
             self.written.set()
             await self._answer.wait()
         return result

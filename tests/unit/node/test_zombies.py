@@ -6,13 +6,13 @@ import asyncio
 import logging
 
 import pytest
-from cluster_kit import blindable, eyes, holder, job, play
+from cluster_kit import blindable, eyes, holder, job, play, told
 
 import taskgraph as tg
 from taskgraph.jobs import JobResult
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
-from taskgraph.protocol.messages import Stamp
+from taskgraph.protocol.messages import HandOver, Stamp
 
 __all__ = ["blindable"]
 
@@ -137,3 +137,37 @@ def test_a_primary_without_the_committed_boundary_says_so_and_a_replaced_one_wai
         await asyncio.gather(waiting, return_exceptions=True)
 
     play(job(slow), scenario, nodes=2)
+
+
+@pytest.mark.usefixtures("blindable")
+@pytest.mark.parametrize("written", [False, True], ids=["before its write", "before the answer"])
+def test_a_hand_over_to_a_node_that_dies_meanwhile_is_one_failure_and_no_error(
+    slow: type[Slow], caplog: pytest.LogCaptureFixture, written: bool
+) -> None:
+    """All tasks begin on one node; the second one, which is to take over half of them, dies in the middle of it."""
+    slow.reached.set()
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        first = cluster.nodes[0]
+        await epoch_begins(first, 1)
+        heir = cluster.node(cluster.add())
+        asked = asyncio.Event()
+        hand_over = heir.take_hand_over
+
+        async def asked_to(message: HandOver) -> None:
+            asked.set()
+            await hand_over(message)
+
+        heir.take_hand_over = asked_to  # type: ignore[method-assign]
+        for task in range(4):
+            eyes(heir).answer_late(cluster.keys.primary(task))
+        await (eyes(heir).written if written else asked).wait()
+        cluster.crash(heir.id)
+        cluster.add()
+        result = await cluster.result()
+        assert any("n2" in text for text in told(cluster, "evicted"))
+        return result
+
+    result = play(job(slow, tasks=4, epochs=40), scenario, nodes=1)
+    assert result.values == dict.fromkeys(range(4), 40)
+    assert errors(caplog) == []
