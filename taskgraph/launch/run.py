@@ -15,7 +15,7 @@ from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, JobError, JobRunning, UnknownJob
-from taskgraph.jobs import EpochReport, Job, JobResult
+from taskgraph.jobs import Job, JobResult
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.inprocess import arun_inprocess
 from taskgraph.launch.runtime import JobEntry, Runtime
@@ -157,12 +157,7 @@ def result(name: str, etcd: str | None = None) -> JobResult:
     if kept["result"] is None:
         status = kept["status"] or {}
         raise job_failed(name, StatusRecord(**status) if status else StatusRecord(state=State.CANCELLED))
-    raw = kept["result"]
-    reports = tuple(
-        EpochReport(r["epoch"], r["numbers"], {int(t): n for t, n in r["by_task"].items()}) for r in raw["reports"]
-    )
-    values = {int(task): value for task, value in raw["values"].items()}
-    return JobResult(**{**raw, "values": values, "reports": reports})
+    return JobResult.from_json(json.dumps(kept["result"]))
 
 
 async def _kept(name: str, etcd: str) -> dict[str, Any] | None:
