@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from taskgraph.graph.values import decode
+from taskgraph.graph.values import decode, verify
 from taskgraph.jobs import EpochReport, JobResult
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.records import PrimaryRecord
 from taskgraph.protocol.view import Versioned
 
-__all__ = ["assemble", "complete", "size_bytes"]
+__all__ = ["assemble", "complete", "damaged", "size_bytes"]
 
 T = TypeVar("T")
 
@@ -19,6 +19,11 @@ T = TypeVar("T")
 def complete(found: Sequence[TaskResult], tasks: int) -> bool:
     """Whether these are the results of all tasks, of one (epoch, attempt)."""
     return sorted(r.task for r in found) == list(range(tasks)) and len({(r.epoch, r.attempt) for r in found}) == 1
+
+
+def damaged(found: Sequence[TaskResult]) -> list[int]:
+    """Tasks whose values are not those that their digests were taken of, where the tasks made them."""
+    return [r.task for r in found if r.value is not None and not verify(r.value)]
 
 
 def size_bytes(found: Sequence[TaskResult]) -> int:

@@ -15,9 +15,10 @@ from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, TaskGraphError
 from taskgraph.jobs import JobResult
-from taskgraph.launch.collect import assemble, complete, size_bytes
+from taskgraph.launch.collect import assemble, complete, damaged, size_bytes
 from taskgraph.observe.control_client import ControlClient, control_address
 from taskgraph.observe.events import Event
+from taskgraph.observe.format import name_of
 from taskgraph.observe.status import NodeStatus, TaskResult
 from taskgraph.protocol import transactions
 from taskgraph.protocol.keys import Keys
@@ -36,6 +37,8 @@ _SUMMARY_BYTES = 1 << 20
 _KEPT_BYTES = 64 << 20
 """A larger result is not written as JSON at all: it takes several times its size, and minutes."""
 _CANCEL_TRIES = 5
+_DAMAGED_TRIES = 3
+"""What a network damaged arrives whole the next time; what a memory damaged never does."""
 
 
 def client_of(record: NodeRecord, token: bytes) -> ControlClient:
@@ -151,7 +154,12 @@ class Follower:
         return status.record if status else StatusRecord(state=State.CANCELLED, reason="the job was deleted")
 
     async def results(self) -> list[TaskResult]:
-        """The results of all tasks, of one (epoch, attempt); through take-overs, for as long as it takes."""
+        """The results of all tasks, of one (epoch, attempt); through take-overs, for as long as it takes.
+
+        Raises:
+            DecodeError: values arrive damaged, again and again.
+        """
+        broken_tries = 0
         while True:
             holders = {view_primary.record.node for view_primary in self.view.primaries.values()}
             found: list[TaskResult] = []
@@ -162,7 +170,18 @@ class Follower:
                 except TaskGraphError as error:  # lost: its tasks are taken over, and asked for again
                     self.unreachable = error
             if complete(found, self._spec.tasks):
-                return found
+                broken = damaged(found)
+                if not broken:
+                    return found
+                broken_tries += 1
+                holder = name_of(self.view.primaries[broken[0]].record.node)
+                text = (
+                    f"the result of task {broken[0]} arrived damaged from node {holder}, {broken_tries} times: its bytes "
+                    f"are not those its digest was taken of"
+                )
+                log.warning("%s", text)
+                if broken_tries == _DAMAGED_TRIES:
+                    raise DecodeError(text)
             await asyncio.sleep(_RETRY_S)
 
     async def collect(self) -> JobResult | None:

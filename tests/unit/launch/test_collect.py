@@ -1,0 +1,105 @@
+"""A job's result on its way from its nodes to who asked for it, and as it was kept."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import taskgraph as tg
+from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
+from taskgraph.driver import JobSpec
+from taskgraph.errors import DecodeError
+from taskgraph.graph.values import encode
+from taskgraph.launch.collect import damaged
+from taskgraph.launch.follow import Follower
+from taskgraph.launch.runtime import Runtime
+from taskgraph.launch.submit import submit
+from taskgraph.node.control import ControlServer
+from taskgraph.observe.events import EventLog
+from taskgraph.observe.status import NodeStatus, TaskResult
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import Put, Txn
+from taskgraph.protocol.messages import Encoded
+from taskgraph.protocol.records import NodeRecord, PrimaryRecord
+
+TOKEN = bytes(range(32))
+GOOD = encode(np.arange(1000.0))
+BAD = dataclasses.replace(GOOD, buffers=(memoryview(encode(np.arange(1.0, 1001.0)).buffers[0]),))
+
+
+class Holder:
+    """A node that tells these results, one after another; the last one for ever."""
+
+    def __init__(self, *values: Encoded) -> None:
+        self.values = list(values)
+        self.asked = 0
+
+    def status(self) -> NodeStatus:
+        raise AssertionError("nobody asks")
+
+    def drain(self, why: str) -> None:
+        raise AssertionError("nobody asks")
+
+    async def results(self) -> list[TaskResult]:
+        self.asked += 1
+        return [TaskResult(0, 3, 1, self.values.pop(0) if len(self.values) > 1 else self.values[0], ())]
+
+
+@contextlib.asynccontextmanager
+async def following(holder: Holder, folder: Path) -> AsyncIterator[Follower]:
+    """A follower of a job whose only task's results `holder` tells, over a socket."""
+    coordinator = MemoryCoordinator(MemoryStore())
+    server = ControlServer(EventLog("n1"), TOKEN)
+    job = tg.Job(tasks=1, builder=lambda task_id: tg.Task(), epochs=3, name="fit")
+    spec = JobSpec.local(job)
+    try:
+        control = await server.start(unix_path=folder / "c", tcp_host=None)
+        server.attach(holder)
+        await submit(coordinator, spec)
+        node = NodeRecord(
+            name="n1", run=spec.run, host="h", pid=os.getpid(), endpoints=(), control=control, fingerprint="", lease=0
+        )
+        keys, primary = Keys("fit"), PrimaryRecord(node="n1-1", term=1, stateful=True)
+        puts = (Put(keys.node("n1-1"), node.to_bytes()), Put(keys.primary(0), primary.to_bytes()))
+        await coordinator.txn(Txn(success=puts))
+        follower = Follower(coordinator, spec, TOKEN)
+        await follower.keeper.load()
+        yield follower
+    finally:
+        await server.stop()
+        await coordinator.close()
+
+
+async def test_a_result_that_arrived_damaged_is_asked_for_again(tmp_path: Path) -> None:
+    holder = Holder(BAD, GOOD)
+    async with following(holder, tmp_path) as follower:
+        found = await follower.results()
+    assert holder.asked == 2 and damaged(found) == []
+    assert np.array_equal(follower.assemble(found, 0.0).values[0], np.arange(1000.0))
+
+
+async def test_a_result_that_is_damaged_for_good_is_an_error_that_names_the_node(tmp_path: Path) -> None:
+    holder = Holder(BAD)
+    async with following(holder, tmp_path) as follower:
+        with pytest.raises(DecodeError, match="result of task 0 arrived damaged from node n1, 3 times"):
+            await follower.results()
+    assert holder.asked == 3
+
+
+def test_what_was_kept_of_a_finished_job_has_its_reports_as_numbers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path / "run"))
+    reports = (tg.EpochReport(0, {"loss": math.inf}, {1: {"loss": math.inf}}),)
+    left = tg.JobResult(name="fit", values={0: 1.5}, reports=reports, epochs=1)
+    Runtime().keep_finished("fit", {"run": "r", "status": {"state": "finished"}, "result": json.loads(left.to_json())})
+    assert tg.result("fit") == left
