@@ -176,8 +176,8 @@ class Follower:
                 broken_tries += 1
                 holder = name_of(self.view.primaries[broken[0]].record.node)
                 text = (
-                    f"the result of task {broken[0]} arrived damaged from node {holder}, {broken_tries} times: its bytes "
-                    f"are not those its digest was taken of"
+                    f"the result of task {broken[0]} arrived damaged from node {holder}, {broken_tries} times: its "
+                    f"bytes are not those its digest was taken of"
                 )
                 log.warning("%s", text)
                 if broken_tries == _DAMAGED_TRIES:
