@@ -235,6 +235,7 @@ async def test_nonsense_in_an_open_session_breaks_it(streams: Cluster, data: byt
     (session,) = sessions_of(a.transport)
     session._write(data)
     assert await asyncio.wait_for(b.lost.get(), 5) == a.name
+    assert await asyncio.wait_for(a.lost.get(), 5) == b.name  # until it knows, a call may end with the old session
     await a.call(b, SEAL)
 
 
