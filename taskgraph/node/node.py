@@ -59,6 +59,9 @@ Point = Callable[[str, int, int], Awaitable[None]]
 _RETRY_S = 0.05
 """Pause before a failed call or transaction is tried again: long for a socket, short for a person."""
 
+_STOP_S = 0.5
+"""A node that ends does not wait for running computes any longer."""
+
 
 class Node:
     """One node of one job. `run` it once."""
@@ -266,8 +269,12 @@ class Node:
 
     async def _stop_everything(self, services: list[asyncio.Task[None]]) -> None:
         tasks = [*services, *self._owned]
-        for task in tasks:
-            task.cancel()
+        pending = set(tasks)
+        while pending:
+            # Told once, they let a running compute return first; told again, they leave it to the process's end.
+            for task in pending:
+                task.cancel()
+            _, pending = await asyncio.wait(pending, timeout=_STOP_S)
         await asyncio.gather(*tasks, return_exceptions=True)
         self.primaries.clear()
         for replica in self.replicas.values():
