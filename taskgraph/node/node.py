@@ -102,7 +102,7 @@ class Node:
         self.replicas: dict[int, Replica] = {}
         self.runs: dict[int, asyncio.Task[None]] = {}
         self._leading: asyncio.Task[None] | None = None
-        self._takeovers = TakeOvers(self)
+        self.takeovers = TakeOvers(self)
         self._noticing = Noticing(self)
         self.writes = Writes(coordinator)
         self.stepping_down: dict[int, asyncio.Task[None]] = {}
@@ -395,7 +395,7 @@ class Node:
         self._wishes.update()
         if view.running or _finished(view.status):
             for task in range(self.job.tasks):
-                self._takeovers.consider(task)
+                self.takeovers.consider(task)
         self._drop_replicas()
         self._follow_leadership()
         self._noticing.look()
@@ -461,7 +461,7 @@ class Node:
 
     async def take_hand_over(self, message: HandOver) -> None:
         """A task's primary hands over to this in-sync backup."""
-        await self._takeovers.hand_over(message)
+        await self.takeovers.hand_over(message)
 
     def release(self, message: Release) -> None:
         """A primary does not count on what this node holds for it any more."""
@@ -474,7 +474,7 @@ class Node:
         """Replicas that are neither primary, nor member, nor wished for."""
         view = self.keeper.view
         for task, replica in list(self.replicas.items()):
-            if task in self.primaries or task in self._takeovers or task in self.stepping_down:
+            if task in self.primaries or task in self.takeovers or task in self.stepping_down:
                 continue
             wish = self.wish(task)
             wished = wish is None or self.id == wish.primary or self.id in wish.backups

@@ -50,7 +50,17 @@ class TakeOvers:
             gone=self._node.gone,
             wished=wish is not None and wish.primary == self._node.id,
             stateful=primary.record.stateful if primary else False,
+            unseated=wish is not None and wish.primary is None and self._speaks(),
         )
+
+    def _speaks(self) -> bool:
+        """Whether this is the first of the nodes by name, which tells what all of them see."""
+        return min(self._node.keeper.view.live_nodes(self._node.spec.run), default="") == self._node.id
+
+    @property
+    def waits(self) -> tuple[str, ...]:
+        """Why tasks have no primary, where this node tells it, for `status`."""
+        return tuple(why for _, why in sorted(self._orphans.items()))
 
     def consider(self, task: int) -> None:
         """Looks at one task, and begins a take-over where it is called for."""
@@ -60,9 +70,11 @@ class TakeOvers:
             or task in self._node.stepping_down
             or self._node.paused
         ):
+            self._orphans.pop(task, None)
             return
         decision = self._decide(task)
         if decision.move is not Move.NOTHING:
+            self._orphans.pop(task, None)
             self._begin(task, self._take_over(task, decision))
         else:
             self._name_orphan(task)
@@ -73,9 +85,9 @@ class TakeOvers:
         primary = view.primaries.get(task)
         wish = self._node.wish(task)
         why = ""
-        if primary is None:
+        if primary is None or all(n in self._node.gone for n in (primary.record.node, *view.in_sync(task))):
             if wish is not None and wish.primary is None:
-                why = f"task {task} waits for a node that may hold it (requires_gpu: with a CUDA device)"
+                why = f"task {task} waits for a node that may hold it: {self._why_unseated()}"
         elif primary.record.node in self._node.suspects and all(n in self._node.suspects for n in view.in_sync(task)):
             absent = [self._node.name_of(n) for n in view.in_sync(task) if n not in self._node.gone]
             if absent:
@@ -83,15 +95,19 @@ class TakeOvers:
                     f"task {task} has no primary: the nodes that hold its state ({', '.join(absent)}) are absent; they "
                     f"are waited for, {self._node.settings.lost_after_s:g} s at most"
                 )
-        if (
-            why
-            and self._orphans.get(task) != why
-            and min(view.live_nodes(self._node.spec.run), default="") == self._node.id
-        ):
+        if not why or not self._speaks():
+            self._orphans.pop(task, None)
+        elif self._orphans.get(task) != why:
             self._orphans[task] = why
             self._node.events.emit("waits", why, task=task)
-        elif not why:
-            self._orphans.pop(task, None)
+
+    def _why_unseated(self) -> str:
+        live = self._node.keeper.view.live_nodes(self._node.spec.run)
+        staying = [record for record in live.values() if not record.draining]
+        if not staying:
+            return f"all {len(live)} nodes of the job are leaving" if len(live) > 1 else "its only node is leaving"
+        who = f"none of the {len(staying)} nodes that stay" if len(staying) > 1 else "not the one node that stays"
+        return f"it needs a CUDA device (requires_gpu), and {who} has one"
 
     def _begin(self, task: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         running = self._under_way[task] = self._node.own(work, f"take over task {task}")

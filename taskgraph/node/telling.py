@@ -29,7 +29,7 @@ def node_status(node: Node) -> NodeStatus:
         revision=view.revision,
         leader=node.leader is not None,
         replicas=tuple(_replica_status(node, r) for _, r in sorted(node.replicas.items())),
-        waits=node.leader.waits if node.leader is not None else (),
+        waits=(*node.takeovers.waits, *(node.leader.waits if node.leader is not None else ())),
     )
 
 

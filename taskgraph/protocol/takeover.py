@@ -34,7 +34,15 @@ class Succession:
 
 
 def succession(
-    view: JobView, task: int, me: str, *, suspects: Set[str], gone: Set[str], wished: bool, stateful: bool
+    view: JobView,
+    task: int,
+    me: str,
+    *,
+    suspects: Set[str],
+    gone: Set[str],
+    wished: bool,
+    stateful: bool,
+    unseated: bool = False,
 ) -> Succession:
     """Decides for one task.
 
@@ -43,6 +51,8 @@ def succession(
         gone: nodes that are gone for good. Only "gone" allows starting without any of the members.
         wished: placement wants this node to be the task's primary.
         stateful: a lost boundary cannot be made anew, but in epoch 0.
+        unseated: placement wants no node to be the task's primary, since none that stays may hold it, and this node
+            speaks for all: what is lost is lost without a successor, too.
     """
     primary = view.primary_node(task)
     if primary == me or view.epoch is None:
@@ -52,11 +62,11 @@ def succession(
     heirs = [node for node in view.in_sync(task) if node not in suspects]
     if me in heirs:
         return Succession(Move.TAKE_OVER, heirs.index(me))
-    if heirs or not wished:
+    if heirs or not (wished or unseated):
         return Succession(Move.NOTHING)
     # Every member must be gone, and its node key with it: the transaction compares just that.
     if any(node not in gone or node in view.nodes for node in view.in_sync(task)):
         return Succession(Move.NOTHING)
     if stateful and view.epoch.record.epoch > 0:
         return Succession(Move.LOST)
-    return Succession(Move.FROM_NOTHING)
+    return Succession(Move.FROM_NOTHING if wished else Move.NOTHING)

@@ -108,3 +108,22 @@ def test_an_evicted_member_may_take_over_as_long_as_it_holds_the_committed_bound
 
 def test_a_job_that_was_not_submitted_has_no_successors() -> None:
     assert decide(JobView("none"), "a", wished=True) == NOTHING
+
+
+def test_state_that_is_lost_is_lost_also_where_nobody_may_hold_it(world: World) -> None:
+    """No seat is left (no CUDA device, all nodes leaving): the first node by name says what became of it."""
+    for node in "abc":
+        world.die(node)
+    view = world.view()
+
+    def unseated(me: str, *, stateful: bool = True) -> Succession:
+        return succession(
+            view, 0, me, suspects=set("abc"), gone=set("abc"), wished=False, stateful=stateful, unseated=me == "d"
+        )
+
+    assert unseated("d") == NOTHING, "epoch 0: a node that may hold it makes it anew"
+    world.commit()
+    view = world.view()
+    assert unseated("d").move is Move.LOST
+    assert unseated("e") == NOTHING
+    assert unseated("d", stateful=False) == NOTHING, "nothing is lost: it waits for a node that may hold it"

@@ -1,0 +1,104 @@
+"""Tasks that no node may hold any more: what was lost fails the job, what was not waits, and both are said."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from cluster_kit import holder, job, play, told
+
+import taskgraph as tg
+from taskgraph.launch import inprocess
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node import node as node_module
+
+
+class Gated(tg.Task, state=["total"]):
+    """Its epoch 1 waits for `gate`."""
+
+    total: int
+    reached: asyncio.Event
+    gate: asyncio.Event
+
+    def setup(self) -> None:
+        self.total = 0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.count)
+
+    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        if epoch.number == 1:
+            self.reached.set()
+            await self.gate.wait()
+        self.total += 1
+
+    def result(self) -> int:
+        return self.total
+
+
+class Stateless(tg.Task):
+    """Its epoch 1 waits for `gate`."""
+
+    reached: asyncio.Event
+    gate: asyncio.Event
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.count)
+
+    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        if epoch.number == 1:
+            self.reached.set()
+            await self.gate.wait()
+
+    def result(self) -> int:
+        return self.task_id
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    for task in (Gated, Stateless):
+        task.reached, task.gate = asyncio.Event(), asyncio.Event()
+
+
+def test_when_all_nodes_leave_state_that_is_lost_fails_the_job_at_once() -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        await Gated.reached.wait()
+        lost = holder(cluster, 1)
+        for node in cluster.nodes:
+            node.drain("asked to")
+        await holder(cluster, 0).keeper.wait_until(lambda v: all(n.record.draining for n in v.nodes.values()))
+        began = asyncio.get_running_loop().time()
+        cluster.crash(lost.id)
+        with pytest.raises(tg.JobFailed, match="task 1: every replica in sync is gone"):
+            await cluster.result()
+        assert asyncio.get_running_loop().time() - began < 5
+
+    play(job(Gated, backups=0, settings=tg.Settings(drain_s=300)), scenario, nodes=2)
+
+
+def test_a_task_that_needs_a_device_waits_for_one_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inprocess, "device_count", lambda: 0)
+    monkeypatch.setattr(node_module, "array_module", lambda devices: (np, "host"))  # also where there is no CuPy
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await cluster.nodes[0].keeper.wait_until(lambda _: len(told(cluster, "waits")) == 2)
+        cluster._devices = 1  # of the nodes added from now on
+        first = cluster.add()
+        await Stateless.reached.wait()
+        assert holder(cluster, 0).id == first
+        cluster.crash(first)
+        survivor = cluster.nodes[0]
+        await survivor.keeper.wait_until(lambda _: len(told(cluster, "waits")) == 4)
+        why = (
+            "task {} waits for a node that may hold it: it needs a CUDA device (requires_gpu), "
+            "and none of the 2 nodes that stay has one"
+        )
+        assert survivor.status().waits == (why.format(0), why.format(1))
+        assert cluster.nodes[1].status().waits == ()
+        assert "task 0 waits for a node that may hold it" in cluster.waits()
+        Stateless.gate.set()
+        cluster.add()
+        assert (await cluster.result()).values == {0: 0, 1: 1}
+
+    play(job(Stateless, backups=0, requires_gpu=True), scenario, nodes=2)
