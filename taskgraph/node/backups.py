@@ -188,10 +188,14 @@ class Backups:
             missing = self._insync.missing(node)
             if missing:
                 await self._offer(node, missing[0], invitation, candidate=place is Place.CANDIDATE)
-            elif self._insync.may_admit(node):
+            elif self._admissible(node):
                 await self._admit(node)
             else:
-                await self._until(node, lambda: bool(self._insync.missing(node)) or self._insync.may_admit(node))
+                await self._until(node, lambda: bool(self._insync.missing(node)) or self._admissible(node))
+
+    def _admissible(self, node: str) -> bool:
+        """Whether the admitting write may be sent. Where its key just vanished, that is waited for."""
+        return node in self._node.keeper.view.nodes and self._insync.may_admit(node)
 
     async def _until(self, node: str, something: object) -> None:
         """Waits until there is something to do about `node`."""
@@ -233,8 +237,8 @@ class Backups:
         """Writes the candidate into the in-sync set."""
         await self._node.while_paused()
         view = self._node.keeper.view
-        if node not in view.nodes or not self._insync.may_admit(node):
-            return
+        if not self._admissible(node):
+            return  # while this node was paused
         writer = self._node.writer()
         txn = transactions.admit(
             view,

@@ -9,6 +9,7 @@ import pytest
 import taskgraph as tg
 from taskgraph.errors import Refused
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.backups import Backups
 from taskgraph.protocol.messages import HandOver
 
 
@@ -34,3 +35,26 @@ async def test_a_hand_over_to_a_node_that_is_leaving_is_refused() -> None:
     assert view.stamp is not None
     with pytest.raises(Refused, match="cannot take over task 0"):
         await backup.take_hand_over(HandOver(view.stamp, 0, view.term(0)))
+
+
+@pytest.mark.timeout(20)
+async def test_a_candidate_whose_key_vanishes_before_it_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its primary waited for it without ever letting the event loop run: the whole node stood still, for ever."""
+    cluster = InProcessCluster(tg.Job(tasks=1, epochs=2, builder=lambda _: Counts()))
+    vanished: list[str] = []
+    offer = Backups._offer
+
+    async def then_vanish(self: Backups, node: str, *args: Any, **kwargs: Any) -> None:
+        await offer(self, node, *args, **kwargs)
+        if not vanished and self._insync.may_admit(node):
+            vanished.append(node)
+            cluster.store.revoke(self._node.keeper.view.nodes[node].record.lease)
+            await self._node.keeper.load()  # seen here, and the node has not placed the task anew yet
+
+    monkeypatch.setattr(Backups, "_offer", then_vanish)
+    await cluster.start(2)
+    try:
+        result = await cluster.result(timeout_s=15)
+    finally:
+        await cluster.stop()
+    assert vanished and result.epochs == 2
