@@ -16,7 +16,6 @@ __all__ = ["SimCoordinator", "SimLease"]
 
 T = TypeVar("T")
 
-_TIMEOUT_S = 3.0
 _RENEWALS_PER_TTL = 5
 _RETRY_S = 0.05
 _REVOKE_S = 2.0
@@ -28,7 +27,9 @@ class SimCoordinator:
     Args:
         process, threads: whose main loop this is, and the same process's lease threads: a loop that is stuck keeps
             those running, a frozen process does not.
-        on_txn: told of every transaction that arrives at the server, before and after it is executed there.
+        on_txn: told of every transaction: "sending", and "before" it is executed at the server.
+        timeout_s: how long a call may take, with its retries.
+        lag: how much later than others its watches are told.
     """
 
     def __init__(
@@ -37,12 +38,16 @@ class SimCoordinator:
         process: Process,
         threads: Process,
         *,
-        on_txn: Callable[[Process, Txn, bool], None],
+        on_txn: Callable[[Process, Txn, str], None],
+        timeout_s: float,
+        lag: float = 1.0,
     ) -> None:
         self.etcd = etcd
         self.process = process
         self.threads = threads
         self._on_txn = on_txn
+        self._timeout_s = timeout_s
+        self.lag = lag
         self._gone = ""
         self._streams: dict[Stream, None] = {}
         self._leases: dict[SimLease, None] = {}
@@ -50,6 +55,7 @@ class SimCoordinator:
         self._heard = True  # what the server sends arrives
         self._stalled = False  # watches are told nothing
         self.lose_next = 0  # transactions whose answer gets lost
+        self.slow_next_s = 0.0  # how long the next transaction takes to arrive
 
     @property
     def hears(self) -> bool:
@@ -76,12 +82,11 @@ class SimCoordinator:
 
     async def txn(self, txn: Txn) -> TxnResult:
         def execute() -> TxnResult:
-            self._on_txn(self.process, txn, False)
+            self._on_txn(self.process, txn, "before")
             result = self.etcd.store.execute(txn)
-            if result.succeeded:
-                self._on_txn(self.process, txn, True)
             return result
 
+        self._on_txn(self.process, txn, "sending")
         if not any(isinstance(op, Put | Delete) for op in (*txn.success, *txn.failure)):
             return await self._read("a reading transaction", execute)
         return await self._rpc("a transaction", execute, writes=True)
@@ -104,7 +109,7 @@ class SimCoordinator:
 
     async def _read(self, what: str, execute: Callable[[], T]) -> T:
         """Tried again until the time is over: it may well be executed twice."""
-        deadline = self.now() + _TIMEOUT_S
+        deadline = self.now() + self._timeout_s
         while True:
             try:
                 return await self._rpc(what, execute, writes=False, timeout_s=deadline - self.now())
@@ -113,7 +118,8 @@ class SimCoordinator:
                     raise Unavailable(f"{what}: {error}") from error
             await asyncio.sleep(_RETRY_S)
 
-    async def _rpc(self, what: str, execute: Callable[[], T], *, writes: bool, timeout_s: float = _TIMEOUT_S) -> T:
+    async def _rpc(self, what: str, execute: Callable[[], T], *, writes: bool, timeout_s: float | None = None) -> T:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         self._check()
         etcd, rng = self.etcd, self.etcd.rng
         loop = asyncio.get_running_loop()
@@ -161,7 +167,8 @@ class SimCoordinator:
             self.lose_next -= 1
             lost = rng.choice(("answer", "answer", "request", "refused", "late"))
         if self.speaks:
-            etcd.later(etcd.delay(), arrive)
+            slow_s, self.slow_next_s = (self.slow_next_s, 0.0) if writes else (0.0, self.slow_next_s)
+            etcd.later(etcd.delay() + slow_s, arrive)
         try:
             async with asyncio.timeout(timeout_s):
                 return await answer

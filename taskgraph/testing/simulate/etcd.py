@@ -71,6 +71,10 @@ class Client(Protocol):
     def hears(self) -> bool:
         """Whether what the server sends arrives."""
 
+    @property
+    def lag(self) -> float:
+        """How much later than others it is told."""
+
 
 class Stream:
     """One watch as the server sees it. What was sent on a broken stream does not arrive."""
@@ -94,7 +98,7 @@ class Stream:
         """There may be something to send: looks at it a little later, so that batches grow."""
         if not self._asked:
             self._asked = True
-            self._etcd.later(self._etcd.lag(), self._pump)
+            self._etcd.later(self._etcd.lag() * self._client.lag, self._pump)
 
     def broken(self) -> None:
         """The connection was lost: it is made again, and some of what was delivered comes again."""

@@ -23,6 +23,7 @@ KINDS = (
     "etcd restart",
     "etcd leader loss",
     "etcd unknown outcome",
+    "etcd slow request",
     "etcd cut",
     "etcd compaction",
     "watch break",
@@ -35,9 +36,10 @@ KINDS = (
     "join",
     "drain",
 )
-_WEIGHTS = (12, 3, 7, 2, 2, 3, 2, 2, 6, 4, 2, 2, 5, 3, 3, 3, 4, 2, 4, 4)
+_WEIGHTS = (12, 3, 7, 2, 2, 3, 2, 2, 6, 7, 4, 2, 2, 5, 3, 3, 3, 4, 2, 4, 4)
 
 _MOMENTS = (
+    "sending commit", "sending takeover", "sending admit", "sending evict", "sending restart", "sending register",
     "before commit", "after commit", "before takeover", "after takeover", "before admit", "after admit",
     "before evict", "after evict", "before restart", "after restart", "before register", "after register", "after end",
     "message Pull", "message Item", "message Offer", "message Report", "message Seal", "message Accepted",
@@ -61,24 +63,34 @@ class Fault:
     target: str  # "who", "leader", "primary", "member", "any"
     again: bool  # a dead node is replaced, by one of the same name
     told_s: float | None  # when a launcher says that it is gone; None: never
+    then: Fault | None = None  # what happens right after it
 
 
 def draw(rng: random.Random) -> list[Fault]:
     """The failures of one seed."""
+    return [_draw_one(rng, follows=False) for _ in range(rng.choice((0, 1, 2, 2, 3, 3, 4, 5, 6, 8)))]
+
+
+def _draw_one(rng: random.Random, *, follows: bool) -> Fault:
     weights = [_OFTEN.get(m, 1) for m in _MOMENTS]
-    return [
-        Fault(
-            kind=rng.choices(KINDS, _WEIGHTS)[0],
-            moment=rng.choices(_MOMENTS, weights)[0] if rng.random() < 0.75 else "",
-            count=rng.choice((1, 1, 1, 2, 2, 3, 4, 6, 9)),
-            at_s=rng.choice((0.02, 0.1, 0.5, 3.0)) * rng.random(),
-            lasts_s=rng.choice((0.002, 0.02, 0.2, 1.0, 2.0, 3.0, 4.5)) * rng.uniform(0.5, 1.0),
-            target=rng.choice(("who", "who", "who", "leader", "primary", "member", "any")),
-            again=rng.random() < 0.7,
-            told_s=rng.choice((0.0, 0.005, 0.05, 0.3, 1.0, None)),
-        )
-        for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 3, 4, 5, 6)))
-    ]
+    fault = Fault(
+        kind=rng.choices(KINDS, _WEIGHTS)[0],
+        moment=rng.choices(_MOMENTS, weights)[0] if not follows and rng.random() < 0.8 else "",
+        count=rng.choice((1, 1, 1, 2, 2, 3, 4, 6, 9)),
+        at_s=rng.choice((0.02, 0.1, 0.5, 3.0)) * rng.random(),
+        lasts_s=rng.choice((0.002, 0.02, 0.2, 1.0, 2.0, 3.0, 4.5)) * rng.uniform(0.5, 1.0),
+        target=rng.choice(("who", "who", "who", "leader", "primary", "member", "any")),
+        again=rng.random() < 0.7,
+        told_s=rng.choice((0.0, 0.005, 0.05, 0.3, 1.0, None)),
+    )
+    if rng.random() < 0.3:
+        # Two failures at one moment: the second may hit whoever the first concerns, or whoever acts on it.
+        fault.then = _draw_one(rng, follows=True)
+        fault.then.at_s = rng.choice((0.0, 0.001, 0.01, 0.1, 1.0)) * rng.random()
+    if fault.kind == "etcd slow request":
+        fault.moment = rng.choice([m for m in _MOMENTS if m.startswith("sending ")])
+        fault.target = "who"
+    return fault
 
 
 class Faults:
@@ -89,13 +101,13 @@ class Faults:
         self._rng = rng
         self._waiting = [fault for fault in faults if fault.moment]
         self._over = False
-        self._slow: dict[str, int] = {}
+        self._peer = ""  # the other node at the moment that just came
         for fault in faults:
             if not fault.moment:
                 world.etcd.later(fault.at_s, self._happen, fault, "")
         world.moment = self._moment
 
-    def _moment(self, name: str, node: str) -> None:
+    def _moment(self, name: str, node: str, peer: str = "") -> None:
         if self._over:
             return
         for fault in list(self._waiting):
@@ -103,7 +115,7 @@ class Faults:
                 fault.count -= 1
                 if fault.count <= 0:
                     self._waiting.remove(fault)
-                    self._happen(fault, node)
+                    self._happen(fault, node, peer)
 
     # -- whom -------------------------------------------------------------------------------------
 
@@ -128,6 +140,9 @@ class Faults:
         return known if known is not None and known.exists else self._rng.choice(nodes)
 
     def _other(self, node: SimNode) -> SimNode | None:
+        peer = self._world.nodes.get(self._peer)
+        if peer is not None and peer is not node and peer.exists and self._rng.random() < 0.7:
+            return peer
         others = [n for n in self._world.existing() if n is not node]
         return self._rng.choice(others) if others else None
 
@@ -146,9 +161,12 @@ class Faults:
 
     # -- what -------------------------------------------------------------------------------------
 
-    def _happen(self, fault: Fault, who: str) -> None:
+    def _happen(self, fault: Fault, who: str, peer: str = "") -> None:
         if self._over:
             return
+        if fault.then is not None:
+            self._later(fault.then.at_s, self._happen, fault.then, who, peer)
+        self._peer = peer
         target = self._target(fault, who)
         if target is None:
             return
@@ -252,6 +270,11 @@ class Faults:
         count = self._rng.choice((1, 1, 2, 3))
         self._note(fault, f"{target.id}, the next {count}")
         target.coordinator.lose_next += count
+
+    def _etcd_slow_request(self, fault: Fault, target: SimNode) -> None:
+        """What it is just sending takes long to arrive; nothing else does."""
+        self._note(fault, f"{target.id}, {fault.lasts_s:.3f} s")
+        target.coordinator.slow_next_s = fault.lasts_s
 
     def _etcd_cut(self, fault: Fault, target: SimNode) -> None:
         speaks, hears = self._rng.choice(((False, False), (True, False), (False, True)))

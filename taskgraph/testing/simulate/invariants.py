@@ -42,12 +42,14 @@ class Invariants:
         *,
         living: Callable[[], Mapping[str, Node]],
         expected: list[list[int]] | None,
+        stateless: frozenset[int],
     ) -> None:
         self.view = JobView(job)  # of the store, after its last write
         self._tasks = tasks
         self._runs = runs
         self._living = living
         self._expected = expected
+        self._stateless = stateless
         self._keys: dict[int, Key] = {}  # task -> key of its committed boundary; none for boundary 0
         self.states: dict[int, dict[int, int]] = {0: dict(first)}  # boundary -> task -> state
         self._decoded: dict[bytes, int] = {}
@@ -120,6 +122,8 @@ class Invariants:
             return
         epoch, living = view.stamp.epoch, self._living()
         for task in range(self._tasks):
+            if task in self._stateless:
+                continue  # made anew by whoever takes over
             key, state = self._keys[task], self.states[epoch][task]
             for name in view.in_sync(task):
                 node = living.get(name)

@@ -30,7 +30,7 @@ def owner() -> Process | None:
 
 
 class Nothing(Exception):
-    """Nothing can happen any more, and the run is not over: everything waits for something that nobody does."""
+    """The loop cannot go on, and the run is not over."""
 
 
 class Process:
@@ -94,6 +94,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self._due: list[asyncio.Handle] = []
         self._at_once = 0
         self.steps = 0
+        self.abort = ""  # why it must not go on
 
     def time(self) -> float:
         return self._at
@@ -142,12 +143,15 @@ class SimLoop(asyncio.BaseEventLoop):
         pass
 
     def _run_once(self) -> None:
+        if self.abort:
+            why, self.abort = self.abort, ""
+            raise Nothing(why)
         timers = self._timers
         if not self._due:
             while timers and timers[0][2].cancelled():
                 heapq.heappop(timers)
             if not timers:
-                raise Nothing
+                raise Nothing("nothing can happen any more: everything waits for something that nobody does")
             self._at = max(self._at, timers[0][0])
             self._at_once = 0
         now = self._at

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
+import signal
+import threading
 import time
+import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FrameType
 
 import taskgraph as tg
 from taskgraph.protocol.records import State
@@ -23,6 +29,9 @@ HEAL_S = 15.0
 """Virtual time at which failures end."""
 DEADLINE_S = 120.0
 """Virtual time after that in which the job must end."""
+
+LIMIT_CPU_S = 10.0
+"""What a seed may cost, by far; one that takes longer has met a loop that does not end."""
 
 
 @dataclass
@@ -48,11 +57,43 @@ def run_seed(seed: int) -> Outcome:
     """Runs one seed. The same seed does the same things, in every process."""
     began = time.perf_counter()
     loop = SimLoop()
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        outcome = runner.run(_run(seed))
+    outcome = Outcome(seed, "", "", "", Transcript(loop.time), 0.0, 0.0, 0)
+    with _watched(loop):
+        runner = asyncio.Runner(loop_factory=lambda: loop)
+        try:
+            with runner:
+                runner.run(_run(outcome))
+        except (Nothing, Stuck) as error:
+            outcome.problem = outcome.problem or str(error)
+    outcome.virtual_s = loop.time() - 1.0
     outcome.wall_s = time.perf_counter() - began
     outcome.steps = loop.steps
     return outcome
+
+
+class Stuck(BaseException):
+    """A callback does not return: on a real node, nothing else would run there any more."""
+
+
+@contextlib.contextmanager
+def _watched(loop: SimLoop) -> Iterator[None]:
+    """Interrupts what uses the processor for longer than any seed takes; in a thread there are no signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        where = "".join(traceback.format_stack(frame)[-4:])
+        loop.abort = f"something runs for ever, and nothing else can run meanwhile:\n{where}"
+        raise Stuck(loop.abort)
+
+    before = signal.signal(signal.SIGPROF, interrupt)
+    signal.setitimer(signal.ITIMER_PROF, LIMIT_CPU_S, LIMIT_CPU_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def _settings(rng: random.Random, workload: Workload) -> tg.Settings:
@@ -79,14 +120,15 @@ def _settings(rng: random.Random, workload: Workload) -> tg.Settings:
     )
 
 
-async def _run(seed: int) -> Outcome:
-    rng = random.Random(seed)
+async def _run(outcome: Outcome) -> None:
+    rng = random.Random(outcome.seed)
     workload = Workload.draw(rng)
     nodes = rng.randint(1, 4) if rng.random() < 0.2 else workload.backups + rng.randint(1, 3)
     planned = faults_.draw(rng)
     world = World(workload, _settings(rng, workload), 1, rng)
-    loop = world.loop
-    loop.set_exception_handler(lambda _, context: world.violated(_unhandled(context)))
+    outcome.transcript = world.transcript
+    outcome.described = f"{workload.tasks} tasks, {workload.epochs} epochs, {workload.backups} backups, {nodes} nodes"
+    world.loop.set_exception_handler(lambda _, context: world.violated(_unhandled(context)))
     errors = Errors(world)
     logger = logging.getLogger("taskgraph")
     level, propagate = logger.level, logger.propagate
@@ -94,22 +136,17 @@ async def _run(seed: int) -> Outcome:
     logger.setLevel(logging.ERROR)
     logger.propagate = False
     faults = faults_.Faults(world, planned, random.Random(rng.getrandbits(64)))
-    problem, ended = "", ""
     try:
         await world.start(nodes)
-        ended = await _until_over(world, faults)
+        outcome.ended = await _until_over(world, faults)
     except Violation as error:
-        problem = str(error)
-    except Nothing as error:
-        problem = f"nothing can happen any more: {error}"
+        outcome.problem = str(error)
     finally:
         faults.end(heal=True)
         await world.stop()
         logger.removeHandler(errors)
         logger.setLevel(level)
         logger.propagate = propagate
-    described = f"{workload.tasks} tasks, {workload.epochs} epochs, {workload.backups} backups, {nodes} nodes"
-    return Outcome(seed, problem, ended, described, world.transcript, loop.time() - 1.0, 0.0, 0)
 
 
 def _unhandled(context: dict[str, object]) -> Violation:

@@ -40,6 +40,7 @@ class Step:
     outbound: tuple[tuple[str, tuple[int, ...]], ...] = ()
     flags: tuple[int, ...] = ()
     requests: tuple[int, ...] = ()
+    looks: tuple[int, ...] = ()  # pure requests
     parallel: bool = False
     waits: bool = False  # an `async def`
     bulk: bool = False  # values travel in arrays
@@ -70,14 +71,15 @@ class Workload:
     plan: tuple[tuple[tuple[Step, ...], ...], ...]  # epoch, task
     talks: bool  # flags or requests
     erratic: frozenset[int]  # tasks that compute something else each time
+    stateless: frozenset[int]  # tasks that keep nothing
     finishes: bool  # the job's length is decided by a task
     chaos: random.Random = field(repr=False)
 
     @classmethod
     def draw(cls, rng: random.Random) -> Workload:
         tasks = rng.choice((1, 2, 2, 3, 3, 4))
-        epochs = rng.choice((2, 3, 3, 4))
-        talks = rng.random() < 0.35
+        epochs = rng.choice((2, 3, 3, 4, 5, 6))
+        talks = rng.random() < 0.4
         plan = tuple(tuple(_draw_epoch(rng, tasks, talks)) for _ in range(epochs))
         erratic = frozenset({rng.randrange(tasks)}) if rng.random() < 0.2 else frozenset()
         return cls(
@@ -88,6 +90,7 @@ class Workload:
             plan=plan,
             talks=talks,
             erratic=erratic,
+            stateless=frozenset({rng.randrange(tasks)}) if rng.random() < 0.15 else frozenset(),
             finishes=rng.random() < 0.2,
             chaos=random.Random(rng.getrandbits(32)),
         )
@@ -100,11 +103,11 @@ class Workload:
         return mix(self.seed, 1, task)
 
     def job(self, recorder: Recorder, settings: tg.Settings, min_nodes: int) -> tg.Job:
-        kind = _Talking if self.talks else _Plain
+        kinds = (_StatelessTalking, _Talking) if self.talks else (_Stateless, _Plain)
         return tg.Job(
             tasks=self.tasks,
             epochs=None if self.finishes else self.epochs,
-            builder=lambda _: kind(self, recorder),
+            builder=lambda task: kinds[task not in self.stateless](self, recorder),
             topology=tg.full(),
             backups=self.backups,
             min_nodes=min_nodes,
@@ -124,6 +127,7 @@ class Workload:
         heard = [0] * self.tasks
         inputs: dict[int, list[int]] = {}
         last: dict[int, Step] = {}
+        trail = [0] * self.tasks
         order = sorted((s.index, task, s) for task in range(self.tasks) for s in self.steps(epoch, task))
         for _, task, step in order:
             read = [items[(tag, p, task)] for tag, producers in step.inbound for p in producers]
@@ -131,6 +135,10 @@ class Workload:
                 inputs[task], last[task] = read, step
                 continue
             value = mix(self.seed, before[task], epoch, task, step.index, *read)
+            if not step.parallel:
+                trail[task] = mix(trail[task], step.index)
+            for to in step.looks:
+                value = mix(value, mix(before[to], value, 5))
             for to in step.requests:
                 ask = mix(value, to)
                 heard[to] = (heard[to] + mix(task, ask)) & _MASK
@@ -140,13 +148,13 @@ class Workload:
             for tag, consumers in step.outbound:
                 for to in consumers:
                     items[(tag, task, to)] = mix(value, to)
-        return [
-            _next_state(self.seed, before[t], epoch, t, last[t].index, heard[t], inputs[t]) for t in range(self.tasks)
-        ]
+        return [self.next_state(before[t], epoch, t, mix(heard[t], trail[t]), inputs[t]) for t in range(self.tasks)]
 
-
-def _next_state(seed: int, state: int, epoch: int, task: int, index: int, heard: int, read: list[int]) -> int:
-    return (state + mix(seed, state, epoch, task, index, heard, *read)) & _MASK
+    def next_state(self, state: int, epoch: int, task: int, seen: int, read: list[int]) -> int:
+        """A task's state after an epoch."""
+        if task in self.stateless:
+            return state
+        return (state + mix(self.seed, state, epoch, task, seen, *read)) & _MASK
 
 
 def _draw_epoch(rng: random.Random, tasks: int, talks: bool) -> list[tuple[Step, ...]]:
@@ -179,6 +187,7 @@ def _draw_epoch(rng: random.Random, tasks: int, talks: bool) -> list[tuple[Step,
             others = [t for t in range(tasks) if t != task]
             flags = tuple(rng.sample(others, 1)) if talks and others and rng.random() < 0.4 else ()
             requests = tuple(rng.sample(others, 1)) if talks and others and rng.random() < 0.4 else ()
+            looks = tuple(rng.sample(others, 1)) if talks and others and rng.random() < 0.15 else ()
             steps.append(
                 Step(
                     layer,
@@ -187,7 +196,8 @@ def _draw_epoch(rng: random.Random, tasks: int, talks: bool) -> list[tuple[Step,
                     tuple(outbound[(task, layer)].items()),
                     flags,
                     requests,
-                    waits=bool(requests) or rng.random() < 0.3,
+                    looks,
+                    waits=bool(requests or looks) or rng.random() < 0.3,
                     parallel=rng.random() < 0.1,
                     bulk=rng.random() < 0.2,
                 )
@@ -196,8 +206,8 @@ def _draw_epoch(rng: random.Random, tasks: int, talks: bool) -> list[tuple[Step,
     return plans
 
 
-class _Plain(tg.Task, state=["value"]):
-    """Channels only."""
+class _Stateless(tg.Task):
+    """Channels only; what it begins with is what it has."""
 
     value: Any
 
@@ -231,6 +241,8 @@ class _Plain(tg.Task, state=["value"]):
     def _value(self, step: Step, epoch: Any, consumed: dict[tuple[str, int], int]) -> int:
         work = self._workload
         self._recorder.ran(epoch, step, consumed)
+        if not step.parallel:  # those share nothing
+            epoch.scratch.trail = mix(getattr(epoch.scratch, "trail", 0), step.index)
         value = mix(work.seed, int(self.value[0]), epoch.number, self.task_id, step.index, *consumed.values())
         return value ^ work.chaos.getrandbits(60) if self.task_id in work.erratic else value
 
@@ -249,6 +261,8 @@ class _Plain(tg.Task, state=["value"]):
 
     async def wait(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
         value = self._value(step, epoch, self._read(step, ins))
+        for to in step.looks:
+            value = mix(value, await epoch.request(to, "look", value))
         for to in step.requests:
             ask = mix(value, to)
             answer = await epoch.request(to, "ask", ask)
@@ -259,10 +273,8 @@ class _Plain(tg.Task, state=["value"]):
     def sync(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
         work, consumed = self._workload, self._read(step, ins)
         self._recorder.ran(epoch, step, consumed)
-        heard = getattr(epoch.scratch, "heard", 0)
-        after = _next_state(
-            work.seed, int(self.value[0]), epoch.number, self.task_id, step.index, heard, list(consumed.values())
-        )
+        seen = mix(getattr(epoch.scratch, "heard", 0), getattr(epoch.scratch, "trail", 0))
+        after = work.next_state(int(self.value[0]), epoch.number, self.task_id, seen, list(consumed.values()))
         self.value[0] = after  # in place: a restored state must be the task's own
         self._recorder.ended(epoch, after)
         epoch.report(**{f"t{self.task_id}": float(after % 1_000_003)})
@@ -270,13 +282,14 @@ class _Plain(tg.Task, state=["value"]):
             epoch.finish()
 
     def on_commit(self, number: int, state: Any) -> None:
-        self._recorder.told_committed(self.task_id, number, int(state["value"][0]))
+        if state is not None:
+            self._recorder.told_committed(self.task_id, number, int(state["value"][0]))
 
     def result(self) -> Any:
         return int(self.value[0])
 
 
-class _Talking(_Plain):
+class _StatelessTalking(_Stateless):
     """Flags and requests, too."""
 
     def on_flag(self, epoch: Any, sender: int, meta: Any) -> None:
@@ -289,3 +302,15 @@ class _Talking(_Plain):
         answer = mix(int(self.value[0]), payload, sender)
         self._recorder.handled(epoch, sender, payload, answer)
         return answer
+
+    @tg.handles("look", pure=True)
+    def look(self, epoch: Any, sender: int, payload: Any) -> int:
+        return mix(int(self.value[0]), payload, 5)
+
+
+class _Plain(_Stateless, state=["value"]):
+    """With a state."""
+
+
+class _Talking(_StatelessTalking, state=["value"]):
+    """With a state, flags and requests."""

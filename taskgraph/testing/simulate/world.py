@@ -7,7 +7,7 @@ import dataclasses
 import json
 import logging
 import random
-from collections.abc import Callable
+from typing import Protocol
 
 import taskgraph as tg
 from taskgraph.driver import JobSpec
@@ -32,7 +32,11 @@ from taskgraph.testing.simulate.workload import Workload
 
 __all__ = ["SimNode", "World"]
 
-Moment = Callable[[str, str], None]
+
+class Moment(Protocol):
+    """Told of a named moment, and of the nodes it is about ("" for none)."""
+
+    def __call__(self, name: str, node: str, peer: str = "") -> None: ...
 
 
 @dataclasses.dataclass(eq=False)
@@ -73,11 +77,12 @@ class World:
         self.job = workload.job(self.runs, settings, min_nodes)
         self.spec = dataclasses.replace(JobSpec.local(self.job), run="run", submitted_at=0.0)
         self.keys = Keys(self.spec.name)
-        self.moment: Moment = lambda name, node: None
+        self.moment: Moment = lambda name, node, peer="": None
         self.nodes: dict[str, SimNode] = {}
         self.failed: asyncio.Future[None] = loop.create_future()
         speed = rng.choice((0.0003, 0.001, 0.001, 0.005))
-        self._compute_s = rng.choice((0.0, 0.002, 0.01, 0.03))
+        self._compute_s = rng.choice((0.0, 0.002, 0.01, 0.03, 0.1))
+        self._etcd_timeout_s = rng.choice((0.3, 1.0, 3.0))
         self._rng = random.Random(rng.getrandbits(64))
         self.etcd = SimEtcd(
             SimStore(self._wrote),
@@ -99,8 +104,11 @@ class World:
             {task: workload.first(task) for task in range(workload.tasks)},
             living=self._living,
             expected=None if workload.erratic else workload.expected(),
+            stateless=workload.stateless,
         )
-        self._launcher = SimCoordinator(self.etcd, Process("launcher"), Process("launcher"), on_txn=self._on_txn)
+        self._launcher = SimCoordinator(
+            self.etcd, Process("launcher"), Process("launcher"), on_txn=self._on_txn, timeout_s=3.0
+        )
         self._names = 0
         self._incarnations: dict[str, int] = {}
         self._over = False
@@ -121,7 +129,14 @@ class World:
         self._incarnations[name] = self._incarnations.get(name, 0) + 1
         node_id = f"{name}-{self._incarnations[name]}"
         process, threads = Process(node_id), Process(node_id)
-        coordinator = SimCoordinator(self.etcd, process, threads, on_txn=self._on_txn)
+        coordinator = SimCoordinator(
+            self.etcd,
+            process,
+            threads,
+            on_txn=self._on_txn,
+            timeout_s=self._etcd_timeout_s,
+            lag=self._rng.choice((1.0, 1.0, 1.0, 0.0, 10.0)),
+        )
         events = EventLog(name)
         events.listen(lambda event: self._told(node_id, event))
         node = Node(
@@ -236,15 +251,14 @@ class World:
     def _on_message(self, sender: str, receiver: str, message: object) -> None:
         kind = type(message).__name__
         self.transcript.add("net", kind, f"{sender} > {receiver}")
-        self.moment(f"message {kind}", receiver)
-        self.moment(f"answer {kind}", sender)
+        self.moment(f"message {kind}", receiver, sender)
+        self.moment(f"answer {kind}", sender, receiver)
 
-    def _on_txn(self, process: Process, txn: Txn, done: bool) -> None:
+    def _on_txn(self, process: Process, txn: Txn, when: str) -> None:
         puts = [(op.key, op.value) for op in txn.success if isinstance(op, Put)]
-        if not done and puts:
-            kind = kind_of(self.invariants.view, puts)
-            if kind:
-                self.moment(f"before {kind}", process.name)
+        kind = kind_of(self.invariants.view, puts) if puts else ""
+        if kind:
+            self.moment(f"{when} {kind}", process.name)
 
     def _wrote(self, revision: int, events: tuple[KeyEvent, ...]) -> None:
         if self._over:
