@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from taskgraph.cli import driver_main as main
     from taskgraph.epoch import Epoch, Hold, Inputs, Outputs, Reply, Tag
     from taskgraph.errors import (
+        CheckpointError,
         CoordinationError,
         DecodeError,
         FingerprintMismatch,
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BecameBackup",
     "BecamePrimary",
+    "CheckpointError",
     "CoordinationError",
     "DecodeError",
     "Epoch",

@@ -21,12 +21,14 @@ do about it (the end of its message). `str(error)` is what a user reads.
     │   ├── PeerGone            its port refuses: the process does not exist any more
     │   ├── PeerLost            the connection broke, or no answer came in time
     │   └── Refused             the peer answered, and said no (with a reason)
+    ├── CheckpointError     a checkpoint that is torn, corrupt, foreign or missing
     └── DecodeError         bytes that are not a value, a frame or a record of ours
 """
 
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "CoordinationError",
     "DecodeError",
     "FingerprintMismatch",
@@ -156,6 +158,10 @@ class Refused(TransportError):
     def __init__(self, reason: str, message: str = "") -> None:
         super().__init__(message or reason)
         self.reason = reason
+
+
+class CheckpointError(TaskGraphError):
+    """A checkpoint, or a file of one, that is torn, corrupt, foreign (another job's) or missing. Names the file."""
 
 
 class DecodeError(TaskGraphError):

@@ -26,7 +26,7 @@ from taskgraph.graph.encoding import Writer
 from taskgraph.graph.refusals import CannotTravel
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["codec", "decode", "digest_of", "encode", "message", "verify"]
+__all__ = ["codec", "decode", "digest_of", "encode", "message", "value_end", "verify"]
 
 _VERSION: Final = 1
 _START: Final = bytes((_VERSION,))
@@ -77,14 +77,14 @@ def decode(encoded: Encoded, *, device: str = "host", writable: bool = False) ->
     meta = encoded.meta
     if len(meta) < 6 or meta[0] != _VERSION:
         raise DecodeError(f"not an encoded value: it begins with {bytes(meta[:1])!r}, format {_VERSION} is known here")
-    end = _value_end(meta)
+    end = value_end(meta)
     on_device = _NONE if end == len(meta) - 4 else _on_device(meta, end)
     return Reader(encoded, 1, end, on_device, device, writable).whole()
 
 
 def digest_of(meta: bytes, buffers: Sequence[memoryview]) -> bytes:
     """xxh3-128 over the value and its buffers with their lengths, 16 bytes; where arrays lived is left out."""
-    return _digest(memoryview(meta)[: _value_end(meta)], buffers)
+    return _digest(memoryview(meta)[: value_end(meta)], buffers)
 
 
 def _digest(value: bytearray | memoryview, buffers: Sequence[memoryview]) -> bytes:
@@ -110,8 +110,8 @@ def _on_device(meta: bytes, at: int) -> frozenset[int]:
     return frozenset(numbers[:-1])
 
 
-def _value_end(meta: bytes) -> int:
-    """Where the trailer begins. Where there is none, everything is the value, and decoding will refuse it."""
+def value_end(meta: bytes) -> int:
+    """Where the value ends and the trailer begins; its whole length where there is none: decoding will refuse it."""
     size = len(meta)
     if size < 4 or meta.endswith(_NOTHING_ON_DEVICE):
         return max(0, size - 4)

@@ -1,0 +1,133 @@
+"""What a checkpoint is: its name, whose it is, and the files it consists of."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Final
+
+import xxhash
+
+from taskgraph.checkpoint.files import FileInfo, Label
+from taskgraph.errors import CheckpointError
+from taskgraph.version import VERSION
+
+__all__ = ["Manifest", "Name", "Origin"]
+
+_FORMAT: Final = "taskgraph checkpoint 1"
+_NAME = re.compile(r"s(\d{4,9})-a(\d{6,18})-e(\d{9,18})-([0-9a-z]{1,16})")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Name:
+    """A checkpoint's name, which is also that of its directory.
+
+    The order is that of the job's history: a series is begun by every start from the beginning, and an attempt of one
+    series never comes again, also after a roll-back and a resumed run.
+
+    Attributes:
+        run: of the run that wrote it, so that what an earlier run left unfinished is never mixed with it.
+    """
+
+    series: int
+    attempt: int
+    epoch: int
+    run: str
+
+    def __str__(self) -> str:
+        return f"s{self.series:04d}-a{self.attempt:06d}-e{self.epoch:09d}-{self.run}"
+
+    @classmethod
+    def parse(cls, text: str) -> Name | None:
+        """The name, or None: it is not one of a checkpoint."""
+        found = _NAME.fullmatch(text)
+        return cls(int(found[1]), int(found[2]), int(found[3]), found[4]) if found else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Which job's checkpoints these are. One of another job, or of another version of its driver, is foreign."""
+
+    job: str
+    fingerprint: str
+    tasks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A checkpoint's list of files.
+
+    Attributes:
+        files: of every task that has state, and of task 0 for what was reported.
+        before: names of the checkpoints before it, the newest first: if this one is corrupt, they are used.
+        options: the job function's arguments, for people.
+    """
+
+    name: str
+    job: str
+    fingerprint: str
+    tasks: int
+    files: tuple[FileInfo, ...]
+    before: tuple[str, ...] = ()
+    options: str = ""
+    written_at: float = 0.0
+    version: str = VERSION
+
+    @property
+    def parsed(self) -> Name:
+        found = Name.parse(self.name)
+        if found is None:
+            raise CheckpointError(f"{self.name!r} is not the name of a checkpoint")
+        return found
+
+    def file_of(self, task: int) -> FileInfo | None:
+        return next((info for info in self.files if info.task == task), None)
+
+    def label(self, task: int) -> Label:
+        """What the file of a task must say of itself."""
+        name = self.parsed
+        return Label(
+            job=self.job,
+            fingerprint=self.fingerprint,
+            tasks=self.tasks,
+            task=task,
+            epoch=name.epoch,
+            attempt=name.attempt,
+            run=name.run,
+        )
+
+    def check_origin(self, origin: Origin, path: str) -> None:
+        """Raises CheckpointError where it is not this job's."""
+        for key, expected in asdict(origin).items():
+            if getattr(self, key) != expected:
+                whose = "the driver's fingerprint" if key == "fingerprint" else key
+                raise CheckpointError(f"{path} is foreign: {whose} is {getattr(self, key)}, here it is {expected}")
+
+    def to_bytes(self) -> bytes:
+        raw = {"format": _FORMAT, **asdict(self)}
+        return json.dumps({**raw, "digest": _digest(raw)}, indent=1).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, path: str) -> Manifest:
+        """Reads one; raises CheckpointError, naming `path`, where it is torn, corrupt or of another version."""
+        try:
+            raw: dict[str, Any] = json.loads(data)
+            digest = raw.pop("digest", None)
+            if raw.get("format") != _FORMAT:
+                raise CheckpointError(f"{path} is foreign: its format is {raw.get('format')!r}, not {_FORMAT!r}")
+            if digest != _digest(raw):
+                raise CheckpointError(f"{path} is corrupt: it does not match its digest")
+            known = {f.name for f in fields(cls)}
+            made = cls(**{key: value for key, value in raw.items() if key in known})
+            files = tuple(FileInfo(**info) for info in raw["files"])
+            made = replace(made, files=files, before=tuple(made.before))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path} is torn or corrupt: {error!r}") from error
+        if Name.parse(made.name) is None:
+            raise CheckpointError(f"{path} is corrupt: {made.name!r} is not the name of a checkpoint")
+        return made
+
+
+def _digest(raw: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(raw, sort_keys=True, separators=(",", ":")).encode())

@@ -1,0 +1,212 @@
+"""Where checkpoints lie: a local directory, or whatever fsspec opens. Bytes under paths, and nothing of what they mean.
+
+A file appears whole or not at all: on local file systems it is written beside its place, synced and renamed. Elsewhere
+that is up to the store behind fsspec (object stores put whole objects); what is torn all the same does not match its
+digest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final, Protocol
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+
+from taskgraph.errors import JobError
+
+__all__ = ["Directory", "FsspecPlace", "Place", "check_url", "open_place"]
+
+Bytes = bytes | memoryview
+_LOCAL: Final = ("file", "local", "")
+
+
+class Place(Protocol):
+    """Bytes under relative paths, with `/` between their parts. Calls block; they raise OSError."""
+
+    def write(self, path: str, parts: Iterable[Bytes]) -> None:
+        """Puts a whole file, over one that is there."""
+
+    def read(self, path: str) -> memoryview:
+        """A whole file; FileNotFoundError where there is none."""
+
+    def names(self, path: str) -> list[str]:
+        """What lies directly under a path, sorted; nothing where that does not exist."""
+
+    def remove(self, path: str) -> None:
+        """Removes a file, or a directory with all that is in it; nothing where there is none."""
+
+
+def check_url(url: str) -> None:
+    """Says at once, where the job is made, what would only fail in every node.
+
+    Raises:
+        JobError: not a place that every node can find.
+    """
+    if not isinstance(url, str) or not url:
+        raise JobError(f"Job(checkpoint={url!r}): must be a URL, e.g. 'file:///scratch/checkpoints'")
+    local = _local_path(url)
+    if local is not None:
+        if not os.path.isabs(local):
+            raise JobError(
+                f"Job(checkpoint={url!r}): nodes do not share a working directory; give the whole path, e.g. "
+                f"'file://{Path(local).absolute()}'"
+            )
+        return
+    _fsspec(url)
+
+
+def open_place(url: str) -> Place:
+    """The place that a URL names. Nothing is made or looked at yet.
+
+    Raises:
+        JobError: the URL is none, or needs a package that is not installed.
+    """
+    check_url(url)
+    local = _local_path(url)
+    return Directory(Path(local)) if local is not None else FsspecPlace(url)
+
+
+def _local_path(url: str) -> str | None:
+    """The path that the URL names on this host, or None: it is not one of this host's."""
+    parts = urlsplit(url)
+    if "://" not in url:
+        return url
+    if parts.scheme not in _LOCAL:
+        return None
+    if parts.netloc not in ("", "localhost"):
+        raise JobError(
+            f"Job(checkpoint={url!r}): it names the host {parts.netloc!r}; a path has three slashes, e.g. "
+            f"'file:///{parts.netloc}{parts.path}'"
+        )
+    return unquote(parts.path)
+
+
+def _fsspec(url: str) -> tuple[Any, str]:
+    try:
+        import fsspec
+    except ImportError:
+        raise JobError(
+            f"Job(checkpoint={url!r}): places other than file:/// need fsspec: pip install 'taskgraph-aio[checkpoint]'"
+        ) from None
+    try:
+        found: tuple[Any, str] = fsspec.core.url_to_fs(url)
+        return found
+    except (ValueError, ImportError) as error:
+        raise JobError(f"Job(checkpoint={url!r}): {error}") from error
+
+
+class Directory:
+    """A directory of this host, or one that a network file system shows to all of them."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def __str__(self) -> str:
+        return str(self._root)
+
+    def write(self, path: str, parts: Iterable[Bytes]) -> None:
+        target = self._root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Two writers of one file (a zombie, and who came after it) must not write into one another.
+        beside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.tmp")
+        try:
+            with open(beside, "xb", buffering=0) as file:
+                for part in parts:
+                    _write_all(file.fileno(), memoryview(part))
+                os.fsync(file.fileno())
+            os.replace(beside, target)
+            _sync_directory(target.parent)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                beside.unlink()
+            raise
+
+    def read(self, path: str) -> memoryview:
+        data = np.fromfile(self._root / path, np.uint8)
+        data.flags.writeable = False
+        return data.data
+
+    def names(self, path: str) -> list[str]:
+        try:
+            return sorted(os.listdir(self._root / path))
+        except FileNotFoundError:
+            return []
+
+    def remove(self, path: str) -> None:
+        target = self._root / path
+        with contextlib.suppress(FileNotFoundError):
+            if target.is_dir():
+                shutil.rmtree(target)
+            else:
+                target.unlink()
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    data = data.cast("B")
+    while data.nbytes:
+        data = data[os.write(descriptor, data) :]
+
+
+def _sync_directory(path: Path) -> None:
+    """A rename is durable only once its directory is."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class FsspecPlace:
+    """Whatever fsspec has a file system for."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._fs, self._root = _fsspec(url)
+
+    def __str__(self) -> str:
+        return self._url
+
+    def _path(self, path: str) -> str:
+        return f"{self._root.rstrip('/')}/{path}" if path else self._root
+
+    def write(self, path: str, parts: Iterable[Bytes]) -> None:
+        target = self._path(path)
+        with _as_os_error(target):
+            self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+            with self._fs.open(target, "wb") as file:
+                for part in parts:
+                    file.write(part)
+
+    def read(self, path: str) -> memoryview:
+        with _as_os_error(path):
+            return memoryview(bytes(self._fs.cat_file(self._path(path))))
+
+    def names(self, path: str) -> list[str]:
+        with _as_os_error(path):
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.ls(self._path(path), detail=False)
+            except FileNotFoundError:
+                return []
+            return sorted(str(name).rstrip("/").rpartition("/")[2] for name in found)
+
+    def remove(self, path: str) -> None:
+        with _as_os_error(path), contextlib.suppress(FileNotFoundError):
+            self._fs.rm(self._path(path), recursive=True)
+
+
+@contextlib.contextmanager
+def _as_os_error(path: str) -> Iterator[None]:
+    """What the stores behind fsspec raise has no common root: whatever it is, nothing was written or read."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{path}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,187 @@
+"""A job's checkpoints in their place: written, read, listed, and the old ones removed.
+
+    {place}/{job}/{name}/task-000003.safetensors      one per task that has state, and task 0's
+    {place}/{job}/{name}/manifest.staged.json         all of them are written
+    {place}/{job}/{name}/manifest.json                and etcd's pointer says so: it is complete
+
+The staged manifest is written before the pointer and the final one after it. A running job believes the pointer; one
+that is resumed when its etcd is gone believes the final manifests. Every call blocks, and is made in a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from taskgraph.checkpoint.files import FileInfo, pack, unpack
+from taskgraph.checkpoint.manifest import Manifest, Name, Origin
+from taskgraph.checkpoint.places import Place, open_place
+from taskgraph.errors import CheckpointError
+from taskgraph.protocol.messages import Encoded
+
+__all__ = ["Found", "Store"]
+
+_FINAL = "manifest.json"
+_STAGED = "manifest.staged.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The newest checkpoint that can be used.
+
+    Attributes:
+        refused: why those after it cannot, each by name; the newest first.
+    """
+
+    manifest: Manifest | None
+    refused: tuple[str, ...]
+
+
+class Store:
+    """The checkpoints of one job.
+
+    Raises:
+        JobError: the URL is none, or needs a package that is not installed.
+    """
+
+    def __init__(self, url: str, origin: Origin) -> None:
+        self._place: Place = open_place(url)
+        self._origin = origin
+
+    def __str__(self) -> str:
+        return f"{self._place}/{self._origin.job}"
+
+    def _path(self, name: str, *more: str) -> str:
+        return "/".join((self._origin.job, name, *more))
+
+    def _file(self, name: str, task: int) -> str:
+        return self._path(name, f"task-{task:06d}.safetensors")
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def manifest(self, name: Name, files: Iterable[FileInfo] = (), before: Iterable[str] = ()) -> Manifest:
+        """A manifest of this job, not written yet."""
+        return Manifest(
+            name=str(name),
+            job=self._origin.job,
+            fingerprint=self._origin.fingerprint,
+            tasks=self._origin.tasks,
+            files=tuple(sorted(files, key=lambda info: info.task)),
+            before=tuple(before),
+        )
+
+    def write(self, name: Name, task: int, value: Encoded) -> FileInfo:
+        """Writes one task's boundary. Raises OSError."""
+        info, parts = pack(value, self.manifest(name).label(task))
+        self._place.write(self._file(str(name), task), parts)
+        return info
+
+    def stage(self, manifest: Manifest) -> None:
+        """All files are written. Raises OSError."""
+        self._place.write(self._path(manifest.name, _STAGED), [manifest.to_bytes()])
+
+    def finish(self, name: str) -> None:
+        """The pointer names it: it is complete, also for those who will not know the pointer. Any number of times.
+
+        Raises:
+            CheckpointError: it was not staged.
+            OSError: it cannot be written.
+        """
+        if _FINAL in self._place.names(self._path(name)):
+            return
+        manifest = self._read_manifest(name, _STAGED)
+        self._place.write(self._path(name, _FINAL), [manifest.to_bytes()])
+
+    def keep_only(self, names: Iterable[str], current: str) -> list[str]:
+        """Removes what is older than `current` and not among `names`: old checkpoints, and what never was completed.
+
+        Returns the names of those removed. What comes after `current` may be being written.
+        """
+        kept, newest = set(names), Name.parse(current)
+        removed = []
+        for name in self._names():
+            if newest is not None and name < newest and str(name) not in kept:
+                # Its manifest goes first: without one the rest of it does not pass for a checkpoint.
+                self._place.remove(self._path(str(name), _FINAL))
+                self._place.remove(self._path(str(name)))
+                removed.append(str(name))
+        return removed
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def _names(self) -> list[Name]:
+        """Of all that is there, complete or not; oldest first."""
+        return sorted(n for text in self._place.names(self._origin.job) if (n := Name.parse(text)) is not None)
+
+    def complete(self) -> list[Name]:
+        """The complete ones, the newest first, whether they can be read or not. Raises OSError."""
+        found = self._names()
+        return [n for n in reversed(found) if _FINAL in self._place.names(self._path(str(n)))]
+
+    def highest(self) -> tuple[int, int]:
+        """The highest series ever begun here, and the highest attempt of all; (0, 0) where there is none."""
+        found = self._names()
+        return max((n.series for n in found), default=0), max((n.attempt for n in found), default=0)
+
+    def open(self, name: str) -> Manifest:
+        """The manifest of one that is complete, or that the pointer names.
+
+        Raises:
+            CheckpointError: it is missing, torn, corrupt or foreign.
+        """
+        try:
+            manifest = self._read_manifest(name, _FINAL)
+        except CheckpointError:
+            with contextlib.suppress(CheckpointError):
+                return self._checked(self._read_manifest(name, _STAGED), name)
+            raise
+        return self._checked(manifest, name)
+
+    def _checked(self, manifest: Manifest, name: str) -> Manifest:
+        path = f"{self._place}/{self._path(name)}"
+        manifest.check_origin(self._origin, path)
+        if manifest.name != name:
+            raise CheckpointError(f"{path} is foreign: its manifest is that of {manifest.name}")
+        return manifest
+
+    def _read_manifest(self, name: str, which: str) -> Manifest:
+        path = self._path(name, which)
+        return Manifest.from_bytes(bytes(self._read(path)), path=f"{self._place}/{path}")
+
+    def _read(self, path: str) -> memoryview:
+        try:
+            return self._place.read(path)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self._place}/{path} is missing") from error
+        except OSError as error:
+            raise CheckpointError(f"{self._place}/{path} cannot be read: {error}") from error
+
+    def read(self, manifest: Manifest, task: int) -> Encoded | None:
+        """A task's boundary, verified; None where the checkpoint has none of this task.
+
+        Raises:
+            CheckpointError: the file is missing, torn, corrupt or foreign.
+        """
+        info = manifest.file_of(task)
+        if info is None:
+            return None
+        path = self._file(manifest.name, task)
+        return unpack(self._read(path), manifest.label(task), info, path=f"{self._place}/{path}")
+
+    def verify(self, manifest: Manifest) -> None:
+        """Reads every file; raises CheckpointError for the first that cannot be used."""
+        for info in manifest.files:
+            self.read(manifest, info.task)
+
+    def newest(self, names: Iterable[str]) -> Found:
+        """The first of these that can be used, every file of it read, and why those before it cannot."""
+        refused: list[str] = []
+        for name in names:
+            try:
+                manifest = self.open(name)
+                self.verify(manifest)
+                return Found(manifest, tuple(refused))
+            except CheckpointError as error:
+                refused.append(str(error))
+        return Found(None, tuple(refused))

@@ -1,0 +1,109 @@
+"""The arrays of an encoded value by name, without making anything of it: no user code runs, nothing is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from taskgraph.graph.decoding import Reader
+from taskgraph.graph.values import value_end
+from taskgraph.protocol.messages import Encoded
+
+__all__ = ["Named", "outline"]
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """One array of a value.
+
+    Attributes:
+        path: keys, indices and field names that lead to it, as texts.
+        data: its elements in C order.
+        buffer: which of the value's buffers that is; None for a small one, which lies in meta.
+    """
+
+    path: tuple[str, ...]
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    data: memoryview
+    buffer: int | None
+
+
+def outline(encoded: Encoded) -> list[Named]:
+    """The value's arrays, in the order they were encoded.
+
+    Raises:
+        DecodeError: the bytes are not a value.
+    """
+    # Where arrays lived is told after the value; it does not matter here, so the reader is told of no device.
+    reader = _Outline(encoded)
+    reader.whole()
+    return reader.found
+
+
+class _Outline(Reader):
+    """A reader that keeps the way to each array, and makes no messages and no values of codecs."""
+
+    __slots__ = ("_path", "found")
+
+    def __init__(self, encoded: Encoded) -> None:
+        super().__init__(encoded, 1, value_end(encoded.meta), frozenset(), "host", False)
+        self._path: list[str] = []
+        self.found: list[Named] = []
+
+    def _value(self) -> Any:
+        read = _OWN.get(self._meta[self._at])
+        if read is None:
+            return super()._value()
+        self._at += 1
+        return read(self)
+
+    def _at_step(self, step: str) -> Any:
+        self._path.append(step)
+        found = self._value()
+        self._path.pop()
+        return found
+
+    def steps(self) -> None:
+        for index in range(self._count(1)):
+            self._at_step(str(index))
+        self._depth -= 1
+
+    def entries(self) -> None:
+        for index in range(self._count(2)):
+            key = self._value()
+            self._at_step(str(key) if isinstance(key, str | int | float | bytes) else f"key{index}")
+        self._depth -= 1
+
+    def fields(self) -> None:
+        self._name()
+        count = int.from_bytes(self._take(4), "little")
+        self._enter()
+        for _ in range(count):
+            self._at_step(self._name())
+        self._depth -= 1
+
+    def inner(self) -> None:
+        self._name()  # of a codec or of a protobuf message: what follows is a value
+        self._enter()
+        self._value()
+        self._depth -= 1
+
+    def _made(self, data: bytes | memoryview, at: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+        buffer = self._next - 1 if isinstance(data, memoryview) else None
+        self.found.append(Named(tuple(self._path), dtype, shape, memoryview(data)[at : at + size], buffer))
+        self._arrays += 1
+
+
+_OWN: Final[dict[int, Callable[[_Outline], None]]] = {
+    ord("L"): _Outline.steps,
+    ord("U"): _Outline.steps,
+    ord("D"): _Outline.entries,
+    ord("M"): _Outline.fields,
+    ord("C"): _Outline.inner,
+    ord("P"): _Outline.inner,
+}

@@ -1,0 +1,160 @@
+"""One task's file: exact for us, open for others, and refused by name once a bit of it is another."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import numpy as safetensors_numpy
+from safetensors import safe_open
+
+import taskgraph as tg
+from taskgraph.checkpoint.files import FileInfo, Label, pack, unpack
+from taskgraph.errors import CheckpointError
+from taskgraph.graph.values import decode, encode
+
+LABEL = Label(job="fit", fingerprint="f1", tasks=3, task=2, epoch=20, attempt=4, run="ab12")
+
+
+@tg.message
+class SavedLayer:
+    weight: np.ndarray
+    name: str
+
+
+STATES: dict[str, Any] = {
+    "nothing": None,
+    "an array alone": np.arange(6.0).reshape(2, 3),
+    "a large array alone": np.arange(10_000, dtype=np.float32).reshape(100, 100),
+    "by name": {"theta": np.ones(3), "momentum": np.zeros((2000, 2)), "steps": 7, "note": "héllo"},
+    "nested": {"layers": [{"w": np.ones((40, 40))}, {"w": np.zeros(2)}], "pair": (np.int64(3), 1 + 2j)},
+    "messages": {"layer": SavedLayer(np.full(5000, 0.5), "first")},
+    "dtypes safetensors knows": {d: np.arange(5000).astype(d) for d in "?bBhHiIlLqQefd"},
+    "dtypes it does not": {
+        "complex": np.arange(3000) * 1j,
+        "big endian": np.arange(3000, dtype=">f8"),
+        "record": np.zeros(900, dtype=[("a", "<f8"), ("b", "S3")]),
+        "text": np.array(["a", "bcd"] * 900),
+        "time": np.array(["2020-01-01"] * 900, dtype="datetime64[s]"),
+        "long double": np.arange(900, dtype=np.longdouble),
+    },
+    "no elements": {"empty": np.zeros((0, 5)), "point": np.array(3.0)},
+    "not contiguous": {"t": np.arange(10_000).reshape(100, 100).T[::2], "f": np.asfortranarray(np.ones((90, 80)))},
+    "long bytes and text": {"blob": bytes(range(256)) * 100, "text": "x" * 10_000},
+    "names that clash": {1: np.ones(1000), "1": np.zeros(1000), "taskgraph.value": np.ones(2), "a.b": np.ones(2)},
+    "odd keys": {(1, 2): np.ones(2), None: np.zeros(2), "": np.ones(1), "__metadata__": np.ones(3)},
+}
+
+
+def packed(state: Any) -> tuple[FileInfo, bytes]:
+    info, parts = pack(encode({"state": state, "numbers": {"loss": 0.5}, "log": {}}), LABEL)
+    data = b"".join(parts)
+    assert info.size == len(data)
+    return info, data
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal in type, dtype, order of bytes, and bits."""
+    return encode(one).digest == encode(other).digest
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_comes_back_exactly(name: str) -> None:
+    info, data = packed(STATES[name])
+    value = unpack(memoryview(data), LABEL, info, path="p")
+    found = decode(value)
+    assert same(found["state"], STATES[name])
+    assert found["numbers"] == {"loss": 0.5}
+    assert same(decode(value, writable=True)["state"], STATES[name])
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_the_safetensors_package_opens_it(name: str, tmp_path: Any) -> None:
+    path = tmp_path / "task.safetensors"
+    path.write_bytes(packed(STATES[name])[1])
+    with safe_open(path, framework="np") as file:
+        assert file.metadata()["job"] == "fit"
+        assert file.metadata()["epoch"] == "20"
+        assert "taskgraph.value" in file.keys()  # noqa: SIM118 - not a mapping
+
+
+def test_others_see_arrays_by_name(tmp_path: Any) -> None:
+    weights = np.arange(5000, dtype=np.float32).reshape(50, 100)
+    state = {"theta": np.array([1.0, 2.0]), "layers": [{"w": weights}], "layer": SavedLayer(np.full(700, 0.5), "a")}
+    tensors = safetensors_numpy.load(packed(state)[1])
+    assert tensors["theta"].tolist() == [1.0, 2.0]
+    assert tensors["theta"].dtype == np.float64
+    assert np.array_equal(tensors["layers.0.w"], weights)
+    assert np.array_equal(tensors["layer.weight"], np.full(700, 0.5))
+    assert set(tensors) == {"theta", "layers.0.w", "layer.weight", "taskgraph.value"}
+    alone = safetensors_numpy.load(packed(weights)[1])
+    assert np.array_equal(alone["state"], weights)
+
+
+def test_bulk_is_not_copied() -> None:
+    value = encode({"state": np.zeros(1_000_000), "numbers": {}, "log": {}})
+    _, parts = pack(value, LABEL)
+    assert any(np.shares_memory(np.frombuffer(p, np.uint8), np.frombuffer(value.buffers[0], np.uint8)) for p in parts)
+
+
+def test_arrays_are_aligned_in_the_file() -> None:
+    _, data = packed({"a": np.ones(3, np.uint8), "b": np.ones(1000), "c": np.ones(3000, np.float16)})
+    size = struct.unpack_from("<Q", data)[0]
+    header = json.loads(data[8 : 8 + size])
+    for name, itemsize in (("b", 8), ("c", 2)):
+        assert (8 + size + header[name]["data_offsets"][0]) % itemsize == 0
+
+
+def test_a_flipped_bit_anywhere_is_noticed() -> None:
+    info, data = packed({"theta": np.ones(3), "big": np.zeros(600)})
+    for at in range(len(data)):
+        torn = bytearray(data)
+        torn[at] ^= 1 << at % 8
+        with pytest.raises(CheckpointError, match=r"^some/file is "):
+            unpack(memoryview(bytes(torn)), LABEL, info, path="some/file")
+
+
+def test_a_file_that_was_cut_off_is_torn() -> None:
+    info, data = packed({"theta": np.ones(300)})
+    for size in (0, 1, 7, 8, 100, len(data) // 2, len(data) - 1):
+        with pytest.raises(CheckpointError, match="some/file is torn"):
+            unpack(memoryview(data[:size]), LABEL, info, path="some/file")
+        with pytest.raises(CheckpointError, match="some/file is"):
+            short = dataclasses.replace(info, size=size)
+            unpack(memoryview(data[:size]), LABEL, short, path="some/file")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("job", "other"), ("fingerprint", "f2"), ("tasks", 4), ("task", 1), ("epoch", 10), ("attempt", 3), ("run", "x")],
+)
+def test_anothers_file_is_foreign(key: str, value: Any) -> None:
+    info, data = packed({"theta": np.ones(3)})
+    with pytest.raises(CheckpointError, match=f"f is foreign: its {key} is"):
+        unpack(memoryview(data), dataclasses.replace(LABEL, **{key: value}), info, path="f")
+
+
+def test_another_tools_file_is_foreign() -> None:
+    data = safetensors_numpy.save({"theta": np.ones(3)})
+    with pytest.raises(CheckpointError, match="f is foreign"):
+        unpack(memoryview(data), LABEL, FileInfo(2, len(data), "0" * 32), path="f")
+
+
+def test_a_file_of_the_same_label_and_size_is_another() -> None:
+    info, _ = packed({"theta": np.ones(3)})
+    other, data = packed({"theta": np.zeros(3)})
+    assert other.size == info.size
+    with pytest.raises(CheckpointError, match="another file than the one that was written"):
+        unpack(memoryview(data), LABEL, info, path="f")
+
+
+def test_random_bytes() -> None:
+    rng = np.random.default_rng(1)
+    for size in (*range(40), 200, 5000):
+        data = rng.bytes(size)
+        with pytest.raises(CheckpointError):
+            unpack(memoryview(data), LABEL, FileInfo(2, size, "0" * 32), path="f")

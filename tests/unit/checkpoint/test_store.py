@@ -1,0 +1,310 @@
+"""A job's checkpoints: complete only when they are, refused by name, the one before used, the old ones removed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from taskgraph.checkpoint import Manifest, Name, Origin, Store
+from taskgraph.checkpoint.places import Directory, check_url
+from taskgraph.errors import CheckpointError, JobError
+from taskgraph.graph.values import decode, encode
+from taskgraph.protocol.messages import Encoded
+
+ORIGIN = Origin(job="fit", fingerprint="f1", tasks=3)
+
+
+def boundary(number: float) -> Encoded:
+    return encode({"state": {"theta": np.full(2000, number)}, "numbers": {}, "log": {}})
+
+
+def save(store: Store, epoch: int, before: tuple[str, ...] = (), *, attempt: int = 1, series: int = 1) -> Manifest:
+    """A complete checkpoint of tasks 0 and 2; task 1 has no state."""
+    name = Name(series, attempt, epoch, "r1")
+    files = [store.write(name, task, boundary(epoch + task)) for task in (0, 2)]
+    manifest = store.manifest(name, files, before)
+    store.stage(manifest)
+    store.finish(str(name))
+    return manifest
+
+
+@pytest.fixture(params=["file", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param == "file":
+        yield Store(f"file://{tmp_path}/check%20points", ORIGIN)
+        return
+    yield Store(f"memory://bucket/{uuid.uuid4().hex}", ORIGIN)
+
+
+def theta(value: Encoded | None) -> float:
+    assert value is not None
+    return float(decode(value)["state"]["theta"][0])
+
+
+def test_what_is_written_is_read(store: Store) -> None:
+    save(store, 10)
+    (name,) = store.complete()
+    manifest = store.open(str(name))
+    assert (manifest.parsed.epoch, manifest.parsed.attempt) == (10, 1)
+    assert theta(store.read(manifest, 0)) == 10
+    assert store.read(manifest, 1) is None
+    assert theta(store.read(manifest, 2)) == 12
+    store.verify(manifest)
+
+
+def test_nothing_is_there_at_first(store: Store) -> None:
+    assert store.complete() == []
+    assert store.highest() == (0, 0)
+    assert store.keep_only([], "s0001-a000001-e000000010-r1") == []
+
+
+def test_it_is_complete_only_when_it_was_finished(store: Store) -> None:
+    name = Name(1, 1, 10, "r1")
+    info = store.write(name, 0, boundary(1))
+    assert store.complete() == []
+    with pytest.raises(CheckpointError, match=r"manifest.staged.json is missing"):
+        store.finish(str(name))
+    store.stage(store.manifest(name, [info]))
+    assert store.complete() == []
+    assert theta(store.read(store.open(str(name)), 0)) == 1  # the pointer may name it already
+    store.finish(str(name))
+    store.finish(str(name))
+    assert store.complete() == [name]
+
+
+def test_newer_means_series_then_attempt_then_epoch(store: Store) -> None:
+    for epoch, attempt, series in ((30, 1, 1), (20, 2, 1), (10, 1, 2), (20, 1, 1)):
+        save(store, epoch, attempt=attempt, series=series)
+    assert [(n.series, n.attempt, n.epoch) for n in store.complete()] == [
+        (2, 1, 10),
+        (1, 2, 20),
+        (1, 1, 30),
+        (1, 1, 20),
+    ]
+    assert store.highest() == (2, 2)
+
+
+def test_names_are_their_directories() -> None:
+    name = Name(3, 12, 40, "ab12")
+    assert Name.parse(str(name)) == name
+    for text in ("", "x", "s1-a1-e1-r", "manifest.json", str(name) + "/..", "s0001-a000001-e000000001-"):
+        assert Name.parse(text) is None
+
+
+def test_the_one_before_is_used_and_each_refusal_has_a_name(tmp_path: Path) -> None:
+    store = Store(f"file://{tmp_path}", ORIGIN)
+    names = [save(store, epoch).name for epoch in (10, 20, 30, 40)]
+    (tmp_path / "fit" / names[3] / "task-000002.safetensors").unlink()
+    torn = tmp_path / "fit" / names[2] / "task-000000.safetensors"
+    torn.write_bytes(torn.read_bytes()[:5000])
+    manifest = tmp_path / "fit" / names[1] / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"tasks": 3', b'"tasks": 4'))
+    (tmp_path / "fit" / names[1] / "manifest.staged.json").unlink()
+    found = store.newest(str(n) for n in store.complete())
+    assert found.manifest is not None
+    assert found.manifest.name == names[0]
+    assert [reason.partition(" is ")[0].removeprefix(f"{tmp_path}/fit/") for reason in found.refused] == [
+        f"{names[3]}/task-000002.safetensors",
+        f"{names[2]}/task-000000.safetensors",
+        f"{names[1]}/manifest.json",
+    ]
+    assert "missing" in found.refused[0]
+    assert "torn" in found.refused[1]
+    assert "corrupt" in found.refused[2]
+
+
+def test_a_torn_final_manifest_is_as_good_as_the_staged_one(tmp_path: Path) -> None:
+    store = Store(f"file://{tmp_path}", ORIGIN)
+    name = save(store, 10).name
+    (tmp_path / "fit" / name / "manifest.json").write_bytes(b"{")
+    assert store.open(name).name == name
+    (tmp_path / "fit" / name / "manifest.staged.json").write_bytes(b"[]")
+    with pytest.raises(CheckpointError, match=r"manifest.json is torn or corrupt"):
+        store.open(name)
+
+
+@pytest.mark.parametrize(
+    ("origin", "text"),
+    [
+        (Origin(job="fit", fingerprint="f2", tasks=3), "foreign: the driver's fingerprint is f1, here it is f2"),
+        (Origin(job="fit", fingerprint="f1", tasks=4), "foreign: tasks is 3, here it is 4"),
+    ],
+)
+def test_another_jobs_checkpoint_is_foreign(store: Store, tmp_path: Path, origin: Origin, text: str) -> None:
+    name = save(store, 10).name
+    store._origin = origin
+    found = store.newest([name])
+    assert found.manifest is None
+    assert text in found.refused[0]
+
+
+def test_a_checkpoint_under_anothers_name_is_foreign(tmp_path: Path) -> None:
+    store = Store(f"file://{tmp_path}", ORIGIN)
+    name = save(store, 10).name
+    other = name.replace("e000000010", "e000000020")
+    os.rename(tmp_path / "fit" / name, tmp_path / "fit" / other)
+    with pytest.raises(CheckpointError, match="foreign: its manifest is that of"):
+        store.open(other)
+    os.rename(tmp_path / "fit", tmp_path / "fat")
+    with pytest.raises(CheckpointError, match="foreign: job is fit, here it is fat"):
+        Store(f"file://{tmp_path}", Origin(job="fat", fingerprint="f1", tasks=3)).open(other)
+
+
+def test_old_ones_are_removed_and_what_is_being_written_stays(store: Store) -> None:
+    names = [save(store, epoch).name for epoch in (10, 20, 30)]
+    unfinished = Name(1, 1, 25, "r0")
+    store.write(unfinished, 0, boundary(0))
+    being_written = Name(1, 1, 40, "r1")
+    store.write(being_written, 0, boundary(0))
+    assert store.keep_only(names[1:], names[2]) == [names[0], str(unfinished)]
+    assert [str(n) for n in store.complete()] == [names[2], names[1]]
+    assert store.highest() == (1, 1)
+    assert being_written in store._names()
+
+
+def test_a_file_of_another_name_is_left_alone(tmp_path: Path) -> None:
+    store = Store(f"file://{tmp_path}", ORIGIN)
+    name = save(store, 10).name
+    (tmp_path / "fit" / "notes.txt").write_text("mine")
+    (tmp_path / "fit" / "s1").mkdir()
+    store.keep_only([], "s9999-a000001-e000000010-r1")
+    assert sorted(os.listdir(tmp_path / "fit")) == ["notes.txt", "s1"]
+    assert name
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+    """A real ENOSPC or EFBIG: the file's size is limited by the kernel."""
+    script = f"""
+        import resource, signal, sys
+        from tests.unit.checkpoint.test_store import ORIGIN, Name, Store, boundary, encode, np, save
+        store = Store("file://{tmp_path}", ORIGIN)
+        save(store, 10)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        big = encode({{"state": np.zeros(1_000_000), "numbers": {{}}, "log": {{}}}})
+        try:
+            store.write(Name(1, 1, 20, "r1"), 0, big)
+        except OSError as error:
+            print(error)
+    """
+    done = python(script)
+    assert "File too large" in done.stdout
+    store = Store(f"file://{tmp_path}", ORIGIN)
+    assert [n.epoch for n in store.complete()] == [10]
+    assert os.listdir(tmp_path / "fit" / "s0001-a000001-e000000020-r1") == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
+def test_a_full_file_system(tmp_path: Path) -> None:
+    mounted = tmp_path / "small"
+    mounted.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", mounted], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no mount here: {done.stderr}")
+    try:
+        store = Store(f"file://{mounted}", ORIGIN)
+        name = save(store, 10).name
+        big = encode({"state": np.zeros(100_000), "numbers": {}, "log": {}})
+        with pytest.raises(OSError, match="No space left"):
+            store.write(Name(1, 1, 20, "r1"), 0, big)
+        assert store.newest([name]).refused == ()
+        store.write(Name(1, 1, 20, "r1"), 0, boundary(0))  # what it had written of the big one is gone again
+    finally:
+        subprocess.run(["umount", mounted], check=True)
+
+
+def test_a_writer_that_was_killed_half_way(tmp_path: Path) -> None:
+    script = f"""
+        import os, signal
+        from tests.unit.checkpoint.test_store import ORIGIN, Directory, Name, Store, boundary, save
+        store = Store("file://{tmp_path}", ORIGIN)
+        save(store, 10)
+        def parts():
+            yield b"x" * 5000
+            os.kill(os.getpid(), signal.SIGKILL)
+        store._place.write("fit/s0001-a000001-e000000020-r1/task-000000.safetensors", parts())
+    """
+    done = python(script, check=False)
+    assert done.returncode == -signal.SIGKILL
+    store = Store(f"file://{tmp_path}", ORIGIN)
+    assert [n.epoch for n in store.complete()] == [10]
+    (left,) = os.listdir(tmp_path / "fit" / "s0001-a000001-e000000020-r1")
+    assert left.endswith(".tmp")
+    save(store, 30)
+    newest = save(store, 30).name
+    store.keep_only([newest], newest)
+    assert os.listdir(tmp_path / "fit") == [newest]
+
+
+def python(script: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).parents[3]
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        check=check,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+
+
+def test_two_writers_of_one_file_leave_a_whole_one(tmp_path: Path) -> None:
+    place = Directory(tmp_path)
+
+    def slow() -> Iterator[bytes]:
+        yield b"a" * 1000
+        place.write("f", [b"b" * 3000])
+        yield b"a" * 1000
+
+    place.write("f", slow())
+    assert bytes(place.read("f")) == b"a" * 2000
+    assert os.listdir(tmp_path) == ["f"]
+
+
+@pytest.mark.parametrize("url", ["file:///scratch/x", "/scratch/x", "file://localhost/scratch/x", "memory://x"])
+def test_urls(url: str) -> None:
+    check_url(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("", "must be a URL"),
+        ("checkpoints", "nodes do not share a working directory; give the whole path, e.g. 'file:///"),
+        ("file://scratch/x", "a path has three slashes, e.g. 'file:///scratch/x'"),
+        ("nosuch://x", "nosuch"),
+    ],
+)
+def test_wrong_urls(url: str, text: str) -> None:
+    with pytest.raises(JobError, match=r"Job\(checkpoint=") as caught:
+        check_url(url)
+    assert text in str(caught.value)
+
+
+def test_other_places_need_fsspec_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(JobError, match=r"pip install 'taskgraph-aio\[checkpoint\]'"):
+        check_url("s3://bucket/x")
+    check_url("file:///scratch/x")
+
+
+def test_what_a_store_behind_fsspec_raises_is_an_os_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store("memory://bucket/broken", ORIGIN)
+    place: Any = store._place
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("503")
+
+    monkeypatch.setattr(place._fs, "open", refuse)
+    with pytest.raises(OSError, match="RuntimeError: 503"):
+        store.write(Name(1, 1, 10, "r1"), 0, boundary(1))
