@@ -13,6 +13,7 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -34,6 +35,8 @@ _START_S = 20.0
 _STOP_S = 5.0
 _FIRST_ANSWER_S = 0.5
 _NAME_POLL_S = 0.02
+#: Of its log, when it ended: each is a JSON object of up to a few hundred characters.
+_LAST_LINES = 8
 #: History kept for watches that reconnect, in revisions; etcd compacts every 5 minutes.
 _HISTORY_REVISIONS = 100_000
 
@@ -69,12 +72,21 @@ class EmbeddedEtcd:
         data_dir: where to keep data across restarts; None: a private directory that is removed at the end.
         port: the port for clients; None: a free one.
         arguments: further command line arguments for etcd.
+        log: the file for what it prints, which stays; None: one that is removed at the end.
     """
 
-    def __init__(self, *, data_dir: Path | None = None, port: int | None = None, arguments: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        data_dir: Path | None = None,
+        port: int | None = None,
+        arguments: Sequence[str] = (),
+        log: Path | None = None,
+    ) -> None:
         self._data_dir = data_dir
         self._port = port
         self._arguments = tuple(arguments)
+        self._log = log
         self._guard: asyncio.subprocess.Process | None = None
         self._endpoint = ""
         self._version = ""
@@ -121,10 +133,16 @@ class EmbeddedEtcd:
             if "address already in use" not in said or self._port is not None or attempt == _PORT_TRIES:
                 raise CoordinationError(f"etcd ({binary}) did not start: {said}")
 
-    async def ended(self) -> None:
-        """Returns when etcd has ended, by whatever means."""
-        if self._guard is not None:
-            await self._guard.wait()
+    async def ended(self) -> str:
+        """Returns when etcd has ended, by whatever means: how, and the last lines of its log."""
+        guard = self._guard
+        if guard is None:
+            return "it was stopped"
+        code = await guard.wait()
+        assert guard.stderr is not None
+        said = (await guard.stderr.read()).decode(errors="replace").splitlines()[-_LAST_LINES:]
+        how = f"was killed by {_signal_name(code - 128)}" if code > 128 else f"ended with exit code {code}"
+        return "\n".join([f"{how}; the end of its log:", *said]) if said else f"{how}; its log is empty"
 
     async def stop(self) -> None:
         """Ends etcd, within 5 s, and removes its data unless `data_dir` was given. Not running is no error."""
@@ -147,12 +165,13 @@ class EmbeddedEtcd:
         client = self._port or client
         private = Path(tempfile.mkdtemp(prefix="taskgraph-etcd-"))  # mode 0700
         name = f"taskgraph-{uuid.uuid4().hex[:12]}"
+        log = self._log or private / "etcd.log"
         command = _command(binary, self._version, name, self._data_dir or private / "data", client, peer)
         try:
             guard = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-I", "-S", str(Path(__file__).parent.parent / "launch" / "guard.py")),
-                *("--remove", str(private), "--log", str(private / "etcd.log"), "--parent", str(os.getpid())),
+                *("--remove", str(private), "--log", str(log), "--parent", str(os.getpid())),
                 *("--", *command, *self._arguments),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -250,6 +269,13 @@ async def _version_of(binary: Path) -> str:
         text = (complained or said).decode(errors="replace").strip()
         raise CoordinationError(f"{binary} is not a usable etcd: {text or 'it does not tell its version'}")
     return found.group(1)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have numbers only
+        return f"signal {number}"
 
 
 def _environment() -> dict[str, str]:

@@ -206,8 +206,12 @@ class LocalNodes:
         if self._watches:
             await asyncio.wait(self._watches, timeout=timeout_s)
 
-    async def stop(self, grace_s: float) -> None:
-        """Ends every node: SIGTERM, upon which it hands over and leaves; after `grace_s` SIGKILL."""
+    async def stop(self, grace_s: float, *, tell: bool = True) -> None:
+        """Ends every node: SIGTERM, upon which it hands over and leaves; after `grace_s` SIGKILL.
+
+        Args:
+            tell: nodes that do not leave by themselves are declared gone; False: there is no etcd any more.
+        """
         self._stopping = True
         try:
             if grace_s > 0:
@@ -216,13 +220,13 @@ class LocalNodes:
         finally:  # whoever waits here may be cancelled, and a node that is stopped (SIGSTOP) obeys nothing else
             self._signal(signal.SIGKILL)
             await asyncio.gather(*self._watches, return_exceptions=True)
-            await self._last_tellings()
+            await self._last_tellings(_LAST_TELL_S if tell else 0.0)
             if self._sockets is not None:
                 shutil.rmtree(self._sockets, ignore_errors=True)
 
-    async def _last_tellings(self) -> None:
+    async def _last_tellings(self, timeout_s: float) -> None:
         if self._telling:
-            await asyncio.wait(self._telling, timeout=_LAST_TELL_S)
+            await asyncio.wait(self._telling, timeout=timeout_s)
         for telling in tuple(self._telling):
             telling.cancel()
         await asyncio.gather(*self._telling, return_exceptions=True)

@@ -85,7 +85,12 @@ async def arun(
         runtime = Runtime()
         if not stack.enter_context(runtime.claim(spec.name)) or runtime.find(spec.name) is not None:
             raise _running_here(runtime, spec.name)
-        embedded = await stack.enter_async_context(EmbeddedEtcd()) if etcd is None else None
+        runtime.remove(spec.name)  # what a launcher that was killed left
+        embedded = None
+        if etcd is None:
+            stack.callback(runtime.remove, spec.name)
+            log = runtime.folder(spec.name) / "etcd.log"
+            embedded = await stack.enter_async_context(EmbeddedEtcd(log=log))
         entry = JobEntry(
             name=spec.name,
             etcd=embedded.endpoint if embedded is not None else etcd or "",
@@ -96,8 +101,8 @@ async def arun(
         )
         coordinator = await stack.enter_async_context(await connect(entry.etcd, entry.tls))
         await submit(coordinator, spec)
-        stack.push_async_exit(partial(_cancel_unbegun, coordinator, spec))
-        runtime.remove(spec.name)  # what a launcher that was killed left
+        if embedded is None:
+            stack.push_async_exit(partial(_cancel_unbegun, coordinator, spec))
         runtime.put(entry)
         stack.callback(runtime.remove, spec.name)
         follower = Follower(coordinator, spec, entry.token_bytes)

@@ -1,10 +1,10 @@
 """The user's runtime directory: by what a job of this host is found from any shell, and what is kept of finished ones.
 
 {runtime}/jobs/{name}/job.json    endpoints and token; only the owner can read it
-{runtime}/jobs/{name}/*.log       what its nodes print
+{runtime}/jobs/{name}/*.log       what its nodes print, and its embedded etcd
 {runtime}/s/*/                    sockets of one launcher's nodes: their paths must be short
 {runtime}/finished/{name}.json    result and events of the last jobs
-{runtime}/finished/{name}.logs/   what their nodes printed
+{runtime}/finished/{name}.logs/   what their nodes and etcds printed
 """
 
 from __future__ import annotations
@@ -180,11 +180,16 @@ class Runtime:
         self._folder(name)
         folder = self._made(self.root / "finished")
         _write_private(folder / f"{name}.json", json.dumps(record))
-        self._keep_logs(name, folder / f"{name}.logs")
+        self._keep_logs(name, self.kept_logs(name))
         known = sorted(folder.glob("*.json"), key=_written_at)
         for path in known[:-_FINISHED_KEPT]:
             path.unlink(missing_ok=True)
             shutil.rmtree(path.with_suffix(".logs"), ignore_errors=True)
+
+    def kept_logs(self, name: str) -> Path:
+        """Where the logs of a finished job are."""
+        self._folder(name)
+        return self.root / "finished" / f"{name}.logs"
 
     def _keep_logs(self, name: str, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)

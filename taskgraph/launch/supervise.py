@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import time
@@ -63,7 +64,7 @@ class Supervisor:
     """Starts nodes for a submitted job, follows it to its end, collects its result.
 
     Args:
-        etcd_ended: returns when the job's own etcd ended; None where it is somebody else's.
+        etcd_ended: returns when the job's own etcd ended, and how; None where it is somebody else's.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Supervisor:
         hooks: Hooks,
         *,
         listen: str = "",
-        etcd_ended: Callable[[], Awaitable[None]] | None = None,
+        etcd_ended: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
         self._spec = spec
         self._entry = entry
@@ -93,6 +94,8 @@ class Supervisor:
             on_exit=self._on_exit,
         )
         self._all_ended = asyncio.Event()
+        self._without_etcd = ""
+        """How the job's own etcd ended: there is nobody left to tell or to ask."""
 
     def _on_exit(self, name: str, code: int) -> None:
         if self._nodes.alive == 0:
@@ -122,7 +125,10 @@ class Supervisor:
             await asyncio.shield(self._try_to_end("interrupted", State.CANCELLED))
             raise
         except JobFailed:
-            await self._nodes.wait(_CANCELLED_END_S)  # they read that it failed, and leave
+            if self._without_etcd:
+                grace_s = 0.0  # its nodes cannot hand anything over
+            else:
+                await self._nodes.wait(_CANCELLED_END_S)  # they read that it failed, and leave
             raise
         finally:
             await self._finish(grace_s)
@@ -135,7 +141,7 @@ class Supervisor:
             stopped.append(asyncio.ensure_future(self._no_etcd(self._etcd_ended)))
         try:
             done, _ = await asyncio.wait([ending, *stopped], return_when=asyncio.FIRST_COMPLETED)
-            if ending not in done:
+            if ending not in done and (not self._without_etcd or not self._follower.view.running):
                 await asyncio.wait([ending], timeout=_ALL_ENDED_S)
             if ending.done():
                 return ending.result()
@@ -184,11 +190,13 @@ class Supervisor:
         await self._try_to_end(reason, State.FAILED)
         raise JobFailed(reason, job=self._spec.name)
 
-    async def _no_etcd(self, ended: Callable[[], Awaitable[None]]) -> None:
-        await ended()
+    async def _no_etcd(self, ended: Callable[[], Awaitable[str]]) -> None:
+        self._without_etcd = how = await ended()
+        kept = Runtime().kept_logs(self._spec.name)
         raise JobFailed(
-            f"job {self._spec.name!r}: its embedded etcd has ended, so that no epoch can commit any more; run the job "
-            f"again, or on an etcd of your own (--etcd), which a job survives the restart of",
+            f"job {self._spec.name!r}: its embedded etcd has ended, so that no epoch can commit any more. It {how}\n"
+            f"Its log and those of the nodes are kept in {kept}. Run the job again, or on your own etcd (--etcd): "
+            f"a job outlives its restart",
             job=self._spec.name,
         )
 
@@ -219,17 +227,21 @@ class Supervisor:
             return
 
     async def _finish(self, grace_s: float) -> None:
-        await self._nodes.stop(grace_s)
-        try:
-            async with asyncio.timeout(_LAST_WORDS_S):
-                await self._follower.keeper.load()
-                events, _ = await kept_events(self._coordinator, self._spec.name)
-        except (CoordinationError, TimeoutError):
-            events = []  # there is nobody left to ask: what we knew last is kept
-        status = self._follower.view.status
+        await self._nodes.stop(grace_s, tell=not self._without_etcd)
+        events: list[Event] = []
+        if not self._without_etcd:  # else what we knew last is kept
+            with contextlib.suppress(CoordinationError, TimeoutError):
+                async with asyncio.timeout(_LAST_WORDS_S):
+                    await self._follower.keeper.load()
+                    events, _ = await kept_events(self._coordinator, self._spec.name)
+        view = self._follower.view
+        status = view.status.record if view.status else None
+        if self._without_etcd and view.running:
+            reason = f"its embedded etcd {self._without_etcd}"
+            status = StatusRecord(state=State.FAILED, reason=reason, writer="launcher")
         kept: dict[str, Any] = {
             "run": self._spec.run,
-            "status": json.loads(status.record.to_bytes()) if status else {},
+            "status": json.loads(status.to_bytes()) if status else {},
             "result": json.loads(self._follower.kept_json) if self._follower.kept_json else None,
             "events": [json.loads(event.to_bytes()) for event in events],
         }

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -211,11 +212,32 @@ async def test_when_every_node_is_gone_their_last_words_are_shown(cli: Cli) -> N
     assert "every node has ended" in (await cli("status", "sums")).out
 
 
-async def test_when_its_embedded_etcd_is_gone_the_job_fails_and_says_so(cli: Cli) -> None:
-    run = await cli.paused("--nodes", "1")
+async def test_when_its_embedded_etcd_is_gone_the_job_fails_at_once_and_says_how_and_where(cli: Cli) -> None:
+    run = await cli.paused("--nodes", "3")
     for pid, command in cli.processes().items():
         if "--listen-client-urls" in command and "guard.py" not in command:
             os.kill(pid, signal.SIGKILL)
+    began = time.monotonic()
     done = await run.done()
+    took = time.monotonic() - began
     assert done.code == 1 and "its embedded etcd has ended" in done.err and "--etcd" in done.err
+    assert "was killed by SIGKILL" in done.err and "Traceback" not in done.err
+    kept = cli.root / "run" / "taskgraph" / "finished" / "sums.logs"
+    assert f"are kept in {kept}" in done.err and (kept / "n1.log").exists()
+    assert took < 3.0, f"{took:.1f} s"
+    await cli.nothing_left()
+    assert "job sums: failed" in (await cli("status", "sums")).out
+
+
+async def test_an_etcd_that_ends_by_itself_shows_the_end_of_its_log(cli: Cli) -> None:
+    """As when its disk is full; here its log is written by the test, and etcd told to leave."""
+    run = await cli.paused("--nodes", "1")
+    log = next((cli.root / "run").rglob("etcd.log"))
+    with log.open("a") as file:
+        file.write("no space left on device\n")
+    for pid, command in cli.processes().items():
+        if "--listen-client-urls" in command and "guard.py" not in command:
+            os.kill(pid, signal.SIGTERM)
+    done = await run.done()
+    assert done.code == 1 and "the end of its log:\n" in done.err and "no space left on device" in done.err, done.err
     await cli.nothing_left()
