@@ -83,6 +83,7 @@ def _add_run_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--nodes", type=int, default=4, metavar="N", help="node processes on this host (4)")
     made.add_argument("--timeout", type=float, metavar="S", help="fail after this many seconds")
     made.add_argument("--json", action="store_true", help="the last line of output is the result as JSON")
+    made.add_argument("--logs", action="store_true", help="show what tasks print, on standard error")
     made.add_argument("--resume", action="store_true", help="from a durable checkpoint (not part of this release)")
 
 

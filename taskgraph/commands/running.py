@@ -20,6 +20,7 @@ from taskgraph.errors import CoordinationError, JobError, JobFailed, JobRunning
 from taskgraph.jobs import Job, JobFunction, JobResult
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.local import LocalNodes
+from taskgraph.launch.logs import LogTails, printed
 from taskgraph.launch.run import arun, connect
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
@@ -60,10 +61,13 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
     name = job.name
     progress = Progress(name, job.tasks, job.epochs, job.backups)
     started: list[LocalNodes] = []
+    tails: list[LogTails] = []
 
     def on_start(follower: Follower, nodes: LocalNodes) -> None:
         progress.follow(follower.view)
         started.append(nodes)
+        if options.logs:
+            tails.append(LogTails(nodes.logs(), progress.line))
 
     running = asyncio.ensure_future(
         arun(
@@ -78,10 +82,19 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
         )
     )
     interrupts = _on_interrupt(running, started)
-    ticking = asyncio.ensure_future(_tick(progress))
+    ticking = asyncio.ensure_future(_tick(progress, tails))
     try:
-        result = await running
+        try:
+            result = await running
+        finally:
+            for tail in tails:
+                tail.close()
         progress.end(result.reports)
+    except JobFailed:
+        progress.end()
+        if started and (logs := Runtime().kept_logs(name)).is_dir():
+            print(f"the logs of its nodes are in {logs}", file=sys.stderr)
+        raise
     except asyncio.CancelledError:
         if interrupts:
             progress.end()
@@ -93,12 +106,16 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
         await asyncio.gather(ticking, return_exceptions=True)
         progress.end()
     _print_result(result, as_json=options.json)
+    if started and not options.logs and printed(logs := Runtime().kept_logs(name)):
+        print(f"what its tasks printed is in {logs}; --logs shows it at once", file=sys.stderr)
     return 0
 
 
-async def _tick(progress: Progress) -> None:
+async def _tick(progress: Progress, tails: list[LogTails]) -> None:
     while True:
         await asyncio.sleep(_TICK_S)
+        for tail in tails:
+            tail.poll()
         progress.tick()
 
 
@@ -208,13 +225,21 @@ async def _launch(options: argparse.Namespace) -> int:
         progress = Progress(reached.name, reached.spec.tasks, reached.spec.epochs, reached.spec.backups)
         progress.follow(follower.view)
         await follower.start(progress.event)
+        tails: list[LogTails] = []
+
+        def on_start(nodes: LocalNodes) -> None:
+            if options.logs:
+                tails.append(LogTails(nodes.logs(), progress.line))
+
         work = asyncio.ensure_future(
-            launch_nodes(entry, reached.coordinator, follower, reached.spec, options.nodes, options.listen or "")
+            launch_nodes(
+                entry, reached.coordinator, follower, reached.spec, options.nodes, options.listen or "", on_start
+            )
         )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, work.cancel)
-        ticking = asyncio.ensure_future(_tick(progress))
+        ticking = asyncio.ensure_future(_tick(progress, tails))
         try:
             status, result = await work
         except asyncio.CancelledError:
@@ -222,6 +247,8 @@ async def _launch(options: argparse.Namespace) -> int:
             return 130
         finally:
             ticking.cancel()
+            for tail in tails:
+                tail.close()
             progress.end()
             await follower.stop()
             found = runtime.find(reached.name)

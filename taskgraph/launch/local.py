@@ -143,6 +143,10 @@ class LocalNodes:
         """The ids of the nodes started here, by their names."""
         return {p.name: p.node_id for p in self._processes.values()}
 
+    def logs(self) -> dict[str, Path]:
+        """Where each node's output goes."""
+        return {p.name: p.log_path for p in self._processes.values()}
+
     def codes(self) -> dict[str, int]:
         """Exit codes of the nodes that ended; negative: the signal that ended it."""
         return {p.name: p.code for p in self._processes.values() if p.code is not None}

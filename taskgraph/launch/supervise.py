@@ -260,9 +260,18 @@ def _how(code: int) -> str:
 
 
 async def launch_nodes(
-    entry: JobEntry, coordinator: Coordinator, follower: Follower, spec: JobSpec, count: int, listen: str
+    entry: JobEntry,
+    coordinator: Coordinator,
+    follower: Follower,
+    spec: JobSpec,
+    count: int,
+    listen: str,
+    on_start: Callable[[LocalNodes], None],
 ) -> tuple[StatusRecord, JobResult | None]:
     """Nodes on this host for a job that was submitted elsewhere, until the job ended or all of them did.
+
+    Args:
+        on_start: gets the nodes once they are started.
 
     Returns:
         What became of the job, and its result, unless somebody else collected it.
@@ -270,6 +279,7 @@ async def launch_nodes(
     nodes = LocalNodes(entry, coordinator, Runtime(), blas_threads=spec.settings.get("blas_threads", 1), listen=listen)
     try:
         await nodes.start(count, taken={v.record.name for v in follower.view.nodes.values()})
+        on_start(nodes)
         ended = asyncio.ensure_future(follower.ended())
         gone = asyncio.ensure_future(nodes.wait(None))
         broken = asyncio.ensure_future(follower.broken())

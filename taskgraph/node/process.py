@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import io
 import json
 import logging
 import os
@@ -275,6 +276,9 @@ def log_to_stderr() -> None:
 def main(config: NodeConfig) -> NoReturn:
     """Runs a node and ends the process."""
     log_to_stderr()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What a task prints is read while it runs, and must not be lost with a process that is killed.
+        sys.stdout.reconfigure(line_buffering=True)
     if not config.node_id:
         config = dataclasses.replace(config, node_id=NodeConfig.new_id(config.name))
     if config.parent_fd >= 0 or config.parent_pid:

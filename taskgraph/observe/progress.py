@@ -92,6 +92,15 @@ class Progress:
             self._flush_held()
             self._write(f"{_clock_text(event.at)} {event.text}\n")
 
+    def line(self, text: str) -> None:
+        """Something to be read among what happens, such as a line that a task printed."""
+        if self._live:
+            self._print_above(text)
+            self._refresh(force=True)
+        else:
+            self._flush_held()
+            self._write(f"{text}\n")
+
     def _commit(self, event: Event) -> None:
         epoch = event.epoch or 0
         if epoch <= self._epoch:

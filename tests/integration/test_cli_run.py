@@ -66,6 +66,45 @@ async def test_blas_threads_are_the_jobs_whatever_started_it(cli: Cli) -> None:
     assert json.loads(done.out)["reports"][-1]["numbers"]["threads"] == 3
 
 
+PRINTS = """
+import taskgraph as tg
+
+
+class Talk(tg.Task, state=["n"]):
+    def setup(self):
+        self.n = 0
+
+    def compose(self, epoch):
+        epoch.processor(self.say)
+
+    def say(self, epoch, ins, outs):
+        print(f"task {self.task_id} in epoch {epoch.number}", end="\\n" if epoch.number < 2 else "")
+        self.n += 1
+
+
+@tg.job
+def talk(epochs: int = 3) -> tg.Job:
+    return tg.Job(tasks=2, epochs=epochs, builder=lambda task_id: Talk(), backups=0)
+"""
+
+
+async def test_what_tasks_print_is_shown_with_the_name_of_the_node(cli: Cli) -> None:
+    (cli.cwd / "talk.py").write_text(PRINTS)
+    done = await cli("run", "talk.py", "--nodes", "2", "--logs")
+    assert done.code == 0, done.err
+    lines = done.err.splitlines()
+    said = sorted(line for line in lines if " | " in line)
+    assert said == sorted(f"n{t + 1} | task {t} in epoch {e}" for e in range(3) for t in range(2))
+    assert not any("printed" in line for line in lines)
+    done = await cli("run", "talk.py", "--nodes", "2")
+    kept = cli.root / "run" / "taskgraph" / "finished" / "talk.logs"
+    assert f"what its tasks printed is in {kept}; --logs" in done.err and " | " not in done.err
+    assert "task 0 in epoch 0" in (kept / "n1.log").read_text()
+    quiet = await cli("run", str(DRIVER), "--nodes", "2")
+    assert "printed" not in quiet.err, "the framework's own lines are no news"
+    await cli.nothing_left()
+
+
 async def test_a_failed_job_shows_the_users_traceback_and_none_of_ours(cli: Cli) -> None:
     done = await cli("run", str(DRIVER), "--nodes", "2", "-o", "fail_at=3")
     assert done.code == 1

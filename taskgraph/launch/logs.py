@@ -1,0 +1,89 @@
+"""What the nodes of this host print: passed on line by line, and found in their logs afterwards.
+
+A node's standard output and error go to one file, which outlives it. What the framework tells there below a warning is
+told elsewhere, too (the progress, `taskgraph events`), and is left out here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["LogTails", "printed"]
+
+_OURS = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} taskgraph[.\w]* (DEBUG|INFO) ")
+"""See `node.process.log_to_stderr`."""
+_CHUNK = 64 * 1024
+"""Read of one file at a time, so that a task that prints without end does not keep the others waiting."""
+_LONGEST = 64 * 1024
+"""A line without an end is passed on in pieces."""
+
+
+class LogTails:
+    """Follows logs. Files are opened once, so that where they are moved to does not matter.
+
+    Args:
+        logs: by the name of the node.
+        show: takes `node | line`.
+    """
+
+    def __init__(self, logs: Mapping[str, Path], show: Callable[[str], None]) -> None:
+        self._show = show
+        self._stack = ExitStack()
+        self._width = max((len(name) for name in logs), default=0)
+        self._files: dict[str, BinaryIO] = {}
+        self._rest: dict[str, bytes] = dict.fromkeys(logs, b"")
+        for name, path in logs.items():
+            with contextlib.suppress(FileNotFoundError):
+                self._files[name] = self._stack.enter_context(path.open("rb"))
+
+    def poll(self) -> bool:
+        """Passes on what is new; returns whether there may be more."""
+        more = False
+        for name, file in self._files.items():
+            data = file.read(_CHUNK)
+            more = more or len(data) == _CHUNK
+            *lines, rest = (self._rest[name] + data).split(b"\n")
+            if len(rest) > _LONGEST:
+                lines, rest = [*lines, rest], b""
+            self._rest[name] = rest
+            for line in lines:
+                self._pass_on(name, line)
+        return more
+
+    def _pass_on(self, name: str, line: bytes) -> None:
+        ours = _OURS.search(line)  # not at its beginning: after something printed without an end of line
+        line = line[: ours.start()] if ours else line
+        if line or not ours:
+            self._show(f"{name.ljust(self._width)} | {line.decode(errors='replace').rstrip()}")
+
+    def close(self) -> None:
+        """Passes on what is left."""
+        try:
+            while self.poll():
+                pass
+            for name, rest in self._rest.items():
+                if rest:
+                    self._pass_on(name, rest)
+        finally:
+            self._stack.close()
+
+
+def printed(folder: Path) -> bool:
+    """Whether anything but the framework's own is at the end of the logs there."""
+    return any(line and not _OURS.match(line) for path in sorted(folder.glob("n*.log")) for line in _last_lines(path))
+
+
+def _last_lines(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _CHUNK))
+            if file.tell():
+                file.readline()  # a part of a line
+            yield from file.read().split(b"\n")
+    except FileNotFoundError:  # another run of the job makes room
+        return

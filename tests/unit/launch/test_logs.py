@@ -1,0 +1,51 @@
+"""What nodes print, passed on line by line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from taskgraph.launch.logs import LogTails, printed
+
+OURS = "2026-11-21 10:08:12,222 taskgraph.events INFO the job began\n"
+WARNING = "2026-11-21 10:08:12,222 taskgraph.node WARNING something odd\n"
+THEIRS = "2026-11-21 10:08:12,222 fit INFO loss 3\n"
+
+
+def test_lines_are_passed_on_when_they_are_whole_and_the_rest_at_the_end(tmp_path: Path) -> None:
+    one, ten = tmp_path / "n1.log", tmp_path / "n10.log"
+    one.write_text(OURS + "loss 1\nlo")
+    ten.write_text("")
+    shown: list[str] = []
+    tails = LogTails({"n1": one, "n10": ten, "n2": tmp_path / "absent"}, shown.append)
+    tails.poll()
+    assert shown == ["n1  | loss 1"]
+    with one.open("a") as file:
+        file.write("ss 2\n" + THEIRS + "\n" + WARNING)
+    with ten.open("a") as file:
+        file.write("no end" + OURS + "rest")
+    one.rename(tmp_path / "kept")  # where the job ended meanwhile
+    tails.close()
+    assert shown[1:] == [
+        "n1  | loss 2",
+        f"n1  | {THEIRS.strip()}",
+        "n1  | ",
+        f"n1  | {WARNING.strip()}",
+        "n10 | no end",
+        "n10 | rest",
+    ]
+
+
+def test_a_line_without_end_is_passed_on_in_pieces(tmp_path: Path) -> None:
+    (tmp_path / "n1.log").write_text("x" * 300_000)
+    shown: list[str] = []
+    LogTails({"n1": tmp_path / "n1.log"}, shown.append).close()
+    assert len(shown) > 1 and sum(line.count("x") for line in shown) == 300_000
+
+
+def test_what_the_framework_says_of_itself_is_nothing_printed(tmp_path: Path) -> None:
+    assert not printed(tmp_path / "absent")
+    (tmp_path / "n1.log").write_text(OURS * 5000)
+    (tmp_path / "etcd.log").write_text("{}\n")
+    assert not printed(tmp_path)
+    (tmp_path / "n2.log").write_text(OURS + "hello\n")
+    assert printed(tmp_path)
