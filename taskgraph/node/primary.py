@@ -48,11 +48,13 @@ class Primary:
         self._taken = taken
         # Who was evicted before the committed boundary does not hold it, and must not be evicted again: "until" this
         # epoch would make it an heir. Backups tidies its key away.
-        others = [
-            n for n, (_, m) in taken.members.items() if n != node.id and (m.until is None or m.until >= taken.epoch)
-        ]
+        others = {n: m.until for n, (_, m) in taken.members.items() if n != node.id}
+        insync = InSync(
+            [n for n, until in others.items() if until is None],
+            marked=[n for n, until in others.items() if until is not None and until >= taken.epoch],
+        )
         self.backups = Backups(
-            node, replica, term=taken.term, epoch=taken.epoch, primary_revision=taken.revision, insync=InSync(others)
+            node, replica, term=taken.term, epoch=taken.epoch, primary_revision=taken.revision, insync=insync
         )
         self._attempt: Attempt | None = None
         self._attempt_changed = asyncio.Event()

@@ -6,10 +6,13 @@
                                                                                      ▼
     absent ◄──────────────────────known written────────────────────────────────  evicting
 
+    marked ──acknowledged all──► admitting          marked ──suspect / not wished──► evicting
+
 A boundary needs the acknowledgement of every node in `admitting`, `member` and `evicting`: from the moment the
 admitting write may exist until the moment the evicting write is known to exist, that node may take over.
-Members found at a take-over are `member`, also those an earlier term marked as evicted: only an eviction of one's
-own term counts.
+Members found at a take-over are `member`. Those an earlier term marked as evicted are `marked`: acknowledgements are
+needed from them like from a member, as only an eviction of one's own term counts, but once the epoch moves on their
+key makes them nobody's heirs. So they are admitted anew or evicted, whichever placement wants.
 """
 
 from __future__ import annotations
@@ -29,22 +32,25 @@ class Place(StrEnum):
     CANDIDATE = "candidate"
     ADMITTING = "admitting"
     MEMBER = "member"
+    MARKED = "marked"  # evicted by an earlier term
     EVICTING = "evicting"
 
 
-_COUNTS = frozenset({Place.ADMITTING, Place.MEMBER, Place.EVICTING})
+_COUNTS = frozenset({Place.ADMITTING, Place.MEMBER, Place.MARKED, Place.EVICTING})
 
 
 class InSync:
     """Other nodes than the primary's own; the primary's own copy is implied."""
 
-    def __init__(self, members: Iterable[str], current: Iterable[Key] = ()) -> None:
+    def __init__(self, members: Iterable[str], current: Iterable[Key] = (), *, marked: Iterable[str] = ()) -> None:
         """Args:
         members: the members read by the take-over, without oneself.
         current: boundaries they are known to hold (the committed one they acknowledged to whoever was primary then).
+        marked: those of them, or others, that an earlier term evicted and that hold the committed boundary.
         """
         held = frozenset(current)
-        self._place: dict[str, Place] = dict.fromkeys(members, Place.MEMBER)
+        self._marked = frozenset(marked)
+        self._place: dict[str, Place] = dict.fromkeys(members, Place.MEMBER) | dict.fromkeys(self._marked, Place.MARKED)
         self._acked: dict[str, set[Key]] = {node: set(held) for node in self._place}
         self._current: list[Key] = sorted(held)
 
@@ -124,8 +130,9 @@ class InSync:
     # -- admission and eviction -------------------------------------------------------------------
 
     def may_admit(self, node: str) -> bool:
-        """A candidate that acknowledged the committed and every pending boundary."""
-        return self._place.get(node) is Place.CANDIDATE and bool(self._current) and not self.missing(node)
+        """A candidate, or one marked, that acknowledged the committed and every pending boundary."""
+        place = self._place.get(node)
+        return place in (Place.CANDIDATE, Place.MARKED) and bool(self._current) and not self.missing(node)
 
     def admitting(self, node: str) -> None:
         """The admitting write is about to be sent."""
@@ -136,11 +143,13 @@ class InSync:
     def admitted(self, node: str, written: bool) -> None:
         """It is known whether the admitting write happened."""
         if self._place.get(node) is Place.ADMITTING:
-            self._place[node] = Place.MEMBER if written else Place.CANDIDATE
+            self._place[node] = Place.MEMBER if written else self._or_marked(node, Place.CANDIDATE)
+            if written:
+                self._marked -= {node}
 
     def evicting(self, node: str) -> None:
         """The evicting write is about to be sent; the acknowledgement is needed until it is known to have happened."""
-        if self._place.get(node) is not Place.MEMBER:
+        if self._place.get(node) not in (Place.MEMBER, Place.MARKED):
             raise ValueError(f"{node} is {self._place.get(node)}, not a member")
         self._place[node] = Place.EVICTING
 
@@ -148,5 +157,10 @@ class InSync:
         if self._place.get(node) is Place.EVICTING:
             if written:
                 del self._place[node], self._acked[node]
+                self._marked -= {node}
             else:
-                self._place[node] = Place.MEMBER
+                self._place[node] = self._or_marked(node, Place.MEMBER)
+
+    def _or_marked(self, node: str, place: Place) -> Place:
+        """What `node` is again, as the write about it failed."""
+        return Place.MARKED if node in self._marked else place

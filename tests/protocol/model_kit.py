@@ -27,7 +27,7 @@ from taskgraph.coordination.memory import MemoryStore
 from taskgraph.protocol import transactions
 from taskgraph.protocol.boundaries import Boundaries
 from taskgraph.protocol.commit import Commit, Leader, Restart
-from taskgraph.protocol.insync import InSync
+from taskgraph.protocol.insync import InSync, Place
 from taskgraph.protocol.kv import KeyValue, Txn, TxnResult
 from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import GoneRecord
@@ -213,8 +213,9 @@ class State:
                 yield f"{name} invites {other} to {task}", lambda s, o=other: s.invite(name, o, task)
             if role.insync.may_admit(other):
                 yield f"{name} decides to admit {other} to {task}", lambda s, o=other: s.begin_admit(name, o, task)
-        for other in role.insync.members():
-            if self.budget.evictions and other in node.view.members_of(task):
+        for other in role.insync.nodes:
+            evictable = role.insync.place(other) in (Place.MEMBER, Place.MARKED)
+            if evictable and self.budget.evictions and other in node.view.members_of(task):
                 yield f"{name} decides to evict {other} from {task}", lambda s, o=other: s.begin_evict(name, o, task)
         for other, write in role.writes.items():
             if write.result is None:
@@ -427,10 +428,10 @@ class State:
                 held.committed.key == self.committed[task],
                 f"{node.name} took over task {task} from {held.committed.key}, not {self.committed[task]}",
             )
-        others = [
-            n for n, (_, m) in taken.members.items() if n != node.name and (m.until is None or m.until >= taken.epoch)
-        ]
-        role = Role(taken.term, result.revision, InSync(others))
+        others = {n: m.until for n, (_, m) in taken.members.items() if n != node.name}
+        members = [n for n, until in others.items() if until is None]
+        marked = [n for n, until in others.items() if until is not None and until >= taken.epoch]
+        role = Role(taken.term, result.revision, InSync(members, marked=marked))
         role.insync.add(held.committed.key)
         node.roles[task] = role
         if task == 0:

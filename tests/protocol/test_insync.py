@@ -111,6 +111,46 @@ def test_an_eviction_known_to_have_failed_makes_it_a_member_again() -> None:
     assert insync.holders(K0) == 2
 
 
+def test_whom_an_earlier_term_evicted_is_waited_for_and_no_replica_to_count_on() -> None:
+    insync = InSync(["b"], marked=["c"])
+    insync.add(K0)
+    assert insync.place("c") is Place.MARKED
+    assert insync.waits_for(K0) == ("b", "c")
+    insync.acknowledge("b", K0)
+    insync.acknowledge("c", K0)
+    assert insync.holders(K0) == 2, "its key names it an heir of this epoch at most"
+    assert insync.members() == ("b",)
+    assert not insync.dismiss("c")
+    insync.invite("c")
+    assert insync.place("c") is Place.MARKED
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_whom_an_earlier_term_evicted_is_admitted_anew(written: bool) -> None:
+    insync = InSync([], marked=["c"])
+    insync.add(K0)
+    assert not insync.may_admit("c")
+    insync.acknowledge("c", K0)
+    assert insync.may_admit("c")
+    insync.admitting("c")
+    insync.add(K1)
+    assert insync.waits_for(K1) == ("c",)
+    insync.admitted("c", written)
+    assert insync.place("c") is (Place.MEMBER if written else Place.MARKED)
+    assert insync.waits_for(K1) == ("c",)
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_whom_an_earlier_term_evicted_is_waited_for_until_it_is_evicted_once_more(written: bool) -> None:
+    insync = InSync([], marked=["c"])
+    insync.add(K0)
+    insync.evicting("c")
+    assert insync.waits_for(K0) == ("c",)
+    insync.evicted("c", written)
+    assert insync.place("c") is (None if written else Place.MARKED)
+    assert insync.waits_for(K0) == (() if written else ("c",))
+
+
 def test_only_members_are_evicted() -> None:
     insync = candidate(K0)
     for node in ("b", "nobody"):

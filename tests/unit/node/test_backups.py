@@ -11,6 +11,7 @@ import taskgraph as tg
 from taskgraph.jobs import JobResult
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.primary import Primary
+from taskgraph.protocol.insync import Place
 from taskgraph.protocol.messages import Release, Stamp
 from taskgraph.protocol.records import MemberRecord
 from taskgraph.protocol.transactions import TakenOver
@@ -101,9 +102,32 @@ def test_who_was_evicted_before_the_boundary_taken_over_is_nobody(gated: type[Ga
         members = {name: (9, MemberRecord(until=epoch)) for name, epoch in until.items()}
         taken = TakenOver(revision=10, term=4, epoch=3, attempt=1, members=members)
         successor = Primary(node, node.replicas[0], taken)
-        assert successor.backups.in_sync == 3, "itself, and the two others that hold boundary 3"
+        assert successor.backups.in_sync == 2, "itself and the member"
+        insync = successor.backups._insync
+        assert {name: insync.place(name) for name in insync.nodes} == {"always": Place.MEMBER, "just": Place.MARKED}
 
     play(job(gated, tasks=1, backups=0), scenario, nodes=1)
+
+
+def test_whom_a_predecessor_evicted_is_admitted_anew(gated: type[Gated]) -> None:
+    """Its key says "until 1": left so it would be asked for every boundary, and no heir once epoch 1 is over."""
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        await gated.reached.wait()
+        first = holder(cluster, 0)
+        heir, marked = (n for n in first.keeper.view.in_sync(0) if n != first.id)
+        await first.primaries[0].backups._evict(marked)
+        cluster.crash(first.id)
+        assert truth(cluster).members_of(0)[marked].record.until == 1
+        other = cluster.node(marked)
+        await other.keeper.wait_until(lambda view: view.term(0) == 2)
+        assert truth(cluster).primary_node(0) == heir
+        gated.gate.set()
+        result = await cluster.result()
+        assert truth(cluster).in_sync(0) == [heir, marked]
+        return result
+
+    assert play(job(gated, tasks=1, epochs=6, backups=2), scenario, nodes=3).values == {0: 6}
 
 
 def test_a_task_below_min_in_sync_waits_and_says_for_how_many(gated: type[Gated]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 
 import pytest
-from jobs_kit import Kills, fit, run, same
+from jobs_kit import Kills, fit, job, run, same
+from test_run_events import Bank
 
 from taskgraph.jobs import JobResult
 
@@ -40,3 +41,10 @@ def test_the_second_kill_waits_until_the_first_is_made_good(
 def test_a_primary_that_was_evicted_before_it_took_over_counts_as_a_replica(undisturbed: JobResult, nodes: int) -> None:
     kills: Kills = {(1, 2): "processor", (1, 1): "snapshot", (0, 1): "sync"}
     same(run(fit(), kills=kills, order=369, nodes=nodes, strict=False), undisturbed)
+
+
+def test_whom_a_predecessor_evicted_counts_again_once_it_is_a_member_again() -> None:
+    """It never was: the task was left with one replica, and the kill in epoch 2 waited for a second one."""
+    kills: Kills = {(1, 1): "snapshot", (1, 2): "sync", (0, 1): "snapshot"}
+    result = run(job(Bank, tasks=3, epochs=3), kills=kills, order=923, nodes=3, strict=False)
+    assert result.values == {0: 330, 1: 0, 2: 0}
