@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import random
 
 import pytest
-from jobs_kit import Kills, fit, job, run, same
-from test_run_events import Bank
+from jobs_kit import Fit, Kills, fit, job, run, same
+from test_run_events import Bank, Wave
 
+import taskgraph as tg
 from taskgraph.jobs import JobResult
+from taskgraph.testing import STAGES
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +51,25 @@ def test_whom_a_predecessor_evicted_counts_again_once_it_is_a_member_again() -> 
     kills: Kills = {(1, 1): "snapshot", (1, 2): "sync", (0, 1): "snapshot"}
     result = run(job(Bank, tasks=3, epochs=3), kills=kills, order=923, nodes=3, strict=False)
     assert result.values == {0: 330, 1: 0, 2: 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(60))
+def test_any_kills_at_all(undisturbed: JobResult, seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Up to four kills anywhere, with few nodes: everything comes about again and again."""
+    dice = random.Random(seed)
+    kind, tasks, epochs = dice.choice([(Fit, 7, 5), (Bank, 3, 3), (Wave, 4, 3)])
+    backups = dice.choice([1, 1, 2])
+    kills: dict[tuple[int, int], str] = {}
+    for _ in range(dice.randint(1, 4)):
+        task = dice.randrange(tasks)
+        kills[task, dice.randrange(epochs)] = dice.choice(STAGES[: None if task == 0 else 5])
+    topology = tg.tree() if kind is Fit else tg.full() if kind is Bank else tg.ring()
+    whole = tg.Job(tasks=tasks, epochs=epochs, builder=kind, topology=topology, backups=backups)
+    nodes = backups + dice.randint(1, 3)
+    result = run(whole, kills=kills, order=dice.randrange(1, 100_000), nodes=nodes, strict=False)
+    if kind is Fit:
+        same(result, undisturbed)
+    else:
+        assert result.values == ({0: 330, 1: 0, 2: 0} if kind is Bank else {0: 12, 1: 3, 2: 6, 3: 9})
+    assert [r for r in caplog.records if r.levelno >= logging.ERROR] == []
