@@ -149,7 +149,7 @@ class Backups:
         for node, member in self._node.keeper.view.members_of(self._task).items():
             until = member.record.until
             over = until is not None and until < self._committed_epoch and self._insync.place(node) is None
-            if over and node not in self._tidying:
+            if over and node in self._node.keeper.view.gone and node not in self._tidying:
                 self._tidying.add(node)
                 self._group.create_task(self._tidy(node), name=f"tidy {self._task} on {node}")
 
@@ -309,7 +309,7 @@ class Backups:
         await self._node.keeper.caught_up(revision)
 
     async def _tidy(self, node: str) -> None:
-        """Deletes the key of a member that was evicted before the committed boundary."""
+        """Deletes the key of a member that was evicted before the committed boundary, and is gone."""
         try:
             await self._node.while_paused()
             view = self._node.keeper.view

@@ -63,6 +63,8 @@ def _evict(world: World, view: JobView) -> Txn:
 
 
 def _remove_member(world: World, view: JobView) -> Txn:
+    world.put(world.keys.gone("b"), GoneRecord(reason="killed").to_bytes())
+    view.gone["b"] = world.view().gone["b"]
     return transactions.remove_member(view, 0, member="b", **fenced(world, view))  # type: ignore[arg-type]
 
 
@@ -132,7 +134,10 @@ def gone(node: str) -> Callable[[World], None]:
 
 FENCES: list[tuple[Callable[[World, JobView], Txn], dict[str, Callable[[World], None]]]] = [
     (_register, {"submitted anew": SPEC, "node id taken": touch(lambda w: w.keys.node("d"))}),
-    (_resume, {"submitted anew": SPEC, "declared gone": gone("a"), "a take-over": GENERATION}),
+    (
+        _resume,
+        {"submitted anew": SPEC, "declared gone": gone("a"), "a take-over": GENERATION, "an earlier try": NODE_A},
+    ),
     (_update_node, {"lease gone": NO_NODE_A, "registered anew": NODE_A}),
     (
         _take_over,
@@ -320,6 +325,20 @@ def test_an_evicted_member_may_be_admitted_again(world: World) -> None:
     world.evict(0, "a", "b")
     assert world.admit(0, "a", "b").succeeded
     assert world.view().members_of(0)["b"].record.until is None
+
+
+def test_a_late_admission_does_not_bring_back_a_member_that_was_tidied_away(world: World) -> None:
+    """Its answer was lost, it was sent again, the member came and went; and then the first one arrives."""
+    late = _admit(world, world.view())
+    assert world.run(_admit(world, world.view())).succeeded
+    assert world.evict(0, "a", "c").succeeded
+    with pytest.raises(LookupError, match="not gone"):
+        transactions.remove_member(world.view(), 0, member="c", **fenced(world, world.view()))  # type: ignore[arg-type]
+    assert not world.run(late).succeeded
+    world.put(world.keys.gone("c"), GoneRecord(reason="killed").to_bytes())
+    removal = transactions.remove_member(world.view(), 0, member="c", **fenced(world, world.view()))  # type: ignore[arg-type]
+    assert world.run(removal).succeeded
+    assert not world.run(late).succeeded
 
 
 def test_an_eviction_holds_until_the_committed_epoch(world: World) -> None:
