@@ -109,6 +109,8 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction | None = 
     """Runs one command; returns its exit code."""
     # Before anything imports numpy: a `node` typed by hand computes like one that was launched.
     set_thread_env(1)
+    # Every failed handshake is a line of gRPC's own otherwise; what it comes to is said in our words.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         options = parser(driver=function is not None).parse_args(arguments)
         command = _commands()[options.command]
@@ -118,6 +120,11 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction | None = 
         return FAILED
     except (CoordinationError, TransportError, UnknownJob) as error:
         print(f"taskgraph: {error}", file=sys.stderr)
+        if isinstance(error, CoordinationError):
+            from taskgraph.launch.access import advice
+
+            if text := advice(error):
+                print(text, file=sys.stderr)
         return UNREACHABLE
     except TaskGraphError as error:
         print(f"taskgraph: {error}", file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
-import tomllib
+import shlex
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from pathlib import Path
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import JobError, UnknownJob
+from taskgraph.launch.access import configured, etcd_access
 from taskgraph.launch.run import connect
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.protocol.keys import Keys
@@ -21,58 +22,52 @@ from taskgraph.protocol.keys import Keys
 __all__ = [
     "NewToken",
     "Reached",
+    "access_of",
+    "access_words",
     "add_etcd_options",
     "etcd_of",
     "find_entry",
     "reach",
-    "tls_of",
     "token_for",
     "token_of",
 ]
 
 _TOKEN_BYTES = 16
 """Shorter ones are refused by nodes."""
-_TLS = {"cacert": "ca", "cert": "cert", "key": "key"}
-
-
-def _configured(name: str) -> str | None:
-    """From the environment (`TASKGRAPH_ETCD`), else from `taskgraph.toml` in the working directory."""
-    given = os.environ.get(f"TASKGRAPH_{name.upper()}")
-    if given:
-        return given
-    path = Path("taskgraph.toml")
-    if not path.is_file():
-        return None
-    try:
-        found = tomllib.loads(path.read_text()).get(name)
-    except (tomllib.TOMLDecodeError, OSError) as error:
-        raise JobError(f"{path.resolve()} cannot be read: {error}") from error
-    return ",".join(found) if isinstance(found, list) else None if found is None else str(found)
+_ACCESS = ("etcd_ca", "etcd_cert", "etcd_key", "etcd_user", "etcd_password_file")
 
 
 def add_etcd_options(parser: argparse.ArgumentParser) -> None:
     """--etcd and its like. Each may also come from the environment or from taskgraph.toml."""
-    group = parser.add_argument_group("etcd (also TASKGRAPH_ETCD etc., or taskgraph.toml)")
+    group = parser.add_argument_group("etcd (also TASKGRAPH_ETCD, TASKGRAPH_ETCD_USER etc., or taskgraph.toml)")
     group.add_argument("--etcd", metavar="HOST:PORT,...", help="endpoints of your etcd")
-    group.add_argument("--cacert", metavar="FILE", help="authority of etcd's certificates")
-    group.add_argument("--cert", metavar="FILE", help="client certificate for etcd")
-    group.add_argument("--key", metavar="FILE", help="its key")
+    group.add_argument("--etcd-ca", "--cacert", metavar="FILE", help="authority of etcd's certificates")
+    group.add_argument("--etcd-cert", "--cert", metavar="FILE", help="client certificate for etcd")
+    group.add_argument("--etcd-key", "--key", metavar="FILE", help="its key")
+    group.add_argument("--etcd-user", metavar="NAME", help="user, where etcd has authentication enabled")
+    group.add_argument("--etcd-password-file", metavar="FILE", help="the user's password (or TASKGRAPH_ETCD_PASSWORD)")
     group.add_argument(
         "--token-file", metavar="FILE", help="the job's token; `submit` and `run` write it where it is missing"
     )
 
 
 def etcd_of(options: argparse.Namespace) -> str | None:
-    return options.etcd or _configured("etcd")
+    return options.etcd or configured("etcd")
 
 
-def tls_of(options: argparse.Namespace) -> dict[str, str]:
-    found = {ours: getattr(options, name) or _configured(name) for name, ours in _TLS.items()}
-    return {key: value for key, value in found.items() if value}
+def access_of(options: argparse.Namespace) -> dict[str, str]:
+    """Certificates, user and password for etcd, as `EtcdCoordinator.connect` takes them."""
+    return etcd_access({name: getattr(options, name) for name in _ACCESS})
+
+
+def access_words(options: argparse.Namespace) -> str:
+    """The same as it was said on the command line, to be said again."""
+    said = [(name.replace("_", "-"), getattr(options, name)) for name in _ACCESS]
+    return "".join(f" --{name} {shlex.quote(value)}" for name, value in said if value)
 
 
 def _token_path(options: argparse.Namespace) -> Path | None:
-    path = options.token_file or _configured("token_file")
+    path = options.token_file or configured("token_file")
     return Path(path) if path else None
 
 
@@ -160,7 +155,7 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
             raise JobError("name the job: with --etcd it is looked for there")
         local = runtime.find(name)
         token = token_of(options) or (local.token if local is not None and local.etcd == etcd else "")
-        return JobEntry(name=name, etcd=etcd, token=token, pid=os.getpid(), embedded=False, tls=tls_of(options))
+        return JobEntry(name=name, etcd=etcd, token=token, pid=os.getpid(), embedded=False, tls=access_of(options))
     if name:
         found = runtime.find(name)
         if found is not None:

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import uvloop
 
-from taskgraph.commands.common import NewToken, etcd_of, reach, tls_of, token_for, token_of
+from taskgraph.commands.common import NewToken, access_of, access_words, etcd_of, reach, token_for, token_of
 from taskgraph.driver import JobSpec, load_driver
 from taskgraph.errors import CoordinationError, JobError, JobFailed, JobRunning
 from taskgraph.jobs import Job, JobFunction, JobResult
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.logs import LogTails, printed
+from taskgraph.launch.resuming import plan
 from taskgraph.launch.run import arun, connect
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
@@ -45,8 +46,6 @@ def job_of(options: argparse.Namespace, function: JobFunction | None) -> Job:
 
 def run(options: argparse.Namespace, function: JobFunction | None = None) -> int:
     """Starts nodes here, follows the job, prints its values."""
-    if options.resume:
-        raise JobError("--resume: durable checkpoints are not part of this release; run the job from its beginning")
     job = job_of(options, function)
     token = token_for(options)
     try:
@@ -74,9 +73,11 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
             job,
             nodes=options.nodes,
             etcd=etcd_of(options),
+            resume=options.resume,
+            fresh=options.fresh,
             timeout_s=options.timeout,
             hooks=Hooks(progress.event, on_start),
-            tls=tls_of(options),
+            tls=access_of(options),
             listen=options.listen or "",
             token=token.token if token is not None else None,
         )
@@ -160,13 +161,14 @@ def submit_command(options: argparse.Namespace, function: JobFunction | None = N
 
     async def put() -> None:
         try:
-            coordinator = await connect(etcd, tls_of(options))
+            coordinator = await connect(etcd, access_of(options))
         except CoordinationError:
             token.forget()
             raise
         async with coordinator:
             try:
-                await submit(coordinator, spec)
+                planned, beginning = await plan(coordinator, spec, resume=options.resume, fresh=options.fresh)
+                await submit(coordinator, planned, beginning)
             except JobRunning:
                 token.forget()
                 raise
@@ -175,7 +177,7 @@ def submit_command(options: argparse.Namespace, function: JobFunction | None = N
     if token.written:
         print(f"wrote the job's token to {token.path}, which only you can read")
     print(f"submitted job {spec.name} with driver {spec.fingerprint}; start nodes, on any host that has the driver:")
-    print(f"  taskgraph launch {spec.name} --nodes N --etcd {etcd} --token-file {token.path}")
+    print(f"  taskgraph launch {spec.name} --nodes N --etcd {etcd}{access_words(options)} --token-file {token.path}")
     return 0
 
 
@@ -277,7 +279,7 @@ def node(options: argparse.Namespace) -> int:
         raise JobError(f"where is the etcd of job {options.job!r}? Give --etcd")
     if token is None:
         raise JobError(f"a node needs the token of job {options.job!r}: give --token-file")
-    tls = tls_of(options) or (local.tls if local is not None and local.etcd == etcd else {})
+    tls = access_of(options) or (local.tls if local is not None and local.etcd == etcd else {})
     process.log_to_stderr()
     _take_threads(uvloop.run(_submitted(etcd, tls, options.job)))
     process.main(

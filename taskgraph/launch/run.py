@@ -16,8 +16,10 @@ from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, JobError, JobRunning, UnknownJob
 from taskgraph.jobs import Job, JobResult
+from taskgraph.launch.access import etcd_access
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.inprocess import arun_inprocess
+from taskgraph.launch.resuming import plan
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks, Supervisor, job_failed
@@ -28,14 +30,23 @@ __all__ = ["arun", "connect", "result", "run"]
 
 
 def run(
-    job: Job, *, nodes: int = 4, etcd: str | None = None, resume: bool = False, timeout_s: float | None = None
+    job: Job,
+    *,
+    nodes: int = 4,
+    etcd: str | None = None,
+    resume: bool = False,
+    fresh: bool = False,
+    timeout_s: float | None = None,
 ) -> JobResult:
     """Runs a job to its end and returns its result.
 
     Args:
         nodes: node processes started on this host; 0: everything in this process, without etcd.
-        etcd: endpoints of an etcd, separated by commas; None: an embedded one that ends with the job.
-        resume: from a durable checkpoint; not part of this release.
+        etcd: endpoints of an etcd, separated by commas; None: an embedded one that ends with the job. Certificates,
+            user and password come from TASKGRAPH_ETCD_CA, ..._CERT, ..._KEY, ..._USER and ..._PASSWORD (or
+            ..._PASSWORD_FILE).
+        resume: from the newest checkpoint of the job; from the beginning where there is none yet.
+        fresh: from the beginning, although there are checkpoints.
         timeout_s: the job fails after this time.
 
     Raises:
@@ -43,9 +54,10 @@ def run(
         JobTimeout: it did not end in time.
         JobRunning: a job of that name is running.
         CoordinationError: etcd cannot be reached or started.
+        CheckpointError: it is to be resumed, and none of its checkpoints can be used.
     """
     _refuse_in_loop("tg.run", "`await tg.arun(...)`")
-    return asyncio.run(arun(job, nodes=nodes, etcd=etcd, resume=resume, timeout_s=timeout_s))
+    return asyncio.run(arun(job, nodes=nodes, etcd=etcd, resume=resume, fresh=fresh, timeout_s=timeout_s))
 
 
 def _refuse_in_loop(what: str, instead: str) -> None:
@@ -62,6 +74,7 @@ async def arun(
     nodes: int = 4,
     etcd: str | None = None,
     resume: bool = False,
+    fresh: bool = False,
     timeout_s: float | None = None,
     hooks: Hooks | None = None,
     tls: dict[str, str] | None = None,
@@ -73,13 +86,11 @@ async def arun(
     `hooks`, `tls`, `listen` (an address for nodes on other hosts) and `token` (hex; None: a new one) are for the
     command line.
     """
-    if resume:
-        raise JobError("resume: durable checkpoints are not part of this release; run the job from its beginning")
     if nodes < 0:
         raise JobError(f"nodes={nodes}: at least 1, or 0 for everything in this process")
     hooks = hooks or Hooks()
     if nodes == 0:
-        return await arun_inprocess(job, timeout_s=timeout_s, on_event=hooks.on_event)
+        return await arun_inprocess(job, timeout_s=timeout_s, on_event=hooks.on_event, resume=resume, fresh=fresh)
     spec = JobSpec.of(job, expected_nodes=nodes)
     async with AsyncExitStack() as stack:
         runtime = Runtime()
@@ -91,16 +102,18 @@ async def arun(
             stack.callback(runtime.remove, spec.name)
             log = runtime.folder(spec.name) / "etcd.log"
             embedded = await stack.enter_async_context(EmbeddedEtcd(log=log))
+        access = {} if etcd is None else etcd_access() if tls is None else tls  # the embedded one wants none
         entry = JobEntry(
             name=spec.name,
             etcd=embedded.endpoint if embedded is not None else etcd or "",
             token=token or secrets.token_hex(32),
             pid=os.getpid(),
             embedded=embedded is not None,
-            tls=tls or {},
+            tls=access,
         )
         coordinator = await stack.enter_async_context(await connect(entry.etcd, entry.tls))
-        await submit(coordinator, spec)
+        spec, beginning = await plan(coordinator, spec, resume=resume, fresh=fresh)
+        await submit(coordinator, spec, beginning)
         if embedded is None:
             stack.push_async_exit(partial(_cancel_unbegun, coordinator, spec))
         runtime.put(entry)
@@ -148,6 +161,9 @@ async def connect(etcd: str, tls: dict[str, str]) -> EtcdCoordinator:
 def result(name: str, etcd: str | None = None) -> JobResult:
     """The result of a finished job, as far as it was kept: values as JSON says them (arrays as lists).
 
+    Args:
+        etcd: where it ran, if not here on an embedded one; how to get in is found as by `run`.
+
     Raises:
         UnknownJob: no job of that name is known.
         JobFailed: it failed, was cancelled, or has not finished.
@@ -167,7 +183,7 @@ def result(name: str, etcd: str | None = None) -> JobResult:
 
 async def _kept(name: str, etcd: str) -> dict[str, Any] | None:
     keys = Keys(name)
-    async with await connect(etcd, {}) as coordinator:
+    async with await connect(etcd, etcd_access()) as coordinator:
         status, found = await coordinator.get(keys.status), await coordinator.get(keys.result)
     if status is None:
         return None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from taskgraph.coordination.api import Coordinator
+from taskgraph.coordination.embedded import EmbeddedEtcd, find_etcd
 from taskgraph.protocol.kv import KeyEvent
 
 
@@ -120,3 +121,50 @@ def make_certificates(folder: Path) -> Certificates:
             *("-out", f"{name}.pem", "-days", "2", "-extfile", f"{name}.ext"),
         )
     return Certificates(*(folder / name for name in ("ca.pem", "server.pem", "server.key", "client.pem", "client.key")))
+
+
+@contextlib.asynccontextmanager
+async def etcd_with_tls(folder: Path, certificates: Certificates) -> AsyncIterator[str]:
+    """An etcd that lets in only who shows a certificate of the authority. Yields its endpoint."""
+    client, peer = free_port(), free_port()
+    url, peer_url = f"https://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
+    with (folder / "etcd.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            *(str(find_etcd()), "--data-dir", str(folder / "data"), "--log-level", "warn"),
+            *("--listen-client-urls", url, "--advertise-client-urls", url),
+            *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
+            *("--initial-cluster", f"default={peer_url}", "--client-cert-auth"),
+            *("--trusted-ca-file", str(certificates.ca)),
+            *("--cert-file", str(certificates.server), "--key-file", str(certificates.server_key)),
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            yield f"127.0.0.1:{client}"
+        finally:
+            process.kill()
+            await process.wait()
+
+
+def etcdctl(etcd: EmbeddedEtcd, *arguments: str) -> None:
+    """etcd's own tool, from the same place as its server."""
+    tool = find_etcd().with_name("etcdctl")
+    command = [str(tool), "--endpoints", etcd.endpoint, *arguments]
+    subprocess.run(command, check=True, capture_output=True, timeout=30, env={"ETCDCTL_API": "3"})
+
+
+@contextlib.asynccontextmanager
+async def etcd_with_users(prefix: str, *arguments: str) -> AsyncIterator[EmbeddedEtcd]:
+    """An etcd with a root (`secret`) and a user `worker` (`word`), who may use what is under `prefix` only."""
+    async with EmbeddedEtcd(arguments=arguments) as etcd:
+        for line in (
+            "user add root:secret",
+            "user grant-role root root",
+            "role add worker",
+            f"role grant-permission worker --prefix=true readwrite {prefix}",
+            "user add worker:word",
+            "user grant-role worker worker",
+            "auth enable",
+        ):
+            await asyncio.to_thread(etcdctl, etcd, *line.split())
+        yield etcd

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import subprocess
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
 import pytest
-from etcd_kit import Certificates, becomes, following, free_port, make_certificates
+from etcd_kit import Certificates, becomes, etcd_with_tls, etcd_with_users, following, make_certificates
 
-from taskgraph.coordination.embedded import EmbeddedEtcd, find_etcd
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.errors import CoordinationError, Unavailable
 from taskgraph.protocol.kv import Put, Txn
@@ -25,29 +21,6 @@ def put(key: str, value: bytes = b"", lease: int = 0) -> Txn:
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return make_certificates(tmp_path_factory.mktemp("certificates"))
-
-
-@contextlib.asynccontextmanager
-async def etcd_with_tls(folder: Path, certificates: Certificates) -> AsyncIterator[str]:
-    """An etcd that lets in only who shows a certificate of the authority. Yields its endpoint."""
-    client, peer = free_port(), free_port()
-    url, peer_url = f"https://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
-    with (folder / "etcd.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            *(str(find_etcd()), "--data-dir", str(folder / "data"), "--log-level", "warn"),
-            *("--listen-client-urls", url, "--advertise-client-urls", url),
-            *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
-            *("--initial-cluster", f"default={peer_url}", "--client-cert-auth"),
-            *("--trusted-ca-file", str(certificates.ca)),
-            *("--cert-file", str(certificates.server), "--key-file", str(certificates.server_key)),
-            stdout=log,
-            stderr=log,
-        )
-        try:
-            yield f"127.0.0.1:{client}"
-        finally:
-            process.kill()
-            await process.wait()
 
 
 @pytest.mark.slow
@@ -68,33 +41,9 @@ async def test_tls_with_client_certificates(tmp_path: Path, certificates: Certif
                 await EtcdCoordinator.connect(endpoint, timeout_s=1.0, **arguments)
 
 
-def etcdctl(etcd: EmbeddedEtcd, *arguments: str) -> None:
-    """etcd's own tool, from the same place as its server."""
-    tool = find_etcd().with_name("etcdctl")
-    command = [str(tool), "--endpoints", etcd.endpoint, *arguments]
-    subprocess.run(command, check=True, capture_output=True, timeout=30, env={"ETCDCTL_API": "3"})
-
-
-@contextlib.asynccontextmanager
-async def etcd_with_users(*arguments: str) -> AsyncIterator[EmbeddedEtcd]:
-    """An etcd with a root and a user `worker`, who may use what is under /job/ only."""
-    async with EmbeddedEtcd(arguments=arguments) as etcd:
-        for line in (
-            "user add root:secret",
-            "user grant-role root root",
-            "role add worker",
-            "role grant-permission worker --prefix=true readwrite /job/",
-            "user add worker:word",
-            "user grant-role worker worker",
-            "auth enable",
-        ):
-            await asyncio.to_thread(etcdctl, etcd, *line.split())
-        yield etcd
-
-
 @pytest.mark.slow
 async def test_a_user_gets_what_is_granted_and_nothing_else() -> None:
-    async with etcd_with_users() as etcd:
+    async with etcd_with_users("/job/") as etcd:
         async with await EtcdCoordinator.connect(etcd.endpoint, username="root", password="secret") as root:
             await root.txn(put("/other/a"))
         with pytest.raises(CoordinationError, match="invalid user ID or password"):
@@ -119,7 +68,7 @@ async def test_a_user_gets_what_is_granted_and_nothing_else() -> None:
 @pytest.mark.slow
 async def test_a_token_that_etcd_forgot_is_replaced_without_anybody_noticing() -> None:
     async with (
-        etcd_with_users("--auth-token-ttl", "1") as etcd,
+        etcd_with_users("/job/", "--auth-token-ttl", "1") as etcd,
         await EtcdCoordinator.connect(etcd.endpoint, username="worker", password="word") as node,
     ):
         lease = await node.lease(3.0, stall_limit_s=60.0)

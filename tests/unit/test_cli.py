@@ -12,7 +12,7 @@ import pytest
 import taskgraph as tg
 from taskgraph import cli
 from taskgraph.commands.acting import signal_number
-from taskgraph.commands.common import add_etcd_options, etcd_of, find_entry, tls_of, token_for, token_of
+from taskgraph.commands.common import access_of, add_etcd_options, etcd_of, find_entry, token_for, token_of
 from taskgraph.commands.running import job_of
 from taskgraph.errors import JobError, UnknownJob
 from taskgraph.launch import threads_env
@@ -137,14 +137,38 @@ def test_etcd_comes_from_the_option_else_the_environment_else_the_file(
     monkeypatch: pytest.MonkeyPatch, apart: Path
 ) -> None:
     assert etcd_of(options()) is None
-    (apart / "taskgraph.toml").write_text('etcd = ["a:1", "b:2"]\ncacert = "ca.pem"\n')
+    (apart / "taskgraph.toml").write_text('etcd = ["a:1", "b:2"]\netcd_ca = "ca.pem"\n')
     assert etcd_of(options()) == "a:1,b:2"
-    assert tls_of(options("--key", "k.pem")) == {"ca": "ca.pem", "key": "k.pem"}
+    files = access_of(options("--etcd-key", "k.pem", "--cert", "c.pem"))  # --cert: its name before
+    assert files == {name: str(apart / f"{file}.pem") for name, file in (("ca", "ca"), ("cert", "c"), ("key", "k"))}
     monkeypatch.setenv("TASKGRAPH_ETCD", "env:3")
-    monkeypatch.setenv("TASKGRAPH_CACERT", "env.pem")
+    monkeypatch.setenv("TASKGRAPH_ETCD_CA", "env.pem")
+    monkeypatch.setenv("TASKGRAPH_KEY", "/old.pem")
     assert etcd_of(options()) == "env:3"
-    assert tls_of(options()) == {"ca": "env.pem"}
+    assert access_of(options()) == {"ca": str(apart / "env.pem"), "key": "/old.pem"}
     assert etcd_of(options("--etcd", "given:4")) == "given:4"
+
+
+def test_a_password_comes_from_a_file_or_the_environment_and_belongs_to_a_user(
+    monkeypatch: pytest.MonkeyPatch, apart: Path
+) -> None:
+    assert access_of(options()) == {}
+    with pytest.raises(JobError, match="user 'worker' is missing: name a file with --etcd-password-file"):
+        access_of(options("--etcd-user", "worker"))
+    (apart / "word").write_text("from file\n")
+    (apart / "empty").write_text("\n")
+    found = access_of(options("--etcd-user", "worker", "--etcd-password-file", "word"))
+    assert found == {"username": "worker", "password": "from file"}
+    for file, says in (("absent", "No such file"), ("empty", "is empty")):
+        with pytest.raises(JobError, match=says):
+            access_of(options("--etcd-user", "worker", "--etcd-password-file", file))
+    (apart / "taskgraph.toml").write_text('etcd_user = "other"\netcd_password_file = "word"\n')
+    assert access_of(options()) == {"username": "other", "password": "from file"}
+    monkeypatch.setenv("TASKGRAPH_ETCD_PASSWORD", "from environment")
+    assert access_of(options())["password"] == "from environment"
+    (apart / "taskgraph.toml").unlink()
+    with pytest.raises(JobError, match="Give --etcd-user"):
+        access_of(options())
 
 
 def test_a_file_that_is_no_toml_is_named(apart: Path) -> None:

@@ -1,0 +1,106 @@
+"""How to get into somebody's etcd: certificates, user and password, from options, environment or taskgraph.toml.
+
+A password is in a file or in the environment, never on a command line, which everybody on the host can read.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from taskgraph.coordination.etcd.failures import PermissionRefused
+from taskgraph.errors import CoordinationError, JobError
+
+__all__ = ["advice", "configured", "etcd_access"]
+
+_FILES = {"ca": "etcd_ca", "cert": "etcd_cert", "key": "etcd_key"}
+_OLD_NAMES = {"etcd_ca": "cacert", "etcd_cert": "cert", "etcd_key": "key"}
+_TOML = "taskgraph.toml"
+
+
+def configured(name: str) -> str | None:
+    """From the environment (`TASKGRAPH_ETCD`), else from `taskgraph.toml` in the working directory."""
+    given = os.environ.get(f"TASKGRAPH_{name.upper()}")
+    if given:
+        return given
+    path = Path(_TOML)
+    if not path.is_file():
+        return None
+    try:
+        found = tomllib.loads(path.read_text()).get(name)
+    except (tomllib.TOMLDecodeError, OSError) as error:
+        raise JobError(f"{path.resolve()} cannot be read: {error}") from error
+    return ",".join(found) if isinstance(found, list) else None if found is None else str(found)
+
+
+def etcd_access(given: Mapping[str, str | None] | None = None) -> dict[str, str]:
+    """What `EtcdCoordinator.connect` takes beside endpoints, as far as it is known.
+
+    Args:
+        given: options by their names: etcd_ca, etcd_cert, etcd_key, etcd_user, etcd_password_file. What is not given is
+            looked for in the environment, then in `taskgraph.toml`.
+
+    Raises:
+        JobError: a user without a password or the reverse; a password file that cannot be read.
+    """
+    options = dict(given or {})
+
+    def find(name: str) -> str | None:
+        old = _OLD_NAMES.get(name)
+        return options.get(name) or configured(name) or (configured(old) if old else None)
+
+    # Absolute: others read them from another working directory.
+    access = {ours: str(Path(path).absolute()) for ours, name in _FILES.items() if (path := find(name))}
+    user, password = find("etcd_user"), _password(options.get("etcd_password_file"))
+    if user and password is None:
+        raise JobError(
+            f"the password of etcd's user {user!r} is missing: name a file with --etcd-password-file (or "
+            f"TASKGRAPH_ETCD_PASSWORD_FILE), or set TASKGRAPH_ETCD_PASSWORD"
+        )
+    if password is not None and not user:
+        raise JobError("whose is the password for etcd? Give --etcd-user (or TASKGRAPH_ETCD_USER)")
+    if user and password is not None:
+        access |= {"username": user, "password": password}
+    return access
+
+
+def _password(path: str | None) -> str | None:
+    """From the file named, else from the environment, else from the file that environment or taskgraph.toml name."""
+    if not path and (given := os.environ.get("TASKGRAPH_ETCD_PASSWORD")):
+        return given
+    path = path or configured("etcd_password_file")
+    if not path:
+        return None
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise JobError(f"--etcd-password-file {path}: {why}") from error
+    if not lines or not lines[0]:
+        raise JobError(f"--etcd-password-file {path}: its first line, the password, is empty")
+    return lines[0]
+
+
+def advice(error: CoordinationError) -> str:
+    """What to do about an etcd that does not let us in; "" where that is not what is wrong."""
+    said = str(error)
+    if isinstance(error, PermissionRefused):
+        return (
+            "etcd's user needs to read and write what is under /taskgraph/: "
+            "`etcdctl role grant-permission ROLE --prefix=true readwrite /taskgraph/`"
+        )
+    if "user name is empty" in said:
+        return "This etcd has authentication enabled: give --etcd-user and --etcd-password-file"
+    if "authentication is not enabled" in said:
+        return "This etcd has authentication disabled: leave --etcd-user out"
+    if "BAD_CERTIFICATE" in said or "CERTIFICATE_REQUIRED" in said:
+        return "This etcd wants to see a client certificate: give --etcd-cert and --etcd-key (or others)"
+    if "CERTIFICATE_VERIFY_FAILED" in said:
+        return "Its certificate was not signed by an authority that is known here: give that with --etcd-ca"
+    if "WRONG_VERSION_NUMBER" in said or "Handshake read failed" in said:
+        return "It does not speak TLS: write http://HOST:PORT, or leave --etcd-ca and --etcd-cert out"
+    if any(sign in said for sign in ("Socket closed", "Connection reset", "connection closed")):
+        return "Perhaps it speaks TLS only: write https://HOST:PORT, with --etcd-ca if its authority is not known"
+    return ""

@@ -1,0 +1,113 @@
+"""Every command against an etcd that lets in only who has a certificate, or a user and a password."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from cli_kit import DRIVER, Cli, printed, shell, sums
+from etcd_kit import etcd_with_tls, etcd_with_users, make_certificates
+
+import taskgraph as tg
+from taskgraph.coordination.embedded import EmbeddedEtcd
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+async def cli() -> AsyncIterator[Cli]:
+    async with shell() as found:
+        yield found
+
+
+async def everything(cli: Cli, name: str, *access: str) -> None:
+    """submit, launch, node, status, events, kill, drain, result, shutdown, run."""
+    token = ("--token-file", f"{name}.token")
+    pause = ("-o", "pause_at=2", "-o", f"gate={cli.gate}")
+    submitted = await cli("submit", str(DRIVER), "--name", name, *pause, *access)
+    assert submitted.code == 0, submitted.err
+    told = submitted.out.splitlines()[-1].split()
+    assert told[:3] == ["taskgraph", "launch", name]
+    launch = await cli.start(*("2" if word == "N" else word for word in told[1:]))
+    by_hand = await cli.start("node", "--job", name, "--name", "hand", *access, *token)
+    await launch.until("epoch 1/")
+    elsewhere = cli.root / "elsewhere"
+    elsewhere.mkdir()
+    cli.cwd, here = elsewhere, cli.cwd
+    done = await cli("status", name, "--json")  # found on this host, from any directory
+    assert done.code == 0, done.err
+    cli.cwd = here
+    elsewhere.rmdir()
+    for command in (("kill", name, "--node", "hand", "--signal", "TERM"), ("drain", name, "--node", "n2")):
+        done = await cli(*command, *access, *token)
+        assert done.code == 0, done.err
+    cli.open()
+    done = await launch.done()
+    assert done.code == 0 and done.out == printed(), done.err
+    assert (await by_hand.done()).code == 0
+    cli.gate.unlink()
+    done = await cli("result", name, "--json", *access)
+    assert done.code == 0 and json.loads(done.out)["values"]["0"] == sums(), done.err
+    assert "finished" in (await cli("events", name, *access)).out
+    assert "job was ended" not in (await cli("shutdown", name, *access)).out
+    done = await cli("run", str(DRIVER), "--nodes", "1", "--name", f"{name}-run", *access)
+    assert done.code == 0 and done.out == printed(), done.err
+    await cli.nothing_left()
+
+
+async def test_with_client_certificates(cli: Cli, tmp_path: Path) -> None:
+    certificates = make_certificates(tmp_path)
+    for path in (certificates.ca, certificates.client, certificates.client_key):
+        (cli.cwd / path.name).write_bytes(path.read_bytes())
+    async with etcd_with_tls(tmp_path, certificates) as endpoint:
+        files = ("--etcd-ca", "ca.pem", "--etcd-cert", "client.pem", "--etcd-key", "client.key")
+        await everything(cli, "tls", "--etcd", f"https://{endpoint}", *files)
+        done = await cli("status", "tls", "--etcd", f"https://{endpoint}", "--etcd-ca", "ca.pem")
+        assert done.code == 3 and "BAD_CERTIFICATE" in done.err and "--etcd-cert" in done.err, done.err
+        done = await cli("status", "tls", "--etcd", endpoint)
+        assert done.code == 3 and "https://" in done.err and "--etcd-ca" in done.err, done.err
+        done = await cli("status", "tls", "--etcd", f"https://{endpoint}")
+        assert done.code == 3 and "give that with --etcd-ca" in done.err, done.err
+        assert done.err.startswith("taskgraph: "), "no line of a library"
+
+
+async def test_with_a_user_and_a_password(cli: Cli) -> None:
+    (cli.cwd / "word").write_text("word\n")
+    (cli.cwd / "wrong").write_text("guess\n")
+    async with etcd_with_users("/taskgraph/") as etcd:
+        where = ("--etcd", etcd.endpoint)
+        await everything(cli, "auth", *where, "--etcd-user", "worker", "--etcd-password-file", "word")
+        for command in cli.processes().values():
+            assert "word" not in command.split()
+        done = await cli("status", "auth", *where)
+        assert done.code == 3 and "--etcd-user" in done.err, done.err
+        done = await cli("status", "auth", *where, "--etcd-user", "worker", "--etcd-password-file", "wrong")
+        assert done.code == 3 and "invalid user ID or password" in done.err, done.err
+        found = await cli("result", "auth", *where, TASKGRAPH_ETCD_USER="worker", TASKGRAPH_ETCD_PASSWORD="word")
+        assert found.code == 0 and found.out == printed()
+    async with etcd_with_users("/other/") as etcd:
+        access = ("--etcd", etcd.endpoint, "--etcd-user", "worker", "--etcd-password-file", "word")
+        done = await cli("run", str(DRIVER), "--nodes", "1", *access)
+        assert done.code == 3 and "permission denied" in done.err and "/taskgraph/" in done.err, done.err
+    await cli.nothing_left()
+
+
+async def test_tls_where_etcd_does_not_speak_it(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
+    done = await cli("status", "none", "--etcd", f"https://{embedded_etcd.endpoint}")
+    assert done.code == 3 and "It does not speak TLS: write http://" in done.err, done.err
+    access = {"TASKGRAPH_ETCD_USER": "x", "TASKGRAPH_ETCD_PASSWORD": "y"}
+    done = await cli("status", "none", "--etcd", embedded_etcd.endpoint, **access)
+    assert done.code == 3 and "leave --etcd-user out" in done.err, done.err
+
+
+async def test_access_to_ones_own_etcd_does_not_concern_the_embedded_one(cli: Cli) -> None:
+    done = await cli("run", str(DRIVER), "--nodes", "1", TASKGRAPH_ETCD_USER="x", TASKGRAPH_ETCD_PASSWORD="y")
+    assert done.code == 0 and done.out == printed(), done.err
+
+
+def test_access_from_python_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TASKGRAPH_ETCD_USER", "worker")
+    with pytest.raises(tg.JobError, match="the password of etcd's user 'worker' is missing"):
+        tg.result("any", etcd="127.0.0.1:1")
