@@ -21,7 +21,6 @@ from taskgraph.jobs import Job, JobFunction, JobResult
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.logs import LogTails, printed
-from taskgraph.launch.resuming import plan
 from taskgraph.launch.run import arun, connect
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
@@ -46,6 +45,8 @@ def job_of(options: argparse.Namespace, function: JobFunction | None) -> Job:
 
 def run(options: argparse.Namespace, function: JobFunction | None = None) -> int:
     """Starts nodes here, follows the job, prints its values."""
+    if options.resume:
+        raise JobError("--resume: durable checkpoints are not part of this release; run the job from its beginning")
     job = job_of(options, function)
     token = token_for(options)
     try:
@@ -73,8 +74,6 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
             job,
             nodes=options.nodes,
             etcd=etcd_of(options),
-            resume=options.resume,
-            fresh=options.fresh,
             timeout_s=options.timeout,
             hooks=Hooks(progress.event, on_start),
             tls=access_of(options),
@@ -167,8 +166,7 @@ def submit_command(options: argparse.Namespace, function: JobFunction | None = N
             raise
         async with coordinator:
             try:
-                planned, beginning = await plan(coordinator, spec, resume=options.resume, fresh=options.fresh)
-                await submit(coordinator, planned, beginning)
+                await submit(coordinator, spec)
             except JobRunning:
                 token.forget()
                 raise

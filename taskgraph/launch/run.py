@@ -19,7 +19,6 @@ from taskgraph.jobs import Job, JobResult
 from taskgraph.launch.access import etcd_access
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.inprocess import arun_inprocess
-from taskgraph.launch.resuming import plan
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks, Supervisor, job_failed
@@ -30,13 +29,7 @@ __all__ = ["arun", "connect", "result", "run"]
 
 
 def run(
-    job: Job,
-    *,
-    nodes: int = 4,
-    etcd: str | None = None,
-    resume: bool = False,
-    fresh: bool = False,
-    timeout_s: float | None = None,
+    job: Job, *, nodes: int = 4, etcd: str | None = None, resume: bool = False, timeout_s: float | None = None
 ) -> JobResult:
     """Runs a job to its end and returns its result.
 
@@ -45,8 +38,7 @@ def run(
         etcd: endpoints of an etcd, separated by commas; None: an embedded one that ends with the job. Certificates,
             user and password come from TASKGRAPH_ETCD_CA, ..._CERT, ..._KEY, ..._USER and ..._PASSWORD (or
             ..._PASSWORD_FILE).
-        resume: from the newest checkpoint of the job; from the beginning where there is none yet.
-        fresh: from the beginning, although there are checkpoints.
+        resume: from a durable checkpoint; not part of this release.
         timeout_s: the job fails after this time.
 
     Raises:
@@ -54,10 +46,9 @@ def run(
         JobTimeout: it did not end in time.
         JobRunning: a job of that name is running.
         CoordinationError: etcd cannot be reached or started.
-        CheckpointError: it is to be resumed, and none of its checkpoints can be used.
     """
     _refuse_in_loop("tg.run", "`await tg.arun(...)`")
-    return asyncio.run(arun(job, nodes=nodes, etcd=etcd, resume=resume, fresh=fresh, timeout_s=timeout_s))
+    return asyncio.run(arun(job, nodes=nodes, etcd=etcd, resume=resume, timeout_s=timeout_s))
 
 
 def _refuse_in_loop(what: str, instead: str) -> None:
@@ -74,7 +65,6 @@ async def arun(
     nodes: int = 4,
     etcd: str | None = None,
     resume: bool = False,
-    fresh: bool = False,
     timeout_s: float | None = None,
     hooks: Hooks | None = None,
     tls: dict[str, str] | None = None,
@@ -86,11 +76,13 @@ async def arun(
     `hooks`, `tls`, `listen` (an address for nodes on other hosts) and `token` (hex; None: a new one) are for the
     command line.
     """
+    if resume:
+        raise JobError("resume: durable checkpoints are not part of this release; run the job from its beginning")
     if nodes < 0:
         raise JobError(f"nodes={nodes}: at least 1, or 0 for everything in this process")
     hooks = hooks or Hooks()
     if nodes == 0:
-        return await arun_inprocess(job, timeout_s=timeout_s, on_event=hooks.on_event, resume=resume, fresh=fresh)
+        return await arun_inprocess(job, timeout_s=timeout_s, on_event=hooks.on_event)
     spec = JobSpec.of(job, expected_nodes=nodes)
     async with AsyncExitStack() as stack:
         runtime = Runtime()
@@ -112,8 +104,7 @@ async def arun(
             tls=access,
         )
         coordinator = await stack.enter_async_context(await connect(entry.etcd, entry.tls))
-        spec, beginning = await plan(coordinator, spec, resume=resume, fresh=fresh)
-        await submit(coordinator, spec, beginning)
+        await submit(coordinator, spec)
         if embedded is None:
             stack.push_async_exit(partial(_cancel_unbegun, coordinator, spec))
         runtime.put(entry)
