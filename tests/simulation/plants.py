@@ -1,0 +1,393 @@
+"""Mistakes put into the protocol on purpose, one rule each: the simulation must notice every one of them.
+
+A plant changes the decisions and the transactions of `taskgraph`, never the simulation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from taskgraph.errors import Refused
+from taskgraph.graph.values import decode
+from taskgraph.node import replica as replica_module
+from taskgraph.node.attempt import Attempt
+from taskgraph.node.backups import Backups
+from taskgraph.node.leader import LeaderRole
+from taskgraph.node.mailbox import Mailbox
+from taskgraph.node.primary import Primary
+from taskgraph.node.replica import Replica
+from taskgraph.node.serving import Serving
+from taskgraph.protocol import transactions
+from taskgraph.protocol.boundaries import Boundaries, Boundary
+from taskgraph.protocol.commit import Leader
+from taskgraph.protocol.insync import InSync, Place
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import Compare, Put, Txn
+from taskgraph.protocol.messages import Accepted, Reason, Report
+from taskgraph.protocol.records import EpochRecord, MemberRecord, State, StatusRecord
+from taskgraph.protocol.sums import Ledger
+
+__all__ = ["PLANTS", "Plant"]
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+PLANTS: dict[str, Plant] = {}
+
+
+def plant(function: Plant) -> Plant:
+    PLANTS[function.__name__.replace("_", " ")] = function
+    return function
+
+
+def _without(txn: Txn, *unwanted: Callable[[Compare], bool]) -> Txn:
+    return dataclasses.replace(txn, compares=tuple(c for c in txn.compares if not any(u(c) for u in unwanted)))
+
+
+def _changed(patch: pytest.MonkeyPatch, owner: Any, name: str, change: Callable[..., Any]) -> None:
+    """`change(original, *args, **kwargs)` instead of the original."""
+    original = getattr(owner, name)
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        return change(original, *args, **kwargs)
+
+    patch.setattr(owner, name, changed)
+
+
+# -- commits ----------------------------------------------------------------------------------------
+
+
+@plant
+def a_commit_does_not_compare_the_revision_of_generation(patch: pytest.MonkeyPatch) -> None:
+    def commit(original: Any, view: Any, **kwargs: Any) -> Txn:
+        return _without(original(view, **kwargs), lambda c: c.key == view.keys.generation)
+
+    _changed(patch, transactions, "commit", commit)
+
+
+@plant
+def a_take_over_does_not_put_generation(patch: pytest.MonkeyPatch) -> None:
+    def take_over(original: Any, view: Any, *args: Any, **kwargs: Any) -> Txn:
+        txn: Txn = original(view, *args, **kwargs)
+        kept = tuple(op for op in txn.success if not (isinstance(op, Put) and op.key == view.keys.generation))
+        return dataclasses.replace(txn, success=kept)
+
+    _changed(patch, transactions, "take_over", take_over)
+
+
+@plant
+def a_done_of_an_old_term_counts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Leader, "missing", lambda self, view: tuple(t for t in range(self._tasks) if t not in self._reports))
+
+
+@plant
+def the_sums_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    def report(original: Any, self: Leader, given: Report) -> bool:
+        return bool(original(self, dataclasses.replace(given, sent=0, received=0)))
+
+    _changed(patch, Leader, "report", report)
+
+
+@plant
+def the_status_is_written_after_the_last_commit(patch: pytest.MonkeyPatch) -> None:
+    def commit(original: Any, view: Any, **kwargs: Any) -> Txn:
+        txn: Txn = original(view, **{**kwargs, "finished": False})
+        return txn
+
+    async def and_then(original: Any, self: LeaderRole, finished: bool) -> None:
+        await original(self, finished)
+        node = self._node
+        if finished and node.keeper.view.running:
+            record = StatusRecord(state=State.FINISHED, writer=node.writer())
+            await node.transact(
+                Txn(success=(Put(node.keeper.view.keys.status, record.to_bytes()),)), key="", writer=record.writer
+            )
+
+    _changed(patch, transactions, "commit", commit)
+    _changed(patch, LeaderRole, "_commit", and_then)
+
+
+@plant
+def the_attempt_counter_starts_again(patch: pytest.MonkeyPatch) -> None:
+    def commit(original: Any, view: Any, **kwargs: Any) -> Txn:
+        txn: Txn = original(view, **kwargs)
+        record = EpochRecord(epoch=view.epoch.record.epoch + 1, attempt=1, writer=kwargs["writer"])
+        return dataclasses.replace(txn, success=(Put(view.keys.epoch, record.to_bytes()), *txn.success[1:]))
+
+    _changed(patch, transactions, "commit", commit)
+
+
+# -- boundaries -------------------------------------------------------------------------------------
+
+
+@plant
+def a_pending_boundary_replaces_the_committed_one(patch: pytest.MonkeyPatch) -> None:
+    def hold(original: Any, self: Boundaries, boundary: Boundary, *, committed: bool) -> None:
+        original(self, boundary, committed=committed)
+        if not committed:
+            self._committed = boundary
+
+    _changed(patch, Boundaries, "hold", hold)
+
+
+@plant
+def of_several_pending_boundaries_the_first_is_taken(patch: pytest.MonkeyPatch) -> None:
+    def read_epoch(self: Boundaries, epoch: int) -> Boundary | None:
+        if self._committed is not None and self._committed.stamp.epoch >= epoch:
+            return None
+        first = min((key for key in self._held if key[0] == epoch), default=None)
+        if first is None:
+            return None
+        self._committed = self._held[first]
+        self._held = {key: b for key, b in self._held.items() if key[0] > epoch}
+        return self._committed
+
+    patch.setattr(Boundaries, "read_epoch", read_epoch)
+
+
+@plant
+def done_is_reported_before_the_members_hold_the_snapshot(patch: pytest.MonkeyPatch) -> None:
+    async def held(self: Backups, key: Any, *, admit_wait_s: float) -> None:
+        return
+
+    patch.setattr(Backups, "held", held)
+
+
+@plant
+def a_restored_state_is_shared_with_the_boundary(patch: pytest.MonkeyPatch) -> None:
+    known: dict[tuple[bytes, int], Any] = {}
+
+    def shared(value: Any, **kwargs: Any) -> Any:
+        return known.setdefault((value.digest, id(value)), decode(value, **kwargs))
+
+    patch.setattr(replica_module, "decode", shared)
+
+
+@plant
+def a_restart_does_not_restore(patch: pytest.MonkeyPatch) -> None:
+    restored: set[int] = set()
+
+    async def restore(original: Any, self: Replica, value: Any) -> None:
+        if id(self) not in restored:
+            restored.add(id(self))
+            await original(self, value)
+
+    _changed(patch, Replica, "restore", restore)
+
+
+# -- members ----------------------------------------------------------------------------------------
+
+
+@plant
+def a_joiner_puts_its_own_member_key(patch: pytest.MonkeyPatch) -> None:
+    async def offer(original: Any, self: Serving, peer: str, message: Any) -> Accepted:
+        reply: Accepted = await original(self, peer, message)
+        node = self._node
+        if message.candidate:
+            key = node.keeper.view.keys.member(message.task, node.id)
+            await node.coordinator.txn(Txn(success=(Put(key, MemberRecord(writer=node.writer()).to_bytes()),)))
+        return reply
+
+    _changed(patch, Serving, "_offer", offer)
+
+
+@plant
+def a_candidate_is_admitted_without_the_pending_boundary(patch: pytest.MonkeyPatch) -> None:
+    def missing(original: Any, self: InSync, node: str) -> tuple[Any, ...]:
+        lacking: tuple[Any, ...] = original(self, node)
+        return (
+            lacking
+            if self._place.get(node) is not Place.CANDIDATE
+            else tuple(k for k in lacking if k == self._current[0])
+        )
+
+    _changed(patch, InSync, "missing", missing)
+
+
+def _waits_for(*places: Place) -> Callable[[InSync, Any], tuple[str, ...]]:
+    def waits_for(self: InSync, key: Any) -> tuple[str, ...]:
+        return tuple(sorted(n for n, p in self._place.items() if p in places and key not in self._acked[n]))
+
+    return waits_for
+
+
+@plant
+def a_node_that_is_being_admitted_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(InSync, "waits_for", _waits_for(Place.MEMBER, Place.EVICTING))
+
+
+@plant
+def a_node_that_is_being_evicted_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(InSync, "waits_for", _waits_for(Place.MEMBER, Place.ADMITTING))
+
+
+@plant
+def a_new_primary_does_not_wait_for_the_members_it_read(patch: pytest.MonkeyPatch) -> None:
+    def init(original: Any, self: Primary, *args: Any) -> None:
+        original(self, *args)
+        self.backups._insync = InSync([])
+
+    _changed(patch, Primary, "__init__", init)
+
+
+@plant
+def an_eviction_is_not_fenced_by_the_primary(patch: pytest.MonkeyPatch) -> None:
+    def evict(original: Any, view: Any, task: int, **kwargs: Any) -> Txn:
+        keys: Keys = view.keys
+        return _without(
+            original(view, task, **kwargs), lambda c: c.key in (keys.primary(task), keys.node(kwargs["node"]))
+        )
+
+    _changed(patch, transactions, "evict", evict)
+
+
+@plant
+def member_keys_hang_on_leases(patch: pytest.MonkeyPatch) -> None:
+    def admit(original: Any, view: Any, task: int, **kwargs: Any) -> Txn:
+        txn: Txn = original(view, task, **kwargs)
+        put = txn.success[0]
+        assert isinstance(put, Put)
+        lease = view.nodes[kwargs["candidate"]].record.lease
+        return dataclasses.replace(txn, success=(dataclasses.replace(put, lease=lease),))
+
+    _changed(patch, transactions, "admit", admit)
+
+
+@plant
+def a_promise_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Replica, "may_go", lambda self, term: True)
+
+
+# -- take-overs -------------------------------------------------------------------------------------
+
+
+@plant
+def a_take_over_guesses_the_epoch_from_its_watch(patch: pytest.MonkeyPatch) -> None:
+    def taken_over(original: Any, result: Any, view: Any, task: int) -> Any:
+        at = view.epoch.record
+        return dataclasses.replace(original(result, view, task), epoch=at.epoch, attempt=at.attempt)
+
+    _changed(patch, transactions, "taken_over", taken_over)
+
+
+@plant
+def a_take_over_does_not_compare_the_primary_it_replaces(patch: pytest.MonkeyPatch) -> None:
+    def take_over(original: Any, view: Any, task: int, *args: Any, **kwargs: Any) -> Txn:
+        return _without(original(view, task, *args, **kwargs), lambda c: c.key == view.keys.primary(task))
+
+    _changed(patch, transactions, "take_over", take_over)
+
+
+@plant
+def admissions_and_evictions_are_not_fenced_by_the_term(patch: pytest.MonkeyPatch) -> None:
+    def evict(original: Any, view: Any, task: int, **kwargs: Any) -> Txn:
+        return _without(original(view, task, **kwargs), lambda c: c.key == view.keys.primary(task))
+
+    def admit(original: Any, view: Any, task: int, **kwargs: Any) -> Txn:
+        return _without(original(view, task, **kwargs), lambda c: c.key == view.keys.primary(task))
+
+    _changed(patch, transactions, "evict", evict)
+    _changed(patch, transactions, "admit", admit)
+
+
+# -- attempts ---------------------------------------------------------------------------------------
+
+
+@plant
+def inputs_come_in_the_order_of_arrival(patch: pytest.MonkeyPatch) -> None:
+    from taskgraph.epoch import Inputs
+
+    def producers(original: Any, self: Inputs, tag: str) -> tuple[int, ...]:
+        arrived = [key for key in self._items if key[0] == str(tag)]
+        return tuple(sorted(original(self, tag), key=lambda p: arrived.index((str(tag), p))))
+
+    _changed(patch, Inputs, "_producers", producers)
+
+
+@plant
+def processors_run_in_the_order_of_arrival(patch: pytest.MonkeyPatch) -> None:
+    from taskgraph.graph.compose import Composition
+
+    patch.setattr(Composition, "parallel", property(lambda self: [p for p in self.processors if p.outbound]))
+    patch.setattr(Composition, "ordered", property(lambda self: []))
+
+
+@plant
+def a_late_flag_misses_the_snapshot(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Attempt, "check_open", lambda self: None)
+
+    def decide(original: Any, self: Leader, view: Any, *, settled: bool = False) -> Any:
+        reports = self._reports
+        self._reports = {t: dataclasses.replace(r, sent=0, received=0) for t, r in reports.items()}
+        try:
+            return original(self, view, settled=settled)
+        finally:
+            self._reports = reports
+
+    _changed(patch, Leader, "decide", decide)
+
+
+@plant
+def answers_of_a_gone_term_count(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Primary, "check_terms", lambda self: None)
+
+    def only_items(original: Any, self: Ledger, kind: str, *rest: Any) -> bool:
+        return bool(original(self, kind, *rest)) if kind in ("item", "flag") else True
+
+    _changed(patch, Ledger, "sent", only_items)
+    _changed(patch, Ledger, "received", only_items)
+
+
+@plant
+def a_request_that_is_sent_again_runs_again(patch: pytest.MonkeyPatch) -> None:
+    async def take(original: Any, self: Mailbox, message: Any) -> Any:
+        self._answers.clear()
+        return await original(self, message)
+
+    _changed(patch, Mailbox, "take_request", take)
+
+
+@plant
+def a_flag_that_is_sent_again_runs_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Ledger, "has_received", lambda self, *identity: False)
+
+
+@plant
+def items_are_dropped_when_the_task_is_done(patch: pytest.MonkeyPatch) -> None:
+    def set_report(original: Any, self: Primary, report: Report) -> None:
+        original(self, report)
+        if report.done and self._attempt is not None:
+            gone = asyncio.get_running_loop().create_future()
+            gone.cancel()
+            self._attempt._slots = dict.fromkeys(self._attempt._slots, gone)
+
+    _changed(patch, Primary, "_set_report", set_report)
+
+
+@plant
+def a_call_from_the_future_does_not_wait(patch: pytest.MonkeyPatch) -> None:
+    async def attempt(self: Serving, task: int, stamp: Any, sender: int | None = None, sender_term: int = 0) -> Attempt:
+        primary = self._node.primaries.get(task)
+        if primary is None or primary.attempt is None:
+            raise Refused(Reason.NOT_PRIMARY, "")
+        return primary.attempt
+
+    patch.setattr(Serving, "_attempt", attempt)
+
+
+@plant
+def the_content_of_items_is_not_in_the_sums(patch: pytest.MonkeyPatch) -> None:
+    """The digest is not part of the identity that both ends count."""
+    real = Ledger.received
+
+    def received(self: Ledger, kind: str, sender: int, receiver: int, name: str, digest: bytes) -> bool:
+        return real(self, kind, sender, receiver, name, b"")
+
+    def sent(original: Any, self: Ledger, kind: str, sender: int, receiver: int, name: str, digest: bytes) -> bool:
+        return bool(original(self, kind, sender, receiver, name, b""))
+
+    patch.setattr(Ledger, "received", received)
+    _changed(patch, Ledger, "sent", sent)
