@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import trustme
+
 from taskgraph.coordination.api import Coordinator
 from taskgraph.coordination.embedded import EmbeddedEtcd, find_etcd
 from taskgraph.protocol.kv import KeyEvent
@@ -107,20 +109,15 @@ class Certificates:
 
 
 def make_certificates(folder: Path) -> Certificates:
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True, timeout=60)
-
-    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=test authority")
-    usages = {"server": "serverAuth", "client": "clientAuth"}
-    for name, usage in usages.items():
-        (folder / f"{name}.ext").write_text(f"subjectAltName=IP:127.0.0.1,DNS:localhost\nextendedKeyUsage={usage}")
-        openssl("req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        openssl(
-            *("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"),
-            *("-out", f"{name}.pem", "-days", "2", "-extfile", f"{name}.ext"),
-        )
-    return Certificates(*(folder / name for name in ("ca.pem", "server.pem", "server.key", "client.pem", "client.key")))
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(folder / "ca.pem"))
+    found = [folder / "ca.pem"]
+    for name, identity in (("server", "127.0.0.1"), ("client", "client")):
+        issued = authority.issue_cert(identity)
+        found += [folder / f"{name}.pem", folder / f"{name}.key"]
+        issued.cert_chain_pems[0].write_to_path(str(found[-2]))
+        issued.private_key_pem.write_to_path(str(found[-1]))
+    return Certificates(*found)
 
 
 @contextlib.asynccontextmanager
