@@ -6,6 +6,7 @@ arrives, at a stage of an epoch), since that is where mistakes hide; the others 
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass
 
@@ -35,8 +36,9 @@ KINDS = (
     "half-open",
     "join",
     "drain",
+    "massacre",
 )
-_WEIGHTS = (12, 3, 7, 2, 2, 3, 2, 2, 6, 7, 4, 2, 2, 5, 3, 3, 3, 4, 2, 4, 4)
+_WEIGHTS = (12, 3, 7, 2, 2, 3, 2, 2, 6, 7, 4, 2, 2, 5, 3, 3, 3, 4, 2, 4, 4, 0)
 
 _MOMENTS = (
     "sending commit", "sending takeover", "sending admit", "sending evict", "sending restart", "sending register",
@@ -96,9 +98,12 @@ def _draw_one(rng: random.Random, *, follows: bool) -> Fault:
 class Faults:
     """Makes them happen in a world."""
 
-    def __init__(self, world: World, faults: list[Fault], rng: random.Random) -> None:
+    def __init__(self, world: World, faults: list[Fault], rng: random.Random, *, ruthless: bool) -> None:
         self._world = world
+        self._ruthless = ruthless  # it kills whoever it likes: a job may lose all that a task has
         self._rng = rng
+        if ruthless:
+            faults = [*faults, dataclasses.replace(_draw_one(rng, follows=False), kind="massacre")]
         self._waiting = [fault for fault in faults if fault.moment]
         self._over = False
         self._peer = ""  # the other node at the moment that just came
@@ -148,6 +153,8 @@ class Faults:
 
     def _survivable(self, victim: SimNode) -> bool:
         """Whether every task has a member in sync elsewhere, in a process that exists."""
+        if self._ruthless:
+            return True
         world = self._world
         view = world.invariants.view
         living = {n.id for n in world.existing() if n is not victim and not n.draining}
@@ -200,6 +207,14 @@ class Faults:
         target.run.cancel()
         target.process.thaw(self._world.loop)
         target.threads.thaw(self._world.loop)
+
+    def _massacre(self, fault: Fault, target: SimNode) -> None:
+        """Everybody who holds what some task needs dies."""
+        task = self._rng.randrange(self._world.workload.tasks)
+        holders = [self._world.nodes[name] for name in self._world.invariants.view.in_sync(task)]
+        for holder in holders:
+            if holder.exists:
+                self._crash(fault, holder)
 
     def _host_crash(self, fault: Fault, target: SimNode) -> None:
         self._crash(fault, target, host=True)

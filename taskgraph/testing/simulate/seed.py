@@ -101,7 +101,7 @@ def _settings(rng: random.Random, workload: Workload) -> tg.Settings:
         lease_ttl_s=2.0,
         lease_stall_s=rng.choice((0.5, 1.0)),
         lost_after_s=7.0,
-        min_in_sync=1,
+        min_in_sync=2 if rng.random() < 0.1 else 1,
         admit_wait_s=rng.choice((0.0, 0.5, 2.0)),
         start_wait_s=2.0,
         hand_over_s=rng.choice((0.05, 0.5)),
@@ -135,10 +135,11 @@ async def _run(outcome: Outcome) -> None:
     logger.addHandler(errors)
     logger.setLevel(logging.ERROR)
     logger.propagate = False
-    faults = faults_.Faults(world, planned, random.Random(rng.getrandbits(64)))
+    ruthless = rng.random() < 0.05
+    faults = faults_.Faults(world, planned, random.Random(rng.getrandbits(64)), ruthless=ruthless)
     try:
         await world.start(nodes)
-        outcome.ended = await _until_over(world, faults)
+        outcome.ended = await _until_over(world, faults, ruthless)
     except Violation as error:
         outcome.problem = str(error)
     finally:
@@ -153,7 +154,7 @@ def _unhandled(context: dict[str, object]) -> Violation:
     return Violation(f"nobody handled: {context.get('message')} {context.get('exception')!r}")
 
 
-async def _until_over(world: World, faults: faults_.Faults) -> str:
+async def _until_over(world: World, faults: faults_.Faults, ruthless: bool) -> str:
     status = asyncio.ensure_future(world.status())
     waits: list[asyncio.Future[object]] = [status, world.failed]  # type: ignore[list-item]
     try:
@@ -161,7 +162,7 @@ async def _until_over(world: World, faults: faults_.Faults) -> str:
         if not status.done() and not world.failed.done():
             faults.end(heal=True)
             world.transcript.add("world", "heal", "no failure from now on")
-            if not world.existing():
+            while len(world.existing()) < world.settings.min_in_sync + 1:
                 world.add()
             await asyncio.wait(waits, timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
         if world.failed.done():
@@ -170,7 +171,7 @@ async def _until_over(world: World, faults: faults_.Faults) -> str:
             raise Violation(f"it hangs: {hanging(world)}")
         record = status.result()
         if record.state != State.FINISHED:
-            return _judge_failure(world, record.reason)
+            return _judge_failure(world, record.reason, ruthless)
         result = asyncio.ensure_future(world.result())
         waits = [result, world.failed]  # type: ignore[list-item]
         try:
@@ -183,6 +184,9 @@ async def _until_over(world: World, faults: faults_.Faults) -> str:
             if not result.done():
                 raise Violation(f"the results do not come: {hanging(world)}")
             found = result.result()
+            if found is None:
+                assert world.invariants.view.status is not None
+                return _judge_failure(world, world.invariants.view.status.record.reason, ruthless)
         finally:
             result.cancel()
             await asyncio.gather(result, return_exceptions=True)
@@ -194,12 +198,13 @@ async def _until_over(world: World, faults: faults_.Faults) -> str:
         await asyncio.gather(status, return_exceptions=True)
 
 
-def _judge_failure(world: World, reason: str) -> str:
-    """A job may fail for one reason only: every holder of some task is gone."""
+def _judge_failure(world: World, reason: str, ruthless: bool) -> str:
+    """A job may fail for one reason only: every holder of some task is gone, as the seed wanted it."""
     view = world.invariants.view
     for task in range(world.workload.tasks):
         holders = view.in_sync(task)
-        if f"task {task}: every replica in sync is gone" in reason and all(n in view.gone for n in holders):
+        dead = all(n in view.gone and not world.nodes[n].exists for n in holders)
+        if ruthless and dead and f"task {task}: every replica in sync is gone" in reason:
             return "lost"
     raise Violation(f"the job failed: {reason}")
 
