@@ -11,8 +11,10 @@ from taskgraph.errors import TaskGraphError
 from taskgraph.observe.status import NodeStatus, ReplicaStatus
 from taskgraph.protocol.view import JobView
 
-__all__ = ["status_json", "status_text", "table", "values_text"]
+__all__ = ["ids_text", "status_json", "status_text", "table", "values_text"]
 
+_LONG_S = 0.1
+"""What runs for less is not worth a number."""
 _LONG = 200
 """Elements of an array that is shown whole."""
 _LINES = 5000
@@ -46,7 +48,14 @@ def status_text(
         primary = [t for t, p in view.primaries.items() if p.record.node == node]
         backup = [t for t in range(tasks) if node in view.in_sync(t) and t not in primary]
         nodes.append(
-            [record.name, record.host, str(record.pid), _ids(primary), _ids(backup), _node_state(said, record.draining)]
+            [
+                record.name,
+                record.host,
+                str(record.pid),
+                ids_text(primary),
+                ids_text(backup),
+                _node_state(said, record.draining),
+            ]
         )
     lines += ["", *table(nodes)] if len(nodes) > 1 else ["", "no nodes are registered"]
     rows = [["TASK", "PRIMARY", "TERM", "IN SYNC", "BACKUPS", "DOING"]]
@@ -88,11 +97,11 @@ def _doing(replica: ReplicaStatus | None) -> str:
     if replica is None:
         return "-"
     if replica.processor:
-        return f"{replica.processor} for {replica.running_s:.1f} s"
+        return replica.processor + (f" for {replica.running_s:.1f} s" if replica.running_s >= _LONG_S else "")
     return "; ".join(replica.waits[:2]) or "-"
 
 
-def _ids(ids: Sequence[int]) -> str:
+def ids_text(ids: Sequence[int]) -> str:
     """1 2 3 7 as `1-3 7`."""
     runs: list[list[int]] = []
     for i in sorted(ids):

@@ -2,6 +2,9 @@
 
 Piped, every durable event is a line; commits are lines too: all of them in a job of up to `_FEW` epochs, or while
 they are fewer than `_FEW_PER_S` a second, else one a second, and always the last.
+
+When a node dies, each of its tasks is taken over, loses a member and gets another: what is the same of several tasks
+within a moment is told once.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import TextIO
 
 from taskgraph.jobs import EpochReport
 from taskgraph.observe.events import Event
+from taskgraph.observe.format import ids_text
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView
 
@@ -24,6 +28,8 @@ _FEW_PER_S = 20.0
 _FEW = 100
 _REFRESH_S = 0.1
 _WINDOW = 200
+_MERGE_S = 0.3
+_MERGED = ("lost", "takeover", "hand-over", "evicted", "admitted")
 _ENDS = (State.FINISHED, State.FAILED, State.CANCELLED)
 _DEPARTURES = ("lost", "gone", "evicted", "drain")
 """No news once the job ended: its nodes leave then, one after the other, and each is missed by those that stay."""
@@ -60,6 +66,8 @@ class Progress:
         self._closed = False
         self._ended = False
         self._over = False
+        self._merging: dict[tuple[str, str], list[Event]] = {}
+        self._merging_since = 0.0
         self._printed: deque[int] = deque(maxlen=_FEW)
 
     def _write(self, text: str) -> None:
@@ -84,16 +92,37 @@ class Progress:
         if event.transient or (self._over and event.kind in _DEPARTURES):
             return
         self._over = self._over or event.kind in _ENDS
-        self._last_event = event.text
+        if event.kind in _MERGED:
+            if not self._merging:
+                self._merging_since = self._clock()
+            self._merging.setdefault((event.kind, _of_its_task(event)), []).append(event)
+            self._flush_merged()
+            return
+        self._flush_merged(now=True)
+        if event.kind != State.FAILED:  # why it failed is said at the end, with the traceback
+            self._tell(event.at, event.text)
+
+    def _tell(self, at: float, text: str) -> None:
+        self._last_event = text
         if self._live:
-            self._print_above(f"{_clock_text(event.at)} {event.text}")
+            self._print_above(f"{_clock_text(at)} {text}")
             self._refresh(force=True)
         else:
             self._flush_held()
-            self._write(f"{_clock_text(event.at)} {event.text}\n")
+            self._write(f"{_clock_text(at)} {text}\n")
+
+    def _flush_merged(self, *, now: bool = False) -> None:
+        if not self._merging or (not now and self._clock() - self._merging_since < _MERGE_S):
+            return
+        merged, self._merging = self._merging, {}
+        for (_, text), events in merged.items():
+            tasks = sorted({event.task for event in events if event.task is not None})
+            whose = f"task {tasks[0]}: " if len(tasks) == 1 else f"tasks {ids_text(tasks)}: " if tasks else ""
+            self._tell(events[0].at, whose + text)
 
     def line(self, text: str) -> None:
         """Something to be read among what happens, such as a line that a task printed."""
+        self._flush_merged(now=True)
         if self._live:
             self._print_above(text)
             self._refresh(force=True)
@@ -129,7 +158,8 @@ class Progress:
             self._held = None
 
     def tick(self) -> None:
-        """Refreshes the live line."""
+        """Refreshes the live line; tells what waited for more of its kind."""
+        self._flush_merged()
         if self._live and not self._ended:
             self._refresh(force=True)
 
@@ -141,6 +171,7 @@ class Progress:
         """
         if self._ended:
             return
+        self._flush_merged(now=True)
         self._ended = True
         if reports and reports[-1].epoch > self._epoch:
             self._epoch, self._numbers = reports[-1].epoch, dict(reports[-1].numbers)
@@ -196,6 +227,11 @@ def numbers_text(numbers: Mapping[str, str | int | float]) -> str:
     return "".join(
         f"  {key}={value:.6g}" if isinstance(value, float) else f"  {key}={value}" for key, value in numbers.items()
     )
+
+
+def _of_its_task(event: Event) -> str:
+    """The text without whose it is."""
+    return event.text.removeprefix(f"task {event.task}: ") if event.task is not None else event.text
 
 
 def _of(epochs: int | None) -> str:

@@ -60,7 +60,7 @@ async def test_kill_of_the_roots_primary_changes_no_number(cli: Cli) -> None:
     assert done.code == 0, done.err
     assert f"sent SIGKILL to {before['primary']} (process " in done.out and "the primary of task 0" in done.out
     pid = int(done.out.split("(process ")[1].split()[0])
-    await run.until("task 0")
+    await run.until("is primary after")
     assert not running(pid)
     cli.open()
     done = await run.done()

@@ -87,7 +87,7 @@ async def test_a_frozen_primary_is_replaced_and_steps_down_when_it_wakes(cli: Cl
     pid = await primary_pid(cli, 0)
     os.kill(pid, signal.SIGSTOP)
     try:
-        await command.until("task 0: ")  # its successor
+        await command.until("is primary after")  # its successor
     finally:
         os.kill(pid, signal.SIGCONT)
     result = check(await command.done(), calm, failovers=1)

@@ -81,13 +81,43 @@ def test_piped_every_lasting_event_is_a_line_after_the_epoch_before_it() -> None
     for epoch in range(100):
         clock.now = epoch / 1000
         progress.event(commit(epoch))
-    progress.event(event("takeover", "task 0: n2 took over"))
+    progress.event(event("restart", "epoch 99 starts again"))
     progress.event(event("primary", "told too often to be shown", transient=True))
-    assert out.lines[-2] == "epoch 99/999" and out.lines[-1].endswith(" task 0: n2 took over")
+    assert out.lines[-2] == "epoch 99/999" and out.lines[-1].endswith(" epoch 99 starts again")
+
+
+def of_task(task: int, kind: str, text: str) -> Event:
+    return Event(float(task), "n2", kind, f"task {task}: {text}", task=task)
+
+
+def test_what_is_the_same_of_several_tasks_within_a_moment_is_one_line() -> None:
+    out, clock = Screen(terminal=False), Clock()
+    progress = Progress("fit", 9, 1000, out=out, clock=clock)
+    for _ in range(3):
+        progress.event(event("lost", "n1 is gone: its port refuses"))
+    for task in (0, 1, 2, 7):
+        progress.event(of_task(task, "takeover", f"n{2 + task // 2 % 2} is primary after n1 (term 2)"))
+    progress.event(of_task(4, "evicted", "n1 is out of its in-sync set (in sync: 1)"))
+    assert out.lines == []
+    progress.tick()
+    assert out.lines == []
+    clock.now += 0.5
+    progress.tick()
+    assert [line.partition(" ")[2] for line in out.lines] == [
+        "n1 is gone: its port refuses",
+        "tasks 0-1: n2 is primary after n1 (term 2)",
+        "tasks 2 7: n3 is primary after n1 (term 2)",
+        "task 4: n1 is out of its in-sync set (in sync: 1)",
+    ]
+    progress.event(of_task(5, "evicted", "n1 is out of its in-sync set (in sync: 1)"))
+    progress.event(event("restart", "epoch 3 starts again"))  # the order of what happened stays
+    progress.event(of_task(6, "evicted", "n1 is out of its in-sync set (in sync: 1)"))
+    progress.end()
+    assert [line.split()[2][0] for line in out.lines[4:]] == ["5", "3", "6"]
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_who_leaves_after_the_end_is_no_news_but_a_failure_is(terminal: bool) -> None:
+def test_who_leaves_after_the_end_is_no_news(terminal: bool) -> None:
     out = Screen(terminal=terminal)
     progress = Progress("fit", 3, 5, out=out)
     progress.event(event("lost", "n1 is gone: its port refuses"))
@@ -95,7 +125,9 @@ def test_who_leaves_after_the_end_is_no_news_but_a_failure_is(terminal: bool) ->
     progress.event(event("lost", "n2 is gone: its port refuses"))
     progress.event(event("evicted", "task 0: n2 is out of its in-sync set"))
     progress.event(event("failed", "task 1: result() raised"))
-    assert "n1 is gone" in out.getvalue() and "n2" not in out.getvalue() and "result() raised" in out.getvalue()
+    progress.end()
+    assert "n1 is gone" in out.getvalue() and "n2" not in out.getvalue()
+    assert "result() raised" not in out.getvalue(), "whoever runs the job says it, with the traceback"
 
 
 def test_a_commit_told_by_two_leaders_is_shown_once() -> None:
@@ -125,6 +157,8 @@ def test_on_a_terminal_one_line_is_rewritten() -> None:
     assert "\n" not in out.getvalue()
     assert out.getvalue().endswith("\r\x1b[2Kfit  epoch 99/399  8.0/s  loss=0.5")
     progress.event(event("takeover", "task 0: n2 took over"))
+    clock.now += 0.5
+    progress.tick()
     last = out.getvalue().split("\n")
     assert last[-2].endswith("task 0: n2 took over"), "an event stays, above the line"
     assert last[-1] == "\r\x1b[2Kfit  epoch 99/399  8.0/s  loss=0.5 | task 0: n2 took over"
