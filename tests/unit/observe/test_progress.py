@@ -161,7 +161,7 @@ def test_on_a_terminal_one_line_is_rewritten() -> None:
     progress.tick()
     last = out.getvalue().split("\n")
     assert last[-2].endswith("task 0: n2 took over"), "an event stays, above the line"
-    assert last[-1] == "\r\x1b[2Kfit  epoch 99/399  8.0/s  loss=0.5 | task 0: n2 took over"
+    assert last[-1].split("\r\x1b[2K")[-1] == "fit  epoch 99/399  8.0/s  loss=0.5 | task 0: n2 took over"
     progress.end()
     progress.tick()
     assert out.getvalue().endswith("\n"), "the prompt that follows has a line of its own"
