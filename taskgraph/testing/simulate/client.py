@@ -107,6 +107,10 @@ class SimCoordinator:
     async def revoke(self, lease_id: int) -> None:
         await self._read("revocation of a lease", lambda: self.etcd.store.revoke(lease_id))
 
+    async def compact(self, revision: int) -> None:
+        """Drops the history before `revision`, for everybody."""
+        await self._read(f"compaction at {revision}", lambda: self.etcd.store.compact(revision))
+
     async def _read(self, what: str, execute: Callable[[], T]) -> T:
         """Tried again until the time is over: it may well be executed twice."""
         deadline = self.now() + self._timeout_s

@@ -121,7 +121,7 @@ class Stream:
             return
         upto = store.revision
         if not events:
-            self._next = upto + 1
+            self._next = max(self._next, upto + 1)  # it may start in the future
             return
         if len(events) > 1 and etcd.rng.random() < 0.3:  # complete revisions in two messages
             cut = events[etcd.rng.randrange(len(events) - 1)].kv.mod_revision
@@ -134,7 +134,7 @@ class Stream:
 
     def _send(self, what: WatchBatch | WatchCompacted, upto: int) -> None:
         self._next = upto + 1
-        self._last_at = max(self._last_at, self._etcd.now() + self._etcd.delay())
+        self._last_at = max(self._last_at + 1e-6, self._etcd.now() + self._etcd.delay())
         loop = asyncio.get_running_loop()
         loop.call_at(self._last_at, self._deliver, self._life, what, upto, context=self._context)
 

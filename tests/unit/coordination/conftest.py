@@ -1,7 +1,8 @@
-"""Both coordinators behind one face: whatever a test says of one, it says of the other."""
+"""All coordinators behind one face: whatever a test says of one, it says of the others."""
 
 from __future__ import annotations
 
+import random
 import uuid
 from collections.abc import AsyncIterator
 from typing import Protocol
@@ -13,6 +14,9 @@ from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.protocol.kv import Put, Txn, TxnResult
+from taskgraph.testing.simulate.client import SimCoordinator
+from taskgraph.testing.simulate.etcd import SimEtcd, SimStore
+from taskgraph.testing.simulate.loop import Process
 
 
 class Compacting(Coordinator, Protocol):
@@ -22,7 +26,7 @@ class Compacting(Coordinator, Protocol):
 class Cluster:
     """A store and handles on it, with keys that only this test uses."""
 
-    def __init__(self, etcd: EmbeddedEtcd | None) -> None:
+    def __init__(self, etcd: EmbeddedEtcd | SimEtcd | None) -> None:
         self._etcd = etcd
         self._store = MemoryStore()
         self._handles: list[Compacting] = []
@@ -31,6 +35,8 @@ class Cluster:
 
     @property
     def kind(self) -> str:
+        if isinstance(self._etcd, SimEtcd):
+            return "simulated"
         return "memory" if self._etcd is None else "etcd"
 
     async def node(self) -> Compacting:
@@ -38,6 +44,9 @@ class Cluster:
         handle: Compacting
         if self._etcd is None:
             handle = MemoryCoordinator(self._store)
+        elif isinstance(self._etcd, SimEtcd):
+            name = f"node {len(self._handles)}"
+            handle = SimCoordinator(self._etcd, Process(name), Process(name), on_txn=lambda *_: None, timeout_s=3.0)
         else:
             handle = await EtcdCoordinator.connect(self._etcd.endpoint)
         self._handles.append(handle)
@@ -61,13 +70,16 @@ class Cluster:
             await handle.close()
 
 
-@pytest.fixture(params=["memory", "etcd"])
-def etcd_or_none(request: pytest.FixtureRequest) -> EmbeddedEtcd | None:
+@pytest.fixture(params=["memory", "simulated", "etcd"])
+def etcd_or_none(request: pytest.FixtureRequest) -> EmbeddedEtcd | SimEtcd | None:
+    if request.param == "simulated":
+        etcd = SimEtcd(SimStore(lambda *_: etcd.wake()), random.Random(1), delay_s=0.0005, lag_s=0.002)
+        return etcd
     return request.getfixturevalue("embedded_etcd") if request.param == "etcd" else None
 
 
 @pytest.fixture
-async def cluster(etcd_or_none: EmbeddedEtcd | None) -> AsyncIterator[Cluster]:
+async def cluster(etcd_or_none: EmbeddedEtcd | SimEtcd | None) -> AsyncIterator[Cluster]:
     cluster = Cluster(etcd_or_none)
     yield cluster
     await cluster.close()
