@@ -220,11 +220,16 @@ async def _while(service: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-def _remove_sockets(config: NodeConfig) -> None:
-    """The node's own directory, and the one it is in where it was the last."""
-    if config.folder is not None:
-        shutil.rmtree(config.folder, ignore_errors=True)
-        with contextlib.suppress(OSError):
+def _remove_sockets(config: NodeConfig, *, launcher_gone: bool = False) -> None:
+    """The node's own directory, and the one it is in where it was the last and no launcher is there to do that.
+
+    A launcher may be about to start more nodes there.
+    """
+    if config.folder is None:
+        return
+    shutil.rmtree(config.folder, ignore_errors=True)
+    if launcher_gone or not config.parent_pid or os.getppid() != config.parent_pid:
+        with contextlib.suppress(OSError):  # not the last
             config.folder.parent.rmdir()
 
 
@@ -256,7 +261,7 @@ def _follow_parent(config: NodeConfig) -> None:
     while True:
         ended = any(not os.read(fd, 4096) for fd, _ in poll.poll(_PARENT_CHECK_S * 1000))
         if ended or (config.parent_pid and os.getppid() != config.parent_pid):
-            _remove_sockets(config)
+            _remove_sockets(config, launcher_gone=True)
             _exit(_say("the launcher is gone", CANNOT_GO_ON))
 
 

@@ -1,0 +1,37 @@
+"""What a node process leaves behind: nothing, and nothing that others need."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from taskgraph.node.process import NodeConfig, _remove_sockets
+
+
+def config(folder: Path, *, parent_pid: int) -> NodeConfig:
+    made = NodeConfig(
+        job="fit", name="n1", etcd="a:1", token="ab" * 32, sockets=str(folder), parent_pid=parent_pid, node_id="n1-0bad"
+    )
+    assert made.folder is not None
+    made.folder.mkdir(parents=True)
+    return made
+
+
+def test_a_node_that_ends_leaves_the_launchers_directory_to_it(tmp_path: Path) -> None:
+    """It was removed by a node that failed early, and those that started later failed for that."""
+    made = config(tmp_path / "s", parent_pid=os.getppid())
+    _remove_sockets(made)
+    assert list((tmp_path / "s").iterdir()) == []
+
+
+@pytest.mark.parametrize(("parent_pid", "launcher_gone"), [(0, False), (1 << 30, False), (os.getppid(), True)])
+def test_without_a_launcher_the_last_node_removes_it(tmp_path: Path, parent_pid: int, launcher_gone: bool) -> None:
+    made = config(tmp_path / "s", parent_pid=parent_pid)
+    (tmp_path / "s" / "other").mkdir()
+    _remove_sockets(made, launcher_gone=launcher_gone)
+    assert [path.name for path in (tmp_path / "s").iterdir()] == ["other"]
+    (tmp_path / "s" / "other").rmdir()
+    _remove_sockets(made, launcher_gone=launcher_gone)
+    assert not (tmp_path / "s").exists()
