@@ -63,7 +63,10 @@ async def _status(options: argparse.Namespace) -> int:
             if options.json:
                 text = json.dumps(status_json(spec.name, spec.tasks, spec.epochs, keeper.view, statuses))
             else:
-                text = status_text(spec.name, spec.tasks, spec.epochs, keeper.view, statuses) + _warning(reached)
+                text = status_text(spec.name, spec.tasks, spec.epochs, keeper.view, statuses)
+                if (logs := Runtime().logs(spec.name)) is not None:
+                    text += f"\n\nlogs of the nodes started here: {logs}"
+                text += _warning(reached)
             if options.watch and not options.json and sys.stdout.isatty():
                 print("\x1b[H\x1b[2J", end="")
             print(text, flush=True)

@@ -186,6 +186,11 @@ class Runtime:
             path.unlink(missing_ok=True)
             shutil.rmtree(path.with_suffix(".logs"), ignore_errors=True)
 
+    def logs(self, name: str) -> Path | None:
+        """Where nodes of a running job write, if some were started on this host."""
+        folder = self._folder(name)
+        return folder if self.find(name) is not None and any(folder.glob("n*.log")) else None
+
     def kept_logs(self, name: str) -> Path:
         """Where the logs of a finished job are."""
         self._folder(name)

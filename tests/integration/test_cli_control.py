@@ -36,6 +36,8 @@ async def test_status_says_who_does_what_and_since_when(cli: Cli) -> None:
     assert "job sums: running, epoch 2 of 6" in text
     assert "NODE" in text and "n1" in text and "n2" in text and "leader" in text
     assert [line for line in text.splitlines() if line.startswith("0 ") and "record for" in line], text
+    logs = Path(text.split("logs of the nodes started here: ")[1].splitlines()[0])
+    assert sorted(path.name for path in logs.glob("n*.log")) == ["n1.log", "n2.log"]  # noqa: ASYNC240 (two files)
     assert "warning" not in text, "an embedded etcd of any version is fine"
     found = await status(cli, "sums")
     assert (found["state"], found["epoch"], len(found["nodes"]), len(found["tasks"])) == ("running", 2, 2, 7)
