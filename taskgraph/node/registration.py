@@ -48,17 +48,33 @@ class Registration:
 
     async def register(self) -> None:
         """Grants the lease and puts the key; raises JobError where the job is another one by now."""
-        settings = self._node.settings
-        self._lease = await self._node.coordinator.lease(settings.lease_ttl_s, stall_limit_s=settings.lease_stall_s)
-        self._record = dataclasses.replace(self._record, lease=self._lease.id, writer=self._node.writer())
-        view = self._node.keeper.view
-        txn = transactions.register(view, self._node.id, self._record)
-        revision = await self._node.transact(txn, key=view.keys.node(self._node.id), writer=self._record.writer)
-        if revision is None:
-            raise JobError(f"job {view.keys.job!r} was submitted anew while this node started: start the node again")
+        keeper, spec = self._node.keeper, self._node.keeper.view.spec_revision
+        while (revision := await self._put_first()) is None:
+            await keeper.load()
+            if keeper.view.spec_revision != spec:
+                raise JobError(
+                    f"job {keeper.view.keys.job!r} was submitted anew while this node started: start the node again"
+                )
+            await self._node.breathe()
         self.node_revision = revision
         self._open.set()
-        await self._node.keeper.caught_up(revision)
+        await keeper.caught_up(revision)
+
+    async def _put_first(self) -> int | None:
+        """Grants a lease and puts the key; None where the job is another one, or where the lease ended meanwhile."""
+        node, settings = self._node, self._node.settings
+        lease = await node.coordinator.lease(settings.lease_ttl_s, stall_limit_s=settings.lease_stall_s)
+        self._lease = lease
+        self._record = dataclasses.replace(self._record, lease=lease.id, writer=node.writer())
+        view = node.keeper.view
+        txn = transactions.register(view, node.id, self._record)
+        try:
+            revision = await node.transact(txn, key=view.keys.node(node.id), writer=self._record.writer)
+        except LeaseGone:
+            revision = None
+        if revision is None:
+            await lease.close(revoke=True)
+        return revision
 
     async def run(self) -> None:
         """Ticks; pauses and resumes."""

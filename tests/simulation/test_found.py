@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 import taskgraph as tg
-from taskgraph.errors import Refused
+from taskgraph.coordination.memory import MemoryCoordinator
+from taskgraph.errors import OutcomeUnknown, Refused
+from taskgraph.launch import inprocess
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.backups import Backups
+from taskgraph.protocol.kv import Put, Txn, TxnResult
 from taskgraph.protocol.messages import HandOver
 
 
@@ -58,3 +61,29 @@ async def test_a_candidate_whose_key_vanishes_before_it_is_admitted(monkeypatch:
     finally:
         await cluster.stop()
     assert vanished and result.epochs == 2
+
+
+@pytest.mark.parametrize("executed", [True, False])
+async def test_a_node_whose_lease_ends_while_it_registers(monkeypatch: pytest.MonkeyPatch, executed: bool) -> None:
+    """It took the answer for a job that was submitted anew, or a lease that was gone for the end, and left."""
+    late: list[Txn] = []
+
+    class Slow(MemoryCoordinator):
+        async def txn(self, txn: Txn) -> TxnResult:
+            leases = [op.lease for op in txn.success if isinstance(op, Put) and op.lease]
+            if leases and not late:
+                late.append(txn)
+                if executed:
+                    await super().txn(txn)
+                self.store.revoke(leases[0])  # as it expires
+                raise OutcomeUnknown("the answer was lost")
+            return await super().txn(txn)
+
+    monkeypatch.setattr(inprocess, "MemoryCoordinator", Slow)
+    cluster = InProcessCluster(tg.Job(tasks=1, epochs=2, builder=lambda _: Counts()))
+    await cluster.start(2)
+    try:
+        result = await cluster.result(timeout_s=15)
+    finally:
+        await cluster.stop()
+    assert late and result.epochs == 2
