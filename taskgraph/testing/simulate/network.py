@@ -298,7 +298,8 @@ class SimTransport:
         try:
             return await reply
         finally:
-            if connection.pending.pop(number, None) is not None and not reply.done() and target is not None:
+            connection.pending.pop(number, None)
+            if reply.cancelled() and target is not None:
                 self.network.transmit(connection, self.node, lambda: target._cancel(connection, number))
 
     async def _connection(self, node: str) -> _Connection:

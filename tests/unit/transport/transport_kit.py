@@ -14,6 +14,8 @@ import xxhash
 
 from taskgraph.protocol import messages as m
 from taskgraph.settings import Settings
+from taskgraph.testing.simulate.loop import Process
+from taskgraph.testing.simulate.network import SimNetwork, SimTransport
 from taskgraph.transport.api import Peer, Transport
 from taskgraph.transport.memory import MemoryNetwork, MemoryTransport
 from taskgraph.transport.stream import StreamTransport
@@ -21,7 +23,7 @@ from taskgraph.transport.stream import StreamTransport
 TOKEN = b"0123456789abcdef"
 JOB = "job"
 STAMP = m.Stamp(1, 7)
-KINDS = ("memory", "memory shuffled", "unix", "tcp")
+KINDS = ("memory", "memory shuffled", "simulated", "unix", "tcp")
 
 
 def digest_of(meta: bytes, buffers: tuple[memoryview, ...]) -> bytes:
@@ -113,12 +115,17 @@ class Cluster:
         self.kind = kind
         self.folder = folder
         self.network = MemoryNetwork(random.Random(5) if kind == "memory shuffled" else None)
+        self.simulated = SimNetwork(
+            random.Random(5), Settings(), delay_s=0.0005, in_order=0.5, on_message=lambda *_: None
+        )
         self.nodes: list[Node] = []
         self._names = (f"node-{number}" for number in itertools.count())
 
     def transport(self, *, token: bytes = TOKEN, job: str = JOB, settings: Settings | None = None) -> Transport:
         if self.kind.startswith("memory"):
             return MemoryTransport(self.network)
+        if self.kind == "simulated":
+            return SimTransport(self.simulated, Process("node"))
         return StreamTransport(
             settings or Settings(),
             token,
@@ -138,6 +145,9 @@ class Cluster:
         """As a kill -9 does it: sockets close without a word, nobody listens any more."""
         if isinstance(node.transport, MemoryTransport):
             self.network.crash(node.name)
+            return
+        if isinstance(node.transport, SimTransport):
+            self.simulated.crash(node.name, host=False)
             return
         transport = node.transport
         assert isinstance(transport, StreamTransport)
