@@ -11,7 +11,7 @@ from taskgraph.errors import TaskGraphError
 from taskgraph.observe.status import NodeStatus, ReplicaStatus
 from taskgraph.protocol.view import JobView
 
-__all__ = ["ids_text", "status_json", "status_text", "table", "values_text"]
+__all__ = ["holders", "ids_text", "status_json", "status_text", "table", "values_text"]
 
 _LONG_S = 0.1
 """What runs for less is not worth a number."""
@@ -31,6 +31,12 @@ def name_of(node: str) -> str:
     return node.rpartition("-")[0] or node
 
 
+def holders(view: JobView, task: int) -> list[str]:
+    """Nodes that hold a task's state and will hold the next: in sync, registered, and not evicted."""
+    members = view.members_of(task)
+    return [n for n in view.in_sync(task) if n in view.nodes and n not in view.gone and members[n].record.until is None]
+
+
 def status_text(
     name: str, tasks: int, epochs: int | None, view: JobView, statuses: dict[str, NodeStatus | TaskGraphError]
 ) -> str:
@@ -46,7 +52,7 @@ def status_text(
         record = versioned.record
         said = statuses.get(node)
         primary = [t for t, p in view.primaries.items() if p.record.node == node]
-        backup = [t for t in range(tasks) if node in view.in_sync(t) and t not in primary]
+        backup = [t for t in range(tasks) if node in holders(view, t) and t not in primary]
         nodes.append(
             [
                 record.name,
@@ -62,13 +68,14 @@ def status_text(
     for task in range(tasks):
         holder = view.primary_node(task)
         replica = _replica(statuses.get(holder or ""), task)
-        backups = [name_of(n) for n in view.in_sync(task) if n != holder]
+        held = holders(view, task)
+        backups = [name_of(n) for n in held if n != holder]
         rows.append(
             [
                 str(task),
                 name_of(holder) if holder else "-",
                 str(view.term(task)),
-                str(len(view.in_sync(task))),
+                str(len(held)),
                 " ".join(backups) or "-",
                 _doing(replica),
             ]
@@ -147,7 +154,7 @@ def _task_json(task: int, view: JobView, statuses: dict[str, NodeStatus | TaskGr
         "task": task,
         "primary": name_of(holder) if holder else None,
         "term": view.term(task),
-        "in_sync": [name_of(n) for n in view.in_sync(task)],
+        "in_sync": [name_of(n) for n in holders(view, task)],
         "processor": replica.processor if replica else "",
         "running_s": round(replica.running_s, 3) if replica else 0.0,
         "waits": list(replica.waits) if replica else [],

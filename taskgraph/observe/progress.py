@@ -18,7 +18,7 @@ from typing import TextIO
 
 from taskgraph.jobs import EpochReport
 from taskgraph.observe.events import Event
-from taskgraph.observe.format import ids_text
+from taskgraph.observe.format import holders, ids_text
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView
 
@@ -201,8 +201,9 @@ class Progress:
         view = self._view
         if view is not None and view.epoch is not None:
             parts.append(f"nodes {len(view.nodes.keys() - view.gone.keys())}")
-            in_sync = sum(len(view.in_sync(t)) for t in range(self._tasks))
-            parts.append(f"in sync {in_sync}/{self._tasks * (self._backups + 1)}")
+            wanted = self._backups + 1
+            in_sync = sum(min(len(holders(view, task)), wanted) for task in range(self._tasks))
+            parts.append(f"in sync {in_sync}/{self._tasks * wanted}")
         numbers = numbers_text(self._numbers).strip()
         if numbers:
             parts.append(numbers)

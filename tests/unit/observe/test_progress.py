@@ -8,6 +8,7 @@ import pytest
 
 from taskgraph.jobs import EpochReport
 from taskgraph.observe.events import Event
+from taskgraph.observe.format import holders
 from taskgraph.observe.progress import Progress, numbers_text
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
@@ -197,9 +198,13 @@ def test_nodes_and_replicas_come_from_the_view() -> None:
         keys.member(0, "n1-a"): member,
         keys.member(0, "n2-b"): member,
         keys.member(1, "n1-a"): member,
+        # Evicted at this boundary, and dead: it holds the state still, but nobody will ask it.
+        keys.member(1, "n2-b"): MemberRecord(until=3, writer="w").to_bytes(),
+        keys.member(1, "n3-c"): member,
     }
     view = JobView("fit")
     view.reset(9, [KeyValue(key, value, 1, 1, 0) for key, value in values.items()])
+    assert len(view.in_sync(1)) == 3 and holders(view, 1) == ["n1-a"]
     progress = Progress("fit", 2, None, 1, out=Screen(terminal=True))
     assert progress.text() == "fit  starting"
     progress.follow(view)
