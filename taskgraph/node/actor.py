@@ -23,7 +23,7 @@ from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import JobError
 from taskgraph.node.threads import Threads
 
-__all__ = ["Actor", "Running", "StuckError", "UserCodeError", "is_async"]
+__all__ = ["Actor", "Running", "StuckError", "UserCodeError", "defined_at", "is_async"]
 
 R = TypeVar("R")
 
@@ -185,6 +185,15 @@ def is_async(function: Callable[..., Any]) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def defined_at(function: Callable[..., Any]) -> str:
+    """Where a function is defined, in the form of a traceback, to follow a message; "" where it is no plain one."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return ""
+    frame = traceback.FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)
+    return "\n\nThe handler is defined here:\n" + "".join(traceback.format_list([frame])).rstrip()
 
 
 _OURS = f"{Path(__file__).resolve().parent.parent}{os.sep}"

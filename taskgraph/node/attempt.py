@@ -104,7 +104,11 @@ class Attempt:
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
-                await self._main(group)
+                try:
+                    await self._main(group)
+                except BaseException:
+                    self._unwind()
+                    raise
         except BaseExceptionGroup as errors:
             raise _first(errors) from None
         finally:
@@ -117,6 +121,8 @@ class Attempt:
             self._arrived[(tag, producer)] = asyncio.Event()
         pulls = [group.create_task(self._pull(tag, producer)) for tag, producer in self._arrived]
         parallel = [group.create_task(self._process(p)) for p in composition.parallel]
+        for work in (*pulls, *parallel):
+            work.add_done_callback(self._look_at)
         await self._point("processor", self.task, self.number)
         for processor in composition.ordered:
             await self._process(processor)
@@ -231,15 +237,25 @@ class Attempt:
 
     def spawn(self, work: Coroutine[Any, Any, R], *, busy: bool) -> asyncio.Task[R]:
         """Runs something that belongs to the attempt; `busy`: the task is not idle before it ends."""
-        if self._group is None:
+        if self._group is None or self.cancelled:
             work.close()
             raise Refused(Reason.ATTEMPT_GONE, f"attempt {self.attempt} of epoch {self.number} is over")
         if busy:
             self._busier()
         task = self._group.create_task(work)
+        task.add_done_callback(self._look_at)
         if busy:
             task.add_done_callback(lambda _: self._calmer())
         return task
+
+    def _look_at(self, done: asyncio.Task[Any]) -> None:
+        if not done.cancelled() and done.exception() is not None:
+            self._unwind()
+
+    def _unwind(self) -> None:
+        """Something of the attempt raised: it waits for its threads now, and they must not wait for its answers."""
+        self.cancelled = True
+        self.mailbox.end()
 
     def _busier(self) -> None:
         self._busy += 1

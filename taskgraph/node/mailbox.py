@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from taskgraph.epoch import AttemptEnded, Epoch
-from taskgraph.errors import GraphError, Refused
+from taskgraph.errors import GraphError, Refused, ValueNotEncodable
 from taskgraph.graph.values import decode, encode
+from taskgraph.node.actor import defined_at, is_async
 from taskgraph.protocol.messages import Accepted, Answer, Encoded, Flag, Reason, Request
 from taskgraph.protocol.sums import Conflict
 
@@ -165,17 +166,17 @@ class Mailbox:
         where = f"{message.method}/{message.sender}/{message.number}"
         if attempt.recording is not None:
             attempt.recording.started(where, method=method_name, sender=message.sender, payload=message.value)
-        what = f"answer to {message.method!r} of task {attempt.task}"
-        result = await replica.actor.call(
+        handler = getattr(replica.user_task, method_name)
+        what = f"task {attempt.task}, epoch {attempt.number}, handler {message.method!r}: its answer"
+        value = await replica.actor.call(
             f"handler {message.method}",
-            getattr(replica.user_task, method_name),
+            _call_and_encode(handler, what),
             Epoch(attempt, where),
             message.sender,
             payload,
         )
         if attempt.recording is not None:
             await attempt.recording.finished(message.method)
-        value = encode(result, what=what)
         if not pure:
             name = f"{message.method}/{message.number}"
             try:
@@ -183,3 +184,26 @@ class Mailbox:
             except Conflict as conflict:  # cannot be: a handler runs once per identity
                 raise AssertionError(str(conflict)) from conflict
         return Answer(attempt.stamp, attempt.term, pure, value)
+
+
+def _call_and_encode(handler: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """The handler and the encoding of its answer, as one piece of user code: what cannot travel is its mistake."""
+    if is_async(handler):
+
+        async def run_async(*args: Any) -> Encoded:
+            return _encode_answer(await handler(*args), handler, what)
+
+        return run_async
+
+    def run(*args: Any) -> Encoded:
+        return _encode_answer(handler(*args), handler, what)
+
+    return run
+
+
+def _encode_answer(answer: Any, handler: Callable[..., Any], what: str) -> Encoded:
+    try:
+        return encode(answer, what=what)
+    except ValueNotEncodable as error:
+        # It has returned: no frame of a traceback would be the handler's.
+        raise ValueNotEncodable(f"{error}{defined_at(handler)}") from None

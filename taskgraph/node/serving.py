@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import Refused, TaskGraphError
-from taskgraph.node.actor import UserCodeError
+from taskgraph.node.actor import StuckError, UserCodeError
 from taskgraph.node.attempt import Attempt
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.kv import Compare
@@ -63,7 +64,9 @@ class Serving:
             if task is not None and task.cancelling():
                 raise
             raise Refused(Reason.ATTEMPT_GONE, "what was asked of is over") from None
-        except UserCodeError as error:
+        except (AttemptEnded, StuckError):
+            raise Refused(Reason.ATTEMPT_GONE, "the attempt is over") from None
+        except UserCodeError as error:  # its task's primary fails the job, or the attempt was dead: the caller waits
             raise Refused(Reason.USER_ERROR, str(error)) from error
         finally:
             self._under_way -= 1
