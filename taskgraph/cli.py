@@ -48,7 +48,7 @@ def parser(*, driver: bool = False) -> argparse.ArgumentParser:
     run = add("run", "Run a job with nodes on this host and follow it to its end.", of_driver=True)
     run.add_argument("--listen", metavar="HOST", help="let nodes on other hosts join: listen on this address")
     _add_run_options(run)
-    add("submit", "Submit a job to an etcd; nodes are started elsewhere.", of_driver=True)
+    _add_beginning(add("submit", "Submit a job to an etcd; nodes are started elsewhere.", of_driver=True))
     launch = add("launch", "Start nodes on this host for a submitted job (or a driver: like run).")
     launch.add_argument("job", metavar="JOB_OR_DRIVER", nargs="?", help="the job's name, or a driver as for run")
     launch.add_argument("-o", "--option", action="append", metavar="NAME=VALUE", help="with a driver")
@@ -84,7 +84,13 @@ def _add_run_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--timeout", type=float, metavar="S", help="fail after this many seconds")
     made.add_argument("--json", action="store_true", help="the last line of output is the result as JSON")
     made.add_argument("--logs", action="store_true", help="show what tasks print, on standard error")
-    made.add_argument("--resume", action="store_true", help="from a durable checkpoint (not part of this release)")
+    _add_beginning(made)
+
+
+def _add_beginning(made: argparse.ArgumentParser) -> None:
+    which = made.add_mutually_exclusive_group()
+    which.add_argument("--resume", action="store_true", help="go on from the job's newest checkpoint, if there is one")
+    which.add_argument("--fresh", action="store_true", help="from the beginning, although there are checkpoints")
 
 
 def _commands() -> dict[str, Callable[..., int]]:

@@ -31,6 +31,8 @@ class JobSpec:
         run: a uuid of this submission, so that an earlier job of the same name is told from it.
         kwargs: the job function's arguments.
         expected_nodes: how many the launcher started: the job begins when they are there.
+        checkpoint, checkpoint_every: as in the job.
+        checkpoint_series: one more for every start from the beginning, so that older checkpoints are told from newer.
         submitted_at: unix time, seconds.
     """
 
@@ -46,6 +48,9 @@ class JobSpec:
     seed: int
     settings: dict[str, Any]
     expected_nodes: int = 0
+    checkpoint: str | None = None
+    checkpoint_every: int = 10
+    checkpoint_series: int = 1
     submitted_at: float = 0.0
     version: str = VERSION
 
@@ -79,6 +84,8 @@ class JobSpec:
             seed=job.seed,
             settings=dataclasses.asdict(job.settings),
             expected_nodes=nodes,
+            checkpoint=job.checkpoint,
+            checkpoint_every=job.checkpoint_every,
             submitted_at=time.time(),
         )
 
@@ -128,5 +135,7 @@ class JobSpec:
             backups=self.backups,
             min_nodes=self.min_nodes,
             seed=self.seed,
+            checkpoint=self.checkpoint,
+            checkpoint_every=self.checkpoint_every,
             settings=settings,
         )

@@ -40,7 +40,8 @@ class Job:
         backups: replicas of each task beside its primary.
         min_nodes: the job does not begin with fewer.
         requires_gpu: whether tasks need a CUDA device; a bool, or a function of the task id.
-        checkpoint, checkpoint_every: durable checkpoints; not part of this release.
+        checkpoint: where durable checkpoints are kept: `file:///...`, or any URL that fsspec opens.
+        checkpoint_every: one every so many epochs.
         settings: timeouts and limits.
 
     Raises:
@@ -84,7 +85,9 @@ class Job:
                 f"gives: set backups to at least {self.settings.min_in_sync - 1}"
             )
         if self.checkpoint is not None:
-            raise JobError("Job(checkpoint=...): durable checkpoints are not part of this release; leave it out")
+            from taskgraph.checkpoint.places import check_url
+
+            check_url(self.checkpoint)
         object.__setattr__(self, "topology", as_topology(self.topology))
 
     def _make_int(self, name: str, least: int | None, also: str = "") -> None:

@@ -42,6 +42,7 @@ class Settings:
         max_value_bytes: the largest single value that may travel.
         max_parked: calls that may wait at one node at a time; more are told to come again.
         events_kept: events kept in etcd per job.
+        checkpoints_kept: complete checkpoints kept; the newest is used, those before it where that is corrupt.
         strict: replay every epoch from its snapshot and name the task whose state was forgotten or changed
             outside a sync point. Costs at least a second run of every compute.
 
@@ -72,6 +73,7 @@ class Settings:
     max_value_bytes: int = 1 << 40
     max_parked: int = 100_000
     events_kept: int = 1000
+    checkpoints_kept: int = 3
     strict: bool = False
 
     def __post_init__(self) -> None:

@@ -16,11 +16,12 @@ import uvloop
 
 from taskgraph.commands.common import NewToken, access_of, access_words, etcd_of, reach, token_for, token_of
 from taskgraph.driver import JobSpec, load_driver
-from taskgraph.errors import CoordinationError, JobError, JobFailed, JobRunning
+from taskgraph.errors import CheckpointError, CoordinationError, JobError, JobFailed
 from taskgraph.jobs import Job, JobFunction, JobResult
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.logs import LogTails, printed
+from taskgraph.launch.resuming import plan
 from taskgraph.launch.run import arun, connect
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
@@ -45,13 +46,11 @@ def job_of(options: argparse.Namespace, function: JobFunction | None) -> Job:
 
 def run(options: argparse.Namespace, function: JobFunction | None = None) -> int:
     """Starts nodes here, follows the job, prints its values."""
-    if options.resume:
-        raise JobError("--resume: durable checkpoints are not part of this release; run the job from its beginning")
     job = job_of(options, function)
     token = token_for(options)
     try:
         return uvloop.run(_run(options, job, token))
-    except JobRunning:
+    except (JobError, CheckpointError):
         if token is not None:
             token.forget()
         raise
@@ -74,6 +73,8 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
             job,
             nodes=options.nodes,
             etcd=etcd_of(options),
+            resume=options.resume,
+            fresh=options.fresh,
             timeout_s=options.timeout,
             hooks=Hooks(progress.event, on_start),
             tls=access_of(options),
@@ -166,8 +167,9 @@ def submit_command(options: argparse.Namespace, function: JobFunction | None = N
             raise
         async with coordinator:
             try:
-                await submit(coordinator, spec)
-            except JobRunning:
+                planned, beginning = await plan(coordinator, spec, resume=options.resume, fresh=options.fresh)
+                await submit(coordinator, planned, beginning)
+            except (JobError, CheckpointError):
                 token.forget()
                 raise
 
@@ -188,8 +190,11 @@ def launch(options: argparse.Namespace, function: JobFunction | None = None) -> 
     if options.job and _is_driver(options.job):
         options.driver = options.job
         return run(options)
-    if options.option or options.name or options.timeout or options.json:
-        raise JobError("-o, --name, --timeout and --json go with a driver, or with `submit`; a job has its own already")
+    if options.option or options.name or options.timeout or options.json or options.resume or options.fresh:
+        raise JobError(
+            "-o, --name, --timeout, --json, --resume and --fresh go with a driver, or with `submit`; a job has its own "
+            "already"
+        )
     return uvloop.run(_launch(options))
 
 

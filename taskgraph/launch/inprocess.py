@@ -20,6 +20,7 @@ from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError
 from taskgraph.graph.devices import device_count
 from taskgraph.jobs import Job, JobResult
 from taskgraph.launch.collect import assemble, complete
+from taskgraph.launch.resuming import plan
 from taskgraph.launch.submit import submit
 from taskgraph.node.node import Node, Point
 from taskgraph.node.threads import Threads
@@ -71,10 +72,11 @@ class InProcessCluster:
         self._launcher = MemoryCoordinator(self.store, rng=rng)
         self._node_failed: asyncio.Future[TaskGraphError] = asyncio.get_running_loop().create_future()
 
-    async def start(self, nodes: int) -> None:
+    async def start(self, nodes: int, *, resume: bool = False, fresh: bool = False) -> None:
         """Submits the job and starts that many nodes."""
-        self.spec = dataclasses.replace(self.spec, expected_nodes=nodes)
-        await submit(self._launcher, self.spec)
+        spec = dataclasses.replace(self.spec, expected_nodes=nodes)
+        self.spec, beginning = await plan(self._launcher, spec, resume=resume, fresh=fresh)
+        await submit(self._launcher, self.spec, beginning)
         for _ in range(nodes):
             self.add()
 
@@ -239,11 +241,14 @@ async def arun_inprocess(
     timeout_s: float | None = None,
     nodes: int | None = None,
     on_event: Callable[[Event], None] | None = None,
+    resume: bool = False,
+    fresh: bool = False,
 ) -> JobResult:
     """Runs a job on nodes in this process: as many as it takes to have its backups, unless told otherwise."""
     cluster = InProcessCluster(job, on_event=on_event)
-    await cluster.start(nodes or max(job.min_nodes, min(job.backups, job.tasks) + 1))
     try:
+        count = nodes or max(job.min_nodes, min(job.backups, job.tasks) + 1)
+        await cluster.start(count, resume=resume, fresh=fresh)
         return await cluster.result(timeout_s)
     finally:
         await cluster.stop()

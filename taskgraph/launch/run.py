@@ -19,6 +19,7 @@ from taskgraph.jobs import Job, JobResult
 from taskgraph.launch.access import etcd_access
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.inprocess import arun_inprocess
+from taskgraph.launch.resuming import plan
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks, Supervisor, job_failed
@@ -29,7 +30,13 @@ __all__ = ["arun", "connect", "result", "run"]
 
 
 def run(
-    job: Job, *, nodes: int = 4, etcd: str | None = None, resume: bool = False, timeout_s: float | None = None
+    job: Job,
+    *,
+    nodes: int = 4,
+    etcd: str | None = None,
+    resume: bool = False,
+    fresh: bool = False,
+    timeout_s: float | None = None,
 ) -> JobResult:
     """Runs a job to its end and returns its result.
 
@@ -38,7 +45,8 @@ def run(
         etcd: endpoints of an etcd, separated by commas; None: an embedded one that ends with the job. Certificates,
             user and password come from TASKGRAPH_ETCD_CA, ..._CERT, ..._KEY, ..._USER and ..._PASSWORD (or
             ..._PASSWORD_FILE).
-        resume: from a durable checkpoint; not part of this release.
+        resume: from the newest checkpoint of the job; from the beginning where there is none yet.
+        fresh: from the beginning, although there are checkpoints.
         timeout_s: the job fails after this time.
 
     Raises:
@@ -46,9 +54,10 @@ def run(
         JobTimeout: it did not end in time.
         JobRunning: a job of that name is running.
         CoordinationError: etcd cannot be reached or started.
+        CheckpointError: it is to be resumed, and none of its checkpoints can be used.
     """
     _refuse_in_loop("tg.run", "`await tg.arun(...)`")
-    return asyncio.run(arun(job, nodes=nodes, etcd=etcd, resume=resume, timeout_s=timeout_s))
+    return asyncio.run(arun(job, nodes=nodes, etcd=etcd, resume=resume, fresh=fresh, timeout_s=timeout_s))
 
 
 def _refuse_in_loop(what: str, instead: str) -> None:
@@ -65,6 +74,7 @@ async def arun(
     nodes: int = 4,
     etcd: str | None = None,
     resume: bool = False,
+    fresh: bool = False,
     timeout_s: float | None = None,
     hooks: Hooks | None = None,
     tls: dict[str, str] | None = None,
@@ -76,13 +86,11 @@ async def arun(
     `hooks`, `tls`, `listen` (an address for nodes on other hosts) and `token` (hex; None: a new one) are for the
     command line.
     """
-    if resume:
-        raise JobError("resume: durable checkpoints are not part of this release; run the job from its beginning")
     if nodes < 0:
         raise JobError(f"nodes={nodes}: at least 1, or 0 for everything in this process")
     hooks = hooks or Hooks()
     if nodes == 0:
-        return await arun_inprocess(job, timeout_s=timeout_s, on_event=hooks.on_event)
+        return await arun_inprocess(job, timeout_s=timeout_s, on_event=hooks.on_event, resume=resume, fresh=fresh)
     spec = JobSpec.of(job, expected_nodes=nodes)
     async with AsyncExitStack() as stack:
         runtime = Runtime()
@@ -104,7 +112,8 @@ async def arun(
             tls=access,
         )
         coordinator = await stack.enter_async_context(await connect(entry.etcd, entry.tls))
-        await submit(coordinator, spec)
+        spec, beginning = await plan(coordinator, spec, resume=resume, fresh=fresh)
+        await submit(coordinator, spec, beginning)
         if embedded is None:
             stack.push_async_exit(partial(_cancel_unbegun, coordinator, spec))
         runtime.put(entry)

@@ -5,21 +5,29 @@ from __future__ import annotations
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import JobRunning, OutcomeUnknown
+from taskgraph.launch.resuming import Beginning
 from taskgraph.protocol.keys import Keys
-from taskgraph.protocol.kv import Compare, Delete, Put, Txn
+from taskgraph.protocol.kv import Compare, Delete, Op, Put, Txn
 from taskgraph.protocol.records import EpochRecord, State, StatusRecord
 
 __all__ = ["submit"]
 
 
-async def submit(coordinator: Coordinator, spec: JobSpec) -> None:
+async def submit(coordinator: Coordinator, spec: JobSpec, beginning: Beginning | None = None) -> None:
     """Puts the job's first keys, and deletes those of an earlier job of that name.
+
+    Args:
+        beginning: where it begins; None: at the beginning.
 
     Raises:
         JobRunning: a job of that name is running.
         Unavailable: etcd cannot be reached.
     """
     keys = Keys(spec.name)
+    epoch = beginning.epoch if beginning is not None else EpochRecord(epoch=0, attempt=1, writer=spec.run)
+    checkpoint: Op = Delete(keys.checkpoint)
+    if beginning is not None and beginning.checkpoint is not None:
+        checkpoint = Put(keys.checkpoint, beginning.checkpoint.to_bytes())
     while True:
         old_spec, old_status = await coordinator.get(keys.spec), await coordinator.get(keys.status)
         if old_spec is not None and JobSpec.from_bytes(old_spec.value).run == spec.run:
@@ -40,9 +48,9 @@ async def submit(coordinator: Coordinator, spec: JobSpec) -> None:
                 Delete(keys.events, prefix=True),
                 Delete(keys.collected),
                 Delete(keys.result),
-                Delete(keys.checkpoint),
+                checkpoint,
                 Put(keys.spec, spec.to_bytes()),
-                Put(keys.epoch, EpochRecord(epoch=0, attempt=1, writer=spec.run).to_bytes()),
+                Put(keys.epoch, epoch.to_bytes()),
                 Put(keys.generation, spec.run.encode()),
                 Put(keys.status, StatusRecord(state=State.RUNNING, writer=spec.run).to_bytes()),
             ),

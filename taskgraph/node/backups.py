@@ -60,6 +60,12 @@ class Backups:
         self._insync.add(boundary.key)
         self._poke()
 
+    def rolled_back(self, boundary: Boundary) -> None:
+        """The job went back to a checkpoint: `boundary` is the committed one, all others were undone."""
+        self._boundaries = {}
+        self._insync.forget_boundaries()
+        self.committed(boundary)
+
     def drop_pending(self) -> None:
         """The attempt the pending boundaries were made in is over."""
         self._insync.drop_pending(self._committed_epoch)

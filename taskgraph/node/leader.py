@@ -10,6 +10,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import GraphError, TransportError
+from taskgraph.node.checkpoints import Checkpointer
 from taskgraph.protocol import transactions
 from taskgraph.protocol.commit import Commit, Diverged, Leader, Restart, SealTasks, WaitFor
 from taskgraph.protocol.cycles import describe_cycle, describe_waits, find_cycle
@@ -53,6 +54,7 @@ class LeaderRole:
         self._waits_told: Stamp | None = None
         self._cycle_found: tuple[Stamp, object] | None = None
         self.waits: tuple[str, ...] = ()
+        self.checkpointer = Checkpointer(node, primary)
 
     # -- what primaries say -----------------------------------------------------------------------
 
@@ -94,6 +96,15 @@ class LeaderRole:
 
     async def run(self) -> None:
         """Leads until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                if self._node.spec.checkpoint is not None:
+                    group.create_task(self.checkpointer.run(), name="checkpoints")
+                await self._lead()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _lead(self) -> None:
         stop = self._node.keeper.on_change(self._wake.set)
         try:
             while True:
@@ -143,7 +154,7 @@ class LeaderRole:
         node, view = self._node, self._node.keeper.view
         stamp = self._leader.stamp
         assert stamp is not None
-        reports = self._leader.reports()
+        reports, lineage = self._leader.reports(), self._lineage()
         await node.point("commit", 0, stamp.epoch)
         writer = node.writer()
         txn = transactions.commit(view, primary_revision=self._primary.revision, finished=finished, writer=writer)
@@ -153,9 +164,10 @@ class LeaderRole:
             await node.breathe()
             return
         rows = {task: dict(report.numbers or {}) for task, report in reports.items()}
-        self._primary.replica.log.add(stamp.epoch, rows)
-        self._committed = stamp.epoch + 1
-        self._rows.set()
+        if self._lineage() == lineage:  # else it was committed, and undone by a roll-back before we knew
+            self._primary.replica.log.add(stamp.epoch, rows)
+            self._committed = stamp.epoch + 1
+            self._rows.set()
         numbers: dict[str, float] = {}
         for task in sorted(rows, reverse=True):
             numbers.update(rows[task])
@@ -167,15 +179,21 @@ class LeaderRole:
             transient=True,
             fields=numbers,
         )
-        if stamp.epoch == 0:
+        base = view.epoch.record.base if view.epoch is not None else 0
+        if stamp.epoch == base:
             holders = {node.name_of(p.record.node) for p in view.primaries.values()}
             replicas = sum(len(view.in_sync(t)) for t in range(node.job.tasks))
-            text = f"the job began: {node.job.tasks} tasks on {', '.join(sorted(holders))}; {replicas} replicas in sync"
-            node.events.emit("began", text, epoch=0)
+            began = "the job began" if base == 0 else f"the job goes on from the checkpoint of epoch {base}"
+            text = f"{began}: {node.job.tasks} tasks on {', '.join(sorted(holders))}; {replicas} replicas in sync"
+            node.events.emit("began", text, epoch=base)
         if finished:
             node.events.emit("finished", f"the job finished after epoch {stamp.epoch}", epoch=stamp.epoch)
         await node.point("committed", 0, stamp.epoch)
         await node.keeper.caught_up(revision)
+
+    def _lineage(self) -> int:
+        epoch = self._node.keeper.view.epoch
+        return epoch.record.lineage if epoch is not None else 0
 
     async def _seal(self, versions: tuple[tuple[int, int], ...]) -> None:
         stamp = self._leader.stamp

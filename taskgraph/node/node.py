@@ -26,6 +26,7 @@ from taskgraph.errors import (
 from taskgraph.graph.devices import array_module
 from taskgraph.jobs import Job
 from taskgraph.node.actor import UserCodeError
+from taskgraph.node.checkpoints import CheckpointReader
 from taskgraph.node.draining import Draining
 from taskgraph.node.failing import failure_record
 from taskgraph.node.leader import LeaderRole
@@ -103,6 +104,7 @@ class Node:
         self.runs: dict[int, asyncio.Task[None]] = {}
         self._leading: asyncio.Task[None] | None = None
         self.takeovers = TakeOvers(self)
+        self.checkpoints = CheckpointReader(self, self._threads)
         self._noticing = Noticing(self)
         self.writes = Writes(coordinator)
         self.stepping_down: dict[int, asyncio.Task[None]] = {}
@@ -355,9 +357,9 @@ class Node:
     def _view_changed(self) -> None:
         """Every change of the view, synchronously: backups free what etcd says is history."""
         view = self.keeper.view
-        if view.stamp is not None:
+        if view.epoch is not None:
             for replica in self.replicas.values():
-                replica.read_epoch(view.stamp.epoch)
+                replica.follow(view.epoch.record)
         if view.structure_revision != self._wishes.revision:
             self._dirty.set()
 
@@ -457,6 +459,8 @@ class Node:
         if known is None:
             xp, device = array_module(self._devices)
             known = self.replicas[task] = Replica(task, self.job, self.router, self._threads, xp=xp, xp_device=device)
+            if self.keeper.view.epoch is not None:
+                known.follow(self.keeper.view.epoch.record)
         return known
 
     async def take_hand_over(self, message: HandOver) -> None:

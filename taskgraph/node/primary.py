@@ -18,14 +18,15 @@ from taskgraph.errors import Refused, TaskGraphError, TransportError
 from taskgraph.node.actor import StuckError, UserCodeError
 from taskgraph.node.attempt import Attempt, Idle
 from taskgraph.node.backups import Backups
+from taskgraph.node.checkpoints import CheckpointWriter
 from taskgraph.node.strict import Recording, check_replay
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync
 from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.messages import Encoded, HandOver, Reason, Report, RequestRestart, Stamp, Wait
-from taskgraph.protocol.records import PrimaryRecord, State
+from taskgraph.protocol.records import EpochRecord, PrimaryRecord, State
 from taskgraph.protocol.transactions import TakenOver
-from taskgraph.protocol.view import Versioned
+from taskgraph.protocol.view import Versioned, holds
 from taskgraph.task import BecamePrimary
 
 if TYPE_CHECKING:
@@ -48,10 +49,11 @@ class Primary:
         self._taken = taken
         # Who was evicted before the committed boundary does not hold it, and must not be evicted again: "until" this
         # epoch would make it an heir. Backups tidies its key away.
-        others = {n: m.until for n, (_, m) in taken.members.items() if n != node.id}
+        others = {n: m for n, (_, m) in taken.members.items() if n != node.id}
+        at = EpochRecord(epoch=taken.epoch, attempt=taken.attempt, lineage=taken.lineage)
         insync = InSync(
-            [n for n, until in others.items() if until is None],
-            marked=[n for n, until in others.items() if until is not None and until >= taken.epoch],
+            [n for n, m in others.items() if m.until is None],
+            marked=[n for n, m in others.items() if m.until is not None and holds(m, at)],
         )
         self.backups = Backups(
             node, replica, term=taken.term, epoch=taken.epoch, primary_revision=taken.revision, insync=insync
@@ -63,6 +65,8 @@ class Primary:
         self._restart_asked: set[tuple[Stamp, str]] = set()
         self._group: asyncio.TaskGroup | None = None
         self._stage = "setup"
+        self._writer = CheckpointWriter(node, self.task)
+        self._lineage = taken.lineage
         self._epoch_began = node.now()
         self._ended = False
         self.final: tuple[Stamp, Encoded | None] | None = None  # after the last commit
@@ -76,6 +80,9 @@ class Primary:
                 self._group = group
                 group.create_task(self.backups.run(), name=f"backups of task {self.task}")
                 group.create_task(self._report_loop(), name=f"reports of task {self.task}")
+                if self._node.spec.checkpoint is not None:
+                    group.create_task(self._writer.write(), name=f"checkpoints of task {self.task}")
+                    group.create_task(self._writer.tell(), name=f"checkpoints of task {self.task}, told")
                 await self._main()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -94,10 +101,13 @@ class Primary:
         except (UserCodeError, TaskGraphError) as error:
             await self._fail(error, fence)
         while keeper.view.running:
+            if self._undone():
+                await self._roll_back()
+                continue
             stamp, fence = keeper.view.stamp, keeper.view.epoch.mod_revision if keeper.view.epoch else 0
             assert stamp is not None
             await self._one_epoch(stamp, fence)
-            if keeper.view.stamp != stamp:
+            if keeper.view.stamp != stamp and not self._undone():
                 try:
                     await self._moved(stamp)
                 except (UserCodeError, TaskGraphError) as error:
@@ -110,23 +120,63 @@ class Primary:
 
     async def _begin(self) -> None:
         """Brings the user's object to the boundary the take-over read; makes boundary 0 where there is none."""
-        replica, taken = self.replica, self._taken
+        replica = self.replica
         await replica.set_up()
         await self._unless_replaced()
         replica.user_task.primary = True
-        replica.read_epoch(taken.epoch)
+        view = self._node.keeper.view
+        assert view.epoch is not None
+        # No epoch committed since the take-over, without this task: but the job may have been rolled back.
+        at = view.epoch.record
+        self._lineage = at.lineage
+        replica.follow(at)
         boundary = replica.boundaries.committed
-        if boundary is None or boundary.stamp.epoch != taken.epoch:
-            if taken.epoch > 0 and replica.stateful:
-                raise AssertionError(f"task {self.task}: a member without boundary {taken.epoch} took over")
-            value = await replica.snapshot({}, {})
-            boundary = Boundary(Stamp(taken.attempt, taken.epoch), self.term, value)
-            replica.boundaries.hold(boundary, committed=True)
+        if boundary is None or boundary.stamp.epoch != at.epoch:
+            boundary = await self._boundary_anew(at)
         await replica.restore(boundary.value)
         self.backups.committed(boundary)
-        if taken.epoch > 0:
-            await replica.on_commit(taken.epoch - 1, boundary.value)
+        if at.epoch > 0:
+            await replica.on_commit(at.epoch - 1, boundary.value)
         await replica.tell(BecamePrimary(term=self.term))
+
+    async def _boundary_anew(self, at: EpochRecord) -> Boundary:
+        """The committed boundary where no replica holds it: out of the checkpoint, or made anew."""
+        replica, boundary = self.replica, None
+        if at.epoch > 0 and (replica.stateful or self.task == 0):
+            self._stage = f"its file of the checkpoint of epoch {at.epoch}"
+            boundary = await self._node.checkpoints.boundary_of(self.task, self.term)
+            self._stage = ""
+        if boundary is None:
+            if at.epoch > 0 and replica.stateful:
+                raise AssertionError(f"task {self.task}: a member without boundary {at.epoch} took over")
+            boundary = Boundary(Stamp(at.attempt, at.epoch), self.term, await replica.snapshot({}, {}))
+        replica.boundaries.hold(boundary, committed=True)
+        replica.fold_log(boundary.value)
+        return boundary
+
+    def _undone(self) -> bool:
+        """Whether the view shows a roll-back that this primary has not followed yet."""
+        epoch = self._node.keeper.view.epoch
+        return epoch is not None and epoch.record.lineage > self._lineage
+
+    async def _roll_back(self) -> None:
+        """The job went back to a checkpoint, since all members of some task are gone: this task goes there, too."""
+        await self._unless_replaced()
+        view, replica = self._node.keeper.view, self.replica
+        assert view.epoch is not None
+        at, fence = view.epoch.record, view.epoch.mod_revision
+        replica.follow(at)
+        try:
+            boundary = await self._boundary_anew(at)
+            self._stage = "restore"
+            await replica.restore(boundary.value)
+        except (UserCodeError, TaskGraphError) as error:
+            await self._fail(error, fence)  # where that is moot by now, it is tried again
+            return
+        self._stage = ""
+        self._lineage = at.lineage
+        if not self._undone():
+            self.backups.rolled_back(boundary)
 
     async def _one_epoch(self, stamp: Stamp, fence: int) -> None:
         """Works on one attempt until the view moves on, by a commit, a restart, or the end of the job."""
@@ -166,6 +216,8 @@ class Primary:
         replica = self.replica
         await self._hand_over_if_wished(stamp)
         self._stage = ""
+        if self.task != 0:
+            await self._checkpoint(stamp)
         attempt = Attempt(
             replica,
             stamp,
@@ -184,12 +236,15 @@ class Primary:
         await self._node.point("snapshot", self.task, stamp.epoch)
         self._stage = "reports of the epoch before"
         await self._node.rows_known(self.task, stamp)
+        if self.task == 0:
+            await self._checkpoint(stamp)
         self._stage = "snapshot"
         value = await replica.snapshot(attempt.numbers, replica.log.delta(stamp.epoch - 1))
         boundary = Boundary(Stamp(stamp.attempt, stamp.epoch + 1), self.term, value)
         replica.boundaries.hold(boundary, committed=False)
         self.backups.pending(boundary)
-        admit_wait_s = self._node.settings.admit_wait_s if stamp.epoch == 0 else 0.0
+        at = self._node.keeper.view.epoch
+        admit_wait_s = self._node.settings.admit_wait_s if at is not None and stamp.epoch == at.record.base else 0.0
         self._stage = ""
         await self.backups.held(boundary.key, admit_wait_s=admit_wait_s)
         await self._node.while_paused()
@@ -208,6 +263,17 @@ class Primary:
                 previous=replica.previous,
             )
         )
+
+    async def _checkpoint(self, stamp: Stamp) -> None:
+        """Begins to write the committed boundary, where it is one to become a checkpoint. Task 0's has all reports."""
+        committed = self.replica.boundaries.committed
+        if committed is None or committed.stamp.epoch != stamp.epoch:
+            return  # undone just now
+        if self._writer.due(committed, stateful=self.replica.stateful):
+            self._stage = self._writer.stage
+            await self._writer.room()
+            self._stage = ""
+            self._writer.begin(committed.stamp, self.replica.with_whole_log(committed.value))
 
     async def _replay(self, recording: Recording, stamp: Stamp) -> None:
         """Strict mode: the epoch again, on a fresh object restored from the boundary."""

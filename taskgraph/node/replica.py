@@ -18,6 +18,7 @@ from taskgraph.node.reports import ReportLog
 from taskgraph.node.threads import Threads
 from taskgraph.protocol.boundaries import Boundaries
 from taskgraph.protocol.messages import Encoded
+from taskgraph.protocol.records import EpochRecord
 from taskgraph.task import Task, TaskShape, shape_of
 from taskgraph.topology import Topology, as_topology
 
@@ -52,6 +53,15 @@ class Replica:
         self._set_up: asyncio.Task[None] | None = None
         self.ready = False
         self._promise = (0, 0)
+        self._lineage = 0
+
+    def follow(self, record: EpochRecord) -> None:
+        """`epoch` was read from etcd: what a roll-back undid goes, what a commit made history is freed."""
+        if record.lineage > self._lineage:
+            self._lineage = record.lineage
+            self.boundaries.roll_back(record.lineage)
+            self.log.cut(record.base)
+        self.read_epoch(record.epoch)
 
     def promise(self, term: int, invitation: int) -> None:
         """A boundary was acknowledged to the primary of `term`: it stays until that primary releases it."""

@@ -37,6 +37,10 @@ class ReportLog:
     def all(self) -> dict[int, Rows]:
         return self._rows
 
+    def cut(self, epoch: int) -> None:
+        """Forgets the rows from `epoch` on: those epochs were undone."""
+        self._rows = {number: rows for number, rows in self._rows.items() if number < epoch}
+
     def fold(self, rows: Mapping[int, Mapping[int, Mapping[str, float]]]) -> None:
         """Takes what a boundary carried."""
         for epoch, by_task in rows.items():

@@ -34,6 +34,7 @@ from taskgraph.protocol.messages import (
     Stamp,
     Waits,
     WaitsPage,
+    Written,
 )
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ class Serving:
                 return await self._leader().take_report(message)
             case RequestRestart():
                 return await self._leader().take_restart(message)
+            case Written():
+                return self._leader().checkpointer.take(message)
             case Seal():
                 attempt = await self._attempt(message.task, message.stamp)
                 if attempt.seal(message.version):
@@ -150,6 +153,8 @@ class Serving:
         """Holds a boundary for the task's primary; sets the replica up first where it is new."""
         node, keeper = self._node, self._node.keeper
         await keeper.wait_until_read(lambda view: view.term(offer.task) >= offer.term)
+        # What it was made in was read from etcd by its primary: here, a roll-back that began it must be read, too.
+        await keeper.wait_until_read(lambda view: view.stamp is not None and view.stamp.attempt >= offer.stamp.attempt)
         self._check_offer(peer, offer)
         replica = node.replica(offer.task)
         try:
@@ -170,8 +175,8 @@ class Serving:
         if offer.committed:
             replica.fold_log(offer.value)
         replica.promise(offer.term, offer.invitation)
-        if keeper.view.stamp is not None:
-            replica.read_epoch(keeper.view.stamp.epoch)
+        if keeper.view.epoch is not None:
+            replica.follow(keeper.view.epoch.record)
         return Accepted(offer.term)
 
     def _check_offer(self, peer: str, offer: Offer) -> None:
@@ -182,3 +187,5 @@ class Serving:
             raise Refused(Reason.STALE, f"{self._node.name} is still stepping down from task {offer.task}")
         if not offer.committed and view.stamp is not None and offer.stamp.attempt < view.stamp.attempt:
             raise Refused(Reason.STALE, f"attempt {offer.stamp.attempt} is over")
+        if view.epoch is not None and offer.stamp.attempt < view.epoch.record.lineage:
+            raise Refused(Reason.STALE, f"boundary {offer.stamp.epoch} of attempt {offer.stamp.attempt} was undone")

@@ -16,7 +16,7 @@ from taskgraph.node.primary import Primary
 from taskgraph.protocol import transactions
 from taskgraph.protocol.kv import Txn, TxnResult
 from taskgraph.protocol.messages import HandOver, Reason
-from taskgraph.protocol.records import PrimaryRecord, State, StatusRecord
+from taskgraph.protocol.records import CheckpointRecord, PrimaryRecord, State, StatusRecord
 from taskgraph.protocol.takeover import Move, Succession, succession
 
 if TYPE_CHECKING:
@@ -129,6 +129,8 @@ class TakeOvers:
                 await self._become_primary(task, failure=True)
             case Move.FROM_NOTHING:
                 await self._become_first(task)
+            case Move.ROLL_BACK:
+                await self._become_first(task)
             case Move.LOST:
                 await self._fail_lost(task)
             case Move.NOTHING:
@@ -158,7 +160,7 @@ class TakeOvers:
         )
 
     async def _become_first(self, task: int) -> None:
-        """The first primary of a fresh job, or the successor of nobody."""
+        """The first primary of a fresh job, or the successor of nobody, who rolls the job back where need be."""
         replica = self._node.replica(task)
         try:
             await replica.build()
@@ -168,32 +170,75 @@ class TakeOvers:
         view = self._node.keeper.view
         old = view.primaries.get(task)
         writer = self._node.writer()
-        try:
-            txn = transactions.take_over_from_nothing(
-                view, task, self._node.id, self._node.node_revision, stateful=replica.stateful, writer=writer
+        target: CheckpointRecord | None = None
+        if old is not None and replica.stateful and view.checkpoint is not None and view.epoch is not None:
+            # Everybody will restore from it: so every file of it is read before the job goes back to it.
+            pointer, revision = view.checkpoint.record, view.epoch.mod_revision
+            found = await self._node.checkpoints.newest_usable(pointer)
+            for refused in found.refused:
+                self._node.events.emit("checkpoint refused", refused, task=task)
+            if view.epoch.mod_revision != revision or view.primaries.get(task) != old:
+                return  # while it was read; `reconcile` decides anew
+            if found.manifest is None:
+                await self._fail_lost(task, f"no checkpoint can be used: {'; '.join(found.refused)}")
+                return
+            name = found.manifest.parsed
+            target = CheckpointRecord(
+                epoch=name.epoch,
+                attempt=name.attempt,
+                name=found.manifest.name,
+                before=found.manifest.before,
+                writer=writer,
             )
+        try:
+            if target is not None and view.epoch is not None and target.epoch < view.epoch.record.epoch:
+                undone = view.epoch.record.epoch
+                txn = transactions.roll_back(
+                    view,
+                    task,
+                    self._node.id,
+                    self._node.node_revision,
+                    to=target,
+                    stateful=replica.stateful,
+                    writer=writer,
+                )
+            else:
+                undone, target = 0, None
+                txn = transactions.take_over_from_nothing(
+                    view, task, self._node.id, self._node.node_revision, stateful=replica.stateful, writer=writer
+                )
         except LookupError as error:
             self._node.log.debug("task %d: %s", task, error)
             await self._look_again()
             return
         replica.boundaries.clear()
-        await self._execute_takeover(
+        lost = ", ".join(self._node.name_of(n) for n in view.members_of(task)) or "none"
+        taken = await self._execute_takeover(
             replica, txn, writer, "takeover" if old else "primary", old.record.node if old else None
         )
+        if taken and target is not None:
+            self._node.events.emit(
+                "rolled back",
+                f"task {task} lost every replica ({lost}): the job goes back from epoch {undone} to the checkpoint of "
+                f"epoch {target.epoch}; epochs {target.epoch} to {undone - 1} are computed again",
+                task=task,
+                epoch=target.epoch,
+            )
 
-    async def _execute_takeover(self, replica: Replica, txn: Txn, writer: str, kind: str, old: str | None) -> None:
+    async def _execute_takeover(self, replica: Replica, txn: Txn, writer: str, kind: str, old: str | None) -> bool:
+        """Returns whether this node is primary now."""
         task, view = replica.task, self._node.keeper.view
         result = await self._node.writes.execute(txn, view.keys.primary(task), writer)
         if result is None:
             await self._look_again()
-            return
+            return False
         if not result.reads:  # the answer was lost: read what it would have said
             reread = await self._node.writes.execute(
                 transactions.reread_take_over(view, task), view.keys.primary(task), writer
             )
             assert reread is not None
             if not any(PrimaryRecord.from_bytes(kv.value).writer == writer for kv in reread.reads[2]):
-                return  # somebody else has taken over since
+                return False  # somebody else has taken over since
             result = TxnResult(True, result.revision, reread.reads)
         taken = transactions.taken_over(result, view, task)
         whose = f" after {self._node.name_of(old)}" if old and old != self._node.id else ""
@@ -207,6 +252,7 @@ class TakeOvers:
             transient=kind == "primary",
         )
         self._node.begin_term(Primary(self._node, replica, taken))
+        return True
 
     async def hand_over(self, message: HandOver) -> None:
         """The task's primary hands over to this in-sync backup, right after a commit.
@@ -230,13 +276,18 @@ class TakeOvers:
         await self._node.keeper.refresh()
         await self._node.breathe()
 
-    async def _fail_lost(self, task: int) -> None:
+    def _ways_out(self) -> str:
+        backups, url = self._node.job.backups, self._node.spec.checkpoint
+        there = "its first checkpoint is not complete yet" if url else "checkpoint='file:///...'"
+        return f"run with more backups (backups={backups} now), or with checkpoints ({there}), to survive this"
+
+    async def _fail_lost(self, task: int, why: str = "") -> None:
         view = self._node.keeper.view
         members = ", ".join(self._node.name_of(n) for n in view.members_of(task)) or "none"
         epoch = view.epoch.record.epoch if view.epoch else None
         reason = (
             f"task {task}: every replica in sync is gone ({members}), and its state of epoch {epoch} with them; "
-            f"run with more backups (backups={self._node.job.backups} now) to survive this"
+            f"{why or self._ways_out()}"
         )
         writer = self._node.writer()
         status = StatusRecord(state=State.FAILED, reason=reason, task=task, epoch=epoch, writer=writer)

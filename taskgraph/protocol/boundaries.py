@@ -39,6 +39,7 @@ class Boundaries:
     def __init__(self) -> None:
         self._held: dict[tuple[int, int, int], Boundary] = {}
         self._committed: Boundary | None = None
+        self._floor = 0
 
     @property
     def committed(self) -> Boundary | None:
@@ -51,6 +52,8 @@ class Boundaries:
 
     def hold(self, boundary: Boundary, *, committed: bool) -> None:
         """Keeps a boundary. `committed`: its primary read it as committed, so it replaces what was held for it."""
+        if boundary.stamp.attempt < self._floor:
+            return  # of epochs that were undone
         if committed:
             if self._committed is None or boundary.stamp.epoch >= self._committed.stamp.epoch:
                 self._committed = boundary
@@ -85,6 +88,16 @@ class Boundaries:
     def drop_pending(self) -> None:
         """The attempt they were made in is over and was not committed."""
         self._held.clear()
+
+    def roll_back(self, lineage: int) -> None:
+        """The job went back to a checkpoint: what was made in an attempt before `lineage` is of epochs undone.
+
+        Also boundary c itself, which comes back from the checkpoint, as one of attempt `lineage`.
+        """
+        self._floor = max(self._floor, lineage)
+        self._held = {key: b for key, b in self._held.items() if b.stamp.attempt >= self._floor}
+        if self._committed is not None and self._committed.stamp.attempt < self._floor:
+            self._committed = None
 
     def clear(self) -> None:
         """Everything goes: the replica is no member any more, or boundary 0 is made anew."""

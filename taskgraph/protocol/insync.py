@@ -79,6 +79,12 @@ class InSync:
         for acked in self._acked.values():
             acked.intersection_update(self._current)
 
+    def forget_boundaries(self) -> None:
+        """The job went back to a checkpoint: none of the boundaries there were counts any more."""
+        self._current = []
+        for acked in self._acked.values():
+            acked.clear()
+
     # -- who --------------------------------------------------------------------------------------
 
     def place(self, node: str) -> Place | None:

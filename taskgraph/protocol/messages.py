@@ -241,6 +241,19 @@ class HandOver:
 
 
 @dataclass(frozen=True, slots=True)
+class Written:
+    """Primary to leader: my file of the checkpoint of this boundary is written. Reply: `Accepted`.
+
+    `stamp.epoch` is the boundary's number, `stamp.attempt` the attempt it was made in.
+    """
+
+    stamp: Stamp
+    task: int
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class Audit:
     """Leader to primary, after unequal sums: show every entry of yours. Reply: `LedgerPage`."""
 
@@ -304,6 +317,6 @@ class WaitsPage:
     waits: tuple[Wait, ...]
 
 
-Call = Pull | Flag | Request | Offer | Release | Report | Seal | RequestRestart | HandOver | Audit | Waits
+Call = Pull | Flag | Request | Offer | Release | Report | Seal | RequestRestart | HandOver | Written | Audit | Waits
 Reply = Item | Answer | Accepted | LedgerPage | WaitsPage | Refusal
 Message = Call | Reply

@@ -13,6 +13,7 @@ from typing import Any, Self
 from taskgraph.errors import DecodeError
 
 __all__ = [
+    "CheckpointRecord",
     "EpochRecord",
     "GoneRecord",
     "MemberRecord",
@@ -47,10 +48,34 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochRecord(Record):
-    """`epoch`: the boundary that is committed, which is also the number of the epoch at work, and the attempt."""
+    """`epoch`: the boundary that is committed, which is also the number of the epoch at work, and the attempt.
+
+    Attributes:
+        lineage: the attempt that the last roll-back began, or a run that was resumed; 0 where there was none. What was
+            made in an attempt before it belongs to epochs that were undone, but for boundary `base`.
+        base: the boundary that this lineage began from: the checkpoint's, or 0.
+    """
 
     epoch: int
     attempt: int
+    lineage: int = 0
+    base: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRecord(Record):
+    """`checkpoint`: the newest complete checkpoint of the current lineage.
+
+    Attributes:
+        epoch, attempt: the boundary that it holds, and the attempt that boundary was made in.
+        name: where in the job's place its files are.
+        before: names of the complete ones before it that are kept, the newest first.
+    """
+
+    epoch: int
+    attempt: int
+    name: str
+    before: tuple[str, ...] = ()
 
 
 class State:
@@ -124,6 +149,8 @@ class MemberRecord(Record):
 
     Attributes:
         until: None, or evicted: it still counts as holding boundary `until`, and nothing after it.
+        attempt: the attempt at work when it was evicted: after a roll-back, boundary `until` is another one.
     """
 
     until: int | None = None
+    attempt: int = 0

@@ -22,7 +22,8 @@ class Move(StrEnum):
     NOTHING = "nothing"
     TAKE_OVER = "take over"  # as a member, `rank` steps after the first in line
     FROM_NOTHING = "from nothing"  # no member is left (or there never was one)
-    LOST = "lost"  # no member is left, and its state is needed: the job fails
+    ROLL_BACK = "roll back"  # no member is left, its state is needed, and there is a checkpoint
+    LOST = "lost"  # no member is left, its state is needed, and there is no checkpoint: the job fails
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,5 +69,7 @@ def succession(
     if any(node not in gone or node in view.nodes for node in view.in_sync(task)):
         return Succession(Move.NOTHING)
     if stateful and view.epoch.record.epoch > 0:
-        return Succession(Move.LOST)
+        if view.checkpoint is None or view.checkpoint.record.epoch > view.epoch.record.epoch:
+            return Succession(Move.LOST)
+        return Succession(Move.ROLL_BACK if wished else Move.NOTHING)
     return Succession(Move.FROM_NOTHING if wished else Move.NOTHING)

@@ -7,16 +7,18 @@ Rules that hold for all of them:
   primary of a gone term, or a node whose lease is gone, changes nothing;
 - whoever changes a primary also puts `generation`: the commit compares that one key instead of all primaries;
 - `epoch` is only written by the leader, fenced by its own `primary`, and by the take-over of a task that lost all
-  its members.
+  its members, which rolls the job back to the checkpoint; a roll-back puts `checkpoint`, too, so that a leader that
+  does not know of it cannot advance that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from taskgraph.protocol.kv import Compare, Delete, Get, KeyValue, Op, Put, Txn, TxnResult
 from taskgraph.protocol.records import (
+    CheckpointRecord,
     EpochRecord,
     GoneRecord,
     MemberRecord,
@@ -30,6 +32,7 @@ from taskgraph.protocol.view import JobView
 __all__ = [
     "TakenOver",
     "admit",
+    "advance_checkpoint",
     "commit",
     "declare_gone",
     "evict",
@@ -38,6 +41,7 @@ __all__ = [
     "remove_member",
     "restart",
     "resume",
+    "roll_back",
     "take_over",
     "take_over_from_nothing",
     "taken_over",
@@ -93,6 +97,7 @@ class TakenOver:
 
     Attributes:
         members: node -> mod revision of its member key, and whether it was marked as evicted.
+        lineage: see `EpochRecord`.
     """
 
     revision: int
@@ -100,6 +105,7 @@ class TakenOver:
     epoch: int
     attempt: int
     members: dict[str, tuple[int, MemberRecord]]
+    lineage: int = 0
 
 
 def take_over(
@@ -128,7 +134,7 @@ def take_over(
         # Evicted, but still a holder of that very boundary: only as long as it is the committed one. As primary it
         # holds every boundary that comes: were its key still to say "until", then once it is left alone the task would
         # pass for lost as soon as it is suspected.
-        if own.record.until != view.epoch.record.epoch:
+        if own.record.until != view.epoch.record.epoch or not view.holds(own.record):
             raise LookupError(f"node {node} was evicted from task {task} at boundary {own.record.until}")
         compares.append(Compare(keys.epoch, view.epoch.mod_revision))
         membership = (Put(keys.member(task, node), MemberRecord(writer=writer).to_bytes()),)
@@ -158,16 +164,43 @@ def take_over_from_nothing(
     Compares everything that the decision rests on: no member may come back meanwhile.
 
     Raises:
-        LookupError: a stateful task's boundary is lost (epoch > 0): the job must fail, see `fail_lost`.
+        LookupError: a stateful task's boundary is lost (epoch > 0), and it is not that of the checkpoint: the job must
+            be rolled back, see `roll_back`, or fail, see `fail_lost`.
     """
+    if view.epoch is None:
+        raise LookupError("the job was not submitted")
+    if stateful and view.epoch.record.epoch > 0 and not view.covered:
+        raise LookupError(
+            f"task {task} has no members left, and its state of epoch {view.epoch.record.epoch} with them"
+        )
+    return _from_nothing(view, task, node, node_revision, stateful=stateful, writer=writer, also=())
+
+
+def roll_back(
+    view: JobView, task: int, node: str, node_revision: int, *, to: CheckpointRecord, stateful: bool, writer: str
+) -> Txn:
+    """A stateful task lost all its members: the job goes back to a checkpoint, with the next attempt.
+
+    Raises:
+        LookupError: there is nothing to go back to, or nothing to go back from.
+    """
+    if view.epoch is None or view.checkpoint is None:
+        raise LookupError("there is no checkpoint")
+    at = view.epoch.record
+    if not 0 < to.epoch < at.epoch:
+        raise LookupError(f"the job is at epoch {at.epoch}, the checkpoint at {to.epoch}")
+    epoch = EpochRecord(epoch=to.epoch, attempt=at.attempt + 1, lineage=at.attempt + 1, base=to.epoch, writer=writer)
+    also = (Put(view.keys.epoch, epoch.to_bytes()), Put(view.keys.checkpoint, to.to_bytes()))
+    return _from_nothing(view, task, node, node_revision, stateful=stateful, writer=writer, also=also)
+
+
+def _from_nothing(
+    view: JobView, task: int, node: str, node_revision: int, *, stateful: bool, writer: str, also: tuple[Op, ...]
+) -> Txn:
     keys = view.keys
     if view.epoch is None or view.status is None:
         raise LookupError("the job was not submitted")
     old = view.primaries.get(task)
-    if stateful and view.epoch.record.epoch > 0:
-        raise LookupError(
-            f"task {task} has no members left, and its state of epoch {view.epoch.record.epoch} with them"
-        )
     members = view.members_of(task)
     record = PrimaryRecord(
         node=node,
@@ -182,10 +215,11 @@ def take_over_from_nothing(
             Compare(keys.node(node), node_revision),
             *_members_gone(view, task, node),
             Compare(keys.epoch, view.epoch.mod_revision),
-            Compare(keys.checkpoint, view.checkpoint_revision),
+            Compare(keys.checkpoint, _mod(view.checkpoint)),
             Compare(keys.status, view.status.mod_revision),
         ),
         success=(
+            *also,
             *(Delete(keys.member(task, member)) for member in sorted(members) if member != node),
             Put(keys.primary(task), record.to_bytes()),
             Put(keys.member(task, node), MemberRecord(writer=writer).to_bytes()),
@@ -196,14 +230,14 @@ def take_over_from_nothing(
 
 
 def fail_lost(view: JobView, task: int, status: StatusRecord) -> Txn:
-    """Every member of a stateful task is gone and there is no checkpoint: the job fails, if that is still so."""
+    """Every member of a stateful task is gone and there is no usable checkpoint: the job fails, if that is still so."""
     keys = view.keys
     return Txn(
         compares=(
             Compare(keys.primary(task), _mod(view.primaries.get(task))),
             *_members_gone(view, task, None),
             Compare(keys.epoch, _mod(view.epoch)),
-            Compare(keys.checkpoint, view.checkpoint_revision),
+            Compare(keys.checkpoint, _mod(view.checkpoint)),
             Compare(keys.status, _mod(view.status)),
         ),
         success=(Put(keys.status, status.to_bytes()),),
@@ -246,6 +280,7 @@ def read_taken_over(
         term=primary.term,
         epoch=epoch.epoch,
         attempt=epoch.attempt,
+        lineage=epoch.lineage,
         members={kv.key[len(prefix) :]: (kv.mod_revision, MemberRecord.from_bytes(kv.value)) for kv in member_reads},
     )
 
@@ -304,7 +339,12 @@ def evict(
             Compare(keys.epoch, view.epoch.mod_revision),
         ),
         success=(
-            Put(keys.member(task, member), MemberRecord(until=view.epoch.record.epoch, writer=writer).to_bytes()),
+            Put(
+                keys.member(task, member),
+                MemberRecord(
+                    until=view.epoch.record.epoch, attempt=view.epoch.record.attempt, writer=writer
+                ).to_bytes(),
+            ),
         ),
     )
 
@@ -338,7 +378,7 @@ def commit(view: JobView, *, primary_revision: int, finished: bool, writer: str)
     if view.epoch is None or view.status is None:
         raise LookupError("the job was not submitted")
     at = view.epoch.record
-    puts: list[Op] = [Put(keys.epoch, EpochRecord(epoch=at.epoch + 1, attempt=at.attempt, writer=writer).to_bytes())]
+    puts: list[Op] = [Put(keys.epoch, replace(at, epoch=at.epoch + 1, writer=writer).to_bytes())]
     compares = [
         Compare(keys.primary(0), primary_revision),
         Compare(keys.generation, view.generation_revision),
@@ -358,7 +398,29 @@ def restart(view: JobView, *, primary_revision: int, writer: str) -> Txn:
     at = view.epoch.record
     return Txn(
         compares=(Compare(keys.primary(0), primary_revision), Compare(keys.epoch, view.epoch.mod_revision)),
-        success=(Put(keys.epoch, EpochRecord(epoch=at.epoch, attempt=at.attempt + 1, writer=writer).to_bytes()),),
+        success=(Put(keys.epoch, replace(at, attempt=at.attempt + 1, writer=writer).to_bytes()),),
+    )
+
+
+def advance_checkpoint(view: JobView, record: CheckpointRecord, *, primary_revision: int) -> Txn:
+    """The leader's pointer: every file of this checkpoint is written, it is complete.
+
+    A roll-back puts `checkpoint`: comparing it proves that the boundary was not undone since `view`.
+
+    Raises:
+        LookupError: the boundary is not committed, is of a lineage that was undone, or is no step forward.
+    """
+    if view.epoch is None:
+        raise LookupError("the job was not submitted")
+    at, before = view.epoch.record, view.checkpoint
+    if record.epoch > at.epoch or record.attempt < at.lineage or (before and record.epoch <= before.record.epoch):
+        raise LookupError(f"boundary {record.epoch} of attempt {record.attempt} cannot be the checkpoint")
+    return Txn(
+        compares=(
+            Compare(view.keys.primary(0), primary_revision),
+            Compare(view.keys.checkpoint, _mod(before)),
+        ),
+        success=(Put(view.keys.checkpoint, record.to_bytes()),),
     )
 
 

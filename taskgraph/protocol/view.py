@@ -14,6 +14,7 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyEvent, KeyValue
 from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import (
+    CheckpointRecord,
     EpochRecord,
     GoneRecord,
     MemberRecord,
@@ -24,7 +25,7 @@ from taskgraph.protocol.records import (
     StatusRecord,
 )
 
-__all__ = ["JobView", "Versioned"]
+__all__ = ["JobView", "Versioned", "holds"]
 
 R = TypeVar("R", bound=Record)
 
@@ -53,7 +54,7 @@ class JobView:
         self.epoch: Versioned[EpochRecord] | None = None
         self.status: Versioned[StatusRecord] | None = None
         self.generation_revision = 0
-        self.checkpoint_revision = 0
+        self.checkpoint: Versioned[CheckpointRecord] | None = None
         self.collected = False
         self.nodes: dict[str, Versioned[NodeRecord]] = {}
         self.gone: dict[str, Versioned[GoneRecord]] = {}
@@ -93,7 +94,7 @@ class JobView:
             case ["generation"]:
                 self.generation_revision = kv.mod_revision
             case ["checkpoint"]:
-                self.checkpoint_revision = kv.mod_revision
+                self.checkpoint = _versioned(CheckpointRecord, kv)
             case ["collected"]:
                 self.collected = True
             case ["nodes", node]:
@@ -118,7 +119,7 @@ class JobView:
             case ["generation"]:
                 self.generation_revision = 0
             case ["checkpoint"]:
-                self.checkpoint_revision = 0
+                self.checkpoint = None
             case ["collected"]:
                 self.collected = False
             case ["nodes", node]:
@@ -171,17 +172,34 @@ class JobView:
 
     def in_sync(self, task: int) -> list[str]:
         """Members that hold the committed boundary, in the order of their admission."""
-        at = self.epoch.record.epoch if self.epoch else 0
-        held = [
-            (m.create_revision, node)
-            for node, m in self.members_of(task).items()
-            if m.record.until is None or m.record.until >= at
-        ]
+        held = [(m.create_revision, node) for node, m in self.members_of(task).items() if self.holds(m.record)]
         return [node for _, node in sorted(held)]
+
+    def holds(self, member: MemberRecord) -> bool:
+        """Whether a member with this record holds the committed boundary."""
+        return self.epoch is None or holds(member, self.epoch.record)
+
+    @property
+    def covered(self) -> bool:
+        """Whether the committed boundary is that of the checkpoint, which counts as one that holds it."""
+        return (
+            self.epoch is not None
+            and self.checkpoint is not None
+            and self.checkpoint.record.epoch == self.epoch.record.epoch
+        )
 
     def live_nodes(self, run: str) -> dict[str, NodeRecord]:
         """Registered nodes of this run that nobody declared gone."""
         return {node: v.record for node, v in self.nodes.items() if v.record.run == run and node not in self.gone}
+
+
+def holds(member: MemberRecord, at: EpochRecord) -> bool:
+    """Whether a member with this record holds boundary `at`.
+
+    One that was evicted "until e" holds boundary e of the lineage it was evicted in: after a roll-back the number may
+    come again, and is another boundary then.
+    """
+    return member.until is None or (member.until >= at.epoch and member.attempt >= at.lineage)
 
 
 def _versioned(cls: type[R], kv: KeyValue) -> Versioned[R]:

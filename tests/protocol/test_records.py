@@ -51,7 +51,8 @@ def test_what_is_no_record_is_refused_and_named(data: bytes) -> None:
 
 
 def test_a_person_can_read_a_record() -> None:
-    assert EpochRecord(epoch=3, attempt=1, writer="n:1").to_bytes() == b'{"writer":"n:1","epoch":3,"attempt":1}'
+    text = b'{"writer":"n:1","epoch":3,"attempt":1,"lineage":0,"base":0}'
+    assert EpochRecord(epoch=3, attempt=1, writer="n:1").to_bytes() == text
 
 
 def test_keys_of_a_job_are_all_below_its_root() -> None:

@@ -8,7 +8,7 @@ from protocol_kit import JOB, RUN, World, node_record
 from taskgraph.errors import DecodeError
 from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.messages import Stamp
-from taskgraph.protocol.records import GoneRecord, State, StatusRecord
+from taskgraph.protocol.records import CheckpointRecord, GoneRecord, State, StatusRecord
 from taskgraph.protocol.view import JobView
 
 
@@ -26,7 +26,7 @@ def busy_world() -> World:
     world.put(world.keys.event("1"), b"not for the view")
     world.put(world.keys.result, b"neither")
     world.put(world.keys.collected, b"{}")
-    world.put(world.keys.checkpoint, b"x")
+    world.put(world.keys.checkpoint, CheckpointRecord(epoch=1, attempt=1, name="x").to_bytes())
     world.delete(world.keys.collected)
     world.delete(world.keys.member(0, "c"))
     return world

@@ -70,7 +70,7 @@ def test_a_plain_dict_is_a_topology_and_numpys_ints_are_ints() -> None:
         ({"requires_gpu": "yes"}, r"requires_gpu='yes'\): must be a bool, or a function"),
         ({"settings": {}}, r"takes tg\.Settings\(\.\.\.\), not dict"),
         ({"settings": tg.Settings(min_in_sync=2), "backups": 0}, "set backups to at least 1"),
-        ({"checkpoint": "s3://bucket"}, "durable checkpoints are not part of this release"),
+        ({"checkpoint": "checkpoints"}, "nodes do not share a working directory"),
     ],
 )
 def test_values_that_do_not_fit_are_named(changes: dict[str, Any], complaint: str) -> None:

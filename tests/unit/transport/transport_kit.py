@@ -60,6 +60,7 @@ EXCHANGES: list[tuple[m.Call, m.Reply]] = [
     ),
     (m.Offer(STAMP, 2**62, 3, True, False, 7, encoded(bytes(200_000), b"z")), m.Accepted()),
     (m.Release(3, 2**62, 7, 9), m.Accepted()),
+    (m.Written(m.Stamp(2, 40), 3, 2**40, "0f" * 16), m.Accepted()),
     (
         m.Report(STAMP, 3, 1, True, 2, 2**128 - 1, 0, True, {"b": 0.1, "a": -0.0}, {}),
         m.Accepted(1),

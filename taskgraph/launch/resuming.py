@@ -1,0 +1,128 @@
+"""Where a job begins: at its beginning, or at its newest checkpoint that can be used.
+
+A job that left checkpoints is not begun anew by mistake: whoever starts it says which it is to be. Continuing needs
+neither the etcd nor the nodes of the run before, and any number of nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from dataclasses import dataclass
+
+from taskgraph.checkpoint.manifest import Manifest, Name, Origin
+from taskgraph.checkpoint.store import Store
+from taskgraph.coordination.api import Coordinator
+from taskgraph.driver import JobSpec
+from taskgraph.errors import CheckpointError, DecodeError, JobError
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.records import CheckpointRecord, EpochRecord, State, StatusRecord
+
+__all__ = ["Beginning", "plan"]
+
+log = logging.getLogger("taskgraph")
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """The first `epoch` of a run, and its `checkpoint`, if there is one.
+
+    Attributes:
+        refused: why newer checkpoints cannot be used, each by name.
+    """
+
+    epoch: EpochRecord
+    checkpoint: CheckpointRecord | None = None
+    refused: tuple[str, ...] = ()
+
+
+async def plan(
+    coordinator: Coordinator, spec: JobSpec, *, resume: bool = False, fresh: bool = False
+) -> tuple[JobSpec, Beginning]:
+    """Where the job begins; the spec with the series of its checkpoints.
+
+    Raises:
+        JobError: it has checkpoints, and neither `resume` nor `fresh` was said; or it keeps none.
+        CheckpointError: it is to be resumed, and none of its checkpoints can be used.
+    """
+    beginning = Beginning(EpochRecord(epoch=0, attempt=1, writer=spec.run))
+    if resume and fresh:
+        raise JobError("resume and fresh: either the one or the other")
+    if spec.checkpoint is None:
+        if resume:
+            raise JobError(
+                f"resume: job {spec.name!r} keeps no checkpoints: give it Job(checkpoint='file:///...'), or run it "
+                f"from its beginning"
+            )
+        return spec, beginning
+    status = await coordinator.get(Keys(spec.name).status)
+    if status is not None and StatusRecord.from_bytes(status.value).state == State.RUNNING:
+        return spec, beginning  # submitting it will be refused
+    store = Store(spec.checkpoint, Origin(job=spec.name, fingerprint=spec.fingerprint, tasks=spec.tasks))
+    pointer, attempt = await _known(coordinator, spec)
+    found = await asyncio.to_thread(_look, store, pointer, resume)
+    spec = dataclasses.replace(spec, checkpoint_series=found.series + (0 if resume and found.names else 1))
+    if fresh or not found.names:
+        if resume:
+            log.warning("%s holds no checkpoint yet: the job starts from its beginning", store)
+        return spec, beginning
+    if not resume:
+        raise JobError(
+            f"job {spec.name!r} has checkpoints in {store}, the newest of epoch {found.names[0].epoch}: continue from "
+            f"there (--resume, resume=True), or start from the beginning (--fresh, fresh=True; they are removed once "
+            f"there are newer ones)"
+        )
+    for refused in found.refused:
+        log.warning("%s", refused)
+    if found.manifest is None:
+        raise CheckpointError(
+            f"none of the {len(found.names)} checkpoints in {store} can be used: {'; '.join(found.refused)}"
+        )
+    name = found.manifest.parsed
+    lineage = max(found.attempt, attempt, name.attempt) + 1
+    record = CheckpointRecord(
+        epoch=name.epoch, attempt=name.attempt, name=str(name), before=found.manifest.before, writer=spec.run
+    )
+    epoch = EpochRecord(epoch=name.epoch, attempt=lineage, lineage=lineage, base=name.epoch, writer=spec.run)
+    log.info("the job goes on from the checkpoint of epoch %d: %s/%s", name.epoch, store, name)
+    return dataclasses.replace(spec, checkpoint_series=name.series), Beginning(epoch, record, found.refused)
+
+
+async def _known(coordinator: Coordinator, spec: JobSpec) -> tuple[str | None, int]:
+    """What etcd still knows of a run before: the checkpoint its pointer named, and its last attempt."""
+    keys = Keys(spec.name)
+    pointer, epoch = await coordinator.get(keys.checkpoint), await coordinator.get(keys.epoch)
+    with contextlib.suppress(DecodeError):
+        return (
+            CheckpointRecord.from_bytes(pointer.value).name if pointer is not None else None,
+            EpochRecord.from_bytes(epoch.value).attempt if epoch is not None else 0,
+        )
+    return None, 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Looked:
+    names: list[Name]
+    series: int
+    attempt: int
+    manifest: Manifest | None
+    refused: tuple[str, ...]
+
+
+def _look(store: Store, pointer: str | None, resume: bool) -> _Looked:
+    """What is there; for a job that is resumed also what of it can be used."""
+    try:
+        if pointer is not None:
+            # Complete, if the leader died between the pointer and the last manifest.
+            with contextlib.suppress(CheckpointError):
+                store.finish(pointer)
+        names = store.complete()
+        series, attempt = store.highest()
+        found = store.newest(str(name) for name in names) if resume else None
+    except OSError as error:
+        raise CheckpointError(f"{store} cannot be read: {error}") from error
+    return _Looked(
+        names, series, attempt, found.manifest if found else None, found.refused if found is not None else ()
+    )

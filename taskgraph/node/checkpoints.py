@@ -1,0 +1,278 @@
+"""Durable checkpoints, as a node makes and reads them.
+
+    a primary read a commit ──► its file, in a thread ──► `Written` ──► the leader: manifest, pointer, manifest
+
+What becomes a checkpoint, and when one is complete, is decided by `protocol.checkpointing`; where the files are and
+what is in them is `taskgraph.checkpoint`'s. A file that cannot be written costs that checkpoint and nothing else; a
+place that takes longer than the epochs of a checkpoint makes the epochs wait, by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from taskgraph.checkpoint.files import FileInfo
+from taskgraph.checkpoint.manifest import Name, Origin
+from taskgraph.checkpoint.store import Found, Store
+from taskgraph.errors import CheckpointError, DecodeError, TransportError
+from taskgraph.node.threads import Threads
+from taskgraph.protocol import transactions
+from taskgraph.protocol.boundaries import Boundary
+from taskgraph.protocol.checkpointing import Collected, due, is_open
+from taskgraph.protocol.messages import Accepted, Encoded, Stamp, Written
+from taskgraph.protocol.records import CheckpointRecord
+
+if TYPE_CHECKING:
+    from taskgraph.node.node import Node
+    from taskgraph.node.primary import Primary
+
+__all__ = ["CheckpointReader", "CheckpointWriter", "Checkpointer"]
+
+R = TypeVar("R")
+
+_RETRY_S = 1.0
+"""How long the leader leaves a place alone that refused a manifest."""
+_MIB = 1 << 20
+
+
+class CheckpointReader:
+    """The job's checkpoints, as this node reads them; its calls run in threads."""
+
+    def __init__(self, node: Node, threads: Threads) -> None:
+        self._node = node
+        self._threads = threads
+        self._store: Store | None = None
+
+    @property
+    def store(self) -> Store:
+        """Where they are; the job has a place for them."""
+        spec = self._node.spec
+        if self._store is None:
+            assert spec.checkpoint is not None
+            self._store = Store(spec.checkpoint, Origin(job=spec.name, fingerprint=spec.fingerprint, tasks=spec.tasks))
+        return self._store
+
+    async def call(self, function: Callable[[], R]) -> R:
+        return await self._threads.run(function)
+
+    def name_of(self, boundary: Stamp) -> Name:
+        """What a checkpoint of this boundary is called."""
+        spec = self._node.spec
+        return Name(spec.checkpoint_series, boundary.attempt, boundary.epoch, spec.run[:8])
+
+    async def newest_usable(self, pointer: CheckpointRecord) -> Found:
+        """The checkpoint the pointer names, or the newest before it of which every file can be read."""
+        return await self.call(lambda: self.store.newest((pointer.name, *pointer.before)))
+
+    async def boundary_of(self, task: int, term: int) -> Boundary | None:
+        """The committed boundary of a task, where it is the checkpoint's; None where that has nothing of the task.
+
+        Raises:
+            CheckpointError: the file is missing, torn, corrupt or foreign.
+        """
+        view = self._node.keeper.view
+        if not view.covered or view.checkpoint is None or view.epoch is None:
+            return None
+        record, lineage = view.checkpoint.record, view.epoch.record.lineage
+
+        def read() -> Encoded | None:
+            return self.store.read(self.store.open(record.name), task)
+
+        value = await self.call(read)
+        # After a roll-back it counts as made in the attempt that began then: whatever is older was undone.
+        stamp = Stamp(max(record.attempt, lineage), record.epoch)
+        return Boundary(stamp, term, value) if value is not None else None
+
+
+class CheckpointWriter:
+    """One primary's part: its files, and the leader's knowledge of them."""
+
+    def __init__(self, node: Node, task: int) -> None:
+        self._node = node
+        self._task = task
+        self._waiting: tuple[Stamp, Encoded] | None = None
+        self._begun = Stamp(0, 0)
+        self._writing: Stamp | None = None
+        self._written: dict[Stamp, Written] = {}
+        self._told: set[tuple[Stamp, int]] = set()  # of what was written, to the leader of that revision
+        self._changed = asyncio.Event()
+
+    def due(self, boundary: Boundary, *, stateful: bool) -> bool:
+        """Whether this boundary, read as committed, is to be written and was not yet."""
+        spec = self._node.spec
+        return (
+            spec.checkpoint is not None
+            and (stateful or self._task == 0)
+            and boundary.stamp != self._begun
+            and due(self._node.keeper.view, boundary.stamp, spec.checkpoint_every)
+        )
+
+    @property
+    def stage(self) -> str:
+        """What whoever waits for `room` waits for."""
+        epoch = self._writing.epoch if self._writing is not None else 0
+        return f"its file of the checkpoint of epoch {epoch}: {self._node.checkpoints.store} is slow"
+
+    async def room(self) -> None:
+        """Waits while one file is being written and another waits for that: so nothing piles up."""
+        while self._waiting is not None:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def begin(self, stamp: Stamp, value: Encoded) -> None:
+        """Writes this boundary, in the background."""
+        self._begun = stamp
+        self._waiting = (stamp, value)
+        self._changed.set()
+
+    async def write(self) -> None:
+        """Writes what was begun, until cancelled."""
+        while True:
+            while self._waiting is None:
+                self._changed.clear()
+                await self._changed.wait()
+            (stamp, value), self._waiting = self._waiting, None
+            self._changed.set()
+            if not is_open(self._node.keeper.view, stamp):
+                continue  # undone while it waited
+            self._writing = stamp
+            await self._node.point("checkpoint", self._task, stamp.epoch)
+            await self._write(stamp, value)
+            self._writing = None
+            self._changed.set()
+            self._node.keeper.notify_later()
+
+    async def _write(self, stamp: Stamp, value: Encoded) -> None:
+        checkpoints = self._node.checkpoints
+        name = checkpoints.name_of(stamp)
+        try:
+            info = await checkpoints.call(lambda: checkpoints.store.write(name, self._task, value))
+        except (OSError, DecodeError) as error:
+            self._node.events.emit(
+                "checkpoint failed",
+                f"checkpoint of epoch {stamp.epoch}: the file of task {self._task} cannot be written: {error}; the job "
+                f"goes on with the one before",
+                task=self._task,
+                epoch=stamp.epoch,
+            )
+        else:
+            self._written[stamp] = Written(stamp, self._task, info.size, info.digest)
+
+    async def tell(self) -> None:
+        """Tells the leader of every file, and every new leader again, until the pointer is that far."""
+        keeper = self._node.keeper
+        while True:
+            view = keeper.view
+            leader = view.primaries.get(0)
+            self._written = {stamp: w for stamp, w in self._written.items() if is_open(view, stamp)}
+            revision = leader.mod_revision if leader is not None else 0
+            self._told = {(stamp, of) for stamp, of in self._told if stamp in self._written and of == revision}
+            untold = next((w for stamp, w in self._written.items() if (stamp, revision) not in self._told), None)
+            if untold is None or leader is None:
+                await keeper.wait_until(lambda _: self._news())
+                continue
+            await self._node.while_paused()
+            if await self._tell(untold):
+                self._told.add((untold.stamp, revision))
+
+    async def _tell(self, written: Written) -> bool:
+        try:
+            await self._node.router.to_primary(0, lambda: written, timeout_s=self._node.settings.call_s)
+        except TransportError as error:
+            self._node.log.debug("task %d: the leader does not hear of its file: %s", self._task, error)
+            await self._node.breathe()
+            return False
+        return True
+
+    def _news(self) -> bool:
+        leader = self._node.keeper.view.primaries.get(0)
+        return leader is not None and any((stamp, leader.mod_revision) not in self._told for stamp in self._written)
+
+
+class Checkpointer:
+    """The leader's part: manifests, the pointer, and the end of old checkpoints."""
+
+    def __init__(self, node: Node, primary: Primary) -> None:
+        self._node = node
+        self._primary = primary
+        self._collected = Collected(node.job.tasks)
+        self._wake = asyncio.Event()
+        self._failed = 0
+
+    def take(self, written: Written) -> Accepted:
+        self._collected.take(written)
+        self._wake.set()
+        return Accepted(self._primary.term)
+
+    async def run(self) -> None:
+        """Completes checkpoints until cancelled."""
+        stop = self._node.keeper.on_change(self._wake.set)
+        try:
+            await self._node.keeper.caught_up(self._primary.revision)
+            finished = False
+            while True:
+                self._wake.clear()
+                await self._node.while_paused()
+                view = self._node.keeper.view
+                if not finished and view.checkpoint is not None:
+                    # The leader before may have died between the pointer and the last manifest.
+                    finished = await self._finish(view.checkpoint.record)
+                ready = self._collected.complete(self._node.keeper.view)
+                if ready is not None and not await self._complete(*ready):
+                    await asyncio.sleep(_RETRY_S)
+                    continue
+                await self._wake.wait()
+        finally:
+            stop()
+
+    async def _complete(self, boundary: Stamp, files: tuple[Written, ...]) -> bool:
+        """Every file is written: manifest, pointer, manifest, and what is too old goes. False: try again."""
+        node, view, checkpoints = self._node, self._node.keeper.view, self._node.checkpoints
+        old = view.checkpoint.record if view.checkpoint is not None else None
+        kept = (old.name, *old.before)[: node.settings.checkpoints_kept - 1] if old is not None else ()
+        name, writer = checkpoints.name_of(boundary), node.writer()
+        infos = [FileInfo(w.task, w.size, w.digest) for w in files]
+        manifest = checkpoints.store.manifest(name, infos, kept)
+        record = CheckpointRecord(
+            epoch=boundary.epoch, attempt=boundary.attempt, name=str(name), before=kept, writer=writer
+        )
+        # Before anything else happens: what it compares must be what `complete` decided from.
+        txn = transactions.advance_checkpoint(view, record, primary_revision=self._primary.revision)
+        if not await self._did(boundary.epoch, lambda: checkpoints.store.stage(manifest)):
+            return False
+        await node.point("checkpointed", 0, boundary.epoch)
+        revision = await node.transact(txn, key=view.keys.checkpoint, writer=writer)
+        if revision is None:
+            await node.keeper.refresh()
+            return False
+        await node.keeper.caught_up(revision)
+        await self._finish(record)
+        size = sum(w.size for w in files)
+        node.events.emit(
+            "checkpoint",
+            f"checkpoint of epoch {boundary.epoch} is complete ({len(files)} files, {size / _MIB:.1f} MiB)",
+            epoch=boundary.epoch,
+            attempt=boundary.attempt,
+            transient=True,
+        )
+        return True
+
+    async def _finish(self, record: CheckpointRecord) -> bool:
+        """The pointer names it: those who will not know the pointer shall know it, too. Old ones go."""
+        store = self._node.checkpoints.store
+        done = await self._did(record.epoch, lambda: store.finish(record.name))
+        if done:
+            await self._did(record.epoch, lambda: store.keep_only((record.name, *record.before), record.name))
+        return done
+
+    async def _did(self, epoch: int, work: Callable[[], object]) -> bool:
+        try:
+            await self._node.checkpoints.call(work)
+        except (OSError, CheckpointError) as error:
+            if epoch != self._failed:  # it is tried again every second: told once
+                self._failed = epoch
+                self._node.events.emit("checkpoint failed", f"checkpoint of epoch {epoch}: {error}", epoch=epoch)
+            return False
+        return True

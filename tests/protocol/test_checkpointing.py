@@ -1,0 +1,310 @@
+"""Which boundaries become checkpoints, when one is complete, and how a job goes back to one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from protocol_kit import World, boundary
+
+from taskgraph.protocol import transactions
+from taskgraph.protocol.boundaries import Boundaries
+from taskgraph.protocol.checkpointing import Collected, due, files_needed, is_open
+from taskgraph.protocol.kv import Txn
+from taskgraph.protocol.messages import Stamp, Written
+from taskgraph.protocol.records import CheckpointRecord, MemberRecord, State, StatusRecord
+from taskgraph.protocol.takeover import Move, succession
+from taskgraph.protocol.view import JobView
+
+
+def record(epoch: int, attempt: int = 1, before: tuple[str, ...] = ()) -> CheckpointRecord:
+    return CheckpointRecord(epoch=epoch, attempt=attempt, name=f"c{epoch}", before=before)
+
+
+def written(epoch: int, task: int, attempt: int = 1) -> Written:
+    return Written(Stamp(attempt, epoch), task, 100, "d")
+
+
+@pytest.fixture
+def world() -> World:
+    """Tasks 0 (stateless) and 1 (with state) on "a", with "b" in sync; 2 on "a" and 3 on "e" alone; "c" holds nothing.
+
+    Epoch 6 is at work.
+    """
+    world = World("a", "b", "c", "e")
+    for task in (0, 1):
+        world.first(task, "a", stateful=task == 1)
+        world.admit(task, "a", "b")
+    world.first(2, "a")
+    world.first(3, "e")
+    for _ in range(6):
+        world.commit()
+    return world
+
+
+def advance(world: World, to: CheckpointRecord, view: JobView | None = None) -> bool:
+    seen = view or world.view()
+    return world.run(
+        transactions.advance_checkpoint(seen, to, primary_revision=seen.primaries[0].mod_revision)
+    ).succeeded
+
+
+def lose_everybody(world: World) -> None:
+    world.die("a")
+    world.die("b")
+
+
+def back(world: World, to: CheckpointRecord, view: JobView | None = None, *, task: int = 1) -> Txn:
+    return transactions.roll_back(
+        view or world.view(), task, "c", world.revisions["c"], to=to, stateful=True, writer=world.writer()
+    )
+
+
+# -- what becomes a checkpoint ------------------------------------------------------------------------------------
+
+
+def test_every_so_many_epochs_but_not_the_first_boundary(world: World) -> None:
+    view = world.view()
+    assert [e for e in range(7) if due(view, Stamp(1, e), 3)] == [3, 6]
+
+
+def test_what_is_older_than_the_checkpoint_is_not_written_again(world: World) -> None:
+    advance(world, record(3))
+    assert [e for e in range(7) if due(world.view(), Stamp(1, e), 1)] == [4, 5, 6]
+
+
+def test_tasks_with_state_and_task_0_have_files(world: World) -> None:
+    assert files_needed(world.view(), 2) == {0, 1}
+    assert files_needed(world.view(), 5) is None, "nobody knows whether task 4 has state"
+    stateless = World("a")
+    for task in (0, 1):
+        stateless.first(task, "a", stateful=False)
+    assert files_needed(stateless.view(), 2) == {0}
+
+
+def test_complete_when_every_file_of_one_boundary_is_written(world: World) -> None:
+    collected, view = Collected(2), world.view()
+    collected.take(written(6, 0))
+    collected.take(written(3, 1))
+    assert collected.complete(view) is None
+    collected.take(written(3, 0))
+    assert collected.complete(view) == (Stamp(1, 3), (written(3, 0), written(3, 1)))
+    collected.take(written(6, 1))
+    assert collected.complete(view) == (Stamp(1, 6), (written(6, 0), written(6, 1)))
+    advance(world, record(6))
+    assert collected.complete(world.view()) is None
+
+
+def test_files_of_two_attempts_do_not_make_a_checkpoint(world: World) -> None:
+    collected = Collected(2)
+    collected.take(written(6, 0, attempt=1))
+    collected.take(written(6, 1, attempt=2))
+    assert collected.complete(world.view()) is None
+
+
+def test_a_boundary_the_leader_has_not_read_as_committed_waits(world: World) -> None:
+    collected = Collected(2)
+    for task in (0, 1):
+        collected.take(written(7, task))
+    assert collected.complete(world.view()) is None
+    world.commit()
+    assert collected.complete(world.view()) is not None
+
+
+def test_what_is_told_of_late_boundaries_is_bounded(world: World) -> None:
+    collected = Collected(2)
+    for epoch in range(1000):
+        collected.take(written(epoch, 0))
+        collected.complete(world.view())
+    assert len(collected._files) <= 5
+
+
+def test_files_of_epochs_that_were_undone_count_for_nothing(world: World) -> None:
+    advance(world, record(3))
+    collected = Collected(2)
+    for task in (0, 1):
+        collected.take(written(6, task))
+    lose_everybody(world)
+    assert world.run(back(world, record(3))).succeeded
+    assert not is_open(world.view(), Stamp(1, 6))
+    assert is_open(world.view(), Stamp(2, 6))
+    assert collected.complete(world.view()) is None
+
+
+# -- the pointer --------------------------------------------------------------------------------------------------
+
+
+def test_the_pointer_only_goes_on(world: World) -> None:
+    assert advance(world, record(3))
+    for no_step in (record(3), record(2), record(7)):
+        with pytest.raises(LookupError, match="cannot be the checkpoint"):
+            advance(world, no_step)
+    assert advance(world, record(6))
+
+
+POINTER_FENCES: dict[str, Callable[[World], object]] = {
+    "another leader": lambda w: w.take_over(0, "b"),
+    "another pointer": lambda w: advance(w, record(4)),
+    "a roll-back to the same checkpoint": lambda w: (lose_everybody(w), w.run(back(w, record(3)))),
+}
+
+
+@pytest.mark.parametrize("change", POINTER_FENCES.values(), ids=POINTER_FENCES.keys())
+def test_the_pointer_is_fenced(world: World, change: Callable[[World], object]) -> None:
+    advance(world, record(3))
+    view = world.view()
+    change(world)
+    assert not advance(world, record(6), view)
+
+
+def test_commits_and_restarts_do_not_keep_the_pointer_from_going_on(world: World) -> None:
+    view = world.view()
+    world.commit()
+    world.restart()
+    assert advance(world, record(6), view)
+
+
+# -- going back ---------------------------------------------------------------------------------------------------
+
+
+def test_a_roll_back_is_a_new_attempt_at_the_checkpoint(world: World) -> None:
+    advance(world, record(3))
+    world.restart()
+    lose_everybody(world)
+    result = world.run(back(world, record(3)))
+    assert result.succeeded
+    taken = transactions.taken_over(result, world.view(), 1)
+    assert (taken.term, taken.epoch, taken.attempt, taken.lineage, set(taken.members)) == (2, 3, 3, 3, {"c"})
+    view = world.view()
+    assert view.covered
+    assert not view.term_changed(), "the take-over is no reason to restart the attempt it began"
+    world.commit(view=view)
+    at = world.view().epoch
+    assert at is not None
+    assert (at.record.epoch, at.record.attempt, at.record.lineage, at.record.base) == (4, 3, 3, 3)
+
+
+def test_a_commit_that_does_not_know_of_a_roll_back_fails(world: World) -> None:
+    advance(world, record(3))
+    view = world.view()
+    lose_everybody(world)
+    assert world.run(back(world, record(3))).succeeded
+    assert not world.commit(view=view).succeeded
+    assert not world.restart(view=view).succeeded
+
+
+def test_two_tasks_that_are_lost_at_once_go_back_once(world: World) -> None:
+    advance(world, record(3))
+    lose_everybody(world)
+    view = world.view()
+    assert world.run(back(world, record(3), view, task=1)).succeeded
+    assert not world.run(back(world, record(3), view, task=2)).succeeded
+    with pytest.raises(LookupError, match="the job is at epoch 3"):
+        back(world, record(3), task=2)
+    txn = transactions.take_over_from_nothing(world.view(), 2, "c", world.revisions["c"], stateful=True, writer="w")
+    assert world.run(txn).succeeded
+    assert world.view().stamp == Stamp(2, 3)
+
+
+ROLL_BACK_FENCES: dict[str, Callable[[World], object]] = {
+    "a member is back": lambda w: w.register("b"),
+    "a member changed": lambda w: w.put(w.keys.member(1, "b"), MemberRecord(until=6).to_bytes()),
+    "another was quicker": lambda w: w.run(back(w, record(3))),
+    "own lease gone": lambda w: w.delete(w.keys.node("c")),
+    "an epoch committed": lambda w: w.commit(),
+    "another checkpoint": lambda w: advance(w, record(6)),
+    "the job ended": lambda w: w.put(w.keys.status, StatusRecord(state=State.FAILED).to_bytes()),
+}
+
+
+@pytest.mark.parametrize("change", ROLL_BACK_FENCES.values(), ids=ROLL_BACK_FENCES.keys())
+def test_a_roll_back_is_fenced(world: World, change: Callable[[World], object]) -> None:
+    advance(world, record(3))
+    lose_everybody(world)
+    txn = back(world, record(3))
+    change(world)
+    assert not world.run(txn).succeeded
+
+
+def test_without_a_checkpoint_there_is_nothing_to_go_back_to(world: World) -> None:
+    lose_everybody(world)
+    with pytest.raises(LookupError, match="no checkpoint"):
+        back(world, record(3))
+
+
+def test_the_one_before_where_the_newest_cannot_be_used(world: World) -> None:
+    advance(world, record(3))
+    advance(world, record(6, before=("c3",)))
+    lose_everybody(world)
+    assert world.run(back(world, record(3))).succeeded
+    view = world.view()
+    assert view.checkpoint is not None
+    assert (view.checkpoint.record.name, view.stamp) == ("c3", Stamp(2, 3))
+
+
+def decide(view: JobView, *, stateful: bool = True, wished: bool = True) -> Move:
+    return succession(view, 1, "c", suspects=set("ab"), gone=set("ab"), wished=wished, stateful=stateful).move
+
+
+def test_who_is_wished_rolls_back_once_everybody_is_gone(world: World) -> None:
+    advance(world, record(3))
+    assert decide(world.view()) is Move.NOTHING
+    lose_everybody(world)
+    assert decide(world.view()) is Move.ROLL_BACK
+    assert decide(world.view(), wished=False) is Move.NOTHING
+    assert decide(world.view(), stateful=False) is Move.FROM_NOTHING
+
+
+def test_an_eviction_of_epochs_that_were_undone_makes_no_heir(world: World) -> None:
+    """ "until 6" was written, the job went back to 3: boundaries 4 to 6 are others now."""
+    advance(world, record(3))
+    world.evict(0, "a", "b")
+    assert world.view().in_sync(0) == ["a", "b"]
+    behind = world.view()
+    world.die("e")
+    assert world.run(back(world, record(3), task=3)).succeeded
+    for _ in range(3):
+        view = world.view()
+        assert "b" not in view.in_sync(0)
+        with pytest.raises(LookupError, match="was evicted"):
+            world.take_over(0, "b", view=view)
+        assert not world.take_over(0, "b", view=behind).succeeded
+        world.commit()
+
+
+def test_a_member_takes_over_at_the_checkpoint_also_by_a_view_from_before(world: World) -> None:
+    advance(world, record(3))
+    view = world.view()
+    world.die("e")
+    assert world.run(back(world, record(3), task=3)).succeeded
+    result = world.take_over(1, "b", view=view)
+    assert result.succeeded
+    taken = transactions.taken_over(result, view, 1)
+    assert (taken.epoch, taken.attempt, taken.lineage) == (3, 2, 2)
+
+
+# -- what replicas hold -------------------------------------------------------------------------------------------
+
+
+def test_a_roll_back_leaves_nothing_of_what_it_undid() -> None:
+    held = Boundaries()
+    held.hold(boundary(6), committed=True)
+    held.hold(boundary(7), committed=False)
+    held.roll_back(2)
+    assert (held.committed, held.pending) == (None, ())
+    held.hold(boundary(7), committed=False)
+    held.hold(boundary(6), committed=True)
+    assert (held.committed, held.pending) == (None, ()), "nor of what comes late"
+    held.hold(boundary(3, attempt=2), committed=True)
+    held.hold(boundary(4, attempt=2), committed=False)
+    assert held.read_epoch(4) == boundary(4, attempt=2)
+
+
+def test_what_was_made_since_stays() -> None:
+    held = Boundaries()
+    held.hold(boundary(6), committed=True)
+    held.hold(boundary(7, attempt=2), committed=False)
+    held.roll_back(2)
+    assert held.pending == (boundary(7, attempt=2),)
+    held.roll_back(1)
+    assert held.pending == (boundary(7, attempt=2),)

@@ -1,0 +1,388 @@
+"""Jobs that lose every replica of a task, and jobs that are resumed: the same bits, the same reports."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import taskgraph as tg
+from taskgraph.checkpoint import Store
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.node import Point
+
+pytestmark = pytest.mark.slow
+
+
+class Walk(tg.Task, state=["place", "steps"]):
+    """Every task's state depends on that of all others, and on its own random numbers."""
+
+    def setup(self) -> None:
+        self.place = np.zeros(700)
+        self.steps = 0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.tell, outbound={"place": "peers"})
+        epoch.processor(self.step, inbound={"place": "peers"})
+
+    async def tell(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("place", self.place)
+
+    async def step(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.place = 0.5 * self.place + 0.1 * sum(ins.all("place").values()) + epoch.rng.normal(size=700)
+        self.steps += 1
+        if (epoch.number + self.task_id) % 3:
+            epoch.report(**{f"steps{self.task_id}": self.steps, "first": self.place[0]})
+
+    def result(self) -> Any:
+        return self.place, self.steps
+
+
+def walk(where: Path | None, *, epochs: int = 12, **changes: Any) -> tg.Job:
+    given: dict[str, Any] = {"tasks": 3, "backups": 1, "checkpoint_every": 4, **changes}
+    url = f"file://{where}" if where is not None else None
+    settings = tg.Settings(admit_wait_s=5, takeover_stagger_s=0.01, **given.pop("settings", {}))
+    given |= {"builder": Walk, "topology": tg.full(), "epochs": epochs, "checkpoint": url, "settings": settings}
+    return tg.Job(name="walk", **given)
+
+
+def files(where: Path, pattern: str) -> list[Path]:
+    return sorted((where / "walk").glob(pattern))
+
+
+def same(one: tg.JobResult, other: tg.JobResult) -> None:
+    assert one.epochs == other.epochs
+    assert one.reports == other.reports
+    for task, (place, steps) in one.values.items():
+        assert np.array_equal(place, other.values[task][0]), f"task {task}"
+        assert steps == other.values[task][1]
+
+
+@pytest.fixture(scope="module")
+def unharmed() -> tg.JobResult:
+    return tg.run(walk(None), nodes=0)
+
+
+@asynccontextmanager
+async def running(job: tg.Job, nodes: int, point: Any = None, **beginning: bool) -> AsyncIterator[InProcessCluster]:
+    cluster = InProcessCluster(job, rng=random.Random(1), point=point)
+    try:
+        await cluster.start(nodes, **beginning)
+        yield cluster
+    finally:
+        await cluster.stop()
+
+
+def kinds(cluster: InProcessCluster) -> list[str]:
+    return [event.kind for event in cluster.events]
+
+
+async def checkpointed(cluster: InProcessCluster, epoch: int) -> None:
+    """Until there is a checkpoint of this epoch, or of a later one."""
+    async with asyncio.timeout(20):
+        await cluster.nodes[0].keeper.wait_until(
+            lambda v: v.checkpoint is not None and v.checkpoint.record.epoch >= epoch
+        )
+
+
+def patient(epoch: int, at: int) -> Any:
+    """The epoch is not done before the checkpoint `at` is complete."""
+
+    def make(cluster: InProcessCluster, node: str) -> Point:
+        async def point(stage: str, task: int, now: int) -> None:
+            if (stage, now) == ("done", epoch):
+                await checkpointed(cluster, at)
+
+        return point
+
+    return make
+
+
+class Kill:
+    """Crashes every node that holds a task, as soon as its primary comes to a stage of an epoch."""
+
+    def __init__(self, task: int, epoch: int, stage: str = "compose", times: int = 1) -> None:
+        self.task, self.epoch, self.stage, self.left = task, epoch, stage, times
+
+    def __call__(self, cluster: InProcessCluster, node: str) -> Point:
+        async def point(stage: str, task: int, epoch: int) -> None:
+            if (stage, task, epoch) == (self.stage, self.task, self.epoch) and self.left:
+                await self.wait(cluster)
+                self.left -= 1
+                for holder in cluster.node(node).keeper.view.in_sync(self.task):
+                    cluster.crash(holder)
+                    cluster.add()
+                await asyncio.Event().wait()
+
+        return point
+
+    async def wait(self, cluster: InProcessCluster) -> None:
+        """Before the kill: until there is a checkpoint to go back to."""
+
+
+class KillWithCheckpoint(Kill):
+    def __init__(self, *args: Any, at: int, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.at = at
+
+    async def wait(self, cluster: InProcessCluster) -> None:
+        await checkpointed(cluster, self.at)
+
+
+@pytest.mark.parametrize("task", [0, 1])
+@pytest.mark.parametrize("stage", ["compose", "snapshot", "done"])
+async def test_a_job_that_lost_a_task_goes_back_to_its_checkpoint(
+    unharmed: tg.JobResult, tmp_path: Path, task: int, stage: str
+) -> None:
+    kill = KillWithCheckpoint(task, 6, stage, at=4)
+    async with running(walk(tmp_path), 4, kill) as cluster:
+        same(unharmed, await cluster.result(40))
+        assert kinds(cluster).count("rolled back") == 1
+        (told,) = [e for e in cluster.events if e.kind == "rolled back"]
+        assert told.epoch == 4
+        assert f"task {task} lost every replica" in told.text
+        assert "goes back from epoch 6 to the checkpoint of epoch 4; epochs 4 to 5 are computed again" in told.text
+
+
+async def test_a_job_whose_every_node_dies_goes_on(unharmed: tg.JobResult, tmp_path: Path) -> None:
+    async with running(walk(tmp_path), 3, KillAll(2, 7, at=4)) as cluster:
+        same(unharmed, await cluster.result(40))
+        assert kinds(cluster).count("rolled back") == 1
+
+
+class KillAll(KillWithCheckpoint):
+    def __call__(self, cluster: InProcessCluster, node: str) -> Point:
+        async def point(stage: str, task: int, epoch: int) -> None:
+            if (stage, task, epoch) == (self.stage, self.task, self.epoch) and self.left:
+                await self.wait(cluster)
+                self.left = 0
+                for one in cluster.nodes:
+                    cluster.crash(one.id)
+                    cluster.add()
+                await asyncio.Event().wait()
+
+        return point
+
+
+async def test_at_the_checkpoints_own_epoch_nothing_is_undone(unharmed: tg.JobResult, tmp_path: Path) -> None:
+    async with running(walk(tmp_path), 4, KillWithCheckpoint(1, 8, "done", at=8)) as cluster:
+        same(unharmed, await cluster.result(40))
+        assert "rolled back" not in kinds(cluster)
+        assert "takeover" in kinds(cluster)
+
+
+async def test_the_one_before_is_used_where_the_newest_is_corrupt(unharmed: tg.JobResult, tmp_path: Path) -> None:
+    class Corrupt(KillWithCheckpoint):
+        async def wait(self, cluster: InProcessCluster) -> None:
+            await super().wait(cluster)
+            (file,) = files(tmp_path, "*-e000000008-*/task-000002.safetensors")
+            data = bytearray(file.read_bytes())
+            data[3000] ^= 1
+            file.write_bytes(data)
+
+    async with running(walk(tmp_path), 4, Corrupt(0, 10, at=8)) as cluster:
+        same(unharmed, await cluster.result(40))
+        (refused,) = [e for e in cluster.events if e.kind == "checkpoint refused"]
+        assert "task-000002.safetensors is corrupt" in refused.text
+        (told,) = [e for e in cluster.events if e.kind == "rolled back"]
+        assert told.epoch == 4
+
+
+async def test_without_a_usable_checkpoint_the_job_fails_and_names_the_files(tmp_path: Path) -> None:
+    class Remove(KillWithCheckpoint):
+        async def wait(self, cluster: InProcessCluster) -> None:
+            await super().wait(cluster)
+            for file in files(tmp_path, "*/task-000001.safetensors"):
+                file.unlink()
+
+    async with running(walk(tmp_path), 4, Remove(1, 6, at=4)) as cluster:
+        with pytest.raises(tg.JobFailed, match=r"no checkpoint can be used: .*task-000001.safetensors is missing"):
+            await cluster.result(40)
+
+
+async def test_a_task_lost_before_the_first_checkpoint_fails_the_job(tmp_path: Path) -> None:
+    async with running(walk(tmp_path), 4, Kill(1, 2)) as cluster:
+        with pytest.raises(tg.JobFailed, match="its first checkpoint is not complete yet"):
+            await cluster.result(40)
+
+
+async def test_lost_again_and_again(unharmed: tg.JobResult, tmp_path: Path) -> None:
+    async with running(walk(tmp_path), 4, KillWithCheckpoint(1, 6, at=4, times=3)) as cluster:
+        result = await cluster.result(60)
+        same(unharmed, result)
+        assert kinds(cluster).count("rolled back") == 3
+        assert result.restarts >= 3
+
+
+# -- resuming -----------------------------------------------------------------------------------------------------
+
+
+async def interrupted(tmp_path: Path, *, epochs: int = 10, **changes: Any) -> None:
+    """A job that ended after some epochs, and left its checkpoints."""
+    last = (epochs - 1) // 4 * 4
+    async with running(walk(tmp_path, epochs=epochs, **changes), 2, patient(epochs - 1, last)) as cluster:
+        await cluster.result(40)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 5])
+async def test_resumed_on_any_number_of_nodes(unharmed: tg.JobResult, tmp_path: Path, nodes: int) -> None:
+    await interrupted(tmp_path)
+    async with running(walk(tmp_path), nodes, resume=True) as cluster:
+        same(unharmed, await cluster.result(40))
+        (began,) = [e for e in cluster.events if e.kind == "began"]
+        assert "the job goes on from the checkpoint of epoch 8" in began.text
+
+
+async def test_resumed_and_then_lost(unharmed: tg.JobResult, tmp_path: Path) -> None:
+    await interrupted(tmp_path)
+    async with running(walk(tmp_path), 4, KillWithCheckpoint(0, 10, at=8), resume=True) as cluster:
+        same(unharmed, await cluster.result(40))
+        assert kinds(cluster).count("rolled back") == 1
+
+
+async def test_attempts_never_come_again(tmp_path: Path) -> None:
+    await interrupted(tmp_path, epochs=6)
+    for _ in range(2):
+        async with running(walk(tmp_path, epochs=6), 2, resume=True) as cluster:
+            result = await cluster.result(40)
+    assert result.restarts == 1  # both began in attempt 2: no checkpoint was written in between
+    async with running(walk(tmp_path, epochs=10), 2, patient(9, 8), resume=True) as cluster:
+        await cluster.result(40)
+    async with running(walk(tmp_path), 2, resume=True) as cluster:
+        assert (await cluster.result(40)).restarts == 2
+
+
+async def test_what_is_there_is_not_begun_anew_by_mistake(tmp_path: Path) -> None:
+    await interrupted(tmp_path)
+    with pytest.raises(tg.JobError, match=r"has checkpoints in .*/walk, the newest of epoch 8: .*--resume.*--fresh"):
+        async with running(walk(tmp_path), 2):
+            pass
+
+
+async def test_fresh_starts_from_the_beginning_and_outlives_the_old_ones(
+    unharmed: tg.JobResult, tmp_path: Path
+) -> None:
+    await interrupted(tmp_path)
+    async with running(walk(tmp_path, epochs=6, seed=5), 2, patient(5, 4), fresh=True) as cluster:
+        await cluster.result(40)
+    names = sorted(os.listdir(tmp_path / "walk"))
+    assert [name[:5] for name in names] == ["s0002"]
+    async with running(walk(tmp_path, seed=5), 2, resume=True) as cluster:
+        result = await cluster.result(40)
+    same(await tg.arun(walk(None, seed=5), nodes=0), result)
+
+
+async def test_resuming_where_there_is_nothing_yet_starts_from_the_beginning(
+    unharmed: tg.JobResult, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    same(unharmed, await tg.arun(walk(tmp_path), nodes=0, resume=True))
+    assert "holds no checkpoint yet" in caplog.text
+
+
+async def test_resuming_a_job_that_keeps_none_is_an_error() -> None:
+    with pytest.raises(tg.JobError, match="'walk' keeps no checkpoints"):
+        await tg.arun(walk(None), nodes=0, resume=True)
+    with pytest.raises(tg.JobError, match="either the one or the other"):
+        await tg.arun(walk(None), nodes=0, resume=True, fresh=True)
+
+
+async def test_resumed_from_the_one_before_where_the_newest_is_torn(unharmed: tg.JobResult, tmp_path: Path) -> None:
+    await interrupted(tmp_path)
+    (file,) = files(tmp_path, "*-e000000008-*/task-000000.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    same(unharmed, await tg.arun(walk(tmp_path), nodes=0, resume=True))
+
+
+async def test_a_job_with_other_tasks_refuses_the_checkpoints_by_name(tmp_path: Path) -> None:
+    await interrupted(tmp_path)
+    with pytest.raises(tg.CheckpointError, match=r"none of the 2 checkpoints .*foreign: tasks is 3, here it is 4"):
+        await tg.arun(walk(tmp_path, tasks=4), nodes=0, resume=True)
+
+
+# -- writing ------------------------------------------------------------------------------------------------------
+
+
+async def test_the_last_ones_are_kept(tmp_path: Path) -> None:
+    job = walk(tmp_path, checkpoint_every=1, settings={"checkpoints_kept": 2})
+    async with running(job, 2, patient(11, 11)) as cluster:
+        await cluster.result(40)
+    complete = [name for name in os.listdir(tmp_path / "walk") if (tmp_path / "walk" / name / "manifest.json").exists()]
+    assert sorted(name[:24] for name in complete) == ["s0001-a000001-e000000010", "s0001-a000001-e000000011"]
+
+
+async def test_a_place_that_refuses_costs_the_checkpoint_and_nothing_else(
+    unharmed: tg.JobResult, tmp_path: Path
+) -> None:
+    def make(cluster: InProcessCluster, node: str) -> Point:
+        async def point(stage: str, task: int, epoch: int) -> None:
+            if (stage, epoch) == ("compose", 1):
+                (tmp_path / "walk").write_text("a file where a directory should be")
+
+        return point
+
+    async with running(walk(tmp_path), 2, make) as cluster:
+        same(unharmed, await cluster.result(40))
+        failed = [e for e in cluster.events if e.kind == "checkpoint failed"]
+        assert failed
+        assert all("cannot be written" in e.text for e in failed)
+        assert len(failed) <= 3 * 2
+
+
+async def test_a_slow_place_makes_the_epochs_wait_by_name(
+    unharmed: tg.JobResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, released = Store.write, asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def slow(self: Store, name: Any, task: int, value: Any) -> Any:
+        if task == 1:
+            asyncio.run_coroutine_threadsafe(released.wait(), loop).result(30)
+        return real(self, name, task, value)
+
+    monkeypatch.setattr(Store, "write", slow)
+    async with running(walk(tmp_path, checkpoint_every=1), 2) as cluster:
+        async with asyncio.timeout(20):
+            while "its file of the checkpoint of epoch 1: " not in cluster.waits():  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.02)
+        view = cluster.nodes[0].keeper.view
+        assert view.stamp is not None
+        assert view.stamp.epoch == 3, "one is being written, one waits, the third makes its epoch wait"
+        assert "is slow" in cluster.waits()
+        released.set()
+        same(unharmed, await cluster.result(40))
+
+
+async def test_tasks_without_state_have_no_files(tmp_path: Path) -> None:
+    class Server(tg.Task):
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.processor(self.ask, inbound={}, outbound={"x": "peers"})
+            epoch.processor(self.end, inbound={"x": "peers"})
+
+        async def ask(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            outs.put("x", 1)
+
+        async def end(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            epoch.report(n=epoch.number)
+
+    job = tg.Job(
+        tasks=2,
+        builder=Server,
+        topology=tg.full(),
+        epochs=6,
+        checkpoint=f"file://{tmp_path}",
+        checkpoint_every=2,
+        name="walk",
+    )
+    async with running(job, 1, patient(5, 4)) as cluster:
+        await cluster.result(40)
+    (newest,) = files(tmp_path, "*-e000000004-*")
+    assert sorted(os.listdir(newest)) == ["manifest.json", "manifest.staged.json", "task-000000.safetensors"]
+    result = await tg.arun(job, nodes=0, resume=True)
+    assert [r.by_task[1]["n"] for r in result.reports] == [0, 1, 2, 3, 4, 5]
