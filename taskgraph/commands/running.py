@@ -35,6 +35,7 @@ from taskgraph.protocol.records import State
 __all__ = ["launch", "node", "run", "submit_command"]
 
 _TICK_S = 0.25
+_LAST_LOOK_S = 2.0
 
 
 def job_of(options: argparse.Namespace, function: JobFunction | None) -> Job:
@@ -248,7 +249,13 @@ async def _launch(options: argparse.Namespace) -> int:
         try:
             status, result = await work
         except asyncio.CancelledError:
-            print("taskgraph: the nodes started here were ended", file=sys.stderr)
+            text = "taskgraph: the nodes started here were ended"
+            with contextlib.suppress(CoordinationError, TimeoutError):
+                async with asyncio.timeout(_LAST_LOOK_S):
+                    await follower.keeper.load()
+            if follower.view.running and follower.view.primaries and not follower.view.live_nodes(reached.spec.run):
+                text += f"; no node of job {reached.name} is left, and what they computed is gone with them"
+            print(text, file=sys.stderr)
             return 130
         finally:
             ticking.cancel()

@@ -63,7 +63,8 @@ def status_text(
                 _node_state(said, record.draining),
             ]
         )
-    lines += ["", *table(nodes)] if len(nodes) > 1 else ["", "no nodes are registered"]
+    nobody = "no nodes are registered" + (f": start some with `taskgraph launch {name}`" if view.running else "")
+    lines += ["", *table(nodes)] if len(nodes) > 1 else ["", nobody]
     rows = [["TASK", "PRIMARY", "TERM", "IN SYNC", "BACKUPS", "DOING"]]
     for task in range(tasks):
         holder = view.primary_node(task)

@@ -255,6 +255,23 @@ async def test_a_node_with_another_version_of_the_driver_is_refused(embedded_etc
     assert (await cli("shutdown", "sub4", *etcd)).out == "job sub4 had ended already\n"
 
 
+async def test_ctrl_c_of_launch_that_ends_the_last_nodes_says_what_is_lost(
+    embedded_etcd: EmbeddedEtcd, cli: Cli
+) -> None:
+    etcd, gate = ("--etcd", embedded_etcd.endpoint), ("-o", "pause_at=2", "-o", f"gate={cli.gate}")
+    assert (await cli("submit", str(DRIVER), "--name", "sub8", *gate, *etcd)).code == 0
+    assert (
+        "no nodes are registered: start some with `taskgraph launch sub8`" in (await cli("status", "sub8", *etcd)).out
+    )
+    launch = await cli.start("launch", "sub8", "--nodes", "1", *etcd, "--token-file", "sub8.token")
+    await launch.until("epoch 1/")
+    launch.process.send_signal(signal.SIGINT)
+    done = await launch.done(20.0)
+    assert done.code == 130
+    assert "no node of job sub8 is left, and what they computed is gone with them" in done.err, done.err
+    await cli("shutdown", "sub8", *etcd)
+
+
 async def test_submit_needs_an_etcd(cli: Cli) -> None:
     done = await cli("submit", str(DRIVER))
     assert done.code == 2 and "--etcd" in done.err and "taskgraph run" in done.err
