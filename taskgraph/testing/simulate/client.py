@@ -162,7 +162,7 @@ class SimCoordinator:
                 reply(None, Unavailable(f"{what}: etcdserver: no leader"))
             elif lost == "late":  # it waits in the server for longer than its connection lives
                 reply(None, OutcomeUnknown(f"{what}: the connection broke"))
-                etcd.later(rng.uniform(0.0, 0.3), etcd.arrive, run)
+                etcd.later(rng.choice((0.1, 0.3, 3.0)) * rng.random(), etcd.arrive, run)
             else:
                 etcd.arrive(run)
 
