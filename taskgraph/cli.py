@@ -94,13 +94,13 @@ def _add_beginning(made: argparse.ArgumentParser) -> None:
 
 
 def _commands() -> dict[str, Callable[..., int]]:
-    from taskgraph.commands import acting, looking, running
+    from taskgraph.commands import acting, joining, looking, running
 
     return {
         "run": running.run,
         "submit": running.submit_command,
-        "launch": running.launch,
-        "node": running.node,
+        "launch": joining.launch,
+        "node": joining.node,
         "status": looking.status,
         "events": looking.events,
         "result": looking.result,

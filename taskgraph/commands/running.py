@@ -1,20 +1,17 @@
-"""run, submit, launch, node: commands that start something."""
+"""run, submit: commands that begin a job."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import dataclasses
-import importlib.util
-import os
 import signal
 import sys
 from pathlib import Path
 
 import uvloop
 
-from taskgraph.commands.common import NewToken, access_of, access_words, etcd_of, reach, token_for, token_of
+from taskgraph.commands.common import NewToken, access_of, access_words, etcd_of, token_for
 from taskgraph.driver import JobSpec, load_driver
 from taskgraph.errors import CheckpointError, CoordinationError, JobError, JobFailed
 from taskgraph.jobs import Job, JobFunction, JobResult
@@ -23,19 +20,15 @@ from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.logs import LogTails, printed
 from taskgraph.launch.resuming import plan
 from taskgraph.launch.run import arun, connect
-from taskgraph.launch.runtime import JobEntry, Runtime
+from taskgraph.launch.runtime import Runtime
 from taskgraph.launch.submit import submit
-from taskgraph.launch.supervise import Hooks, job_failed, launch_nodes
-from taskgraph.launch.threads_env import thread_env
-from taskgraph.node import process
+from taskgraph.launch.supervise import Hooks
 from taskgraph.observe.format import values_text
 from taskgraph.observe.progress import Progress
-from taskgraph.protocol.records import State
 
-__all__ = ["launch", "node", "run", "submit_command"]
+__all__ = ["job_of", "print_result", "run", "submit_command", "tick"]
 
 _TICK_S = 0.25
-_LAST_LOOK_S = 2.0
 
 
 def job_of(options: argparse.Namespace, function: JobFunction | None) -> Job:
@@ -84,7 +77,7 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
         )
     )
     interrupts = _on_interrupt(running, started)
-    ticking = asyncio.ensure_future(_tick(progress, tails))
+    ticking = asyncio.ensure_future(tick(progress, tails))
     try:
         try:
             result = await running
@@ -107,13 +100,14 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
         ticking.cancel()
         await asyncio.gather(ticking, return_exceptions=True)
         progress.end()
-    _print_result(result, as_json=options.json)
+    print_result(result, as_json=options.json)
     if started and not options.logs and printed(logs := Runtime().kept_logs(name)):
         print(f"what its tasks printed is in {logs}; --logs shows it at once", file=sys.stderr)
     return 0
 
 
-async def _tick(progress: Progress, tails: list[LogTails]) -> None:
+async def tick(progress: Progress, tails: list[LogTails]) -> None:
+    """Shows what moved, until cancelled."""
     while True:
         await asyncio.sleep(_TICK_S)
         for tail in tails:
@@ -140,7 +134,8 @@ def _on_interrupt(running: asyncio.Future[JobResult], started: list[LocalNodes])
     return seen
 
 
-def _print_result(result: JobResult, *, as_json: bool) -> None:
+def print_result(result: JobResult, *, as_json: bool) -> None:
+    """Values on standard output, how it went on standard error."""
     if as_json:
         print(result.to_json())
         return
@@ -180,141 +175,3 @@ def submit_command(options: argparse.Namespace, function: JobFunction | None = N
     print(f"submitted job {spec.name} with driver {spec.fingerprint}; start nodes, on any host that has the driver:")
     print(f"  taskgraph launch {spec.name} --nodes N --etcd {etcd}{access_words(options)} --token-file {token.path}")
     return 0
-
-
-def launch(options: argparse.Namespace, function: JobFunction | None = None) -> int:
-    """N nodes on this host for a submitted job; of a driver: the whole job, like run."""
-    if options.nodes < 1:
-        raise JobError(f"--nodes {options.nodes}: at least 1")
-    if function is not None and not options.job:
-        return run(options, function)
-    if options.job and _is_driver(options.job):
-        options.driver = options.job
-        return run(options)
-    if options.option or options.name or options.timeout or options.json or options.resume or options.fresh:
-        raise JobError(
-            "-o, --name, --timeout, --json, --resume and --fresh go with a driver, or with `submit`; a job has its own "
-            "already"
-        )
-    return uvloop.run(_launch(options))
-
-
-def _is_driver(text: str) -> bool:
-    """A job's name has no `:` or `/`; a dotted one may be a module, unless a job of this host is called so."""
-    if text.endswith(".py") or ":" in text or "/" in text:
-        return True
-    if Runtime().find(text) is not None or "." not in text:
-        return False
-    with contextlib.suppress(ImportError, ValueError):
-        return importlib.util.find_spec(text) is not None
-    return False
-
-
-async def _launch(options: argparse.Namespace) -> int:
-    async with reach(options) as reached:
-        token = reached.entry.token
-        if not token:
-            raise JobError(f"the nodes need the token of job {reached.name!r}: give --token-file")
-        entry = JobEntry(
-            name=reached.name,
-            etcd=reached.entry.etcd,
-            token=token,
-            pid=os.getpid(),
-            embedded=False,
-            tls=reached.entry.tls,
-        )
-        runtime = Runtime()
-        if runtime.find(reached.name) is None:
-            runtime.remove(reached.name)  # what a launcher that was killed left
-            runtime.put(entry)
-        follower = Follower(reached.coordinator, reached.spec, entry.token_bytes)
-        progress = Progress(reached.name, reached.spec.tasks, reached.spec.epochs, reached.spec.backups)
-        progress.follow(follower.view)
-        await follower.start(progress.event)
-        tails: list[LogTails] = []
-
-        def on_start(nodes: LocalNodes) -> None:
-            if options.logs:
-                tails.append(LogTails(nodes.logs(), progress.line))
-
-        work = asyncio.ensure_future(
-            launch_nodes(
-                entry, reached.coordinator, follower, reached.spec, options.nodes, options.listen or "", on_start
-            )
-        )
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, work.cancel)
-        ticking = asyncio.ensure_future(_tick(progress, tails))
-        try:
-            status, result = await work
-        except asyncio.CancelledError:
-            text = "taskgraph: the nodes started here were ended"
-            with contextlib.suppress(CoordinationError, TimeoutError):
-                async with asyncio.timeout(_LAST_LOOK_S):
-                    await follower.keeper.load()
-            if follower.view.running and follower.view.primaries and not follower.view.live_nodes(reached.spec.run):
-                text += f"; no node of job {reached.name} is left, and what they computed is gone with them"
-            print(text, file=sys.stderr)
-            return 130
-        finally:
-            ticking.cancel()
-            for tail in tails:
-                tail.close()
-            progress.end()
-            await follower.stop()
-            found = runtime.find(reached.name)
-            if found is not None and found.pid == os.getpid():
-                runtime.remove(reached.name)
-    if status.state == State.FINISHED:
-        if result is not None:
-            _print_result(result, as_json=False)
-        else:
-            print(f"job {reached.name} finished; its values: `taskgraph result {reached.name}`", file=sys.stderr)
-        return 0
-    if status.state == State.RUNNING:
-        raise JobFailed(f"{status.reason}; the job may go on elsewhere: `taskgraph status {reached.name}`")
-    raise job_failed(reached.name, status)
-
-
-def node(options: argparse.Namespace) -> int:
-    """One node, in this process."""
-    etcd, token = etcd_of(options), token_of(options)
-    local = Runtime().find(options.job)
-    if etcd is None and local is not None:
-        etcd = local.etcd
-    if token is None and local is not None:
-        token = local.token
-    if etcd is None:
-        raise JobError(f"where is the etcd of job {options.job!r}? Give --etcd")
-    if token is None:
-        raise JobError(f"a node needs the token of job {options.job!r}: give --token-file")
-    tls = access_of(options) or (local.tls if local is not None and local.etcd == etcd else {})
-    process.log_to_stderr()
-    _take_threads(uvloop.run(_submitted(etcd, tls, options.job)))
-    process.main(
-        process.NodeConfig(
-            job=options.job,
-            name=options.name or f"{os.uname().nodename}-{os.getpid()}",
-            etcd=etcd,
-            token=token,
-            tls=tls,
-            sockets=str(Runtime().sockets(options.job)),
-            listen=options.listen or "",
-        )
-    )
-    raise AssertionError("process.main ends the process")
-
-
-async def _submitted(etcd: str, tls: dict[str, str], name: str) -> JobSpec:
-    async with await connect(etcd, tls) as coordinator:
-        return await process.wait_for_job(coordinator, name)
-
-
-def _take_threads(spec: JobSpec) -> None:
-    """BLAS reads how many threads it takes when it is loaded, which is before we know the job: so once again."""
-    wanted = thread_env(spec.settings.get("blas_threads", 1))
-    if any(os.environ.get(name) != value for name, value in wanted.items()):
-        os.environ.update(wanted)
-        sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, "-m", "taskgraph", *sys.argv[1:]])

@@ -1,0 +1,171 @@
+"""launch, node: commands that start nodes for a job."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib.util
+import os
+import signal
+import sys
+
+import uvloop
+
+from taskgraph.commands.common import access_of, etcd_of, reach, token_of
+from taskgraph.commands.running import print_result, run, tick
+from taskgraph.driver import JobSpec
+from taskgraph.errors import CoordinationError, JobError, JobFailed
+from taskgraph.jobs import JobFunction
+from taskgraph.launch.follow import Follower
+from taskgraph.launch.local import LocalNodes
+from taskgraph.launch.logs import LogTails
+from taskgraph.launch.run import connect
+from taskgraph.launch.runtime import JobEntry, Runtime
+from taskgraph.launch.supervise import job_failed, launch_nodes
+from taskgraph.launch.threads_env import thread_env
+from taskgraph.node import process
+from taskgraph.observe.progress import Progress
+from taskgraph.protocol.records import State
+
+__all__ = ["launch", "node"]
+
+_LAST_LOOK_S = 2.0
+
+
+def launch(options: argparse.Namespace, function: JobFunction | None = None) -> int:
+    """N nodes on this host for a submitted job; of a driver: the whole job, like run."""
+    if options.nodes < 1:
+        raise JobError(f"--nodes {options.nodes}: at least 1")
+    if function is not None and not options.job:
+        return run(options, function)
+    if options.job and _is_driver(options.job):
+        options.driver = options.job
+        return run(options)
+    if options.option or options.name or options.timeout or options.json or options.resume or options.fresh:
+        raise JobError(
+            "-o, --name, --timeout, --json, --resume and --fresh go with a driver, or with `submit`; a job has its own "
+            "already"
+        )
+    return uvloop.run(_launch(options))
+
+
+def _is_driver(text: str) -> bool:
+    """A job's name has no `:` or `/`; a dotted one may be a module, unless a job of this host is called so."""
+    if text.endswith(".py") or ":" in text or "/" in text:
+        return True
+    if Runtime().find(text) is not None or "." not in text:
+        return False
+    with contextlib.suppress(ImportError, ValueError):
+        return importlib.util.find_spec(text) is not None
+    return False
+
+
+async def _launch(options: argparse.Namespace) -> int:
+    async with reach(options) as reached:
+        token = reached.entry.token
+        if not token:
+            raise JobError(f"the nodes need the token of job {reached.name!r}: give --token-file")
+        entry = JobEntry(
+            name=reached.name,
+            etcd=reached.entry.etcd,
+            token=token,
+            pid=os.getpid(),
+            embedded=False,
+            tls=reached.entry.tls,
+        )
+        runtime = Runtime()
+        if runtime.find(reached.name) is None:
+            runtime.remove(reached.name)  # what a launcher that was killed left
+            runtime.put(entry)
+        follower = Follower(reached.coordinator, reached.spec, entry.token_bytes)
+        progress = Progress(reached.name, reached.spec.tasks, reached.spec.epochs, reached.spec.backups)
+        progress.follow(follower.view)
+        await follower.start(progress.event)
+        tails: list[LogTails] = []
+
+        def on_start(nodes: LocalNodes) -> None:
+            if options.logs:
+                tails.append(LogTails(nodes.logs(), progress.line))
+
+        work = asyncio.ensure_future(
+            launch_nodes(
+                entry, reached.coordinator, follower, reached.spec, options.nodes, options.listen or "", on_start
+            )
+        )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, work.cancel)
+        ticking = asyncio.ensure_future(tick(progress, tails))
+        try:
+            status, result = await work
+        except asyncio.CancelledError:
+            text = "taskgraph: the nodes started here were ended"
+            with contextlib.suppress(CoordinationError, TimeoutError):
+                async with asyncio.timeout(_LAST_LOOK_S):
+                    await follower.keeper.load()
+            if follower.view.running and follower.view.primaries and not follower.view.live_nodes(reached.spec.run):
+                text += f"; no node of job {reached.name} is left, and what they computed is gone with them"
+            print(text, file=sys.stderr)
+            return 130
+        finally:
+            ticking.cancel()
+            for tail in tails:
+                tail.close()
+            progress.end()
+            await follower.stop()
+            found = runtime.find(reached.name)
+            if found is not None and found.pid == os.getpid():
+                runtime.remove(reached.name)
+    if status.state == State.FINISHED:
+        if result is not None:
+            print_result(result, as_json=False)
+        else:
+            print(f"job {reached.name} finished; its values: `taskgraph result {reached.name}`", file=sys.stderr)
+        return 0
+    if status.state == State.RUNNING:
+        raise JobFailed(f"{status.reason}; the job may go on elsewhere: `taskgraph status {reached.name}`")
+    raise job_failed(reached.name, status)
+
+
+def node(options: argparse.Namespace) -> int:
+    """One node, in this process."""
+    etcd, token = etcd_of(options), token_of(options)
+    local = Runtime().find(options.job)
+    if etcd is None and local is not None:
+        etcd = local.etcd
+    if token is None and local is not None:
+        token = local.token
+    if etcd is None:
+        raise JobError(f"where is the etcd of job {options.job!r}? Give --etcd")
+    if token is None:
+        raise JobError(f"a node needs the token of job {options.job!r}: give --token-file")
+    tls = access_of(options) or (local.tls if local is not None and local.etcd == etcd else {})
+    process.log_to_stderr()
+    _take_threads(uvloop.run(_submitted(etcd, tls, options.job)))
+    process.main(
+        process.NodeConfig(
+            job=options.job,
+            name=options.name or f"{os.uname().nodename}-{os.getpid()}",
+            etcd=etcd,
+            token=token,
+            tls=tls,
+            sockets=str(Runtime().sockets(options.job)),
+            listen=options.listen or "",
+        )
+    )
+    raise AssertionError("process.main ends the process")
+
+
+async def _submitted(etcd: str, tls: dict[str, str], name: str) -> JobSpec:
+    async with await connect(etcd, tls) as coordinator:
+        return await process.wait_for_job(coordinator, name)
+
+
+def _take_threads(spec: JobSpec) -> None:
+    """BLAS reads how many threads it takes when it is loaded, which is before we know the job: so once again."""
+    wanted = thread_env(spec.settings.get("blas_threads", 1))
+    if any(os.environ.get(name) != value for name, value in wanted.items()):
+        os.environ.update(wanted)
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", "taskgraph", *sys.argv[1:]])
