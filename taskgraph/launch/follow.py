@@ -37,6 +37,8 @@ _SUMMARY_BYTES = 1 << 20
 _KEPT_BYTES = 64 << 20
 """A larger result is not written as JSON at all: it takes several times its size, and minutes."""
 _CANCEL_TRIES = 5
+_OTHERS_FIRST_S = 15.0
+"""How long whoever ran the job has for its results before others collect them and let the nodes go."""
 _DAMAGED_TRIES = 3
 """What a network damaged arrives whole the next time; what a memory damaged never does."""
 
@@ -187,6 +189,10 @@ class Follower:
     async def collect(self) -> JobResult | None:
         """The result of a job that finished; None where somebody else collects it, or its nodes are gone."""
         run = self._spec.run
+        if self._spec.expected_nodes:  # whoever ran it wants its values: it goes first, unless it is gone
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_OTHERS_FIRST_S):
+                    await self.keeper.wait_until(lambda view: view.collected or not view.live_nodes(run))
         collecting = asyncio.ensure_future(self.results())
         over = asyncio.ensure_future(self.keeper.wait_until(lambda v: v.collected or not v.live_nodes(run)))
         try:

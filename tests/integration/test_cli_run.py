@@ -123,7 +123,7 @@ async def test_a_failed_job_shows_the_users_traceback_and_none_of_ours(cli: Cli)
     [
         (("-o", "epoch=3"), 2, ["no option 'epoch'", "did you mean 'epochs'", "tasks=7"]),
         (("-o", "epochs=many"), 2, ["epochs='many'", "expected int"]),
-        (("--resume",), 2, ["--resume", "not part of this release"]),
+        (("--resume",), 2, ["keeps no checkpoints", "Job(checkpoint="]),
         (("--name", "../x"), 2, ["'../x'", "letters, digits"]),
         (("--nodes", "-1"), 2, ["nodes=-1", "at least 1"]),
         (("--etcd", "127.0.0.1:1"), 3, ["127.0.0.1:1", "etcd"]),
@@ -181,6 +181,23 @@ async def test_fewer_nodes_than_min_nodes_waits_says_so_and_goes_on(cli: Cli) ->
     line = await run.until("waits for nodes")
     assert "1 of at least 2" in line
     launch = await cli.start("launch", "sums", "--nodes", "1")
+    done = await run.done()
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["values"]["0"] == sums()
+    assert (await launch.done()).code in (0, 3), "the etcd was the run's"
+    await cli.nothing_left()
+
+
+@pytest.mark.slow
+async def test_a_launch_beside_a_run_leaves_it_the_results(cli: Cli) -> None:
+    """It was a race: where the launch let the nodes go first, a job that had finished failed as `nobody is left`."""
+    run = await cli.paused("--nodes", "1", "--json")
+    launch = await cli.start("launch", "sums", "--nodes", "1")
+    await run.until("holds its state now")
+    run.process.send_signal(signal.SIGSTOP)
+    cli.open()
+    await asyncio.sleep(3)  # the job ends meanwhile
+    run.process.send_signal(signal.SIGCONT)
     done = await run.done()
     assert done.code == 0, done.err
     assert json.loads(done.out)["values"]["0"] == sums()

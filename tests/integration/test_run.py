@@ -84,8 +84,8 @@ async def test_run_where_a_loop_runs_says_what_to_write() -> None:
     assert result.value == VALUES
 
 
-async def test_resume_and_negative_nodes_are_refused() -> None:
-    with pytest.raises(tg.JobError, match="not part of this release"):
+async def test_to_resume_without_checkpoints_and_negative_nodes_are_refused() -> None:
+    with pytest.raises(tg.JobError, match="keeps no checkpoints"):
         await tg.arun(sums(), resume=True)
     with pytest.raises(tg.JobError, match="nodes=-2"):
         await tg.arun(sums(), nodes=-2)
