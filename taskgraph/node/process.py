@@ -38,6 +38,7 @@ from taskgraph.graph.devices import device_count
 from taskgraph.graph.values import verify
 from taskgraph.jobs import Job
 from taskgraph.node.control import ControlServer
+from taskgraph.node.inject import injected
 from taskgraph.node.node import Node
 from taskgraph.observe.events import EventLog, keep_events
 from taskgraph.protocol.keys import Keys
@@ -198,6 +199,7 @@ async def _run(config: NodeConfig, coordinator: Coordinator, spec: JobSpec, job:
                 advertise=advertise,
             ),
             devices=device_count(),
+            point=injected(),
         )
         control.attach(node)
         _handle_signals(config, node)

@@ -177,6 +177,7 @@ class Serving:
         replica.promise(offer.term, offer.invitation)
         if keeper.view.epoch is not None:
             replica.follow(keeper.view.epoch.record)
+        await node.point("held", offer.task, offer.stamp.epoch)
         return Accepted(offer.term)
 
     def _check_offer(self, peer: str, offer: Offer) -> None:

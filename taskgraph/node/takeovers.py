@@ -228,6 +228,7 @@ class TakeOvers:
     async def _execute_takeover(self, replica: Replica, txn: Txn, writer: str, kind: str, old: str | None) -> bool:
         """Returns whether this node is primary now."""
         task, view = replica.task, self._node.keeper.view
+        await self._node.point("takeover", task, view.epoch.record.epoch if view.epoch is not None else 0)
         result = await self._node.writes.execute(txn, view.keys.primary(task), writer)
         if result is None:
             await self._look_again()
@@ -241,6 +242,7 @@ class TakeOvers:
                 return False  # somebody else has taken over since
             result = TxnResult(True, result.revision, reread.reads)
         taken = transactions.taken_over(result, view, task)
+        await self._node.point("taken", task, taken.epoch)
         whose = f" after {self._node.name_of(old)}" if old and old != self._node.id else ""
         self._node.events.emit(
             kind,

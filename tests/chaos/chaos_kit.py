@@ -1,0 +1,285 @@
+"""A job of real nodes on a real etcd, faults at it, and the judgement: the same bits, every item once, nothing left.
+
+async with chaos("--nodes", "4", epochs=60) as job:
+    await job.began()
+    job.inject("kill,commit")
+    await job.injected()
+    job.judge(await job.done(), failovers=1)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from cli_kit import Cli, Command, Done, shell
+
+import taskgraph as tg
+from taskgraph.coordination.etcd import EtcdCoordinator
+from taskgraph.coordination.viewkeeper import ViewKeeper
+from taskgraph.launch.runtime import JobEntry, Runtime
+from taskgraph.node.inject import VARIABLE
+from taskgraph.protocol.records import NodeRecord
+from taskgraph.protocol.view import JobView
+
+DRIVER = Path(__file__).parent / "drivers" / "ledgered.py"
+NAME = "ledgered"
+LIMIT_S = 60.0
+"""Nothing here takes longer on a machine that is busy; a run that hangs says what it waits for."""
+_OF_THE_NUMBERS = ("tasks", "epochs", "talk", "ballast")
+"""Options that change the result."""
+
+
+@cache
+def driver() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("ledgered", DRIVER)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def calm(options: frozenset[tuple[str, Any]]) -> dict[str, Any]:
+    """The result without faults, made in one process."""
+    result = tg.run(driver().ledgered(**dict(options)), nodes=0, timeout_s=LIMIT_S)
+    found: dict[str, Any] = json.loads(result.to_json())
+    return found
+
+
+def judge(result: dict[str, Any], *, tasks: int = 7, epochs: int = 60, talk: bool = False, ballast: int = 0) -> None:
+    """The bits of the failure-free run, and a ledger in which every item is once, in its order."""
+    wanted = calm(frozenset({"tasks": tasks, "epochs": epochs, "talk": talk, "ballast": ballast}.items()))
+    for task in range(tasks):
+        got = result["values"][str(task)]
+        names, consumed = driver().expected_names(task, tasks, epochs, talk=talk)
+        assert (got["names"], got["consumed"]) == (names, consumed), f"task {task}: an item twice, or missing"
+    assert result["values"] == wanted["values"], "not the bits of the run without failures"
+    assert result["reports"] == wanted["reports"], "every epoch is reported once, with the same numbers"
+    assert result["epochs"] == epochs
+
+
+class Chaos:
+    """One running job, seen through its etcd."""
+
+    def __init__(self, cli: Cli, command: Command, options: dict[str, Any], faults: Path, etcd: str) -> None:
+        self.cli = cli
+        self.command = command
+        self.options = options
+        self._faults = faults
+        self._etcd = etcd
+        self._keeper: ViewKeeper | None = None
+        self.followed = asyncio.Event()
+
+    # -- what is there ----------------------------------------------------------------------------
+
+    @property
+    def view(self) -> JobView:
+        assert self._keeper is not None, "await began() first"
+        return self._keeper.view
+
+    @property
+    def epoch(self) -> int:
+        return self.view.epoch.record.epoch if self.view.epoch is not None else -1
+
+    def primary(self, task: int) -> NodeRecord:
+        node = self.view.primary_node(task)
+        assert node is not None
+        return self.view.nodes[node].record
+
+    def backups(self, task: int) -> list[NodeRecord]:
+        first = self.view.primary_node(task)
+        return [self.view.nodes[n].record for n in self.view.in_sync(task) if n != first and n in self.view.nodes]
+
+    def nodes(self) -> list[NodeRecord]:
+        return [versioned.record for versioned in self.view.nodes.values()]
+
+    def leads(self) -> list[int]:
+        """The tasks, by primary: those whose primaries are on different nodes."""
+        by_node: dict[str, int] = {}
+        for task, primary in sorted(self.view.primaries.items()):
+            by_node.setdefault(primary.record.node, task)
+        return sorted(by_node.values())
+
+    # -- waiting ----------------------------------------------------------------------------------
+
+    async def until(self, what: str, true: Callable[[JobView], bool], limit_s: float = LIMIT_S) -> None:
+        """Waits for the job to be so; fails with what was waited for and what the job said."""
+        assert self._keeper is not None
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._keeper.wait_until(lambda view: true(view) or not view.running)
+        except TimeoutError:
+            raise AssertionError(f"waited {limit_s:g} s for {what}, in vain:\n{await self.story()}") from None
+        assert true(self.view), f"the job ended before {what}:\n{await self.story()}"
+
+    async def until_epoch(self, number: int) -> None:
+        await self.until(f"epoch {number}", lambda view: view.epoch is not None and view.epoch.record.epoch >= number)
+
+    async def settled(self, nodes: int | None = None) -> None:
+        """Waits until every task has all its replicas in sync on nodes that live, and so many nodes are there."""
+        replicas = 1 + self.options.get("backups", 1)
+
+        def is_so(view: JobView) -> bool:
+            if nodes is not None and len(view.nodes) != nodes:
+                return False
+            return len(view.primaries) == self.options.get("tasks", 7) and all(
+                primary.record.node in view.nodes
+                and len([n for n in view.in_sync(task) if n in view.nodes]) >= min(replicas, len(view.nodes))
+                for task, primary in view.primaries.items()
+            )
+
+        await self.until("all replicas in sync", is_so)
+
+    async def began(self) -> None:
+        """Waits for the job's first epochs, and begins to follow it."""
+        await self.command.until("the job began")
+        await asyncio.wait_for(self.followed.wait(), LIMIT_S)
+        await self.settled()
+
+    # -- faults -----------------------------------------------------------------------------------
+
+    def inject(self, *names: str) -> None:
+        """Faults at named moments; see `taskgraph/node/inject.py`. They are there at once and together."""
+        for name in names:
+            (self._faults / f".{name}").touch()
+        for name in names:
+            (self._faults / f".{name}").rename(self._faults / name)
+
+    async def injected(self, limit_s: float = LIMIT_S) -> None:
+        """Waits until every fault that was put has happened."""
+        try:
+            async with asyncio.timeout(limit_s):
+                while left := sorted(path.name for path in self._faults.iterdir()):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            raise AssertionError(f"the job never came to {left}:\n{await self.story()}") from None
+
+    async def reinforce(self, count: int = 1) -> Command:
+        """More nodes, from a launcher of their own."""
+        before = len(self.view.nodes)
+        command = await self.cli.start("launch", NAME, "--nodes", str(count), **{VARIABLE: str(self._faults)})
+        await self.until("more nodes", lambda view: len(view.nodes) > before)
+        return command
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    async def story(self) -> str:
+        """What the job said, for a failure's message."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(10):
+                told = await self.cli("events", NAME)
+                state = await self.cli("status", NAME)
+                return f"{told.out}{told.err}\n{state.out}{state.err}"
+        return "(neither events nor status answered within 10 s)"
+
+    async def done(self, limit_s: float = LIMIT_S) -> Done:
+        """The command's end. A hang fails here, with what the job waits for."""
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self.command.done(limit_s + 1)
+        except TimeoutError:
+            raise AssertionError(f"it did not end within {limit_s:g} s:\n{await self.story()}") from None
+
+    async def finishes(
+        self, *, failovers: int = 0, restarts: int | None = 0, limit_s: float = LIMIT_S
+    ) -> dict[str, Any]:
+        """The job ends well and is judged; nothing of it is left.
+
+        Args:
+            failovers: at least so many.
+            restarts: how many epochs began again; None: any number.
+        """
+        done = await self.done(limit_s)
+        assert done.code == 0, done.err
+        result: dict[str, Any] = json.loads(done.out.splitlines()[-1])
+        numbers = {name: value for name, value in self.options.items() if name in _OF_THE_NUMBERS}
+        await asyncio.to_thread(judge, result, **numbers)  # the run to compare with wants an event loop of its own
+        assert result["failovers"] >= failovers, done.err
+        assert restarts is None or result["restarts"] == restarts, done.err
+        return result
+
+    async def follow(self) -> None:
+        """Keeps `view` up to date, from the moment the job is found on."""
+        entry = await self._entry()
+        async with await EtcdCoordinator.connect(self._etcd or entry.etcd) as coordinator:
+            keeper = ViewKeeper(coordinator, NAME, refresh_s=0.1)
+            await keeper.load()
+            self._keeper = keeper
+            self.followed.set()
+            await keeper.run()
+
+    async def _entry(self) -> JobEntry:
+        runtime = Runtime(self.cli.root / "run" / "taskgraph")
+        async with asyncio.timeout(LIMIT_S):
+            while (entry := runtime.find(NAME)) is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        return entry
+
+
+def shared_memory() -> set[str]:
+    """Segments of POSIX shared memory on this machine."""
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+@contextlib.asynccontextmanager
+async def chaos(*arguments: str, etcd: str = "", seen_etcd: str = "", **options: Any) -> AsyncIterator[Chaos]:
+    """Runs the job; afterwards no process, socket, shared memory or temporary file of it is left.
+
+    Args:
+        arguments: of `taskgraph run`.
+        etcd: its endpoints; "": an etcd of its own.
+        seen_etcd: where the test itself looks, where that is another way to the same.
+        options: of the driver.
+    """
+    before = shared_memory()
+    async with shell() as cli:
+        faults = cli.root / "faults"
+        faults.mkdir()
+        words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+        words += ["--etcd", etcd] if etcd else []
+        command = await cli.start("run", str(DRIVER), "--json", *words, *arguments, **{VARIABLE: str(faults)})
+        job = Chaos(cli, command, options, faults, seen_etcd or etcd)
+        try:
+            async with asyncio.TaskGroup() as group:
+                following = group.create_task(_followed(job))
+                yield job
+                following.cancel()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        await cli.nothing_left()
+        assert shared_memory() <= before, "shared memory is left"
+
+
+async def _followed(job: Chaos) -> None:
+    """A job whose own etcd ends with it is followed no further."""
+    with contextlib.suppress(tg.errors.CoordinationError):
+        await job.follow()
+
+
+@contextlib.contextmanager
+def frozen(*nodes: NodeRecord) -> Iterator[None]:
+    """These processes do not run within the block."""
+    for node in nodes:
+        os.kill(node.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for node in nodes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(node.pid, signal.SIGCONT)
+
+
+def kill(*nodes: NodeRecord, number: signal.Signals = signal.SIGKILL) -> None:
+    """All of them at once."""
+    for pid in {node.pid for node in nodes}:
+        os.kill(pid, number)

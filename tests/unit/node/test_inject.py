@@ -1,0 +1,64 @@
+"""Faults at named moments: what a file's name says, and that each happens once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from taskgraph.errors import JobError
+from taskgraph.node.inject import STAGES, VARIABLE, Injection, injected
+from taskgraph.testing import STAGES as IN_PROCESS
+
+
+def test_a_name_says_what_and_when() -> None:
+    assert Injection.parse("kill,commit") == Injection("kill", "commit")
+    assert Injection.parse("block=2.5,done,task=3,epoch=7") == Injection("block", "done", 2.5, 3, 7)
+    assert Injection.parse("stop,sync,task=0").is_for("sync", 0, 9)
+    assert not Injection.parse("stop,sync,task=0").is_for("sync", 1, 9)
+    assert not Injection.parse("stop,sync,epoch=8").is_for("sync", 0, 9)
+    assert not Injection.parse("stop,sync").is_for("done", 0, 9)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "kill", "kill,nowhere", "shoot,commit", "kill,commit,task=x", "kill,commit,when=3", "block=x,commit"]
+)
+def test_what_is_no_fault_is_refused_by_name(name: str) -> None:
+    with pytest.raises(JobError, match="is no fault"):
+        Injection.parse(name)
+
+
+def test_the_stages_are_those_of_the_tests_in_one_process_and_more() -> None:
+    assert set(IN_PROCESS) < set(STAGES)
+
+
+def test_without_the_variable_there_is_no_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert injected() is None
+
+
+async def test_a_fault_happens_once_and_where_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "faults"))
+    point = injected()
+    assert point is not None
+    await point("commit", 0, 1)  # no directory yet: nothing to do
+    (tmp_path / "faults").mkdir()
+    fault = tmp_path / "faults" / "block=0.05,commit,epoch=3"
+    fault.touch()
+    (tmp_path / "faults" / ".kill,commit").touch()  # being made
+    await point("commit", 0, 2)
+    assert fault.exists()
+    began = time.monotonic()
+    await point("commit", 0, 3)
+    assert time.monotonic() - began >= 0.05 and not fault.exists()
+
+
+@pytest.mark.parametrize(("name", "number"), [("kill,done", signal.SIGKILL), ("stop,done", signal.SIGSTOP)])
+def test_the_signal_is_for_this_process(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, signal: sent.append((pid, signal)))
+    Injection.parse(name).happen()
+    assert sent == [(os.getpid(), number)]
