@@ -80,7 +80,8 @@ class Suspicion:
         named.discard(self._node.id)
         now = self._node.now()
         absent = {node for node in named if node not in view.nodes}
-        self._absent_since = {node: self._absent_since.get(node, now) for node in absent}
+        # Sorted, since they are declared gone in this order: sets have another one in each process.
+        self._absent_since = {node: self._absent_since.get(node, now) for node in sorted(absent)}
         self.gone = frozenset(view.gone)
         self.suspects = frozenset(absent | self._refused | (self.gone & named))
 

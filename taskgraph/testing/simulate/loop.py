@@ -83,6 +83,22 @@ def _run(handle: Any) -> None:
         handle._loop.call_exception_handler({"message": f"{handle!r} failed", "exception": error, "handle": handle})
 
 
+class _Task(asyncio.Task[Any]):
+    """Its hash is a number of its own instead of its address: groups keep tasks in sets, and cancel them in that order.
+
+    Else the order would depend on what the process did before.
+    """
+
+    __slots__ = ("_number",)
+
+    def __init__(self, number: int, coro: Any, *, loop: SimLoop, name: str | None, context: Any) -> None:
+        self._number = number  # first: the loop's set of all tasks asks for the hash at once
+        super().__init__(coro, loop=loop, name=name, context=context)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
 class SimLoop(asyncio.BaseEventLoop):
     """`time()` leaps to the next timer when nothing else is to be done. There are no files and no sockets."""
 
@@ -93,11 +109,18 @@ class SimLoop(asyncio.BaseEventLoop):
         self._count = 0
         self._due: list[asyncio.Handle] = []
         self._at_once = 0
+        self._tasks = 0
         self.steps = 0
         self.abort = ""  # why it must not go on
 
     def time(self) -> float:
         return self._at
+
+    def create_task(
+        self, coro: Any, *, name: object = None, context: contextvars.Context | None = None
+    ) -> asyncio.Task[Any]:
+        self._tasks += 1
+        return _Task(self._tasks, coro, loop=self, name=None if name is None else str(name), context=context)
 
     def call_soon(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: contextvars.Context | None = None
