@@ -10,6 +10,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import Refused, TransportError
+from taskgraph.node.backoff import Backoff
 from taskgraph.protocol import transactions
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync, Place
@@ -173,29 +174,30 @@ class Backups:
 
     async def _tend(self, node: str, invitation: int) -> None:
         """Everything about one other node, one step after another, and its release at the end."""
-        await self._keep_in_sync(node, invitation)
+        backoff = Backoff()
+        await self._keep_in_sync(node, invitation, backoff)
         while node not in self._node.suspects:
             try:
                 release = Release(self._task, self._term, invitation, self._node.keeper.view.revision)
                 await self._node.router.to_node(node, release, timeout_s=self._node.settings.call_s)
                 return
             except TransportError:
-                await self._node.breathe()
+                await backoff.pause()
 
-    async def _keep_in_sync(self, node: str, invitation: int) -> None:
+    async def _keep_in_sync(self, node: str, invitation: int, backoff: Backoff) -> None:
         while (place := self._insync.place(node)) is not None:
             if self._unwanted(node):
                 if place is Place.CANDIDATE:
                     self._insync.dismiss(node)
                     self._moved.set()
                     return
-                await self._evict(node)
+                await self._evict(node, backoff)
                 continue
             missing = self._insync.missing(node)
             if missing:
-                await self._offer(node, missing[0], invitation, candidate=place is Place.CANDIDATE)
+                await self._offer(node, missing[0], invitation, backoff, candidate=place is Place.CANDIDATE)
             elif self._admissible(node):
-                await self._admit(node)
+                await self._admit(node, backoff)
             else:
                 await self._until(node, lambda: bool(self._insync.missing(node)) or self._admissible(node))
 
@@ -208,7 +210,7 @@ class Backups:
         assert callable(something)
         await self._node.keeper.wait_until(lambda _: bool(something()) or self._unwanted(node))
 
-    async def _offer(self, node: str, key: Key, invitation: int, *, candidate: bool) -> None:
+    async def _offer(self, node: str, key: Key, invitation: int, backoff: Backoff, *, candidate: bool) -> None:
         """Offers one boundary; a lost peer is offered again until it is known to be dead."""
         boundary = self._boundaries.get(key)
         if boundary is None:
@@ -226,20 +228,21 @@ class Backups:
                 reply = call.result()
                 if isinstance(reply, Accepted):
                     self._insync.acknowledge(node, key)
+                    backoff.reset()
                     self._poke()
         except Refused as refused:
             if refused.reason in (Reason.USER_ERROR, Reason.DONE):
                 self._node.log.info("task %d: node %s refuses boundary %d: %s", self._task, node, key[0], refused)
-            await self._node.breathe()
+            await backoff.pause()
         except TransportError as error:
             self._node.log.debug("task %d: offer to node %s: %s", self._task, node, error)
-            await self._node.breathe()
+            await backoff.pause()
         finally:
             for one in (call, dead):
                 one.cancel()
             await asyncio.gather(call, dead, return_exceptions=True)
 
-    async def _admit(self, node: str) -> None:
+    async def _admit(self, node: str, backoff: Backoff) -> None:
         """Writes the candidate into the in-sync set."""
         await self._node.while_paused()
         view = self._node.keeper.view
@@ -261,8 +264,9 @@ class Backups:
         self._poke()
         if revision is None:
             await self._node.keeper.refresh()
-            await self._node.breathe()
+            await backoff.pause()
             return
+        backoff.reset()
         self._node.events.emit(
             "admitted",
             f"task {self._task}: {self._node.name_of(node)} holds its state now (in sync: {self.in_sync})",
@@ -273,7 +277,7 @@ class Backups:
         )
         await self._node.keeper.caught_up(revision)
 
-    async def _evict(self, node: str) -> None:
+    async def _evict(self, node: str, backoff: Backoff) -> None:
         """Writes the member out of the in-sync set, effective from the next boundary."""
         await self._node.while_paused()
         view = self._node.keeper.view
@@ -302,8 +306,9 @@ class Backups:
         self._poke()
         if revision is None:
             await self._node.keeper.refresh()
-            await self._node.breathe()
+            await backoff.pause()
             return
+        backoff.reset()
         self._node.events.emit(
             "evicted",
             f"task {self._task}: {self._node.name_of(node)} is out of its in-sync set (in sync: {self.in_sync})",

@@ -10,6 +10,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import GraphError, TransportError
+from taskgraph.node.backoff import Backoff
 from taskgraph.node.checkpoints import Checkpointer
 from taskgraph.protocol import transactions
 from taskgraph.protocol.commit import Commit, Diverged, Leader, Restart, SealTasks, WaitFor
@@ -51,6 +52,7 @@ class LeaderRole:
         self._wake = asyncio.Event()
         self._rows = asyncio.Event()
         self._last_news = node.now()
+        self._backoff = Backoff()
         self._waits_told: Stamp | None = None
         self._cycle_found: tuple[Stamp, object] | None = None
         self.waits: tuple[str, ...] = ()
@@ -100,6 +102,7 @@ class LeaderRole:
             async with asyncio.TaskGroup() as group:
                 if self._node.spec.checkpoint is not None:
                     group.create_task(self.checkpointer.run(), name="checkpoints")
+                group.create_task(self._watch_stalls(), name="stalls")
                 await self._lead()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -123,9 +126,6 @@ class LeaderRole:
                 await self._wake.wait()
         except TimeoutError:
             pass
-        quiet_s = self._node.now() - self._last_news
-        if quiet_s > self._node.settings.stall_check_s and self._node.keeper.view.running:
-            await self._examine_stall()
 
     def _begin(self) -> None:
         stamp = self._node.keeper.view.stamp
@@ -161,8 +161,9 @@ class LeaderRole:
         revision = await node.transact(txn, key=view.keys.epoch, writer=writer)
         if revision is None:
             await node.keeper.refresh()
-            await node.breathe()
+            await self._backoff.pause()
             return
+        self._backoff.reset()
         rows = {task: dict(report.numbers or {}) for task, report in reports.items()}
         if self._lineage() == lineage:  # else it was committed, and undone by a roll-back before we knew
             self._primary.replica.log.add(stamp.epoch, rows)
@@ -228,7 +229,7 @@ class LeaderRole:
         revision = await node.transact(txn, key=view.keys.epoch, writer=writer)
         if revision is None:
             await node.keeper.refresh()
-            await node.breathe()
+            await self._backoff.pause()
             return
         node.events.emit(
             "restart",
@@ -269,6 +270,15 @@ class LeaderRole:
         wrong = GraphError(f"epoch {stamp.epoch}: the tasks do not agree on what was exchanged: " + "; ".join(lines))
         await self._node.fail_job(wrong, None, stamp.epoch, fence)
 
+    async def _watch_stalls(self) -> None:
+        """Beside the role: whoever makes an epoch stand still may not answer, and must not delay what comes then."""
+        limit_s = self._node.settings.stall_check_s
+        while True:
+            await asyncio.sleep(max(_SETTLE_S, limit_s - (self._node.now() - self._last_news)))
+            if self._node.now() - self._last_news > limit_s and self._node.keeper.view.running:
+                await self._node.while_paused()
+                await self._examine_stall()
+
     async def _examine_stall(self) -> None:
         """The epoch stands still: a cycle of waits fails the job; anything else is named, once, and in `status`."""
         stamp = self._leader.stamp
@@ -276,6 +286,8 @@ class LeaderRole:
             return
         fence = self._fences()
         gathered = await self._gather_waits(stamp)
+        if self._leader.stamp != stamp:
+            return
         cycle = find_cycle(gathered)
         # Answers of different tasks are of different moments: only what is found twice stands still.
         again, self._cycle_found = self._cycle_found == (stamp, cycle), (stamp, cycle)

@@ -93,7 +93,7 @@ class Node:
         self.events = events
         self.log = logging.getLogger("taskgraph.node")
         self.keeper = ViewKeeper(coordinator, spec.name, refresh_s=self.settings.refresh_s)
-        self.router = Router(transport, self.keeper, retry_s=_RETRY_S)
+        self.router = Router(transport, self.keeper)
         self.primaries: dict[int, Primary] = {}
         self.leader: LeaderRole | None = None
         self._control, self._devices = control, devices

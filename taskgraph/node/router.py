@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from taskgraph.coordination.viewkeeper import ViewKeeper
-from taskgraph.errors import Refused, TransportError
+from taskgraph.errors import PeerLost, Refused, TransportError
+from taskgraph.node.backoff import Backoff
 from taskgraph.protocol.messages import Call, Reason, Reply
 from taskgraph.protocol.records import NodeRecord
 from taskgraph.protocol.view import JobView
@@ -40,25 +42,24 @@ def peer_of(node: str, record: NodeRecord) -> Peer:
 class Router:
     """Delivers calls to tasks."""
 
-    def __init__(self, transport: Transport, keeper: ViewKeeper, *, retry_s: float) -> None:
+    def __init__(self, transport: Transport, keeper: ViewKeeper) -> None:
         self._transport = transport
         self._keeper = keeper
-        self._retry_s = retry_s
         self._addresses: dict[str, Peer] = {}
         self._looked_at = -1
-        self._in_flight: dict[tuple[int, int, asyncio.Timeout], None] = {}  # a set that keeps its order
+        self._in_flight: dict[asyncio.Timeout, Callable[[JobView], bool]] = {}
         keeper.on_change(self._abandon)
 
     def _abandon(self) -> None:
-        """Calls to a primary that was replaced end at once: a frozen process neither answers nor breaks its session."""
+        """Ends calls that the view shows to be in vain: a frozen process neither answers nor breaks its session."""
         view = self._keeper.view
         if view.structure_revision == self._looked_at:
             return
         self._looked_at = view.structure_revision
         now = asyncio.get_running_loop().time()
-        for entry in [e for e in self._in_flight if _revision(view, e[0]) != e[1]]:
-            del self._in_flight[entry]  # each is told once: a timeout that expires cannot be moved again
-            entry[2].reschedule(now)
+        for scope in [scope for scope, in_vain in self._in_flight.items() if in_vain(view)]:
+            del self._in_flight[scope]  # each is told once: a timeout that expires cannot be moved again
+            scope.reschedule(now)
 
     def peer(self, node: str) -> Peer | None:
         """How to reach a node; also one whose key is absent just now, if it was ever seen."""
@@ -73,6 +74,7 @@ class Router:
         Raises:
             Refused: an answer that trying again cannot change.
         """
+        backoff = Backoff()
         while True:
             view = self._keeper.view
             primary = view.primaries.get(task)
@@ -80,43 +82,58 @@ class Router:
             if primary is None or peer is None:
                 await self._keeper.wait_until(lambda v: _revision(v, task) > 0 and self._reachable(v, task))
                 continue
+            revision = primary.mod_revision
             try:
-                return await self._call(peer, task, primary.mod_revision, message(), timeout_s)
+                return await self._call(peer, message(), timeout_s, partial(_replaced, task, revision))
             except Refused as refused:
                 if refused.reason not in _TRY_AGAIN:
                     raise
             except (TransportError, TimeoutError):
                 pass  # the node may be dead or replaced: its successor is, or will be, in the view
-            await self._next_try(task, primary.mod_revision)
+            await self._next_try(task, revision, backoff.step())
 
-    async def _call(self, peer: Peer, task: int, revision: int, message: Call, timeout_s: float | None) -> Reply:
-        """One try; raises TimeoutError as soon as the view shows another primary."""
+    async def _call(
+        self, peer: Peer, message: Call, timeout_s: float | None, in_vain: Callable[[JobView], bool]
+    ) -> Reply:
+        """One try; raises TimeoutError as soon as the view shows that it is in vain."""
         async with asyncio.timeout(None) as scope:
-            entry = (task, revision, scope)
-            self._in_flight[entry] = None
+            self._in_flight[scope] = in_vain
             try:
                 return await self._transport.call(peer, message, timeout_s=timeout_s)
             finally:
-                self._in_flight.pop(entry, None)
+                self._in_flight.pop(scope, None)
 
     async def to_node(self, node: str, message: Call, *, timeout_s: float | None) -> Reply:
-        """One try, to one node. Raises TransportError."""
+        """One try, to one node.
+
+        Raises:
+            TransportError: no answer; at once where the node was registered, and its lease ends.
+        """
         peer = self.peer(node)
         if peer is None:
             raise Refused(Reason.NOT_HERE, f"node {node} is not registered")
-        return await self._transport.call(peer, message, timeout_s=timeout_s)
+        if node not in self._keeper.view.nodes:  # it may come back
+            return await self._transport.call(peer, message, timeout_s=timeout_s)
+        try:
+            return await self._call(peer, message, timeout_s, lambda view: node not in view.nodes)
+        except TimeoutError:
+            raise PeerLost(f"the lease of node {node} ended") from None
 
     def _reachable(self, view: JobView, task: int) -> bool:
         node = view.primary_node(task)
         return node is not None and self.peer(node) is not None
 
-    async def _next_try(self, task: int, known: int) -> None:
+    async def _next_try(self, task: int, known: int, pause_s: float) -> None:
         """Waits for another primary of the task, or a moment."""
         try:
-            async with asyncio.timeout(self._retry_s):
+            async with asyncio.timeout(pause_s):
                 await self._keeper.wait_until(lambda view: _revision(view, task) != known)
         except TimeoutError:
             pass
+
+
+def _replaced(task: int, known: int, view: JobView) -> bool:
+    return _revision(view, task) != known
 
 
 def _revision(view: JobView, task: int) -> int:

@@ -10,6 +10,7 @@ from cluster_kit import blindable, eyes, holder, job, play, told
 import taskgraph as tg
 from taskgraph.jobs import JobResult
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.backoff import Backoff
 from taskgraph.node.primary import Primary
 from taskgraph.protocol.insync import Place
 from taskgraph.protocol.messages import Release, Stamp
@@ -116,7 +117,7 @@ def test_whom_a_predecessor_evicted_is_admitted_anew(gated: type[Gated]) -> None
         await gated.reached.wait()
         first = holder(cluster, 0)
         heir, marked = (n for n in first.keeper.view.in_sync(0) if n != first.id)
-        await first.primaries[0].backups._evict(marked)
+        await first.primaries[0].backups._evict(marked, Backoff())
         cluster.crash(first.id)
         assert truth(cluster).members_of(0)[marked].record.until == 1
         other = cluster.node(marked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import NoReturn
 
 import pytest
 from cluster_kit import blindable, eyes, holder, job, play, told
@@ -54,6 +55,11 @@ def lose_lease(cluster: InProcessCluster, node: Node) -> None:
 
 async def epoch_begins(node: Node, number: int) -> None:
     await node.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch >= number)
+
+
+async def never(caller: str, message: object) -> NoReturn:
+    await asyncio.Event().wait()
+    raise AssertionError
 
 
 def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -171,3 +177,29 @@ def test_a_hand_over_to_a_node_that_dies_meanwhile_is_one_failure_and_no_error(
     result = play(job(slow, tasks=4, epochs=40), scenario, nodes=1)
     assert result.values == dict.fromkeys(range(4), 40)
     assert errors(caplog) == []
+
+
+@pytest.mark.usefixtures("blindable")
+def test_a_frozen_primary_delays_nobody_once_its_lease_has_ended(
+    slow: type[Slow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader asks it what it waits for, in vain: that must not keep it from committing with the successor."""
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        loop = asyncio.get_running_loop()
+        await slow.reached.wait()
+        frozen, leads = holder(cluster, 1), holder(cluster, 0)
+        assert frozen is not leads and leads.leader is not None
+        monkeypatch.setattr(frozen.transport, "_serve", never)
+        eyes(frozen).blind()
+        await asyncio.sleep(leads.settings.stall_check_s + 2.0)
+        assert any("does not answer" in line for line in leads.leader.waits)
+        await asyncio.sleep(0.2)  # it asks again by now
+        lose_lease(cluster, frozen)
+        ended = loop.time()
+        await epoch_begins(leads, 2)
+        assert loop.time() - ended < 0.2
+        eyes(frozen).see()
+        return await cluster.result()
+
+    assert play(job(slow, epochs=6), scenario, nodes=3).values == {0: 6, 1: 6}
