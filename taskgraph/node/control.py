@@ -265,6 +265,10 @@ def _status_reply(status: NodeStatus) -> pb.StatusReply:
         revision=status.revision,
         leader=status.leader,
         waits=status.waits,
+        memory_bytes=status.usage.memory_bytes,
+        files=status.usage.files,
+        threads=status.usage.threads,
+        coroutines=status.usage.coroutines,
         replicas=[
             pb.Replica(
                 task=r.task,

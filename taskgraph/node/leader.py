@@ -1,7 +1,7 @@
 """The leader's role: task 0's primary collects reports and commits, restarts or fails the epoch.
 
 What to do is decided by `protocol.commit.Leader`; this module feeds it, writes its transactions, and looks into
-epochs that stand still.
+epochs that stand still or do not add up.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import GraphError, TransportError
+from taskgraph.node import audits
 from taskgraph.node.backoff import Backoff
 from taskgraph.node.checkpoints import Checkpointer
 from taskgraph.protocol import transactions
@@ -18,9 +19,6 @@ from taskgraph.protocol.cycles import describe_cycle, describe_waits, find_cycle
 from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.messages import (
     Accepted,
-    Audit,
-    LedgerEntry,
-    LedgerPage,
     Report,
     RequestRestart,
     Seal,
@@ -29,7 +27,6 @@ from taskgraph.protocol.messages import (
     Waits,
     WaitsPage,
 )
-from taskgraph.protocol.sums import explain
 
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
@@ -56,6 +53,7 @@ class LeaderRole:
         self._waits_told: Stamp | None = None
         self._cycle_found: tuple[Stamp, object] | None = None
         self.waits: tuple[str, ...] = ()
+        self._audit_waits: tuple[str, ...] = ()
         self.checkpointer = Checkpointer(node, primary)
 
     # -- what primaries say -----------------------------------------------------------------------
@@ -133,12 +131,15 @@ class LeaderRole:
             self._leader.begin(stamp)
             self._last_news = self._node.now()
             self._waits_told = None
-            self.waits = ()
+            self.waits = self._audit_waits = ()
             self._rows.set()
 
     async def _act(self) -> None:
         settled = self._node.now() - self._last_news > _SETTLE_S
-        match self._leader.decide(self._node.keeper.view, settled=settled):
+        decision = self._leader.decide(self._node.keeper.view, settled=settled)
+        if not isinstance(decision, Diverged):
+            self._audit_waits = ()
+        match decision:
             case Commit(finished):
                 await self._commit(finished)
             case SealTasks(versions):
@@ -242,33 +243,40 @@ class LeaderRole:
     # -- when something is wrong ------------------------------------------------------------------
 
     async def _explain_and_fail(self) -> None:
-        """Some edge does not agree although nobody was replaced: name it, and fail the job."""
-        stamp = self._leader.stamp
+        """Some edge seems not to agree although nobody was replaced: name it, and fail the job; or what it waits for.
+
+        It looks for as long as that is so, and ends with the first news: the leader has better things to do then.
+        """
+        stamp, news = self._leader.stamp, self._last_news
         assert stamp is not None
-        fence = self._fences()
-        pages: dict[int, tuple[LedgerEntry, ...]] = {}
-        for task in range(self._node.job.tasks):
-            holder = self._node.keeper.view.primary_node(task)
-            try:
-                reply = await self._node.router.to_node(
-                    holder or "", Audit(stamp, task), timeout_s=self._node.settings.call_s
-                )
-            except TransportError as error:
-                self._node.log.info("task %d did not show its ledger: %s", task, error)
-                continue
-            if isinstance(reply, LedgerPage):
-                pages[task] = reply.entries
-        idle = any(not report.done for report in self._leader.reports().values())
-        if idle:
-            # An idle task may have taken, or sent, a message since it reported: only items are settled by then.
-            pages = {task: tuple(e for e in page if e.kind == "item") for task, page in pages.items()}
-        lines = explain(pages)
-        if not lines and idle:
-            self._node.log.info("epoch %d: the sums differ and no edge does: a report is on its way", stamp.epoch)
-            return
+        fence, reports = self._fences(), self._leader.reports()
+        looking = asyncio.create_task(audits.audit(self._node, stamp, reports), name="audit")
+        try:
+            while not looking.done() and self._still_diverged(fence, news):
+                self._wake.clear()
+                news_came = asyncio.ensure_future(self._wake.wait())
+                try:
+                    await asyncio.wait([looking, news_came], return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    news_came.cancel()
+            if not looking.done() or not self._still_diverged(fence, news):
+                return
+            found = looking.result()
+        finally:
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
+        lines = found.disagreements
+        self._audit_waits = () if lines else tuple(found.waits(self._node))
+        if self._audit_waits:
+            return  # and looks again
         lines = lines or ["no edge can be named: please report this as a bug of taskgraph"]
         wrong = GraphError(f"epoch {stamp.epoch}: the tasks do not agree on what was exchanged: " + "; ".join(lines))
         await self._node.fail_job(wrong, None, stamp.epoch, fence)
+
+    def _still_diverged(self, fence: tuple[Compare, ...], news: float) -> bool:
+        """Whether all that a divergence was concluded from is as it was."""
+        decision = self._leader.decide(self._node.keeper.view, settled=True)
+        return isinstance(decision, Diverged) and self._fences() == fence and self._last_news == news
 
     async def _watch_stalls(self) -> None:
         """Beside the role: whoever makes an epoch stand still may not answer, and must not delay what comes then."""
@@ -295,7 +303,7 @@ class LeaderRole:
             error = GraphError(f"epoch {stamp.epoch}: a cycle of waits: {describe_cycle(cycle)}")
             await self._node.fail_job(error, None, stamp.epoch, fence)
             return
-        lines = [*describe_waits(gathered), *self._unreachable(gathered)]
+        lines = [*describe_waits(gathered), *self._unreachable(gathered), *self._audit_waits]
         self.waits = tuple(lines)
         if self._waits_told != stamp and lines:
             self._waits_told = stamp
@@ -341,4 +349,8 @@ class LeaderRole:
     def _fences(self) -> tuple[Compare, ...]:
         view = self._node.keeper.view
         epoch = view.epoch.mod_revision if view.epoch else 0
-        return (Compare(view.keys.primary(0), self._primary.revision), Compare(view.keys.epoch, epoch))
+        return (
+            Compare(view.keys.primary(0), self._primary.revision),
+            Compare(view.keys.epoch, epoch),
+            Compare(view.keys.generation, view.generation_revision),  # what a new primary did is judged anew
+        )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from taskgraph.graph.values import decode
 from taskgraph.observe.status import NodeStatus, ReplicaStatus, ReportRow, TaskResult
+from taskgraph.observe.usage import Usage
 
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
@@ -30,6 +31,7 @@ def node_status(node: Node) -> NodeStatus:
         leader=node.leader is not None,
         replicas=tuple(_replica_status(node, r) for _, r in sorted(node.replicas.items())),
         waits=(*node.takeovers.waits, *(node.leader.waits if node.leader is not None else ())),
+        usage=Usage.now(),
     )
 
 

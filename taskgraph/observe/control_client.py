@@ -13,6 +13,7 @@ from taskgraph.errors import DecodeError, PeerGone, PeerLost, TaskGraphError
 from taskgraph.observe._proto import control_pb2 as pb
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import NodeStatus, ReplicaStatus, ReportRow, TaskResult
+from taskgraph.observe.usage import Usage
 from taskgraph.protocol.messages import Encoded
 
 __all__ = ["SERVICE", "TOKEN_KEY", "ControlClient", "control_address"]
@@ -76,6 +77,7 @@ class ControlClient:
             revision=reply.revision,
             leader=reply.leader,
             waits=tuple(reply.waits),
+            usage=Usage(reply.memory_bytes, reply.files, reply.threads, reply.coroutines),
             replicas=tuple(
                 ReplicaStatus(
                     task=r.task,

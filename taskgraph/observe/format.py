@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ def status_text(
     lines = [f"job {name}: {state}, {at}{attempt}"]
     if view.status and view.status.record.reason:
         lines.append(f"  {view.status.record.reason}")
-    nodes = [["NODE", "HOST", "PID", "PRIMARY OF", "BACKUP OF", "STATE"]]
+    nodes = [["NODE", "HOST", "PID", "MEMORY", "PRIMARY OF", "BACKUP OF", "STATE"]]
     for node, versioned in sorted(view.nodes.items()):
         record = versioned.record
         said = statuses.get(node)
@@ -58,6 +59,7 @@ def status_text(
                 record.name,
                 record.host,
                 str(record.pid),
+                f"{said.usage.memory_bytes >> 20} MiB" if isinstance(said, NodeStatus) else "-",
                 ids_text(primary),
                 ids_text(backup),
                 _node_state(said, record.draining),
@@ -140,12 +142,17 @@ def status_json(
                 "draining": v.record.draining,
                 "devices": v.record.devices,
                 "answers": isinstance(statuses.get(node), NodeStatus),
+                **_usage(statuses.get(node)),
             }
             for node, v in sorted(view.nodes.items())
         ],
         "tasks": [_task_json(task, view, statuses) for task in range(tasks)],
         "waits": [w for said in statuses.values() if isinstance(said, NodeStatus) for w in said.waits],
     }
+
+
+def _usage(said: NodeStatus | TaskGraphError | None) -> dict[str, int]:
+    return dataclasses.asdict(said.usage) if isinstance(said, NodeStatus) else {}
 
 
 def _task_json(task: int, view: JobView, statuses: dict[str, NodeStatus | TaskGraphError]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from taskgraph.observe.usage import Usage
 from taskgraph.protocol.messages import Encoded
 
 __all__ = ["NodeStatus", "ReplicaStatus", "ReportRow", "TaskResult"]
@@ -47,6 +48,7 @@ class NodeStatus:
     leader: bool
     replicas: tuple[ReplicaStatus, ...]
     waits: tuple[str, ...]
+    usage: Usage
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from taskgraph.errors import OutcomeUnknown, Refused
 from taskgraph.launch import inprocess
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.backups import Backups
+from taskgraph.node.serving import Serving
 from taskgraph.protocol.kv import Put, Txn, TxnResult
-from taskgraph.protocol.messages import HandOver
+from taskgraph.protocol.messages import Audit, HandOver, Reason, Report
 
 
 class Counts(tg.Task, state=["value"]):
@@ -87,3 +89,85 @@ async def test_a_node_whose_lease_ends_while_it_registers(monkeypatch: pytest.Mo
     finally:
         await cluster.stop()
     assert late and result.epochs == 2
+
+
+class Flags(tg.Task, state=["heard"]):
+    """Each tells the other something; so each may take messages until it is sealed."""
+
+    def setup(self) -> None:
+        self.heard = 0
+
+    def compose(self, epoch: Any) -> None:
+        epoch.processor(self.tell, outbound={"x": 1 - self.task_id})
+        epoch.processor(self.count, inbound={"x": 1 - self.task_id})
+
+    def tell(self, epoch: Any, ins: Any, outs: Any) -> None:
+        epoch.flag(1 - self.task_id, self.task_id)
+        outs.put("x", self.task_id)
+
+    def on_flag(self, epoch: Any, sender: int, meta: Any) -> None:
+        epoch.scratch.heard = meta
+
+    def count(self, epoch: Any, ins: Any, outs: Any) -> None:
+        self.heard += 1 + epoch.scratch.heard
+
+    def result(self) -> int:
+        return self.heard
+
+
+def _job(kind: type[tg.Task]) -> InProcessCluster:
+    return InProcessCluster(tg.Job(tasks=2, epochs=1, builder=lambda _: kind(), topology=tg.full()))
+
+
+@pytest.mark.slow
+async def test_a_link_that_is_slow_when_ledgers_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports of a task that lives were held up, so sums differed; it was asked for its ledger, and could not be
+    reached: the job failed, although nobody had seen anything wrong."""
+    refused: list[str] = []
+    dispatch = Serving._dispatch
+
+    async def slow(self: Serving, peer: str, message: Any) -> Any:
+        if not (isinstance(message, Audit | Report) and message.task == 1):
+            return await dispatch(self, peer, message)
+        if not refused:  # an earlier report arrived
+            assert isinstance(message, Report)
+            await dispatch(self, peer, dataclasses.replace(message, version=0, received=0, done=False))
+        if refused.count("Audit") < 2:
+            refused.append(type(message).__name__)
+            raise Refused(Reason.PAUSED, "as if it could not be reached")
+        return await dispatch(self, peer, message)
+
+    monkeypatch.setattr(Serving, "_dispatch", slow)
+    cluster = _job(Flags)
+    await cluster.start(2)
+    try:
+        result = await cluster.result(timeout_s=15)
+    finally:
+        await cluster.stop()
+    assert result.values == {0: 2, 1: 1}
+
+
+async def test_a_take_over_while_ledgers_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they said before it is of nobody's concern: the job failed although a primary had been replaced."""
+    dispatch = Serving._dispatch
+    asked: list[int] = []
+
+    async def lie(self: Serving, peer: str, message: Any) -> Any:
+        if isinstance(message, Report) and message.task == 1:
+            message = dataclasses.replace(message, sent=message.sent + 1)
+        reply = await dispatch(self, peer, message)
+        if isinstance(message, Audit):
+            if not asked:  # as a take-over does
+                cluster.store.execute(Txn(success=(Put(self._node.keeper.view.keys.generation, b"other"),)))
+            asked.append(message.task)
+        return reply
+
+    monkeypatch.setattr(Serving, "_dispatch", lie)
+    cluster = _job(Counts)
+    await cluster.start(2)
+    try:
+        with pytest.raises(tg.JobFailed, match="do not agree on what was exchanged: no edge can be named"):
+            await cluster.result(timeout_s=15)
+    finally:
+        await cluster.stop()
+    assert sorted(asked) == [0, 0, 1, 1]

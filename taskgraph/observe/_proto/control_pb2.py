@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ataskgraph/v1/control.proto\x12\x0ctaskgraph.v1\"\x0f\n\rStatusRequest\"\x8b\x01\n\x07Replica\x12\x0c\n\x04task\x18\x01 \x01(\x03\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x03\x12\x10\n\x08\x62oundary\x18\x04 \x01(\x03\x12\x11\n\tprocessor\x18\x05 \x01(\t\x12\x11\n\trunning_s\x18\x06 \x01(\x01\x12\r\n\x05waits\x18\x07 \x03(\t\x12\x0f\n\x07in_sync\x18\x08 \x01(\x03\"\xe0\x01\n\x0bStatusReply\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x03\x12\x0e\n\x06paused\x18\x05 \x01(\x08\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x0f\n\x07\x61ttempt\x18\x07 \x01(\x03\x12\r\n\x05\x65poch\x18\x08 \x01(\x03\x12\x10\n\x08revision\x18\t \x01(\x03\x12\x0e\n\x06leader\x18\n \x01(\x08\x12\'\n\x08replicas\x18\x0b \x03(\x0b\x32\x15.taskgraph.v1.Replica\x12\r\n\x05waits\x18\x0c \x03(\t\"\x1d\n\x0bKillRequest\x12\x0e\n\x06signal\x18\x01 \x01(\x05\"\x18\n\tKillReply\x12\x0b\n\x03pid\x18\x01 \x01(\x03\"\x1b\n\x0c\x44rainRequest\x12\x0b\n\x03why\x18\x01 \x01(\t\"\x0c\n\nDrainReply\"\x1f\n\rEventsRequest\x12\x0e\n\x06\x66ollow\x18\x01 \x01(\x08\"(\n\nEventReply\x12\x0c\n\x04json\x18\x01 \x01(\t\x12\x0c\n\x04lost\x18\x02 \x01(\x03\"\x10\n\x0eResultsRequest\"\x8f\x01\n\tReportRow\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04task\x18\x02 \x01(\x03\x12\x35\n\x07numbers\x18\x03 \x03(\x0b\x32$.taskgraph.v1.ReportRow.NumbersEntry\x1a.\n\x0cNumbersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"m\n\x0bResultChunk\x12&\n\x04head\x18\x01 \x01(\x0b\x32\x18.taskgraph.v1.ResultHead\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12(\n\x07reports\x18\x03 \x03(\x0b\x32\x17.taskgraph.v1.ReportRow\"\x87\x01\n\nResultHead\x12\x0c\n\x04task\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x03\x12\x11\n\thas_value\x18\x04 \x01(\x08\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x12\n\nmeta_bytes\x18\x06 \x01(\x04\x12\x14\n\x0c\x62uffer_bytes\x18\x07 \x03(\x04\x32\xcf\x02\n\x07\x43ontrol\x12@\n\x06Status\x12\x1b.taskgraph.v1.StatusRequest\x1a\x19.taskgraph.v1.StatusReply\x12:\n\x04Kill\x12\x19.taskgraph.v1.KillRequest\x1a\x17.taskgraph.v1.KillReply\x12=\n\x05\x44rain\x12\x1a.taskgraph.v1.DrainRequest\x1a\x18.taskgraph.v1.DrainReply\x12\x41\n\x06\x45vents\x12\x1b.taskgraph.v1.EventsRequest\x1a\x18.taskgraph.v1.EventReply0\x01\x12\x44\n\x07Results\x12\x1c.taskgraph.v1.ResultsRequest\x1a\x19.taskgraph.v1.ResultChunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ataskgraph/v1/control.proto\x12\x0ctaskgraph.v1\"\x0f\n\rStatusRequest\"\x8b\x01\n\x07Replica\x12\x0c\n\x04task\x18\x01 \x01(\x03\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x03\x12\x10\n\x08\x62oundary\x18\x04 \x01(\x03\x12\x11\n\tprocessor\x18\x05 \x01(\t\x12\x11\n\trunning_s\x18\x06 \x01(\x01\x12\r\n\x05waits\x18\x07 \x03(\t\x12\x0f\n\x07in_sync\x18\x08 \x01(\x03\"\xaa\x02\n\x0bStatusReply\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x03\x12\x0e\n\x06paused\x18\x05 \x01(\x08\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x0f\n\x07\x61ttempt\x18\x07 \x01(\x03\x12\r\n\x05\x65poch\x18\x08 \x01(\x03\x12\x10\n\x08revision\x18\t \x01(\x03\x12\x0e\n\x06leader\x18\n \x01(\x08\x12\'\n\x08replicas\x18\x0b \x03(\x0b\x32\x15.taskgraph.v1.Replica\x12\r\n\x05waits\x18\x0c \x03(\t\x12\x14\n\x0cmemory_bytes\x18\r \x01(\x03\x12\r\n\x05\x66iles\x18\x0e \x01(\x03\x12\x0f\n\x07threads\x18\x0f \x01(\x03\x12\x12\n\ncoroutines\x18\x10 \x01(\x03\"\x1d\n\x0bKillRequest\x12\x0e\n\x06signal\x18\x01 \x01(\x05\"\x18\n\tKillReply\x12\x0b\n\x03pid\x18\x01 \x01(\x03\"\x1b\n\x0c\x44rainRequest\x12\x0b\n\x03why\x18\x01 \x01(\t\"\x0c\n\nDrainReply\"\x1f\n\rEventsRequest\x12\x0e\n\x06\x66ollow\x18\x01 \x01(\x08\"(\n\nEventReply\x12\x0c\n\x04json\x18\x01 \x01(\t\x12\x0c\n\x04lost\x18\x02 \x01(\x03\"\x10\n\x0eResultsRequest\"\x8f\x01\n\tReportRow\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04task\x18\x02 \x01(\x03\x12\x35\n\x07numbers\x18\x03 \x03(\x0b\x32$.taskgraph.v1.ReportRow.NumbersEntry\x1a.\n\x0cNumbersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"m\n\x0bResultChunk\x12&\n\x04head\x18\x01 \x01(\x0b\x32\x18.taskgraph.v1.ResultHead\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12(\n\x07reports\x18\x03 \x03(\x0b\x32\x17.taskgraph.v1.ReportRow\"\x87\x01\n\nResultHead\x12\x0c\n\x04task\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x03\x12\x11\n\thas_value\x18\x04 \x01(\x08\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x12\n\nmeta_bytes\x18\x06 \x01(\x04\x12\x14\n\x0c\x62uffer_bytes\x18\x07 \x03(\x04\x32\xcf\x02\n\x07\x43ontrol\x12@\n\x06Status\x12\x1b.taskgraph.v1.StatusRequest\x1a\x19.taskgraph.v1.StatusReply\x12:\n\x04Kill\x12\x19.taskgraph.v1.KillRequest\x1a\x17.taskgraph.v1.KillReply\x12=\n\x05\x44rain\x12\x1a.taskgraph.v1.DrainRequest\x1a\x18.taskgraph.v1.DrainReply\x12\x41\n\x06\x45vents\x12\x1b.taskgraph.v1.EventsRequest\x1a\x18.taskgraph.v1.EventReply0\x01\x12\x44\n\x07Results\x12\x1c.taskgraph.v1.ResultsRequest\x1a\x19.taskgraph.v1.ResultChunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -28,29 +28,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPLICA']._serialized_start=62
   _globals['_REPLICA']._serialized_end=201
   _globals['_STATUSREPLY']._serialized_start=204
-  _globals['_STATUSREPLY']._serialized_end=428
-  _globals['_KILLREQUEST']._serialized_start=430
-  _globals['_KILLREQUEST']._serialized_end=459
-  _globals['_KILLREPLY']._serialized_start=461
-  _globals['_KILLREPLY']._serialized_end=485
-  _globals['_DRAINREQUEST']._serialized_start=487
-  _globals['_DRAINREQUEST']._serialized_end=514
-  _globals['_DRAINREPLY']._serialized_start=516
-  _globals['_DRAINREPLY']._serialized_end=528
-  _globals['_EVENTSREQUEST']._serialized_start=530
-  _globals['_EVENTSREQUEST']._serialized_end=561
-  _globals['_EVENTREPLY']._serialized_start=563
-  _globals['_EVENTREPLY']._serialized_end=603
-  _globals['_RESULTSREQUEST']._serialized_start=605
-  _globals['_RESULTSREQUEST']._serialized_end=621
-  _globals['_REPORTROW']._serialized_start=624
-  _globals['_REPORTROW']._serialized_end=767
-  _globals['_REPORTROW_NUMBERSENTRY']._serialized_start=721
-  _globals['_REPORTROW_NUMBERSENTRY']._serialized_end=767
-  _globals['_RESULTCHUNK']._serialized_start=769
-  _globals['_RESULTCHUNK']._serialized_end=878
-  _globals['_RESULTHEAD']._serialized_start=881
-  _globals['_RESULTHEAD']._serialized_end=1016
-  _globals['_CONTROL']._serialized_start=1019
-  _globals['_CONTROL']._serialized_end=1354
+  _globals['_STATUSREPLY']._serialized_end=502
+  _globals['_KILLREQUEST']._serialized_start=504
+  _globals['_KILLREQUEST']._serialized_end=533
+  _globals['_KILLREPLY']._serialized_start=535
+  _globals['_KILLREPLY']._serialized_end=559
+  _globals['_DRAINREQUEST']._serialized_start=561
+  _globals['_DRAINREQUEST']._serialized_end=588
+  _globals['_DRAINREPLY']._serialized_start=590
+  _globals['_DRAINREPLY']._serialized_end=602
+  _globals['_EVENTSREQUEST']._serialized_start=604
+  _globals['_EVENTSREQUEST']._serialized_end=635
+  _globals['_EVENTREPLY']._serialized_start=637
+  _globals['_EVENTREPLY']._serialized_end=677
+  _globals['_RESULTSREQUEST']._serialized_start=679
+  _globals['_RESULTSREQUEST']._serialized_end=695
+  _globals['_REPORTROW']._serialized_start=698
+  _globals['_REPORTROW']._serialized_end=841
+  _globals['_REPORTROW_NUMBERSENTRY']._serialized_start=795
+  _globals['_REPORTROW_NUMBERSENTRY']._serialized_end=841
+  _globals['_RESULTCHUNK']._serialized_start=843
+  _globals['_RESULTCHUNK']._serialized_end=952
+  _globals['_RESULTHEAD']._serialized_start=955
+  _globals['_RESULTHEAD']._serialized_end=1090
+  _globals['_CONTROL']._serialized_start=1093
+  _globals['_CONTROL']._serialized_end=1428
 # @@protoc_insertion_point(module_scope)

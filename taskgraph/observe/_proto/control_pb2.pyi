@@ -31,7 +31,7 @@ class Replica(_message.Message):
     def __init__(self, task: _Optional[int] = ..., role: _Optional[str] = ..., term: _Optional[int] = ..., boundary: _Optional[int] = ..., processor: _Optional[str] = ..., running_s: _Optional[float] = ..., waits: _Optional[_Iterable[str]] = ..., in_sync: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("node", "name", "host", "pid", "paused", "draining", "attempt", "epoch", "revision", "leader", "replicas", "waits")
+    __slots__ = ("node", "name", "host", "pid", "paused", "draining", "attempt", "epoch", "revision", "leader", "replicas", "waits", "memory_bytes", "files", "threads", "coroutines")
     NODE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,10 @@ class StatusReply(_message.Message):
     LEADER_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    THREADS_FIELD_NUMBER: _ClassVar[int]
+    COROUTINES_FIELD_NUMBER: _ClassVar[int]
     node: str
     name: str
     host: str
@@ -56,7 +60,11 @@ class StatusReply(_message.Message):
     leader: bool
     replicas: _containers.RepeatedCompositeFieldContainer[Replica]
     waits: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, node: _Optional[str] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., paused: bool = ..., draining: bool = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., revision: _Optional[int] = ..., leader: bool = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., waits: _Optional[_Iterable[str]] = ...) -> None: ...
+    memory_bytes: int
+    files: int
+    threads: int
+    coroutines: int
+    def __init__(self, node: _Optional[str] = ..., name: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., paused: bool = ..., draining: bool = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., revision: _Optional[int] = ..., leader: bool = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., waits: _Optional[_Iterable[str]] = ..., memory_bytes: _Optional[int] = ..., files: _Optional[int] = ..., threads: _Optional[int] = ..., coroutines: _Optional[int] = ...) -> None: ...
 
 class KillRequest(_message.Message):
     __slots__ = ("signal",)

@@ -19,6 +19,7 @@ from taskgraph.node.control import ControlServer
 from taskgraph.observe.control_client import ControlClient, control_address
 from taskgraph.observe.events import EventLog
 from taskgraph.observe.status import NodeStatus, ReplicaStatus, ReportRow, TaskResult
+from taskgraph.observe.usage import Usage
 from taskgraph.transport.endpoints import host_key
 
 TOKEN = bytes(range(32))
@@ -38,6 +39,7 @@ STATUS = NodeStatus(
         ReplicaStatus(1, "setup", 1, None, "", 0.0, (), 0),
     ),
     waits=("task 1 computes",),
+    usage=Usage(memory_bytes=93 << 20, files=20, threads=7, coroutines=30),
 )
 
 

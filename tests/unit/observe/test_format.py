@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from taskgraph.errors import PeerLost
 from taskgraph.observe.format import status_json, status_text, table, values_text
 from taskgraph.observe.status import NodeStatus, ReplicaStatus
+from taskgraph.observe.usage import Usage
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.records import (
@@ -61,6 +63,7 @@ def status() -> NodeStatus:
         leader=True,
         replicas=(ReplicaStatus(0, "primary", 1, 7, "update", 12.34, (), 2),),
         waits=("task 1, whose primary does not answer",),
+        usage=Usage(memory_bytes=93 << 20, files=20, threads=7, coroutines=30),
     )
 
 
@@ -68,8 +71,8 @@ def test_a_status_says_who_does_what_and_what_is_waited_for(view: JobView) -> No
     lines = status_text("fit", 2, 40, view, {"n1-aa": status(), "n2-bb": PeerLost("no answer")}).splitlines()
     assert lines[0] == "job fit: running, epoch 7 of 40, attempt 2"
     rows = {line.split()[0]: line.split() for line in lines if line}
-    assert rows["n1"] == ["n1", "h", "11", "0", "-", "leader"]
-    assert rows["n2"] == ["n2", "h", "22", "1", "0", "does", "not", "answer"]
+    assert rows["n1"] == ["n1", "h", "11", "93", "MiB", "0", "-", "leader"]
+    assert rows["n2"] == ["n2", "h", "22", "-", "1", "0", "does", "not", "answer"]
     assert rows["0"] == ["0", "n1", "1", "2", "n2", "update", "for", "12.3", "s"]
     assert rows["1"] == ["1", "n2", "3", "1", "-", "-"]
     assert lines[-2:] == ["waits:", "  task 1, whose primary does not answer"]
@@ -110,3 +113,12 @@ def test_short_arrays_are_whole_and_long_ones_abbreviated() -> None:
     listed = values_text({0: list(range(100_000))}).splitlines()
     assert len(listed) == 5001 and (listed[0], listed[2500], listed[-1]) == ("0", "... (95000 more)", "99999")
     assert len(values_text({0: {1: "x" * 100_000}})) < 21_000
+
+
+async def test_usage_is_of_this_process() -> None:
+    before = Usage.now()
+    assert before.memory_bytes > 10 << 20 and before.threads >= 1 and before.coroutines == 1
+    one, other = os.pipe()
+    assert Usage.now().files == before.files + 2
+    os.close(one)
+    os.close(other)

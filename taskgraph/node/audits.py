@@ -1,0 +1,93 @@
+"""Asking every task for its ledger, where what they sent and what they received differ.
+
+That two sums differ says nothing about why. A report may be on its way for as long as a link is slow; a task may be
+about to be taken over. So only ledgers that were seen to disagree fail a job, of the very runs that reported, and
+only while nobody was replaced since. A primary that lives and cannot be reached is asked again, and named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from taskgraph.errors import TransportError
+from taskgraph.protocol.messages import Audit, LedgerEntry, LedgerPage, Report, Stamp
+from taskgraph.protocol.sums import Kind, explain, identity, total
+
+if TYPE_CHECKING:
+    from taskgraph.node.node import Node
+
+__all__ = ["Findings", "audit"]
+
+
+class Findings:
+    """What the tasks' ledgers say.
+
+    Args:
+        reports: what the tasks reported last.
+        pages: the ledgers of those that answered.
+
+    Attributes:
+        disagreements: edges whose two ends were both seen, and differ: one line each.
+        hidden: tasks whose ledger was not shown.
+        behind: tasks whose ledger moved on since their last report.
+    """
+
+    def __init__(self, reports: Mapping[int, Report], pages: Mapping[int, tuple[LedgerEntry, ...]]) -> None:
+        self.hidden = tuple(task for task in sorted(reports) if task not in pages)
+        self.behind = tuple(
+            task for task in sorted(pages) if not reports[task].done and _sums(pages[task]) != _reported(reports[task])
+        )
+        # A task is not idle before what it sent was acknowledged: so what others show, asked later, has it. Only who
+        # took, or sent, a message since it reported may have met another that was asked too early: of those, only
+        # items are settled.
+        moved = set(self.behind)
+        pages = {
+            task: tuple(e for e in page if e.kind == Kind.ITEM or not moved.intersection((e.sender, e.receiver)))
+            for task, page in pages.items()
+        }
+        self.disagreements = explain(pages)
+
+    def waits(self, node: Node) -> Iterable[str]:
+        """What the leader waits for, where nothing is known to be wrong."""
+        why = "what was sent and what was received differ"
+        for task in self.hidden:
+            holder = node.keeper.view.primary_node(task)
+            on = f"its primary on {node.name_of(holder)} does not answer" if holder else "it has no primary"
+            yield f"the leader waits for the ledger of task {task} ({on}): {why}"
+        for task in self.behind:
+            yield f"the leader waits for a report of task {task}, which moved on since its last one: {why}"
+
+
+def _sums(page: Iterable[LedgerEntry]) -> tuple[int, int]:
+    sides: dict[bool, list[int]] = {True: [], False: []}
+    for e in page:
+        sides[e.sent].append(identity(e.kind, e.sender, e.receiver, e.name, e.digest))
+    return total(sides[True]), total(sides[False])
+
+
+def _reported(report: Report) -> tuple[int, int]:
+    return report.sent, report.received
+
+
+async def audit(node: Node, stamp: Stamp, reports: Mapping[int, Report]) -> Findings:
+    """Asks all tasks at once; who does not answer in time, or is in another term by now, is `hidden`."""
+    pages: dict[int, tuple[LedgerEntry, ...]] = {}
+
+    async def ask(task: int) -> None:
+        holder = node.keeper.view.primary_node(task)
+        if holder is None:
+            return
+        try:
+            reply = await node.router.to_node(holder, Audit(stamp, task), timeout_s=node.settings.call_s)
+        except TransportError as error:
+            node.log.info("task %d did not show its ledger: %s", task, error)
+            return
+        if isinstance(reply, LedgerPage) and reply.term == reports[task].term:
+            pages[task] = reply.entries
+
+    async with asyncio.TaskGroup() as group:
+        for task in sorted(reports):
+            group.create_task(ask(task), name=f"audit task {task}")
+    return Findings(reports, pages)
