@@ -107,7 +107,7 @@ def show(what: str, samples: list[Sample]) -> None:
 
 async def replace(job: RunningJob, nodes: int) -> None:
     """Starts another node in place of the one that is gone."""
-    await job.nodes.start(1, taken={v.record.name for v in job.view.nodes.values()} | set(job.nodes.ids()))
+    await job.start_another()
     await job.until_settled(nodes)
 
 

@@ -55,7 +55,9 @@ class RunningJob:
             runtime.remove(spec.name)
             runtime.put(entry)
             stack.callback(runtime.remove, spec.name)
-            self.follower = Follower(coordinator, spec, entry.token_bytes)
+            self.run, self.token = spec.run, entry.token_bytes
+            self.etcd_pid = embedded.pid
+            self.follower = Follower(coordinator, spec, self.token)
             stack.push_async_callback(self.follower.stop)
             await self.follower.start(self.events.append)
             stack.callback(self.follower.keeper.on_change(self._changed))
@@ -71,7 +73,8 @@ class RunningJob:
         await self._stack.aclose()
 
     async def _end(self) -> None:
-        await self.follower.cancel_job("the benchmark is over", state=State.CANCELLED)
+        if self.view.running:
+            await self.follower.cancel_job("the benchmark is over", state=State.CANCELLED)
         await self.nodes.stop(5.0)
 
     @property
@@ -92,19 +95,37 @@ class RunningJob:
         assert callable(condition)
         try:
             async with asyncio.timeout(timeout_s):
-                await self.follower.keeper.wait_until(lambda view: bool(condition(view)))
+                await self.follower.keeper.wait_until(lambda view: bool(condition(view)) or not view.running)
         except TimeoutError:
-            status = self.view.status
-            raise SystemExit(
-                f"waited {timeout_s:g} s in vain for {what}; the job is {status and status.record}"
-            ) from None
+            raise SystemExit(f"waited {timeout_s:g} s in vain for {what}") from None
+        status = self.view.status
+        if not condition(self.view) and status is not None:
+            raise SystemExit(f"waited for {what}; the job {status.record.state}: {status.record.reason}")
+
+    async def start_another(self) -> None:
+        """One more node, under a name that nobody had."""
+        await self.nodes.start(1, taken={v.record.name for v in self.view.nodes.values()} | set(self.nodes.ids()))
+
+    async def result(self) -> tg.JobResult:
+        """Waits for the job's end, and collects its result.
+
+        Raises:
+            SystemExit: it did not finish.
+        """
+        status = await self.follower.ended()
+        if status.state != State.FINISHED:
+            raise SystemExit(f"the job {status.state}: {status.reason}")
+        found = await self.follower.results()
+        result = self.follower.assemble(found, 0.0)
+        await self.follower.collected(found, result)
+        return result
 
     async def until_settled(self, nodes: int) -> None:
         """As many nodes, every task with all its backups, and nothing moved for half a second."""
         tasks, backups = range(self._job.tasks), self._job.backups
 
         def whole(view: JobView) -> bool:
-            live = set(view.live_nodes(self.follower._spec.run))
+            live = set(view.live_nodes(self.run))
             return len(live) == nodes and all(
                 view.primary_node(t) in live and len(live.intersection(view.in_sync(t))) > backups for t in tasks
             )
