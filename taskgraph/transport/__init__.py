@@ -13,6 +13,8 @@ and what they are made of:
     session     one connection from hello to goodbye
     sides       the side of a session that calls, and the one that serves
     endpoints   addresses and sockets
+    accepting   accepting over TLS
+    refusals    what is said of strangers
     calls       serving, answering, and owning the tasks that do it
 
 Rules: only this package opens sockets between nodes. What arrives is never unpickled, and believed only after the

@@ -54,6 +54,7 @@ MAX_HEADER_BYTES = 64 << 20
 MAX_BUFFERS = 1 << 20
 
 _MAGIC = b"TG"
+_TLS_HANDSHAKE, _TLS_MAJOR = 22, 3
 _HEAD = struct.Struct("!2sBBQIIIQQ")
 HEAD_BYTES = _HEAD.size
 _SCRATCH_BYTES = 64 << 10  # the reusable receive buffer of a session
@@ -136,7 +137,8 @@ def _unpack(data: memoryview, limits: Limits) -> Head:
     """Reads and bounds a head; knows nothing of what came before it."""
     magic, version, kind, call, header, buffers, body, payload, meta = _HEAD.unpack_from(data)
     if magic != _MAGIC:
-        raise DecodeError("not a frame of ours")
+        tls = data[0] == _TLS_HANDSHAKE and data[1] == _TLS_MAJOR
+        raise DecodeError("TLS, which this node does not speak here" if tls else "not a frame of ours")
     if version != PROTOCOL_VERSION:
         raise OtherVersion(version)
     if kind not in _KINDS:
@@ -315,9 +317,10 @@ class FrameReader:
             return
         if self._start + self._needed <= len(self._memory) and self._end < len(self._memory):
             return
-        if self._needed > len(self._memory):
-            larger = bytearray(self._needed)
-            larger[:unread] = self._scratch[self._start : self._end]
+        if self._needed > len(self._memory) and unread == len(self._memory):
+            # Grows with what came, not by what a head promises.
+            larger = bytearray(min(self._needed, 2 * len(self._memory)))
+            larger[:unread] = self._scratch
             self._memory, self._scratch = larger, memoryview(larger)
         else:
             self._memory[:unread] = bytes(self._scratch[self._start : self._end])

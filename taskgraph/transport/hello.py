@@ -6,8 +6,9 @@
     listener -> WELCOME    HMAC(token, "listener", version, job, both nodes, a, b)
 
 The token never travels. A recorded hello is useless, since each side contributes a fresh nonce; a reflected one too,
-since each side's proof names its role. The dialler proves itself first: whoever does not know the token learns a random
-number and a node's id. Either side may send REFUSE with a reason instead, and hang up.
+since each side's proof names its role. Inside TLS both proofs cover the connection's channel binding as well: nobody
+can pass them on from one connection to another. The dialler proves itself first: whoever does not know the token learns
+a random number and a node's id. Either side may send REFUSE with a reason instead, and hang up.
 
 No I/O here: frames in, frames out.
 """
@@ -43,9 +44,9 @@ class HelloRefused(Exception):
         self.tell = tell
 
 
-def _proof(token: bytes, role: bytes, job: str, dialler: str, listener: str, a: bytes, b: bytes) -> bytes:
+def _proof(token: bytes, role: bytes, job: str, dialler: str, listener: str, *random: bytes) -> bytes:
     mac = hmac.new(token, digestmod=hashlib.sha256)
-    for part in (role, str(PROTOCOL_VERSION).encode(), job.encode(), dialler.encode(), listener.encode(), a, b):
+    for part in (role, str(PROTOCOL_VERSION).encode(), job.encode(), dialler.encode(), listener.encode(), *random):
         mac.update(len(part).to_bytes(4, "big") + part)  # lengths: no two lists of parts give the same bytes
     return mac.digest()
 
@@ -70,6 +71,8 @@ class _Hello:
         peer: the node of the other side; to be believed only once `done`.
         done: both sides have proven themselves.
         probe: the session ends after the hello.
+        binding: what is known to the two ends of this connection alone; b"" without TLS. To be set before `open`, and
+            before the first frame.
     """
 
     _role: bytes
@@ -85,6 +88,10 @@ class _Hello:
         self.peer = ""
         self.probe = False
         self.done = False
+        self.binding = b""
+
+    def _random(self, a: bytes, b: bytes) -> tuple[bytes, ...]:
+        return (a, b, self.binding) if self.binding else (a, b)
 
     def _expect(self, kind: Kind, data: bytes) -> None:
         if kind is Kind.HELLO_REFUSE:
@@ -106,7 +113,7 @@ class Dialling(_Hello):
         return [(Kind.HELLO_OPEN, message.SerializeToString())]
 
     def _proof_of(self, role: bytes) -> bytes:
-        return _proof(self._token, role, self._job, self._node, self.peer, self._mine, self._theirs)
+        return _proof(self._token, role, self._job, self._node, self.peer, *self._random(self._mine, self._theirs))
 
     def on_frame(self, kind: Kind, data: bytes) -> Frames:
         """What to send next.
@@ -133,7 +140,7 @@ class Answering(_Hello):
     """The listener's side."""
 
     def _proof_of(self, role: bytes) -> bytes:
-        return _proof(self._token, role, self._job, self.peer, self._node, self._theirs, self._mine)
+        return _proof(self._token, role, self._job, self.peer, self._node, *self._random(self._theirs, self._mine))
 
     def on_frame(self, kind: Kind, data: bytes) -> Frames:
         """What to send next.

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Protocol, cast
 from taskgraph.errors import DecodeError, PeerLost
 from taskgraph.protocol.messages import Encoded
 from taskgraph.settings import Settings
+from taskgraph.tls import channel_binding
 from taskgraph.transport import wire
 from taskgraph.transport._proto import frame_pb2
 from taskgraph.transport.api import Serve
@@ -104,6 +105,10 @@ class Session(asyncio.BufferedProtocol):
         return self._hello.probe
 
     @property
+    def encrypted(self) -> bool:
+        return bool(self._hello.binding)
+
+    @property
     def open(self) -> bool:
         return self._hello.done and not self.why
 
@@ -112,6 +117,7 @@ class Session(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
         transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
+        self._hello.binding = channel_binding(transport.get_extra_info("ssl_object"))
         self.where = self.where or str(transport.get_extra_info("peername") or "a unix socket")
         self._timer = self._loop.call_later(self._hello_s, self._hello_late)
         self._owner.connected(self)

@@ -10,14 +10,18 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 from taskgraph.errors import PeerGone, PeerLost, TransportError
 from taskgraph.protocol.messages import Call, Encoded, Reply
 from taskgraph.settings import Settings
+from taskgraph.tls import Tls, check_listener
 from taskgraph.transport import endpoints
+from taskgraph.transport.accepting import CLOSE_S, TlsListener
 from taskgraph.transport.api import OnLost, Peer, Serve
 from taskgraph.transport.calls import OwnedTasks, answer, describe, unwrap
 from taskgraph.transport.hello import Answering, Dialling
+from taskgraph.transport.refusals import Refusals
 from taskgraph.transport.session import Session
 from taskgraph.transport.sides import AcceptedSession, DialledSession
 
@@ -30,13 +34,16 @@ MIN_TOKEN_BYTES = 16
 MAX_STRANGERS = 256
 #: How long `close` waits for peers to take what was written to them.
 _FLUSH_S = 1.0
-#: A refused hello is logged once per reason in this time.
-_LOG_EVERY_S = 60.0
 #: Digests of larger values are checked in a thread: 4 MiB take 0.2 ms.
 _THREAD_BYTES = 4 << 20
 _VERIFY_THREADS = 2
 #: Pauses before dialling again after a connection that was cut off during the hello.
 _DIAL_AGAIN_S = (0.005, 0.02, 0.05)
+
+
+class _Listener(Protocol):
+    def close(self) -> None: ...
+    async def wait_closed(self) -> None: ...
 
 
 class _CutOff(PeerLost):
@@ -59,6 +66,8 @@ class StreamTransport:
         tcp_host: the address to listen on; None: no TCP. Loopback unless told otherwise.
         tcp_port: 0 takes a free one.
         advertise: the host name or address others reach `tcp_host` by; needed where it is a wildcard.
+        tls: for TCP, in both directions; unix sockets need none.
+        insecure: without TLS, listen on other addresses than loopback nevertheless.
     """
 
     def __init__(
@@ -72,6 +81,8 @@ class StreamTransport:
         tcp_host: str | None = "127.0.0.1",
         tcp_port: int = 0,
         advertise: str | None = None,
+        tls: Tls | None = None,
+        insecure: bool = False,
     ) -> None:
         if len(token) < MIN_TOKEN_BYTES:
             raise ValueError(f"a token of {len(token)} bytes; it needs at least {MIN_TOKEN_BYTES}")
@@ -87,6 +98,8 @@ class StreamTransport:
         self._tcp_host = tcp_host
         self._tcp_port = tcp_port
         self._advertise = advertise
+        self._tls = tls
+        self._insecure = insecure
 
         self.tasks = OwnedTasks()
         self.serve: Serve = _not_started
@@ -94,14 +107,14 @@ class StreamTransport:
         self._node = ""
         self._on_lost: OnLost = lambda node: None
         self._endpoints: tuple[str, ...] = ()
-        self._servers: list[asyncio.Server] = []
+        self._servers: list[_Listener] = []
         self._socket_file: Path | None = None
         self._connections: dict[Session, asyncio.Future[None]] = {}  # every socket; done when it is closed
         self._strangers: dict[Session, None] = {}  # accepted and not proven, oldest first
         self._open: dict[str, set[Session]] = {}
         self._dialled: dict[str, DialledSession] = {}
         self._dials: dict[str, asyncio.Task[DialledSession]] = {}
-        self._refusals: dict[str, tuple[float, int]] = {}  # reason -> when it was logged, how many since
+        self._refusals: Refusals | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._state = "not started"
 
@@ -115,12 +128,14 @@ class StreamTransport:
         """Listens.
 
         Raises:
-            TransportError: a socket that cannot be listened on, a folder that is not private, a path too long.
+            TransportError: a socket that cannot be listened on, a folder that is not private, a path too long; an
+                address where strangers may be, without TLS; TLS files that cannot be used.
         """
         if self._state != "not started":
             raise RuntimeError(f"the transport is {self._state}")
         self._node, self.serve, self._on_lost = node, serve, on_lost
         self._state = "running"
+        self._refusals = Refusals(log, asyncio.get_running_loop().time)
         try:
             await self._listen()
         except BaseException:
@@ -136,11 +151,28 @@ class StreamTransport:
             self._servers.append(await loop.create_unix_server(self._accept, sock=unix))
             found.append(endpoints.unix_endpoint(self._socket_file))
         if self._tcp_host is not None:
+            check_listener(self._tcp_host or "0.0.0.0", self._tls is not None, self._insecure)
+            if self._tls is not None:
+                self._tls.context(server=True)  # its files are looked at before anybody can connect
             tcp = endpoints.listen_tcp(self._tcp_host, self._tcp_port)
-            self._servers.append(await loop.create_server(self._accept, sock=tcp))
             host, port = tcp.getsockname()[:2]
+            if self._tls is not None:
+                self._servers.append(self._tls_listener(tcp, self._tls))
+            else:
+                self._servers.append(await loop.create_server(self._accept, sock=tcp))
             found.append(endpoints.tcp_endpoint(self._advertise or host, port))
         self._endpoints = tuple(found)
+
+    def _tls_listener(self, tcp: socket.socket, tls: Tls) -> TlsListener:
+        return TlsListener(
+            tcp,
+            tls,
+            self._accept,
+            self.tasks,
+            handshake_s=self._settings.connect_s,
+            limit=MAX_STRANGERS,
+            refused=self._refused,
+        )
 
     async def close(self) -> None:
         if self._state == "closed":
@@ -277,14 +309,28 @@ class StreamTransport:
         try:
             if sock.family == socket.AF_UNIX:
                 await loop.create_unix_connection(lambda: session, sock=sock)
-            else:
+            elif self._tls is None:
                 await loop.create_connection(lambda: session, sock=sock)
+            else:
+                await loop.create_connection(
+                    lambda: session,
+                    sock=sock,
+                    ssl=self._tls.context(server=False),
+                    server_hostname="",  # whom we reached, the hello tells
+                    ssl_handshake_timeout=self._settings.connect_s,
+                    ssl_shutdown_timeout=CLOSE_S,
+                )
             await session.hello_done
         except PeerLost as error:
-            raise (_CutOff if session.cut_off else PeerLost)(f"{endpoint}: {error}") from error
+            if not session.cut_off:
+                raise PeerLost(f"{endpoint}: {error}") from error
+            # Our side of a handshake is done before the listener has looked at our certificate.
+            hint = " (it may not accept our certificate: its log tells)" if session.encrypted else ""
+            raise _CutOff(f"{endpoint}: {error}{hint}") from error
         except OSError as error:
             sock.close()
-            raise PeerLost(f"{endpoint}: {error}") from error
+            how = "no TLS handshake: " if self._tls is not None and endpoint.startswith("tcp:") else ""
+            raise PeerLost(f"{endpoint}: {how}{error}") from error
         except BaseException:
             session.abort()
             raise
@@ -307,7 +353,10 @@ class StreamTransport:
             session.tune(self._settings)
             self._strangers[session] = None
             if len(self._strangers) > MAX_STRANGERS:
-                next(iter(self._strangers)).end("too many connections without a hello")
+                oldest = next(iter(self._strangers))
+                oldest.end("too many connections without a hello")
+                self._strangers.pop(oldest, None)
+                oldest.abort()  # also where it ended before, and its last word is not read
 
     def opened(self, session: Session) -> None:
         self._strangers.pop(session, None)
@@ -320,9 +369,8 @@ class StreamTransport:
         self._open.setdefault(session.peer, set()).add(session)
 
     def ended(self, session: Session) -> None:
-        if session in self._strangers:
-            del self._strangers[session]
-            self._log_refusal(session)
+        if session in self._strangers:  # and one of them until its socket is closed, too
+            self._refused(session.where, session.why)
         node = session.peer
         if isinstance(session, DialledSession) and self._dialled.get(node) is session:
             del self._dialled[node]
@@ -337,21 +385,13 @@ class StreamTransport:
                 self._on_lost(node)
 
     def disconnected(self, session: Session) -> None:
+        self._strangers.pop(session, None)
         closed = self._connections.pop(session)
         closed.set_result(None)
 
-    def _log_refusal(self, session: Session) -> None:
-        """Strangers may knock as often as they like: one line a minute for each reason."""
-        now = asyncio.get_running_loop().time()
-        at, since = self._refusals.get(session.why, (-_LOG_EVERY_S, 0))
-        if now - at < _LOG_EVERY_S:
-            self._refusals[session.why] = (at, since + 1)
-            return
-        if len(self._refusals) >= MAX_STRANGERS:
-            self._refusals.clear()
-        self._refusals[session.why] = (now, 0)
-        more = f" ({since} more like this before)" if since else ""
-        log.warning("refused a connection from %s: %s%s", session.where, session.why, more)
+    def _refused(self, where: str, why: str) -> None:
+        if self._refusals is not None and self._state == "running":
+            self._refusals.refused(where, why)
 
     async def verified(self, value: Encoded) -> bool:
         if value.size_bytes < _THREAD_BYTES:

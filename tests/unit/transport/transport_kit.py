@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import os
 import random
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import trustme
 import xxhash
 
 from taskgraph.protocol import messages as m
 from taskgraph.settings import Settings
 from taskgraph.testing.simulate.loop import Process
 from taskgraph.testing.simulate.network import SimNetwork, SimTransport
+from taskgraph.tls import CA, CERT, KEY, Tls
 from taskgraph.transport.api import Peer, Transport
 from taskgraph.transport.memory import MemoryNetwork, MemoryTransport
 from taskgraph.transport.stream import StreamTransport
@@ -23,7 +27,23 @@ from taskgraph.transport.stream import StreamTransport
 TOKEN = b"0123456789abcdef"
 JOB = "job"
 STAMP = m.Stamp(1, 7)
-KINDS = ("memory", "memory shuffled", "simulated", "unix", "tcp")
+KINDS = ("memory", "memory shuffled", "simulated", "unix", "tcp", "tls")
+
+
+@functools.cache
+def authority(name: str = "ours") -> trustme.CA:
+    """Made once: keys take their time."""
+    return trustme.CA(organization_name=name)
+
+
+def certified(folder: Path, *, by: str = "ours", trusting: str = "ours", host: str = "127.0.0.1") -> Tls:
+    """Files of a node, in `folder`."""
+    folder.mkdir(exist_ok=True)
+    issued = authority(by).issue_cert(host)
+    authority(trusting).cert_pem.write_to_path(str(folder / CA))
+    issued.cert_chain_pems[0].write_to_path(str(folder / CERT))
+    issued.private_key_pem.write_to_path(str(folder / KEY))
+    return Tls(folder / CA, folder / CERT, folder / KEY)
 
 
 def digest_of(meta: bytes, buffers: tuple[memoryview, ...]) -> bytes:
@@ -120,9 +140,12 @@ class Cluster:
             random.Random(5), Settings(), delay_s=0.0005, in_order=0.5, on_message=lambda *_: None
         )
         self.nodes: list[Node] = []
+        self.tls = certified(folder / "tls") if kind == "tls" else None
         self._names = (f"node-{number}" for number in itertools.count())
 
-    def transport(self, *, token: bytes = TOKEN, job: str = JOB, settings: Settings | None = None) -> Transport:
+    def transport(
+        self, *, token: bytes = TOKEN, job: str = JOB, settings: Settings | None = None, tls: Tls | None = None
+    ) -> Transport:
         if self.kind.startswith("memory"):
             return MemoryTransport(self.network)
         if self.kind == "simulated":
@@ -133,11 +156,14 @@ class Cluster:
             job=job,
             verify=verify,
             unix_dir=self.folder if self.kind == "unix" else None,
-            tcp_host="127.0.0.1" if self.kind == "tcp" else None,
+            tcp_host="127.0.0.1" if self.kind in ("tcp", "tls") else None,
+            tls=tls or self.tls,
         )
 
-    async def node(self, *, token: bytes = TOKEN, job: str = JOB, settings: Settings | None = None) -> Node:
-        transport = self.transport(token=token, job=job, settings=settings)
+    async def node(
+        self, *, token: bytes = TOKEN, job: str = JOB, settings: Settings | None = None, tls: Tls | None = None
+    ) -> Node:
+        transport = self.transport(token=token, job=job, settings=settings, tls=tls)
         node = await Node(next(self._names), transport).start()
         self.nodes.append(node)
         return node
@@ -171,4 +197,5 @@ async def cluster_of(kind: str, folder: Path) -> AsyncIterator[Cluster]:
     mine = asyncio.current_task()
     await asyncio.sleep(0)
     assert {task.get_name() for task in asyncio.all_tasks() if task is not mine} == set()
+    shutil.rmtree(folder / "tls", ignore_errors=True)
     assert os.listdir(folder) == []

@@ -1,0 +1,200 @@
+"""Mutual TLS between nodes, and between a node and whoever controls it: three files, and what is made of them.
+
+Both sides show a certificate, and both want it signed by the one authority that `ca` names: the system's authorities
+count for nothing here. TLS 1.3 only. Files are read again when they changed, so that renewed certificates are taken up
+by the next connection.
+
+Nothing here knows what is said inside.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+import ssl
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import cast
+
+import grpc
+
+from taskgraph.errors import TransportError
+
+__all__ = ["CA", "CERT", "KEY", "Tls", "channel_binding", "check_listener"]
+
+log = logging.getLogger("taskgraph.tls")
+
+#: What the files are called in a directory.
+CA, CERT, KEY = "ca.pem", "cert.pem", "key.pem"
+
+_Stamp = tuple[tuple[int, int], ...]
+
+
+class Tls:
+    """A node's, or a client's, way to prove itself and to check others.
+
+    Args:
+        ca: PEM file of the authority whose certificates are accepted.
+        cert: PEM file of our certificate, with intermediates if there are any; used as a server's and as a client's.
+        key: PEM file of its private key, not encrypted.
+    """
+
+    def __init__(self, ca: str | Path, cert: str | Path, key: str | Path) -> None:
+        self.ca, self.cert, self.key = Path(ca), Path(cert), Path(key)
+        self._contexts: dict[bool, ssl.SSLContext] = {}
+        self._stamp: _Stamp = ()
+
+    @staticmethod
+    def of(given: Mapping[str, str]) -> Tls | None:
+        """From `{"ca": ..., "cert": ..., "key": ...}`; None from nothing."""
+        return Tls(given["ca"], given["cert"], given["key"]) if given else None
+
+    def context(self, *, server: bool) -> ssl.SSLContext:
+        """The context of one side.
+
+        Raises:
+            TransportError: a file that cannot be used. Where one could be used before, that one is kept, and the log
+                tells why: certificates are renewed file by file.
+        """
+        try:
+            stamp = self._now()
+            if stamp != self._stamp:
+                made = {side: self._make(server=side) for side in (False, True)}
+                self._contexts, self._stamp = made, stamp
+        except TransportError as error:
+            if not self._contexts:
+                raise
+            log.warning("%s; going on with what was read before", error)
+        return self._contexts[server]
+
+    def _now(self) -> _Stamp:
+        found = []
+        for path in (self.ca, self.cert, self.key):
+            try:
+                status = path.stat()
+            except OSError as error:
+                raise _unusable(path, error.strerror or str(error)) from error
+            found.append((status.st_mtime_ns, status.st_ino))
+        return tuple(found)
+
+    def _make(self, *, server: bool) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        # Who is meant is proven by the hello, which is bound to the connection (`channel_binding`); a host's name would
+        # prove less: several nodes share a host.
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        if server:
+            context.num_tickets = 0  # nobody resumes a session: nodes keep theirs open
+        try:
+            context.load_verify_locations(cafile=self.ca)
+        except (OSError, ssl.SSLError) as error:
+            raise _unusable(self.ca, _why(error)) from error
+        try:
+            context.load_cert_chain(self.cert, self.key, password="")  # else an encrypted key asks on the terminal
+        except (OSError, ssl.SSLError) as error:
+            raise _unusable(f"{self.cert} and {self.key}", _why(error)) from error
+        return context
+
+    def check(self, host: str) -> None:
+        """Whether others can reach us as `host`: shakes hands with ourselves.
+
+        What is wrong with a certificate is then said by the node that has it, when it starts, and not by each node
+        that dials it.
+
+        Raises:
+            TransportError: the certificate was not signed by our authority, is expired, is not for servers or not for
+                clients, or does not name the host.
+        """
+        client_context = self._make(server=False)
+        client_context.check_hostname = True
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = client_context.wrap_bio(to_client, to_server, server_hostname=host)
+        server = self._make(server=True).wrap_bio(to_server, to_client, server_side=True)
+        try:
+            for side in (client, server, client, server):
+                try:
+                    side.do_handshake()
+                except ssl.SSLWantReadError:  # the other side's turn
+                    continue
+        except ssl.SSLError as error:
+            name = f"; others reach this node as {host!r}" if "mismatch" in str(error) else ""
+            raise _unusable(self.cert, _why(error) + name) from error
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """For a gRPC server; renewed files are taken up by the next connection."""
+        self.context(server=True)  # gRPC says nothing of files that it cannot use
+        renewed = cast("Callable[[], grpc.ServerCertificateConfiguration]", self._renewed)  # None is allowed, too
+        return grpc.dynamic_ssl_server_credentials(self._configuration(), renewed, True)
+
+    def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration(
+            [(self.key.read_bytes(), self.cert.read_bytes())], root_certificates=self.ca.read_bytes()
+        )
+
+    def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
+        """Called by gRPC, in a thread of its own, before each handshake; None: as before."""
+        try:
+            self._make(server=True)
+            return self._configuration()
+        except (OSError, TransportError) as error:
+            log.warning("%s; the control service goes on with what was read before", error)
+            return None
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """For a gRPC client, which also wants the server's certificate to name the host it dials."""
+        self.context(server=False)
+        return grpc.ssl_channel_credentials(self.ca.read_bytes(), self.key.read_bytes(), self.cert.read_bytes())
+
+
+def _unusable(what: object, why: str) -> TransportError:
+    return TransportError(f"the TLS file {what} cannot be used: {why}")
+
+
+def _why(error: OSError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return error.verify_message
+    if isinstance(error, ssl.SSLError):
+        return (error.reason or str(error)).replace("_", " ").lower()
+    return error.strerror or str(error)
+
+
+def channel_binding(connection: ssl.SSLObject | None) -> bytes:
+    """What both ends of one TLS connection know, and no two connections share; b"" without TLS.
+
+    It is the dialler's Finished message, a MAC over the whole handshake. Whoever stands in the middle, be it with a
+    certificate of the same authority, has two connections with two of them.
+
+    Raises:
+        TransportError: it is not known, so that nothing can be bound to it.
+    """
+    if connection is None:
+        return b""
+    found = connection.get_channel_binding("tls-unique")
+    if not found:
+        raise TransportError("TLS without a channel binding")
+    return found
+
+
+def check_listener(host: str, tls: bool, insecure: bool) -> None:
+    """Refuses to listen where strangers may be, without TLS.
+
+    Raises:
+        TransportError: says what to do.
+    """
+    if not host or tls or insecure or _loopback(host):
+        return
+    raise TransportError(
+        f"refusing to listen on {host} without TLS: whoever is on that network could read and change what nodes say. "
+        f"Give --tls DIR (`taskgraph certs DIR --host {host}` makes a set of files for a test), or --insecure-listen "
+        f"where everybody on that network is trusted"
+    )
+
+
+def _loopback(host: str) -> bool:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise TransportError(f"cannot listen on {host}: {error}") from error
+    return all(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in found)

@@ -1,0 +1,121 @@
+"""Accepting over TLS: nothing of a session exists before the handshake is done.
+
+Why not the event loop's own servers: they neither bound how many connections are shaking hands, nor tell why a
+handshake failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+from collections.abc import Callable
+
+from taskgraph.errors import TransportError
+from taskgraph.tls import Tls
+from taskgraph.transport.calls import OwnedTasks
+
+__all__ = ["CLOSE_S", "TlsListener"]
+
+log = logging.getLogger("taskgraph.transport")
+
+#: How long an ended session waits for the peer's goodbye inside TLS.
+CLOSE_S = 1.0
+#: Without a free descriptor there is no connection to accept; somebody else has to let go of one.
+_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_FULL_PAUSE_S = 1.0
+
+
+class TlsListener:
+    """Accepts, shakes hands, makes sessions.
+
+    Args:
+        listener: the listening socket, which is ours from now on.
+        make: the protocol of a connection whose handshake is done.
+        handshake_s: the limit for one handshake.
+        limit: connections shaking hands at a time. Beyond it the oldest is given up: honest ones take milliseconds.
+        refused: (where, why) of a connection that came to nothing.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        tls: Tls,
+        make: Callable[[], asyncio.BaseProtocol],
+        tasks: OwnedTasks,
+        *,
+        handshake_s: float,
+        limit: int,
+        refused: Callable[[str, str], None],
+    ) -> None:
+        tls.context(server=True)  # raises where its files cannot be used
+        self._listener = listener
+        self._tls = tls
+        self._make = make
+        self._tasks = tasks
+        self._handshake_s = handshake_s
+        self._limit = limit
+        self._refused = refused
+        self._shaking: dict[asyncio.Task[None], None] = {}  # oldest first
+        self._accepting = tasks.spawn(self._accept(), name="accept over TLS")
+        self._accepting.add_done_callback(lambda _: listener.close())  # it may be cancelled before it began
+
+    def close(self) -> None:
+        """Stops listening; handshakes under way come to nothing."""
+        self._accepting.cancel()
+        for task in self._shaking:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        await asyncio.wait([self._accepting, *self._shaking])
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, address = await loop.sock_accept(self._listener)
+            except ConnectionAbortedError:  # it left before we came
+                continue
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise TransportError(f"cannot accept connections any more: {error}") from error
+                log.error("cannot accept a connection: %s", error)
+                await asyncio.sleep(_FULL_PAUSE_S)
+                continue
+            self._begin(sock, str(address))
+
+    def _begin(self, sock: socket.socket, where: str) -> None:
+        ours = [sock]  # until the event loop takes it
+        task = self._tasks.spawn(self._shake(ours, where), name=f"TLS handshake with {where}")
+        self._shaking[task] = None
+
+        def over(done: asyncio.Task[None]) -> None:
+            self._shaking.pop(done, None)
+            for left in ours:
+                left.close()
+
+        task.add_done_callback(over)
+        if len(self._shaking) > self._limit:
+            oldest = next(iter(self._shaking))
+            del self._shaking[oldest]
+            oldest.cancel()
+
+    async def _shake(self, ours: list[socket.socket], where: str) -> None:
+        try:
+            context = self._tls.context(server=True)
+            sock = ours.pop()
+            sock.setblocking(False)
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._make,
+                sock,
+                ssl=context,
+                ssl_handshake_timeout=self._handshake_s,
+                ssl_shutdown_timeout=CLOSE_S,
+            )
+        except asyncio.CancelledError:
+            if not self._accepting.cancelling():
+                self._refused(where, "too many connections without a TLS handshake")
+            raise
+        except (OSError, TransportError) as error:
+            self._refused(where, f"no TLS handshake: {error}")

@@ -1,0 +1,279 @@
+"""TLS between nodes: whose certificate is not our authority's is refused, and nobody stands in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from transport_kit import JOB, TOKEN, Cluster, certified, cluster_of, encoded, item, pull, verify
+
+from taskgraph.errors import PeerLost, TransportError
+from taskgraph.protocol import messages as m
+from taskgraph.settings import Settings
+from taskgraph.tls import CERT, KEY, Tls, check_listener
+from taskgraph.transport import accepting, endpoints
+from taskgraph.transport.api import Peer
+from taskgraph.transport.stream import StreamTransport
+
+SEAL = m.Seal(m.Stamp(1, 1), 1, 1)
+
+
+@pytest.fixture
+async def cluster(folder: Path) -> AsyncIterator[Cluster]:
+    async with cluster_of("tls", folder) as cluster:
+        yield cluster
+
+
+def port_of(peer: Peer) -> int:
+    return int(peer.endpoints[0].rpartition(":")[2])
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+async def test_nothing_readable_travels(cluster: Cluster) -> None:
+    """A tap on the wire sees neither the job's name nor a value."""
+    a, b = await cluster.node(), await cluster.node()
+    tapped = bytearray()
+
+    async def tap(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, to = await asyncio.open_connection("127.0.0.1", port_of(b.peer))
+
+        async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            while data := await source.read(1 << 16):
+                tapped.extend(data)
+                sink.write(data)
+            sink.close()
+
+        await asyncio.gather(pump(reader, to), pump(there, writer))
+
+    async def answer(caller: str, call: m.Call) -> m.Reply:
+        assert isinstance(call, m.Pull)
+        return item(call, encoded(b"", b"a secret of mine" * 10_000))
+
+    b.handler = answer
+    async with await asyncio.start_server(tap, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        reply = await a.call(Peer(b.name, (endpoints.tcp_endpoint("127.0.0.1", port),)), pull())
+        assert isinstance(reply, m.Item) and reply.value.size_bytes == 160_000
+        await a.transport.close()
+    assert len(tapped) > 160_000
+    assert b"secret" not in tapped and b"node-" not in tapped and TOKEN not in tapped
+
+
+@pytest.mark.parametrize("side", ["dialler", "listener"])
+async def test_a_certificate_of_another_authority_is_refused(
+    cluster: Cluster, folder: Path, side: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Although the token is the right one. The impostor itself trusts everybody."""
+    impostor = certified(folder / "tls" / "impostor", by="theirs", trusting="ours")
+    good, bad = await cluster.node(), await cluster.node(tls=impostor)
+    one, other = (bad, good) if side == "dialler" else (good, bad)
+    for _ in range(3):
+        with pytest.raises(PeerLost, match=r"may not accept our certificate|certificate verify failed"):
+            await one.call(other, SEAL)
+    assert good.served == bad.served == []
+    if side == "dialler":
+        assert len([text for text in warnings_of(caplog) if "certificate verify failed" in text]) == 1
+
+
+async def test_without_a_certificate_nobody_gets_in(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    b = await cluster.node()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(b.peer), ssl=context)
+    with contextlib.suppress(OSError):
+        assert await reader.read() == b""
+    writer.close()
+    assert any("did not return a certificate" in text for text in warnings_of(caplog))
+
+
+async def test_an_older_tls_is_refused(cluster: Cluster, folder: Path) -> None:
+    b = await cluster.node()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(folder / "tls" / CERT, folder / "tls" / KEY)
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        await asyncio.open_connection("127.0.0.1", port_of(b.peer), ssl=context)
+
+
+@pytest.mark.parametrize("which", ["dialler", "listener"])
+async def test_with_and_without_tls_do_not_meet(
+    cluster: Cluster, folder: Path, which: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = StreamTransport(Settings(connect_s=1.0), TOKEN, job=JOB, verify=verify)
+    node = await cluster.node()
+
+    async def serve(caller: str, call: m.Call) -> m.Reply:
+        return m.Accepted(1)
+
+    await plain.start("plain", serve, lambda lost: None)
+    try:
+        with pytest.raises(PeerLost):
+            if which == "dialler":
+                await plain.call(node.peer, SEAL)
+            else:
+                await node.call(Peer("plain", plain.endpoints), SEAL)
+    finally:
+        await plain.close()
+    said = "wrong version number" if which == "dialler" else "TLS, which this node does not speak here"
+    assert any(said in text for text in warnings_of(caplog))
+    assert node.served == []
+
+
+async def test_nobody_stands_in_the_middle_not_even_with_a_certificate(cluster: Cluster, folder: Path) -> None:
+    """It ends TLS on both sides and passes every byte on: proofs are bound to the connection they were made for."""
+    a, b = await cluster.node(), await cluster.node()
+    middle = certified(folder / "tls" / "middle")
+    passed = bytearray()
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, to = await asyncio.open_connection(
+            "127.0.0.1", port_of(b.peer), ssl=middle.context(server=False), server_hostname=""
+        )
+
+        async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            try:
+                while data := await source.read(1 << 16):
+                    passed.extend(data)
+                    sink.write(data)
+            except OSError:
+                return
+            finally:
+                sink.close()
+
+        await asyncio.gather(pump(reader, to), pump(there, writer))
+
+    async with await asyncio.start_server(pass_on, "127.0.0.1", 0, ssl=middle.context(server=True)) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(PeerLost, match="wrong token"):
+            await a.call(Peer(b.name, (endpoints.tcp_endpoint("127.0.0.1", port),)), SEAL)
+    assert passed and b.served == []
+
+
+async def test_silent_connections_are_bounded_and_the_node_goes_on(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from taskgraph.transport import stream
+
+    monkeypatch.setattr(stream, "MAX_STRANGERS", 8)
+    a, b = await cluster.node(), await cluster.node()
+    silent = []
+    for _ in range(30):
+        sock = socket.create_connection(("127.0.0.1", port_of(b.peer)))
+        sock.setblocking(False)
+        silent.append(sock)
+    try:
+        assert await a.call(b, SEAL) == m.Accepted(1)
+        loop = asyncio.get_running_loop()
+        closed = 0
+        async with asyncio.timeout(5):
+            for sock in silent[:-9]:  # the oldest; the call above was one, too
+                with contextlib.suppress(ConnectionError):
+                    assert await loop.sock_recv(sock, 1) == b""
+                closed += 1
+        assert closed == 21
+        listener = b.transport._servers[0]  # type: ignore[attr-defined]
+        assert isinstance(listener, accepting.TlsListener) and len(listener._shaking) <= 8
+    finally:
+        for sock in silent:
+            sock.close()
+    assert len([text for text in warnings_of(caplog) if "without a TLS handshake" in text]) == 1
+
+
+async def test_a_silent_connection_is_closed_in_time(cluster: Cluster) -> None:
+    b = await cluster.node(settings=Settings(connect_s=0.2))
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(b.peer))
+    async with asyncio.timeout(5):
+        with contextlib.suppress(OSError):
+            assert await reader.read() == b""
+    writer.close()
+
+
+async def test_renewed_files_are_taken_up(cluster: Cluster, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """File by file, as whoever renews them writes them."""
+    files = folder / "tls" / "mine"
+    tls = certified(files)
+    before = tls.context(server=True)
+    assert tls.context(server=True) is before
+    key = (files / KEY).read_bytes()
+    certified(files)
+    renewed = (files / KEY).read_bytes()
+    (files / KEY).write_bytes(key)  # the certificate is new, its key is not there yet
+    assert tls.context(server=True) is before
+    assert any("key values mismatch" in text for text in warnings_of(caplog))
+    (files / KEY).write_bytes(renewed)
+    os.utime(files / KEY, ns=(1, 1))
+    assert tls.context(server=True) is not before
+    a, b = await cluster.node(tls=tls), await cluster.node()
+    assert await a.call(b, SEAL) == m.Accepted(1)
+
+
+@pytest.mark.parametrize("missing", ["ca.pem", "cert.pem", "key.pem"])
+async def test_a_missing_or_broken_file_is_named(folder: Path, missing: str) -> None:
+    tls = certified(folder)
+    (folder / missing).write_text("not a PEM")
+    with pytest.raises(TransportError, match=missing):
+        tls.context(server=True)
+    (folder / missing).unlink()
+    node = StreamTransport(Settings(), TOKEN, job=JOB, verify=verify, tls=tls)
+    with pytest.raises(TransportError, match=rf"{missing} cannot be used: No such file"):
+        await node.start("n", lambda caller, call: None, lambda lost: None)  # type: ignore[arg-type,return-value]
+
+
+def test_a_certificate_is_checked_against_the_name_it_is_reached_by(folder: Path) -> None:
+    tls = certified(folder, host="node7.example")
+    tls.check("node7.example")
+    with pytest.raises(TransportError, match=r"others reach this node as '10\.0\.0\.7'"):
+        tls.check("10.0.0.7")
+    with pytest.raises(TransportError, match="unable to get local issuer"):
+        certified(folder, by="theirs").check("127.0.0.1")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost", ""])
+def test_loopback_needs_no_tls(host: str) -> None:
+    check_listener(host, tls=False, insecure=False)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "2001:db8::1", "::ffff:192.0.2.1"])
+def test_beyond_loopback_tls_or_a_flag_is_needed(host: str) -> None:
+    with pytest.raises(TransportError, match=rf"listen on {host} without TLS.*--tls DIR.*--insecure-listen"):
+        check_listener(host, tls=False, insecure=False)
+    check_listener(host, tls=True, insecure=False)
+    check_listener(host, tls=False, insecure=True)
+
+
+async def test_a_transport_refuses_it_too(folder: Path) -> None:
+    async def serve(caller: str, call: m.Call) -> m.Reply:
+        return m.Accepted(1)
+
+    for tls, insecure in ((None, False), (None, True), (certified(folder), False)):
+        node = StreamTransport(
+            Settings(),
+            TOKEN,
+            job=JOB,
+            verify=verify,
+            tcp_host="0.0.0.0",
+            advertise="127.0.0.1",
+            tls=tls,
+            insecure=insecure,
+        )
+        if tls is None and not insecure:
+            with pytest.raises(TransportError, match="without TLS"):
+                await node.start("n", serve, lambda lost: None)
+        else:
+            await node.start("n", serve, lambda lost: None)
+            await node.close()
+
+
+def test_no_files_are_no_tls() -> None:
+    assert Tls.of({}) is None
