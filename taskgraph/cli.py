@@ -27,7 +27,7 @@ _OF_DRIVERS = ("run", "submit", "launch")
 
 def parser(*, driver: bool = False) -> argparse.ArgumentParser:
     """The parser. `driver`: for `tg.main`, where the driver is the file that runs."""
-    from taskgraph.commands.common import add_etcd_options
+    from taskgraph.commands.common import add_etcd_options, add_listen_options
 
     top = argparse.ArgumentParser(prog=None if driver else "taskgraph", description="Run and watch taskgraph jobs.")
     top.add_argument("--version", action="version", version=f"taskgraph {VERSION}")
@@ -46,19 +46,19 @@ def parser(*, driver: bool = False) -> argparse.ArgumentParser:
         return made
 
     run = add("run", "Run a job with nodes on this host and follow it to its end.", of_driver=True)
-    run.add_argument("--listen", metavar="HOST", help="let nodes on other hosts join: listen on this address")
+    add_listen_options(run, "let nodes on other hosts join: listen on this address")
     _add_run_options(run)
     _add_beginning(add("submit", "Submit a job to an etcd; nodes are started elsewhere.", of_driver=True))
     launch = add("launch", "Start nodes on this host for a submitted job (or a driver: like run).")
     launch.add_argument("job", metavar="JOB_OR_DRIVER", nargs="?", help="the job's name, or a driver as for run")
     launch.add_argument("-o", "--option", action="append", metavar="NAME=VALUE", help="with a driver")
     launch.add_argument("--name", help="with a driver: another name for the job")
-    launch.add_argument("--listen", metavar="HOST", help="listen for nodes on other hosts, on this address")
+    add_listen_options(launch, "listen for nodes on other hosts, on this address")
     _add_run_options(launch)
     node = add("node", "Run one node of a job in this process.")
     node.add_argument("--job", required=True, help="the job's name; it may be submitted later")
     node.add_argument("--name", help="what people call the node")
-    node.add_argument("--listen", metavar="HOST", help="listen for nodes on other hosts, on this address")
+    add_listen_options(node, "listen for nodes on other hosts, on this address")
     status = add("status", "What a job does, who does it, and what it waits for.", job="?")
     status.add_argument("--json", action="store_true")
     status.add_argument("--watch", action="store_true", help="again every second, until the job ends")
@@ -76,6 +76,13 @@ def parser(*, driver: bool = False) -> argparse.ArgumentParser:
     drain.add_argument("--node", metavar="NAME", required=True)
     add("shutdown", "End a job without a result.", job="?")
     add("token", "Print the token of a job of this host.", job="?")
+    text = "Make an authority and a certificate of it, for TLS in a test cluster."
+    certs = commands.add_parser("certs", help=text, description=text)
+    certs.add_argument("directory", metavar="DIR", help="where to; give it to every node and client as --tls DIR")
+    certs.add_argument("--host", action="append", metavar="HOST", help="a name or address that nodes are reached by")
+    certs.add_argument("--ca", metavar="DIR", help="sign with the authority that is there already")
+    certs.add_argument("--days", type=int, default=90, metavar="N", help="how long they are valid (90)")
+    certs.add_argument("--force", action="store_true", help="overwrite what is there")
     return top
 
 
@@ -94,7 +101,7 @@ def _add_beginning(made: argparse.ArgumentParser) -> None:
 
 
 def _commands() -> dict[str, Callable[..., int]]:
-    from taskgraph.commands import acting, joining, looking, running
+    from taskgraph.commands import acting, certifying, joining, looking, running
 
     return {
         "run": running.run,
@@ -108,6 +115,7 @@ def _commands() -> dict[str, Callable[..., int]]:
         "drain": acting.drain,
         "shutdown": acting.shutdown,
         "token": acting.token,
+        "certs": certifying.certs,
     }
 
 
@@ -147,8 +155,7 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction | None = 
 def driver_main(function: JobFunction) -> None:
     """`tg.main(fit)` at the end of a driver: the command line with this driver; no command means run."""
     arguments = sys.argv[1:]
-    known = {"run", "submit", "launch", "node", "status", "events", "result", "kill", "drain", "shutdown", "token"}
-    if not arguments or (arguments[0] not in known and arguments[0] not in ("-h", "--help", "--version")):
+    if not arguments or (arguments[0] not in _commands() and arguments[0] not in ("-h", "--help", "--version")):
         arguments = ["run", *arguments]
     sys.exit(main(arguments, function))
 

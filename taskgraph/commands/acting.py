@@ -50,7 +50,7 @@ async def _kill(options: argparse.Namespace, number: signal.Signals) -> int:
         node, what = _target(options, view, reached.spec.tasks)
         record = view.nodes[node].record
         try:
-            async with client_of(record, reached.entry.token_bytes) as client:
+            async with client_of(record, reached.entry.token_bytes, reached.entry.node_access) as client:
                 await client.kill(number)
         except PeerLost:
             if not _signal_here(record, number):
@@ -117,7 +117,7 @@ async def _drain(options: argparse.Namespace) -> int:
     async with reach(options) as reached:
         view = await _view(reached)
         record = view.nodes[_node_named(view, options.node)].record
-        async with client_of(record, reached.entry.token_bytes) as client:
+        async with client_of(record, reached.entry.token_bytes, reached.entry.node_access) as client:
             await client.drain("taskgraph drain")
         print(f"{record.name} (process {record.pid} on {record.host}) hands over and leaves")
     return 0

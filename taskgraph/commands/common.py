@@ -13,11 +13,12 @@ from pathlib import Path
 
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.driver import JobSpec
-from taskgraph.errors import JobError, UnknownJob
-from taskgraph.launch.access import configured, etcd_access
+from taskgraph.errors import JobError, TransportError, UnknownJob
+from taskgraph.launch.access import configured, etcd_access, insecure_listen, node_access
 from taskgraph.launch.run import connect
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.protocol.keys import Keys
+from taskgraph.tls import check_listener
 
 __all__ = [
     "NewToken",
@@ -25,8 +26,11 @@ __all__ = [
     "access_of",
     "access_words",
     "add_etcd_options",
+    "add_listen_options",
     "etcd_of",
     "find_entry",
+    "listen_of",
+    "node_access_of",
     "reach",
     "token_for",
     "token_of",
@@ -34,6 +38,7 @@ __all__ = [
 
 _TOKEN_BYTES = 16
 """Shorter ones are refused by nodes."""
+_NODE_ACCESS = ("tls", "tls_ca", "tls_cert", "tls_key")
 _ACCESS = ("etcd_ca", "etcd_cert", "etcd_key", "etcd_user", "etcd_password_file")
 
 
@@ -49,6 +54,42 @@ def add_etcd_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--token-file", metavar="FILE", help="the job's token; `submit` and `run` write it where it is missing"
     )
+    nodes = parser.add_argument_group(
+        "TLS between nodes (also TASKGRAPH_TLS, TASKGRAPH_TLS_CA etc., or taskgraph.toml)"
+    )
+    nodes.add_argument("--tls", metavar="DIR", help="a directory with ca.pem, cert.pem and key.pem (`taskgraph certs`)")
+    nodes.add_argument("--tls-ca", metavar="FILE", help="authority of all nodes' and clients' certificates")
+    nodes.add_argument("--tls-cert", metavar="FILE", help="our certificate")
+    nodes.add_argument("--tls-key", metavar="FILE", help="its key")
+
+
+def add_listen_options(parser: argparse.ArgumentParser, help_text: str) -> None:
+    """--listen and what it needs."""
+    parser.add_argument("--listen", metavar="HOST", help=help_text)
+    parser.add_argument(
+        "--insecure-listen",
+        action="store_true",
+        help="listen without TLS, although HOST is not loopback: whoever is on that network can read along",
+    )
+
+
+def listen_of(options: argparse.Namespace) -> tuple[str, bool]:
+    """What --listen says, and whether it may do without TLS; refused here, before anything is started.
+
+    Raises:
+        JobError: an address where strangers may be, without TLS.
+    """
+    listen, insecure = options.listen or "", insecure_listen(options.insecure_listen)
+    try:
+        check_listener(listen, bool(node_access_of(options)), insecure)
+    except TransportError as error:  # whoever wrote the command is to change it
+        raise JobError(str(error)) from None
+    return listen, insecure
+
+
+def node_access_of(options: argparse.Namespace) -> dict[str, str]:
+    """The files of TLS between nodes."""
+    return node_access({name: getattr(options, name) for name in _NODE_ACCESS})
 
 
 def etcd_of(options: argparse.Namespace) -> str | None:
@@ -62,7 +103,7 @@ def access_of(options: argparse.Namespace) -> dict[str, str]:
 
 def access_words(options: argparse.Namespace) -> str:
     """The same as it was said on the command line, to be said again."""
-    said = [(name.replace("_", "-"), getattr(options, name)) for name in _ACCESS]
+    said = [(name.replace("_", "-"), getattr(options, name)) for name in (*_ACCESS, *_NODE_ACCESS)]
     return "".join(f" --{name} {shlex.quote(value)}" for name, value in said if value)
 
 
@@ -155,7 +196,15 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
             raise JobError("name the job: with --etcd it is looked for there")
         local = runtime.find(name)
         token = token_of(options) or (local.token if local is not None and local.etcd == etcd else "")
-        return JobEntry(name=name, etcd=etcd, token=token, pid=os.getpid(), embedded=False, tls=access_of(options))
+        return JobEntry(
+            name=name,
+            etcd=etcd,
+            token=token,
+            pid=os.getpid(),
+            embedded=False,
+            tls=access_of(options),
+            node_tls=node_access_of(options) or (local.node_tls if local is not None and local.etcd == etcd else {}),
+        )
     if name:
         found = runtime.find(name)
         if found is not None:

@@ -12,7 +12,7 @@ import sys
 
 import uvloop
 
-from taskgraph.commands.common import access_of, etcd_of, reach, token_of
+from taskgraph.commands.common import access_of, etcd_of, listen_of, node_access_of, reach, token_of
 from taskgraph.commands.running import print_result, run, tick
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, JobError, JobFailed
@@ -62,6 +62,7 @@ def _is_driver(text: str) -> bool:
 
 
 async def _launch(options: argparse.Namespace) -> int:
+    listen, insecure = listen_of(options)
     async with reach(options) as reached:
         token = reached.entry.token
         if not token:
@@ -73,12 +74,13 @@ async def _launch(options: argparse.Namespace) -> int:
             pid=os.getpid(),
             embedded=False,
             tls=reached.entry.tls,
+            node_tls=reached.entry.node_tls,
         )
         runtime = Runtime()
         if runtime.find(reached.name) is None:
             runtime.remove(reached.name)  # what a launcher that was killed left
             runtime.put(entry)
-        follower = Follower(reached.coordinator, reached.spec, entry.token_bytes)
+        follower = Follower(reached.coordinator, reached.spec, entry.token_bytes, entry.node_access)
         progress = Progress(reached.name, reached.spec.tasks, reached.spec.epochs, reached.spec.backups)
         progress.follow(follower.view)
         await follower.start(progress.event)
@@ -90,7 +92,14 @@ async def _launch(options: argparse.Namespace) -> int:
 
         work = asyncio.ensure_future(
             launch_nodes(
-                entry, reached.coordinator, follower, reached.spec, options.nodes, options.listen or "", on_start
+                entry,
+                reached.coordinator,
+                follower,
+                reached.spec,
+                options.nodes,
+                listen,
+                on_start,
+                insecure_listen=insecure,
             )
         )
         loop = asyncio.get_running_loop()
@@ -140,6 +149,8 @@ def node(options: argparse.Namespace) -> int:
         raise JobError(f"where is the etcd of job {options.job!r}? Give --etcd")
     if token is None:
         raise JobError(f"a node needs the token of job {options.job!r}: give --token-file")
+    listen, insecure = listen_of(options)
+    node_tls = node_access_of(options) or (local.node_tls if local is not None and local.etcd == etcd else {})
     tls = access_of(options) or (local.tls if local is not None and local.etcd == etcd else {})
     process.log_to_stderr()
     _take_threads(uvloop.run(_submitted(etcd, tls, options.job)))
@@ -151,7 +162,9 @@ def node(options: argparse.Namespace) -> int:
             token=token,
             tls=tls,
             sockets=str(Runtime().sockets(options.job)),
-            listen=options.listen or "",
+            listen=listen,
+            node_tls=node_tls,
+            insecure_listen=insecure,
         )
     )
     raise AssertionError("process.main ends the process")

@@ -59,7 +59,7 @@ async def _status(options: argparse.Namespace) -> int:
                     raise
                 return _say_ended(reached.entry, as_json=options.json)
             spec, token = reached.spec, reached.entry.token_bytes
-            statuses = await node_statuses(keeper.view, spec.run, token)
+            statuses = await node_statuses(keeper.view, spec.run, token, reached.entry.node_access)
             if options.json:
                 text = json.dumps(status_json(spec.name, spec.tasks, spec.epochs, keeper.view, statuses))
             else:
@@ -216,7 +216,7 @@ async def _result(options: argparse.Namespace) -> dict[str, Any]:
 
 async def _collect(reached: Reached) -> dict[str, Any] | None:
     """The result of a job that was submitted and finished while nobody followed it: its nodes keep it for a while."""
-    follower = Follower(reached.coordinator, reached.spec, reached.entry.token_bytes)
+    follower = Follower(reached.coordinator, reached.spec, reached.entry.token_bytes, reached.entry.node_access)
     await follower.start()
     try:
         if follower.view.collected or not follower.view.live_nodes(reached.spec.run):

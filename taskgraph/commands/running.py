@@ -11,7 +11,15 @@ from pathlib import Path
 
 import uvloop
 
-from taskgraph.commands.common import NewToken, access_of, access_words, etcd_of, token_for
+from taskgraph.commands.common import (
+    NewToken,
+    access_of,
+    access_words,
+    etcd_of,
+    listen_of,
+    node_access_of,
+    token_for,
+)
 from taskgraph.driver import JobSpec, load_driver
 from taskgraph.errors import CheckpointError, CoordinationError, JobError, JobFailed
 from taskgraph.jobs import Job, JobFunction, JobResult
@@ -41,6 +49,7 @@ def job_of(options: argparse.Namespace, function: JobFunction | None) -> Job:
 def run(options: argparse.Namespace, function: JobFunction | None = None) -> int:
     """Starts nodes here, follows the job, prints its values."""
     job = job_of(options, function)
+    listen_of(options)  # refused before anything is written
     token = token_for(options)
     try:
         return uvloop.run(_run(options, job, token))
@@ -62,6 +71,7 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
         if options.logs:
             tails.append(LogTails(nodes.logs(), progress.line))
 
+    listen, insecure = listen_of(options)
     running = asyncio.ensure_future(
         arun(
             job,
@@ -72,7 +82,9 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
             timeout_s=options.timeout,
             hooks=Hooks(progress.event, on_start),
             tls=access_of(options),
-            listen=options.listen or "",
+            node_tls=node_access_of(options),
+            listen=listen,
+            insecure_listen=insecure,
             token=token.token if token is not None else None,
         )
     )

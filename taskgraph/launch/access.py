@@ -1,4 +1,6 @@
-"""How to get into somebody's etcd: certificates, user and password, from options, environment or taskgraph.toml.
+"""How to get in, to somebody's etcd and to nodes: certificates, user and password.
+
+From options, the environment or taskgraph.toml.
 
 A password is in a file or in the environment, never on a command line, which everybody on the host can read.
 """
@@ -12,11 +14,14 @@ from pathlib import Path
 
 from taskgraph.coordination.etcd.failures import PermissionRefused
 from taskgraph.errors import CoordinationError, JobError
+from taskgraph.tls import CA, CERT, KEY
 
-__all__ = ["advice", "configured", "etcd_access"]
+__all__ = ["advice", "configured", "etcd_access", "insecure_listen", "node_access"]
 
 _FILES = {"ca": "etcd_ca", "cert": "etcd_cert", "key": "etcd_key"}
 _OLD_NAMES = {"etcd_ca": "cacert", "etcd_cert": "cert", "etcd_key": "key"}
+_NODE_FILES = {"ca": ("tls_ca", CA), "cert": ("tls_cert", CERT), "key": ("tls_key", KEY)}
+_YES = ("1", "true", "yes", "on")
 _TOML = "taskgraph.toml"
 
 
@@ -64,6 +69,40 @@ def etcd_access(given: Mapping[str, str | None] | None = None) -> dict[str, str]
     if user and password is not None:
         access |= {"username": user, "password": password}
     return access
+
+
+def node_access(given: Mapping[str, str | None] | None = None) -> dict[str, str]:
+    """The files of TLS between nodes, as `Tls.of` takes them; {} where there is none.
+
+    Args:
+        given: options by their names: tls (a directory with ca.pem, cert.pem, key.pem), and tls_ca, tls_cert, tls_key,
+            which go before it. Where none is given, they are looked for in the environment and in `taskgraph.toml`.
+
+    Raises:
+        JobError: some of the three files are named and others are not, or one is not there.
+    """
+    names = ("tls", *(name for name, _ in _NODE_FILES.values()))
+    options = {name: path for name, path in (given or {}).items() if path}
+    if not options:  # files of two places are not mixed: a certificate goes with its key
+        options = {name: path for name in names if (path := configured(name))}
+    folder = options.get("tls")
+    found, missing = {}, []
+    for ours, (name, file) in _NODE_FILES.items():
+        path = options.get(name) or (str(Path(folder) / file) if folder else None)
+        if path is None:
+            missing.append(f"--{name.replace('_', '-')}")
+        elif not Path(path).is_file():
+            raise JobError(f"TLS: there is no file {path}; `taskgraph certs DIR` makes a set for a test")
+        else:
+            found[ours] = str(Path(path).absolute())
+    if found and missing:
+        raise JobError(f"TLS needs an authority, a certificate and its key: give {' and '.join(missing)}, or --tls DIR")
+    return found
+
+
+def insecure_listen(given: bool | None = None) -> bool:
+    """Whether nodes may listen beyond loopback without TLS."""
+    return bool(given) or (configured("insecure_listen") or "").lower() in _YES
 
 
 def _password(path: str | None) -> str | None:

@@ -25,6 +25,7 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.records import NodeRecord, State, StatusRecord
 from taskgraph.protocol.view import JobView
+from taskgraph.tls import Tls
 from taskgraph.transport.endpoints import host_key
 
 __all__ = ["Follower", "client_of", "kept_events", "node_statuses"]
@@ -43,9 +44,9 @@ _DAMAGED_TRIES = 3
 """What a network damaged arrives whole the next time; what a memory damaged never does."""
 
 
-def client_of(record: NodeRecord, token: bytes) -> ControlClient:
+def client_of(record: NodeRecord, token: bytes, tls: Tls | None = None) -> ControlClient:
     """A client of a node's control service; raises TaskGraphError where it cannot be reached from here."""
-    return ControlClient(control_address(record.control, host_key()), token)
+    return ControlClient(control_address(record.control, host_key()), token, tls)
 
 
 async def kept_events(coordinator: Coordinator, job: str) -> tuple[list[Event], int]:
@@ -60,12 +61,14 @@ async def kept_events(coordinator: Coordinator, job: str) -> tuple[list[Event], 
     return found, listing.revision
 
 
-async def node_statuses(view: JobView, run: str, token: bytes) -> dict[str, NodeStatus | TaskGraphError]:
+async def node_statuses(
+    view: JobView, run: str, token: bytes, tls: Tls | None = None
+) -> dict[str, NodeStatus | TaskGraphError]:
     """What every registered node says of itself, or why it does not."""
 
     async def ask(record: NodeRecord) -> NodeStatus | TaskGraphError:
         try:
-            async with client_of(record, token) as client:
+            async with client_of(record, token, tls) as client:
                 return await client.status()
         except TaskGraphError as error:
             return error
@@ -77,11 +80,12 @@ async def node_statuses(view: JobView, run: str, token: bytes) -> dict[str, Node
 class Follower:
     """Follows one job until it ended, and collects its result."""
 
-    def __init__(self, coordinator: Coordinator, spec: JobSpec, token: bytes) -> None:
+    def __init__(self, coordinator: Coordinator, spec: JobSpec, token: bytes, tls: Tls | None = None) -> None:
         self.keeper = ViewKeeper(coordinator, spec.name, refresh_s=spec.settings.get("refresh_s", 0.05))
         self._coordinator = coordinator
         self._spec = spec
         self._token = token
+        self._tls = tls
         self._services: list[asyncio.Task[None]] = []
         self.kept_json: str | None = None
         """The result as JSON, once it was collected and unless it is too large for that."""
@@ -140,7 +144,7 @@ class Follower:
 
     async def _commits(self, record: NodeRecord, last: int, on_event: Callable[[Event], None]) -> int:
         try:
-            async with client_of(record, self._token) as client:
+            async with client_of(record, self._token, self._tls) as client:
                 async for event, _ in client.events(follow=True):
                     if event.kind == "commit" and (event.epoch or 0) > last:
                         last = event.epoch or 0
@@ -167,7 +171,7 @@ class Follower:
             found: list[TaskResult] = []
             for record in [v.record for node, v in sorted(self.view.nodes.items()) if node in holders]:
                 try:
-                    async with client_of(record, self._token) as client:
+                    async with client_of(record, self._token, self._tls) as client:
                         found += await client.results(timeout_s=60.0)
                 except TaskGraphError as error:  # lost: its tasks are taken over, and asked for again
                     self.unreachable = error

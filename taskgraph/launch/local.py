@@ -63,6 +63,7 @@ class LocalNodes:
         *,
         blas_threads: int = 1,
         listen: str = "",
+        insecure_listen: bool = False,
         on_exit: Callable[[str, int], None] | None = None,
     ) -> None:
         self._entry = entry
@@ -70,6 +71,7 @@ class LocalNodes:
         self._runtime = runtime
         self._blas_threads = blas_threads
         self._listen = listen
+        self._insecure_listen = insecure_listen
         self._on_exit = on_exit
         self._keys = Keys(entry.name)
         self._processes: dict[str, _Process] = {}
@@ -99,6 +101,8 @@ class LocalNodes:
                 tls=self._entry.tls,
                 sockets=str(self._sockets),
                 listen=self._listen,
+                node_tls=self._entry.node_tls,
+                insecure_listen=self._insecure_listen,
                 parent_fd=read_end,
                 parent_pid=os.getpid(),
             )

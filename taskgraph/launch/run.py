@@ -16,7 +16,7 @@ from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, JobError, JobRunning, UnknownJob
 from taskgraph.jobs import Job, JobResult
-from taskgraph.launch.access import etcd_access
+from taskgraph.launch.access import etcd_access, node_access
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.inprocess import arun_inprocess
 from taskgraph.launch.resuming import plan
@@ -78,13 +78,15 @@ async def arun(
     timeout_s: float | None = None,
     hooks: Hooks | None = None,
     tls: dict[str, str] | None = None,
+    node_tls: dict[str, str] | None = None,
     listen: str = "",
+    insecure_listen: bool = False,
     token: str | None = None,
 ) -> JobResult:
     """`run`, for a running event loop. Cancelling it ends the job.
 
-    `hooks`, `tls`, `listen` (an address for nodes on other hosts) and `token` (hex; None: a new one) are for the
-    command line.
+    `hooks`, `tls`, `node_tls`, `listen` (an address for nodes on other hosts), `insecure_listen` and `token` (hex;
+    None: a new one) are for the command line.
     """
     if nodes < 0:
         raise JobError(f"nodes={nodes}: at least 1, or 0 for everything in this process")
@@ -110,6 +112,7 @@ async def arun(
             pid=os.getpid(),
             embedded=embedded is not None,
             tls=access,
+            node_tls=node_access() if node_tls is None else node_tls,
         )
         coordinator = await stack.enter_async_context(await connect(entry.etcd, entry.tls))
         spec, beginning = await plan(coordinator, spec, resume=resume, fresh=fresh)
@@ -118,11 +121,20 @@ async def arun(
             stack.push_async_exit(partial(_cancel_unbegun, coordinator, spec))
         runtime.put(entry)
         stack.callback(runtime.remove, spec.name)
-        follower = Follower(coordinator, spec, entry.token_bytes)
+        follower = Follower(coordinator, spec, entry.token_bytes, entry.node_access)
         stack.push_async_callback(follower.stop)
         await follower.start(hooks.on_event)
         etcd_ended = embedded.ended if embedded is not None else None
-        supervisor = Supervisor(spec, entry, coordinator, follower, hooks, listen=listen, etcd_ended=etcd_ended)
+        supervisor = Supervisor(
+            spec,
+            entry,
+            coordinator,
+            follower,
+            hooks,
+            listen=listen,
+            insecure_listen=insecure_listen,
+            etcd_ended=etcd_ended,
+        )
         return await supervisor.run(nodes, timeout_s)
 
 

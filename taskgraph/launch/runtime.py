@@ -21,11 +21,12 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from taskgraph.errors import JobError, TaskGraphError
+from taskgraph.tls import Tls
 
 __all__ = ["JobEntry", "Runtime", "alive"]
 
@@ -48,6 +49,7 @@ class JobEntry:
     Attributes:
         etcd: endpoints, separated by commas.
         tls: ca, cert and key files and user, as `EtcdCoordinator.connect` takes them.
+        node_tls: ca, cert and key files for nodes and their control service.
         token: the job's token, hex.
         pid: the process that launched it; the entry is stale when that is gone.
         embedded: its etcd ends with it.
@@ -57,17 +59,23 @@ class JobEntry:
 
     name: str
     etcd: str
-    token: str
+    token: str = field(repr=False)
     pid: int
     embedded: bool
     tls: dict[str, str]
     started: str = ""
     created: float = 0.0
+    node_tls: dict[str, str] = field(default_factory=dict)
 
     @property
     def stale(self) -> bool:
         """Whether the launcher is gone."""
         return not alive(self.pid) or (self.started != "" and _started(self.pid) != self.started)
+
+    @property
+    def node_access(self) -> Tls | None:
+        """For the control service of nodes on other hosts."""
+        return Tls.of(self.node_tls)
 
     @property
     def token_bytes(self) -> bytes:

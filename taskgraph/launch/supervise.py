@@ -76,6 +76,7 @@ class Supervisor:
         hooks: Hooks,
         *,
         listen: str = "",
+        insecure_listen: bool = False,
         etcd_ended: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
         self._spec = spec
@@ -91,6 +92,7 @@ class Supervisor:
             Runtime(),
             blas_threads=spec.settings.get("blas_threads", 1),
             listen=listen,
+            insecure_listen=insecure_listen,
             on_exit=self._on_exit,
         )
         self._all_ended = asyncio.Event()
@@ -206,7 +208,9 @@ class Supervisor:
         return JobTimeout(f"job {self._spec.name!r} did not end within {timeout_s:g} s; {waits}", job=self._spec.name)
 
     async def _waits(self) -> str:
-        statuses = await node_statuses(self._follower.view, self._spec.run, self._entry.token_bytes)
+        statuses = await node_statuses(
+            self._follower.view, self._spec.run, self._entry.token_bytes, self._entry.node_access
+        )
         lines: list[str] = []
         for status in statuses.values():
             if isinstance(status, TaskGraphError):
@@ -267,6 +271,8 @@ async def launch_nodes(
     count: int,
     listen: str,
     on_start: Callable[[LocalNodes], None],
+    *,
+    insecure_listen: bool = False,
 ) -> tuple[StatusRecord, JobResult | None]:
     """Nodes on this host for a job that was submitted elsewhere, until the job ended or all of them did.
 
@@ -276,7 +282,14 @@ async def launch_nodes(
     Returns:
         What became of the job, and its result, unless somebody else collected it.
     """
-    nodes = LocalNodes(entry, coordinator, Runtime(), blas_threads=spec.settings.get("blas_threads", 1), listen=listen)
+    nodes = LocalNodes(
+        entry,
+        coordinator,
+        Runtime(),
+        blas_threads=spec.settings.get("blas_threads", 1),
+        listen=listen,
+        insecure_listen=insecure_listen,
+    )
     try:
         await nodes.start(count, taken={v.record.name for v in follower.view.nodes.values()})
         on_start(nodes)

@@ -12,6 +12,7 @@ import hmac
 import logging
 import os
 import signal
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,10 +21,12 @@ import grpc
 
 from taskgraph.errors import TransportError
 from taskgraph.observe._proto import control_pb2 as pb
-from taskgraph.observe.control_client import SERVICE, TOKEN_KEY
+from taskgraph.observe.control_client import SERVICE, TOKEN_KEY, credential
 from taskgraph.observe.events import Event, EventLog
 from taskgraph.observe.status import NodeStatus, ReportRow, TaskResult
+from taskgraph.tls import Tls, check_listener
 from taskgraph.transport.endpoints import tcp_endpoint, unix_endpoint
+from taskgraph.transport.refusals import Refusals
 
 __all__ = ["ControlServer", "Controlled"]
 
@@ -37,6 +40,18 @@ _CLOSE_S = 0.5
 """Calls under way get this long when the node ends."""
 _SIGNAL_AFTER_S = 0.05
 """A reply is on its way by then; after SIGKILL nobody expects one."""
+
+
+_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.server_handshake_timeout_ms", 5_000),
+    ("grpc.max_allowed_incoming_connections", 256),
+    ("grpc.max_concurrent_streams", 64),
+    ("grpc.max_receive_message_length", 64 << 10),
+    ("grpc.max_metadata_size", 8 << 10),
+    ("grpc.max_connection_idle_ms", 300_000),
+)
+"""What a stranger may cost: a few connections, each of which has to speak soon, and small requests."""
 
 
 class Controlled(Protocol):
@@ -57,7 +72,8 @@ class ControlServer:
 
     def __init__(self, events: EventLog, token: bytes) -> None:
         self._events = events
-        self._token = token.hex().encode()
+        self._credential = credential(token).encode()
+        self._refusals = Refusals(log, time.monotonic)
         self._node: Controlled | None = None
         self._server: grpc.aio.Server | None = None
         self._path: Path | None = None
@@ -69,31 +85,44 @@ class ControlServer:
         self._node = node
 
     async def start(
-        self, *, unix_path: Path | None = None, tcp_host: str | None = None, advertise: str | None = None
+        self,
+        *,
+        unix_path: Path | None = None,
+        tcp_host: str | None = None,
+        advertise: str | None = None,
+        tls: Tls | None = None,
+        insecure: bool = False,
     ) -> str:
         """Listens.
 
         Args:
             unix_path: a socket for its owner only; its folder must be, too.
-            tcp_host: a name or address to listen on, with a free port. The token travels in the clear there.
+            tcp_host: a name or address to listen on, with a free port.
             advertise: what others reach `tcp_host` by, where that is a wildcard.
+            tls: for TCP; the socket needs none.
+            insecure: without TLS, listen on other addresses than loopback nevertheless.
 
         Returns:
             The endpoints for the node's key: `unix:HOSTKEY:/path|tcp:host:port`, or one of them, or "".
 
         Raises:
-            TransportError: an address that cannot be listened on.
+            TransportError: an address that cannot be listened on, or should not be without TLS; a certificate that
+                others would refuse.
         """
-        server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        if tcp_host:
+            check_listener(tcp_host, tls is not None, insecure)
+            if tls is not None:
+                tls.check(advertise or tcp_host)
+        server = grpc.aio.server(options=_SERVER_OPTIONS)
         server.add_generic_rpc_handlers((self._handlers(),))
         found = []
         if unix_path is not None:
-            _bind(server, f"unix:{unix_path}")
+            _bind(server, f"unix:{unix_path}", None)
             os.chmod(unix_path, 0o600)
             self._path = unix_path
             found.append(unix_endpoint(unix_path))
         if tcp_host:
-            port = _bind(server, f"[{tcp_host}]:0" if ":" in tcp_host else f"{tcp_host}:0")
+            port = _bind(server, f"[{tcp_host}]:0" if ":" in tcp_host else f"{tcp_host}:0", tls)
             found.append(tcp_endpoint(advertise or tcp_host, port))
         await server.start()
         self._server = server
@@ -135,7 +164,8 @@ class ControlServer:
 
     async def _check(self, context: grpc.aio.ServicerContext[Any, Any]) -> Controlled:
         given = next((v for k, v in context.invocation_metadata() or () if k == TOKEN_KEY), b"")
-        if not hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), self._token):
+        if not hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), self._credential):
+            self._refusals.refused(context.peer(), "a call with a wrong token" if given else "a call without a token")
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the job's token is missing or wrong")
         if self._node is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the node is starting: try again")
@@ -243,8 +273,10 @@ class _Follower:
         return event, lost
 
 
-def _bind(server: grpc.aio.Server, address: str) -> int:
+def _bind(server: grpc.aio.Server, address: str, tls: Tls | None) -> int:
     try:
+        if tls is not None:
+            return server.add_secure_port(address, tls.server_credentials())
         port = server.add_insecure_port(address)
     except RuntimeError as error:
         raise TransportError(f"the control service cannot listen on {address}: {error}") from error

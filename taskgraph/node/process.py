@@ -44,6 +44,7 @@ from taskgraph.observe.events import EventLog, keep_events
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Get, Txn
 from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.tls import Tls
 from taskgraph.transport.stream import StreamTransport
 
 __all__ = ["NodeConfig", "main", "run_node", "wait_for_job"]
@@ -66,6 +67,8 @@ class NodeConfig:
         token: the job's token, hex.
         sockets: a private directory for unix sockets, or "" for none.
         listen: the host or address to listen on for TCP, or "" for none.
+        node_tls: ca, cert and key for TCP between nodes, and for their control service; {}: none.
+        insecure_listen: whether `listen` may be beyond loopback without TLS.
         parent_fd: a pipe whose end means that the launcher is gone, or -1.
         parent_pid: the launcher, which must be our parent, or 0.
         node_id: the node's id, so that the launcher knows it even of a process that dies at once; "": made up here.
@@ -78,6 +81,8 @@ class NodeConfig:
     tls: dict[str, str] = field(default_factory=dict, repr=False)
     sockets: str = ""
     listen: str = ""
+    node_tls: dict[str, str] = field(default_factory=dict)
+    insecure_listen: bool = False
     parent_fd: int = -1
     parent_pid: int = 0
     node_id: str = ""
@@ -168,6 +173,7 @@ async def _run(config: NodeConfig, coordinator: Coordinator, spec: JobSpec, job:
         )
     token = bytes.fromhex(config.token)
     advertise = socket.gethostname() if config.listen in _WILDCARDS else None
+    tls = Tls.of(config.node_tls)
     events = EventLog(config.name)
     async with AsyncExitStack() as stack:
         folder = config.folder
@@ -182,6 +188,8 @@ async def _run(config: NodeConfig, coordinator: Coordinator, spec: JobSpec, job:
             unix_dir=folder,
             tcp_host=config.listen or None,
             advertise=advertise,
+            tls=tls,
+            insecure=config.insecure_listen,
         )
         control = ControlServer(events, token)
         stack.push_async_callback(control.stop)
@@ -197,6 +205,8 @@ async def _run(config: NodeConfig, coordinator: Coordinator, spec: JobSpec, job:
                 unix_path=folder / "c" if folder is not None else None,
                 tcp_host=config.listen or None,
                 advertise=advertise,
+                tls=tls,
+                insecure=config.insecure_listen,
             ),
             devices=device_count(),
             point=injected(),

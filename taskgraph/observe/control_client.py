@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import signal as signals
 from collections.abc import AsyncIterator
 from types import TracebackType
@@ -15,14 +16,21 @@ from taskgraph.observe.events import Event
 from taskgraph.observe.status import NodeStatus, ReplicaStatus, ReportRow, TaskResult
 from taskgraph.observe.usage import Usage
 from taskgraph.protocol.messages import Encoded
+from taskgraph.tls import Tls
 
-__all__ = ["SERVICE", "TOKEN_KEY", "ControlClient", "control_address"]
+__all__ = ["SERVICE", "TOKEN_KEY", "ControlClient", "control_address", "credential"]
 
 SERVICE = "taskgraph.v1.Control"
 TOKEN_KEY = "taskgraph-token"
 _MAX_MESSAGE_BYTES = 64 << 20
+_CUT_OFF = ("Socket closed", "Connection reset", "connection closed")
 _NOBODY_LISTENS = ("Connection refused", "No such file or directory")
 """What gRPC says of an address whose process is gone. In other words, it is lost, and whoever asks asks again."""
+
+
+def credential(token: bytes) -> str:
+    """What a call shows for the job's token, which itself never travels: whoever overhears it is no node yet."""
+    return hashlib.sha256(b"taskgraph control\0" + token).hexdigest()
 
 
 def control_address(control: str, host_key: str) -> str:
@@ -45,12 +53,21 @@ class ControlClient:
 
     Every call raises PeerGone where nobody listens any more, PeerLost where the node does not answer, and
     TaskGraphError where it refuses, e.g. since the token is another one.
+
+    Args:
+        address: as `control_address` tells it.
+        token: the job's.
+        tls: for nodes on other hosts, where they have it; TransportError where its files cannot be used.
     """
 
-    def __init__(self, address: str, token: bytes) -> None:
+    def __init__(self, address: str, token: bytes, tls: Tls | None = None) -> None:
         options = (("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES), ("grpc.enable_http_proxy", 0))
-        self._channel = grpc.aio.insecure_channel(address, options=options)
-        self._metadata = ((TOKEN_KEY, token.hex()),)
+        self._encrypted = tls is not None and not address.startswith("unix:")
+        if tls is not None and self._encrypted:
+            self._channel = grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
+        else:
+            self._channel = grpc.aio.insecure_channel(address, options=options)
+        self._metadata = ((TOKEN_KEY, credential(token)),)
         self._address = address
 
     async def __aenter__(self) -> ControlClient:
@@ -161,6 +178,12 @@ class ControlClient:
             return TaskGraphError(f"the node at {self._address} refuses {method}: {details}")
         if code == grpc.StatusCode.UNAVAILABLE and any(sign in details for sign in _NOBODY_LISTENS):
             return PeerGone(f"no node listens at {self._address} any more: {details}")
+        if code == grpc.StatusCode.UNAVAILABLE and self._encrypted:
+            details += (
+                "; with TLS: is its certificate, and ours, signed by the same --tls authority, and names it the host?"
+            )
+        elif code == grpc.StatusCode.UNAVAILABLE and any(sign in details for sign in _CUT_OFF):
+            details += "; perhaps it speaks TLS only: give --tls"
         return PeerLost(f"the node at {self._address} did not answer {method}: {code.name}: {details}")
 
 

@@ -20,6 +20,7 @@ from taskgraph.observe.control_client import ControlClient, control_address
 from taskgraph.observe.events import EventLog
 from taskgraph.observe.status import NodeStatus, ReplicaStatus, ReportRow, TaskResult
 from taskgraph.observe.usage import Usage
+from taskgraph.tls import Tls
 from taskgraph.transport.endpoints import host_key
 
 TOKEN = bytes(range(32))
@@ -67,15 +68,17 @@ class Service:
     def __init__(self, server: ControlServer, node: Told, events: EventLog, control: str) -> None:
         self.server, self.node, self.events, self.control = server, node, events, control
 
-    def client(self, token: bytes = TOKEN) -> ControlClient:
-        return ControlClient(control_address(self.control, host_key()), token)
+    def client(self, token: bytes = TOKEN, tls: Tls | None = None) -> ControlClient:
+        return ControlClient(control_address(self.control, host_key()), token, tls)
 
 
 @contextlib.asynccontextmanager
-async def serving(path: Path | None = None, tcp_host: str | None = None, attach: bool = True) -> AsyncIterator[Service]:
+async def serving(
+    path: Path | None = None, tcp_host: str | None = None, attach: bool = True, tls: Tls | None = None
+) -> AsyncIterator[Service]:
     events, node = EventLog("n1"), Told()
     server = ControlServer(events, TOKEN)
-    control = await server.start(unix_path=path, tcp_host=tcp_host)
+    control = await server.start(unix_path=path, tcp_host=tcp_host, tls=tls)
     if attach:
         server.attach(node)
     try:

@@ -1,0 +1,225 @@
+"""certs: an authority and a certificate of it, for a test cluster. A real one has its own authority."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import ipaddress
+import os
+import secrets
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from taskgraph.errors import JobError
+from taskgraph.tls import CA, CERT, KEY, Tls
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+
+__all__ = ["CA_KEY", "certs", "make_certs"]
+
+#: The authority's private key: nobody needs it but `certs --ca`.
+CA_KEY = "ca-key.pem"
+_NEEDED = "`taskgraph certs` needs the package cryptography: `pip install 'taskgraph-aio[tls]'`"
+_BEFORE = datetime.timedelta(minutes=5)
+"""Clocks of a cluster differ a little: what was made here is to be valid there at once."""
+
+
+def certs(options: argparse.Namespace) -> int:
+    """Writes the files and says what to do with them."""
+    folder = Path(options.directory)
+    hosts = make_certs(
+        folder,
+        options.host or (),
+        days=options.days,
+        authority=Path(options.ca) if options.ca else None,
+        force=options.force,
+    )
+    print(f"wrote {CA}, {CERT} and {KEY} to {folder}: valid for {options.days} days, for {', '.join(hosts)}")
+    print(f"Copy these three to every host, and give them to every node and client: --tls {folder}")
+    if options.ca is None:
+        print(f"{folder / CA_KEY} makes more of them (`taskgraph certs DIR --ca {folder}`): it stays here")
+    return 0
+
+
+def make_certs(
+    folder: Path, hosts: tuple[str, ...] | list[str] = (), *, days: int = 90, authority: Path | None = None, force: bool
+) -> list[str]:
+    """Writes a set for nodes and clients; private keys are readable by their owner only.
+
+    Args:
+        hosts: names and addresses that nodes are reached by, besides this host's name and loopback.
+        days: how long all of it is valid.
+        authority: a directory with an authority that was made here before; None: a new one.
+        force: overwrite what is there.
+
+    Returns:
+        The names and addresses in the certificate.
+
+    Raises:
+        JobError: something is there already, or cannot be written or read; cryptography is not installed.
+    """
+    try:
+        import cryptography  # noqa: F401
+    except ImportError as error:
+        raise JobError(_NEEDED) from error
+    if not 1 <= days <= 3650:
+        raise JobError(f"--days {days}: from 1 to 3650")
+    names = _names(hosts)
+    made = [CA, CERT, KEY] if authority is not None else [CA, CA_KEY, CERT, KEY]
+    there = [name for name in made if (folder / name).exists()]
+    if there and not force:
+        raise JobError(f"{folder} has {', '.join(there)} already: name another directory, or overwrite with --force")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        ca, ca_key = _new_authority(days) if authority is None else _read_authority(authority)
+        key, cert = _issue(ca, ca_key, names, days)
+        from cryptography.hazmat.primitives.serialization import Encoding
+
+        if authority is None:
+            _write(folder / CA_KEY, _pem(ca_key), 0o600)
+        _write(folder / KEY, _pem(key), 0o600)
+        _write(folder / CERT, cert.public_bytes(Encoding.PEM), 0o644)
+        _write(folder / CA, ca.public_bytes(Encoding.PEM), 0o644)
+    except OSError as error:
+        raise JobError(f"{error.filename or folder}: {error.strerror}") from error
+    Tls(folder / CA, folder / CERT, folder / KEY).check(names[0])
+    return names
+
+
+def _names(hosts: tuple[str, ...] | list[str]) -> list[str]:
+    for host in hosts:
+        if not host or (any(c.isspace() or c in "/,:@" for c in host) and not _address(host)):
+            raise JobError(f"--host {host!r} is neither a name nor an address")
+    ours = socket.gethostname()
+    return list(dict.fromkeys([*hosts, ours, "localhost", "127.0.0.1", "::1"]))
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def _builder(days: int) -> x509.CertificateBuilder:
+    from cryptography import x509
+
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _BEFORE)
+        .not_valid_after(now + datetime.timedelta(days=days))
+    )
+
+
+def _name(text: str) -> x509.Name:
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _usage(*, authority: bool) -> x509.KeyUsage:
+    from cryptography import x509
+
+    return x509.KeyUsage(
+        digital_signature=not authority,
+        key_cert_sign=authority,
+        crl_sign=authority,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _new_authority(days: int) -> tuple[x509.Certificate, EllipticCurvePrivateKey]:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.hashes import SHA256
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = _name(f"taskgraph test authority {secrets.token_hex(4)}")
+    ca = (
+        _builder(days)
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(authority=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, SHA256())
+    )
+    return ca, key
+
+
+def _read_authority(folder: Path) -> tuple[x509.Certificate, EllipticCurvePrivateKey]:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    try:
+        ca = x509.load_pem_x509_certificate((folder / CA).read_bytes())
+        key = load_pem_private_key((folder / CA_KEY).read_bytes(), password=None)
+    except (ValueError, TypeError) as error:
+        raise JobError(f"--ca {folder}: {CA} or {CA_KEY} cannot be read: {error}") from error
+    if not isinstance(key, EllipticCurvePrivateKey) or key.public_key() != ca.public_key():
+        raise JobError(f"--ca {folder}: {CA_KEY} is not the key of {CA}")
+    return ca, key
+
+
+def _issue(
+    ca: x509.Certificate, ca_key: EllipticCurvePrivateKey, names: list[str], days: int
+) -> tuple[EllipticCurvePrivateKey, x509.Certificate]:
+    """One certificate for a node and for a client: a node is both."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    alternatives: list[x509.GeneralName] = []
+    for name in names:
+        address = _address(name)
+        alternatives.append(x509.IPAddress(address) if address is not None else x509.DNSName(name))
+    both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    cert = (
+        _builder(days)
+        .subject_name(_name("taskgraph node"))
+        .issuer_name(ca.subject)
+        .public_key(key.public_key())
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(authority=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(both), critical=False)
+        .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
+        .sign(ca_key, SHA256())
+    )
+    return key, cert
+
+
+def _pem(key: EllipticCurvePrivateKey) -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _write(path: Path, data: bytes, mode: int) -> None:
+    """Whole, and never readable by others in between."""
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        scratch.rename(path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            scratch.unlink()
+        raise

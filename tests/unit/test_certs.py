@@ -1,0 +1,149 @@
+"""`taskgraph certs`, and how the files are found again."""
+
+from __future__ import annotations
+
+import ssl
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from taskgraph.cli import main
+from taskgraph.commands.certifying import CA_KEY, make_certs
+from taskgraph.errors import JobError, TransportError
+from taskgraph.launch.access import insecure_listen, node_access
+from taskgraph.tls import CA, CERT, KEY, Tls
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("TLS", "TLS_CA", "TLS_CERT", "TLS_KEY", "INSECURE_LISTEN"):
+        monkeypatch.delenv(f"TASKGRAPH_{name}", raising=False)
+
+
+def tls_in(folder: Path) -> Tls:
+    return Tls(folder / CA, folder / CERT, folder / KEY)
+
+
+def test_a_set_can_be_used_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "made" / "here"
+    assert main(["certs", str(folder), "--host", "10.1.2.3", "--host", "node7.example"]) == 0
+    said = capsys.readouterr().out
+    assert f"--tls {folder}" in said and "10.1.2.3, node7.example" in said
+    for host in ("10.1.2.3", "node7.example", "localhost", "127.0.0.1", "::1"):
+        tls_in(folder).check(host)
+    with pytest.raises(TransportError, match="mismatch"):
+        tls_in(folder).check("elsewhere.example")
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert modes.keys() == {CA, CA_KEY, CERT, KEY}
+    assert modes[CA_KEY] == modes[KEY] == 0o600
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_nothing_is_overwritten_unless_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_certs(tmp_path / "c", force=False)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()}
+    assert main(["certs", str(tmp_path / "c")]) == 2
+    assert "has ca.pem, ca-key.pem, cert.pem, key.pem already" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()} == before
+    assert main(["certs", str(tmp_path / "c"), "--force"]) == 0
+    assert not set(before.values()) & {path.read_bytes() for path in (tmp_path / "c").iterdir()}
+    tls_in(tmp_path / "c").check("localhost")
+
+
+def test_another_set_of_the_same_authority(tmp_path: Path) -> None:
+    make_certs(tmp_path / "a", force=False)
+    make_certs(tmp_path / "b", ["far.example"], authority=tmp_path / "a", force=False)
+    make_certs(tmp_path / "c", force=False)
+    assert not (tmp_path / "b" / CA_KEY).exists()
+    assert (tmp_path / "a" / CA).read_bytes() == (tmp_path / "b" / CA).read_bytes()
+    Tls(tmp_path / "a" / CA, tmp_path / "b" / CERT, tmp_path / "b" / KEY).check("far.example")
+    with pytest.raises(TransportError, match="certificate"):
+        Tls(tmp_path / "c" / CA, tmp_path / "b" / CERT, tmp_path / "b" / KEY).check("far.example")
+    (tmp_path / "c" / CA_KEY).write_bytes((tmp_path / "a" / CA_KEY).read_bytes())
+    with pytest.raises(JobError, match=r"ca-key\.pem is not the key of ca\.pem"):
+        make_certs(tmp_path / "d", authority=tmp_path / "c", force=False)
+    assert not any((tmp_path / "d").iterdir())
+
+
+@pytest.mark.parametrize("host", ["", "a b", "http://x", "x:80"])
+def test_what_is_no_host_is_refused(tmp_path: Path, host: str) -> None:
+    with pytest.raises(JobError, match="neither a name nor an address"):
+        make_certs(tmp_path / "c", [host], force=False)
+    assert not (tmp_path / "c").exists()
+
+
+def test_without_cryptography_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    assert main(["certs", str(tmp_path / "c")]) == 2
+    assert "pip install 'taskgraph-aio[tls]'" in capsys.readouterr().err
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["certs", str(tmp_path / "file" / "c")]) == 2
+    assert "Not a directory" in capsys.readouterr().err
+
+
+def test_they_are_no_older_than_tls_1_3(tmp_path: Path) -> None:
+    make_certs(tmp_path, force=False)
+    for server in (True, False):
+        context = tls_in(tmp_path).context(server=server)
+        assert context.minimum_version is ssl.TLSVersion.TLSv1_3
+        assert context.verify_mode is ssl.CERT_REQUIRED
+
+
+# How they are found.
+
+
+def paths(folder: Path) -> dict[str, str]:
+    return {"ca": str(folder / CA), "cert": str(folder / CERT), "key": str(folder / KEY)}
+
+
+def test_from_options_environment_and_toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "abc":
+        make_certs(tmp_path / name, force=False)
+    assert node_access() == {}
+    (tmp_path / "taskgraph.toml").write_text('tls = "a"\n')
+    assert node_access() == paths(tmp_path / "a")
+    monkeypatch.setenv("TASKGRAPH_TLS", str(tmp_path / "b"))
+    assert node_access() == paths(tmp_path / "b")
+    assert node_access({"tls": "c", "tls_ca": None}) == paths(tmp_path / "c")
+    one_by_one = {"tls_ca": "a/ca.pem", "tls_cert": "b/cert.pem", "tls_key": "b/key.pem"}
+    assert node_access(one_by_one) == {**paths(tmp_path / "b"), "ca": str(tmp_path / "a" / CA)}
+    monkeypatch.setenv("TASKGRAPH_TLS_CA", str(tmp_path / "a" / CA))
+    assert node_access()["ca"] == str(tmp_path / "a" / CA)
+
+
+def test_a_part_of_a_set_is_refused(tmp_path: Path) -> None:
+    make_certs(tmp_path / "a", force=False)
+    with pytest.raises(JobError, match="give --tls-cert and --tls-key"):
+        node_access({"tls_ca": "a/ca.pem"})
+    with pytest.raises(JobError, match=r"there is no file .*nowhere/ca\.pem; `taskgraph certs DIR`"):
+        node_access({"tls": "nowhere"})
+
+
+def test_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not insecure_listen(False) and insecure_listen(True)
+    (tmp_path / "taskgraph.toml").write_text("insecure_listen = true\n")
+    assert insecure_listen()
+    monkeypatch.setenv("TASKGRAPH_INSECURE_LISTEN", "no")
+    assert not insecure_listen()
+
+
+@pytest.mark.parametrize("command", [["run", "d.py"], ["launch", "d.py"], ["node", "--job", "j", "--etcd", "h:1"]])
+def test_beyond_loopback_nothing_begins_without_tls(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "d.py").write_text(
+        "import taskgraph as tg\n@tg.job\ndef j():\n    return tg.Job(tasks=1, epochs=1, builder=tg.Task)\n"
+    )
+    (tmp_path / "token").write_text("ab" * 32)
+    assert main([*command, "--listen", "0.0.0.0", "--token-file", "token"]) == 2
+    said = capsys.readouterr().err
+    assert "refusing to listen on 0.0.0.0 without TLS" in said and "--insecure-listen" in said and "--tls DIR" in said
