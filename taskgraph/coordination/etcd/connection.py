@@ -14,6 +14,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
+from weakref import WeakSet
 
 import grpc
 import grpc.aio
@@ -49,11 +50,16 @@ def pause_s(tries: int) -> float:
 
 
 class Stream:
-    """One open bidirectional RPC."""
+    """One open bidirectional RPC.
+
+    Attributes:
+        left: calls to its endpoint failed, and it was cancelled for that; whoever reads it opens another.
+    """
 
     def __init__(self, call: StreamCall, endpoint: Endpoint) -> None:
         self._call = call
         self.endpoint = endpoint
+        self.left = False
 
     async def write(self, message: Message) -> None:
         await self._call.write(message)
@@ -96,6 +102,7 @@ class Connection:
         self._token: str | None = None
         self._login = asyncio.Lock()
         self._closed = False
+        self._streams: WeakSet[Stream] = WeakSet()
 
     @property
     def closed(self) -> bool:
@@ -107,9 +114,18 @@ class Connection:
         return self.options.endpoints[self._current]
 
     def leave(self, endpoint: Endpoint) -> None:
-        """`endpoint` failed: the next call goes to the one after it."""
-        if endpoint == self.endpoint:
-            self._current = (self._current + 1) % len(self.options.endpoints)
+        """`endpoint` failed: the next call goes to the one after it, and so do streams that are open there.
+
+        Where a member is frozen, its kernel keeps the connection: a watch would wait for gRPC's pings, 15 s, while
+        calls know already.
+        """
+        if endpoint != self.endpoint or len(self.options.endpoints) == 1:
+            return
+        self._current = (self._current + 1) % len(self.options.endpoints)
+        for stream in tuple(self._streams):
+            if stream.endpoint == endpoint:
+                stream.left = True
+                stream.cancel()
 
     async def call(
         self,
@@ -144,7 +160,7 @@ class Connection:
                 with self.told_apart(what):
                     await self._enter(endpoint, left, connected=not again)
                     sent = True
-                    return await self._once(endpoint, method, request, self._try_s(left) if again else left)
+                    return await self._once(endpoint, method, request, self._try_s(left))
             except grpc.aio.AioRpcError as error:
                 details = _details(error)
                 tries.add(endpoint, details)
@@ -155,6 +171,7 @@ class Connection:
                     logins, self._token = logins + 1, None
                     continue
                 if verdict is Verdict.UNKNOWN and sent and not again:
+                    self.leave(endpoint)  # or whoever asks what became of it asks the same silent member
                     raise OutcomeUnknown(
                         f"{what}: it was sent to etcd at {endpoint.target} and no answer came ({details}). "
                         "It may or may not have happened; read again to find out."
@@ -183,7 +200,9 @@ class Connection:
         )
         # `hasleader`: a member cut off from the majority ends the stream instead of staying silent.
         metadata = [("hasleader", "true"), *self._credentials()]
-        return Stream(open_stream(None, metadata=metadata), endpoint)
+        stream = Stream(open_stream(None, metadata=metadata), endpoint)
+        self._streams.add(stream)
+        return stream
 
     def forget_token(self) -> None:
         """The token was refused: log in again before the next call."""
@@ -196,7 +215,7 @@ class Connection:
             await channel.close(None)
 
     def _try_s(self, left: float) -> float:
-        """How long one try of a read may take: with several endpoints, a silent one must leave time for the others."""
+        """How long one try may take: with several endpoints, a silent one must leave time for the others."""
         count = len(self.options.endpoints)
         return left if count == 1 else min(left, max(1.0, self.options.timeout_s / (count + 1)))
 

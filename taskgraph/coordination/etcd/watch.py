@@ -67,6 +67,11 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
                 raise refusal(f"watch of {prefix!r}", error.code(), reason) from error
         except asyncio.InvalidStateError:  # what gRPC raises when writing to a stream that ended already
             reason = "the stream broke before the watch was created"
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if stream is None or not stream.left or (task is not None and task.cancelling()):
+                raise
+            reason = "calls to it fail"
         finally:
             if stream is not None:
                 stream.cancel()
