@@ -10,21 +10,23 @@ from chaos_kit import chaos, kill
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-@pytest.mark.parametrize("stages", [("compose", "processor", "sync"), ("snapshot", "done"), ("commit", "committed")])
+@pytest.mark.parametrize(
+    "stages", [("compose", "processor", "sync", "snapshot"), ("done", "commit", "committed", "commit")]
+)
 async def test_the_leader_at_every_stage(stages: tuple[str, ...]) -> None:
-    async with chaos("--nodes", "5", epochs=130, pace_s=0.02) as job:
+    async with chaos("--nodes", "6") as job:
         await job.began()
         for count, stage in enumerate(stages, start=1):
             job.inject(f"kill,{stage},task=0")
             await job.injected()
-            await job.settled(nodes=5 - count)
+            await job.settled(nodes=6 - count)
         await job.finishes(failovers=len(stages))
 
 
 @pytest.mark.parametrize("stages", [("compose", "processor", "sync"), ("snapshot", "held", "done")])
 async def test_another_primary_and_a_backup_at_every_stage(stages: tuple[str, ...]) -> None:
     """`held` is the moment at which a backup holds a boundary that its primary does not know to be held."""
-    async with chaos("--nodes", "5", epochs=130, pace_s=0.02) as job:
+    async with chaos("--nodes", "5") as job:
         await job.began()
         for count, stage in enumerate(stages, start=1):
             job.inject(f"kill,{stage},task=5")
@@ -34,7 +36,7 @@ async def test_another_primary_and_a_backup_at_every_stage(stages: tuple[str, ..
 
 
 async def test_a_successor_that_dies_just_before_and_just_after_it_took_over() -> None:
-    async with chaos("--nodes", "5", epochs=100, pace_s=0.02, backups=3) as job:
+    async with chaos("--nodes", "5", backups=3) as job:
         await job.began()
         job.inject("kill,takeover,task=0", "kill,taken,task=0")
         kill(job.primary(0))
@@ -43,7 +45,7 @@ async def test_a_successor_that_dies_just_before_and_just_after_it_took_over() -
 
 
 async def test_several_primaries_at_once_at_one_stage() -> None:
-    async with chaos("--nodes", "5", epochs=80, pace_s=0.02, backups=2) as job:
+    async with chaos("--nodes", "5", backups=2) as job:
         await job.began()
         first, second, *_ = job.leads()
         at = job.epoch + 5
@@ -53,7 +55,7 @@ async def test_several_primaries_at_once_at_one_stage() -> None:
 
 
 async def test_flags_and_requests_count_once_when_the_epoch_starts_again() -> None:
-    async with chaos("--nodes", "5", epochs=100, pace_s=0.02, talk=True) as job:
+    async with chaos("--nodes", "5", talk=True) as job:
         await job.began()
         for count, name in enumerate(("kill,sync,task=3", "kill,done,task=0", "kill,commit"), start=1):
             job.inject(name)
@@ -64,7 +66,7 @@ async def test_flags_and_requests_count_once_when_the_epoch_starts_again() -> No
 
 
 async def test_every_replica_of_a_task_without_a_checkpoint_fails_the_job_by_name() -> None:
-    async with chaos("--nodes", "4", epochs=400, pace_s=0.02) as job:
+    async with chaos("--nodes", "4") as job:
         await job.began()
         kill(job.primary(4), *job.backups(4))
         done = await job.done()
@@ -74,7 +76,7 @@ async def test_every_replica_of_a_task_without_a_checkpoint_fails_the_job_by_nam
 
 
 async def test_every_replica_of_a_task_with_a_checkpoint_rolls_the_job_back(tmp_path: Path) -> None:
-    async with chaos("--nodes", "4", epochs=60, pace_s=0.03, checkpoint=tmp_path.as_uri(), every=5) as job:
+    async with chaos("--nodes", "4", checkpoint=tmp_path.as_uri(), every=5) as job:
         await job.began()
         await job.until("a checkpoint", lambda view: view.checkpoint is not None)
         kill(job.primary(4), *job.backups(4))
@@ -83,7 +85,7 @@ async def test_every_replica_of_a_task_with_a_checkpoint_rolls_the_job_back(tmp_
 
 
 async def test_whoever_writes_a_checkpoint_dies_while_it_does(tmp_path: Path) -> None:
-    async with chaos("--nodes", "5", epochs=90, pace_s=0.03, checkpoint=tmp_path.as_uri(), every=5) as job:
+    async with chaos("--nodes", "5", checkpoint=tmp_path.as_uri(), every=5) as job:
         await job.began()
         for count, name in enumerate(
             ("kill,checkpoint,task=3", "kill,checkpoint,task=0", "kill,checkpointed"), start=1

@@ -32,6 +32,7 @@ class Ledgered(tg.Task, state=["theta", "ledger", "names", "consumed", "next"]):
     """`ledger` is of everything consumed; `names` of (epoch, producer, tag) alone, which can be told beforehand."""
 
     pace_s = 0.0
+    finish = ""
     block = ""
     ballast = 0
 
@@ -52,6 +53,8 @@ class Ledgered(tg.Task, state=["theta", "ledger", "names", "consumed", "next"]):
         if not self.task_id:
             await asyncio.sleep(self.pace_s)
             self._block()
+            if self.finish and os.path.exists(self.finish):
+                epoch.finish()
         outs.put("theta", ins["theta"] if self.task_id else self.theta)
 
     def _block(self) -> None:
@@ -81,6 +84,7 @@ class Ledgered(tg.Task, state=["theta", "ledger", "names", "consumed", "next"]):
                     self.theta = self.theta + 1e-3 * np.cos(np.asarray(item)[:16])
         for tag, sender, what in self.messages(epoch):
             self._consume(epoch.number, sender, tag, np.float64(what).tobytes())
+            self.theta = self.theta + 1e-3 * np.cos(what)
         self.theta = self.theta + epoch.rng.normal(scale=1e-3, size=16)
         epoch.report(size=float(np.abs(self.theta).sum()))
 
@@ -95,13 +99,12 @@ class Ledgered(tg.Task, state=["theta", "ledger", "names", "consumed", "next"]):
         self.consumed += 1
 
     def result(self) -> dict[str, Any]:
-        return {
-            "theta": self.theta,
-            "ledger": self.ledger.hex(),
-            "names": self.names.hex(),
-            "consumed": self.consumed,
-            "epochs": self.next,
-        }
+        return shown(self.snapshot())
+
+
+def shown(state: dict[str, Any]) -> dict[str, Any]:
+    """A task's state, as its result tells it."""
+    return {**state, "ledger": state["ledger"].hex(), "names": state["names"].hex()}
 
 
 class Talking(Ledgered):
@@ -127,12 +130,13 @@ class Talking(Ledgered):
 
 
 @tg.job
-def ledgered(
+def ledgered(  # `finish`: a file; the epoch in which it is there is the last
     tasks: int = 7,
-    epochs: int = 60,
+    epochs: int = 1000,
     backups: int = 1,
     pace_s: float = 0.0,
     talk: bool = False,
+    finish: str = "",
     block: str = "",
     ballast: int = 0,
     ttl_s: float = 2.0,
@@ -142,7 +146,7 @@ def ledgered(
 ) -> tg.Job:
     def build(task_id: int) -> Ledgered:
         task = Talking() if talk else Ledgered()
-        task.pace_s, task.block, task.ballast = pace_s, block, ballast
+        task.pace_s, task.finish, task.block, task.ballast = pace_s, finish, block, ballast
         return task
 
     return tg.Job(
