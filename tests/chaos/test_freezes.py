@@ -1,4 +1,4 @@
-"""Nodes that stand still for longer than their lease: others go on without them, and what they wake up to is refused."""
+"""Nodes that stand still for longer than their lease: others go on without them, and zombies are refused."""
 
 from __future__ import annotations
 

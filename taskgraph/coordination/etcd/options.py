@@ -14,8 +14,9 @@ from taskgraph.errors import CoordinationError
 __all__ = ["Endpoint", "EtcdOptions"]
 
 #: Why each of them:
-#: - keepalive: a connection whose peer vanished without a word (power, a dropped NAT entry) is noticed in 15 s.
-#:   etcd refuses clients that ping more often than every 5 s.
+#: - keepalive: a connection whose peer vanished without a word (power, a dropped NAT entry) or is frozen is noticed
+#:   in 15 s. etcd refuses clients that ping more often than every 5 s. It is the ping's own timeout that counts where
+#:   the peer's kernel still acknowledges: measured, without it 60 s.
 #: - reconnect backoff: gRPC's default grows to 120 s; a restarted etcd must be found within a second.
 #: - message sizes: a listing may be larger than gRPC's 4 MiB; etcd bounds what can be in it.
 #: - http proxy: an `http_proxy` in the environment must not capture connections to etcd.
@@ -23,6 +24,7 @@ __all__ = ["Endpoint", "EtcdOptions"]
 _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 1_000),

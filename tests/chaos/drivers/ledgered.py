@@ -53,7 +53,7 @@ class Ledgered(tg.Task, state=["theta", "ledger", "names", "consumed", "next"]):
         if not self.task_id:
             await asyncio.sleep(self.pace_s)
             self._block()
-            if self.finish and os.path.exists(self.finish):
+            if self.finish and os.path.exists(self.finish):  # noqa: ASYNC240
                 epoch.finish()
         outs.put("theta", ins["theta"] if self.task_id else self.theta)
 
