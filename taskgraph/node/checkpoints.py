@@ -5,6 +5,8 @@
 What becomes a checkpoint, and when one is complete, is decided by `protocol.checkpointing`; where the files are and
 what is in them is `taskgraph.checkpoint`'s. A file that cannot be written costs that checkpoint and nothing else; a
 place that takes longer than the epochs of a checkpoint makes the epochs wait, by name.
+
+Whatever blocks or costs runs in threads of their own: neither the event loop nor user code waits for a place.
 """
 
 from __future__ import annotations
@@ -28,10 +30,12 @@ if TYPE_CHECKING:
     from taskgraph.node.node import Node
     from taskgraph.node.primary import Primary
 
-__all__ = ["CheckpointReader", "CheckpointWriter", "Checkpointer"]
+__all__ = ["FILES_AT_A_TIME", "CheckpointReader", "CheckpointWriter", "Checkpointer"]
 
 R = TypeVar("R")
 
+FILES_AT_A_TIME = 4
+"""Written or read by one node; more of them would not make a disk quicker."""
 _RETRY_S = 1.0
 """How long the leader leaves a place alone that refused a manifest."""
 _MIB = 1 << 20
@@ -92,12 +96,13 @@ class CheckpointWriter:
     def __init__(self, node: Node, task: int) -> None:
         self._node = node
         self._task = task
-        self._waiting: tuple[Stamp, Encoded] | None = None
+        self._waiting: tuple[Stamp, Callable[[], Encoded]] | None = None
         self._begun = Stamp(0, 0)
         self._writing: Stamp | None = None
         self._written: dict[Stamp, Written] = {}
         self._told: set[tuple[Stamp, int]] = set()  # of what was written, to the leader of that revision
         self._changed = asyncio.Event()
+        self._failing = False
 
     def due(self, boundary: Boundary, *, stateful: bool) -> bool:
         """Whether this boundary, read as committed, is to be written and was not yet."""
@@ -121,8 +126,8 @@ class CheckpointWriter:
             self._changed.clear()
             await self._changed.wait()
 
-    def begin(self, stamp: Stamp, value: Encoded) -> None:
-        """Writes this boundary, in the background."""
+    def begin(self, stamp: Stamp, value: Callable[[], Encoded]) -> None:
+        """Writes this boundary, in the background. `value` is called in a thread."""
         self._begun = stamp
         self._waiting = (stamp, value)
         self._changed.set()
@@ -144,20 +149,24 @@ class CheckpointWriter:
             self._changed.set()
             self._node.keeper.notify_later()
 
-    async def _write(self, stamp: Stamp, value: Encoded) -> None:
+    async def _write(self, stamp: Stamp, value: Callable[[], Encoded]) -> None:
         checkpoints = self._node.checkpoints
         name = checkpoints.name_of(stamp)
         try:
-            info = await checkpoints.call(lambda: checkpoints.store.write(name, self._task, value))
+            info = await checkpoints.call(lambda: checkpoints.store.write(name, self._task, value()))
         except (OSError, DecodeError) as error:
+            # Of a disk that stays full every checkpoint fails: what is kept of that is the first.
+            again, self._failing = self._failing, True
             self._node.events.emit(
                 "checkpoint failed",
                 f"checkpoint of epoch {stamp.epoch}: the file of task {self._task} cannot be written: {error}; the job "
                 f"goes on with the one before",
                 task=self._task,
                 epoch=stamp.epoch,
+                transient=again,
             )
         else:
+            self._failing = False
             self._written[stamp] = Written(stamp, self._task, info.size, info.digest)
 
     async def tell(self) -> None:
@@ -200,6 +209,7 @@ class Checkpointer:
         self._collected = Collected(node.job.tasks)
         self._wake = asyncio.Event()
         self._failed = 0
+        self._finished = ""  # the name of the last one that is complete also for those who do not know the pointer
 
     def take(self, written: Written) -> Accepted:
         self._collected.take(written)
@@ -211,14 +221,13 @@ class Checkpointer:
         stop = self._node.keeper.on_change(self._wake.set)
         try:
             await self._node.keeper.caught_up(self._primary.revision)
-            finished = False
             while True:
                 self._wake.clear()
                 await self._node.while_paused()
                 view = self._node.keeper.view
-                if not finished and view.checkpoint is not None:
-                    # The leader before may have died between the pointer and the last manifest.
-                    finished = await self._finish(view.checkpoint.record)
+                if view.checkpoint is not None and view.checkpoint.record.name != self._finished:
+                    # The leader before may have died between the pointer and the last manifest; or the disk was full.
+                    await self._finish(view.checkpoint.record)
                 ready = self._collected.complete(self._node.keeper.view)
                 if ready is not None and not await self._complete(*ready):
                     await asyncio.sleep(_RETRY_S)
@@ -248,7 +257,8 @@ class Checkpointer:
             await node.keeper.refresh()
             return False
         await node.keeper.caught_up(revision)
-        await self._finish(record)
+        if not await self._finish(record):
+            return True  # it is tried again with the next commit
         size = sum(w.size for w in files)
         node.events.emit(
             "checkpoint",
@@ -262,10 +272,11 @@ class Checkpointer:
     async def _finish(self, record: CheckpointRecord) -> bool:
         """The pointer names it: those who will not know the pointer shall know it, too. Old ones go."""
         store = self._node.checkpoints.store
-        done = await self._did(record.epoch, lambda: store.finish(record.name))
-        if done:
-            await self._did(record.epoch, lambda: store.keep_only((record.name, *record.before), record.name))
-        return done
+        if not await self._did(record.epoch, lambda: store.finish(record.name)):
+            return False
+        self._finished = record.name
+        await self._did(record.epoch, lambda: store.keep_only((record.name, *record.before), record.name))
+        return True
 
     async def _did(self, epoch: int, work: Callable[[], object]) -> bool:
         try:

@@ -26,7 +26,7 @@ from taskgraph.errors import (
 from taskgraph.graph.devices import array_module
 from taskgraph.jobs import Job
 from taskgraph.node.actor import UserCodeError
-from taskgraph.node.checkpoints import CheckpointReader
+from taskgraph.node.checkpoints import FILES_AT_A_TIME, CheckpointReader
 from taskgraph.node.draining import Draining
 from taskgraph.node.failing import failure_record
 from taskgraph.node.leader import LeaderRole
@@ -104,7 +104,9 @@ class Node:
         self.runs: dict[int, asyncio.Task[None]] = {}
         self._leading: asyncio.Task[None] | None = None
         self.takeovers = TakeOvers(self)
-        self.checkpoints = CheckpointReader(self, self._threads)
+        # Threads of their own: a place that hangs must take none from user code.
+        self._file_threads = threads or PooledThreads(f"{name}-files", limit=FILES_AT_A_TIME)
+        self.checkpoints = CheckpointReader(self, self._file_threads)
         self._noticing = Noticing(self)
         self.writes = Writes(coordinator)
         self.stepping_down: dict[int, asyncio.Task[None]] = {}
@@ -244,6 +246,7 @@ class Node:
                 await self.registration.leave()
         finally:
             self._threads.close()
+            self._file_threads.close()
             await self.transport.close()
 
     async def _live(self) -> None:

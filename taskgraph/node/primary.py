@@ -273,7 +273,7 @@ class Primary:
             self._stage = self._writer.stage
             await self._writer.room()
             self._stage = ""
-            self._writer.begin(committed.stamp, self.replica.with_whole_log(committed.value))
+            self._writer.begin(committed.stamp, self.replica.adding_log(committed.value))
 
     async def _replay(self, recording: Recording, stamp: Stamp) -> None:
         """Strict mode: the epoch again, on a fresh object restored from the boundary."""

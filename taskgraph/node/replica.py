@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from taskgraph.errors import JobError
 from taskgraph.graph.values import decode, encode
 from taskgraph.jobs import Job
 from taskgraph.node.actor import Actor
-from taskgraph.node.reports import ReportLog
+from taskgraph.node.reports import ReportLog, with_log
 from taskgraph.node.threads import Threads
 from taskgraph.protocol.boundaries import Boundaries
 from taskgraph.protocol.messages import Encoded
@@ -163,10 +165,13 @@ class Replica:
 
     def with_whole_log(self, value: Encoded) -> Encoded:
         """The same boundary for a replica that has none of the log yet."""
+        return self.adding_log(value)()
+
+    def adding_log(self, value: Encoded) -> Callable[[], Encoded]:
+        """Makes what `with_whole_log` returns, of the log as it is now; to be called in any thread."""
         if self.task != 0 or not self.log.all():
-            return value
-        raw = decode(value)
-        return encode({**raw, "log": self.log.all()}, what="snapshot of task 0")
+            return lambda: value
+        return partial(with_log, value, self.log.packed())
 
     async def on_commit(self, number: int, value: Encoded) -> None:
         """Tells the user's object that epoch `number` committed with this boundary."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +16,9 @@ import pytest
 
 import taskgraph as tg
 from taskgraph.checkpoint import Store
+from taskgraph.checkpoint import store as store_module
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node import replica as replica_module
 from taskgraph.node.node import Point
 
 pytestmark = pytest.mark.slow
@@ -333,6 +336,72 @@ async def test_a_place_that_refuses_costs_the_checkpoint_and_nothing_else(
         assert failed
         assert all("cannot be written" in e.text for e in failed)
         assert len(failed) <= 3 * 2
+        kept = [e for e in failed if not e.transient]
+        assert sorted(e.task for e in kept) == [0, 1, 2], "what is kept of a place that refuses all is the first"
+
+
+async def test_the_last_manifest_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pointer names it, and the disk is full: who is resumed without the pointer shall find it all the same."""
+    real, left = Store.finish, 2
+
+    def full(self: Store, name: str) -> None:
+        nonlocal left
+        if "-e000000006-" in name and left:
+            left -= 1
+            raise OSError(28, "No space left on device")
+        real(self, name)
+
+    monkeypatch.setattr(Store, "finish", full)
+
+    def make(cluster: InProcessCluster, node: str) -> Point:
+        async def point(stage: str, task: int, epoch: int) -> None:
+            if (stage, epoch) == ("done", 9):
+                async with asyncio.timeout(20):
+                    while not files(tmp_path, "*-e000000006-*/manifest.json"):  # noqa: ASYNC110 - nobody tells
+                        await asyncio.sleep(0.01)
+
+        return point
+
+    async with running(walk(tmp_path, checkpoint_every=2), 2, make) as cluster:
+        await cluster.result(40)
+        (told,) = [e for e in cluster.events if e.kind == "checkpoint failed"]
+        assert told.epoch == 6
+        assert "No space left on device" in told.text
+
+
+async def test_neither_the_loop_nor_user_code_makes_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoding all that was ever reported, digests and writing: in a few threads that do nothing else."""
+    seen: list[tuple[str, str]] = []
+
+    def spied(what: str, real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append((what, threading.current_thread().name))
+            return real(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(Store, "write", spied("write", Store.write))
+    monkeypatch.setattr(Store, "stage", spied("stage", Store.stage))
+    monkeypatch.setattr(store_module, "pack", spied("pack", store_module.pack))
+    monkeypatch.setattr(replica_module, "with_log", spied("with_log", replica_module.with_log))
+    async with running(walk(tmp_path, backups=0), 1, patient(11, 8)) as cluster:
+        await cluster.result(40)
+    assert {what for what, _ in seen} == {"write", "stage", "pack", "with_log"}
+    assert {thread.rpartition("_")[0] for _, thread in seen} == {"n1-files"}
+
+
+async def test_a_place_that_hangs_takes_no_thread_from_user_code(
+    unharmed: tg.JobResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For as long as no file is needed, the job does not notice: it is within the epochs of two checkpoints."""
+    released = threading.Event()
+    monkeypatch.setattr(Store, "write", lambda *_: released.wait(30) and None)
+    try:
+        async with running(walk(tmp_path, tasks=12, epochs=11), 1) as cluster:
+            await cluster.result(20)
+            assert [e for e in cluster.events if e.kind == "checkpoint failed"] == []
+    finally:
+        released.set()
 
 
 async def test_a_slow_place_makes_the_epochs_wait_by_name(
