@@ -1,8 +1,8 @@
 """Mutual TLS between nodes, and between a node and whoever controls it: three files, and what is made of them.
 
 Both sides show a certificate, and both want it signed by the one authority that `ca` names: the system's authorities
-count for nothing here. TLS 1.3 only. Files are read again when they changed, so that renewed certificates are taken up
-by the next connection.
+count for nothing here. Between nodes, TLS 1.3 only. Files are read again when they changed, so that renewed
+certificates are taken up by the next connection; a node's control service keeps those it started with.
 
 Nothing here knows what is said inside.
 """
@@ -13,9 +13,8 @@ import ipaddress
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
 
 import grpc
 
@@ -123,24 +122,14 @@ class Tls:
             raise _unusable(self.cert, _why(error) + name) from error
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a gRPC server; renewed files are taken up by the next connection."""
+        """For a gRPC server, which keeps what the files say now.
+
+        gRPC has credentials that ask for renewed files before each handshake. They are not used: with grpcio 1.85,
+        servers that end while strangers are about crash the process.
+        """
         self.context(server=True)  # gRPC says nothing of files that it cannot use
-        renewed = cast("Callable[[], grpc.ServerCertificateConfiguration]", self._renewed)  # None is allowed, too
-        return grpc.dynamic_ssl_server_credentials(self._configuration(), renewed, True)
-
-    def _configuration(self) -> grpc.ServerCertificateConfiguration:
-        return grpc.ssl_server_certificate_configuration(
-            [(self.key.read_bytes(), self.cert.read_bytes())], root_certificates=self.ca.read_bytes()
-        )
-
-    def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Called by gRPC, in a thread of its own, before each handshake; None: as before."""
-        try:
-            self._make(server=True)
-            return self._configuration()
-        except (OSError, TransportError) as error:
-            log.warning("%s; the control service goes on with what was read before", error)
-            return None
+        pair = (self.key.read_bytes(), self.cert.read_bytes())
+        return grpc.ssl_server_credentials([pair], self.ca.read_bytes(), require_client_auth=True)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """For a gRPC client, which also wants the server's certificate to name the host it dials."""

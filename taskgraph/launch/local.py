@@ -133,7 +133,8 @@ class LocalNodes:
                 stderr=output,
                 pass_fds=(config.parent_fd,),
                 start_new_session=True,  # a Ctrl-C on the terminal is for the launcher alone
-                env={**os.environ, **thread_env(self._blas_threads)},
+                # gRPC tells of every stranger otherwise, as often as one knocks.
+                env={"GRPC_VERBOSITY": "ERROR", **os.environ, **thread_env(self._blas_threads)},
             )
 
     @property
