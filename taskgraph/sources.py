@@ -7,6 +7,7 @@ installed, not data files, and not modules that are imported by a computed name.
 from __future__ import annotations
 
 import ast
+import gc
 import hashlib
 import os
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 from taskgraph.jobs import JobFunction
 from taskgraph.version import PROTOCOL, VERSION
 
-__all__ = ["fingerprint", "installed"]
+__all__ = ["fingerprint", "installed", "parse"]
 
 _INSTALLED = ("site-packages", "dist-packages")
 
@@ -59,10 +60,28 @@ def _local_sources(root: Path, driver: Path) -> dict[str, Path]:
     return sources
 
 
+def parse(path: Path) -> ast.Module:
+    """The syntax of a source file.
+
+    The garbage collector rests meanwhile: on Python 3.11 a finalizer that runs while a tree is built makes that fail
+    ("AST constructor recursion depth mismatch").
+
+    Raises:
+        SyntaxError, ValueError, OSError: it cannot be read.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(path.read_bytes())
+    finally:
+        if collects:
+            gc.enable()
+
+
 def _imported_files(path: Path, bases: list[Path]) -> list[Path]:
     """Files below `bases` that the import statements of one source name."""
     try:
-        tree = ast.parse(path.read_bytes())
+        tree = parse(path)
     except (SyntaxError, ValueError):
         return []  # importing it failed, too, or will: the error is told there
     found: set[Path] = set()

@@ -21,6 +21,7 @@ from taskgraph.errors import GraphError, Refused
 from taskgraph.graph.compose import Composition, Processor
 from taskgraph.node.actor import is_async
 from taskgraph.node.mailbox import Mailbox
+from taskgraph.node.quiet import Quiet
 from taskgraph.node.replica import Replica
 from taskgraph.node.strict import Recording
 from taskgraph.protocol.messages import Encoded, Item, Pull, Reason, Stamp, Wait
@@ -81,14 +82,8 @@ class Attempt:
         self._slots: dict[tuple[str, int], asyncio.Future[Encoded]] = {}
         self._items: dict[tuple[str, int], Encoded] = {}
         self._arrived: dict[tuple[str, int], asyncio.Event] = {}
-        self._busy = 0
-        self._holds: dict[int, str] = {}
         self._hold_count = 0
-        self._calm = asyncio.Event()
-        self._version = 0
-        self._quiet = False
-        self._closed = False
-        self._sealed = asyncio.Event()
+        self.quiet = Quiet()
         self._states: dict[str, str] = {}
         self._began = self._loop.time()
 
@@ -132,8 +127,7 @@ class Attempt:
         await self._point("sync", self.task, self.number)
         for processor in composition.sync_points:
             await self._process(processor)
-        while self._holds or self._busy:
-            await self._until_calm()
+        await self.quiet.until_calm()
 
     async def _compose(self) -> Composition:
         if self.recording is not None:
@@ -193,46 +187,19 @@ class Attempt:
         composition = self._composed.result()
         return next(repr(p.name) for p in composition.processors if producer in p.inbound.get(tag, ()))
 
-    # -- growing quiet ----------------------------------------------------------------------------
-
     async def _until_closed(self) -> None:
         """Returns when nothing runs, waits or travels any more, and no message will be taken from now on."""
-        if not self.replica.shape.receives:
-            while self._holds or self._busy:
-                await self._until_calm()
-            self._closed = True
-            return
-        while not self._sealed.is_set():
-            while self._holds or self._busy:
-                await self._until_calm()
-            if not self._quiet:
-                self._quiet = True
-                self._on_idle(Idle(self._version, self.ledger.sent_sum, self.ledger.received_sum))
-            self._calm.clear()
-            waits = [self._loop.create_task(e.wait()) for e in (self._calm, self._sealed)]
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for wait in waits:
-                    wait.cancel()
-
-    async def _until_calm(self) -> None:
-        self._calm.clear()
-        await self._calm.wait()
-
-    def seal(self, version: int) -> bool:
-        """The leader found everything quiet. True if the task is still at `version`: it takes nothing more."""
-        if self._closed:
-            return self._version == version
-        if not self._quiet or self._version != version:
-            return False
-        self._closed = True
-        self._sealed.set()
-        return True
+        if self.replica.shape.receives:
+            await self.quiet.until_sealed(
+                lambda version: self._on_idle(Idle(version, self.ledger.sent_sum, self.ledger.received_sum))
+            )
+        else:
+            await self.quiet.until_calm()
+            self.quiet.close()
 
     def check_open(self) -> None:
         """Raises Refused where the task takes no message any more."""
-        if self._closed:
+        if self.quiet.closed:
             raise Refused(Reason.DONE, f"task {self.task} is done with epoch {self.number}")
 
     def spawn(self, work: Coroutine[Any, Any, R], *, busy: bool) -> asyncio.Task[R]:
@@ -241,11 +208,11 @@ class Attempt:
             work.close()
             raise Refused(Reason.ATTEMPT_GONE, f"attempt {self.attempt} of epoch {self.number} is over")
         if busy:
-            self._busier()
+            self.quiet.busier()
         task = self._group.create_task(work)
         task.add_done_callback(self._look_at)
         if busy:
-            task.add_done_callback(lambda _: self._calmer())
+            task.add_done_callback(lambda _: self.quiet.calmer())
         return task
 
     def _look_at(self, done: asyncio.Task[Any]) -> None:
@@ -256,16 +223,6 @@ class Attempt:
         """Something of the attempt raised: it waits for its threads now, and they must not wait for its answers."""
         self.cancelled = True
         self.mailbox.end()
-
-    def _busier(self) -> None:
-        self._busy += 1
-        self._version += 1
-        self._quiet = False
-
-    def _calmer(self) -> None:
-        self._busy -= 1
-        if not self._busy:
-            self._calm.set()
 
     # -- asked by other tasks ---------------------------------------------------------------------
 
@@ -382,18 +339,8 @@ class Attempt:
         self._check_alive()
         self._hold_count += 1
         mark = self._hold_count
-        self._on_loop(self._take_hold, mark, f"{where}: {why}")
-        return lambda: self._on_loop(self._release_hold, mark)
-
-    def _take_hold(self, mark: int, why: str) -> None:
-        self._holds[mark] = why
-        self._version += 1
-        self._quiet = False
-
-    def _release_hold(self, mark: int) -> None:
-        self._holds.pop(mark, None)
-        if not self._holds:
-            self._calm.set()
+        self._on_loop(self.quiet.hold, mark, f"{where}: {why}")
+        return lambda: self._on_loop(self.quiet.release, mark)
 
     def report(self, where: str, numbers: dict[str, float]) -> None:
         self._check_alive()
@@ -443,7 +390,7 @@ class Attempt:
         for where, to, method in replies:
             if where not in names:
                 found.append(Wait(f"handler {where.split('/')[0]}", "reply", to, method, since))
-        found.extend(Wait("hold", "running", self.task, why, since) for why in self._holds.values())
+        found.extend(Wait("hold", "running", self.task, why, since) for why in self.quiet.holds)
         return tuple(found)
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from taskgraph.sources import parse
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "taskgraph"
 DOCS = {page.name: page for page in sorted((ROOT / "docs").glob("*.md"))}
@@ -51,7 +53,7 @@ def names(path: Path) -> frozenset[str]:
                 case _:
                     pass
 
-    visit(ast.parse(path.read_text("utf-8")).body, "")
+    visit(parse(path).body, "")
     return frozenset(found)
 
 
@@ -168,7 +170,7 @@ def imports() -> Iterator[tuple[str, str]]:
         room = parts[0].removesuffix(".py")
         if room == "__init__":
             continue  # it gathers the public names
-        pending: list[ast.AST] = [ast.parse(path.read_text("utf-8"))]
+        pending: list[ast.AST] = [parse(path)]
         while pending:
             for node in ast.iter_child_nodes(pending.pop()):
                 if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":

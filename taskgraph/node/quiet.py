@@ -1,0 +1,92 @@
+"""How the work of an attempt comes to rest: what still runs or is held, and the seal after which nothing is taken."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+__all__ = ["Quiet"]
+
+
+class Quiet:
+    """One task's part in finding out that nothing of an epoch runs, waits or travels any more.
+
+    `version` grows with everything that begins. What the leader seals is a version: a task that has moved on since it
+    said that it was idle refuses. Lives on the event loop.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.closed = False
+        self._busy = 0
+        self._holds: dict[int, str] = {}
+        self._told = False
+        self._calm = asyncio.Event()
+        self._sealed = asyncio.Event()
+
+    @property
+    def holds(self) -> tuple[str, ...]:
+        """Why user code keeps the epoch open, oldest first."""
+        return tuple(self._holds.values())
+
+    def busier(self) -> None:
+        """Something began that keeps the task from being idle; `calmer` follows."""
+        self._busy += 1
+        self._moved()
+
+    def calmer(self) -> None:
+        self._busy -= 1
+        if not self._busy:
+            self._calm.set()
+
+    def hold(self, mark: int, why: str) -> None:
+        self._holds[mark] = why
+        self._moved()
+
+    def release(self, mark: int) -> None:
+        self._holds.pop(mark, None)
+        if not self._holds:
+            self._calm.set()
+
+    def _moved(self) -> None:
+        self.version += 1
+        self._told = False
+
+    async def until_calm(self) -> None:
+        """Returns when nothing runs and nothing is held; either may begin again."""
+        while self._holds or self._busy:
+            self._calm.clear()
+            await self._calm.wait()
+
+    def close(self) -> None:
+        """The task takes no message of this epoch any more."""
+        self.closed = True
+
+    async def until_sealed(self, on_idle: Callable[[int], None]) -> None:
+        """Returns when the leader has found everybody idle.
+
+        Args:
+            on_idle: is told the version, each time that the task is idle at another one.
+        """
+        while not self._sealed.is_set():
+            await self.until_calm()
+            if not self._told:
+                self._told = True
+                on_idle(self.version)
+            self._calm.clear()
+            waits = [asyncio.ensure_future(event.wait()) for event in (self._calm, self._sealed)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+
+    def seal(self, version: int) -> bool:
+        """The leader found everything quiet. True if the task is still at `version`: it takes nothing more."""
+        if self.closed:
+            return self.version == version
+        if not self._told or self.version != version:
+            return False
+        self.closed = True
+        self._sealed.set()
+        return True
