@@ -74,6 +74,12 @@ def parser(*, driver: bool = False) -> argparse.ArgumentParser:
     kill.add_argument("--signal", default="SIGKILL", help="default SIGKILL")
     drain = add("drain", "Ask a node to hand everything over and leave.", job="?")
     drain.add_argument("--node", metavar="NAME", required=True)
+    chaos = add("chaos", "Random faults on the nodes of a job of this host, and what followed.", job="?")
+    chaos.add_argument("--mtbf", type=float, default=15.0, metavar="S", help="mean time between two faults (15)")
+    chaos.add_argument("--for-s", type=float, metavar="S", help="end after this time; default: with the job")
+    chaos.add_argument("--kinds", default="kill,stop,term", metavar="K,...", help="kill, stop, term (default all)")
+    chaos.add_argument("--seed", type=int, metavar="N", help="of the choice of faults")
+    chaos.add_argument("--lossy", action="store_true", help="hit the last replica in sync of a task, too")
     add("shutdown", "End a job without a result.", job="?")
     add("token", "Print the token of a job of this host.", job="?")
     text = "Make an authority and a certificate of it, for TLS in a test cluster."
@@ -101,7 +107,7 @@ def _add_beginning(made: argparse.ArgumentParser) -> None:
 
 
 def _commands() -> dict[str, Callable[..., int]]:
-    from taskgraph.commands import acting, certifying, joining, looking, running
+    from taskgraph.commands import acting, certifying, chaos, joining, looking, running
 
     return {
         "run": running.run,
@@ -113,6 +119,7 @@ def _commands() -> dict[str, Callable[..., int]]:
         "result": looking.result,
         "kill": acting.kill,
         "drain": acting.drain,
+        "chaos": chaos.chaos,
         "shutdown": acting.shutdown,
         "token": acting.token,
         "certs": certifying.certs,

@@ -18,7 +18,7 @@ from taskgraph.protocol.records import NodeRecord
 from taskgraph.protocol.view import JobView
 from taskgraph.transport.endpoints import host_key
 
-__all__ = ["drain", "kill", "shutdown", "token"]
+__all__ = ["drain", "is_here", "kill", "shutdown", "signal_here", "signal_number", "signal_process", "token"]
 
 
 async def _view(reached: Reached) -> JobView:
@@ -53,23 +53,41 @@ async def _kill(options: argparse.Namespace, number: signal.Signals) -> int:
             async with client_of(record, reached.entry.token_bytes, reached.entry.node_access) as client:
                 await client.kill(number)
         except PeerLost:
-            if not _signal_here(record, number):
+            if not signal_here(record, number):
                 raise
         print(f"sent {number.name} to {record.name} (process {record.pid} on {record.host}), {what}")
     return 0
 
 
-def _signal_here(record: NodeRecord, number: signal.Signals) -> bool:
-    """A node that is stopped (SIGSTOP) does not answer, but what is on this host can be signalled without it."""
-    if not any(endpoint.startswith(f"unix:{host_key()}:") for endpoint in record.control.split("|")):
+def is_here(record: NodeRecord) -> bool:
+    """Whether a node runs on this host."""
+    return any(endpoint.startswith(f"unix:{host_key()}:") for endpoint in record.control.split("|"))
+
+
+def signal_here(record: NodeRecord, number: signal.Signals) -> bool:
+    """A node that is stopped (SIGSTOP) does not answer, but what is on this host can be signalled without it.
+
+    Returns:
+        False where it is elsewhere.
+
+    Raises:
+        JobError: it is gone.
+    """
+    if not is_here(record):
         return False
+    if not signal_process(record.pid, number):
+        raise JobError(f"{record.name} (process {record.pid}) does not exist any more")
+    return True
+
+
+def signal_process(pid: int, number: signal.Signals) -> bool:
+    """Whether a process of ours of that id was there to get the signal."""
     try:
-        command = Path(f"/proc/{record.pid}/cmdline").read_bytes()
-    except FileNotFoundError:
-        raise JobError(f"{record.name} (process {record.pid}) does not exist any more") from None
-    if b"taskgraph" not in command:
-        raise JobError(f"{record.name} is gone: process {record.pid} is another program")
-    os.kill(record.pid, number)
+        if b"taskgraph" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return False  # the id came again
+        os.kill(pid, number)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
     return True
 
 

@@ -111,7 +111,7 @@ def events(options: argparse.Namespace) -> int:
     kept = _finished(options)
     if kept is not None:
         for raw in kept["events"]:
-            _print_event(Event(**raw), as_json=options.json)
+            print_event(Event(**raw), as_json=options.json)
         return 0
     return uvloop.run(_events(options))
 
@@ -121,11 +121,11 @@ async def _events(options: argparse.Namespace) -> int:
         if not options.follow:
             found, _ = await kept_events(reached.coordinator, reached.name)
             for event in found:
-                _print_event(event, as_json=options.json)
+                print_event(event, as_json=options.json)
             return 0
         printed: list[Event] = []
         following = asyncio.ensure_future(_follow(reached, printed, as_json=options.json))
-        gone = asyncio.ensure_future(_launcher_gone(reached.entry))
+        gone = asyncio.ensure_future(launcher_gone(reached.entry))
         ended = asyncio.ensure_future(_ended(reached))
         try:
             await asyncio.wait([following, gone, ended], return_when=asyncio.FIRST_COMPLETED)
@@ -138,7 +138,7 @@ async def _events(options: argparse.Namespace) -> int:
             await asyncio.gather(following, gone, ended, return_exceptions=True)
     for raw in (Runtime().finished(reached.name) or {"events": []})["events"]:
         if (event := Event(**raw)) not in printed:
-            _print_event(event, as_json=options.json)
+            print_event(event, as_json=options.json)
     return 0
 
 
@@ -159,18 +159,18 @@ async def _follow(reached: Reached, printed: list[Event], *, as_json: bool) -> N
     """Until the event that ends every job."""
     async for event in follow_events(reached.coordinator, reached.name):
         printed.append(event)
-        _print_event(event, as_json=as_json)
+        print_event(event, as_json=as_json)
         if event.kind in (State.FINISHED, State.FAILED, State.CANCELLED):
             return
 
 
-async def _launcher_gone(entry: JobEntry) -> None:
+async def launcher_gone(entry: JobEntry) -> None:
     """Returns when the job's embedded etcd, which tells no more events then, ended with its launcher."""
     while not entry.embedded or Runtime().find(entry.name) is not None:  # noqa: ASYNC110 (no event tells)
         await asyncio.sleep(_GONE_POLL_S)
 
 
-def _print_event(event: Event, *, as_json: bool) -> None:
+def print_event(event: Event, *, as_json: bool) -> None:
     if as_json:
         print(event.to_bytes().decode(), flush=True)
         return

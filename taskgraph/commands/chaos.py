@@ -1,0 +1,200 @@
+"""chaos: random faults on the nodes of a running job of this host, and what followed."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import secrets
+import signal
+import time
+from collections import Counter
+
+import uvloop
+
+from taskgraph.commands import acting
+from taskgraph.commands.common import Reached, reach
+from taskgraph.commands.looking import launcher_gone, print_event
+from taskgraph.commands.mischief import Fault, draw, kinds_of, pause_s
+from taskgraph.coordination.viewkeeper import ViewKeeper
+from taskgraph.errors import CoordinationError, JobError
+from taskgraph.launch.follow import follow_events
+from taskgraph.observe.events import Event
+from taskgraph.observe.format import name_of
+from taskgraph.protocol.records import State
+from taskgraph.protocol.view import JobView
+
+__all__ = ["chaos"]
+
+_AGAIN_S = 0.2
+"""Where no node can be spared, it is looked again after this time."""
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+_LAST_EVENT_S = 0.3
+
+
+def chaos(options: argparse.Namespace) -> int:
+    """Hits nodes until the job ended, the time is over, or Ctrl-C."""
+    if options.mtbf <= 0 or (options.for_s is not None and options.for_s <= 0):
+        raise JobError("--mtbf and --for-s are seconds above 0")
+    kinds = kinds_of(options.kinds)
+    seed = options.seed if options.seed is not None else secrets.randbelow(1_000_000)
+    return uvloop.run(_chaos(options, kinds, seed))
+
+
+async def _chaos(options: argparse.Namespace, kinds: tuple[str, ...], seed: int) -> int:
+    async with reach(options) as reached:
+        run = _Chaos(reached, random.Random(seed), kinds, mtbf_s=options.mtbf, lossy=options.lossy)
+        await run.keeper.load()
+        if not run.keeper.view.running:
+            raise JobError(f"job {reached.name} has ended")
+        if not run.here():
+            raise JobError(f"no node of job {reached.name} runs on this host: only those can be hit")
+        print(f"chaos on job {reached.name}: a fault every {options.mtbf:g} s, seed {seed}; Ctrl-C ends it", flush=True)
+        return await run.until_over(options.for_s)
+
+
+class _Chaos:
+    """Faults on one job, one at a time."""
+
+    def __init__(
+        self, reached: Reached, rng: random.Random, kinds: tuple[str, ...], *, mtbf_s: float, lossy: bool
+    ) -> None:
+        self.keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=_AGAIN_S)
+        self._reached = reached
+        self._rng = rng
+        self._kinds = kinds
+        self._mtbf_s = mtbf_s
+        self._lossy = lossy
+        self._unwell: set[str] = set()
+        self._stopped: dict[str, int] = {}  # node -> pid
+        self._done: Counter[str] = Counter()
+        self._began = time.time()
+
+    @property
+    def _view(self) -> JobView:
+        return self.keeper.view
+
+    def here(self) -> list[str]:
+        """Nodes of the job that run on this host."""
+        live = self._view.live_nodes(self._reached.spec.run)
+        return [node for node, record in live.items() if acting.is_here(record)]
+
+    async def until_over(self, for_s: float | None) -> int:
+        """The exit code: 1 where the job failed meanwhile."""
+        interrupted = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupted.set)
+        work = [
+            asyncio.ensure_future(self.keeper.run()),
+            asyncio.ensure_future(self._tell()),
+            asyncio.ensure_future(self._faults()),
+            asyncio.ensure_future(self._ended()),
+            asyncio.ensure_future(launcher_gone(self._reached.entry)),
+            asyncio.ensure_future(interrupted.wait()),
+        ]
+        try:
+            done, _ = await asyncio.wait(work, timeout=for_s, return_when=asyncio.FIRST_COMPLETED)
+            for each in done:
+                await each
+        finally:
+            self._thaw(*self._stopped)
+            for each in work:
+                each.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+        return self._sum_up()
+
+    def _sum_up(self) -> int:
+        status = self._view.status
+        state = status.record.state if status is not None else "unknown"
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(self._done.items())) or "none"
+        print(f"faults: {counts}; job {self._reached.name}: {state}", flush=True)
+        if status is not None and status.record.reason:
+            print(f"  {status.record.reason}", flush=True)
+        return 1 if state == State.FAILED else 0
+
+    async def _ended(self) -> None:
+        await self.keeper.wait_until(lambda view: not view.running)
+        await asyncio.sleep(_LAST_EVENT_S)  # the events of its end are shown, too
+
+    async def _tell(self) -> None:
+        """What the job says from now on."""
+        async for event in follow_events(self._reached.coordinator, self._reached.name):
+            if event.at >= self._began:
+                print_event(event, as_json=False)
+
+    async def _faults(self) -> None:
+        """For ever. Faults that take time go on beside the next."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await asyncio.sleep(pause_s(self._rng, self._mtbf_s))
+                fault = await self._next()
+                record = self._view.nodes[fault.node].record
+                epoch = self._view.epoch.record.epoch if self._view.epoch is not None else 0
+                self._say(f"{_SIGNALS[fault.kind].name} to {record.name} (process {record.pid}), {self._roles(fault)}")
+                self._unwell.add(fault.node)
+                with contextlib.suppress(JobError):  # it ended by itself just now
+                    acting.signal_here(record, _SIGNALS[fault.kind])
+                    self._done[fault.kind] += 1
+                if fault.kind == "stop":
+                    self._stopped[fault.node] = record.pid
+                    group.create_task(self._wake(fault))
+                group.create_task(self._aftermath(epoch))
+
+    async def _next(self) -> Fault:
+        """The next fault, as soon as there is a node that can be spared, by a view that is read anew."""
+        said = False
+        while True:
+            with contextlib.suppress(CoordinationError):
+                await self.keeper.load()
+                ttl_s = float(self._reached.spec.settings.get("lease_ttl_s", 5.0))
+                fault = draw(
+                    self._rng,
+                    self._view,
+                    here=self.here(),
+                    unwell=self._unwell,
+                    kinds=self._kinds,
+                    ttl_s=ttl_s,
+                    lossy=self._lossy,
+                )
+                if fault is not None:
+                    return fault
+            if not said:
+                self._say(
+                    "every node holds the last replica in sync of some task: waiting (more nodes: `taskgraph launch "
+                    f"{self._reached.name}`; --lossy hits them all the same)"
+                )
+                said = True
+            await asyncio.sleep(_AGAIN_S)
+
+    def _roles(self, fault: Fault) -> str:
+        held = [task for task in sorted(self._view.primaries) if fault.node in self._view.in_sync(task)]
+        first = [task for task in held if self._view.primary_node(task) == fault.node]
+        words = [
+            f"{role} of {' '.join(map(str, tasks))}"
+            for role, tasks in (("primary", first), ("backup", [t for t in held if t not in first]))
+            if tasks
+        ]
+        return (" and ".join(words) or "which holds nothing") + (f", for {fault.lasts_s:.1f} s" * bool(fault.lasts_s))
+
+    async def _wake(self, fault: Fault) -> None:
+        await asyncio.sleep(fault.lasts_s)
+        self._thaw(fault.node)
+        self._say(f"SIGCONT to {name_of(fault.node)}")
+        # It is counted on again once it is registered, whether it had lost its lease or not.
+        await self.keeper.wait_until(lambda view: fault.node in view.nodes)
+        self._unwell.discard(fault.node)
+
+    def _thaw(self, *nodes: str) -> None:
+        for node in nodes:
+            acting.signal_process(self._stopped.pop(node), signal.SIGCONT)
+
+    async def _aftermath(self, epoch: int) -> None:
+        """Says when the job went on: the epoch after the one that was hit has committed."""
+        began = time.monotonic()
+        await self.keeper.wait_until(lambda view: view.epoch is not None and view.epoch.record.epoch >= epoch + 2)
+        self._say(f"epoch {epoch + 1} committed {time.monotonic() - began:.2f} s after the fault")
+
+    def _say(self, text: str) -> None:
+        print_event(Event(time.time(), "chaos", "fault", text), as_json=False)

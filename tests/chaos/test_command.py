@@ -1,0 +1,37 @@
+"""`taskgraph chaos`: random faults on a running job, which ends with the same bits all the same."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+import pytest
+from chaos_kit import NAME, chaos
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+async def test_chaos_hits_a_running_job_and_says_what_followed() -> None:
+    async with chaos("--nodes", "5") as job:
+        await job.began()
+        mischief = await job.cli.start("chaos", NAME, "--mtbf", "0.3", "--seed", "7", "--for-s", "6")
+        done = await mischief.done()
+        assert done.code == 0, done.err
+        assert "a fault every 0.3 s, seed 7" in done.out
+        hit = re.findall(r"SIG(?:KILL|STOP|TERM) to n\d+ \(process \d+\), (?:primary|backup|which)", done.out)
+        assert len(hit) >= 2, done.out
+        assert "is primary after" in done.out and re.search(r"committed [\d.]+ s after the fault", done.out), done.out
+        assert "the last replica in sync" in done.out, "it comes to its end of what can be spared"
+        assert f"job {NAME}: running" in done.out
+        await job.finishes()
+
+
+async def test_ctrl_c_ends_it_and_wakes_whom_it_stopped() -> None:
+    async with chaos("--nodes", "4", ttl_s=30.0) as job:
+        await job.began()
+        mischief = await job.cli.start("chaos", NAME, "--mtbf", "0.05", "--kinds", "stop")
+        await mischief.until("SIGSTOP to", out=True)
+        mischief.process.send_signal(signal.SIGINT)
+        done = await mischief.done()
+        assert done.code == 0 and "faults: 1 stop" in done.out, done.out + done.err
+        await job.finishes()
