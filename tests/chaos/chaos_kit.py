@@ -270,13 +270,16 @@ def shared_memory() -> set[str]:
 
 
 @contextlib.asynccontextmanager
-async def chaos(*arguments: str, etcd: str = "", seen_etcd: str = "", **options: Any) -> AsyncIterator[Chaos]:
+async def chaos(
+    *arguments: str, etcd: str = "", seen_etcd: str = "", env: dict[str, str] | None = None, **options: Any
+) -> AsyncIterator[Chaos]:
     """Runs the job; afterwards no process, socket, shared memory or temporary file of it is left.
 
     Args:
         arguments: of `taskgraph run`.
         etcd: its endpoints; "": an etcd of its own.
         seen_etcd: where the test itself looks, where that is another way to the same.
+        env: more of the environment, for what is started.
         options: of the driver.
     """
     before = shared_memory()
@@ -287,7 +290,9 @@ async def chaos(*arguments: str, etcd: str = "", seen_etcd: str = "", **options:
         options["finish"] = cli.root / "finish"
         words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
         words += ["--etcd", etcd] if etcd else []
-        command = await cli.start("run", str(DRIVER), "--json", *words, *arguments, **{VARIABLE: str(faults)})
+        command = await cli.start(
+            "run", str(DRIVER), "--json", *words, *arguments, **{VARIABLE: str(faults), **(env or {})}
+        )
         job = Chaos(cli, command, options, faults, seen_etcd or etcd)
         try:
             async with asyncio.TaskGroup() as group:
