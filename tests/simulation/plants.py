@@ -266,11 +266,29 @@ def a_promise_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def a_take_over_guesses_the_epoch_from_its_watch(patch: pytest.MonkeyPatch) -> None:
+    """It begins from the boundary that its watch showed: a commit that was not told yet is missed."""
+
     def taken_over(original: Any, result: Any, view: Any, task: int) -> Any:
         at = view.epoch.record
         return dataclasses.replace(original(result, view, task), epoch=at.epoch, attempt=at.attempt)
 
+    def init(original: Any, self: Primary, node: Any, replica: Replica, taken: Any) -> None:
+        original(self, node, replica, taken)
+        vars(self)["guessed"] = replica.boundaries.committed
+
+    async def begin(original: Any, self: Primary) -> None:
+        guessed = vars(self)["guessed"]
+        if guessed is None:
+            await original(self)
+            return
+        await self.replica.set_up()
+        self.replica.user_task.primary = True
+        await self.replica.restore(guessed.value)
+        self.backups.committed(guessed)
+
     _changed(patch, transactions, "taken_over", taken_over)
+    _changed(patch, Primary, "__init__", init)
+    _changed(patch, Primary, "_begin", begin)
 
 
 @plant

@@ -7,8 +7,8 @@ from plants import PLANTS
 
 from taskgraph.testing.simulate import run_seed
 
-WITHIN = 1500
-"""Seeds in which a mistake must show. Most show in the first hundred."""
+WITHIN = 600
+"""Seeds in which a mistake must show. All showed in the first hundred when this was written."""
 
 
 @pytest.mark.slow
@@ -16,8 +16,9 @@ WITHIN = 1500
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     PLANTS[name](monkeypatch)
-    problem = next((problem for seed in range(WITHIN) if (problem := run_seed(seed).problem)), "")
-    assert problem, f"{WITHIN} seeds do not notice that {name}"
+    found = next((outcome for seed in range(WITHIN) if (outcome := run_seed(seed)).problem), None)
+    assert found is not None, f"{WITHIN} seeds do not notice that {name}"
+    print(f"seed {found.seed} finds that {name}: {found.problem}")
 
 
 def test_there_are_enough() -> None:

@@ -55,7 +55,7 @@ class SimCoordinator:
         self._heard = True  # what the server sends arrives
         self._stalled = False  # watches are told nothing
         self.lose_next = 0  # transactions whose answer gets lost
-        self.slow_next_s = 0.0  # how long the next transaction takes to arrive
+        self.hold_next: Callable[[Callable[[], None]], None] | None = None  # who decides when the next one arrives
 
     @property
     def hears(self) -> bool:
@@ -171,8 +171,11 @@ class SimCoordinator:
             self.lose_next -= 1
             lost = rng.choice(("answer", "answer", "request", "refused", "late"))
         if self.speaks:
-            slow_s, self.slow_next_s = (self.slow_next_s, 0.0) if writes else (0.0, self.slow_next_s)
-            etcd.later(etcd.delay() + slow_s, arrive)
+            if writes and self.hold_next is not None:
+                hold, self.hold_next = self.hold_next, None
+                hold(arrive)
+            else:
+                etcd.later(etcd.delay(), arrive)
         try:
             async with asyncio.timeout(timeout_s):
                 return await answer

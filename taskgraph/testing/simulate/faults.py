@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from taskgraph.testing.simulate.world import SimNode, World
@@ -46,10 +47,19 @@ _MOMENTS = (
     "before evict", "after evict", "before restart", "after restart", "before register", "after register", "after end",
     "message Pull", "message Item", "message Offer", "message Report", "message Seal", "message Accepted",
     "message Release", "message HandOver", "message Request", "message Answer", "message Flag",
-    "answer Offer", "answer Report", "answer Accepted", "answer Item",
+    "answer Flag", "answer Request", "answer Offer", "answer Report", "answer Accepted", "answer Item",
     "point compose", "point processor", "point sync", "point snapshot", "point done", "point commit",
     "point committed",
 )  # fmt: skip
+_OVERTAKEN_BY = {
+    "sending commit": ("takeover", "takeover", "restart", "register"),
+    "sending takeover": ("commit", "takeover", "admit", "evict", "restart"),
+    "sending admit": ("takeover", "takeover", "commit", "evict"),
+    "sending evict": ("takeover", "takeover", "commit", "admit"),
+    "sending restart": ("takeover", "commit", "restart"),
+    "sending register": ("takeover", "gone", "register"),
+}
+"""A write, and those that must be taken into account when they come right before it."""
 _OFTEN = {"before commit": 3, "after commit": 3, "after takeover": 4, "before takeover": 2, "message Offer": 3}
 
 
@@ -65,12 +75,20 @@ class Fault:
     target: str  # "who", "leader", "primary", "member", "any"
     again: bool  # a dead node is replaced, by one of the same name
     told_s: float | None  # when a launcher says that it is gone; None: never
+    until: str = ""  # the moment at which what is held back goes on, where that comes before `lasts_s`
     then: Fault | None = None  # what happens right after it
 
 
-def draw(rng: random.Random) -> list[Fault]:
-    """The failures of one seed."""
-    return [_draw_one(rng, follows=False) for _ in range(rng.choice((0, 1, 2, 2, 3, 3, 4, 5, 6, 8)))]
+_DEADLY = ("crash", "crash", "host crash", "freeze", "isolation")
+_DEAFENING = ("reset", "cut one way", "cut one way", "cut one way", "half-open", "freeze", "crash")
+
+
+def draw(rng: random.Random, *, talks: bool) -> list[Fault]:
+    """The failures of one seed; `talks`: its tasks send flags and requests."""
+    faults = [_draw_one(rng, follows=False) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 3, 4, 5, 7)))]
+    if rng.random() < 0.6:
+        faults += rng.choice(_RECIPES if talks else _RECIPES[:-2])(rng)
+    return faults
 
 
 def _draw_one(rng: random.Random, *, follows: bool) -> Fault:
@@ -90,9 +108,75 @@ def _draw_one(rng: random.Random, *, follows: bool) -> Fault:
         fault.then = _draw_one(rng, follows=True)
         fault.then.at_s = rng.choice((0.0, 0.001, 0.01, 0.1, 1.0)) * rng.random()
     if fault.kind == "etcd slow request":
-        fault.moment = rng.choice([m for m in _MOMENTS if m.startswith("sending ")])
-        fault.target = "who"
+        _hold_back(fault, rng, rng.choice(list(_OVERTAKEN_BY)))
     return fault
+
+
+def _hold_back(fault: Fault, rng: random.Random, moment: str) -> None:
+    """Makes it a write that is long on its way: for a time, or until just after another write."""
+    fault.kind, fault.target, fault.moment = "etcd slow request", "who", moment
+    if rng.random() < 0.6:
+        fault.until = "after " + rng.choice(_OVERTAKEN_BY[moment])
+        fault.lasts_s = max(fault.lasts_s, 0.5)
+
+
+# -- failures that meet: each a race that a rule of the protocol is there for -----------------------------
+
+
+def _overtaken(rng: random.Random) -> list[Fault]:
+    """A write is on its way to etcd while somebody whom it rests on dies, and is replaced before it arrives."""
+    first, then = _draw_one(rng, follows=True), _draw_one(rng, follows=True)
+    first.lasts_s = rng.choice((0.1, 0.5, 2.0)) * rng.uniform(0.5, 1.0)
+    _hold_back(first, rng, rng.choice(("sending commit", "sending commit", "sending admit", "sending takeover")))
+    then.kind, then.at_s = rng.choice(_DEADLY), rng.choice((0.0, 0.01, 0.1)) * rng.random()
+    then.target = rng.choice(
+        ("primary", "leader", "member") if first.moment == "sending commit" else ("who", "primary")
+    )
+    then.told_s, then.lasts_s = rng.choice((0.0, 0.005)), 3.0
+    first.then, then.then = then, None
+    return [first]
+
+
+def _late_change_of_members(rng: random.Random) -> list[Fault]:
+    """A member dies, stands still for longer than its lease, or moves; the write that evicts it, or admits another one,
+    comes late, and perhaps when its writer is primary no more."""
+    cause, late = _draw_one(rng, follows=True), _draw_one(rng, follows=True)
+    cause.kind = rng.choice(("freeze", "freeze", "isolation", "crash", "join", "drain"))
+    cause.target, cause.count, cause.then = "member", rng.choice((1, 1, 2, 4)), None
+    cause.moment = rng.choice(("point compose", "after admit", "message Offer", "after commit"))
+    cause.lasts_s, cause.told_s = rng.choice((2.2, 3.0, 4.0)), rng.choice((0.0, 0.005))
+    late.lasts_s, late.then = rng.choice((0.3, 1.0, 2.0)), None
+    _hold_back(late, rng, rng.choice(("sending evict", "sending evict", "sending admit")))
+    late.count = rng.choice((1, 1, 2, 3))
+    if rng.random() < 0.6:
+        late.then = _draw_one(rng, follows=True)
+        late.then.kind, late.then.target, late.then.told_s = rng.choice(("crash", "crash", "freeze")), "who", 0.0
+        late.then.at_s, late.then.then = rng.choice((0.0, 0.01, 0.1)) * rng.random(), None
+        late.then.lasts_s = 3.0
+    return [cause, late]
+
+
+def _deaf_witness(rng: random.Random) -> list[Fault]:
+    """Somebody dies around a commit, and whoever takes over has not been told of that commit."""
+    first, then = _draw_one(rng, follows=True), _draw_one(rng, follows=True)
+    first.kind, first.target = "watch stall", rng.choice(("member", "member", "leader", "any"))
+    first.moment = rng.choice(("point done", "point snapshot", "before commit", "sending commit", "message Report"))
+    first.lasts_s = rng.choice((0.05, 0.3, 1.0))
+    then.kind, then.target = "crash", rng.choice(("primary", "primary", "who"))
+    then.at_s, then.told_s = rng.choice((0.0, 0.01, 0.05)) * rng.random(), rng.choice((0.0, None))
+    first.then, then.then = then, None
+    return [first]
+
+
+def _sent_again(rng: random.Random) -> list[Fault]:
+    """A flag, a request or its answer arrives, and whoever sent it does not learn that."""
+    fault = _draw_one(rng, follows=True)
+    fault.kind, fault.target, fault.lasts_s = rng.choice(_DEAFENING), "who", rng.choice((0.6, 2.2, 4.5))
+    fault.moment = rng.choice(("message Request", "message Answer", "message Flag", "message Flag", "answer Flag"))
+    return [fault]
+
+
+_RECIPES = (_overtaken, _late_change_of_members, _late_change_of_members, _deaf_witness, _sent_again, _sent_again)
 
 
 class Faults:
@@ -107,12 +191,17 @@ class Faults:
         self._waiting = [fault for fault in faults if fault.moment]
         self._over = False
         self._peer = ""  # the other node at the moment that just came
+        self._held: list[tuple[str, Callable[[], None]]] = []  # what goes on at which moment
         for fault in faults:
             if not fault.moment:
                 world.etcd.later(fault.at_s, self._happen, fault, "")
         world.moment = self._moment
 
     def _moment(self, name: str, node: str, peer: str = "") -> None:
+        due = [go_on for moment, go_on in self._held if moment == name]
+        self._held = [held for held in self._held if held[0] != name]
+        for go_on in due:
+            go_on()
         if self._over:
             return
         for fault in list(self._waiting):
@@ -288,8 +377,23 @@ class Faults:
 
     def _etcd_slow_request(self, fault: Fault, target: SimNode) -> None:
         """What it is just sending takes long to arrive; nothing else does."""
-        self._note(fault, f"{target.id}, {fault.lasts_s:.3f} s")
-        target.coordinator.slow_next_s = fault.lasts_s
+        self._note(
+            fault, f"{target.id}, {fault.lasts_s:.3f} s" + (f", or until just {fault.until}" if fault.until else "")
+        )
+
+        def hold(arrive: Callable[[], None]) -> None:
+            arrived: list[bool] = []
+
+            def once() -> None:
+                if not arrived:
+                    arrived.append(True)
+                    arrive()
+
+            self._later(fault.lasts_s, once)
+            if fault.until:
+                self._held.append((fault.until, once))
+
+        target.coordinator.hold_next = hold
 
     def _etcd_cut(self, fault: Fault, target: SimNode) -> None:
         speaks, hears = self._rng.choice(((False, False), (True, False), (False, True)))

@@ -138,7 +138,7 @@ async def _run(outcome: Outcome) -> None:
     rng = random.Random(outcome.seed)
     workload = Workload.draw(rng)
     nodes = rng.randint(1, 4) if rng.random() < 0.2 else workload.backups + rng.randint(1, 3)
-    planned = faults_.draw(rng)
+    planned = faults_.draw(rng, talks=workload.talks)
     world = World(workload, _settings(rng, workload), 1, rng)
     outcome.transcript = world.transcript
     outcome.described = f"{workload.tasks} tasks, {workload.epochs} epochs, {workload.backups} backups, {nodes} nodes"
