@@ -118,11 +118,12 @@ class LocalNodes:
         watch.add_done_callback(self._watches.discard)
 
     async def _spawn(self, config: NodeConfig, log_path: Path) -> asyncio.subprocess.Process:
-        path = Path(config.sockets) / f"{config.name}.json"
+        assert self._sockets is not None
+        path = self._sockets / f"{config.name}.json"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             json.dump(dataclasses.asdict(config), file)
-        with log_path.open("ab") as output:
+        with open(log_path, "ab", opener=_private) as output:
             return await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -249,6 +250,11 @@ class LocalNodes:
             if entry.code is None:
                 with contextlib.suppress(ProcessLookupError):
                     entry.process.send_signal(number)
+
+
+def _private(path: str, flags: int) -> int:
+    """For `open`: what tasks print is their user's, whatever the umask."""
+    return os.open(path, flags, 0o600)
 
 
 def _signal_name(number: int) -> str:

@@ -97,7 +97,8 @@ class Rig:
         return NodeRecord.from_bytes(await present(self.etcd, key, LIMIT_S))
 
     async def client(self, name: str) -> ControlClient:
-        return ControlClient(control_address((await self.record(name)).control, host_key()), self.entry.token_bytes)
+        address = control_address((await self.record(name)).control, host_key())
+        return ControlClient(address, self.entry.token_bytes, self.entry.node_access)
 
     async def committed(self, epoch: int) -> None:
         """Waits until that epoch has committed."""
@@ -161,6 +162,8 @@ async def launched(
     *,
     driver: Path = DRIVER,
     listen: str = "",
+    node_tls: dict[str, str] | None = None,
+    launcher: type[LocalNodes] = LocalNodes,
     between: Callable[[], None] = lambda: None,
     **options: object,
 ) -> AsyncIterator[Rig]:
@@ -171,13 +174,19 @@ async def launched(
     job = load_driver(str(driver))(name=name, folder=str(folder / "gate"), **options)
     spec = JobSpec.of(job, expected_nodes=count)
     entry = JobEntry(
-        name=name, etcd=etcd.endpoint, token=secrets.token_hex(32), pid=os.getpid(), embedded=False, tls={}
+        name=name,
+        etcd=etcd.endpoint,
+        token=secrets.token_hex(32),
+        pid=os.getpid(),
+        embedded=False,
+        tls={},
+        node_tls=node_tls or {},
     )
     runtime, ended = Runtime(folder / "run"), asyncio.Queue[tuple[str, int]]()
     runtime.put(entry)
     try:
         async with await EtcdCoordinator.connect(etcd.endpoint) as coordinator:
-            nodes = LocalNodes(
+            nodes = launcher(
                 entry, coordinator, runtime, listen=listen, on_exit=lambda name, code: ended.put_nowait((name, code))
             )
             rig = Rig(spec, entry, coordinator, nodes, folder / "gate", ended)
