@@ -201,10 +201,14 @@ class Chaos:
         except TimeoutError:
             raise AssertionError(f"the job never came to {left}:\n{await self.story()}") from None
 
-    async def reinforce(self, count: int = 1) -> Command:
+    async def reinforce(
+        self, count: int = 1, *arguments: str, python: tuple[str, ...] = ("-m", "taskgraph")
+    ) -> Command:
         """More nodes, from a launcher of their own."""
         before = len(self.view.nodes)
-        command = await self.cli.start("launch", NAME, "--nodes", str(count), **{VARIABLE: str(self._faults)})
+        command = await self.cli.start(
+            "launch", NAME, "--nodes", str(count), *arguments, python=python, **{VARIABLE: str(self._faults)}
+        )
         await self.until("more nodes", lambda view: len(view.nodes) > before)
         return command
 
@@ -271,7 +275,12 @@ def shared_memory() -> set[str]:
 
 @contextlib.asynccontextmanager
 async def chaos(
-    *arguments: str, etcd: str = "", seen_etcd: str = "", env: dict[str, str] | None = None, **options: Any
+    *arguments: str,
+    etcd: str = "",
+    seen_etcd: str = "",
+    env: dict[str, str] | None = None,
+    python: tuple[str, ...] = ("-m", "taskgraph"),
+    **options: Any,
 ) -> AsyncIterator[Chaos]:
     """Runs the job; afterwards no process, socket, shared memory or temporary file of it is left.
 
@@ -280,6 +289,7 @@ async def chaos(
         etcd: its endpoints; "": an etcd of its own.
         seen_etcd: where the test itself looks, where that is another way to the same.
         env: more of the environment, for what is started.
+        python: what Python is called with; see `netns_kit`.
         options: of the driver.
     """
     before = shared_memory()
@@ -291,7 +301,7 @@ async def chaos(
         words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
         words += ["--etcd", etcd] if etcd else []
         command = await cli.start(
-            "run", str(DRIVER), "--json", *words, *arguments, **{VARIABLE: str(faults), **(env or {})}
+            "run", str(DRIVER), "--json", *words, *arguments, python=python, **{VARIABLE: str(faults), **(env or {})}
         )
         job = Chaos(cli, command, options, faults, seen_etcd or etcd)
         try:

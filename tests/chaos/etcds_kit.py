@@ -22,24 +22,26 @@ _LIMIT_S = 30.0
 class Etcds:
     """Members by number, from 0. They answer on loopback, and keep their data when they are killed."""
 
-    def __init__(self, folder: Path, count: int) -> None:
+    def __init__(self, folder: Path, count: int, host: str = "127.0.0.1", prefix: tuple[str, ...] = ()) -> None:
         self._folder = folder
+        self._host = host
+        self._prefix = prefix
         self._ports = [(free_port(), free_port()) for _ in range(count)]
         self._running: dict[int, asyncio.subprocess.Process] = {}
 
     @property
     def endpoints(self) -> str:
         """Of all members, as `--etcd` takes them."""
-        return ",".join(f"127.0.0.1:{client}" for client, _ in self._ports)
+        return ",".join(f"{self._host}:{client}" for client, _ in self._ports)
 
     async def start(self, *members: int) -> None:
         """Starts members, and waits until the cluster answers."""
-        cluster = ",".join(f"m{i}=http://127.0.0.1:{peer}" for i, (_, peer) in enumerate(self._ports))
+        cluster = ",".join(f"m{i}=http://{self._host}:{peer}" for i, (_, peer) in enumerate(self._ports))
         for i in members:
-            client, peer = (f"http://127.0.0.1:{port}" for port in self._ports[i])
+            client, peer = (f"http://{self._host}:{port}" for port in self._ports[i])
             with (self._folder / f"m{i}.log").open("ab") as log:
                 self._running[i] = await asyncio.create_subprocess_exec(
-                    *(str(find_etcd()), "--name", f"m{i}", "--data-dir", str(self._folder / f"m{i}")),
+                    *(*self._prefix, str(find_etcd()), "--name", f"m{i}", "--data-dir", str(self._folder / f"m{i}")),
                     *("--listen-client-urls", client, "--advertise-client-urls", client),
                     *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
                     *("--initial-cluster", cluster, "--log-level", "warn", "--unsafe-no-fsync"),
@@ -92,8 +94,11 @@ class Etcds:
 
 
 @contextlib.asynccontextmanager
-async def etcds(folder: Path, count: int = 1) -> AsyncIterator[Etcds]:
-    made = Etcds(folder, count)
+async def etcds(
+    folder: Path, count: int = 1, *, host: str = "127.0.0.1", prefix: tuple[str, ...] = ()
+) -> AsyncIterator[Etcds]:
+    """So many members, at an address of this machine; `prefix` is before their command (a network namespace)."""
+    made = Etcds(folder, count, host, prefix)
     try:
         await made.start(*range(count))
         yield made

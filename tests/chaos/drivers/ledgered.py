@@ -143,6 +143,7 @@ def ledgered(  # `finish`: a file; the epoch in which it is there is the last
     checkpoint: str = "",
     every: int = 10,
     lost_after_s: float = 30.0,
+    ping_s: float = 5.0,
 ) -> tg.Job:
     def build(task_id: int) -> Ledgered:
         task = Talking() if talk else Ledgered()
@@ -157,7 +158,13 @@ def ledgered(  # `finish`: a file; the epoch in which it is there is the last
         topology=TOPOLOGY,
         checkpoint=checkpoint or None,
         checkpoint_every=every,
-        settings=tg.Settings(lease_ttl_s=ttl_s, lease_stall_s=ttl_s / 2, lost_after_s=lost_after_s),
+        settings=tg.Settings(
+            lease_ttl_s=ttl_s,
+            lease_stall_s=ttl_s / 2,
+            lost_after_s=lost_after_s,
+            ping_s=ping_s,
+            ping_timeout_s=4 * ping_s,
+        ),
     )
 
 

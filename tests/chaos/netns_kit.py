@@ -1,0 +1,129 @@
+"""Hosts that are network namespaces of this one, joined by a router that can be told to drop what goes from A to B.
+
+Needs root, and `ip`. Everything is made under names of our own and removed; the addresses are of 198.18.0.0/15, which
+is set aside for tests of networks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+
+_OF_THE_TEST = 250
+
+
+def why_not() -> str:
+    """Why there can be no network namespaces here; "" where there can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if shutil.which("ip") is None:
+        return "network namespaces need `ip` (iproute2)"
+    name = f"tg{os.getpid()}x"
+    tried = subprocess.run(
+        f"ip netns add {name} && ip -n {name} rule add from 198.18.1.2 to 198.18.2.2 blackhole; "
+        f"code=$?; ip netns del {name}; exit $code",
+        shell=True,
+        capture_output=True,
+        text=True,
+    )
+    return f"this machine makes no network namespaces: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+async def _sh(script: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        "sh", "-ec", script, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+    )
+    _, said = await process.communicate()
+    assert process.returncode == 0, f"{script}\n{said.decode()}"
+
+
+class Network:
+    """Hosts by number, from 1 on, and the test itself, which reaches all of them and is never cut off."""
+
+    def __init__(self, hosts: tuple[int, ...]) -> None:
+        self._prefix = f"tg{os.getpid()}"
+        self._hosts = hosts
+
+    def address(self, host: int) -> str:
+        return f"198.18.{host}.2"
+
+    def _name(self, host: int | str) -> str:
+        return f"{self._prefix}-{host}"
+
+    def on(self, host: int) -> tuple[str, ...]:
+        """What Python is called with, by `Cli.start(python=...)`, to run taskgraph on that host."""
+        words = ["ip", "netns", "exec", self._name(host), sys.executable, "-m", "taskgraph"]
+        return ("-c", f"import os, sys; os.execvp('ip', {words!r} + sys.argv[1:])")
+
+    def command_on(self, host: int, *command: str) -> tuple[str, ...]:
+        return ("ip", "netns", "exec", self._name(host), *command)
+
+    async def make(self) -> None:
+        router = self._name("r")
+        lines = [f"ip netns add {router}", f"ip netns exec {router} sysctl -qw net.ipv4.ip_forward=1"]
+        for host in [*self._hosts, _OF_THE_TEST]:
+            here, there = f"{self._prefix}h{host}", f"{self._prefix}r{host}"
+            name = self._name(host)
+            lines += [
+                f"ip link add {here} type veth peer name {there}",
+                f"ip link set {there} netns {router}",
+                f"ip -n {router} addr add 198.18.{host}.1/24 dev {there}",
+                f"ip -n {router} link set {there} up",
+            ]
+            if host == _OF_THE_TEST:
+                lines += [
+                    f"ip addr add {self.address(host)}/24 dev {here}",
+                    f"ip link set {here} up",
+                    f"ip route add 198.18.0.0/16 via 198.18.{host}.1",
+                ]
+                continue
+            lines += [
+                f"ip netns add {name}",
+                f"ip link set {here} netns {name}",
+                f"ip -n {name} link set lo up",
+                f"ip -n {name} addr add {self.address(host)}/24 dev {here}",
+                f"ip -n {name} link set {here} up",
+                f"ip -n {name} route add default via 198.18.{host}.1",
+            ]
+        await _sh("\n".join(lines))
+
+    async def remove(self) -> None:
+        names = [self._name(host) for host in ("r", *self._hosts)]
+        mine = f"{self._prefix}h{_OF_THE_TEST}"
+        await _sh("\n".join([f"ip link del {mine} || true", *(f"ip netns del {name} || true" for name in names)]))
+
+    @contextlib.contextmanager
+    def cut(self, *ways: tuple[int, int]) -> Iterator[None]:
+        """What goes from the first to the second of each pair is dropped without a word."""
+        rules = [
+            ["ip", "-n", self._name("r"), "rule", verb, "from", self.address(a), "to", self.address(b), "blackhole"]
+            for verb in ("add", "del")
+            for a, b in ways
+        ]
+        for rule in rules[: len(ways)]:
+            subprocess.run(rule, check=True, timeout=10)
+        try:
+            yield
+        finally:
+            for rule in rules[len(ways) :]:
+                subprocess.run(rule, check=True, timeout=10)
+
+
+def both(a: int, b: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    return (a, b), (b, a)
+
+
+@contextlib.asynccontextmanager
+async def network(count: int, *more: int) -> AsyncIterator[Network]:
+    """Hosts 1 to `count`, and `more`."""
+    made = Network((*range(1, count + 1), *more))
+    try:
+        await made.make()
+        yield made
+    finally:
+        await made.remove()
