@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
 import signal
+from pathlib import Path
 
 import pytest
-from chaos_kit import chaos, kill
+from chaos_kit import DRIVER, NAME, chaos, judge, kill
+from cli_kit import shell
+from etcds_kit import etcds
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -27,3 +33,30 @@ async def test_a_storm_of_sigterms_hands_over_to_whoever_comes() -> None:
         await job.settled(nodes=2)
         await job.finishes()
         await relief.done()
+
+
+async def test_every_node_dies_and_others_go_on_from_the_checkpoint(tmp_path: Path) -> None:
+    """The job is still submitted: nobody has to begin it again."""
+    async with etcds(tmp_path) as etcd, shell() as cli:
+        where = ("--etcd", etcd.endpoints, "--token-file", str(tmp_path / "token"))
+        options = {"pace_s": 0.02, "finish": cli.root / "finish", "checkpoint": tmp_path.as_uri(), "every": 5}
+        words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+        submitted = await cli("submit", str(DRIVER), *words, *where)
+        assert submitted.code == 0, submitted.err
+        first = await cli.start("launch", NAME, "--nodes", "3", *where)
+        await first.until("the job began")
+        async with asyncio.timeout(30):
+            while not any(tmp_path.rglob("manifest.json")):  # noqa: ASYNC110, ASYNC240
+                await asyncio.sleep(0.05)
+        nodes = json.loads((await cli("status", NAME, "--json", *where)).out)["nodes"]
+        for node in nodes:
+            os.kill(node["pid"], signal.SIGKILL)
+        ended = await first.done()
+        assert ended.code == 1 and "the job may go on elsewhere" in ended.err
+        second = await cli.start("launch", NAME, "--nodes", "2", *where)
+        await second.until("goes back from epoch")
+        (cli.root / "finish").touch()
+        assert (await second.done()).code == 0
+        result = json.loads((await cli("result", NAME, "--json", *where)).out)
+        await asyncio.to_thread(judge, result)
+        await cli.nothing_left()
