@@ -123,7 +123,9 @@ class LocalNodes:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             json.dump(dataclasses.asdict(config), file)
-        with open(log_path, "ab", opener=_private) as output:
+        # What tasks print is their user's, whatever the umask.
+        log_file = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        with os.fdopen(log_file, "ab") as output:
             return await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -250,11 +252,6 @@ class LocalNodes:
             if entry.code is None:
                 with contextlib.suppress(ProcessLookupError):
                     entry.process.send_signal(number)
-
-
-def _private(path: str, flags: int) -> int:
-    """For `open`: what tasks print is their user's, whatever the umask."""
-    return os.open(path, flags, 0o600)
 
 
 def _signal_name(number: int) -> str:
