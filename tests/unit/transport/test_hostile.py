@@ -1,0 +1,190 @@
+"""What a stranger can make a listener do before it has proven anything: next to nothing. And what is said of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import struct
+import tracemalloc
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_frames import SMALL, Reading
+
+from taskgraph.errors import DecodeError
+from taskgraph.protocol import messages as m
+from taskgraph.transport import wire
+from taskgraph.transport._proto import frame_pb2
+from taskgraph.transport.frames import MAX_BUFFERS, MAX_HEADER_BYTES, Head, Kind, Limits, pack_frame
+from taskgraph.transport.hello import HELLO_LIMITS, Answering, Dialling, HelloRefused
+from taskgraph.transport.refusals import Refusals
+
+TOKEN = b"0123456789abcdef"
+HELLO_KINDS = [kind for kind in Kind if kind.name.startswith("HELLO")]
+
+
+@contextlib.contextmanager
+def at_most(limit_bytes: int) -> Iterator[None]:
+    """Fails if more memory than that was taken within, however briefly."""
+    tracemalloc.start()
+    try:
+        yield
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < limit_bytes
+
+
+# A head with any numbers in it; most are refused, and none costs anything.
+heads = st.builds(
+    lambda kind, call, header, buffers, body, payload, meta: struct.pack(
+        "!2sBBQIIIQQ", b"TG", 1, kind, call, header, buffers, body, payload, meta
+    ),
+    st.sampled_from([*Kind, 0, 255]),
+    st.integers(0, 2**64 - 1),
+    *(st.sampled_from([0, 1, 40, 4096, 4097, 2**20, 2**32 - 1]) for _ in range(3)),
+    *(st.sampled_from([0, 1, 4096, 2**20, 2**40, 2**64 - 1]) for _ in range(2)),
+)
+
+
+@pytest.mark.parametrize("limits", [HELLO_LIMITS, Limits(header=1 << 16, buffers=1 << 10, payload=1 << 20)])
+@settings(deadline=None, max_examples=150)
+@given(heads, st.binary(max_size=100), st.lists(st.integers(1, 50), max_size=20))
+def test_any_head_costs_no_more_than_its_limits(limits: Limits, head: bytes, rest: bytes, cuts: list[int]) -> None:
+    with at_most((64 << 10) + 2 * limits.payload + 100_000 + 200 * limits.buffers), contextlib.suppress(DecodeError):
+        Reading(limits).feed(head + rest, cuts)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.binary(max_size=500), st.lists(st.integers(1, 50), max_size=20))
+def test_whatever_a_stranger_sends_costs_a_receive_buffer(data: bytes, cuts: list[int]) -> None:
+    for prefix in (b"", b"TG\x01", pack_frame(Head(Kind.HELLO_OPEN, 0, header=4096))):
+        with at_most(200_000), contextlib.suppress(DecodeError):
+            Reading(HELLO_LIMITS).feed(prefix + data, cuts)
+
+
+def test_a_promise_of_much_costs_only_what_came() -> None:
+    """A head that promises the largest header and the most buffers made the reader take 72 MiB at once."""
+    reading = Reading()
+    with at_most(400_000):
+        reading.feed(pack_frame(Head(Kind.CALL, 1, header=MAX_HEADER_BYTES, buffers=MAX_BUFFERS)) + bytes(100_000))
+    assert reading.reader.mid_frame
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.integers(1, 300_000), max_size=50), st.integers(1, 1_000_000))
+def test_a_large_header_arrives_whole_however_it_is_cut(cuts: list[int], size: int) -> None:
+    reading = Reading()
+    restart = m.RequestRestart(m.Stamp(1, 7), 3, "y" * size)
+    header = wire.to_header(restart)
+    reading.feed(SMALL + pack_frame(Head(Kind.CALL, 9, len(header)), (), header) + SMALL[:0], cuts)
+    assert reading.messages[-1] == (9, restart)
+
+
+# The hello.
+
+frames = st.tuples(st.sampled_from(HELLO_KINDS), st.binary(max_size=120))
+opens = st.builds(
+    lambda job, node, nonce, probe: (
+        Kind.HELLO_OPEN,
+        frame_pb2.HelloOpen(job=job, node=node, nonce=nonce, probe=probe).SerializeToString(),
+    ),
+    st.sampled_from(["job", "other"]),
+    st.sampled_from(["", "peer"]),
+    st.sampled_from([b"", bytes(32)]),
+    st.booleans(),
+)
+challenges = st.builds(
+    lambda nonce: (Kind.HELLO_CHALLENGE, frame_pb2.HelloChallenge(node="n", nonce=nonce).SerializeToString()),
+    st.sampled_from([bytes(32), bytes(31)]),
+)
+proofs = st.builds(
+    lambda cls, kind, proof: (kind, cls(proof=proof).SerializeToString()),
+    st.sampled_from([frame_pb2.HelloProof, frame_pb2.HelloWelcome]),
+    st.sampled_from([Kind.HELLO_PROOF, Kind.HELLO_WELCOME]),
+    st.sampled_from([b"", bytes(32), b"\xff" * 32]),
+)
+
+
+@pytest.mark.parametrize(
+    "side", [lambda: Answering(TOKEN, "job", "n"), lambda: Dialling(TOKEN, "job", "n", probe=False)]
+)
+@settings(deadline=None, max_examples=150)
+@given(st.lists(frames | opens | challenges | proofs, max_size=6))
+def test_no_list_of_frames_gets_in_without_the_token(
+    side: Callable[[], Answering | Dialling], said: list[tuple[Kind, bytes]]
+) -> None:
+    hello = side()
+    with contextlib.suppress(DecodeError, HelloRefused):
+        for kind, data in said:
+            for _, answer in hello.on_frame(kind, data):
+                assert TOKEN not in answer and len(answer) <= HELLO_LIMITS.header
+    assert not hello.done
+
+
+def test_a_binding_makes_other_proofs() -> None:
+    """Those of one connection are worth nothing in another; without TLS there is none."""
+    for mine, theirs, meet in ((b"", b"", True), (b"x" * 48, b"x" * 48, True), (b"x" * 48, b"", False)):
+        one, other = Dialling(TOKEN, "job", "a", probe=False), Answering(TOKEN, "job", "b")
+        one.binding, other.binding = mine, theirs
+        ((_, opened),) = one.open()
+        ((_, challenge),) = other.on_frame(Kind.HELLO_OPEN, opened)
+        ((_, proof),) = one.on_frame(Kind.HELLO_CHALLENGE, challenge)
+        if not meet:
+            with pytest.raises(HelloRefused, match="wrong token"):
+                other.on_frame(Kind.HELLO_PROOF, proof)
+            continue
+        ((_, welcome),) = other.on_frame(Kind.HELLO_PROOF, proof)
+        one.on_frame(Kind.HELLO_WELCOME, welcome)
+        assert one.done and other.done
+
+
+# What is said of them.
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_reason_is_told_once_a_minute_and_then_how_often(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    refusals = Refusals(logging.getLogger("refusals"), clock)
+    for _ in range(1000):
+        refusals.refused("1.2.3.4", "wrong token")
+    clock.now += 59
+    refusals.refused("1.2.3.4", "wrong token")
+    assert said(caplog) == ["refused a connection from 1.2.3.4: wrong token"]
+    clock.now += 2
+    refusals.refused("5.6.7.8", "wrong token")
+    assert said(caplog)[1:] == [
+        "refused 1000 more connections since, for like reasons",
+        "refused a connection from 5.6.7.8: wrong token",
+    ]
+    assert refusals.count == 1002
+
+
+def test_a_stranger_does_not_choose_how_many_lines_there_are(caplog: pytest.LogCaptureFixture) -> None:
+    refusals = Refusals(logging.getLogger("refusals"), Clock())
+    for size in range(5000, 6000):
+        refusals.refused("x", f"a header of {size} bytes; the limit is 4096")
+    assert len(said(caplog)) == 1
+    for number in range(1000):
+        refusals.refused("x", "".join(chr(ord("g") + int(digit)) for digit in str(number)) + "!")
+    assert len(said(caplog)) == 20
+
+
+def test_a_stranger_does_not_choose_what_is_in_them(caplog: pytest.LogCaptureFixture) -> None:
+    refusals = Refusals(logging.getLogger("refusals"), Clock())
+    refusals.refused("a\nb", "no\r\n2026-01-01 root INFO all is well \x1b[31m\N{SNOWMAN}" + "z" * 10_000)
+    (line,) = said(caplog)
+    assert line.startswith("refused a connection from a?b: no??2026-01-01 root INFO all is well ?[31m?zzz")
+    assert line.isascii() and line.isprintable() and len(line) < 400
