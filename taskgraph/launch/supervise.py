@@ -188,9 +188,16 @@ class Supervisor:
         run = self._spec.run
         await self._follower.keeper.wait_until(lambda view: not view.live_nodes(run))
         await asyncio.sleep(_ALL_ENDED_S)  # they may have ended because the job did: its end is read meanwhile
-        reason = f"every node has ended, nobody is left to go on\n{_tails(self._nodes)}"
+        reason = f"every node has ended, nobody is left to go on{self._resumable()}\n{_tails(self._nodes)}"
         await self._try_to_end(reason, State.FAILED)
         raise JobFailed(reason, job=self._spec.name)
+
+    def _resumable(self) -> str:
+        """What else can be done where the job left a checkpoint."""
+        pointer = self._follower.keeper.view.checkpoint
+        if pointer is None:
+            return ""
+        return f"; its checkpoint of epoch {pointer.record.epoch} is complete: go on from there with --resume"
 
     async def _no_etcd(self, ended: Callable[[], Awaitable[str]]) -> None:
         self._without_etcd = how = await ended()
@@ -198,7 +205,7 @@ class Supervisor:
         raise JobFailed(
             f"job {self._spec.name!r}: its embedded etcd has ended, so that no epoch can commit any more. It {how}\n"
             f"Its log and those of the nodes are kept in {kept}. Run the job again, or on your own etcd (--etcd): "
-            f"a job outlives its restart",
+            f"a job outlives its restart{self._resumable()}",
             job=self._spec.name,
         )
 
