@@ -143,7 +143,7 @@ class Cli:
         for command in self._commands:
             if command.process.returncode is None:
                 command.process.kill()
-                await command.process.communicate()
+            await command.process.communicate()  # also of one that ended while nobody listened
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -2,43 +2,70 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+
+import fsspec
 import numpy as np
+from fsspec.implementations.local import LocalFileSystem
 
 import taskgraph as tg
 
 
+class Disk(LocalFileSystem):
+    """Any store that fsspec has a file system for, as far as the job can tell: `disk:///path`."""
+
+    protocol = "disk"
+
+
+fsspec.register_implementation("disk", Disk, clobber=True)
+
+
 class Kept(tg.Task, state=["place", "steps"]):
+    def __init__(self, size: int, stops: list[str], gate: str) -> None:
+        self.size, self.stops, self.gate = size, stops, gate
+
     def setup(self) -> None:
-        self.place = np.full(1000, float(self.task_id))
+        self.place = np.full(self.size, float(self.task_id))
         self.steps = 0
 
     def compose(self, epoch: tg.Epoch) -> None:
         epoch.processor(self.tell, outbound={"place": "right"})
         epoch.processor(self.step, inbound={"place": "left"})
 
-    def tell(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        outs.put("place", self.place)
+    async def tell(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        while str(epoch.number) in self.stops and not os.path.exists(f"{self.gate}{epoch.number}"):  # noqa: ASYNC110, ASYNC240
+            await asyncio.sleep(0.01)
+        outs.put("place", self.place[:1000])
 
     def step(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        self.place = 0.7 * self.place + 0.2 * ins["place"] + epoch.rng.normal(size=1000)
+        self.place = 0.7 * self.place
+        self.place[:1000] += 0.2 * ins["place"] + epoch.rng.normal(size=1000)
         self.steps += 1
         epoch.report(**{f"at{self.task_id}": float(self.place[0]), "steps": self.steps})
 
     def result(self) -> np.ndarray:
-        return self.place
+        return self.place[:1000]
 
 
 @tg.job
 def kept(
-    tasks: int = 5, epochs: int = 300, backups: int = 1, every: int = 20, where: str = "", lost_after_s: float = 30.0
+    tasks: int = 5,
+    epochs: int = 300,
+    backups: int = 1,
+    every: int = 20,
+    where: str = "",
+    size: int = 1000,
+    stops: str = "",
+    gate: str = "",
 ) -> tg.Job:
+    """It stands still in the epochs `stops`, e.g. "5,7", until the file `gate` exists, with the epoch at its end."""
     return tg.Job(
         tasks=tasks,
         epochs=epochs,
         backups=backups,
-        builder=Kept,
+        builder=lambda _: Kept(size, stops.split(","), gate),
         topology=tg.ring(),
         checkpoint=where or None,
         checkpoint_every=every,
-        settings=tg.Settings(lost_after_s=lost_after_s),
     )
