@@ -21,7 +21,7 @@ from taskgraph.graph.compose import Composition, Processor
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["AttemptEnded", "Epoch", "Hold", "Inputs", "Outputs", "Reply", "Tag", "To", "Work"]
+__all__ = ["AttemptEnded", "Epoch", "Hold", "Inputs", "Outputs", "Reply", "Scratch", "Tag", "To", "Work"]
 
 T = TypeVar("T")
 To = str | int | Sequence[int]
@@ -40,6 +40,10 @@ class Tag(str, Generic[T]):
     """A channel's name with the type of its items, for type checkers: `GRAD = tg.Tag[np.ndarray]("grad")`."""
 
 
+class Scratch(SimpleNamespace):
+    """`epoch.scratch`. A type of its own, so that who misses something in it can be told how long it lives."""
+
+
 class Work(Protocol):
     """The attempt at work, as this module sees it. Every method may be called from any thread."""
 
@@ -49,7 +53,7 @@ class Work(Protocol):
     last: bool
     seed: int
     cancelled: bool
-    scratch: SimpleNamespace
+    scratch: Scratch
     xp_device: str
 
     def neighbors(self, link: str) -> tuple[int, ...]: ...
@@ -145,8 +149,8 @@ class Epoch:
             raise GraphError(f"{self._at()}: processors are declared in compose(), and only there")
         composition.add(
             compute,
-            {str(tag): self._resolve(to, f"inbound {tag!r}") for tag, to in (inbound or {}).items()},
-            {str(tag): self._resolve(to, f"outbound {tag!r}") for tag, to in (outbound or {}).items()},
+            self._channels("inbound", inbound),
+            self._channels("outbound", outbound),
             sync=not outbound,
             name=name,
             parallel=parallel,
@@ -190,6 +194,17 @@ class Epoch:
     def finish(self) -> None:
         """The job ends when this epoch commits. To fail it instead, raise."""
         self._work.finish(self._where)
+
+    def _channels(self, which: str, given: Mapping[str, To] | None) -> dict[str, tuple[int, ...]]:
+        if given is not None and not isinstance(given, Mapping):
+            tags = [given] if isinstance(given, str) else given if isinstance(given, list | tuple | set) else []
+            tag = next((str(tag) for tag in tags if isinstance(tag, str)), "tag")
+            link = next(iter(self._work.links()), "link")
+            raise GraphError(
+                f"{self._at()}: {which} says {'from' if which == 'inbound' else 'to'} whom each tag travels, as in "
+                f"{which}={{{tag!r}: {link!r}}}; it got {given!r:.100}"
+            )
+        return {str(tag): self._resolve(to, f"{which} {tag!r}") for tag, to in (given or {}).items()}
 
     def _resolve(self, to: To, what: str) -> tuple[int, ...]:
         work = self._work
@@ -244,6 +259,8 @@ class Hold:
 
 class Reply:
     """The answer to a request, once it is there."""
+
+    __taskgraph_way_out__ = "it is not the answer yet: send what reply.wait() gives, in an `async def` await reply"
 
     def __init__(self, work: Work, future: concurrent.futures.Future[Encoded], what: str) -> None:
         self._work = work

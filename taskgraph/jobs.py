@@ -149,6 +149,7 @@ def _check_builder(builder: Any) -> None:
     if not callable(builder):
         raise JobError(f"Job(builder=...) must be a function (task_id) -> tg.Task, not {builder!r}")
     if not isinstance(builder, type):
+        _check_builder_takes_an_id(builder)
         return
     if not issubclass(builder, Task):
         raise JobError(f"Job(builder={builder.__name__}): {builder.__name__} is no subclass of tg.Task")
@@ -158,6 +159,23 @@ def _check_builder(builder: Any) -> None:
             f"Job(builder={builder.__name__}): its __init__ takes {takes}; give them with "
             f"builder=lambda task_id: {builder.__name__}(...)"
         )
+
+
+def _check_builder_takes_an_id(builder: Callable[..., Any]) -> None:
+    name = getattr(builder, "__name__", type(builder).__name__)
+    if inspect.iscoroutinefunction(builder):
+        raise JobError(f"Job(builder={name}): a task builder is a plain `def`, not `async def`")
+    try:
+        signature = inspect.signature(builder)
+    except ValueError:  # something of C that tells nothing of itself
+        return
+    try:
+        signature.bind(0)
+    except TypeError:
+        raise JobError(
+            f"Job(builder={name}): it is called with the task id and nothing else, but takes {signature}: "
+            f"builder=lambda task_id: ..."
+        ) from None
 
 
 def _parameters(builder: type) -> list[str]:

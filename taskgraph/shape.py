@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import inspect
 import keyword
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +28,8 @@ _HOOKS: Mapping[str, tuple[str, ...]] = {  # name -> what it is called with
     "on_event": ("event",),
     "teardown": (),
 }
+_ALIKE = 0.8
+"""difflib's ratio from which a method's name counts as a hook's, misspelt: `reslut`, `on_flags`, `set_up`."""
 _HANDLER = ("epoch", "sender", "payload")
 _PLAIN_ONLY = ("compose", "snapshot", "restore", "result")
 GIVEN = ("task_id", "tasks", "log", "primary", "xp")
@@ -112,12 +116,27 @@ def make_shape(cls: type, base: type, state: Sequence[str]) -> TaskShape:
         one, other = ("snapshot", "restore") if "snapshot" in overrides else ("restore", "snapshot")
         raise JobError(f"class {cls.__name__} overrides {one} but not {other}: one undoes the other, define both")
     handlers = _handlers(cls)
+    _check_spelling(cls, overrides, {info.method_name for info in handlers.values()})
     return TaskShape(
         stateful=bool(state) or "snapshot" in overrides,
         receives=bool(handlers) or "on_flag" in overrides,
         overrides=overrides,
         handlers=MappingProxyType(handlers),
     )
+
+
+def _check_spelling(cls: type, overrides: frozenset[str], handlers: set[str]) -> None:
+    """A hook that is misspelt is never called, and nobody would say so."""
+    for name, function in vars(cls).items():
+        if name in _HOOKS or name in handlers or name.startswith("_") or not inspect.isfunction(function):
+            continue
+        for hook in difflib.get_close_matches(name, _HOOKS.keys() - overrides, n=1, cutoff=_ALIKE):
+            with contextlib.suppress(TypeError):
+                inspect.signature(function).bind("self", *_HOOKS[hook])
+                raise JobError(
+                    f"class {cls.__name__}: {name} is no hook and would not be called: did you mean {hook}? A method "
+                    f"of your own gets a name less like it, or one that begins with '_'"
+                )
 
 
 def _handlers(cls: type) -> dict[str, HandlerInfo]:

@@ -7,6 +7,7 @@ Names on the wire do not hold the module, since the same file is `__main__` in o
 from __future__ import annotations
 
 import dataclasses
+import enum
 import inspect
 import sys
 from collections.abc import Callable
@@ -99,7 +100,7 @@ def message(cls: Any = None, *, name: str | None = None) -> Any:
     """
 
     def declare(target: Any) -> Any:
-        made: Any = target if "__dataclass_fields__" in vars(target) else dataclass(target)
+        made = _dataclass_of(target)
         wire_name = made.__qualname__ if name is None else name
         known = _messages_by_name.get(wire_name)
         if known is not None and not _same_class(known.type, made):
@@ -107,8 +108,6 @@ def message(cls: Any = None, *, name: str | None = None) -> Any:
                 f"two messages are called {wire_name!r} ({_at(known.type)} and {_at(made)}): "
                 f"declare one with @tg.message(name='...')"
             )
-        if made in _codecs:
-            raise JobError(f"{made.__qualname__} has a codec already: remove it, or @tg.message")
         fields = dataclasses.fields(made)
         init = frozenset(f.name for f in fields if f.init)
         _check_callable(made, init)
@@ -116,6 +115,34 @@ def message(cls: Any = None, *, name: str | None = None) -> Any:
         return made
 
     return declare if cls is None else declare(cls)
+
+
+def _dataclass_of(target: Any) -> Any:
+    if not isinstance(target, type):
+        raise JobError(f"@tg.message goes on a class, not on {target!r:.100}")
+    name = target.__qualname__
+    if target in _codecs:
+        raise JobError(f"{name} has a codec already: remove it, or @tg.message")
+    if target in _reserved:
+        raise JobError(f"{name} travels as it is: remove @tg.message")
+    if "__dataclass_fields__" in vars(target):
+        return target
+    if issubclass(target, enum.Enum | tuple | list | dict | set | frozenset | str | bytes | int | float | complex):
+        raise JobError(
+            f"@tg.message is for dataclasses, whose fields travel one by one, and {name} is another kind of class: "
+            f"tg.codec({name}, encode, decode) says how it travels"
+        )
+    if "__init__" in vars(target) and not inspect.get_annotations(target) and not dataclasses.is_dataclass(target):
+        raise JobError(
+            f"@tg.message: {name} declares no fields, so nothing of it would travel: annotate them instead of writing "
+            f"__init__, as in `theta: np.ndarray`; or use tg.codec({name}, encode, decode)"
+        )
+    try:
+        return dataclass(target)
+    except TypeError as error:
+        raise JobError(
+            f"@tg.message: {name} cannot be a dataclass ({error}); use tg.codec, or send its parts"
+        ) from error
 
 
 def _check_callable(cls: type, init: frozenset[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +55,8 @@ def way_out(value: Any) -> str:
     """What to send instead."""
     if isinstance(value, type):
         return f"it is the class {value.__name__} itself: send one of it, or its name"
+    if own := getattr(type(value), "__taskgraph_way_out__", None):
+        return str(own)
     for fits in (_numpy, _builtin, _well_known, _declared):
         if text := fits(value):
             return text
@@ -84,6 +87,8 @@ def _builtin(value: Any) -> str | None:
     for base in (int, float, complex, str, bytes, list, tuple, dict):
         if isinstance(value, base):
             return f"send {base.__name__}(x): what arrives has exactly the type of what was sent"
+    if inspect.isawaitable(value):
+        return "await it, and send what it gives"
     if isinstance(value, range | Iterator):
         return "send list(x)"
     if callable(value):

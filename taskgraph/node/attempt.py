@@ -13,10 +13,9 @@ import concurrent.futures
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from taskgraph.epoch import AttemptEnded, Epoch, Inputs, Outputs
+from taskgraph.epoch import AttemptEnded, Epoch, Inputs, Outputs, Scratch
 from taskgraph.errors import GraphError, Refused
 from taskgraph.graph.compose import Composition, Processor
 from taskgraph.node.actor import is_async
@@ -64,7 +63,7 @@ class Attempt:
         self.last = replica.job.epochs is not None and stamp.epoch + 1 >= replica.job.epochs
         self.seed = replica.job.seed
         self.cancelled = False
-        self.scratch = SimpleNamespace()
+        self.scratch = Scratch()
         self.xp_device = replica.xp_device
         self.ledger = Ledger()
         self.mailbox = Mailbox(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from taskgraph.errors import TaskGraphError
+from taskgraph.hints import hint
 from taskgraph.node.actor import UserCodeError
 from taskgraph.protocol.records import State, StatusRecord
 
@@ -26,7 +27,8 @@ def failure_record(
         place = [f"task {task}"] if task is not None else []
         place += [f"epoch {epoch}"] if epoch is not None else []
         place += [repr(where)] if where else []
-        reason = f"{', '.join(place)}: {type(inner).__name__}: {inner}"
+        said = hint(inner)
+        reason = f"{', '.join(place)}: {type(inner).__name__}: {inner}{'; ' if said else ''}{said}"
     return StatusRecord(
         state=State.FAILED,
         reason=reason[:_MAX_REASON],

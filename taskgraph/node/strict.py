@@ -11,10 +11,9 @@ from __future__ import annotations
 import concurrent.futures
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
-from taskgraph.epoch import Epoch, Inputs, Outputs
+from taskgraph.epoch import Epoch, Inputs, Outputs, Scratch
 from taskgraph.errors import StateError, ValueNotEncodable
 from taskgraph.graph.compose import Composition, Processor
 from taskgraph.graph.values import decode, encode
@@ -182,7 +181,7 @@ class _Replay:
         self.last = fresh.job.epochs is not None and stamp.epoch + 1 >= fresh.job.epochs
         self.seed = fresh.job.seed
         self.cancelled = False
-        self.scratch = SimpleNamespace()
+        self.scratch = Scratch()
         self.xp_device = fresh.xp_device
         self.composing: Composition | None = None
         self.digests: dict[tuple[str, int], bytes] = {}

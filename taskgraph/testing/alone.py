@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
-from taskgraph.epoch import Epoch, Inputs, Outputs
+from taskgraph.epoch import Epoch, Inputs, Outputs, Scratch
 from taskgraph.errors import JobError
 from taskgraph.graph.compose import Composition, Processor
 from taskgraph.graph.values import decode, encode
+from taskgraph.hints import hint
 from taskgraph.node.actor import is_async
 from taskgraph.protocol.messages import Encoded
 
@@ -57,10 +57,15 @@ def compute(
     outbound = _Anything() if outs is None else {str(tag): (_CONSUMER,) for tag in outs}
     processor = Processor("processor", function, inbound, outbound, sync=False, parallel=False)
     inputs, outputs = Inputs(work, processor, items), Outputs(work, processor)
-    if is_async(function):
-        asyncio.run(function(Epoch(work, "processor"), inputs, outputs))
-    else:
-        function(Epoch(work, "processor"), inputs, outputs)
+    try:
+        if is_async(function):
+            asyncio.run(function(Epoch(work, "processor"), inputs, outputs))
+        else:
+            function(Epoch(work, "processor"), inputs, outputs)
+    except Exception as error:
+        if said := hint(error):
+            error.add_note(said)
+        raise
     outputs.close()
     return {tag: decode(value) for tag, value in work.put_values.items()}
 
@@ -93,7 +98,7 @@ class _Alone:
         self.task = vars(owner).get("task_id", 0) if owner is not None and hasattr(owner, "__dict__") else 0
         self.number = number
         self.seed = seed
-        self.scratch = SimpleNamespace(**scratch)
+        self.scratch = Scratch(**scratch)
         self.put_values: dict[str, Encoded] = {}
         self._replies = replies
 

@@ -19,6 +19,10 @@ class Fit(tg.Task):
         self.given = task_id
 
 
+async def _async_builder(task_id: int) -> tg.Task:
+    return Fit(task_id)
+
+
 def simple(**changes: Any) -> tg.Job:
     return tg.Job(**{"tasks": 3, "builder": Fit, **changes})
 
@@ -66,6 +70,12 @@ def test_a_plain_dict_is_a_topology_and_numpys_ints_are_ints() -> None:
         ({"builder": None}, r"must be a function \(task_id\) -> tg.Task, not None"),
         ({"builder": Fit()}, r"every task needs an object of its own: builder=Fit"),
         ({"builder": dict}, "dict is no subclass of tg.Task"),
+        (
+            {"builder": lambda: Fit()},
+            r"called with the task id and nothing else, but takes \(\): builder=lambda task_id:",
+        ),
+        ({"builder": lambda task, rank: Fit(task)}, r"nothing else, but takes \(task, rank\)"),
+        ({"builder": _async_builder}, "_async_builder.*plain `def`"),
         ({"topology": tg.tree}, r"call it: tg\.tree\(\)"),
         ({"requires_gpu": "yes"}, r"requires_gpu='yes'\): must be a bool, or a function"),
         ({"settings": {}}, r"takes tg\.Settings\(\.\.\.\), not dict"),

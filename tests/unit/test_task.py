@@ -253,6 +253,34 @@ def test_a_hook_that_could_not_be_called_is_refused_where_the_class_is_made(
     assert "class Fit" in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters", "meant"),
+    [
+        ("composse", "epoch", "compose"),
+        ("on_flags", "epoch, sender, meta", "on_flag"),
+        ("set_up", "", "setup"),
+        ("reslut", "", "result"),
+        ("on_comit", "number, state", "on_commit"),
+        ("tear_down", "", "teardown"),
+    ],
+)
+def test_a_hook_that_is_misspelt_is_told_where_the_class_is_made(name: str, parameters: str, meant: str) -> None:
+    function = eval(f"lambda self, {parameters}: None")
+    with pytest.raises(tg.JobError, match=f"class Fit: {name} is no hook and would not be called: .* mean {meant}"):
+        make(**{name: function})
+    make(**{name: function, meant: function})  # then it is a method of its own
+    make(**{f"_{name}": function})
+    make(**{name: property(function)})
+    make(**{name: tg.handles("x")(lambda self, epoch, sender, payload: None)})
+
+
+def test_names_that_only_remind_of_a_hook_are_free() -> None:
+    def compute(self: Any, epoch: Any, ins: Any, outs: Any) -> None: ...
+
+    names = ("commit", "results", "composed", "restored", "setup_data", "reset", "restart", "resume", "compute", "step")
+    make(**dict.fromkeys(names, compute))
+
+
 def test_hooks_may_take_defaults_and_anything() -> None:
     make(compose=lambda self, epoch, how="fast": None, on_flag=lambda self, *args: None)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import subprocess
 import sys
 import types
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -159,6 +160,52 @@ def test_a_class_that_cannot_be_called_with_its_fields() -> None:
 
             def __init__(self) -> None:
                 self.x = 1
+
+
+class Place(NamedTuple):
+    x: int
+
+
+class Kind(enum.Enum):
+    A = 1
+
+
+class Number(int):
+    pass
+
+
+class OwnInit:
+    def __init__(self) -> None:
+        self.a = 1
+
+
+@pytest.mark.parametrize(
+    ("target", "complaint"),
+    [
+        (int, "int travels as it is: remove @tg.message"),
+        (np.ndarray, "ndarray travels as it is"),
+        (Place, r"Place is another kind of class: tg.codec\(Place, encode, decode\)"),
+        (Kind, "Kind is another kind of class"),
+        (Number, "Number is another kind of class"),
+        (OwnInit, "OwnInit declares no fields, so nothing of it would travel: annotate them"),
+        (lambda: 1, "goes on a class, not on <function"),
+        (5, "goes on a class, not on 5"),
+        (range, "range cannot be a dataclass"),
+        ({}, "goes on a class, not on {}"),
+    ],
+    ids=str,
+)
+def test_what_is_no_dataclass_and_cannot_be_one(target: Any, complaint: str) -> None:
+    with pytest.raises(JobError, match=complaint):
+        message(target)
+
+
+def test_a_message_without_fields() -> None:
+    @message
+    class Stop:
+        pass
+
+    assert decode(encode(Stop())) == Stop()
 
 
 def forget(monkeypatch: pytest.MonkeyPatch, registry: dict[Any, Any], key: Any) -> None:

@@ -1,0 +1,74 @@
+"""What to say beside an exception of Python's or numpy's own that a wrong use of ours led to.
+
+Such an exception names what failed, and not what to write instead: `assignment destination is read-only`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from taskgraph.epoch import Epoch, Hold, Inputs, Outputs, Reply, Scratch
+
+__all__ = ["hint"]
+
+_NAMES: Final = {Epoch: "epoch", Hold: "hold", Inputs: "ins", Outputs: "outs", Reply: "reply"}
+_FORMS: Final = {
+    "Epoch.processor": "epoch.processor(self.add, inbound={'theta': 'parents'}, outbound={'grad': 'parents'})",
+    "Epoch.flag": "epoch.flag('children', meta)",
+    "Epoch.request": "epoch.request(task_id, 'method', payload)",
+    "Epoch.hold": "with epoch.hold('why'): ...",
+    "Epoch.report": "epoch.report(loss=0.5)",
+    "Epoch.finish": "epoch.finish()",
+    "Inputs.all": "ins.all('tag')",
+    "Outputs.put": "outs.put('tag', value, to=task_id)",
+    "Outputs.empty": "outs.empty('tag', shape, dtype, to=task_id)",
+    "Reply.wait": "reply.wait(timeout_s=5)",
+}
+_READ_ONLY: Final = (
+    "what a task receives is read-only: write to a copy of it, as in x = ins['tag'].copy(), or compute a new one, "
+    "x = x + 1 instead of x += 1"
+)
+_REPLY: Final = "a Reply is not the answer yet: reply.wait() gives it, in an `async def` await reply"
+_OUTS: Final = "put with outs.put('tag', value)"
+
+
+def hint(error: BaseException) -> str:
+    """What to do about it, or "" where the exception has nothing to do with us."""
+    if isinstance(error, ValueError):
+        return _READ_ONLY if "read-only" in str(error) else ""
+    if isinstance(error, AttributeError):
+        return _of_attribute(error.obj)
+    if isinstance(error, TypeError):
+        return _of_type(str(error))
+    return ""
+
+
+def _of_attribute(owner: Any) -> str:
+    if isinstance(owner, Scratch):
+        held = ", ".join(vars(owner)) or "nothing"
+        return (
+            f"epoch.scratch is empty at the beginning of every epoch, and of every attempt at it: what is to stay is "
+            f'state; here it holds: {held}; getattr(epoch.scratch, "...", default) is what may not be there yet'
+        )
+    if isinstance(owner, Reply):
+        return _REPLY
+    for cls, name in _NAMES.items():
+        if isinstance(owner, cls):
+            public = [n for n in dir(cls) if not n.startswith("_") and n != "close"]
+            also = "; also ins[tag], tag in ins, and for tag in ins" if cls is Inputs else ""
+            return f"{name} has: {', '.join(public)}{also}"
+    return ""
+
+
+def _of_type(text: str) -> str:
+    """Python names the method that was called wrongly, or the type of the operand that does not fit."""
+    if (called := re.match(r"(\w+\.\w+)\(\) ", text)) and (form := _FORMS.get(called[1])):
+        return f"it is called as {form}"
+    if "'Reply'" in text:
+        return _REPLY
+    if "'Outputs' object" in text:
+        return _OUTS
+    if "'Inputs' object" in text:
+        return "read with ins['tag'], or from several tasks ins.all('tag')"
+    return ""

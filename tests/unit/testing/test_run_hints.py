@@ -1,0 +1,149 @@
+"""What Python and numpy say of a wrong use of ours gets a hint: what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from jobs_kit import fails, job, run, task
+
+import taskgraph as tg
+from taskgraph.hints import hint
+
+
+def sends(compute: Callable[..., Any], sync: Callable[..., Any] | None = None) -> tg.Job:
+    """Task i runs `compute`, which puts or fails, and `sync` with what the other one put."""
+
+    def compose(self: Any, epoch: tg.Epoch) -> None:
+        epoch.processor(self.work, outbound={"x": "peers"})
+        epoch.processor(self.take, inbound={"x": "peers"})
+
+    def take(self: Any, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        if sync is not None:
+            sync(epoch, ins, outs)
+
+    def work(self: Any, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        compute(epoch, ins, outs)
+
+    @tg.handles("ask")
+    def ask(self: Any, epoch: tg.Epoch, sender: int, payload: Any) -> int:
+        return 5
+
+    return job(task(compose, work=work, take=take, ask=ask), epochs=1)
+
+
+def composes(*args: Any, **kwargs: Any) -> tg.Job:
+    def compose(self: Any, epoch: Any) -> None:
+        epoch.processor(lambda epoch, ins, outs: None, *args, **kwargs)
+
+    return job(task(compose))
+
+
+def writes(epoch: Any, ins: Any, outs: Any) -> None:
+    ins["x"][0] = 1
+
+
+def adds(epoch: Any, ins: Any, outs: Any) -> None:
+    x = ins["x"]
+    x += 1
+
+
+@pytest.mark.parametrize("sync", [writes, adds])
+def test_a_write_to_what_was_received(sync: Callable[..., Any]) -> None:
+    error = str(fails(sends(lambda epoch, ins, outs: outs.put("x", np.ones(3)), sync)))
+    assert "read-only; what a task receives is read-only: write to a copy of it, as in x = ins['tag'].copy()" in error
+    assert "x = x + 1 instead of x += 1" in error
+
+
+def test_a_write_to_what_was_received_in_a_processor_tested_alone() -> None:
+    with pytest.raises(ValueError, match="read-only") as caught:
+        tg.testing.compute(writes, ins={"x": np.ones(3)})
+    assert "write to a copy" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("given", [["x"], "x", ("x", "y"), {"x"}], ids=str)
+def test_channels_are_a_mapping(given: Any) -> None:
+    error = str(fails(composes(outbound=given)))
+    assert "compose: outbound says to whom each tag travels, as in outbound={'x': 'peers'}; it got" in error
+    assert "inbound says from whom each tag travels, as in inbound={'x': 'peers'}" in str(
+        fails(composes(inbound=given))
+    )
+
+
+def test_channels_that_are_nothing_of_the_kind() -> None:
+    assert "outbound={'tag': 'peers'}; it got 5" in str(fails(composes(outbound=5)))
+
+
+def test_channels_given_by_position() -> None:
+    error = str(fails(composes({"x": "peers"})))
+    assert "takes 2 positional arguments but 3 were given; it is called as epoch.processor(self.add, inbound={" in error
+
+
+@pytest.mark.parametrize(
+    ("compute", "words"),
+    [
+        (lambda epoch, ins, outs: epoch.processor(writes, inbounds={}), "it is called as epoch.processor("),
+        (lambda epoch, ins, outs: epoch.report(5), "it is called as epoch.report(loss=0.5)"),
+        (lambda epoch, ins, outs: outs.put("x"), "it is called as outs.put('tag', value"),
+        (lambda epoch, ins, outs: ins.items(), "ins has: all; also ins[tag]"),
+        (lambda epoch, ins, outs: outs.send("x", 1), "outs has: empty, put"),
+        (lambda epoch, ins, outs: epoch.nodes, "epoch has: attempt, cancelled, finish"),
+        (lambda epoch, ins, outs: outs.__setitem__("x", 1), "outs has: "),
+        (lambda epoch, ins, outs: ins("x"), "read with ins['tag']"),
+    ],
+)
+def test_a_call_that_is_not_how_it_is_called(compute: Callable[..., Any], words: str) -> None:
+    assert words in str(fails(sends(compute)))
+
+
+def test_an_item_that_is_assigned() -> None:
+    def assigns(epoch: Any, ins: Any, outs: Any) -> None:
+        outs["x"] = 1
+
+    assert "does not support item assignment; put with outs.put('tag', value)" in str(fails(sends(assigns)))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda reply, outs: outs.put("x", reply),
+        lambda reply, outs: outs.put("x", [reply]),
+        lambda reply, outs: outs.put("x", reply + 1),
+        lambda reply, outs: outs.put("x", reply["theta"]),
+        lambda reply, outs: outs.put("x", reply.result()),
+    ],
+)
+def test_a_reply_that_was_not_waited_for(use: Callable[[Any, Any], Any]) -> None:
+    error = str(fails(sends(lambda epoch, ins, outs: use(epoch.request(0, "ask"), outs))))
+    assert "not the answer yet" in error and "reply.wait()" in error and "await reply" in error
+
+
+def test_what_was_awaited_travels() -> None:
+    got: list[int] = []
+    run(
+        sends(
+            lambda epoch, ins, outs: outs.put("x", epoch.request(0, "ask").wait()),
+            lambda epoch, ins, outs: got.append(ins["x"]),
+        )
+    )
+    assert set(got) == {5}
+
+
+def test_something_missing_in_scratch() -> None:
+    def sync(epoch: Any, ins: Any, outs: Any) -> None:
+        epoch.scratch.total = 0
+        epoch.scratch.count += 1
+
+    error = str(fails(sends(lambda epoch, ins, outs: outs.put("x", 1), sync)))
+    assert "no attribute 'count'; epoch.scratch is empty at the beginning of every epoch, and of every attempt" in error
+    assert "here it holds: total" in error
+
+
+def test_other_exceptions_get_no_hint() -> None:
+    with pytest.raises(AttributeError) as missing:
+        SimpleNamespace().count  # noqa: B018
+    for error in (missing.value, ValueError("no"), TypeError("f() takes 0 positional arguments"), KeyError("x")):
+        assert hint(error) == ""
