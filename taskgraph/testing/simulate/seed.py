@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import logging
 import random
 import signal
@@ -72,6 +73,10 @@ def run_seed(seed: int) -> Outcome:
     return outcome
 
 
+_seeds = itertools.count(1)
+_COLLECT_EVERY = 32
+
+
 @contextlib.contextmanager
 def _garbage_kept() -> Iterator[None]:
     """What is dropped in a cycle is found at the end: finalizers act, and when they ran was chance. Faster, too."""
@@ -83,6 +88,8 @@ def _garbage_kept() -> Iterator[None]:
         gc.collect(0)  # all that this seed made is in the youngest generation
         if collects:
             gc.enable()
+        if next(_seeds) % _COLLECT_EVERY == 0:
+            gc.collect()  # what was still held when its seed ended, and is too old for the collection above
 
 
 class Stuck(BaseException):
@@ -138,7 +145,7 @@ async def _run(outcome: Outcome) -> None:
     rng = random.Random(outcome.seed)
     workload = Workload.draw(rng)
     nodes = rng.randint(1, 4) if rng.random() < 0.2 else workload.backups + rng.randint(1, 3)
-    planned = faults_.draw(rng, talks=workload.talks)
+    planned = faults_.draw(rng, talks=workload.talks, erratic=bool(workload.erratic))
     world = World(workload, _settings(rng, workload), 1, rng)
     outcome.transcript = world.transcript
     outcome.described = f"{workload.tasks} tasks, {workload.epochs} epochs, {workload.backups} backups, {nodes} nodes"
