@@ -25,7 +25,7 @@ from taskgraph.launch.submit import submit
 from taskgraph.node.node import Node, Point
 from taskgraph.node.threads import Threads
 from taskgraph.observe.events import Event, EventLog
-from taskgraph.observe.status import TaskResult
+from taskgraph.observe.status import TaskResult, waits_text
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.records import GoneRecord, State, StatusRecord
@@ -217,15 +217,11 @@ class InProcessCluster:
 
     def waits(self) -> str:
         """What the job waits for, as far as its leader and its primaries know."""
-        said = [node.status() for node in self.nodes]
-        lines = [line for status in said for line in status.waits]
-        lines += [
-            f"task {r.task}: {w}" for status in said for r in status.replicas if r.role == "primary" for w in r.waits
-        ]
-        return "it waits: " + "; ".join(dict.fromkeys(lines)) if lines else "no wait is known"
+        return waits_text(node.status() for node in self.nodes)
 
     async def stop(self) -> None:
-        """Ends every node; nothing is left behind."""
+        """Ends every node. Nothing is left behind but code that does not return: each in its daemon thread."""
+        self._end_job()
         self.store.execute(Txn(success=(Put(self.keys.collected, b"{}"),)))
         runs = [m.run for m in self._members.values()]
         _, late = await asyncio.wait(runs, timeout=self.job.settings.call_s) if runs else (set(), set())
@@ -233,6 +229,13 @@ class InProcessCluster:
             run.cancel()
         await asyncio.gather(*runs, return_exceptions=True)
         await self._launcher.close()
+
+    def _end_job(self) -> None:
+        """A job that is left while it runs (a timeout, Ctrl-C) is cancelled, so that its nodes end."""
+        kv = next(iter(self.store.select(self.keys.status, prefix=False)), None)
+        if kv is not None and StatusRecord.from_bytes(kv.value).state == State.RUNNING:
+            cancelled = StatusRecord(state=State.CANCELLED, reason="it was ended while it ran", writer="launcher")
+            self.store.execute(Txn(success=(Put(self.keys.status, cancelled.to_bytes()),)))
 
 
 async def arun_inprocess(

@@ -19,6 +19,7 @@ from taskgraph.launch.follow import Follower, kept_events, node_statuses
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.observe.events import Event
+from taskgraph.observe.status import waits_text
 from taskgraph.protocol.records import State, StatusRecord
 
 __all__ = ["Hooks", "Supervisor", "job_failed", "launch_nodes"]
@@ -218,16 +219,7 @@ class Supervisor:
         statuses = await node_statuses(
             self._follower.view, self._spec.run, self._entry.token_bytes, self._entry.node_access
         )
-        lines: list[str] = []
-        for status in statuses.values():
-            if isinstance(status, TaskGraphError):
-                continue
-            lines += status.waits
-            lines += [f"task {r.task}: {w}" for r in status.replicas if r.role == "primary" for w in r.waits]
-            lines += [f"task {r.task} runs {r.processor}" for r in status.replicas if r.processor]
-        if lines:
-            return "it waits: " + "; ".join(dict.fromkeys(lines))
-        return "it was still computing" if statuses else "no node had registered yet"
+        return waits_text(status for status in statuses.values() if not isinstance(status, TaskGraphError))
 
     async def _try_to_end(self, reason: str, state: str) -> None:
         """Says in etcd that the job ended; its nodes and, where it is embedded, its etcd end with us in any case."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import inspect
 import os
@@ -62,6 +63,7 @@ class Actor:
         self._in_turn = threading.local()
         self._running: dict[int, Running] = {}
         self._calls = 0
+        self.abandoned = False
 
     @property
     def running(self) -> tuple[Running, ...]:
@@ -122,11 +124,16 @@ class Actor:
             raise RuntimeError("StopIteration left the function") from error
 
     async def _outlast(self, future: asyncio.Future[R], where: str) -> None:
-        """The caller was cancelled; the thread cannot be. The task stays held until it returns."""
+        """The caller was cancelled; the thread cannot be. The task stays held until it returns or is left behind."""
         # What comes out of a dead attempt is retrieved, and of no interest.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        done, _ = await asyncio.wait([future], timeout=self._cancel_s)
-        if not done:
+        waiting = asyncio.ensure_future(asyncio.wait([future], timeout=self._cancel_s))
+        while not waiting.done():
+            with contextlib.suppress(asyncio.CancelledError):  # being told again changes nothing
+                await asyncio.shield(waiting)
+        if future.cancelled() or not future.done():
+            self.abandoned = True  # its thread runs on: nothing else of the task may run any more
+        if not future.done():
             raise StuckError(f"{where} did not return within {self._cancel_s:g} s after its attempt ended")
 
     def wait_in_thread(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:

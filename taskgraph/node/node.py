@@ -273,13 +273,16 @@ class Node:
             self._group = None
 
     async def _stop_everything(self, services: list[asyncio.Task[None]]) -> None:
-        tasks = [*services, *self._owned]
+        setups = [r.setting_up for r in self.replicas.values() if r.setting_up is not None]
+        tasks = [*services, *self._owned, *setups]
         pending = set(tasks)
         while pending:
-            # Told once, they let a running compute return first; told again, they leave it to the process's end.
             for task in pending:
                 task.cancel()
+            # They let a running compute return first; one that does not is left to the process's end.
             _, pending = await asyncio.wait(pending, timeout=_STOP_S)
+            if pending:
+                self._threads.abandon()
         await asyncio.gather(*tasks, return_exceptions=True)
         self.primaries.clear()
         for replica in self.replicas.values():

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from taskgraph.errors import JobError
+from taskgraph.errors import JobError, ValueNotEncodable
 from taskgraph.graph.values import decode, encode
 from taskgraph.jobs import Job
 from taskgraph.node.actor import Actor
@@ -30,7 +30,18 @@ if TYPE_CHECKING:
     from taskgraph.node.router import Router
     from taskgraph.task import Event
 
-__all__ = ["Replica"]
+__all__ = ["Replica", "encode_fields"]
+
+
+def encode_fields(state: Any, task: int) -> dict[str, Encoded]:
+    """What `snapshot()` returned, encoded by name where it is a dict.
+
+    Raises:
+        ValueNotEncodable: it names the field that cannot travel.
+    """
+    if isinstance(state, dict) and all(isinstance(name, str) for name in state):
+        return {name: encode(value, what=f"state {name!r} of task {task}") for name, value in state.items()}
+    return {"snapshot()": encode(state, what=f"snapshot of task {task}")}
 
 
 class Replica:
@@ -113,6 +124,11 @@ class Replica:
         task.xp = self._xp
         return task
 
+    @property
+    def setting_up(self) -> asyncio.Task[None] | None:
+        """The set-up that runs just now."""
+        return None if self._set_up is None or self._set_up.done() else self._set_up
+
     async def set_up(self) -> None:
         """Runs `setup()`, once; whoever comes while it runs waits for the same run."""
         if self._set_up is None:
@@ -136,7 +152,11 @@ class Replica:
         def take() -> Encoded:
             # Encoded before anything else of the task runs: the snapshot may be the task's own arrays.
             state = task.snapshot() if self.stateful else None
-            return encode({"state": state, "numbers": numbers, "log": rows}, what=what)
+            try:
+                return encode({"state": state, "numbers": numbers, "log": rows}, what=what)
+            except ValueNotEncodable:
+                encode_fields(state, self.task)  # raises as well, and names the field
+                raise
 
         return await self.actor.call("snapshot", take)
 
@@ -197,9 +217,9 @@ class Replica:
 
     async def tear_down(self) -> None:
         """Runs `teardown()` of a replica that was set up; ends a set-up that is still running."""
-        if self._set_up is not None and not self._set_up.done():
-            self._set_up.cancel()
-            await asyncio.gather(self._set_up, return_exceptions=True)
-        if self.ready and "teardown" in self.shape.overrides:
+        if (setting_up := self.setting_up) is not None:
+            setting_up.cancel()
+            await asyncio.gather(setting_up, return_exceptions=True)
+        if self.ready and "teardown" in self.shape.overrides and not self.actor.abandoned:
             await self.actor.call("teardown", self.user_task.teardown)
         self.ready = False

@@ -17,7 +17,7 @@ from taskgraph.epoch import Epoch, Inputs, Outputs, Scratch
 from taskgraph.errors import StateError, ValueNotEncodable
 from taskgraph.graph.compose import Composition, Processor
 from taskgraph.graph.values import decode, encode
-from taskgraph.node.replica import Replica
+from taskgraph.node.replica import Replica, encode_fields
 from taskgraph.protocol.messages import Encoded, Stamp
 
 __all__ = ["Recording", "check_replay"]
@@ -88,13 +88,10 @@ async def fields_of(replica: Replica) -> Fields:
     """Digests of what `snapshot()` returns, by name where it is a dict."""
     if not replica.stateful:
         return {}
-    task, what = replica.user_task, f"snapshot of task {replica.task}"
+    task = replica.user_task
 
     def take() -> Fields:
-        state = task.snapshot()
-        if isinstance(state, dict) and all(isinstance(name, str) for name in state):
-            return {name: encode(value, what=what).digest for name, value in state.items()}
-        return {"snapshot()": encode(state, what=what).digest}
+        return {name: value.digest for name, value in encode_fields(task.snapshot(), replica.task).items()}
 
     return await replica.actor.call("snapshot", take)
 

@@ -55,8 +55,8 @@ def _replica_status(node: Node, replica: Replica) -> ReplicaStatus:
         role="primary" if primary else ("backup" if replica.ready else "setup"),
         term=primary.term if primary else view.term(replica.task),
         boundary=committed.stamp.epoch if committed else None,
-        processor=running[0].where if running else "",
-        running_s=node.now() - running[0].since if running else 0.0,
+        processor=running[-1].where if running else "",
+        running_s=node.now() - running[-1].since if running else 0.0,
         waits=tuple(waits),
         in_sync=primary.backups.in_sync if primary else 0,
     )

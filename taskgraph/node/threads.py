@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import queue
+import threading
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 __all__ = ["PooledThreads", "Threads"]
 
@@ -21,21 +23,76 @@ class Threads(Protocol):
     def block(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
         """In a worker thread: waits for `future`. Every wait of a worker thread goes through here."""
 
+    def abandon(self) -> None:
+        """Cancels the futures of functions that have not ended: whoever waits for them leaves them behind."""
+
     def close(self) -> None:
         """No more work is accepted; idle threads end."""
 
 
 class PooledThreads:
-    """Threads that are made when needed and reused; idle ones are preferred, so one task mostly keeps one thread."""
+    """Threads that are made when needed and reused.
+
+    They are daemons, unlike those of `concurrent.futures`, which the interpreter joins at its exit: a compute that
+    never returns must not keep the process.
+    """
 
     def __init__(self, name: str, limit: int) -> None:
-        self._pool = concurrent.futures.ThreadPoolExecutor(limit, thread_name_prefix=name)
+        self._name = name
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._threads = 0
+        self._idle = 0  # threads that wait for work, less the work that is on its way; below 0: work waits
+        self._closed = False
+        self._futures: dict[asyncio.Future[Any], None] = {}
 
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
-        return asyncio.get_running_loop().run_in_executor(self._pool, function)
+        future: concurrent.futures.Future[R] = concurrent.futures.Future()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the node's threads are closed")
+            if self._idle <= 0 and self._threads < self._limit:
+                threading.Thread(target=self._serve, name=f"{self._name}_{self._threads}", daemon=True).start()
+                self._threads += 1
+            else:
+                self._idle -= 1
+            self._queue.put((future, function))
+        outside = asyncio.wrap_future(future)
+        self._futures[outside] = None
+        outside.add_done_callback(lambda done: self._futures.pop(done, None))
+        return outside
+
+    def _serve(self) -> None:
+        while (work := self._queue.get()) is not None:
+            _do(*work)
+            del work  # an idle thread keeps nothing of what it did
+            with self._lock:
+                self._idle += 1
 
     def block(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
         return future.result(timeout_s)
 
+    def abandon(self) -> None:
+        for future in tuple(self._futures):
+            future.cancel()
+
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._closed = True
+            for _ in range(self._threads):
+                self._queue.put(None)  # after what was accepted; a thread at work takes it when its function ends
+
+
+_Work = tuple[concurrent.futures.Future[Any], Callable[[], Any]]
+
+
+def _do(future: concurrent.futures.Future[Any], function: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return  # given up before its turn came
+    try:
+        result = function()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from taskgraph.observe.usage import Usage
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["NodeStatus", "ReplicaStatus", "ReportRow", "TaskResult"]
+__all__ = ["NodeStatus", "ReplicaStatus", "ReportRow", "TaskResult", "waits_text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +70,16 @@ class TaskResult:
     attempt: int
     value: Encoded | None
     reports: tuple[ReportRow, ...]
+
+
+def waits_text(statuses: Iterable[NodeStatus]) -> str:
+    """What a job waits for that did not end in time, as far as its leader and its primaries know."""
+    statuses = tuple(statuses)
+    lines: list[str] = []
+    for status in statuses:
+        lines += status.waits
+        lines += [f"task {r.task}: {w}" for r in status.replicas if r.role == "primary" for w in r.waits]
+        lines += [f"task {r.task} runs {r.processor!r} for {r.running_s:.1f} s" for r in status.replicas if r.processor]
+    if lines:
+        return "it waits: " + "; ".join(dict.fromkeys(lines))
+    return "it was still computing" if statuses else "no node had registered yet"

@@ -93,6 +93,7 @@ class LockStepThreads:
         self._local = threading.local()
         self._idle: list[_Worker] = []
         self._closed = False
+        self._futures: dict[asyncio.Future[Any], None] = {}
 
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
         loop = asyncio.get_running_loop()
@@ -118,6 +119,8 @@ class LockStepThreads:
         worker.resume = lambda: loop.call_soon_threadsafe(step)
         worker.call_later = lambda delay_s, call: loop.call_soon_threadsafe(loop.call_later, delay_s, call)
         loop.call_soon(step)
+        self._futures[future] = None
+        future.add_done_callback(lambda done: self._futures.pop(done, None))
         return future
 
     def block(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
@@ -129,6 +132,10 @@ class LockStepThreads:
                 worker.call_later(timeout_s, resume)
             worker.park()
         return future.result(0)
+
+    def abandon(self) -> None:
+        for future in tuple(self._futures):
+            future.cancel()
 
     def close(self) -> None:
         """Idle threads end now, one that still unwinds when its function returns."""

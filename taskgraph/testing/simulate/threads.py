@@ -40,5 +40,8 @@ class InlineThreads:
     def block(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
         raise RuntimeError("a simulated thread cannot wait: write an `async def`")
 
+    def abandon(self) -> None:
+        pass  # no function outlasts the callback it is run in
+
     def close(self) -> None:
         pass

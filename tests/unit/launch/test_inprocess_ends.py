@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import signal
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -61,3 +64,156 @@ def test_a_handler_that_goes_wrong_fails_the_job_at_once(
         assert f"handler {method!r}: its answer: a value of type set cannot travel; send sorted(x)" in text
     assert not [record for record in caplog.records if record.exc_info], caplog.text
     assert "serving" not in caplog.text
+
+
+class Looping(tg.Task):
+    """Task 1 never ends its compute by itself; what it hears of its end is appended to `told`."""
+
+    def __init__(self, told: list[str], fails: bool = False) -> None:
+        self.told = told
+        self.fails = fails
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.send, outbound={"a": self.task_id})
+        epoch.processor(self.sync, inbound={"a": self.task_id})
+
+    def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        if self.task_id == 1:
+            while not epoch.cancelled:
+                time.sleep(0.001)
+            self.told.append("cancelled")
+        elif self.fails:
+            time.sleep(0.2)
+            raise KeyError("zz")
+        outs.put("a", 1)
+
+    def sync(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None: ...
+
+    def teardown(self) -> None:
+        self.told.append(f"teardown {self.task_id}")
+
+
+def test_a_timeout_ends_a_compute_that_looks_at_cancelled_and_tears_its_task_down() -> None:
+    told: list[str] = []
+    began = time.monotonic()
+    with pytest.raises(tg.JobTimeout) as caught:
+        tg.run(tg.Job(tasks=2, epochs=2, backups=0, builder=lambda task: Looping(told)), nodes=0, timeout_s=0.5)
+    assert time.monotonic() - began < 2
+    assert sorted(told) == ["cancelled", "teardown 0", "teardown 1"]
+    text = str(caught.value)
+    for said in ("within 0.5 s", "task 1: sync waits for 'a' from task 1", "task 1 runs 'send' for"):
+        assert said in text, text
+
+
+def test_a_job_that_fails_ends_the_computes_of_other_tasks() -> None:
+    told: list[str] = []
+    began = time.monotonic()
+    with pytest.raises(tg.JobFailed, match="task 0, epoch 0, 'send': KeyError: 'zz'"):
+        tg.run(
+            tg.Job(tasks=2, epochs=2, backups=0, builder=lambda task: Looping(told, fails=True)), nodes=0, timeout_s=8
+        )
+    assert time.monotonic() - began < 3
+    assert sorted(told) == ["cancelled", "teardown 0", "teardown 1"]
+
+
+class Unencodable(tg.Task, state=["count", "x"]):
+    """Task 1 comes to hold a state that cannot be encoded."""
+
+    def setup(self) -> None:
+        self.count = 0
+        self.x: Any = None
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.sync)
+
+    def sync(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        if self.task_id == 1:
+            self.x = {"k": [object()]}
+
+
+@pytest.mark.parametrize(
+    "run", [lambda job: tg.run(job, nodes=0, timeout_s=8), tg.testing.run], ids=["nodes=0", "test"]
+)
+def test_a_state_that_cannot_be_encoded_is_named(run: Any) -> None:
+    with pytest.raises(tg.JobFailed) as caught:
+        run(tg.Job(tasks=2, epochs=2, backups=0, builder=lambda task: Unencodable()))
+    assert str(caught.value).startswith("state 'x' of task 1: a value of type object at ['k'][0] cannot travel; send")
+
+
+ENDLESS = """
+import sys, time
+import taskgraph as tg
+
+WHERE = sys.argv[1]
+
+class Endless(tg.Task):
+    def setup(self):
+        self.loop_in("setup")
+
+    def compose(self, epoch):
+        epoch.processor(self.send, outbound={"a": self.task_id})
+        epoch.processor(self.sync, inbound={"a": self.task_id})
+
+    def send(self, epoch, ins, outs):
+        self.loop_in("send")
+        epoch.request((self.task_id + 1) % 2, "h").wait()
+        outs.put("a", 1)
+
+    @tg.handles("h")
+    def answer(self, epoch, sender, payload):
+        self.loop_in("handler h")
+
+    def sync(self, epoch, ins, outs): ...
+
+    def snapshot(self):
+        self.loop_in("snapshot")
+
+    def restore(self, state): ...
+
+    def loop_in(self, where):
+        if where == WHERE and self.task_id == 1:
+            print("looping", flush=True)
+            while True:
+                pass
+
+    def teardown(self):
+        print("teardown", self.task_id, flush=True)
+
+began = time.monotonic()
+try:
+    job = tg.Job(tasks=2, epochs=2, backups=0, builder=lambda task: Endless())
+    RUN
+except tg.JobFailed as error:
+    print(type(error).__name__, round(time.monotonic() - began, 1), error, flush=True)
+"""
+
+
+def endless(run: str, where: str) -> subprocess.Popen[str]:
+    """In a process of its own: what never returns would run on in this one."""
+    command = [sys.executable, "-c", ENDLESS.replace("RUN", run), where]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["setup", "send", "handler h", "snapshot"])
+def test_code_that_never_returns_keeps_neither_the_timeout_nor_the_process(where: str) -> None:
+    with endless("tg.run(job, nodes=0, timeout_s=1)", where) as process:
+        said, _ = process.communicate(timeout=20)
+    assert process.returncode == 0
+    kind, took_s = said.splitlines()[-1].split()[:2]
+    assert kind == "JobTimeout", said
+    assert float(took_s) < 4, said
+    assert f"task 1 runs {where!r} for" in said
+    assert "teardown 0" in said
+    assert "teardown 1" not in said  # its own code still runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["setup", "handler h"])
+def test_one_ctrl_c_ends_a_job_whose_code_never_returns(where: str) -> None:
+    with endless("tg.run(job, nodes=0)", where) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "looping\n"
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=10)
+    assert process.returncode in (-signal.SIGINT, 130)

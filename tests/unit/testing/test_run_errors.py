@@ -198,7 +198,7 @@ def test_state_that_cannot_be_kept() -> None:
     error = fails(
         job(type(tg.Task)("Made", (tg.Task,), {"setup": setup, "compose": lambda self, epoch: None}, state=["thing"]))
     )
-    says(error, "snapshot of task", "'thing'", "object")
+    says(error, "state 'thing' of task 0", "object")
 
 
 def test_state_that_was_never_set() -> None:
