@@ -1,6 +1,6 @@
 """Mistakes put into the protocol on purpose, one rule each: the simulation must notice every one of them.
 
-A plant changes the decisions and the transactions of `taskgraph`, never the simulation.
+A plant changes the decisions and the transactions of `taskgraph`; of the simulation, only what stands for a part of it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from taskgraph.coordination.memory import MemoryStore
 from taskgraph.errors import Refused
 from taskgraph.graph.values import decode
 from taskgraph.node import replica as replica_module
@@ -31,6 +32,7 @@ from taskgraph.protocol.kv import Compare, Put, Txn
 from taskgraph.protocol.messages import Accepted, Reason, Report
 from taskgraph.protocol.records import EpochRecord, MemberRecord, State, StatusRecord
 from taskgraph.protocol.sums import Ledger
+from taskgraph.testing.simulate.client import SimLease
 
 __all__ = ["PLANTS", "Plant"]
 
@@ -66,6 +68,67 @@ def a_commit_does_not_compare_the_revision_of_generation(patch: pytest.MonkeyPat
         return _without(original(view, **kwargs), lambda c: c.key == view.keys.generation)
 
     _changed(patch, transactions, "commit", commit)
+
+
+@plant
+def generation_is_compared_by_value(patch: pytest.MonkeyPatch) -> None:
+    """Its value is the new primary's node, so two take-overs by one node look alike; etcd could compare that."""
+    values: dict[tuple[int, int], bytes] = {}
+
+    def named(original: Any, view: Any, task: int, node: str, *args: Any, **kwargs: Any) -> Txn:
+        txn: Txn = original(view, task, node, *args, **kwargs)
+        key = view.keys.generation
+        puts = tuple(Put(key, node.encode()) if isinstance(op, Put) and op.key == key else op for op in txn.success)
+        return dataclasses.replace(txn, success=puts)
+
+    def put(original: Any, self: MemoryStore, op: Put) -> Any:
+        if op.key.endswith("/generation"):
+            values[(id(self), self.revision + 1)] = op.value
+        return original(self, op)
+
+    def holds(original: Any, self: MemoryStore, compare: Compare) -> bool:
+        there = self.select(compare.key, prefix=False)
+        if compare.key.endswith("/generation") and there:
+            return values[(id(self), compare.revision)] == there[0].value
+        return bool(original(self, compare))
+
+    _changed(patch, transactions, "take_over", named)
+    _changed(patch, transactions, "take_over_from_nothing", named)
+    _changed(patch, MemoryStore, "_put", put)
+    _changed(patch, MemoryStore, "_holds", holds)
+
+
+@plant
+def digests_are_reported_only_for_producers_whose_term_changed(patch: pytest.MonkeyPatch) -> None:
+    """Of the others a consumer says nothing, and the leader finds nothing wrong with that."""
+    said: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+
+    def set_report(original: Any, self: Primary, report: Report) -> None:
+        assert self._attempt is not None
+        view = self._node.keeper.view
+        began = view.epoch.mod_revision if view.epoch else 0
+        changed = {t for t, p in view.primaries.items() if p.mod_revision > began and p.record.term > 1}
+        entries = self._attempt.ledger.entries()
+        taken = [e for e in entries if not e.sent and (e.kind != "item" or e.sender in changed)]
+        put = {(e.kind, e.sender, e.receiver, e.name): e.digest for e in entries if e.sent}
+        said[(report.stamp, report.task, report.term, report.version, report.done)] = (put, taken)
+        original(self, report)
+
+    def decide(original: Any, self: Leader, view: Any, *, settled: bool = False) -> Any:
+        reports = self._reports
+        pages = {r.task: said.get((r.stamp, r.task, r.term, r.version, r.done)) for r in reports.values()}
+        if all(pages.values()):
+            puts = {key: digest for page in pages.values() if page for key, digest in page[0].items()}
+            taken = [e for page in pages.values() if page for e in page[1]]
+            if all(puts.get((e.kind, e.sender, e.receiver, e.name)) == e.digest for e in taken):
+                self._reports = {t: dataclasses.replace(r, sent=0, received=0) for t, r in reports.items()}
+        try:
+            return original(self, view, settled=settled)
+        finally:
+            self._reports = reports
+
+    _changed(patch, Primary, "_set_report", set_report)
+    _changed(patch, Leader, "decide", decide)
 
 
 @plant
@@ -335,17 +398,30 @@ def processors_run_in_the_order_of_arrival(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def a_late_flag_misses_the_snapshot(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Attempt, "check_open", lambda self: None)
+    """Nobody waits for flags that are on their way, they are in no sum, and a task that is done takes one, too."""
 
-    def decide(original: Any, self: Leader, view: Any, *, settled: bool = False) -> Any:
-        reports = self._reports
-        self._reports = {t: dataclasses.replace(r, sent=0, received=0) for t, r in reports.items()}
-        try:
-            return original(self, view, settled=settled)
-        finally:
-            self._reports = reports
+    def but_flags(original: Any, self: Ledger, kind: str, *rest: Any) -> bool:
+        if kind != "flag":
+            return bool(original(self, kind, *rest))
+        sums = self.sent_sum, self.received_sum
+        new = bool(original(self, kind, *rest))
+        self.sent_sum, self.received_sum = sums
+        return new
 
-    _changed(patch, Leader, "decide", decide)
+    async def take_flag(original: Any, self: Mailbox, message: Any) -> Any:
+        with pytest.MonkeyPatch.context() as open_again:
+            open_again.setattr(self._attempt, "check_open", lambda: None)
+            return await original(self, message)  # it awaits nothing
+
+    async def send_flag(original: Any, self: Mailbox, to: int, value: Any) -> None:
+        group = self._attempt._group
+        assert group is not None
+        group.create_task(original(self, to, value))
+
+    _changed(patch, Ledger, "sent", but_flags)
+    _changed(patch, Ledger, "received", but_flags)
+    _changed(patch, Mailbox, "send_flag", send_flag)
+    _changed(patch, Mailbox, "take_flag", take_flag)
 
 
 @plant
@@ -383,6 +459,31 @@ def items_are_dropped_when_the_task_is_done(patch: pytest.MonkeyPatch) -> None:
             self._attempt._slots = dict.fromkeys(self._attempt._slots, gone)
 
     _changed(patch, Primary, "_set_report", set_report)
+
+
+@plant
+def items_are_freed_when_the_commit_is_sent(patch: pytest.MonkeyPatch) -> None:
+    """On a hint, that is, instead of on a read: the commit may fail, since somebody was replaced who needs them."""
+
+    async def commit(original: Any, self: LeaderRole, finished: bool) -> None:
+        gone = asyncio.get_running_loop().create_future()
+        gone.cancel()
+        for primary in self._node.primaries.values():
+            if primary.attempt is not None and primary.attempt.stamp == self._leader.stamp:
+                primary.attempt._slots = dict.fromkeys(primary.attempt._slots, gone)
+        await original(self, finished)
+
+    _changed(patch, LeaderRole, "_commit", commit)
+
+
+@plant
+def a_lease_is_counted_from_the_reply(patch: pytest.MonkeyPatch) -> None:
+    """In the simulation's own client: the real one's has a thread and a connection."""
+
+    def answered(original: Any, self: SimLease, sent_at: float, there: bool) -> None:
+        original(self, self._coordinator.now(), there)
+
+    _changed(patch, SimLease, "_answered", answered)
 
 
 @plant

@@ -54,6 +54,7 @@ class SimCoordinator:
         self.speaks = True  # what this process sends arrives
         self._heard = True  # what the server sends arrives
         self._stalled = False  # watches are told nothing
+        self.answer_s = 0.0  # how much longer than others its answers may take
         self.lose_next = 0  # transactions whose answer gets lost
         self.hold_next: Callable[[Callable[[], None]], None] | None = None  # who decides when the next one arrives
 
@@ -66,6 +67,10 @@ class SimCoordinator:
     def answers(self) -> bool:
         """Whether answers to its calls arrive."""
         return self._heard
+
+    def answer_delay(self) -> float:
+        """From the server back to this process."""
+        return self.etcd.delay() + (self.answer_s * self.etcd.rng.random() if self.answer_s else 0.0)
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -139,7 +144,7 @@ class SimCoordinator:
 
         def reply(value: T | None, error: Exception | None) -> None:
             if self._heard and not self._gone:
-                loop.call_later(etcd.delay(), settle, value, error, context=self.process.context)
+                loop.call_later(self.answer_delay(), settle, value, error, context=self.process.context)
 
         def run() -> None:
             etcd.store.expire()
@@ -241,6 +246,12 @@ class SimCoordinator:
     def forget(self, lease: SimLease) -> None:
         self._leases.pop(lease, None)
 
+    def counts_on(self, lease_id: int) -> float:
+        """Until when this process counts on that lease."""
+        return max(
+            (lease.valid_until() for lease in self._leases if lease.id == lease_id and lease.running), default=0.0
+        )
+
     @property
     def gone(self) -> bool:
         return bool(self._gone)
@@ -272,7 +283,7 @@ class SimLease:
         self._ticked_at = coordinator.now()
         self._lost = False
         self._timer: asyncio.TimerHandle | None = None
-        self._running = True
+        self.running = True
         self._next()
 
     @property
@@ -303,7 +314,7 @@ class SimLease:
                 pass  # a courtesy: the lease expires by itself
 
     def stop(self) -> None:
-        self._running = False
+        self.running = False
         if self._timer is not None:
             self._timer.cancel()
 
@@ -314,7 +325,7 @@ class SimLease:
 
     def _renew(self) -> None:
         """In the lease's thread."""
-        if not self._running:
+        if not self.running:
             return
         self._next()
         client, etcd, now = self._coordinator, self._coordinator.etcd, self._coordinator.now()
@@ -327,12 +338,12 @@ class SimLease:
             there = etcd.store.renew(self._id)
             if client.answers and not client.gone:
                 loop = asyncio.get_running_loop()
-                loop.call_later(etcd.delay(), self._answered, now, there, context=client.threads.context)
+                loop.call_later(client.answer_delay(), self._answered, now, there, context=client.threads.context)
 
         etcd.later(etcd.delay(), etcd.arrive, execute)
 
     def _answered(self, sent_at: float, there: bool) -> None:
-        if not self._running:
+        if not self.running:
             return
         if there:
             self._valid_until = max(self._valid_until, sent_at + self._ttl_s)

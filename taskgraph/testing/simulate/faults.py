@@ -26,6 +26,7 @@ KINDS = (
     "etcd leader loss",
     "etcd unknown outcome",
     "etcd slow request",
+    "etcd slow answers",
     "etcd cut",
     "etcd compaction",
     "watch break",
@@ -39,7 +40,7 @@ KINDS = (
     "drain",
     "massacre",
 )
-_WEIGHTS = (12, 3, 7, 2, 2, 3, 2, 2, 6, 7, 4, 2, 2, 5, 3, 3, 3, 4, 2, 4, 4, 0)
+_WEIGHTS = (12, 3, 7, 2, 2, 3, 2, 2, 6, 7, 3, 4, 2, 2, 5, 3, 3, 3, 4, 2, 4, 4, 0)
 
 _MOMENTS = (
     "sending commit", "sending takeover", "sending admit", "sending evict", "sending restart", "sending register",
@@ -83,11 +84,17 @@ _DEADLY = ("crash", "crash", "host crash", "freeze", "isolation")
 _DEAFENING = ("reset", "cut one way", "cut one way", "cut one way", "half-open", "freeze", "crash")
 
 
-def draw(rng: random.Random, *, talks: bool) -> list[Fault]:
-    """The failures of one seed; `talks`: its tasks send flags and requests."""
+def draw(rng: random.Random, *, talks: bool, erratic: bool) -> list[Fault]:
+    """The failures of one seed.
+
+    Args:
+        talks: its tasks send flags and requests.
+        erratic: some of them compute something else each time.
+    """
     faults = [_draw_one(rng, follows=False) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 3, 4, 5, 7)))]
     if rng.random() < 0.6:
-        faults += rng.choice(_RECIPES if talks else _RECIPES[:-2])(rng)
+        recipes = [*_RECIPES, *([_sent_again] * (2 * talks)), *([_recomputed] * (3 * erratic))]
+        faults += rng.choice(recipes)(rng)
     return faults
 
 
@@ -168,6 +175,16 @@ def _deaf_witness(rng: random.Random) -> list[Fault]:
     return [first]
 
 
+def _late_answers(rng: random.Random) -> list[Fault]:
+    """Answers of etcd come late, and then what is asked does not arrive any more."""
+    late, then = _draw_one(rng, follows=True), _draw_one(rng, follows=True)
+    late.kind, late.moment, late.lasts_s = "etcd slow answers", rng.choice(("after register", "point compose", "")), 1.0
+    then.kind, then.at_s, then.lasts_s, then.then = rng.choice(("etcd cut", "isolation", "freeze")), 0.9, 4.5, None
+    then.target = late.target = "who"
+    late.then = then
+    return [late]
+
+
 def _sent_again(rng: random.Random) -> list[Fault]:
     """A flag, a request or its answer arrives, and whoever sent it does not learn that."""
     fault = _draw_one(rng, follows=True)
@@ -176,7 +193,16 @@ def _sent_again(rng: random.Random) -> list[Fault]:
     return [fault]
 
 
-_RECIPES = (_overtaken, _late_change_of_members, _late_change_of_members, _deaf_witness, _sent_again, _sent_again)
+def _recomputed(rng: random.Random) -> list[Fault]:
+    """A producer dies when some of what it put was taken, and some was not."""
+    fault = _draw_one(rng, follows=True)
+    fault.kind, fault.target, fault.told_s = rng.choice(("crash", "crash", "freeze")), "who", rng.choice((0.0, 0.05))
+    fault.moment = rng.choice(("answer Item", "answer Item", "message Pull", "point snapshot", "answer Report"))
+    fault.lasts_s, fault.count = 3.0, rng.choice((1, 1, 2, 3, 5))
+    return [fault]
+
+
+_RECIPES = (_overtaken, _late_change_of_members, _late_change_of_members, _deaf_witness, _late_answers)
 
 
 class Faults:
@@ -395,6 +421,16 @@ class Faults:
 
         target.coordinator.hold_next = hold
 
+    def _etcd_slow_answers(self, fault: Fault, target: SimNode) -> None:
+        """What the server sends to it takes long for a while; what it sends does not."""
+        self._note(fault, f"{target.id} for {fault.lasts_s:.3f} s")
+        target.coordinator.answer_s = fault.lasts_s
+        self._later(fault.lasts_s, self._quick_answers, target)
+
+    @staticmethod
+    def _quick_answers(target: SimNode) -> None:
+        target.coordinator.answer_s = 0.0
+
     def _etcd_cut(self, fault: Fault, target: SimNode) -> None:
         speaks, hears = self._rng.choice(((False, False), (True, False), (False, True)))
         self._note(fault, f"{target.id} for {fault.lasts_s:.3f} s: speaks {speaks}, hears {hears}")
@@ -486,6 +522,7 @@ class Faults:
             node.coordinator.cut(speaks=True, hears=True)
             node.coordinator.stall(False)
             node.coordinator.lose_next = 0
+            node.coordinator.answer_s = 0.0
         world.network.heal_all()
         if world.etcd.paused:
             world.etcd.resume()

@@ -81,7 +81,7 @@ class Workload:
         epochs = rng.choice((2, 3, 3, 4, 5, 6))
         talks = rng.random() < 0.4
         plan = tuple(tuple(_draw_epoch(rng, tasks, talks)) for _ in range(epochs))
-        erratic = frozenset({rng.randrange(tasks)}) if rng.random() < 0.2 else frozenset()
+        erratic = frozenset({rng.randrange(tasks)}) if rng.random() < 0.3 else frozenset()
         return cls(
             seed=rng.getrandbits(32),
             tasks=tasks,

@@ -271,6 +271,7 @@ class World:
             if key != "spec":
                 self.transcript.add("etcd", f"[{revision}] {event.kind}", f"{key} {_brief(key, event.kv.value)}")
         try:
+            self._check_leases(events)
             self.invariants.wrote(revision, events)
             self.invariants.check_told()
         except Violation as error:
@@ -279,6 +280,16 @@ class World:
         if kind:
             self.transcript.state(f"wrote {kind}")
             self.etcd.later(0.0, self.moment, f"after {kind}", self._whose(puts))
+
+    def _check_leases(self, events: tuple[KeyEvent, ...]) -> None:
+        """Whose key just expired must not count on its lease any more, however frozen it is."""
+        for event in events:
+            node_id = event.kv.key.removeprefix(self.keys.nodes)
+            known, registered = self.nodes.get(node_id), self.invariants.view.nodes.get(node_id)
+            if event.kind == "delete" and known is not None and known.exists and registered is not None:
+                late_s = known.coordinator.counts_on(registered.record.lease) - self.loop.time()
+                if late_s > 1e-6:
+                    raise Violation(f"{known.id} counts on its lease for {late_s:.3f} s after it expired")
 
     def _whose(self, puts: list[tuple[str, bytes]]) -> str:
         """The node that a write is about, by its writer."""
