@@ -9,9 +9,9 @@ from pathlib import Path
 
 import uvloop
 
-from taskgraph.commands.common import Reached, find_entry, reach
+from taskgraph.commands.common import Reached, ended_text, find_entry, reach, see_text
 from taskgraph.coordination.viewkeeper import ViewKeeper
-from taskgraph.errors import JobError, PeerLost
+from taskgraph.errors import JobError, PeerLost, UnknownJob
 from taskgraph.launch.follow import Follower, client_of
 from taskgraph.observe.format import name_of
 from taskgraph.protocol.records import NodeRecord
@@ -25,6 +25,12 @@ async def _view(reached: Reached) -> JobView:
     keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=0.1)
     await keeper.load()
     return keeper.view
+
+
+def _check_running(reached: Reached, view: JobView) -> None:
+    if not view.running:
+        how = ended_text(view.status.record.state if view.status else "deleted")
+        raise UnknownJob(f"job {reached.name!r} does not run any more, it {how}: see {see_text(reached.name)}")
 
 
 def signal_number(text: str) -> signal.Signals:
@@ -47,7 +53,8 @@ def kill(options: argparse.Namespace) -> int:
 async def _kill(options: argparse.Namespace, number: signal.Signals) -> int:
     async with reach(options) as reached:
         view = await _view(reached)
-        node, what = _target(options, view, reached.spec.tasks)
+        _check_running(reached, view)
+        node, what = _target(options, view, reached.spec.tasks, reached.spec.backups)
         record = view.nodes[node].record
         try:
             async with client_of(record, reached.entry.token_bytes, reached.entry.node_access) as client:
@@ -91,7 +98,7 @@ def signal_process(pid: int, number: signal.Signals) -> bool:
     return True
 
 
-def _target(options: argparse.Namespace, view: JobView, tasks: int) -> tuple[str, str]:
+def _target(options: argparse.Namespace, view: JobView, tasks: int, asked: int) -> tuple[str, str]:
     """The node to hit, and what it is."""
     if options.task is None:
         if options.node is None:
@@ -107,7 +114,8 @@ def _target(options: argparse.Namespace, view: JobView, tasks: int) -> tuple[str
         if options.node is not None:
             backups = [n for n in backups if n == _node_named(view, options.node)]
         if not backups:
-            raise JobError(f"task {options.task} has no backup in sync at the moment")
+            why = " (backups=0: the job asked for none)" if asked == 0 else " at the moment"
+            raise JobError(f"task {options.task} has no backup in sync{why}")
         return backups[0], f"a backup of task {options.task}"
     if options.node is not None:
         return _node_named(view, options.node), f"asked for by name, for task {options.task}"
@@ -134,6 +142,7 @@ def drain(options: argparse.Namespace) -> int:
 async def _drain(options: argparse.Namespace) -> int:
     async with reach(options) as reached:
         view = await _view(reached)
+        _check_running(reached, view)
         record = view.nodes[_node_named(view, options.node)].record
         async with client_of(record, reached.entry.token_bytes, reached.entry.node_access) as client:
             await client.drain("taskgraph drain")

@@ -18,6 +18,7 @@ from taskgraph.launch.access import configured, etcd_access, insecure_listen, no
 from taskgraph.launch.run import connect
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.records import State
 from taskgraph.tls import check_listener
 
 __all__ = [
@@ -27,11 +28,13 @@ __all__ = [
     "access_words",
     "add_etcd_options",
     "add_listen_options",
+    "ended_text",
     "etcd_of",
     "find_entry",
     "listen_of",
     "node_access_of",
     "reach",
+    "see_text",
     "token_for",
     "token_of",
 ]
@@ -209,6 +212,10 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
         found = runtime.find(name)
         if found is not None:
             return found
+        kept = runtime.finished(name)
+        if kept is not None:
+            how = ended_text(kept["status"].get("state", ""))
+            raise UnknownJob(f"job {name!r} does not run any more, it {how}: see {see_text(name)}")
         known = ", ".join(e.name for e in runtime.jobs())
         running = f"running here: {known}" if known else "no job was started on this host"
         raise UnknownJob(f"no running job {name!r} is known here ({running}); for one elsewhere give --etcd")
@@ -218,6 +225,15 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
     if not jobs:
         raise UnknownJob("no job was started on this host; for one elsewhere give its name and --etcd")
     raise JobError(f"several jobs run on this host: name one of {', '.join(e.name for e in jobs)}")
+
+
+def ended_text(state: str) -> str:
+    """How a job that is no more ended, after `it`."""
+    return {State.CANCELLED: "was cancelled", "deleted": "was deleted", "": "ended"}.get(state, state)
+
+
+def see_text(name: str) -> str:
+    return f"`taskgraph status {name}`, `taskgraph events {name}`"
 
 
 @asynccontextmanager

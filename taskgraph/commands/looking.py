@@ -63,7 +63,7 @@ async def _status(options: argparse.Namespace) -> int:
             if options.json:
                 text = json.dumps(status_json(spec.name, spec.tasks, spec.epochs, keeper.view, statuses))
             else:
-                text = status_text(spec.name, spec.tasks, spec.epochs, keeper.view, statuses)
+                text = status_text(spec.name, spec.tasks, spec.epochs, keeper.view, statuses, spec.backups)
                 if (logs := Runtime().logs(spec.name)) is not None:
                     text += f"\n\nlogs of the nodes started here: {logs}"
                 text += _warning(reached)

@@ -10,9 +10,10 @@ import numpy as np
 
 from taskgraph.errors import TaskGraphError
 from taskgraph.observe.status import NodeStatus, ReplicaStatus
+from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView
 
-__all__ = ["holders", "ids_text", "status_json", "status_text", "table", "values_text"]
+__all__ = ["holders", "ids_text", "lacking_text", "last_text", "status_json", "status_text", "table", "values_text"]
 
 _LONG_S = 0.1
 """What runs for less is not worth a number."""
@@ -39,11 +40,18 @@ def holders(view: JobView, task: int) -> list[str]:
 
 
 def status_text(
-    name: str, tasks: int, epochs: int | None, view: JobView, statuses: dict[str, NodeStatus | TaskGraphError]
+    name: str,
+    tasks: int,
+    epochs: int | None,
+    view: JobView,
+    statuses: dict[str, NodeStatus | TaskGraphError],
+    backups: int = 0,
 ) -> str:
     """Everything about a job on one page."""
     state = view.status.record.state if view.status else "unknown"
-    at = f"epoch {view.stamp.epoch}" + (f" of {epochs}" if epochs else "") if view.stamp else "no epoch"
+    at = f"epoch {view.stamp.epoch}{last_text(epochs)}" if view.stamp else "no epoch"
+    if view.stamp and state == State.FINISHED:
+        at = f"{view.stamp.epoch} epochs"
     attempt = f", attempt {view.stamp.attempt}" if view.stamp and view.stamp.attempt > 1 else ""
     lines = [f"job {name}: {state}, {at}{attempt}"]
     if view.status and view.status.record.reason:
@@ -72,22 +80,47 @@ def status_text(
         holder = view.primary_node(task)
         replica = _replica(statuses.get(holder or ""), task)
         held = holders(view, task)
-        backups = [name_of(n) for n in held if n != holder]
+        others = [name_of(n) for n in held if n != holder]
         rows.append(
             [
                 str(task),
                 name_of(holder) if holder else "-",
                 str(view.term(task)),
                 str(len(held)),
-                " ".join(backups) or "-",
+                " ".join(others) or "-",
                 _doing(replica),
             ]
         )
     lines += ["", *table(rows)]
+    if view.running and len(nodes) > 1 and (lacking := lacking_text(view, name, tasks, backups)):
+        lines += ["", lacking]
     waits = [w for said in statuses.values() if isinstance(said, NodeStatus) for w in said.waits]
     if waits:
         lines += ["", "waits:", *(f"  {w}" for w in waits)]
     return "\n".join(lines)
+
+
+def last_text(epochs: int | None) -> str:
+    """`/39`: the number of the last epoch, since the one it follows is a number from 0, too; "" where none is known."""
+    return f"/{epochs - 1}" if epochs is not None else ""
+
+
+def lacking_text(view: JobView, name: str, tasks: int, backups: int) -> str:
+    """Which tasks have fewer backups than the job asks for, and whether that will pass; "" where none lacks any."""
+    have = {task: len(holders(view, task)) - (view.primary_node(task) in holders(view, task)) for task in range(tasks)}
+    bare = [task for task, count in have.items() if count == 0]
+    lacking = [task for task, count in have.items() if count < backups]
+    nodes = sum(1 for node, v in view.nodes.items() if node not in view.gone and not v.record.draining)
+    if backups == 0:
+        return "the job asked for no backups (backups=0): what a node holds is lost when it dies"
+    if not lacking:
+        return ""
+    whose = f"{'task' if len(lacking) == 1 else 'tasks'} {ids_text(lacking)} {'has' if len(lacking) == 1 else 'have'}"
+    what = "no backup" if bare == lacking else f"fewer than {backups} backups"
+    if nodes <= backups:
+        there = f"there {'is' if nodes == 1 else 'are'} {nodes}"
+        return f"{whose} {what}: that takes {backups + 1} nodes, and {there}: start more with `taskgraph launch {name}`"
+    return f"{whose} {what} at the moment: more are made as soon as a node can take them"
 
 
 def _node_state(said: NodeStatus | TaskGraphError | None, draining: bool) -> str:

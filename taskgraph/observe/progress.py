@@ -1,7 +1,7 @@
 """The progress of a run: one live line on a terminal, plain lines where output is piped.
 
 Piped, every durable event is a line; commits are lines too: all of them in a job of up to `_FEW` epochs, or while
-they are fewer than `_FEW_PER_S` a second, else one a second, and always the last.
+they are fewer than `_FEW_PER_S` a second, else one a second, and always the last; that the job ended comes after it.
 
 When a node dies, each of its tasks is taken over, loses a member and gets another: what is the same of several tasks
 within a moment is told once.
@@ -18,7 +18,7 @@ from typing import TextIO
 
 from taskgraph.jobs import EpochReport
 from taskgraph.observe.events import Event
-from taskgraph.observe.format import holders, ids_text
+from taskgraph.observe.format import holders, ids_text, last_text
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView
 
@@ -29,6 +29,8 @@ _FEW = 100
 _REFRESH_S = 0.1
 _WINDOW = 200
 _MERGE_S = 0.3
+_ENDING_S = 2.0
+"""That a job ended comes from etcd, its last commits from its leader: the end waits this long to be told last."""
 _MERGED = ("lost", "takeover", "hand-over", "evicted", "admitted")
 _ENDS = (State.FINISHED, State.FAILED, State.CANCELLED)
 _DEPARTURES = ("lost", "gone", "evicted", "drain")
@@ -66,6 +68,8 @@ class Progress:
         self._closed = False
         self._ended = False
         self._over = False
+        self._ending: Event | None = None
+        self._ending_since = 0.0
         self._merging: dict[tuple[str, str], list[Event]] = {}
         self._merging_since = 0.0
         self._printed: deque[int] = deque(maxlen=_FEW)
@@ -99,8 +103,16 @@ class Progress:
             self._flush_merged()
             return
         self._flush_merged(now=True)
-        if event.kind != State.FAILED:  # why it failed is said at the end, with the traceback
+        if event.kind not in _ENDS:
             self._tell(event.at, event.text)
+        else:  # why it failed is said at the end, with the traceback
+            self._ending = event if event.kind != State.FAILED else None
+            self._ending_since = self._clock()
+
+    def _flush_ending(self) -> None:
+        if self._ending is not None:
+            ending, self._ending = self._ending, None
+            self._tell(ending.at, ending.text)
 
     def _tell(self, at: float, text: str) -> None:
         self._last_event = text
@@ -150,7 +162,7 @@ class Progress:
 
     def _print_numbers(self, epoch: int, numbers: Mapping[str, str | int | float]) -> None:
         self._printed.append(epoch)
-        self._write(f"epoch {epoch}{_of(self._epochs)}{numbers_text(numbers)}\n")
+        self._write(f"epoch {epoch}{last_text(self._epochs)}{numbers_text(numbers)}\n")
 
     def _flush_held(self) -> None:
         if self._held is not None:
@@ -160,6 +172,8 @@ class Progress:
     def tick(self) -> None:
         """Refreshes the live line; tells what waited for more of its kind."""
         self._flush_merged()
+        if self._clock() - self._ending_since >= _ENDING_S:
+            self._flush_ending()
         if self._live and not self._ended:
             self._refresh(force=True)
 
@@ -176,6 +190,7 @@ class Progress:
         if reports and reports[-1].epoch > self._epoch:
             self._epoch, self._numbers = reports[-1].epoch, dict(reports[-1].numbers)
         if self._live:
+            self._flush_ending()
             self._refresh(force=True)
             self._write("\n")
             return
@@ -183,6 +198,7 @@ class Progress:
         for report in reports if self._few else reports[-1:]:
             if report.epoch not in self._printed:
                 self._print_numbers(report.epoch, dict(report.numbers))
+        self._flush_ending()
 
     def _rate(self) -> float:
         if len(self._times) < 2:
@@ -194,7 +210,7 @@ class Progress:
         """The live line."""
         parts = [self._name]
         if self._epoch >= 0:
-            parts.append(f"epoch {self._epoch}{_of(self._epochs)}")
+            parts.append(f"epoch {self._epoch}{last_text(self._epochs)}")
             parts.append(f"{self._rate():.1f}/s")
         else:
             parts.append("starting")
@@ -233,10 +249,6 @@ def numbers_text(numbers: Mapping[str, str | int | float]) -> str:
 def _of_its_task(event: Event) -> str:
     """The text without whose it is."""
     return event.text.removeprefix(f"task {event.task}: ") if event.task is not None else event.text
-
-
-def _of(epochs: int | None) -> str:
-    return f"/{epochs - 1}" if epochs is not None else ""
 
 
 def _clock_text(at: float) -> str:

@@ -33,7 +33,7 @@ async def status(cli: Cli, *arguments: str) -> dict:
 async def test_status_says_who_does_what_and_since_when(cli: Cli) -> None:
     run = await cli.paused("--nodes", "2")
     text = (await cli("status")).out  # the only job: it needs no name
-    assert "job sums: running, epoch 2 of 6" in text
+    assert "job sums: running, epoch 2/5" in text
     assert "NODE" in text and "n1" in text and "n2" in text and "leader" in text
     assert [line for line in text.splitlines() if line.startswith("0 ") and "record for" in line], text
     logs = Path(text.split("logs of the nodes started here: ")[1].splitlines()[0])
@@ -153,8 +153,10 @@ async def test_whom_to_act_on_is_asked_for_clearly(cli: Cli) -> None:
     assert entry.stat().st_mode & 0o777 == 0o600
     cli.open()
     assert (await run.done()).code == 0
-    done = await cli("kill", "sums", "--task", "0")
-    assert done.code == 3 and "no running job 'sums'" in done.err
+    for arguments in (("kill", "sums", "--task", "0"), ("drain", "sums", "--node", "n1"), ("shutdown", "sums")):
+        done = await cli(*arguments)
+        assert done.code == 3, arguments
+        assert "job 'sums' does not run any more, it finished: see `taskgraph status sums`" in done.err
 
 
 # -- one's own etcd ----------------------------------------------------------------------------------------
@@ -178,6 +180,8 @@ async def test_a_submitted_job_is_run_by_launch(embedded_etcd: EmbeddedEtcd, cli
     assert "job sub1: finished" in told
     corrupting = embedded_etcd.version in ("3.5.0", "3.5.1", "3.5.2")
     assert ("can lose data" in told) == corrupting, "of somebody's own etcd, which this one is to the job"
+    done = await cli("kill", "sub1", "--task", "0", "--token-file", str(token))
+    assert done.code == 3 and "job 'sub1' does not run any more, it finished" in done.err
     missing = await cli("launch", "sub1", "--nodes", "1")
     assert missing.code == 2 and "wrong: there is no such file" in missing.err and "taskgraph submit" in missing.err
     await cli.nothing_left()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from taskgraph.errors import PeerLost
-from taskgraph.observe.format import status_json, status_text, table, values_text
+from taskgraph.observe.format import lacking_text, status_json, status_text, table, values_text
 from taskgraph.observe.status import NodeStatus, ReplicaStatus
 from taskgraph.observe.usage import Usage
 from taskgraph.protocol.keys import Keys
@@ -69,7 +69,7 @@ def status() -> NodeStatus:
 
 def test_a_status_says_who_does_what_and_what_is_waited_for(view: JobView) -> None:
     lines = status_text("fit", 2, 40, view, {"n1-aa": status(), "n2-bb": PeerLost("no answer")}).splitlines()
-    assert lines[0] == "job fit: running, epoch 7 of 40, attempt 2"
+    assert lines[0] == "job fit: running, epoch 7/39, attempt 2"
     rows = {line.split()[0]: line.split() for line in lines if line}
     assert rows["n1"] == ["n1", "h", "11", "93", "MiB", "0", "-", "leader"]
     assert rows["n2"] == ["n2", "h", "22", "-", "1", "0", "does", "not", "answer"]
@@ -122,3 +122,63 @@ async def test_usage_is_of_this_process() -> None:
     assert Usage.now().files == before.files + 2
     os.close(one)
     os.close(other)
+
+
+def of_members(members: dict[int, list[str]], nodes: int) -> JobView:
+    """Tasks with these members, the first of them primary, and so many nodes."""
+    keys = Keys("fit")
+    values: dict[str, Record] = {
+        keys.epoch: EpochRecord(epoch=7, attempt=1),
+        keys.status: StatusRecord(state=State.RUNNING),
+        **{keys.node(f"n{n}-a"): node(f"n{n}", n) for n in range(1, nodes + 1)},
+        **{keys.primary(t): PrimaryRecord(node=f"{m[0]}-a", term=1, stateful=True) for t, m in members.items()},
+        **{keys.member(t, f"{name}-a"): MemberRecord() for t, m in members.items() for name in m},
+    }
+    made = JobView("fit")
+    made.reset(9, [KeyValue(key, value.to_bytes(), i, i) for i, (key, value) in enumerate(values.items(), 1)])
+    return made
+
+
+@pytest.mark.parametrize(
+    ("members", "nodes", "backups", "words"),
+    [
+        ({0: ["n1", "n2"], 1: ["n2", "n1"]}, 2, 1, ""),
+        ({0: ["n1"]}, 2, 0, "the job asked for no backups (backups=0): what a node holds is lost when it dies"),
+        (
+            {0: ["n1"], 1: ["n1"]},
+            1,
+            1,
+            "tasks 0-1 have no backup: that takes 2 nodes, and there is 1: start more with `taskgraph launch fit`",
+        ),
+        (
+            {0: ["n1", "n2"], 1: ["n2", "n1"]},
+            2,
+            2,
+            "tasks 0-1 have fewer than 2 backups: that takes 3 nodes, and there are 2: start more with "
+            "`taskgraph launch fit`",
+        ),
+        (
+            {0: ["n1", "n2"], 1: ["n2"]},
+            2,
+            1,
+            "task 1 has no backup at the moment: more are made as soon as a node can take them",
+        ),
+    ],
+)
+def test_a_status_says_which_tasks_lack_backups_and_why(
+    members: dict[int, list[str]], nodes: int, backups: int, words: str
+) -> None:
+    view = of_members(members, nodes)
+    assert lacking_text(view, "fit", len(members), backups) == words
+    assert words in status_text("fit", len(members), None, view, {}, backups)
+
+
+def test_a_status_of_a_job_that_finished_counts_its_epochs(view: JobView) -> None:
+    record = StatusRecord(state=State.FINISHED).to_bytes()
+    keys = Keys("fit")
+    held = [
+        KeyValue(keys.epoch, EpochRecord(epoch=40, attempt=1).to_bytes(), 1, 1),
+        KeyValue(keys.status, record, 2, 2),
+    ]
+    view.reset(10, held)
+    assert status_text("fit", 2, 40, view, {}).splitlines()[0] == "job fit: finished, 40 epochs"

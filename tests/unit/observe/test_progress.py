@@ -131,6 +131,33 @@ def test_who_leaves_after_the_end_is_no_news(terminal: bool) -> None:
     assert "result() raised" not in out.getvalue(), "whoever runs the job says it, with the traceback"
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_that_the_job_finished_comes_after_its_last_epoch(terminal: bool) -> None:
+    out = Screen(terminal=terminal)
+    progress = Progress("fit", 3, 3, out=out)
+    progress.event(commit(0))
+    progress.event(event("finished", "the job finished after epoch 2"))
+    progress.tick()
+    progress.event(commit(1))
+    progress.end([EpochReport(epoch, {}, {}) for epoch in range(3)])
+    if terminal:
+        assert out.getvalue().rpartition("\r\x1b[2K")[2].startswith("fit  epoch 2/2 ")
+    else:
+        assert [line.partition(" ")[2] for line in out.lines] == ["0/2", "1/2", "2/2", "the job finished after epoch 2"]
+
+
+def test_that_the_job_finished_is_told_also_while_its_values_are_collected_for_long() -> None:
+    out, clock = Screen(terminal=False), Clock()
+    progress = Progress("fit", 3, 3, out=out, clock=clock)
+    progress.event(event("finished", "the job finished after epoch 2"))
+    progress.tick()
+    assert out.lines == []
+    clock.now += 3
+    progress.tick()
+    progress.end()
+    assert [line.partition(" ")[2] for line in out.lines] == ["the job finished after epoch 2"]
+
+
 def test_a_commit_told_by_two_leaders_is_shown_once() -> None:
     out = Screen(terminal=False)
     progress = Progress("fit", 3, 5, out=out)
