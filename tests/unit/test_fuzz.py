@@ -45,7 +45,9 @@ def crash(data: bytes) -> None:
 
 
 def hang(data: bytes) -> None:
-    time.sleep(0.05)
+    until = time.thread_time() + 0.05
+    while time.thread_time() < until:
+        pass
 
 
 @pytest.mark.parametrize("bad", [bomb, crash, hang])
