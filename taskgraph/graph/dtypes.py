@@ -7,6 +7,7 @@ nothing here is looked up by equality alone: equal values must give equal bytes 
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from typing import Any, Final
@@ -24,6 +25,8 @@ _ALIGNED: Final = 1
 _NP_RECORD: Final = 2
 
 _MAX_TEXT: Final = 100
+_MAX_ITEM: Final = 2**31 - 1
+"""Bytes of one element; numpy's own limit."""
 _MAX_DEPTH: Final = 32
 _CACHED: Final = 1024
 """Plain dtypes remembered; a program uses a handful, but `U1`, `U2`, `U3` ... has no end."""
@@ -170,27 +173,41 @@ def _parse(data: bytes, at: int, depth: int) -> tuple[np.dtype[Any], int]:
         ndim = data[at + 1]
         shape = struct.unpack_from(f"<{ndim}Q", data, at + 2)
         base, at = _parse(data, at + 2 + 8 * ndim, depth + 1)
-        return np.dtype((base, shape)), at
+        whole = base.itemsize * math.prod(shape)
+        if whole > _MAX_ITEM:
+            raise DecodeError(f"a dtype of {whole} bytes")
+        return _sized(np.dtype((base, shape)), whole), at
     if kind != _RECORD:
         raise DecodeError(f"not a dtype: it begins with {kind}")
     flags, itemsize, count = _REC.unpack_from(data, at + 1)
     at += 1 + _REC.size
     if count > len(data) - at:
         raise DecodeError(f"a dtype announces {count} fields and has {len(data) - at} bytes left")
+    if itemsize > _MAX_ITEM:
+        raise DecodeError(f"a dtype of {itemsize} bytes")
     names, titles, offsets, formats = [], [], [], []
     for _ in range(count):
         name, at = _read_name(data, at)
         title, at = _read_name(data, at)
         offsets.append(_U64.unpack_from(data, at)[0])
         field, at = _parse(data, at + 8, depth + 1)
+        if offsets[-1] + field.itemsize > itemsize:
+            # numpy adds in 32 bits, and reads beyond the array where that wraps around.
+            raise DecodeError(f"a field that ends at {offsets[-1] + field.itemsize} in a dtype of {itemsize} bytes")
         names.append(name)
         titles.append(title)
         formats.append(field)
     spec: Any = {"names": names, "formats": formats, "offsets": offsets, "itemsize": itemsize}
     if any(title is not None for title in titles):
         spec["titles"] = titles
-    made = np.dtype(spec, align=bool(flags & _ALIGNED))
+    made = _sized(np.dtype(spec, align=bool(flags & _ALIGNED)), itemsize)
     return (np.dtype((np.record, made)) if flags & _NP_RECORD else made), at
+
+
+def _sized(made: np.dtype[Any], itemsize: int) -> np.dtype[Any]:
+    if made.itemsize != itemsize:
+        raise DecodeError(f"a dtype of {made.itemsize} bytes that announces {itemsize}")
+    return made
 
 
 def _read_name(data: bytes, at: int) -> tuple[str | None, int]:

@@ -210,3 +210,22 @@ def test_a_buffer_of_another_size() -> None:
     sample = encode(np.zeros(1000))
     with pytest.raises(DecodeError, match="8000 bytes, and has one of 7999"):
         decode(Encoded(sample.meta, (sample.buffers[0][1:],), b""))
+
+
+def test_a_field_beyond_its_dtype_is_refused() -> None:
+    """Its offset and size made numpy's 32 bits wrap around: reading the array read beyond it, and crashed."""
+    inner = b"\xfe" + struct.pack("<BQI", 0, 0x54000008, 1) + struct.pack("<I", 2) + b"d" + struct.pack("<IQ", 0, 0)
+    inner += b"\x03<i8"
+    for offset in (0x50000021, 0x7FFFFFF0, 2**31, 2**32, 2**63, 2**64 - 1, 9):
+        record = b"\xfe" + struct.pack("<BQI", 0, 41, 1) + struct.pack("<I", 2) + b"c" + struct.pack("<IQ", 0, offset)
+        meta = b"\x01A" + record + inner + b"\x01" + struct.pack("<Q", 1) + bytes(200) + b"\0\0\0\0"
+        attack(meta)
+        with pytest.raises(DecodeError):
+            decode(Encoded(meta, (), b""))
+
+
+@pytest.mark.parametrize("shape", [(2**31,), (2**16, 2**16), (2**32, 2**32), (2**63, 2), (2**40, 0)])
+def test_a_subarray_larger_than_a_dtype_may_be_is_refused(shape: tuple[int, ...]) -> None:
+    described = b"\xff" + struct.pack(f"<B{len(shape)}Q", len(shape), *shape) + b"\x03<i8"
+    record = b"\xfe" + struct.pack("<BQI", 0, 8, 1) + struct.pack("<I", 2) + b"c" + struct.pack("<IQ", 0, 0) + described
+    attack(b"\x01A" + record + b"\x01" + struct.pack("<Q", 1) + bytes(200) + b"\0\0\0\0")
