@@ -286,10 +286,18 @@ def damaged(seeds: list[bytes], rng: random.Random) -> Iterator[bytes]:
         yield bytes(data)
 
 
-def fuzz_plain(target: Target, seeds: list[bytes], inputs: int, seed: int) -> tuple[int, bytes | None]:
-    """Runs so many inputs; returns how many, and the one that was a finding."""
+def fuzz_plain(
+    target: Target, seeds: list[bytes], inputs: int, seed: int, keep: Path | None = None
+) -> tuple[int, bytes | None]:
+    """Runs so many inputs; returns how many, and the one that was a finding.
+
+    Args:
+        keep: a file that gets each input before it is run: it is there when the process is not.
+    """
     source = damaged(seeds, random.Random(seed))
     for number, data in zip(range(1, inputs + 1), source, strict=False):
+        if keep is not None:
+            keep.write_bytes(data)
         try:
             target(data)
         except Exception:
@@ -298,12 +306,12 @@ def fuzz_plain(target: Target, seeds: list[bytes], inputs: int, seed: int) -> tu
     return inputs, None
 
 
-def fuzz_one(name: str, inputs: int, seed: int, plain: bool) -> None:
+def fuzz_one(name: str, inputs: int, seed: int, plain: bool, keep: Path | None) -> None:
     """One target; ends the process where atheris does it."""
     began = time.monotonic()
     if plain:
         target, seeds = TARGETS[name]()
-        ran, found = fuzz_plain(checked(target), seeds, inputs, seed)
+        ran, found = fuzz_plain(checked(target), seeds, inputs, seed, keep)
         if found is not None:
             Path(f"finding-{name}").write_bytes(found)
         print(json.dumps(_figures(name, "random damage", ran, time.monotonic() - began, found is not None)))
@@ -331,6 +339,9 @@ def run_in_process_of_its_own(name: str, inputs: int, seed: int, plain: bool) ->
     began = time.monotonic()
     ended = subprocess.run([*command, *(["--plain"] if plain else [])], capture_output=True, text=True, check=False)
     seconds = time.monotonic() - began
+    if plain and ended.returncode < 0:  # it crashed: once more, to know with what
+        subprocess.run([*command, "--plain", "--keep", f"finding-{name}"], capture_output=True, check=False)
+        return _figures(name, "random damage", 0, seconds, True)
     ran = re.search(r"number_of_executed_units: (\d+)", ended.stderr)
     if plain and ended.returncode in (0, 1) and ended.stdout.startswith("{"):
         figures: dict[str, Any] = json.loads(ended.stdout)
@@ -352,6 +363,7 @@ def main() -> int:
     options.add_argument("--plain", action="store_true", help="without atheris, although it is installed")
     options.add_argument("--replay", type=Path, metavar="FILE", help="one input, from a file")
     options.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options.add_argument("--keep", type=Path, help=argparse.SUPPRESS)
     given = options.parse_args()
     names = list(TARGETS) if given.target == "all" else [given.target]
     if given.replay is not None:
@@ -359,7 +371,7 @@ def main() -> int:
         return 0
     plain = given.plain or importlib.util.find_spec("atheris") is None
     if given.here:
-        fuzz_one(given.target, given.inputs, given.seed, plain)
+        fuzz_one(given.target, given.inputs, given.seed, plain, given.keep)
         return 0
     found = 0
     for name in names:
