@@ -1,8 +1,9 @@
 """An etcd server of our own: on this host only, for as long as we live.
 
-It listens on the loopback interface, on ports the kernel chose, and keeps its data in a directory that only we can
-read. It runs under `launch/guard.py`, so that it ends and its data goes away with us, even when we are killed.
-Its data need not survive a crash of the host, hence no fsync: measured, that is what a transaction waits for.
+It listens on unix sockets in a directory that only we can enter, or on the loopback interface on ports the kernel
+chose, where every user of this host could change what a job is and so run code as us. It keeps its data in a directory
+that only we can read. It runs under `launch/guard.py`, so that it ends and its data goes away with us, even when we are
+killed. Its data need not survive a crash of the host, hence no fsync: measured, that is what a transaction waits for.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ _FIRST_ANSWER_S = 0.5
 _NAME_POLL_S = 0.02
 #: Of its log, when it ended: each is a JSON object of up to a few hundred characters.
 _LAST_LINES = 8
+#: Of the directory for temporary files: some kernels take 104 bytes for a unix socket's path.
+_FOLDER_PATH = 60
 #: History kept for watches that reconnect, in revisions; etcd compacts every 5 minutes.
 _HISTORY_REVISIONS = 100_000
 
@@ -71,6 +74,7 @@ class EmbeddedEtcd:
     Args:
         data_dir: where to keep data across restarts; None: a private directory that is removed at the end.
         port: the port for clients; None: a free one.
+        private: on unix sockets, instead of ports.
         arguments: further command line arguments for etcd.
         log: the file for what it prints, which stays; None: one that is removed at the end.
     """
@@ -80,11 +84,13 @@ class EmbeddedEtcd:
         *,
         data_dir: Path | None = None,
         port: int | None = None,
+        private: bool = False,
         arguments: Sequence[str] = (),
         log: Path | None = None,
     ) -> None:
         self._data_dir = data_dir
         self._port = port
+        self._private = private
         self._arguments = tuple(arguments)
         self._log = log
         self._guard: asyncio.subprocess.Process | None = None
@@ -94,7 +100,7 @@ class EmbeddedEtcd:
 
     @property
     def endpoint(self) -> str:
-        """`127.0.0.1:port`, for `EtcdCoordinator.connect`."""
+        """`127.0.0.1:port` or `unix:/path`, for `EtcdCoordinator.connect`."""
         return self._endpoint
 
     @property
@@ -161,12 +167,18 @@ class EmbeddedEtcd:
 
     async def _start_once(self, binary: Path) -> str:
         """Starts etcd. Returns "" when it answers, else what it said before it ended."""
-        client, peer = _free_ports(2)
-        client = self._port or client
-        private = Path(tempfile.mkdtemp(prefix="taskgraph-etcd-"))  # mode 0700
+        private = _new_folder(short=self._private)
+        if self._private:
+            # etcd wants a host and a port, and makes a file of that name where it runs.
+            client_url, peer_url, endpoint = "unix://client:1", "unix://peer:1", f"unix:{private}/client:1"
+        else:
+            client, peer = _free_ports(2)
+            endpoint = f"127.0.0.1:{self._port or client}"
+            client_url, peer_url = f"http://{endpoint}", f"http://127.0.0.1:{peer}"
         name = f"taskgraph-{uuid.uuid4().hex[:12]}"
-        log = self._log or private / "etcd.log"
-        command = _command(binary, self._version, name, self._data_dir or private / "data", client, peer)
+        log = (self._log or private / "etcd.log").absolute()
+        data = (self._data_dir or private / "data").absolute()
+        command = _command(binary, self._version, name, data, client_url, peer_url)
         try:
             guard = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -177,6 +189,7 @@ class EmbeddedEtcd:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 env=_environment(),
+                cwd=private,
                 start_new_session=True,
             )
         except BaseException:  # cancelled while it started: asyncio has ended it, and nobody else knows the directory
@@ -187,7 +200,7 @@ class EmbeddedEtcd:
             assert guard.stdout is not None
             async with asyncio.timeout(_START_S):
                 self._pid = int(await guard.stdout.readline() or b"0")
-            return await self._ready(guard, f"127.0.0.1:{client}", name)
+            return await self._ready(guard, endpoint, name)
         except TimeoutError:
             await self.stop()
             return f"it did not answer within {_START_S:g} s"
@@ -230,10 +243,17 @@ async def _answers(endpoint: str, name: str) -> None:
                 return
 
 
-def _command(binary: Path, version: str, name: str, data: Path, client: int, peer: int) -> list[str]:
-    client_url, peer_url = f"http://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
+def _new_folder(*, short: bool) -> Path:
+    """A directory of mode 0700; `short`: its path leaves room for that of a unix socket."""
+    folder = tempfile.gettempdir()
+    if short and len(os.fsencode(folder)) > _FOLDER_PATH:
+        folder = "/tmp"
+    return Path(tempfile.mkdtemp(prefix="taskgraph-etcd-", dir=folder)).absolute()
+
+
+def _command(binary: Path, version: str, name: str, data: Path, client_url: str, peer_url: str) -> list[str]:
     command = [
-        *(str(binary), "--name", name, "--data-dir", str(data)),
+        *(str(binary.absolute()), "--name", name, "--data-dir", str(data)),
         *("--listen-client-urls", client_url, "--advertise-client-urls", client_url),
         *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
         *("--initial-cluster", f"{name}={peer_url}"),

@@ -103,7 +103,7 @@ async def arun(
         if etcd is None:
             stack.callback(runtime.remove, spec.name)
             log = runtime.folder(spec.name) / "etcd.log"
-            embedded = await stack.enter_async_context(EmbeddedEtcd(log=log))
+            embedded = await stack.enter_async_context(EmbeddedEtcd(private=True, log=log))
         access = {} if etcd is None else etcd_access() if tls is None else tls  # the embedded one wants none
         entry = JobEntry(
             name=spec.name,

@@ -18,6 +18,7 @@ import taskgraph
 from taskgraph.coordination.embedded import EmbeddedEtcd, find_etcd
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.errors import CoordinationError
+from taskgraph.protocol.kv import Put, Txn
 
 pytestmark = pytest.mark.slow  # a start of etcd takes about a second
 
@@ -51,6 +52,40 @@ async def test_it_is_private_loopback_only_and_removed_at_the_end(temporary: Pat
         assert os.getpgid(etcd.pid) == etcd.pid and os.getsid(etcd.pid) != os.getsid(0)
         pid = etcd.pid
     assert not running(pid) and private_dirs(temporary) == []
+
+
+def listening(pid: int) -> set[str]:
+    """The sockets a process listens on: unix paths, and `tcp` for any other."""
+    inodes = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
+    found = set()
+    for name in ("tcp", "tcp6"):
+        rows = [line.split() for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]]
+        found |= {"tcp" for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]]
+    accepting = [row for row in rows if int(row[3], 16) & 0x10000]
+    return found | {row[7] for row in accepting if f"socket:[{row[6]}]" in inodes}
+
+
+async def test_a_private_one_has_no_port_that_other_users_reach() -> None:
+    async with EmbeddedEtcd(private=True) as etcd:
+        kind, _, path = etcd.endpoint.partition(":")
+        folder = Path(path).parent
+        assert kind == "unix" and stat.S_ISSOCK(os.stat(path).st_mode) and stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert listening(etcd.pid) == {"client:1", "peer:1"}  # in the folder, where it runs
+        async with await EtcdCoordinator.connect(etcd.endpoint) as node:
+            await node.txn(Txn(success=(Put("k", b"v"),)))
+            assert await node.get("k") is not None
+    assert not folder.exists()
+    async with EmbeddedEtcd() as etcd:
+        assert listening(etcd.pid) == {"tcp"}
+
+
+async def test_a_long_path_is_no_hindrance(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = temporary / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    async with EmbeddedEtcd(private=True) as etcd, await EtcdCoordinator.connect(etcd.endpoint) as node:
+        assert await node.get("k") is None
 
 
 async def test_several_live_side_by_side(temporary: Path) -> None:
