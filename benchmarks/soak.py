@@ -57,9 +57,8 @@ class Chain(tg.Task, state=["folded"]):
         self.folded = self.task_id + 1
 
     def compose(self, epoch: tg.Epoch) -> None:
-        both = (*epoch.neighbors("left"), *epoch.neighbors("right"))
-        epoch.processor(self.tell, outbound={"state": both})
-        epoch.processor(self.take, inbound={"state": both})
+        epoch.processor(self.tell, outbound={"state": ["left", "right"]})
+        epoch.processor(self.take, inbound={"state": ["left", "right"]})
 
     def tell(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         outs.put("state", self.folded)

@@ -24,8 +24,8 @@ from taskgraph.protocol.messages import Encoded
 __all__ = ["AttemptEnded", "Epoch", "Hold", "Inputs", "Outputs", "Reply", "Scratch", "Tag", "To", "Work"]
 
 T = TypeVar("T")
-To = str | int | Sequence[int]
-"""A link's name, a task id, or ids; oneself is allowed."""
+To = str | int | Sequence[str | int]
+"""A link's name, a task id, or several of them; oneself is allowed."""
 
 
 class AttemptEnded(BaseException):
@@ -163,12 +163,12 @@ class Epoch:
         """
         self._no_messages("flag", composing=True)
         value = encode(meta, what=f"flag of task {self._work.task}")
-        self._work.flag(self._where, self._resolve(to, "flag"), value)
+        self._work.flag(self._where, _task_ids(self._work, to, f"{self._at()}: flag"), value)
 
     def request(self, to: int, method: str, payload: Any = None) -> Reply:
         """Calls a handler of another task, with effects exactly once. `await reply`; in a thread `reply.wait()`."""
         self._no_messages("request")
-        ids = self._resolve(to, f"request {method!r}")
+        ids = _task_ids(self._work, to, f"{self._at()}: request {method!r}")
         if len(ids) != 1:
             raise GraphError(f"{self._at()}: a request goes to one task, {to!r} are {len(ids)}")
         value = encode(payload, what=f"request {method!r} of task {self._work.task}")
@@ -204,27 +204,9 @@ class Epoch:
                 f"{self._at()}: {which} says {'from' if which == 'inbound' else 'to'} whom each tag travels, as in "
                 f"{which}={{{tag!r}: {link!r}}}; it got {given!r:.100}"
             )
-        return {str(tag): self._resolve(to, f"{which} {tag!r}") for tag, to in (given or {}).items()}
-
-    def _resolve(self, to: To, what: str) -> tuple[int, ...]:
-        work = self._work
-        if isinstance(to, str):
-            if to not in work.links():
-                links = ", ".join(repr(link) for link in work.links()) or "none"
-                raise GraphError(f"{self._at()}: {what} names link {to!r}, but the topology's links are: {links}")
-            return work.neighbors(to)
-        try:
-            ids = (int(to.__index__()),) if hasattr(to, "__index__") else tuple(int(i.__index__()) for i in to)
-        except (TypeError, AttributeError):
-            raise GraphError(f"{self._at()}: {what} takes a link's name, a task id or task ids, not {to!r}") from None
-        for task in ids:
-            if not 0 <= task < work.tasks():
-                raise GraphError(
-                    f"{self._at()}: {what} names task {task}, but the job has tasks 0 to {work.tasks() - 1}"
-                )
-        if len(set(ids)) != len(ids):
-            raise GraphError(f"{self._at()}: {what} names a task twice: {ids}")
-        return ids
+        return {
+            str(tag): _task_ids(self._work, to, f"{self._at()}: {which} {tag!r}") for tag, to in (given or {}).items()
+        }
 
     def _no_messages(self, what: str, *, composing: bool = False) -> None:
         if self._sync:
@@ -396,12 +378,7 @@ class Outputs:
         if declared is None:
             names = ", ".join(repr(t) for t in self._processor.outbound) or "none (it is a sync point)"
             raise GraphError(f"{self._at()}: no outbound channel {tag!r} is declared; outbound are: {names}")
-        if to is None:
-            consumers = declared
-        elif isinstance(to, str):
-            consumers = self._work.neighbors(to)
-        else:
-            consumers = (int(to),) if isinstance(to, int | np.integer) else tuple(int(i) for i in to)
+        consumers = declared if to is None else _task_ids(self._work, to, f"{self._at()}: channel {tag!r}")
         for consumer in consumers:
             if consumer not in declared:
                 raise GraphError(
@@ -418,3 +395,26 @@ class Outputs:
 
     def _at(self) -> str:
         return f"task {self._work.task}, epoch {self._work.number}, {self._processor.name}"
+
+
+def _task_ids(work: Work, to: To, what: str) -> tuple[int, ...]:
+    """The tasks that `to` names. Links may lead to one neighbor (both ways round a ring of two): it is named once."""
+    try:
+        given = (to,) if isinstance(to, str) or hasattr(to, "__index__") else tuple(to)
+        names = [one if isinstance(one, str) else int(one.__index__()) for one in given]
+    except (TypeError, AttributeError):
+        raise GraphError(f"{what} takes a link's name, a task id, or several of them, not {to!r}") from None
+    ids = [one for one in names if isinstance(one, int)]
+    for task in ids:
+        if not 0 <= task < work.tasks():
+            raise GraphError(f"{what} names task {task}, but the job has tasks 0 to {work.tasks() - 1}")
+    if len(set(ids)) != len(ids):
+        raise GraphError(f"{what} names a task twice: {ids}")
+    links = {one for one in names if isinstance(one, str)}
+    if unknown := links.difference(work.links()):
+        known = ", ".join(map(repr, work.links())) or "none"
+        raise GraphError(f"{what} names link {min(unknown)!r}, but the topology's links are: {known}")
+    found: list[int] = []
+    for one in names:
+        found += work.neighbors(one) if isinstance(one, str) else [one]
+    return tuple(dict.fromkeys(found))

@@ -40,7 +40,8 @@ def test_a_neighbor_that_does_not_exist() -> None:
         (-1, ["names task -1"]),
         ("friends", ["names link 'friends'", "'peers'", "'all'"]),
         ([1, 1], ["names a task twice"]),
-        (1.5, ["takes a link's name, a task id or task ids, not 1.5"]),
+        (["peers", "friends"], ["names link 'friends'", "'peers'", "'all'"]),
+        (1.5, ["takes a link's name, a task id, or several of them, not 1.5"]),
     ],
     ids=str,
 )
@@ -151,9 +152,12 @@ def test_a_put_that_is_not_declared() -> None:
 
 
 def test_a_put_for_somebody_the_channel_does_not_lead_to() -> None:
-    says(
-        fails(given(lambda epoch, ins, outs: outs.put("x", 1, to=5), x=0)), "'x' does not lead to task 5", "leads to: 0"
-    )
+    def compose(self: tg.Task, epoch: tg.Epoch) -> None:
+        epoch.processor(lambda epoch, ins, outs: outs.put("x", 1, to=1), name="work", outbound={"x": self.task_id})
+        epoch.processor(no_op, name="rest", inbound={"x": self.task_id})
+
+    says(fails(job(task(compose))), "'x' does not lead to task 1; it leads to: 0")
+    says(fails(given(lambda epoch, ins, outs: outs.put("x", 1, to=5), x=0)), "'x' names task 5", "tasks 0 to 0")
 
 
 def test_an_inbound_channel_that_is_not_declared() -> None:

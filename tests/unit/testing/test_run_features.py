@@ -24,9 +24,8 @@ class Heat(tg.Task, state=["cell"]):
         self.cell = np.full(2, float(self.task_id))
 
     def compose(self, epoch: tg.Epoch) -> None:
-        halo = [i for link in self.links for i in epoch.neighbors(link)]
-        epoch.processor(self.share, outbound={"cell": halo})
-        epoch.processor(self.relax, inbound={"cell": halo})
+        epoch.processor(self.share, outbound={"cell": self.links})
+        epoch.processor(self.relax, inbound={"cell": [i for link in self.links for i in epoch.neighbors(link)]})
 
     def share(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         outs.put("cell", self.cell)
@@ -141,6 +140,21 @@ def test_a_channel_to_oneself(kills: Kills) -> None:
             self.total += ins["x"]
 
     assert run(job(Alone, epochs=4, topology={}), kills=kills).values == {0: 6, 1: 6}
+
+
+def test_links_that_lead_to_one_neighbor_are_one_channel() -> None:
+    class Two(Counting):
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.processor(self.give, outbound={"x": ["left", "right"]})
+            epoch.processor(self.take, inbound={"x": ["left", 1 - self.task_id]})
+
+        def give(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            outs.put("x", 1, to=["right", "left"])
+
+        def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.total += len(ins.all("x"))
+
+    assert run(job(Two, epochs=3, topology=tg.ring())).values == {0: 3, 1: 3}
 
 
 def test_a_channel_without_neighbors_carries_nothing() -> None:
