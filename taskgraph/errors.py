@@ -117,7 +117,7 @@ class JobFailed(TaskGraphError):
 
 
 class JobTimeout(JobFailed):
-    """The job did not end within `timeout_s`."""
+    """The job did not end within `timeout_s`; or, in a test, a call of its code did not within `stuck_s`."""
 
 
 class CoordinationError(TaskGraphError):

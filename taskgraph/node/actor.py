@@ -18,13 +18,14 @@ import traceback
 from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import JobError
 from taskgraph.node.threads import Threads
 
-__all__ = ["Actor", "Running", "StuckError", "UserCodeError", "defined_at", "is_async"]
+__all__ = ["Actor", "Running", "StuckError", "UserCodeError", "call_under_way", "defined_at", "is_async"]
 
 R = TypeVar("R")
 
@@ -54,7 +55,8 @@ class Running:
 class Actor:
     """Calls one task's user code."""
 
-    def __init__(self, threads: Threads, *, cancel_s: float) -> None:
+    def __init__(self, threads: Threads, *, task: int, cancel_s: float) -> None:
+        self.task = task
         self._threads = threads
         self._cancel_s = cancel_s
         self._loop = asyncio.get_running_loop()
@@ -105,7 +107,7 @@ class Actor:
             await self._turn.acquire()
         mark = self._begin(where)
         try:
-            future = self._threads.run(functools.partial(self._in_thread, alone, function, args))
+            future = self._threads.run(functools.partial(self._in_thread, where, alone, function, args))
             try:
                 return await asyncio.shield(future)
             except asyncio.CancelledError:
@@ -116,7 +118,7 @@ class Actor:
             if alone:
                 self._turn.release()
 
-    def _in_thread(self, alone: bool, function: Callable[..., R], args: tuple[Any, ...]) -> R:
+    def _in_thread(self, where: str, alone: bool, function: Callable[..., R], args: tuple[Any, ...]) -> R:
         self._in_turn.held = alone
         try:
             return function(*args)
@@ -152,6 +154,21 @@ class Actor:
         self._calls += 1
         self._running[self._calls] = Running(where, self._loop.time())
         return self._calls
+
+
+def call_under_way(innermost: FrameType) -> tuple[int, str, str] | None:
+    """Which user code a thread runs just now: its task, its hook, processor or handler, and its stack as text.
+
+    Read off the thread's stack, which costs nothing before somebody asks.
+    """
+    stack = [frame for frame, _ in traceback.walk_stack(innermost)]
+    for depth, frame in enumerate(stack):
+        if frame.f_code in (Actor._in_thread.__code__, Actor._call_async.__code__):
+            actor, where = frame.f_locals["self"], frame.f_locals["where"]
+            below = traceback.StackSummary.extract((f, f.f_lineno) for f in reversed(stack[:depth]))
+            text = "".join(traceback.format_list(_from_users(below)))
+            return actor.task, where, f"Stack of its thread (most recent call last):\n{text}"
+    return None
 
 
 class _InTurns:
@@ -209,12 +226,10 @@ _OURS = f"{Path(__file__).resolve().parent.parent}{os.sep}"
 def _user_traceback(error: BaseException) -> str:
     """The traceback without our frames at its beginning: it starts where user code does, if it comes to that."""
     summary = traceback.TracebackException.from_exception(error)
-    frames = list(summary.stack)
-    users = (
-        i for i, frame in enumerate(frames) if not frame.filename.startswith(_OURS) and _POOL not in frame.filename
-    )
-    summary.stack[:] = frames[next(users, 0) :]
+    summary.stack[:] = _from_users(summary.stack)
     return "".join(summary.format())
 
 
-_POOL = str(Path("concurrent", "futures"))
+def _from_users(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    users = (i for i, frame in enumerate(frames) if not frame.filename.startswith(_OURS))
+    return frames[next(users, 0) :]

@@ -56,7 +56,7 @@ class Replica:
         self.topology: Topology = as_topology(job.topology)
         self.xp_device = xp_device
         self._threads = threads
-        self.actor = Actor(threads, cancel_s=job.settings.cancel_s)
+        self.actor = Actor(threads, task=task, cancel_s=job.settings.cancel_s)
         self.boundaries = Boundaries()
         self.log = ReportLog()
         self.previous: dict[str, float] = {}  # the task's own numbers of the epoch before the committed boundary

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+import threading
+import time
 
-__all__ = ["SPEED", "FastForwardLoop"]
+__all__ = ["SPEED", "FastForwardLoop", "Turn"]
 
 SPEED = 1000
 """Seconds of the loop's clock per real second of waiting, at most: user code that waits for a real socket or process
@@ -20,13 +22,37 @@ _LEAST_S = 0.001
 """The shortest real wait; epoll rounds up to it. Shorter ones are saved up."""
 
 
-class _Selector(selectors.DefaultSelector):
+class Turn:
+    """Which thread runs just now, and since when: of the loop and its threads in lock-step one does."""
+
     def __init__(self) -> None:
+        self._now: tuple[int, float] | None = None
+
+    def take(self, thread: int | None) -> None:
+        """That thread begins to run; None: all wait."""
+        self._now = None if thread is None else (thread, time.monotonic())
+
+    def stuck(self, limit_s: float) -> int | None:
+        """The thread that has run for longer than that."""
+        now = self._now  # one read: it changes meanwhile
+        return now[0] if now is not None and time.monotonic() - now[1] > limit_s else None
+
+
+class _Selector(selectors.DefaultSelector):
+    def __init__(self, turn: Turn) -> None:
         super().__init__()
+        self._turn = turn
         self.now_s = 1.0
         self._owed_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self._turn.take(None)
+        try:
+            return self._select(timeout)
+        finally:
+            self._turn.take(threading.get_ident())
+
+    def _select(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
         found = super().select(0)
         if found or (timeout is not None and timeout <= 0):
             return found
@@ -44,8 +70,8 @@ class _Selector(selectors.DefaultSelector):
 class FastForwardLoop(asyncio.SelectorEventLoop):
     """`loop.time()` stands still while something runs, and leaps to the next timer when nothing does."""
 
-    def __init__(self) -> None:
-        self._clock = _Selector()
+    def __init__(self, turn: Turn | None = None) -> None:
+        self._clock = _Selector(turn or Turn())
         super().__init__(self._clock)
 
     def time(self) -> float:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import random
+import traceback
 from collections.abc import Mapping
 
 from taskgraph.errors import JobError, JobTimeout
 from taskgraph.jobs import Job, JobResult
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.actor import call_under_way
 from taskgraph.node.node import Point
 from taskgraph.protocol.view import JobView
-from taskgraph.testing.clock import SPEED, FastForwardLoop
+from taskgraph.testing.clock import SPEED, Turn
+from taskgraph.testing.guard import WHOLE, Stuck, run_guarded
 from taskgraph.testing.threads import LockStepThreads
 
 __all__ = ["STAGES", "run"]
@@ -31,8 +35,12 @@ def run(
     nodes: int | None = None,
     strict: bool = True,
     timeout_s: float = 60.0,
+    stuck_s: float | None = 60.0,
 ) -> JobResult:
     """Runs a job in this process, in strict mode, and returns its result.
+
+    The job runs in a thread of its own. Its clock stands still while your code computes, and runs ahead while
+    nothing does.
 
     Args:
         kills: (task, epoch) -> stage: the node of that task's primary is killed there, once. A node that was killed
@@ -41,11 +49,15 @@ def run(
         order: seed of the schedule: messages and watch events arrive in another order for every seed.
         nodes: how many nodes; default one more than a task has replicas; with kills there is a backup at least.
         strict: replay every epoch from its snapshot (see `Settings.strict`).
-        timeout_s: the job fails after this time, naming what it waits for.
+        timeout_s: seconds that the job may wait, of messages and `await asyncio.sleep`, say; computing does not count.
+            It fails then, naming what it waits for.
+        stuck_s: real seconds that one call of your code (a hook, compute or handler) may run without waiting for
+            anything. It is taken for an endless loop then, named with its stack, and left behind in a daemon thread.
+            The whole run may take ten times that. None: as long as they like, e.g. in a debugger.
 
     Raises:
         JobFailed: user code raised, or strict mode found a mistake: the message names it.
-        JobTimeout: it did not end.
+        JobTimeout: it did not end: it waited for `timeout_s`, or code of yours ran for `stuck_s`.
         JobError: the arguments do not fit the job.
     """
     kills = dict(kills or {})
@@ -59,8 +71,16 @@ def run(
     backups = max(job.backups, 1) if kills else job.backups
     settings = dataclasses.replace(job.settings, strict=strict or job.settings.strict)
     job = dataclasses.replace(job, backups=backups, settings=settings)
-    with asyncio.Runner(loop_factory=FastForwardLoop) as runner:
-        return runner.run(_run(job, kills, order, nodes or max(job.min_nodes, backups + 2), timeout_s))
+    run = _Run(job, kills, order, timeout_s, stuck_s)
+    try:
+        return run_guarded(
+            functools.partial(run.whole, nodes or max(job.min_nodes, backups + 2)),
+            run.turn,
+            stuck_s,
+            run.takes_too_long,
+        )
+    except Stuck as stuck:
+        raise run.told(stuck) from None
 
 
 def _survivable(cluster: InProcessCluster, node_id: str) -> bool:
@@ -75,36 +95,73 @@ def _survivable(cluster: InProcessCluster, node_id: str) -> bool:
     return all(not living.isdisjoint(truth.in_sync(task)) for task in truth.primaries)
 
 
-async def _run(job: Job, kills: dict[tuple[int, int], str], order: int, nodes: int, timeout_s: float) -> JobResult:
-    rng = random.Random(order) if order else None
+class _Run:
+    """One call of `run`. All but `told` happens in the loop's thread."""
 
-    def point(cluster: InProcessCluster, node_id: str) -> Point:
+    def __init__(
+        self, job: Job, kills: dict[tuple[int, int], str], order: int, timeout_s: float, stuck_s: float | None
+    ) -> None:
+        self.turn = Turn()
+        self._job = job
+        self._kills = kills
+        self._rng = random.Random(order) if order else None
+        self._timeout_s = timeout_s
+        self._stuck_s = stuck_s
+        self._limit = f"did not end within {timeout_s:g} s"
+        self._deadline: asyncio.Timeout | None = None
+        self._cluster: InProcessCluster | None = None
+
+    async def whole(self, nodes: int) -> JobResult:
+        threads = functools.partial(LockStepThreads, self.turn)
+        self._cluster = cluster = InProcessCluster(self._job, rng=self._rng, threads=threads, point=self._point)
+        await cluster.start(nodes)
+        name = cluster.spec.name
+        try:
+            async with asyncio.timeout(self._timeout_s * SPEED) as self._deadline:
+                result = await cluster.result()
+        except TimeoutError:
+            raise JobTimeout(f"job {name!r} {self._limit}; {cluster.waits()}", job=name) from None
+        finally:
+            await cluster.stop()
+        if self._kills:
+            left = ", ".join(f"task {t} in epoch {e} ({stage})" for (t, e), stage in sorted(self._kills.items()))
+            raise JobError(f"kills that never came to pass: {left}; the job ended before")
+        return result
+
+    def _point(self, cluster: InProcessCluster, node_id: str) -> Point:
         async def at(stage: str, task: int, epoch: int) -> None:
-            if kills.get((task, epoch)) != stage:
+            if self._kills.get((task, epoch)) != stage:
                 return
             # In life nobody waits for that; here a kill that loses a task's state would tell nothing of the job.
             # Looked at again after every wait: of two kills that waited for the same, the first changes it.
             while not _survivable(cluster, node_id):
                 await cluster.node(node_id).keeper.wait_until(lambda _: _survivable(cluster, node_id))
-            if kills.pop((task, epoch), None) is not None:
+            if self._kills.pop((task, epoch), None) is not None:
                 cluster.crash(node_id)
                 cluster.add()
                 await asyncio.Event().wait()  # the crash cancels whatever runs here
 
         return at
 
-    cluster = InProcessCluster(job, rng=rng, threads=LockStepThreads, point=point)
-    await cluster.start(nodes)
-    try:
-        async with asyncio.timeout(timeout_s * SPEED):
-            result = await cluster.result()
-    except TimeoutError:
-        raise JobTimeout(
-            f"job {cluster.spec.name!r} did not end within {timeout_s:g} s; {cluster.waits()}", job=cluster.spec.name
-        ) from None
-    finally:
-        await cluster.stop()
-    if kills:
-        left = ", ".join(f"task {t} in epoch {e} ({stage})" for (t, e), stage in sorted(kills.items()))
-        raise JobError(f"kills that never came to pass: {left}; the job ended before")
-    return result
+    def takes_too_long(self, took_s: float) -> None:
+        """By the real clock: its code passes messages for ever, or awaits what is done already; its clock stands."""
+        if self._deadline is not None:
+            self._limit = f"still ran after {took_s:.0f} real seconds (the limit is {WHOLE} times stuck_s)"
+            self._deadline.reschedule(0.0)
+
+    def told(self, stuck: Stuck) -> JobTimeout:
+        """What does not return, of which task, and where it is."""
+        assert self._stuck_s is not None
+        limit = f"runs for more than {self._stuck_s:g} s without a wait: it seems not to end (the limit is stuck_s)"
+        name = self._cluster.spec.name if self._cluster is not None else self._job.name
+        call = call_under_way(stuck.frame) if stuck.frame is not None else None
+        if call is None:  # a function of its topology or of a codec
+            text = "".join(traceback.format_stack(stuck.frame)) if stuck.frame is not None else ""
+            return JobTimeout(f"job {name!r}: its code {limit}", job=name or "", traceback_text=text)
+        task, where, text = call
+        views = [node.keeper.view for node in self._cluster.nodes] if self._cluster is not None else []
+        epoch = max((view.epoch.record.epoch for view in views if view.epoch is not None), default=None)
+        place = f"task {task}" + (f", epoch {epoch}" if epoch is not None else "")
+        return JobTimeout(
+            f"{place}: {where!r} {limit}", job=name or "", task=task, epoch=epoch, where=where, traceback_text=text
+        )

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from taskgraph.testing.clock import Turn
+
 __all__ = ["LockStepThreads"]
 
 R = TypeVar("R")
@@ -57,10 +59,12 @@ class _Worker:
         """On the loop: what `step` will run."""
         self._function, self.result, self.error, self.finished = function, None, None, False
 
-    def step(self) -> None:
+    def step(self, turn: Turn) -> None:
         """On the loop: lets the thread run until it waits or its function ends."""
+        turn.take(self._thread.ident)
         self._mine.release()
         self._loops.acquire()
+        turn.take(threading.get_ident())
 
     def park(self) -> None:
         """In the thread: lets the loop run until its next `step`."""
@@ -89,7 +93,8 @@ def _once(function: Callable[[], object]) -> Callable[[], None]:
 class LockStepThreads:
     """`taskgraph.node.threads.Threads`, deterministic."""
 
-    def __init__(self) -> None:
+    def __init__(self, turn: Turn | None = None) -> None:
+        self._turn = turn or Turn()
         self._local = threading.local()
         self._idle: list[_Worker] = []
         self._closed = False
@@ -102,7 +107,7 @@ class LockStepThreads:
         worker.give(function)
 
         def step() -> None:
-            worker.step()
+            worker.step(self._turn)
             if not worker.finished:
                 return
             if not future.done():
