@@ -153,7 +153,7 @@ def test_what_never_stops_waiting_ends_by_the_real_clock(asks: bool) -> None:
     with pytest.raises(tg.JobTimeout, match="after 1 real seconds") as caught:
         tg.testing.run(job, stuck_s=0.05)
     assert ("'ask'" if asks else "'spin'") in str(caught.value)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
 
 
 def test_a_slow_call_is_no_endless_one_where_that_is_said(end: threading.Event) -> None:
@@ -213,5 +213,5 @@ def test_one_ctrl_c_ends_a_run_that_hangs(how: str) -> None:
         assert process.stdout.readline() == "looping\n"
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        said, wrong = process.communicate(timeout=10)
+        said, wrong = process.communicate(timeout=30)
     assert (said, wrong, process.returncode) == ("interrupted\n", "", 0)
