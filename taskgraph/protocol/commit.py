@@ -65,6 +65,11 @@ class Diverged:
 Action = WaitFor | SealTasks | Commit | Restart | Diverged
 
 
+def _later(report: Report, known: Report) -> bool:
+    """Whether it says more. What was told in vain is told again, and may arrive both times, the first one last."""
+    return not known.done and (report.done or report.version >= known.version)
+
+
 class Leader:
     """What the primary of task 0 knows of the epoch at work."""
 
@@ -89,7 +94,7 @@ class Leader:
         if report.stamp != self.stamp:
             return False
         known = self._reports.get(report.task)
-        if known is None or report.term > known.term or (report.term == known.term and not known.done):
+        if known is None or report.term > known.term or (report.term == known.term and _later(report, known)):
             self._reports[report.task] = report
         return True
 

@@ -106,6 +106,20 @@ def test_done_is_final(world: World) -> None:
     assert leader.reports()[0].sent == 1
 
 
+def test_an_idle_report_that_comes_late_does_not_replace_a_newer_one(world: World) -> None:
+    """Told in vain, it was told again; both arrived, and the first one last: the leader waited for ever (seed 4874)."""
+    leader = led(world)
+    leader.report(report(0, S))
+    leader.report(report(1, S, done=False, version=2, sent=2))
+    assert leader.report(report(1, S, done=False, version=1, sent=1))
+    assert leader.reports()[1].version == 2
+    leader.report(report(1, S, done=False, version=3, sent=3))
+    assert leader.reports()[1].version == 3
+    leader.report(report(1, S))
+    leader.report(report(1, S, done=False, version=4, sent=4))
+    assert leader.reports()[1].done
+
+
 def test_a_gone_terms_report_does_not_replace_a_newer_one(world: World) -> None:
     leader = led(world)
     leader.report(report(1, S, term=2, sent=2))

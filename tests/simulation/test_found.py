@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import random
 from typing import Any
 
 import pytest
 
 import taskgraph as tg
+from taskgraph.coordination.api import WatchCompacted
 from taskgraph.coordination.memory import MemoryCoordinator
 from taskgraph.errors import OutcomeUnknown, Refused
 from taskgraph.launch import inprocess
@@ -16,6 +19,9 @@ from taskgraph.node.backups import Backups
 from taskgraph.node.serving import Serving
 from taskgraph.protocol.kv import Put, Txn, TxnResult
 from taskgraph.protocol.messages import Audit, HandOver, Reason, Report
+from taskgraph.testing.simulate.client import SimCoordinator
+from taskgraph.testing.simulate.etcd import SimEtcd, SimStore
+from taskgraph.testing.simulate.loop import Process, SimLoop
 
 
 class Counts(tg.Task, state=["value"]):
@@ -171,3 +177,36 @@ async def test_a_take_over_while_ledgers_are_asked_for(monkeypatch: pytest.Monke
     finally:
         await cluster.stop()
     assert sorted(asked) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_simulated_watch_that_missed_what_was_compacted_says_so(seed: int) -> None:
+    """A mistake of the simulation: made again it began after the compaction, and a node missed that it was primary."""
+
+    async def run() -> None:
+        etcd = SimEtcd(SimStore(lambda revision, events: None), random.Random(seed), delay_s=0.001, lag_s=0.001)
+        process = Process("n1")
+        node = SimCoordinator(etcd, process, process, on_txn=lambda *_: None, timeout_s=1.0)
+        told: list[int] = []
+
+        async def watch() -> None:
+            async for batch in node.watch("/", 1):
+                told.append(batch.revision)  # noqa: PERF401 - it ends with an exception
+
+        watching = asyncio.create_task(watch())
+        etcd.store.execute(Txn(success=(Put("/a", b"0"),)))
+        etcd.wake()
+        await asyncio.sleep(1.0)
+        node.stall(True)
+        for n in range(5):
+            etcd.store.execute(Txn(success=(Put("/a", b"%d" % n),)))
+        etcd.store.compact(etcd.store.revision - 1)
+        node.break_streams()
+        node.stall(False)
+        with pytest.raises(WatchCompacted):
+            await watching
+        assert told == [2]
+        await node.close()
+
+    with asyncio.Runner(loop_factory=SimLoop) as runner:
+        runner.run(run())

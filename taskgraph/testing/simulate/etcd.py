@@ -105,7 +105,8 @@ class Stream:
         self._life += 1
         etcd = self._etcd
         again = etcd.rng.randrange(3) if etcd.rng.random() < 0.5 else 0
-        self._next = max(1, self.delivered - again, etcd.store.compacted if again else 0)
+        # What was compacted away does not come again; where some of it was never delivered, the watch must say so.
+        self._next = max(1, min(self.delivered, max(self.delivered - again, etcd.store.compacted)))
         self.poke()
 
     def _pump(self) -> None:
