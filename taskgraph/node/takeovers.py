@@ -69,6 +69,7 @@ class TakeOvers:
             or task in self._under_way
             or task in self._node.stepping_down
             or self._node.paused
+            or self._node.keeper.view.collected  # all leave, and nobody needs their tasks any more
         ):
             self._orphans.pop(task, None)
             return

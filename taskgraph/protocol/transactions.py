@@ -230,7 +230,10 @@ def _from_nothing(
 
 
 def fail_lost(view: JobView, task: int, status: StatusRecord) -> Txn:
-    """Every member of a stateful task is gone and there is no usable checkpoint: the job fails, if that is still so."""
+    """Every member of a stateful task is gone and there is no usable checkpoint: the job fails, if that is still so.
+
+    Once a finished job's results were collected its nodes leave, one after the other, and nothing is lost any more.
+    """
     keys = view.keys
     return Txn(
         compares=(
@@ -239,6 +242,7 @@ def fail_lost(view: JobView, task: int, status: StatusRecord) -> Txn:
             Compare(keys.epoch, _mod(view.epoch)),
             Compare(keys.checkpoint, _mod(view.checkpoint)),
             Compare(keys.status, _mod(view.status)),
+            Compare(keys.collected, 0),
         ),
         success=(Put(keys.status, status.to_bytes()),),
     )

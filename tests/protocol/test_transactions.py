@@ -8,7 +8,7 @@ import pytest
 from protocol_kit import RUN, World, node_record
 
 from taskgraph.protocol import transactions
-from taskgraph.protocol.kv import Txn
+from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import GoneRecord, MemberRecord, State, StatusRecord
 from taskgraph.protocol.view import JobView
@@ -494,6 +494,14 @@ def test_a_lost_state_fails_the_job_only_while_it_is_lost(world: World) -> None:
         change(world)
         assert not world.run(txn).succeeded
     assert world.run(transactions.fail_lost(world.view(), 0, status)).succeeded
+
+
+def test_who_leaves_after_the_results_were_collected_loses_nothing(world: World) -> None:
+    lost(world, "a")
+    lost(world, "b")
+    txn = transactions.fail_lost(world.view(), 0, StatusRecord(state=State.FAILED, reason="lost"))
+    world.run(Txn(success=(Put(world.keys.collected, b"{}"),)))
+    assert not world.run(txn).succeeded
 
 
 def test_members_that_were_evicted_are_told_from_those_that_were_not() -> None:
