@@ -455,3 +455,43 @@ async def test_tasks_without_state_have_no_files(tmp_path: Path) -> None:
     assert sorted(os.listdir(newest)) == ["manifest.json", "manifest.staged.json", "task-000000.safetensors"]
     result = await tg.arun(job, nodes=0, resume=True)
     assert [r.by_task[1]["n"] for r in result.reports] == [0, 1, 2, 3, 4, 5]
+
+
+async def test_a_lost_task_without_state_is_made_anew_and_nothing_is_undone(tmp_path: Path) -> None:
+    """Task 1 has no state; its only replica dies between two checkpoints."""
+
+    class Counter(tg.Task, state=["count"]):
+        def setup(self) -> None:
+            self.count = 0
+
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.processor(self.step, inbound={"x": 1})
+
+        async def step(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.count += ins["x"]
+
+        def result(self) -> int:
+            return self.count
+
+    class Server(tg.Task):
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.processor(self.tell, outbound={"x": 0})
+
+        async def tell(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            outs.put("x", epoch.number)
+
+    job = tg.Job(
+        tasks=2,
+        builder=lambda task: Server() if task else Counter(),
+        epochs=12,
+        backups=0,
+        checkpoint=f"file://{tmp_path}",
+        checkpoint_every=4,
+        name="walk",
+    )
+    async with running(job, 2, KillWithCheckpoint(1, 6, at=4)) as cluster:
+        result = await cluster.result(40)
+    assert result.values[0] == sum(range(12))
+    assert cluster.crashes == 1
+    assert "rolled back" not in kinds(cluster)
+    assert {path.name for path in files(tmp_path, "*/task-*")} == {"task-000000.safetensors"}
