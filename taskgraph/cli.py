@@ -7,6 +7,7 @@ interrupted.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -128,6 +129,7 @@ def _commands() -> dict[str, Callable[..., int]]:
 
 def main(arguments: Sequence[str] | None = None, function: JobFunction | None = None) -> int:
     """Runs one command; returns its exit code."""
+    _write_whole()
     # Before anything imports numpy: a `node` typed by hand computes like one that was launched.
     set_thread_env(1)
     # Every failed handshake is a line of gRPC's own otherwise; what it comes to is said in our words.
@@ -157,6 +159,14 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction | None = 
         # Whoever read our output has enough; nothing may be flushed into the pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _write_whole() -> None:
+    """With PYTHONUNBUFFERED nobody writes the rest of what a pipe took in part: a long `--json` was cut off."""
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and isinstance(out.buffer, io.FileIO):
+        whole = io.BufferedWriter(io.FileIO(out.fileno(), "w", closefd=False))
+        sys.stdout = io.TextIOWrapper(whole, encoding=out.encoding, errors=out.errors, line_buffering=True)
 
 
 def driver_main(function: JobFunction) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -267,3 +270,19 @@ def test_threads_are_the_users_if_set_else_the_jobs(monkeypatch: pytest.MonkeyPa
     set_thread_env(1)
     assert os.environ[NAMES[0]] == "8" and os.environ[NAMES[1]] == "1"
     assert thread_env(4) == dict.fromkeys(NAMES[1:], "4"), "what the command line set for itself binds no job"
+
+
+def test_unbuffered_output_is_written_whole() -> None:
+    """What a pipe takes only in part (a signal came) is lost where there is no buffer."""
+    script = """
+        import io, sys
+        from taskgraph.cli import main
+        assert isinstance(sys.stdout.buffer, io.FileIO)
+        try:
+            main(["--version"])
+        finally:
+            print(isinstance(sys.stdout.buffer, io.BufferedWriter))
+    """
+    done = subprocess.run([sys.executable, "-u", "-c", textwrap.dedent(script)], capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] == "True"
