@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import subprocess
 import sys
@@ -76,10 +77,11 @@ class Endless(tg.Task):
 HOOKS = ("setup", "compose", "sync", "snapshot", "restore", "on_commit", "result", "teardown")
 
 
-def test_every_place_is_there_and_ends() -> None:
+@pytest.mark.parametrize("stuck_s", [5.0, None])
+def test_every_place_is_there_and_ends(stuck_s: float | None) -> None:
     end = threading.Event()
     job = tg.Job(tasks=2, epochs=2, builder=lambda task: Endless("", end), topology=tg.full())
-    assert tg.testing.run(job, stuck_s=5).epochs == 2
+    assert tg.testing.run(job, stuck_s=stuck_s).epochs == 2
 
 
 @pytest.fixture
@@ -98,11 +100,11 @@ def end() -> Iterator[threading.Event]:
 def test_what_never_returns_is_named_with_its_stack(where: str, end: threading.Event) -> None:
     job = tg.Job(tasks=2, epochs=2, builder=lambda task: Endless(where, end), topology=tg.full(), name="endless")
     with pytest.raises(tg.JobTimeout) as caught:
-        tg.testing.run(job, stuck_s=0.2)
+        tg.testing.run(job, stuck_s=0.5)
     error, text = caught.value, str(caught.value)
     assert (error.job, error.task, error.where) == ("endless", 1, where)
     assert error.epoch is not None
-    assert text.startswith(f"task 1, epoch {error.epoch}: {where!r} runs for more than 0.2 s without a wait")
+    assert text.startswith(f"task 1, epoch {error.epoch}: {where!r} runs for more than 0.5 s without a wait")
     stack = error.traceback_text.splitlines()
     assert stack[0] == "Stack of its thread (most recent call last):"
     assert f'File "{__file__}"' in stack[1]  # it begins in the user's code
@@ -117,7 +119,7 @@ def test_a_topology_that_never_returns_is_in_the_stack(end: threading.Event) -> 
 
     job = tg.Job(tasks=2, epochs=2, builder=lambda task: Endless("", end), topology={"peers": links}, name="endless")
     with pytest.raises(tg.JobTimeout, match="task 0, epoch 1: 'compose' runs for") as caught:
-        tg.testing.run(job, stuck_s=0.2)
+        tg.testing.run(job, stuck_s=0.5)
     assert ", in links" in caught.value.traceback_text
 
 
@@ -146,25 +148,15 @@ class Busy(tg.Task):
     def sync(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None: ...
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asks", [True, False])
 def test_what_never_stops_waiting_ends_by_the_real_clock(asks: bool) -> None:
     job = tg.Job(tasks=2, epochs=2, builder=lambda task: Busy(asks), topology=tg.full())
     began = time.monotonic()
-    with pytest.raises(tg.JobTimeout, match="after 1 real seconds") as caught:
-        tg.testing.run(job, stuck_s=0.05)
-    assert ("'ask'" if asks else "'spin'") in str(caught.value)
+    with pytest.raises(tg.JobTimeout, match=r"still ran after .* real seconds") as caught:
+        tg.testing.run(job, stuck_s=0.3)
+    assert re.search(r"\bask\b" if asks else "runs 'spin'", str(caught.value))
     assert time.monotonic() - began < 20
-
-
-def test_a_slow_call_is_no_endless_one_where_that_is_said(end: threading.Event) -> None:
-    class Slow(Endless):
-        def sync(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            time.sleep(0.15)
-
-    job = tg.Job(tasks=2, epochs=1, builder=lambda task: Slow("", end), topology=tg.full())
-    assert tg.testing.run(job, stuck_s=None, strict=False).epochs == 1
-    with pytest.raises(tg.JobTimeout, match="'sync'"):
-        tg.testing.run(job, stuck_s=0.01, strict=False)
 
 
 def test_what_it_raises_in_its_thread_is_raised_here() -> None:
