@@ -25,6 +25,7 @@ from taskgraph.coordination.api import Coordinator
 from taskgraph.errors import CoordinationError
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.threads_env import thread_env
+from taskgraph.node import lastwords
 from taskgraph.node.process import NodeConfig
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Get, Put, Txn
@@ -50,6 +51,7 @@ class _Process:
     pipe: int
     log_path: Path
     code: int | None = None
+    death: GoneRecord | None = None
 
 
 class LocalNodes:
@@ -159,6 +161,10 @@ class LocalNodes:
         """Exit codes of the nodes that ended; negative: the signal that ended it."""
         return {p.name: p.code for p in self._processes.values() if p.code is not None}
 
+    def deaths(self) -> dict[str, GoneRecord]:
+        """How nodes ended that did not leave by themselves, in the order they were started."""
+        return {p.name: p.death for p in self._processes.values() if p.death is not None}
+
     def log_tail(self, name: str, lines: int = 20) -> str:
         """The end of what a node printed."""
         path = self._processes[name].log_path
@@ -175,21 +181,26 @@ class LocalNodes:
             entry.code = code = await entry.process.wait()
         finally:
             os.close(entry.pipe)
+        folder = self._sockets / entry.node_id.rpartition("-")[2] if self._sockets is not None else None
         if code != 0:  # 0: it left by itself, and said so
-            how = f"killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
-            log.info("node %s (process %d) %s", entry.name, entry.process.pid, how)
-            telling = asyncio.get_running_loop().create_task(self._tell_gone(entry.node_id, how))
+            record = GoneRecord(
+                reason=f"killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}",
+                running=lastwords.read(folder) if folder is not None else (),
+                writer=f"launcher {os.getpid()}",
+            )
+            entry.death = record
+            log.info("node %s (process %d) %s", entry.name, entry.process.pid, record.told)
+            telling = asyncio.get_running_loop().create_task(self._tell_gone(entry.node_id, record))
             self._telling.add(telling)
             telling.add_done_callback(self._telling.discard)
-        if self._sockets is not None:
-            shutil.rmtree(self._sockets / entry.node_id.rpartition("-")[2], ignore_errors=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         if self._on_exit is not None:
             self._on_exit(entry.name, code)
 
-    async def _tell_gone(self, node: str, how: str) -> None:
+    async def _tell_gone(self, node: str, record: GoneRecord) -> None:
         """Puts `gone/{node}` and revokes the node's lease: nobody has to wait until it expires."""
         gone = self._keys.gone(node)
-        record = GoneRecord(reason=how, writer=f"launcher {os.getpid()}")
         read = Get(self._keys.node(node))
         txn = Txn((Compare(gone, 0),), (Put(gone, record.to_bytes()), read), (read,))
         until = time.monotonic() + _TELL_S
@@ -203,7 +214,7 @@ class LocalNodes:
                     await self._coordinator.revoke(NodeRecord.from_bytes(kv.value).lease)
                 return
             except CoordinationError as error:
-                log.warning("cannot tell that node %s was %s: %s", node, how, error)
+                log.warning("cannot tell that node %s was %s: %s", node, record.reason, error)
                 if time.monotonic() > until:
                     return
                 await asyncio.sleep(_RETRY_S)

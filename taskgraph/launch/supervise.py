@@ -18,9 +18,10 @@ from taskgraph.jobs import JobResult
 from taskgraph.launch.follow import Follower, kept_events, node_statuses
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
+from taskgraph.node.failing import culprit_text
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import waits_text
-from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.protocol.records import GoneRecord, State, StatusRecord
 
 __all__ = ["Hooks", "Supervisor", "job_failed", "launch_nodes"]
 
@@ -253,13 +254,18 @@ class Supervisor:
 
 def _tails(nodes: LocalNodes) -> str:
     """The last that nodes printed before they ended."""
-    codes = list(nodes.codes().items())
-    shown = [f"--- {name} {_how(code)}; the end of its log:\n{nodes.log_tail(name)}" for name, code in codes[:_TAILS]]
-    return "\n".join([*shown, *([f"--- and {len(codes) - _TAILS} more"] if len(codes) > _TAILS else [])])
+    codes, deaths = list(nodes.codes().items()), nodes.deaths()
+    shown = [
+        f"--- {name} {_how(code, deaths.get(name))}; the end of its log:\n{nodes.log_tail(name)}"
+        for name, code in codes[:_TAILS]
+    ]
+    more = [f"--- and {len(codes) - _TAILS} more"] if len(codes) > _TAILS else []
+    return "\n".join([*shown, *more, *([f"--- {culprit}"] if (culprit := culprit_text(deaths)) else [])])
 
 
-def _how(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+def _how(code: int, death: GoneRecord | None) -> str:
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return how + (f" while it ran {' and '.join(death.running)}" if death is not None and death.running else "")
 
 
 async def launch_nodes(

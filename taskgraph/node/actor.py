@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import JobError
+from taskgraph.node import lastwords
 from taskgraph.node.threads import Threads
 
 __all__ = ["Actor", "Running", "StuckError", "UserCodeError", "call_under_way", "defined_at", "is_async"]
@@ -100,7 +101,7 @@ class Actor:
         try:
             return await (_InTurns(coroutine, self._turn) if alone else coroutine)
         finally:
-            self._running.pop(mark, None)
+            self._end(mark)
 
     async def _call_thread(self, where: str, function: Callable[..., R], args: tuple[Any, ...], alone: bool) -> R:
         if alone:
@@ -114,7 +115,7 @@ class Actor:
                 await self._outlast(future, where)
                 raise
         finally:
-            self._running.pop(mark, None)
+            self._end(mark)
             if alone:
                 self._turn.release()
 
@@ -153,7 +154,12 @@ class Actor:
     def _begin(self, where: str) -> int:
         self._calls += 1
         self._running[self._calls] = Running(where, self._loop.time())
+        lastwords.begin((id(self), self._calls), self.task, where)
         return self._calls
+
+    def _end(self, mark: int) -> None:
+        self._running.pop(mark, None)
+        lastwords.end((id(self), mark))
 
 
 def call_under_way(innermost: FrameType) -> tuple[int, str, str] | None:

@@ -1,13 +1,15 @@
-"""What a job that fails says of why: the record that everybody reads in etcd."""
+"""What a job that fails says of why: the record that everybody reads in etcd, and how its nodes died."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from taskgraph.errors import TaskGraphError
 from taskgraph.hints import hint
 from taskgraph.node.actor import UserCodeError
-from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.protocol.records import GoneRecord, State, StatusRecord
 
-__all__ = ["failure_record"]
+__all__ = ["culprit_text", "deaths_text", "failure_record"]
 
 _MAX_REASON, _MAX_TRACEBACK = 10_000, 200_000
 """Characters of a failure's text that are kept: etcd refuses values of more than 1.5 MiB."""
@@ -38,3 +40,22 @@ def failure_record(
         traceback=traceback[-_MAX_TRACEBACK:],  # the end of it says more than its middle
         writer=writer,
     )
+
+
+def deaths_text(deaths: Mapping[str, GoneRecord]) -> str:
+    """How nodes died, by their names, and whether the same code may have killed them all; "" where none is known."""
+    text = "; ".join(f"{name} {record.told}" for name, record in deaths.items())
+    return f"{text}. {culprit}" if (culprit := culprit_text(deaths)) else text
+
+
+def culprit_text(deaths: Mapping[str, GoneRecord]) -> str:
+    """What ran in each of several nodes when it died; a successor computes again what its predecessor died of."""
+    common = set.intersection(*(set(record.running) for record in deaths.values())) if len(deaths) > 1 else set()
+    if not common:
+        return ""
+    may = (
+        "unless somebody killed them, it may take more memory than there is: see the kernel's log (dmesg)"
+        if all("SIGKILL" in record.reason for record in deaths.values())
+        else "it may have ended the process itself, by os._exit or a crash in an extension"
+    )
+    return f"{' and '.join(sorted(common))} ran each time: {may}"

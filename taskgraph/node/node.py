@@ -154,6 +154,10 @@ class Node:
         """Whether it was asked to leave."""
         return self._draining.asked
 
+    def speaks(self) -> bool:
+        """Whether this is the first of the nodes by name, which tells what all of them see."""
+        return min(self.keeper.view.live_nodes(self.spec.run), default="") == self.id
+
     @property
     def gone(self) -> frozenset[str]:
         return self._suspicion.gone

@@ -37,6 +37,7 @@ from taskgraph.errors import CoordinationError, FingerprintMismatch, TaskGraphEr
 from taskgraph.graph.devices import device_count
 from taskgraph.graph.values import verify
 from taskgraph.jobs import Job
+from taskgraph.node import lastwords
 from taskgraph.node.control import ControlServer
 from taskgraph.node.inject import injected
 from taskgraph.node.node import Node
@@ -179,6 +180,7 @@ async def _run(config: NodeConfig, coordinator: Coordinator, spec: JobSpec, job:
         folder = config.folder
         if folder is not None:
             folder.mkdir(mode=0o700)
+            lastwords.listen(folder)
             stack.callback(_remove_sockets, config)
         transport = StreamTransport(
             job.settings,

@@ -35,6 +35,7 @@ class Suspicion:
         self._probing: dict[str, asyncio.Task[None]] = {}
         self.suspects: frozenset[str] = frozenset()
         self.gone: frozenset[str] = frozenset()
+        self._told: set[str] | None = None
 
     def refused(self, node: str) -> None:
         """Its port refuses: node ids are never used again, so it is dead for good."""
@@ -83,7 +84,19 @@ class Suspicion:
         # Sorted, since they are declared gone in this order: sets have another one in each process.
         self._absent_since = {node: self._absent_since.get(node, now) for node in sorted(absent)}
         self.gone = frozenset(view.gone)
+        self._tell_deaths()
         self.suspects = frozenset(absent | self._refused | (self.gone & named))
+
+    def _tell_deaths(self) -> None:
+        """How a node died, which its launcher knows, is told by one that lives; not what was before its time."""
+        view = self._node.keeper.view
+        if self._told is None:
+            self._told = set(view.gone)
+        for node in sorted(view.gone.keys() - self._told):
+            self._told.add(node)
+            record = view.gone[node].record
+            if record.running and view.running and self._node.speaks():
+                self._node.events.emit("gone", f"{self._node.name_of(node)} {record.told}", fields={"lost": node})
 
     async def watch_absent(self) -> None:
         """Declares nodes gone that stayed absent for `lost_after_s` on this node's unpaused clock."""

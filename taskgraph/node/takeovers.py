@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from taskgraph.errors import Refused, TaskGraphError
 from taskgraph.node.actor import UserCodeError
+from taskgraph.node.failing import deaths_text
 from taskgraph.node.primary import Primary
 from taskgraph.protocol import transactions
 from taskgraph.protocol.kv import Txn, TxnResult
@@ -50,12 +51,8 @@ class TakeOvers:
             gone=self._node.gone,
             wished=wish is not None and wish.primary == self._node.id,
             stateful=primary.record.stateful if primary else False,
-            unseated=wish is not None and wish.primary is None and self._speaks(),
+            unseated=wish is not None and wish.primary is None and self._node.speaks(),
         )
-
-    def _speaks(self) -> bool:
-        """Whether this is the first of the nodes by name, which tells what all of them see."""
-        return min(self._node.keeper.view.live_nodes(self._node.spec.run), default="") == self._node.id
 
     @property
     def waits(self) -> tuple[str, ...]:
@@ -96,7 +93,7 @@ class TakeOvers:
                     f"task {task} has no primary: the nodes that hold its state ({', '.join(absent)}) are absent; they "
                     f"are waited for, {self._node.settings.lost_after_s:g} s at most"
                 )
-        if not why or not self._speaks():
+        if not why or not self._node.speaks():
             self._orphans.pop(task, None)
         elif self._orphans.get(task) != why:
             self._orphans[task] = why
@@ -292,6 +289,9 @@ class TakeOvers:
             f"task {task}: every replica in sync is gone ({members}), and its state of epoch {epoch} with them; "
             f"{why or self._ways_out()}"
         )
+        seen = {n: view.gone[n].record for n in view.members_of(task) if n in view.gone}
+        if told := deaths_text({self._node.name_of(n): record for n, record in seen.items()}):
+            reason += f"\n{told}"
         writer = self._node.writer()
         status = StatusRecord(state=State.FAILED, reason=reason, task=task, epoch=epoch, writer=writer)
         txn = transactions.fail_lost(view, task, status)

@@ -128,9 +128,20 @@ class NodeRecord(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoneRecord(Record):
-    """`gone/{node}`: whoever started the node's process saw it end, or its absence was long enough."""
+    """`gone/{node}`: whoever started the node's process saw it end, or its absence was long enough.
+
+    Attributes:
+        running: the user code that ran when the process ended, as far as its launcher knows.
+    """
 
     reason: str
+    running: tuple[str, ...] = ()
+
+    @property
+    def told(self) -> str:
+        """After the node's name."""
+        verb = "was " if self.reason.startswith("killed") else ""
+        return verb + self.reason + (f" while it ran {' and '.join(self.running)}" if self.running else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

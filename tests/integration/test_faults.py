@@ -114,3 +114,15 @@ async def test_without_a_backup_a_lost_state_fails_the_job_and_says_so(cli: Cli)
     assert "every replica in sync is gone" in done.err
     assert "backups" in done.err
     await cli.nothing_left()
+
+
+async def test_code_that_ends_its_process_is_named_once_it_ended_those_of_all_replicas(cli: Cli) -> None:
+    done = await cli("run", str(DRIVER.with_name("fatal.py")), "--nodes", "4")
+    assert done.code == 1
+    assert "task 1: every replica in sync is gone" in done.err
+    died = [line for line in done.err.splitlines() if "exited with code 11 while it ran 'crash' of task 1; " in line]
+    assert len(died) == 1
+    assert "'crash' of task 1 ran each time: it may have ended the process itself, by os._exit" in died[0]
+    told = (await cli("events", "fatal")).out
+    assert "exited with code 11 while it ran 'crash' of task 1" in told
+    await cli.nothing_left()
