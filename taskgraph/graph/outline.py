@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -93,7 +94,7 @@ class _Outline(Reader):
         self._depth -= 1
 
     def _made(self, data: bytes | memoryview, at: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+        size = math.prod(shape) * dtype.itemsize
         buffer = self._next - 1 if isinstance(data, memoryview) else None
         self.found.append(Named(tuple(self._path), dtype, shape, memoryview(data)[at : at + size], buffer))
         self._arrays += 1

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from taskgraph.errors import DecodeError
+from taskgraph.graph.outline import outline
 from taskgraph.graph.values import codec, decode, digest_of, encode, message, verify
 from taskgraph.protocol.messages import Encoded
 
@@ -54,10 +55,11 @@ def attack(meta: bytes, buffers: tuple[memoryview, ...] = ()) -> None:
     size = encoded.size_bytes
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
-    try:
-        decode(encoded, writable=True)
-    except DecodeError as error:
-        assert len(str(error)) < 2000
+    for read in (lambda: decode(encoded, writable=True), lambda: outline(encoded)):
+        try:
+            read()
+        except DecodeError as error:
+            assert len(str(error)) < 2000
     assert tracemalloc.get_traced_memory()[1] - before < 200_000 + 200 * size
 
 
@@ -229,3 +231,9 @@ def test_a_subarray_larger_than_a_dtype_may_be_is_refused(shape: tuple[int, ...]
     described = b"\xff" + struct.pack(f"<B{len(shape)}Q", len(shape), *shape) + b"\x03<i8"
     record = b"\xfe" + struct.pack("<BQI", 0, 8, 1) + struct.pack("<I", 2) + b"c" + struct.pack("<IQ", 0, 0) + described
     attack(b"\x01A" + record + b"\x01" + struct.pack("<Q", 1) + bytes(200) + b"\0\0\0\0")
+
+
+def test_a_shape_of_many_huge_sides_and_one_of_none() -> None:
+    """An outline multiplied its sides as floating-point numbers, and came to no number."""
+    sides = (2**64 - 1,) * 33 + (1, 0)
+    attack(b"\x01A\x03<f8" + bytes([len(sides)]) + struct.pack(f"<{len(sides)}Q", *sides) + bytes(64))
