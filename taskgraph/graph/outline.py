@@ -15,6 +15,9 @@ from taskgraph.protocol.messages import Encoded
 
 __all__ = ["Named", "outline"]
 
+_INT_BITS: Final = 256
+"""Of an integer that is a key: a larger one is named by its place."""
+
 
 @dataclass(frozen=True, slots=True)
 class Named:
@@ -76,7 +79,7 @@ class _Outline(Reader):
     def entries(self) -> None:
         for index in range(self._count(2)):
             key = self._value()
-            self._at_step(str(key) if isinstance(key, str | int | float | bytes) else f"key{index}")
+            self._at_step(f"key{index}" if (step := _step(key)) is None else step)
         self._depth -= 1
 
     def fields(self) -> None:
@@ -98,6 +101,13 @@ class _Outline(Reader):
         buffer = self._next - 1 if isinstance(data, memoryview) else None
         self.found.append(Named(tuple(self._path), dtype, shape, memoryview(data)[at : at + size], buffer))
         self._arrays += 1
+
+
+def _step(key: object) -> str | None:
+    """A key as a step of a path; None where it makes no text that somebody would want to read."""
+    if isinstance(key, int):
+        return str(key) if key.bit_length() <= _INT_BITS else None  # Python refuses to write thousands of digits
+    return str(key) if isinstance(key, str | float | bytes) else None
 
 
 _OWN: Final[dict[int, Callable[[_Outline], None]]] = {

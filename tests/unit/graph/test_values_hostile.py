@@ -237,3 +237,10 @@ def test_a_shape_of_many_huge_sides_and_one_of_none() -> None:
     """An outline multiplied its sides as floating-point numbers, and came to no number."""
     sides = (2**64 - 1,) * 33 + (1, 0)
     attack(b"\x01A\x03<f8" + bytes([len(sides)]) + struct.pack(f"<{len(sides)}Q", *sides) + bytes(64))
+
+
+def test_a_key_of_thousands_of_digits_has_a_name_in_an_outline() -> None:
+    """It was written out in decimal, which Python refuses: a state with such a key had no checkpoint."""
+    for key, name in ((10**5000, "key0"), (-(10**5000), "key0"), (7, "7"), (True, "True")):
+        (found,) = outline(encode({key: np.zeros(3)}))
+        assert found.path == (name,)
