@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import json
 import logging
 import os
@@ -18,11 +17,11 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 from taskgraph.coordination.api import Coordinator
-from taskgraph.errors import CoordinationError
+from taskgraph.errors import CoordinationError, OutcomeUnknown
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.threads_env import thread_env
 from taskgraph.node import lastwords
@@ -82,12 +81,27 @@ class LocalNodes:
         self._sockets: Path | None = None
         self._stopping = False
 
-    async def start(self, count: int, taken: Collection[str] = ()) -> None:
-        """Starts that many nodes, named n1, n2, ..., without names that are `taken`."""
+    async def start(self, count: int) -> None:
+        """Starts that many nodes, named n1, n2, ...: names that no other of this job has or had.
+
+        Raises:
+            CoordinationError: etcd does not answer, or refuses.
+        """
+        first = await self._take_numbers(count)
         self._sockets = self._runtime.sockets(self._entry.name)
-        free = (f"n{i}" for i in itertools.count(1) if f"n{i}" not in taken)
-        for name in itertools.islice(free, count):
-            await self._start(name)
+        for number in range(first, first + count):
+            await self._start(f"n{number}")
+
+    async def _take_numbers(self, count: int) -> int:
+        """The first of so many numbers that this launcher alone gets, though others start nodes at this moment."""
+        key = self._keys.names
+        while True:
+            found = await self._coordinator.get(key)
+            given, revision = (int(found.value), found.mod_revision) if found is not None else (0, 0)
+            txn = Txn((Compare(key, revision),), (Put(key, str(given + count).encode()),))
+            with contextlib.suppress(OutcomeUnknown):  # then these numbers may be nobody's
+                if (await self._coordinator.txn(txn)).succeeded:
+                    return given + 1
 
     async def _start(self, name: str) -> None:
         assert self._sockets is not None

@@ -296,7 +296,7 @@ async def launch_nodes(
         insecure_listen=insecure_listen,
     )
     try:
-        await nodes.start(count, taken={v.record.name for v in follower.view.nodes.values()})
+        await nodes.start(count)
         on_start(nodes)
         ended = asyncio.ensure_future(follower.ended())
         gone = asyncio.ensure_future(nodes.wait(None))

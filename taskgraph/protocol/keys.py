@@ -20,6 +20,7 @@ class Keys:
         self.checkpoint = self.root + "checkpoint"
         self.collected = self.root + "collected"
         self.result = self.root + "result"
+        self.names = self.root + "names"
         self.nodes = self.root + "nodes/"
         self.gone_nodes = self.root + "gone/"
         self.tasks = self.root + "tasks/"

@@ -303,3 +303,17 @@ async def test_ctrl_c_of_launch_ends_its_nodes_but_not_the_job(embedded_etcd: Em
     assert json.loads(done.out.splitlines()[-1])["values"]["0"] == sums()
     assert os.listdir(cli.root / "run" / "taskgraph" / "jobs") == []
     await cli.nothing_left()
+
+
+async def test_launches_at_the_same_moment_name_their_nodes_apart(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
+    etcd = ("--etcd", embedded_etcd.endpoint)
+    token = ("--token-file", "sub9.token")
+    for _ in range(2):  # the second time with the keys that the first left
+        done = await cli("submit", str(DRIVER), "--name", "sub9", "-o", "min_nodes=6", *etcd, *token)
+        assert done.code == 0, done.err
+        launches = [await cli.start("launch", "sub9", "--nodes", "2", *etcd, *token) for _ in range(3)]
+        done = await launches[0].done()
+        assert "7 tasks on n1, n2, n3, n4, n5, n6;" in done.err
+        for launch in launches[1:]:
+            assert (await launch.done()).code == 0
+    await cli.nothing_left()
