@@ -289,7 +289,7 @@ class Node:
                 self._threads.abandon()
         await asyncio.gather(*tasks, return_exceptions=True)
         self.primaries.clear()
-        for replica in self.replicas.values():
+        for replica in list(self.replicas.values()):  # an offer on its way may make another one meanwhile
             try:
                 await replica.tear_down()
             except UserCodeError as error:
