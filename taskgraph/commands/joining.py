@@ -133,7 +133,7 @@ async def _launch(options: argparse.Namespace) -> int:
             print(f"job {reached.name} finished; its values: `taskgraph result {reached.name}`", file=sys.stderr)
         return 0
     if status.state == State.RUNNING:
-        raise JobFailed(f"{status.reason}; the job may go on elsewhere: `taskgraph status {reached.name}`")
+        raise JobFailed(f"{status.reason.rstrip()}\nthe job may go on elsewhere: `taskgraph status {reached.name}`")
     raise job_failed(reached.name, status)
 
 
