@@ -221,10 +221,13 @@ class LocalNodes:
         while True:
             try:
                 if self._stopping and not await self._job_runs():
-                    return
-                # A node that died before it registered has no key. Where its registration is still on its way to etcd
-                # it counts for nothing, since it is gone already.
-                for kv in (await self._coordinator.txn(txn)).reads[0]:
+                    kv = await self._coordinator.get(self._keys.node(node))
+                    found = [kv] if kv is not None else []
+                else:
+                    # A node that died before it registered has no key. Where its registration is still on its way to
+                    # etcd it counts for nothing, since it is gone already.
+                    found = list((await self._coordinator.txn(txn)).reads[0])
+                for kv in found:
                     await self._coordinator.revoke(NodeRecord.from_bytes(kv.value).lease)
                 return
             except CoordinationError as error:

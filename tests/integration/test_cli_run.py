@@ -222,6 +222,8 @@ async def test_ctrl_c_ends_the_job_and_leaves_nothing(embedded_etcd: EmbeddedEtc
     assert (await cli("status", "sums")).out == "job sums: cancelled\n  interrupted\n"
 
     theirs = await cli.paused("--nodes", "1", "--etcd", embedded_etcd.endpoint, "--name", "ctrl-c")
+    (node,) = (pid for pid, command in cli.processes().items() if "taskgraph.node.process" in command)
+    os.kill(node, signal.SIGSTOP)  # it cannot leave by itself
     theirs.interrupt()
     assert (await theirs.done(15.0)).code == 130
     status = await cli("status", "ctrl-c", "--etcd", embedded_etcd.endpoint)
