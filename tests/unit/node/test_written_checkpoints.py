@@ -317,7 +317,8 @@ async def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     async with running(job, 2, patient(11, 11)) as cluster:
         await cluster.result(40)
     complete = [name for name in os.listdir(tmp_path / "walk") if (tmp_path / "walk" / name / "manifest.json").exists()]
-    assert sorted(name[:24] for name in complete) == ["s0001-a000001-e000000010", "s0001-a000001-e000000011"]
+    assert len(complete) == 2, "one that a newer one overtook may be missing; two are kept all the same"
+    assert max(complete).startswith("s0001-a000001-e000000011")
 
 
 async def test_a_place_that_refuses_costs_the_checkpoint_and_nothing_else(
@@ -355,6 +356,8 @@ async def test_the_last_manifest_is_tried_again(tmp_path: Path, monkeypatch: pyt
 
     def make(cluster: InProcessCluster, node: str) -> Point:
         async def point(stage: str, task: int, epoch: int) -> None:
+            if (stage, epoch) == ("done", 7):
+                await checkpointed(cluster, 6)  # else a newer one may overtake it
             if (stage, epoch) == ("done", 9):
                 async with asyncio.timeout(20):
                     while not files(tmp_path, "*-e000000006-*/manifest.json"):  # noqa: ASYNC110 - nobody tells
