@@ -58,7 +58,8 @@ async def fail(job: RunningJob, task: int, number: signal.Signals) -> Sample:
             detected.append(time.monotonic())
 
     stop = job.follower.keeper.on_change(look)
-    told, wall = len(job.events), time.time()
+    job.events.clear()
+    wall = time.time()
     began = time.monotonic()
     os.kill(pid, number)
     try:
@@ -69,7 +70,7 @@ async def fail(job: RunningJob, task: int, number: signal.Signals) -> Sample:
         committed = time.monotonic()
     finally:
         stop()
-    seen = [began + event.at - wall for event in job.events[told:] if event.kind == "lost"] + detected
+    seen = [began + event.at - wall for event in job.events if event.kind == "lost"] + detected
     first = min([t for t in seen if t >= began], default=taken)
     first = min(first, taken)
     return Sample((first - began) * 1e3, (taken - first) * 1e3, (committed - taken) * 1e3)
@@ -81,12 +82,12 @@ async def drain(job: RunningJob, task: int) -> tuple[float, int]:
     victim = view.primary_node(task)
     assert victim is not None
     assert view.stamp is not None
-    attempt, first = view.stamp.attempt, len(job.commits) - 1
+    attempt, before = view.stamp.attempt, job.commits[-1][0]
     os.kill(view.nodes[victim].record.pid, signal.SIGTERM)
     await job.until("the node to leave", lambda v: victim not in v.nodes)
     at = job.committed
     await job.until("the next commit", lambda v: v.stamp is not None and v.stamp.epoch > at)
-    times = [t for t, _ in job.commits[first:]]
+    times = [t for t, _ in job.commits if t >= before]
     assert job.view.stamp is not None
     pause = max(b - a for a, b in itertools.pairwise(times))
     return pause * 1e3, job.view.stamp.attempt - attempt

