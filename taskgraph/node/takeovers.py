@@ -52,6 +52,7 @@ class TakeOvers:
             wished=wish is not None and wish.primary == self._node.id,
             stateful=primary.record.stateful if primary else False,
             unseated=wish is not None and wish.primary is None and self._node.speaks(),
+            dropped=task not in self._node.primaries and task not in self._node.stepping_down,
         )
 
     @property

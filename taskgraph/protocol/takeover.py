@@ -44,6 +44,7 @@ def succession(
     wished: bool,
     stateful: bool,
     unseated: bool = False,
+    dropped: bool = False,
 ) -> Succession:
     """Decides for one task.
 
@@ -54,10 +55,15 @@ def succession(
         stateful: a lost boundary cannot be made anew, but in epoch 0.
         unseated: placement wants no node to be the task's primary, since none that stays may hold it, and this node
             speaks for all: what is lost is lost without a successor, too.
+        dropped: this node works for no term of the task, and begins none. Where it is the primary nevertheless, nobody
+            works, and nobody else will try, since it is no suspect: it takes over from itself. The old term may have
+            done things that this node knows nothing of any more, so it is not taken up again: there is a new one.
     """
     primary = view.primary_node(task)
-    if primary == me or view.epoch is None:
+    if view.epoch is None:
         return Succession(Move.NOTHING)
+    if primary == me:
+        return Succession(Move.TAKE_OVER if dropped else Move.NOTHING)
     if primary is not None and primary not in suspects:
         return Succession(Move.NOTHING)
     heirs = [node for node in view.in_sync(task) if node not in suspects]

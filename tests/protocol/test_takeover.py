@@ -19,8 +19,11 @@ def decide(
     gone: str = "",
     wished: bool = False,
     stateful: bool = True,
+    dropped: bool = False,
 ) -> Succession:
-    return succession(view, 0, me, suspects=set(suspects), gone=set(gone), wished=wished, stateful=stateful)
+    return succession(
+        view, 0, me, suspects=set(suspects), gone=set(gone), wished=wished, stateful=stateful, dropped=dropped
+    )
 
 
 @pytest.fixture
@@ -51,6 +54,16 @@ def test_who_is_no_member_leaves_it_to_the_members(world: World) -> None:
 
 def test_a_primary_does_not_succeed_itself(world: World) -> None:
     assert decide(world.view(), "a", suspects="a") == NOTHING
+
+
+def test_a_primary_whose_work_was_dropped_succeeds_itself(world: World) -> None:
+    """Else nobody would: it lives, so nobody else suspects it."""
+    assert decide(world.view(), "a", dropped=True) == Succession(Move.TAKE_OVER, 0)
+    for other in "bcd":
+        assert decide(world.view(), other, wished=True, dropped=True) == NOTHING
+    world.take_over(0, "a")
+    view = world.view()
+    assert view.is_primary(0, "a", 2) and view.in_sync(0) == ["a", "c", "b"]
 
 
 def test_a_primary_that_was_evicted_before_it_took_over_is_no_lost_one_when_it_is_left_alone(world: World) -> None:

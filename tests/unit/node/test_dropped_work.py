@@ -1,0 +1,57 @@
+"""A node that is a task's primary in etcd, and works for it no more: nobody suspects it, so it must begin anew itself."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from cluster_kit import holder, job, play, told
+
+import taskgraph as tg
+from taskgraph.jobs import JobResult
+from taskgraph.launch.inprocess import InProcessCluster
+
+
+class Slow(tg.Task, state=["total"]):
+    """Of the task `stuck`, the first compute of epoch 1 never ends."""
+
+    total: int
+    stuck: int
+    reached: asyncio.Event
+
+    def setup(self) -> None:
+        self.total = 0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.count)
+
+    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        if self.task_id == self.stuck and epoch.number == 1 and not self.reached.is_set():
+            self.reached.set()
+            await asyncio.Event().wait()
+        self.total += 1
+
+    def result(self) -> int:
+        return self.total
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("task", [0, 1])
+def test_work_that_was_dropped_gets_a_new_term_from_its_own_node(task: int, nodes: int) -> None:
+    class Fresh(Slow, state=["total"]):
+        stuck = task
+        reached = asyncio.Event()
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        await Fresh.reached.wait()
+        node = holder(cluster, task)
+        node._step_down(task)  # the view shows no other primary: the work is dropped all the same
+        result = await cluster.result()
+        view = node.keeper.view
+        assert (view.primary_node(task), view.term(task)) == (node.id, 2)
+        assert view.term(1 - task) == 1
+        assert told(cluster, "takeover") == [f"task {task}: {node.name} is primary (term 2)"]
+        return result
+
+    result = play(job(Fresh), scenario, nodes=nodes)
+    assert result.values == {0: 3, 1: 3}
