@@ -1,4 +1,4 @@
-"""A node that is a task's primary in etcd, and works for it no more: nobody suspects it, so it must begin anew itself."""
+"""A node that is a task's primary in etcd and dropped that work: nobody suspects it, so it must begin anew itself."""
 
 from __future__ import annotations
 
