@@ -178,9 +178,9 @@ class Supervisor:
         return result
 
     async def _failed_after_all(self) -> StatusRecord:
-        """A `result()` that raises fails a job that had finished."""
-        keeper = self._follower.keeper
-        await keeper.wait_until(lambda v: v.status is None or v.status.record.state != State.FINISHED)
+        """A `result()` that raises fails a job that had finished; one that was rolled back runs again."""
+        keeper, going_on = self._follower.keeper, (State.FINISHED, State.RUNNING)
+        await keeper.wait_until(lambda v: v.status is None or v.status.record.state not in going_on)
         status = keeper.view.status
         return status.record if status else StatusRecord(state=State.CANCELLED, reason="the job was deleted")
 

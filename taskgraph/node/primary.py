@@ -100,10 +100,14 @@ class Primary:
             await self._begin()
         except (UserCodeError, TaskGraphError) as error:
             await self._fail(error, fence)
-        while keeper.view.running:
+        while True:
             if self._undone():
                 await self._roll_back()
                 continue
+            if not keeper.view.running:
+                await self._conclude()
+                continue
+            self.final = None
             stamp, fence = keeper.view.stamp, keeper.view.epoch.mod_revision if keeper.view.epoch else 0
             assert stamp is not None
             await self._one_epoch(stamp, fence)
@@ -112,11 +116,6 @@ class Primary:
                     await self._moved(stamp)
                 except (UserCodeError, TaskGraphError) as error:
                     await self._fail(error, keeper.view.epoch.mod_revision if keeper.view.epoch else 0)
-        status = keeper.view.status
-        if status is not None and status.record.state == State.FINISHED:
-            await self._conclude()
-        self._stage = ""
-        await asyncio.Event().wait()  # the node ends this term, once its results were collected
 
     async def _begin(self) -> None:
         """Brings the user's object to the boundary the take-over read; makes boundary 0 where there is none."""
@@ -319,18 +318,24 @@ class Primary:
             await asyncio.Event().wait()
 
     async def _conclude(self) -> None:
-        """The job finished: the result, from the last committed state."""
-        view = self._node.keeper.view
-        committed = self.replica.boundaries.committed
-        assert view.stamp is not None and committed is not None
-        self._stage = "result"
-        try:
-            value = await self.replica.result()
-        except (UserCodeError, TaskGraphError) as error:
-            await self._node.fail_job(error, self.task, view.stamp.epoch, (), finished=True)
-            return
-        self.final = (view.stamp, value)
-        self._node.keeper.notify_later()
+        """The job ended. Where it finished: the result, from the last committed state.
+
+        The node ends this term, once the results were collected. Until then the job may be rolled back, and go on.
+        """
+        keeper, stamp = self._node.keeper, self._node.keeper.view.stamp
+        status, committed = keeper.view.status, self.replica.boundaries.committed
+        if status is not None and status.record.state == State.FINISHED:
+            assert stamp is not None and committed is not None
+            self._stage = "result"
+            try:
+                value = await self.replica.result()
+            except (UserCodeError, TaskGraphError) as error:
+                await self._node.fail_job(error, self.task, stamp.epoch, (), finished=True)
+            else:
+                self.final = (stamp, value)
+                keeper.notify_later()
+        self._stage = ""
+        await keeper.wait_until(lambda view: view.running or self._undone())
 
     async def _hand_over_if_wished(self, stamp: Stamp) -> None:
         """Right after a commit: where placement wants another primary, and it is in sync, it takes over now."""

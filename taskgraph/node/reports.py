@@ -56,11 +56,16 @@ class ReportLog:
         self._fresh = {block for block in self._fresh if block * _BLOCK < epoch} | {epoch // _BLOCK}
 
     def packed(self) -> list[bytes]:
-        """All of it; only what is new since the last time costs anything. Nothing of it changes later."""
+        """All of it; only what is new since the last time costs anything. Nothing of it changes later.
+
+        The same bytes wherever the same rows are known, in whatever order they came: two primaries, one of them a
+        zombie, may write the same file of a checkpoint, and either may come last.
+        """
         last = b""
         for block in sorted(self._fresh):
             epochs = range(block * _BLOCK, (block + 1) * _BLOCK)
-            last = json.dumps({e: self._rows[e] for e in epochs if e in self._rows}, separators=(",", ":")).encode()
+            rows = {e: {t: self._rows[e][t] for t in sorted(self._rows[e])} for e in epochs if e in self._rows}
+            last = json.dumps(rows, separators=(",", ":")).encode()
             self._packed[block] = last
         newest = max(self._fresh, default=0)
         self._fresh &= {newest}  # more will come for it

@@ -181,17 +181,24 @@ def roll_back(
 ) -> Txn:
     """A stateful task lost all its members: the job goes back to a checkpoint, with the next attempt.
 
+    A job that had finished runs again then, unless its results were collected: they went with the members.
+
     Raises:
         LookupError: there is nothing to go back to, or nothing to go back from.
     """
-    if view.epoch is None or view.checkpoint is None:
+    if view.epoch is None or view.checkpoint is None or view.status is None:
         raise LookupError("there is no checkpoint")
     at = view.epoch.record
     if not 0 < to.epoch < at.epoch:
         raise LookupError(f"the job is at epoch {at.epoch}, the checkpoint at {to.epoch}")
     epoch = EpochRecord(epoch=to.epoch, attempt=at.attempt + 1, lineage=at.attempt + 1, base=to.epoch, writer=writer)
-    also = (Put(view.keys.epoch, epoch.to_bytes()), Put(view.keys.checkpoint, to.to_bytes()))
-    return _from_nothing(view, task, node, node_revision, stateful=stateful, writer=writer, also=also)
+    if view.status.record.state not in (State.RUNNING, State.FINISHED):
+        raise LookupError(f"the job {view.status.record.state}")
+    also: tuple[Op, ...] = (Put(view.keys.epoch, epoch.to_bytes()), Put(view.keys.checkpoint, to.to_bytes()))
+    if not view.running:
+        also = (*also, Put(view.keys.status, StatusRecord(state=State.RUNNING, writer=writer).to_bytes()))
+    txn = _from_nothing(view, task, node, node_revision, stateful=stateful, writer=writer, also=also)
+    return replace(txn, compares=(*txn.compares, Compare(view.keys.collected, 0)))
 
 
 def _from_nothing(

@@ -226,6 +226,34 @@ def test_a_roll_back_is_fenced(world: World, change: Callable[[World], object]) 
     assert not world.run(txn).succeeded
 
 
+def test_a_finished_job_that_goes_back_runs_again(world: World) -> None:
+    advance(world, record(3))
+    world.put(world.keys.status, StatusRecord(state=State.FINISHED).to_bytes())
+    lose_everybody(world)
+    late = back(world, record(3))
+    assert world.run(back(world, record(3))).succeeded
+    assert world.view().running
+    assert not world.run(late).succeeded
+
+
+def test_a_finished_job_whose_results_were_collected_does_not_go_back(world: World) -> None:
+    advance(world, record(3))
+    world.put(world.keys.status, StatusRecord(state=State.FINISHED).to_bytes())
+    lose_everybody(world)
+    txn = back(world, record(3))
+    world.put(world.keys.collected, b"{}")
+    assert not world.run(txn).succeeded
+
+
+@pytest.mark.parametrize("state", [State.FAILED, State.CANCELLED])
+def test_a_job_that_failed_does_not_go_back(world: World, state: State) -> None:
+    advance(world, record(3))
+    lose_everybody(world)
+    world.put(world.keys.status, StatusRecord(state=state).to_bytes())
+    with pytest.raises(LookupError, match=f"the job {state}"):
+        back(world, record(3))
+
+
 def test_without_a_checkpoint_there_is_nothing_to_go_back_to(world: World) -> None:
     lose_everybody(world)
     with pytest.raises(LookupError, match="no checkpoint"):

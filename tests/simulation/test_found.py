@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from taskgraph.errors import OutcomeUnknown, Refused
 from taskgraph.launch import inprocess
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.backups import Backups
+from taskgraph.node.primary import Primary
 from taskgraph.node.serving import Serving
 from taskgraph.protocol.kv import Put, Txn, TxnResult
 from taskgraph.protocol.messages import Audit, HandOver, Reason, Report
@@ -210,3 +212,43 @@ def test_a_simulated_watch_that_missed_what_was_compacted_says_so(seed: int) -> 
 
     with asyncio.Runner(loop_factory=SimLoop) as runner:
         runner.run(run())
+
+
+async def test_a_job_that_finished_and_then_lost_a_task_goes_back_and_finishes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody had its results yet. It went back to its checkpoint, and passed for finished there: other tasks had the
+    results of the last epoch, and so the job had none, and waited for ever (seeds 495 and 782)."""
+    concluded = Primary._conclude
+    finished: list[int] = []
+
+    async def then_die(self: Primary) -> None:
+        view = self._node.keeper.view
+        if self.task == 1 and not view.running and not finished:
+            finished.append(view.epoch.record.epoch if view.epoch is not None else 0)
+            for holder in view.in_sync(1):
+                cluster.crash(holder)
+                cluster.add()
+            await asyncio.Event().wait()
+        await concluded(self)
+
+    async def checkpointed(stage: str, task: int, epoch: int) -> None:
+        if (stage, epoch) == ("done", 3):  # so there is one to go back to, and it is not the last boundary
+            await cluster.nodes[0].keeper.wait_until(lambda v: v.checkpoint is not None)
+
+    monkeypatch.setattr(Primary, "_conclude", then_die)
+    job = tg.Job(tasks=3, epochs=4, builder=lambda _: Sums(), checkpoint=f"file://{tmp_path}", checkpoint_every=2)
+    cluster = InProcessCluster(job, point=lambda *_: checkpointed)
+    await cluster.start(4)
+    try:
+        result = await cluster.result(timeout_s=30)
+    finally:
+        await cluster.stop()
+    assert finished == [4] and result.restarts == 1
+    assert [event.kind for event in cluster.events].count("rolled back") == 1
+    assert (result.epochs, result.values) == (4, {0: 4, 1: 4, 2: 4})
+
+
+class Sums(Counts, state=["value"]):
+    def result(self) -> int:
+        return int(self.value)

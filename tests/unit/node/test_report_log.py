@@ -103,3 +103,12 @@ def test_arrays_that_lived_on_a_device_still_do() -> None:
     value = Encoded(value.meta[: value_end(value.meta)] + on_device, value.buffers, value.digest)
     made = with_log(value, log_of(5).packed())
     assert made.meta[value_end(made.meta) :] == on_device
+
+
+def test_the_same_rows_are_the_same_bytes_in_whatever_order_they_came() -> None:
+    """A zombie wrote its file of a checkpoint over its successor's: other bytes, so the checkpoint was refused."""
+    one, other = ReportLog(), ReportLog()
+    one.add(3, {0: {"b": 1.0, "a": 2.0}, 1: {"x": 3.0}, 2: {"y": 4.0}})
+    other.add(3, {2: {"y": 4.0}})
+    other.add(3, {1: {"x": 3.0}, 0: {"b": 1.0, "a": 2.0}})
+    assert one.packed() == other.packed()
