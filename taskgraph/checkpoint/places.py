@@ -20,7 +20,7 @@ import numpy as np
 
 from taskgraph.errors import JobError
 
-__all__ = ["Directory", "FsspecPlace", "Place", "check_url", "open_place"]
+__all__ = ["Bytes", "Directory", "FsspecPlace", "Place", "check_url", "open_place"]
 
 Bytes = bytes | memoryview
 _LOCAL: Final = ("file", "local", "")

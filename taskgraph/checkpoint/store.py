@@ -41,12 +41,15 @@ class Found:
 class Store:
     """The checkpoints of one job.
 
+    Args:
+        place: what `url` names, where that is known already.
+
     Raises:
         JobError: the URL is none, or needs a package that is not installed.
     """
 
-    def __init__(self, url: str, origin: Origin) -> None:
-        self._place: Place = open_place(url)
+    def __init__(self, url: str, origin: Origin, *, place: Place | None = None) -> None:
+        self._place: Place = open_place(url) if place is None else place
         self._origin = origin
 
     def __str__(self) -> str:

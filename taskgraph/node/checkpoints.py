@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from taskgraph.checkpoint.files import FileInfo
 from taskgraph.checkpoint.manifest import Name, Origin
+from taskgraph.checkpoint.places import Place
 from taskgraph.checkpoint.store import Found, Store
 from taskgraph.errors import CheckpointError, DecodeError, TransportError
 from taskgraph.node.threads import Threads
@@ -44,9 +45,10 @@ _MIB = 1 << 20
 class CheckpointReader:
     """The job's checkpoints, as this node reads them; its calls run in threads."""
 
-    def __init__(self, node: Node, threads: Threads) -> None:
+    def __init__(self, node: Node, threads: Threads, place: Place | None = None) -> None:
         self._node = node
         self._threads = threads
+        self._place = place
         self._store: Store | None = None
 
     @property
@@ -55,7 +57,8 @@ class CheckpointReader:
         spec = self._node.spec
         if self._store is None:
             assert spec.checkpoint is not None
-            self._store = Store(spec.checkpoint, Origin(job=spec.name, fingerprint=spec.fingerprint, tasks=spec.tasks))
+            origin = Origin(job=spec.name, fingerprint=spec.fingerprint, tasks=spec.tasks)
+            self._store = Store(spec.checkpoint, origin, place=self._place)
         return self._store
 
     async def call(self, function: Callable[[], R]) -> R:

@@ -15,6 +15,7 @@ import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
+from taskgraph.checkpoint.places import Place
 from taskgraph.coordination.api import Coordinator
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver import JobSpec
@@ -81,6 +82,8 @@ class Node:
         devices: int = 0,
         host: str | None = None,
         threads: Threads | None = None,
+        file_threads: Threads | None = None,
+        place: Place | None = None,
         point: Point | None = None,
     ) -> None:
         self.id = node_id
@@ -105,8 +108,8 @@ class Node:
         self._leading: asyncio.Task[None] | None = None
         self.takeovers = TakeOvers(self)
         # Threads of their own: a place that hangs must take none from user code.
-        self._file_threads = threads or PooledThreads(f"{name}-files", limit=FILES_AT_A_TIME)
-        self.checkpoints = CheckpointReader(self, self._file_threads)
+        self._file_threads = file_threads or threads or PooledThreads(f"{name}-files", limit=FILES_AT_A_TIME)
+        self.checkpoints = CheckpointReader(self, self._file_threads, place)
         self._noticing = Noticing(self)
         self.writes = Writes(coordinator)
         self.stepping_down: dict[int, asyncio.Task[None]] = {}
@@ -335,10 +338,10 @@ class Node:
 
     async def _over(self) -> None:
         view = self.keeper.view
-        await self.keeper.wait_until(lambda v: not v.running or self._other_run() or self._draining.over)
-        if self._draining.over or self._other_run():
-            return
-        if view.status is not None and view.status.record.state == State.FINISHED:
+        while True:
+            await self.keeper.wait_until(lambda v: not v.running or self._other_run() or self._draining.over)
+            if self._draining.over or self._other_run() or not _finished(view.status):
+                return
             try:
                 async with asyncio.timeout(self.settings.results_kept_s):
                     await self.keeper.wait_until(
@@ -346,6 +349,9 @@ class Node:
                     )
             except TimeoutError:
                 self.log.warning("nobody collected the results within %g s", self.settings.results_kept_s)
+                return
+            if not view.running:  # else what was lost with the results is computed again
+                return
 
     def _other_run(self) -> bool:
         """Whether the job's name was given to another run, or deleted. A spec is decoded once."""

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from taskgraph.checkpoint.store import Store
 from taskgraph.coordination.memory import MemoryStore
 from taskgraph.errors import Refused
 from taskgraph.graph.values import decode
+from taskgraph.node import checkpoints as checkpoints_module
 from taskgraph.node import replica as replica_module
 from taskgraph.node.attempt import Attempt
 from taskgraph.node.backups import Backups
@@ -23,7 +25,7 @@ from taskgraph.node.mailbox import Mailbox
 from taskgraph.node.primary import Primary
 from taskgraph.node.replica import Replica
 from taskgraph.node.serving import Serving
-from taskgraph.protocol import transactions
+from taskgraph.protocol import checkpointing, transactions
 from taskgraph.protocol.boundaries import Boundaries, Boundary
 from taskgraph.protocol.commit import Leader
 from taskgraph.protocol.insync import InSync, Place
@@ -181,6 +183,65 @@ def the_attempt_counter_starts_again(patch: pytest.MonkeyPatch) -> None:
         return dataclasses.replace(txn, success=(Put(view.keys.epoch, record.to_bytes()), *txn.success[1:]))
 
     _changed(patch, transactions, "commit", commit)
+
+
+# -- roll-backs -------------------------------------------------------------------------------------
+
+
+@plant
+def the_attempt_counter_starts_again_after_a_roll_back(patch: pytest.MonkeyPatch) -> None:
+    def roll_back(original: Any, view: Any, *args: Any, **kwargs: Any) -> Txn:
+        txn: Txn = original(view, *args, **kwargs)
+        to = kwargs["to"].epoch
+        record = EpochRecord(epoch=to, attempt=1, lineage=1, base=to, writer=kwargs["writer"])
+        puts = (Put(op.key, record.to_bytes()) if _puts(op, view.keys.epoch) else op for op in txn.success)
+        return dataclasses.replace(txn, success=tuple(puts))
+
+    _changed(patch, transactions, "roll_back", roll_back)
+
+
+@plant
+def replicas_keep_what_a_roll_back_undid(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Boundaries, "roll_back", lambda self, lineage: None)
+
+
+@plant
+def a_finished_job_that_goes_back_stays_finished(patch: pytest.MonkeyPatch) -> None:
+    def roll_back(original: Any, view: Any, *args: Any, **kwargs: Any) -> Txn:
+        txn: Txn = original(view, *args, **kwargs)
+        return dataclasses.replace(txn, success=tuple(op for op in txn.success if not _puts(op, view.keys.status)))
+
+    _changed(patch, transactions, "roll_back", roll_back)
+
+
+@plant
+def a_checkpoint_is_complete_without_some_of_its_files(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(checkpointing, "files_needed", lambda view, tasks: frozenset({0}))
+
+
+@plant
+def a_checkpoint_of_an_undone_boundary_becomes_complete(patch: pytest.MonkeyPatch) -> None:
+    def is_open(view: Any, boundary: Any) -> bool:
+        return bool(boundary.epoch > (view.checkpoint.record.epoch if view.checkpoint is not None else 0))
+
+    def advance(original: Any, view: Any, record: Any, **kwargs: Any) -> Txn:
+        epoch = dataclasses.replace(view.epoch, record=dataclasses.replace(view.epoch.record, lineage=0))
+        with pytest.MonkeyPatch.context() as forget:
+            forget.setattr(view, "epoch", epoch)
+            return _without(original(view, record, **kwargs), lambda c: c.key == view.keys.checkpoint)
+
+    patch.setattr(checkpointing, "is_open", is_open)
+    patch.setattr(checkpoints_module, "is_open", is_open)
+    _changed(patch, transactions, "advance_checkpoint", advance)
+
+
+@plant
+def a_job_goes_back_to_a_checkpoint_that_nobody_read(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Store, "verify", lambda self, manifest: None)
+
+
+def _puts(op: object, key: str) -> bool:
+    return isinstance(op, Put) and op.key == key
 
 
 # -- boundaries -------------------------------------------------------------------------------------

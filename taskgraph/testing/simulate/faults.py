@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from taskgraph.testing.simulate.world import SimNode, World
 
-__all__ = ["KINDS", "Fault", "Faults", "draw"]
+__all__ = ["KINDS", "Fault", "Faults", "draw", "draw_around_checkpoints"]
 
 KINDS = (
     "crash",
@@ -39,8 +39,11 @@ KINDS = (
     "join",
     "drain",
     "massacre",
+    "place slow",
+    "place full",
+    "place forgets",
 )
-_WEIGHTS = (12, 3, 7, 2, 2, 3, 2, 2, 6, 7, 3, 4, 2, 2, 5, 3, 3, 3, 4, 2, 4, 4, 0)
+_WEIGHTS = (12, 3, 7, 2, 2, 3, 2, 2, 6, 7, 3, 4, 2, 2, 5, 3, 3, 3, 4, 2, 4, 4, 0, 0, 0, 0)
 
 _MOMENTS = (
     "sending commit", "sending takeover", "sending admit", "sending evict", "sending restart", "sending register",
@@ -61,6 +64,22 @@ _OVERTAKEN_BY = {
     "sending register": ("takeover", "gone", "register"),
 }
 """A write, and those that must be taken into account when they come right before it."""
+_CHECKPOINT_MOMENTS = (
+    "after commit", "after commit", "before commit", "point commit", "sending commit", "point snapshot",
+    "point checkpoint", "message Written", "point checkpointed", "sending checkpoint", "before checkpoint",
+    "after checkpoint", "after checkpoint", "sending rollback", "before rollback", "after rollback",
+    "after rollback", "after takeover", "after restart", "point takeover", "point taken",
+)  # fmt: skip
+_OVERTAKEN_BY_ROLLBACKS = {
+    "sending checkpoint": ("rollback", "rollback", "takeover", "commit"),
+    "sending commit": ("rollback", "checkpoint"),
+    "sending takeover": ("rollback",),
+    "sending rollback": ("commit", "takeover", "checkpoint", "rollback"),
+    "sending restart": ("rollback",),
+    "sending admit": ("rollback",),
+    "sending evict": ("rollback",),
+}
+"""The same, in jobs that keep checkpoints."""
 _OFTEN = {"before commit": 3, "after commit": 3, "after takeover": 4, "before takeover": 2, "message Offer": 3}
 
 
@@ -119,11 +138,13 @@ def _draw_one(rng: random.Random, *, follows: bool) -> Fault:
     return fault
 
 
-def _hold_back(fault: Fault, rng: random.Random, moment: str) -> None:
+def _hold_back(
+    fault: Fault, rng: random.Random, moment: str, overtaken_by: Mapping[str, tuple[str, ...]] = _OVERTAKEN_BY
+) -> None:
     """Makes it a write that is long on its way: for a time, or until just after another write."""
     fault.kind, fault.target, fault.moment = "etcd slow request", "who", moment
     if rng.random() < 0.6:
-        fault.until = "after " + rng.choice(_OVERTAKEN_BY[moment])
+        fault.until = "after " + rng.choice(overtaken_by[moment])
         fault.lasts_s = max(fault.lasts_s, 0.5)
 
 
@@ -202,6 +223,46 @@ def _recomputed(rng: random.Random) -> list[Fault]:
     return [fault]
 
 
+def draw_around_checkpoints(rng: random.Random) -> list[Fault]:
+    """What is added to the failures of a seed whose job keeps checkpoints."""
+    kinds = ["massacre"] * rng.choice((0, 1, 1, 1, 2, 2, 3))
+    kinds += [rng.choice(("place slow", "place full", "place forgets")) for _ in range(rng.choice((0, 0, 1, 1, 2)))]
+    faults = [_around_checkpoints(rng, kind) for kind in kinds]
+    if rng.random() < 0.3:
+        faults += rng.choice((_late_around_a_roll_back, _zombie_of_before_a_roll_back))(rng)
+    return faults
+
+
+def _around_checkpoints(rng: random.Random, kind: str) -> Fault:
+    fault = _draw_one(rng, follows=False)
+    fault.kind, fault.until = kind, ""
+    if rng.random() < 0.8:
+        fault.moment, fault.count = rng.choice(_CHECKPOINT_MOMENTS), rng.choice((1, 1, 1, 2, 2, 3, 4))
+    if kind == "massacre":
+        fault.told_s = rng.choice((0.0, 0.0, 0.005, 0.05, 0.3, 1.0, None))
+    return fault
+
+
+def _late_around_a_roll_back(rng: random.Random) -> list[Fault]:
+    """A write is on its way while the job is rolled back."""
+    late, massacre = _draw_one(rng, follows=True), _around_checkpoints(rng, "massacre")
+    _hold_back(late, rng, rng.choice(list(_OVERTAKEN_BY_ROLLBACKS)), _OVERTAKEN_BY_ROLLBACKS)
+    late.lasts_s, late.count = rng.choice((0.1, 0.5, 2.0)) * rng.uniform(0.5, 1.0), rng.choice((1, 1, 2, 3))
+    massacre.moment, massacre.at_s = "", rng.choice((0.0, 0.01, 0.1)) * rng.random()
+    massacre.told_s, massacre.then, late.then = rng.choice((0.0, 0.005)), None, massacre
+    return [late]
+
+
+def _zombie_of_before_a_roll_back(rng: random.Random) -> list[Fault]:
+    """Somebody stands still while the job is rolled back, and goes on then."""
+    freeze, massacre = _around_checkpoints(rng, "freeze"), _around_checkpoints(rng, "massacre")
+    freeze.kind = rng.choice(("freeze", "freeze", "stuck loop", "isolation", "watch stall", "etcd cut"))
+    freeze.target, freeze.lasts_s = rng.choice(("leader", "primary", "member", "who")), rng.choice((0.2, 1.5, 3.0, 4.5))
+    massacre.moment, massacre.at_s = "", rng.choice((0.0, 0.01, 0.1)) * rng.random()
+    massacre.told_s, massacre.then, freeze.then = rng.choice((0.0, 0.005)), None, massacre
+    return [freeze]
+
+
 _RECIPES = (_overtaken, _late_change_of_members, _late_change_of_members, _deaf_witness, _late_answers)
 
 
@@ -210,18 +271,30 @@ class Faults:
 
     def __init__(self, world: World, faults: list[Fault], rng: random.Random, *, ruthless: bool) -> None:
         self._world = world
-        self._ruthless = ruthless  # it kills whoever it likes: a job may lose all that a task has
+        self.ruthless = ruthless  # it kills whoever it likes: a job may lose all that a task has
         self._rng = rng
         if ruthless:
             faults = [*faults, dataclasses.replace(_draw_one(rng, follows=False), kind="massacre")]
-        self._waiting = [fault for fault in faults if fault.moment]
+        self._waiting: list[Fault] = []
         self._over = False
         self._peer = ""  # the other node at the moment that just came
         self._held: list[tuple[str, Callable[[], None]]] = []  # what goes on at which moment
-        for fault in faults:
-            if not fault.moment:
-                world.etcd.later(fault.at_s, self._happen, fault, "")
+        self.bold = False  # the same, once there is a checkpoint
+        self.add(faults)
         world.moment = self._moment
+
+    def add_around_checkpoints(self, faults: list[Fault]) -> None:
+        """These happen, too; what loses all that a task has waits until there is a checkpoint."""
+        self.bold = any(f.kind == "massacre" or (f.then is not None and f.then.kind == "massacre") for f in faults)
+        self.add(faults)
+
+    def add(self, faults: list[Fault]) -> None:
+        """These happen, too."""
+        for fault in faults:
+            if fault.moment:
+                self._waiting.append(fault)
+            else:
+                self._world.etcd.later(fault.at_s, self._happen, fault, "")
 
     def _moment(self, name: str, node: str, peer: str = "") -> None:
         due = [go_on for moment, go_on in self._held if moment == name]
@@ -268,10 +341,10 @@ class Faults:
 
     def _survivable(self, victim: SimNode) -> bool:
         """Whether every task has a member in sync elsewhere, in a process that exists."""
-        if self._ruthless:
-            return True
         world = self._world
         view = world.invariants.view
+        if self.ruthless or (self.bold and view.checkpoint is not None):
+            return True
         living = {n.id for n in world.existing() if n is not victim and not n.draining}
         for task in range(world.workload.tasks):
             members = view.members_of(task)
@@ -325,6 +398,10 @@ class Faults:
 
     def _massacre(self, fault: Fault, target: SimNode) -> None:
         """Everybody who holds what some task needs dies."""
+        if self.bold and not self.ruthless and self._world.invariants.view.checkpoint is None:
+            later = self._rng.choice(("after checkpoint", "after commit", "after commit", "point done"))
+            self._waiting.append(dataclasses.replace(fault, moment=later, count=self._rng.choice((1, 1, 2)), then=None))
+            return
         task = self._rng.randrange(self._world.workload.tasks)
         holders = [self._world.nodes[name] for name in self._world.invariants.view.in_sync(task)]
         for holder in holders:
@@ -508,6 +585,24 @@ class Faults:
             if fault.again:
                 self._later(self._rng.uniform(0.0, 1.0), self._replace, "")
 
+    def _place_slow(self, fault: Fault, target: SimNode) -> None:
+        """Whatever it asks of the place of checkpoints takes long."""
+        self._note(fault, f"{target.id}, up to {fault.lasts_s:.3f} s for {2 * fault.lasts_s:.3f} s")
+        target.place.extra_s = fault.lasts_s
+        self._later(2 * fault.lasts_s, target.place.mend)
+
+    def _place_full(self, fault: Fault, target: SimNode) -> None:
+        """It cannot write there."""
+        self._note(fault, f"{target.id} for {fault.lasts_s:.3f} s")
+        target.place.full = True
+        self._later(fault.lasts_s, target.place.mend)
+
+    def _place_forgets(self, fault: Fault, target: SimNode) -> None:
+        """What is written there next is lost, or half of it."""
+        count = self._rng.choice((1, 1, 2))
+        self._note(fault, f"the next {count}")
+        self._world.place.lose_next += count
+
     # -- the end ----------------------------------------------------------------------------------
 
     def end(self, *, heal: bool) -> None:
@@ -523,6 +618,8 @@ class Faults:
             node.coordinator.stall(False)
             node.coordinator.lose_next = 0
             node.coordinator.answer_s = 0.0
+            node.place.mend()
+        world.place.lose_next = 0
         world.network.heal_all()
         if world.etcd.paused:
             world.etcd.resume()

@@ -7,13 +7,14 @@ decide nothing and change nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from taskgraph.graph.values import decode
 from taskgraph.protocol.boundaries import Boundaries, Boundary
 from taskgraph.protocol.kv import KeyEvent, KeyValue
 from taskgraph.protocol.messages import Encoded, Stamp
-from taskgraph.protocol.records import EpochRecord, MemberRecord, PrimaryRecord
+from taskgraph.protocol.records import CheckpointRecord, EpochRecord, MemberRecord, PrimaryRecord, State
 from taskgraph.protocol.view import JobView
 from taskgraph.testing.simulate.runs import Runs, Violation
 
@@ -30,6 +31,7 @@ class Invariants:
 
     Args:
         living: node id -> node, of every process that exists, frozen or not.
+        files: what a checkpoint has of each task; None where that cannot be known.
         expected: boundary -> task -> state of a failure-free run; None where the tasks are not deterministic.
     """
 
@@ -43,6 +45,7 @@ class Invariants:
         living: Callable[[], Mapping[str, Node]],
         expected: list[list[int]] | None,
         stateless: frozenset[int],
+        files: Callable[[CheckpointRecord], Mapping[int, Encoded] | None],
     ) -> None:
         self.view = JobView(job)  # of the store, after its last write
         self._tasks = tasks
@@ -53,14 +56,21 @@ class Invariants:
         self._keys: dict[int, Key] = {}  # task -> key of its committed boundary; none for boundary 0
         self.states: dict[int, dict[int, int]] = {0: dict(first)}  # boundary -> task -> state
         self._decoded: dict[bytes, int] = {}
+        self._files = files
+        self._made: dict[int, int] = {}  # boundary -> the attempt in which it was made
+        self._checkpoints: dict[str, int] = {}  # those that may be gone back to -> boundary
+        self._undone: dict[int, list[dict[int, int]]] = {}  # boundary -> states it had before a roll-back
+        self._filed: set[int] = set()  # tasks whose committed boundary is in a file, and perhaps nowhere else
 
     # -- after every write ------------------------------------------------------------------------
 
     def wrote(self, revision: int, events: tuple[KeyEvent, ...]) -> None:
         """Raises Violation."""
         view = self.view
-        before_stamp = view.stamp
+        at = view.epoch.record if view.epoch is not None else None
+        state = view.status.record.state if view.status is not None else State.RUNNING
         before = dict(view.primaries)
+        held = {task: view.in_sync(task) for task in range(self._tasks)}
         gone_before = dict(view.gone)
         view.apply(revision, events)
         for event in events:
@@ -68,8 +78,19 @@ class Invariants:
                 self._check_put(event.kv, before)
             elif event.kv.key.endswith("/primary"):
                 raise Violation(f"{event.kv.key} was deleted")
-        if before_stamp is not None and view.stamp is not None and view.stamp != before_stamp:
-            self._moved(before_stamp, view.stamp)
+        written = {event.kv.key for event in events if event.kind == "put"}
+        if at is not None and view.keys.epoch in written:
+            assert view.epoch is not None
+            self._moved(at, view.epoch.record, written, held)
+        elif at is not None and view.keys.checkpoint in written:
+            self._check_pointer()
+        if view.status is not None and view.status.record.state != state and state != State.RUNNING:
+            back = view.running and at is not None and view.epoch is not None and view.epoch.record.epoch < at.epoch
+            if state != State.FINISHED or not (back or view.status.record.state == State.FAILED):
+                raise Violation(f"the job {state}, and then it was {view.status.record.state}")
+        for task, known in view.primaries.items():
+            if known.mod_revision == revision and known.record.node not in held[task]:
+                self._check_from_nothing(task, held[task])
         for node, record in gone_before.items():
             if view.gone.get(node) != record:
                 raise Violation(f"node {node} was declared gone, and then something else was written about it")
@@ -95,19 +116,77 @@ class Invariants:
             if writer != primary:
                 raise Violation(f"task {task}: {kv.key} was written by {writer}, its primary is {primary}")
 
-    def _moved(self, before: Stamp, now: Stamp) -> None:
-        """The epoch's key was written."""
-        if now == Stamp(before.attempt, before.epoch + 1):
-            self._committed(before)
-        elif now == Stamp(before.attempt + 1, before.epoch):
+    def _moved(self, at: EpochRecord, now: EpochRecord, written: set[str], held: Mapping[int, list[str]]) -> None:
+        """The epoch's key was written: a commit, a restart, or an announced roll-back, and nothing else."""
+        if now == replace(at, epoch=at.epoch + 1, writer=now.writer):
+            self._committed(Stamp(at.attempt, at.epoch))
+        elif now == replace(at, attempt=at.attempt + 1, writer=now.writer):
             pass  # a restart
+        elif now.epoch < at.epoch:
+            self._rolled_back(at, now, written, held)
         else:
-            raise Violation(f"the epoch went from {before} to {now}")
+            raise Violation(f"the epoch went from {at} to {now}")
+
+    def _rolled_back(self, at: EpochRecord, now: EpochRecord, written: set[str], held: Mapping[int, list[str]]) -> None:
+        """To a checkpoint, with the next attempt, which begins a lineage; and only since something was lost."""
+        view = self.view
+        attempt = at.attempt + 1
+        if now != replace(at, epoch=now.epoch, attempt=attempt, lineage=attempt, base=now.epoch, writer=now.writer):
+            raise Violation(f"a roll-back went from {at} to {now}")
+        if view.checkpoint is None or view.keys.checkpoint not in written:
+            raise Violation(f"the epoch went back from {at} to {now}, and to no checkpoint")
+        name = view.checkpoint.record.name
+        if self._checkpoints.get(name) != now.epoch or view.checkpoint.record.epoch != now.epoch:
+            raise Violation(f"a roll-back to boundary {now.epoch}, and to {name}, which is not a checkpoint of it")
+        lost = [
+            task
+            for task, holders in held.items()
+            if task not in self._stateless and not any(name in self._living() for name in holders)
+        ]
+        if not any(view.keys.primary(task) in written for task in lost):
+            raise Violation(f"a roll-back, although somebody holds each task: {held}")
+        if not view.running:
+            raise Violation(f"a job that went back to boundary {now.epoch} passes for finished")
+        for boundary in [b for b in self.states if b > now.epoch]:
+            self._undone.setdefault(boundary, []).append(self.states.pop(boundary))
+        self._checkpoints = {name: epoch for name, epoch in self._checkpoints.items() if epoch <= now.epoch}
+        self._filed = set(range(self._tasks))
+
+    def _check_pointer(self) -> None:
+        """A checkpoint became complete: it is one of a boundary that is committed, and not undone."""
+        assert self.view.checkpoint is not None
+        record = self.view.checkpoint.record
+        if self._made.get(record.epoch) != record.attempt or record.epoch not in self.states:
+            raise Violation(f"{record} is a checkpoint of a boundary that is not committed")
+        if unknown := [name for name in record.before if name not in self._checkpoints]:
+            raise Violation(f"{record} names checkpoints before it that are none: {unknown}")
+        files = self._files(record)
+        for task in range(self._tasks):
+            if files is None or task in self._stateless:
+                continue
+            if task not in files:
+                raise Violation(f"{record} is complete without a file of task {task}")
+            if self._state(files[task]) != self.states[record.epoch][task]:
+                raise Violation(f"{record}: the file of task {task} has another state than was committed")
+        self._checkpoints[record.name] = record.epoch
+
+    def _check_from_nothing(self, task: int, held: list[str]) -> None:
+        """A task has a primary that held nothing of it."""
+        view = self.view
+        assert view.epoch is not None
+        if present := [name for name in held if name not in view.gone or name in view.nodes]:
+            raise Violation(f"task {task} began from nothing, although {present} held it")
+        if view.epoch.record.epoch > 0 and task not in self._stateless:
+            if not view.covered:
+                raise Violation(f"task {task} began from nothing, and no checkpoint has boundary {view.epoch.record}")
+            self._filed.add(task)
 
     def _committed(self, stamp: Stamp) -> None:
         terms = {task: self.view.term(task) for task in range(self._tasks)}
         after = self._runs.committed(stamp, terms, self.states[stamp.epoch])
         self.states[stamp.epoch + 1] = after
+        self._made[stamp.epoch + 1] = stamp.attempt
+        self._filed = set()
         if self._expected is not None and [after[t] for t in range(self._tasks)] != self._expected[stamp.epoch + 1]:
             wrong = [t for t in range(self._tasks) if after[t] != self._expected[stamp.epoch + 1][t]]
             raise Violation(f"epoch {stamp.epoch} committed with other states than without failures: tasks {wrong}")
@@ -124,6 +203,8 @@ class Invariants:
         for task in range(self._tasks):
             if task in self._stateless:
                 continue  # made anew by whoever takes over
+            if task in self._filed:
+                continue  # whoever needs it reads the checkpoint
             key, state = self._keys[task], self.states[epoch][task]
             for name in view.in_sync(task):
                 node = living.get(name)
@@ -151,10 +232,14 @@ class Invariants:
     def check_told(self) -> None:
         """Everything that `on_commit` was told had committed, with that state."""
         for task, number, state in self._runs.told():
-            after = self.states.get(number + 1)
-            if after is None:
+            # It may also come late, and tell of an epoch that was undone meanwhile.
+            known = [
+                *self._undone.get(number + 1, ()),
+                *([self.states[number + 1]] if number + 1 in self.states else ()),
+            ]
+            if not known:
                 raise Violation(f"on_commit of task {task} was told of epoch {number}, which is not committed")
-            if after[task] != state:
+            if all(after[task] != state for after in known):
                 raise Violation(f"on_commit of task {task} was told a state of epoch {number} that is not committed")
 
     def check_result(self, epochs: int, values: Mapping[int, object]) -> None:
@@ -183,7 +268,11 @@ def kind_of(view: JobView, puts: list[tuple[str, bytes]]) -> str:
         record = EpochRecord.from_bytes(by_key[keys.epoch])
         if view.stamp is None:
             return "submit"
+        if record.epoch < view.stamp.epoch:
+            return "rollback"
         return "commit" if record.attempt == view.stamp.attempt else "restart"
+    if keys.checkpoint in by_key:
+        return "checkpoint"
     if keys.status in by_key:
         return "end"
     for key, value in puts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import itertools
 import logging
@@ -31,6 +32,8 @@ HEAL_S = 15.0
 """Virtual time at which failures end."""
 DEADLINE_S = 120.0
 """Virtual time after that in which the job must end."""
+CHECKPOINTS = 0.25
+"""Share of the seeds whose job keeps checkpoints."""
 
 LIMIT_CPU_S = 10.0
 """What a seed may cost, by far; one that takes longer has met a loop that does not end."""
@@ -142,13 +145,19 @@ def _settings(rng: random.Random, workload: Workload) -> tg.Settings:
 
 
 async def _run(outcome: Outcome) -> None:
-    rng = random.Random(outcome.seed)
-    workload = Workload.draw(rng)
+    rng, keeps = random.Random(outcome.seed), random.Random(f"checkpoints of {outcome.seed}")
+    keeping = keeps.random() < CHECKPOINTS
+    workload = Workload.draw(rng, keeps if keeping else None)
     nodes = rng.randint(1, 4) if rng.random() < 0.2 else workload.backups + rng.randint(1, 3)
     planned = faults_.draw(rng, talks=workload.talks, erratic=bool(workload.erratic))
-    world = World(workload, _settings(rng, workload), 1, rng)
+    settings = _settings(rng, workload)
+    if keeping:
+        settings = dataclasses.replace(settings, checkpoints_kept=keeps.choice((1, 2, 3)))
+    world = World(workload, settings, 1, rng, keeps)
     outcome.transcript = world.transcript
     outcome.described = f"{workload.tasks} tasks, {workload.epochs} epochs, {workload.backups} backups, {nodes} nodes"
+    if keeping:
+        outcome.described += f", a checkpoint every {workload.checkpoint_every} epochs"
     world.loop.set_exception_handler(lambda _, context: world.violated(_unhandled(context)))
     errors = Errors(world)
     logger = logging.getLogger("taskgraph")
@@ -157,10 +166,13 @@ async def _run(outcome: Outcome) -> None:
     logger.setLevel(logging.ERROR)
     logger.propagate = False
     ruthless = rng.random() < 0.05
-    faults = faults_.Faults(world, planned, random.Random(rng.getrandbits(64)), ruthless=ruthless)
+    chance = random.Random(rng.getrandbits(64))
+    faults = faults_.Faults(world, planned, chance, ruthless=ruthless)
+    if keeping:
+        faults.add_around_checkpoints(faults_.draw_around_checkpoints(keeps))
     try:
         await world.start(nodes)
-        outcome.ended = await _until_over(world, faults, ruthless)
+        outcome.ended = await _until_over(world, faults)
     except Violation as error:
         outcome.problem = str(error)
     finally:
@@ -175,7 +187,7 @@ def _unhandled(context: dict[str, object]) -> Violation:
     return Violation(f"nobody handled: {context.get('message')} {context.get('exception')!r}")
 
 
-async def _until_over(world: World, faults: faults_.Faults, ruthless: bool) -> str:
+async def _until_over(world: World, faults: faults_.Faults) -> str:
     status = asyncio.ensure_future(world.status())
     waits: list[asyncio.Future[object]] = [status, world.failed]  # type: ignore[list-item]
     try:
@@ -192,7 +204,7 @@ async def _until_over(world: World, faults: faults_.Faults, ruthless: bool) -> s
             raise Violation(f"it hangs: {hanging(world)}")
         record = status.result()
         if record.state != State.FINISHED:
-            return _judge_failure(world, record.reason, ruthless)
+            return _judge_failure(world, record.reason, faults.ruthless or faults.bold)
         result = asyncio.ensure_future(world.result())
         waits = [result, world.failed]  # type: ignore[list-item]
         try:
@@ -207,7 +219,7 @@ async def _until_over(world: World, faults: faults_.Faults, ruthless: bool) -> s
             found = result.result()
             if found is None:
                 assert world.invariants.view.status is not None
-                return _judge_failure(world, world.invariants.view.status.record.reason, ruthless)
+                return _judge_failure(world, world.invariants.view.status.record.reason, faults.ruthless or faults.bold)
         finally:
             result.cancel()
             await asyncio.gather(result, return_exceptions=True)
@@ -220,8 +232,11 @@ async def _until_over(world: World, faults: faults_.Faults, ruthless: bool) -> s
 
 
 def _judge_failure(world: World, reason: str, ruthless: bool) -> str:
-    """A job may fail for one reason only: every holder of some task is gone, as the seed wanted it."""
+    """A job may fail for one reason only: every holder of some task is gone, as the seed wanted it, and there is no
+    checkpoint, or none that the disk kept."""
     view = world.invariants.view
+    if view.checkpoint is not None and not ("no checkpoint can be used" in reason and world.place.spoilt):
+        raise Violation(f"the job failed, and has a checkpoint: {reason}")
     for task in range(world.workload.tasks):
         holders = view.in_sync(task)
         dead = all(n in view.gone and not world.nodes[n].exists for n in holders)

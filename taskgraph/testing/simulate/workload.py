@@ -74,13 +74,22 @@ class Workload:
     stateless: frozenset[int]  # tasks that keep nothing
     finishes: bool  # the job's length is decided by a task
     chaos: random.Random = field(repr=False)
+    checkpoint_every: int = 0  # 0: no checkpoints
 
     @classmethod
-    def draw(cls, rng: random.Random) -> Workload:
+    def draw(cls, rng: random.Random, keeps: random.Random | None = None) -> Workload:
+        """Args:
+        keeps: of a job that keeps checkpoints, what that adds; with the same `rng` all else is the same.
+        """
         tasks = rng.choice((1, 2, 2, 3, 3, 4))
         epochs = rng.choice((2, 3, 3, 4, 5, 6))
         talks = rng.random() < 0.4
         plan = tuple(tuple(_draw_epoch(rng, tasks, talks)) for _ in range(epochs))
+        every = 0
+        if keeps is not None:
+            every = keeps.choice((1, 2, 2, 3))
+            plan += tuple(tuple(_draw_epoch(keeps, tasks, talks)) for _ in range(keeps.randrange(1, 8)))
+            epochs = len(plan)
         erratic = frozenset({rng.randrange(tasks)}) if rng.random() < 0.3 else frozenset()
         return cls(
             seed=rng.getrandbits(32),
@@ -93,6 +102,7 @@ class Workload:
             stateless=frozenset({rng.randrange(tasks)}) if rng.random() < 0.15 else frozenset(),
             finishes=rng.random() < 0.2,
             chaos=random.Random(rng.getrandbits(32)),
+            checkpoint_every=every,
         )
 
     def steps(self, epoch: int, task: int) -> tuple[Step, ...]:
@@ -113,6 +123,8 @@ class Workload:
             min_nodes=min_nodes,
             settings=settings,
             name="simulated",
+            checkpoint="file:///simulated" if self.checkpoint_every else None,
+            checkpoint_every=self.checkpoint_every or 1,
         )
 
     def expected(self) -> list[list[int]]:

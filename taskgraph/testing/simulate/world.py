@@ -10,8 +10,10 @@ import random
 from typing import Protocol
 
 import taskgraph as tg
+from taskgraph.checkpoint.manifest import Origin
+from taskgraph.checkpoint.store import Store
 from taskgraph.driver import JobSpec
-from taskgraph.errors import CoordinationError, TaskGraphError
+from taskgraph.errors import CheckpointError, CoordinationError, TaskGraphError
 from taskgraph.launch.collect import assemble, complete
 from taskgraph.launch.submit import submit
 from taskgraph.node.node import Node, Point
@@ -19,12 +21,14 @@ from taskgraph.observe.events import Event, EventLog
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, KeyEvent, Put, Txn
-from taskgraph.protocol.records import GoneRecord, State, StatusRecord
+from taskgraph.protocol.messages import Encoded
+from taskgraph.protocol.records import CheckpointRecord, GoneRecord, State, StatusRecord
 from taskgraph.testing.simulate.client import SimCoordinator
 from taskgraph.testing.simulate.etcd import SimEtcd, SimStore
 from taskgraph.testing.simulate.invariants import Invariants, kind_of
 from taskgraph.testing.simulate.loop import Process, SimLoop
 from taskgraph.testing.simulate.network import SimNetwork, SimTransport
+from taskgraph.testing.simulate.place import FileThreads, NodePlace, SimPlace
 from taskgraph.testing.simulate.runs import Runs, Violation
 from taskgraph.testing.simulate.threads import InlineThreads
 from taskgraph.testing.simulate.transcript import Transcript
@@ -48,6 +52,7 @@ class SimNode:
     process: Process
     threads: Process
     coordinator: SimCoordinator
+    place: NodePlace
     node: Node
     run: asyncio.Task[None]
     dead: bool = False  # killed
@@ -63,10 +68,13 @@ class World:
 
     Args:
         rng: decides delays; what happens is decided by whoever calls `crash` and the like.
+        keeps: decides what concerns checkpoints alone, so that jobs without any do not depend on it.
         moment: told of every named moment, with the node it is about ("" for none), at that very moment.
     """
 
-    def __init__(self, workload: Workload, settings: tg.Settings, min_nodes: int, rng: random.Random) -> None:
+    def __init__(
+        self, workload: Workload, settings: tg.Settings, min_nodes: int, rng: random.Random, keeps: random.Random
+    ) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SimLoop)
         self.loop = loop
@@ -79,6 +87,8 @@ class World:
         self.keys = Keys(self.spec.name)
         self.moment: Moment = lambda name, node, peer="": None
         self.nodes: dict[str, SimNode] = {}
+        self._keeps = keeps
+        self.place = SimPlace(random.Random(keeps.getrandbits(64)))
         self.failed: asyncio.Future[None] = loop.create_future()
         speed = rng.choice((0.0003, 0.001, 0.001, 0.005))
         self._compute_s = rng.choice((0.0, 0.002, 0.01, 0.03, 0.1))
@@ -105,6 +115,7 @@ class World:
             living=self._living,
             expected=None if workload.erratic else workload.expected(),
             stateless=workload.stateless,
+            files=self._files,
         )
         self._launcher = SimCoordinator(
             self.etcd, Process("launcher"), Process("launcher"), on_txn=self._on_txn, timeout_s=3.0
@@ -137,6 +148,7 @@ class World:
             timeout_s=self._etcd_timeout_s,
             lag=self._rng.choice((1.0, 1.0, 1.0, 0.0, 10.0)),
         )
+        place = self.place.seen_by(node_id)
         events = EventLog(name)
         events.listen(lambda event: self._told(node_id, event))
         node = Node(
@@ -150,10 +162,12 @@ class World:
             host=f"h{self._rng.randrange(1, 4)}",
             devices=0,
             threads=InlineThreads(random.Random(self._rng.getrandbits(64)), self._compute_s),
+            file_threads=FileThreads(random.Random(self._keeps.getrandbits(64)), place),
+            place=place,
             point=self._point(node_id),
         )
         run = self.loop.create_task(self._run(node), name=f"node {name}", context=process.fresh())
-        known = self.nodes[node_id] = SimNode(node_id, name, process, threads, coordinator, node, run)
+        known = self.nodes[node_id] = SimNode(node_id, name, process, threads, coordinator, place, node, run)
         return known
 
     async def _run(self, node: Node) -> None:
@@ -203,7 +217,7 @@ class World:
         """The results, once all tasks have the same; None where the job failed after all."""
         while True:
             status = self.invariants.view.status
-            if status is None or status.record.state != State.FINISHED:
+            if status is None or status.record.state not in (State.FINISHED, State.RUNNING):
                 return None
             found: list[TaskResult] = []
             for known in self.existing():
@@ -237,6 +251,19 @@ class World:
 
     def _living(self) -> dict[str, Node]:
         return {known.id: known.node for known in self.nodes.values() if known.exists}
+
+    def _files(self, record: CheckpointRecord) -> dict[int, Encoded] | None:
+        """task -> what a checkpoint has of it; None where the disk lied."""
+        origin = Origin(job=self.spec.name, fingerprint=self.spec.fingerprint, tasks=self.spec.tasks)
+        store = Store("file:///simulated", origin, place=self.place.seen_by("the checks"))
+        try:
+            manifest = store.open(record.name)
+            read = {info.task: store.read(manifest, info.task) for info in manifest.files}
+        except CheckpointError as error:
+            if any(record.name in path for path in self.place.spoilt):
+                return None
+            raise Violation(f"a checkpoint is complete, and cannot be used: {error}") from error
+        return {task: value for task, value in read.items() if value is not None}
 
     def _told(self, node_id: str, event: Event) -> None:
         self.transcript.add(node_id, event.kind, event.text)

@@ -1,0 +1,106 @@
+"""Where a seed's checkpoints lie: a place that all its nodes see, and that is slow, full or forgetful for a while.
+
+The files are real, as is all that is above `checkpoint.places.Place`; only the disk is simulated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import random
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from taskgraph.checkpoint.places import Bytes
+from taskgraph.testing.simulate.threads import InlineThreads
+
+__all__ = ["FileThreads", "NodePlace", "SimPlace"]
+
+R = TypeVar("R")
+
+
+class SimPlace:
+    """The files, and what is wrong with them."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._files: dict[str, memoryview] = {}
+        self._rng = rng
+        self.usual_s = rng.choice((0.0, 0.002, 0.02, 0.1))
+        """What a file takes, at most, when nothing is wrong."""
+        self.lose_next = 0
+        """Writes that are said to have happened, and are lost, or only half of them is kept: a disk that lied."""
+        self.spoilt: set[str] = set()
+        """Files that are not what was written, for the checks."""
+
+    def seen_by(self, node: str) -> NodePlace:
+        return NodePlace(self, node)
+
+    def put(self, path: str, data: bytes) -> None:
+        if self.lose_next > 0:
+            self.lose_next -= 1
+            self.spoilt.add(path)
+            if self._rng.random() < 0.5:
+                self._files[path] = memoryview(data[: self._rng.randrange(len(data))])
+            return  # else what was there before stays
+        self.spoilt.discard(path)
+        self._files[path] = memoryview(data)
+
+    def get(self, path: str) -> memoryview:
+        if path not in self._files:
+            raise FileNotFoundError(errno.ENOENT, "no such file", path)
+        return self._files[path]
+
+    def names(self, path: str) -> list[str]:
+        start = f"{path}/"
+        return sorted({name[len(start) :].split("/")[0] for name in self._files if name.startswith(start)})
+
+    def remove(self, path: str) -> None:
+        for name in [n for n in self._files if n == path or n.startswith(f"{path}/")]:
+            del self._files[name]
+
+
+class NodePlace:
+    """The place as one node sees it: `checkpoint.places.Place`."""
+
+    def __init__(self, place: SimPlace, node: str) -> None:
+        self._place = place
+        self._node = node
+        self.full = False
+        self.extra_s = 0.0
+
+    def __str__(self) -> str:
+        return "simulated"
+
+    def mend(self) -> None:
+        self.full, self.extra_s = False, 0.0
+
+    def delay_s(self) -> float:
+        """How long a call takes just now, at most."""
+        return self._place.usual_s + self.extra_s
+
+    def write(self, path: str, parts: Iterable[Bytes]) -> None:
+        data = b"".join(bytes(part) for part in parts)
+        if self.full:
+            raise OSError(errno.ENOSPC, "no space left", path)
+        self._place.put(path, data)
+
+    def read(self, path: str) -> memoryview:
+        return self._place.get(path)
+
+    def names(self, path: str) -> list[str]:
+        return self._place.names(path)
+
+    def remove(self, path: str) -> None:
+        self._place.remove(path)
+
+
+class FileThreads(InlineThreads):
+    """The threads that wait for the place. What a killed process had under way there happened, or did not."""
+
+    def __init__(self, rng: random.Random, place: NodePlace) -> None:
+        super().__init__(rng, 0.0)
+        self._place = place
+
+    def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
+        self._compute_s = self._place.delay_s()
+        return super().run(function)
