@@ -16,7 +16,6 @@ from taskgraph.checkpoint.store import Store
 from taskgraph.coordination.memory import MemoryStore
 from taskgraph.errors import Refused
 from taskgraph.graph.values import decode
-from taskgraph.node import checkpoints as checkpoints_module
 from taskgraph.node import replica as replica_module
 from taskgraph.node.attempt import Attempt
 from taskgraph.node.backups import Backups
@@ -217,22 +216,6 @@ def a_finished_job_that_goes_back_stays_finished(patch: pytest.MonkeyPatch) -> N
 @plant
 def a_checkpoint_is_complete_without_some_of_its_files(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(checkpointing, "files_needed", lambda view, tasks: frozenset({0}))
-
-
-@plant
-def a_checkpoint_of_an_undone_boundary_becomes_complete(patch: pytest.MonkeyPatch) -> None:
-    def is_open(view: Any, boundary: Any) -> bool:
-        return bool(boundary.epoch > (view.checkpoint.record.epoch if view.checkpoint is not None else 0))
-
-    def advance(original: Any, view: Any, record: Any, **kwargs: Any) -> Txn:
-        epoch = dataclasses.replace(view.epoch, record=dataclasses.replace(view.epoch.record, lineage=0))
-        with pytest.MonkeyPatch.context() as forget:
-            forget.setattr(view, "epoch", epoch)
-            return _without(original(view, record, **kwargs), lambda c: c.key == view.keys.checkpoint)
-
-    patch.setattr(checkpointing, "is_open", is_open)
-    patch.setattr(checkpoints_module, "is_open", is_open)
-    _changed(patch, transactions, "advance_checkpoint", advance)
 
 
 @plant
