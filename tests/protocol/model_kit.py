@@ -2,8 +2,8 @@
 
 A state holds etcd, and for every node its view (as old as the node has not read), its boundaries, and what its
 primaries know. A step is one thing that one node does: read etcd, make a snapshot, have another node hold one, begin,
-execute or learn of a write, report done, commit, restart, take over, or die. `explore` tries every order of steps,
-breadth first, and checks after each one what must never break:
+execute or learn of a write, commit, restart, take over, or die. `explore` tries every order of steps, breadth first,
+and checks after each one what must never break:
 
 - the committed epoch grows by one, by a commit, and by nothing else; attempts and terms only grow;
 - a commit counts the current primary of every task, and every living member that may take over from then on holds
@@ -12,40 +12,48 @@ breadth first, and checks after each one what must never break:
 
 Messages that are lost, late or doubled are steps that come late, or views that are old: what a node holds or writes is
 decided from its own view, by the classes that nodes use.
+
+What makes it small, none of which loses a history that could break an invariant (the reasons are where it is done):
+
+- parts of states are kept once, and revisions counted per key (`model_states`);
+- transactions that are refused change nothing; a refused write is known at once (`Steps.execute`, `Write`);
+- a task is done as soon as it may be, and what was reported may come to any leader, or not (`_settle`, `Steps.commit`);
+- boundaries are held and acknowledged at once, and a candidate is one from its first boundary on (`Steps.offer`);
+- a dead node is forgotten, and so is a done of an epoch that is over.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from itertools import product
 
-from protocol_kit import JOB, World, boundary, report
+import numpy as np
+from model_search import BrokenAt, Explored, Memo, Numbers, Picked, Rows, Step, search
+from model_states import Etcd, Interned, Key, Violation
+from model_steps import Plants, Steps
+from numpy.typing import NDArray
+from protocol_kit import World
 
-from taskgraph.coordination.memory import MemoryStore
-from taskgraph.protocol import transactions
-from taskgraph.protocol.boundaries import Boundaries
-from taskgraph.protocol.commit import Commit, Leader, Restart
-from taskgraph.protocol.insync import InSync, Place
-from taskgraph.protocol.kv import KeyValue, Txn, TxnResult
-from taskgraph.protocol.messages import Stamp
-from taskgraph.protocol.records import GoneRecord
-from taskgraph.protocol.takeover import Move, succession
-from taskgraph.protocol.view import JobView
+__all__ = ["Budget", "Explored", "Model", "Plants", "Violation", "explore"]
 
-__all__ = ["Budget", "Explored", "State", "Violation", "explore", "start"]
-
-Key = tuple[int, int, int]
-
-
-class Violation(AssertionError):
-    """An invariant broke; the message ends with the steps that led there."""
+_ETCD, _COMMITTED, _BUDGET, _DONES, _VIEWS = range(5)
+_PAIR = 1 << 20  # more than there are commits
+_DECISION, _WHOM, _NOW, _SEEN, _NONE, _TERM, _BEFORE, _ROLES, _OUTCOME = range(
+    -9, 0
+)  # columns that a step needs while it is made
+Part = Callable[..., int | tuple[int, ...] | None]
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How much may happen in one history; every number bounds the state space."""
+    """How much may happen in one history; every number bounds the state space.
+
+    To replace or evict a dead node costs nothing but its crash; `takeovers` and `evictions` are of the living, who are
+    suspected wrongly.
+    """
 
     epochs: int = 2
     crashes: int = 0
@@ -56,519 +64,365 @@ class Budget:
 
 
 @dataclass
-class Write:
-    """An admission or eviction: decided, executed or not, and not known to the primary yet."""
+class Model:
+    """A job that just began.
 
-    kind: str
-    txn: Txn
-    result: bool | None = None
+    Attributes:
+        members: those that are in sync; of two, each is primary of one of two tasks. Or those of task 0, a space, and
+            those of task 1.
+        reduced: False explores what is merged otherwise: views that a node cannot tell apart, and whether the eviction
+            of a dead node is known. Only to show that the same is reached.
+    """
+
+    tasks: int
+    names: str
+    budget: Budget
+    members: str = "ab"
+    plants: Plants = field(default_factory=Plants)
+    reduced: bool = True
+
+    def __post_init__(self) -> None:
+        self._steps = Steps(self.names, self.tasks, self.budget.epochs, self.plants, self.reduced)
+        self._reached: set[int] = set()
+        self._budgets: Interned[Budget] = Interned(lambda budget: budget)
+        self._memos: dict[tuple[str | int, ...], Memo] = {}
+        self._alike: dict[Hashable, int] = {}
+
+    def begin(self) -> Rows:
+        """The first state."""
+        world, steps = World(*self.names), self._steps
+        for task in range(self.tasks):
+            members = self._members(task)
+            first = members[task % len(members)]
+            world.first(task, first)
+            for other in members:
+                if other != first:
+                    world.admit(task, first, other)
+        etcd = steps.etcds.number(Etcd.of(world.store))
+        slots = [
+            steps.first_slot(node, task, etcd, self._members(task))
+            for node in range(len(self.names))
+            for task in range(self.tasks)
+        ]
+        views = []
+        for node in range(len(self.names)):
+            roles = 0
+            for task in range(self.tasks):
+                roles = self._add_role(task, slots[node * self.tasks + task], roles)
+            views.append(self._relevant(node, etcd, roles))
+        row = [etcd, 0, self._budgets.number(self.budget), 0, *views, *slots]
+        return np.array([row], np.int32).T
+
+    def _members(self, task: int) -> str:
+        groups = self.members.split()
+        return groups[task % len(groups)]
+
+    def reached(self) -> set[tuple[Hashable, tuple[Key, ...]]]:
+        """What etcd held, and which boundaries were committed then, in all states explored so far."""
+        pairs = (divmod(pair, _PAIR) for pair in self._reached)
+        return {(self._steps.etcd(etcd).key, self._steps.committed[committed]) for etcd, committed in pairs}
+
+    def epochs(self) -> int:
+        """The most that was committed in a history explored so far."""
+        return max(self._steps.etcd(pair // _PAIR).stamp.epoch for pair in self._reached)
+
+    # -- columns ------------------------------------------------------------------------------------
+
+    def _view(self, node: int) -> int:
+        return _VIEWS + node
+
+    def _slot(self, node: int, task: int) -> int:
+        return _VIEWS + len(self.names) + node * self.tasks + task
+
+    def memo(self, function: Part, who: tuple[int, ...], inputs: int, results: int) -> Memo:
+        """`function(*who, ...)`, remembered."""
+        label: tuple[str | int, ...] = (str(getattr(function, "__name__", function)), *who)
+        if label not in self._memos:
+            self._memos[label] = Memo(partial(function, *who), inputs, results)
+        return self._memos[label]
+
+    def _first_alike(self, kind: Hashable, etcd: int) -> int:
+        """The first etcd of its kind: what looks at nothing but the kind may as well look at that."""
+        return self._alike.setdefault(kind, etcd)
+
+    def _at(self, etcd: int) -> int:
+        """Stands for etcd to who asks for nothing but the stamp."""
+        return self._first_alike(self._steps.etcd(etcd).stamp, etcd)
+
+    def _of_task(self, task: int, etcd: int) -> int:
+        """Stands for etcd to who asks for the stamp and the primary of one task."""
+        at = self._steps.etcd(etcd)
+        return self._first_alike(("task", at.stamp, task, at.view.primary_node(task), at.view.term(task)), etcd)
+
+    def _of_member(self, other: int, task: int, etcd: int) -> int:
+        """Stands for etcd to who asks for the stamp and one member of one task."""
+        at, name = self._steps.etcd(etcd), self.names[other]
+        member = at.view.members_of(task).get(name)
+        return self._first_alike(("member", at.stamp, other, task, member, name in at.view.nodes), etcd)
+
+    def _membership(self, node: int, task: int, etcd: int) -> int:
+        """Stands for etcd to who asks for the stamp and whether one node may take over one task."""
+        at = self._steps.etcd(etcd)
+        return self._first_alike(("heir", at.stamp, node, task, self.names[node] in at.view.in_sync(task)), etcd)
+
+    def _add_role(self, task: int, slot: int, roles: int) -> int:
+        found = self._steps.slots[slot]
+        return roles | (found is not None and found.role is not None) << task
+
+    def _relevant(self, node: int, view: int, roles: int) -> int:
+        """Stands for what a node read: the first etcd that is the same in all that this node ever looks at.
+
+        That is, besides the stamp and the node's own key: of every task the primary and the node's own member key; of
+        a task that it is primary of all member keys and who is registered, as it admits and evicts; if it leads,
+        `generation`; and everything, where it may start a task from nothing. It becomes a primary in a step that reads
+        everything (`_read` is part of it), so what does not matter now never will.
+        """
+        at, name = self._steps.etcd(view), self.names[node]
+        seen = at.view
+        if not self.reduced or any(self._steps.take_over_from_nothing(node, task, view) for task in range(self.tasks)):
+            return view
+        kind = (
+            node,
+            at.stamp,
+            tuple((seen.primary_node(t), seen.term(t), seen.members_of(t).get(name)) for t in range(self.tasks)),
+            tuple(tuple(sorted(seen.members_of(t).items())) for t in range(self.tasks) if roles & 1 << t),
+            tuple(sorted(seen.nodes)) if roles else (),
+            seen.generation_revision if roles & 1 else 0,
+            roles,
+        )
+        return self._first_alike(kind, view)
+
+    # -- a machine, as `search` wants it ------------------------------------------------------------
+
+    def check(self, rows: Rows) -> None:
+        self._reached.update(np.unique(rows[_ETCD].astype(np.int64) * _PAIR + rows[_COMMITTED]).tolist())
+        for node, task in product(range(len(self.names)), range(self.tasks)):
+            moves = _Moves(self, rows).where(self._view(node))
+            moves = moves.make(self._membership, (node, task), (_ETCD,), (_NOW,))
+            moves.make(self._steps.check_member, (node, task), (self._slot(node, task), _NOW, _COMMITTED))
+
+    def steps(self, rows: Rows) -> Iterator[Step]:
+        self._roles = np.array([slot is not None and slot.role is not None for slot in self._steps.slots.parts])
+        for node, name in enumerate(self.names):
+            alive = _Moves(self, rows).where(self._view(node))
+            yield self._read(alive.named(f"{name} reads etcd", "reads"), node)
+            yield self._die(alive.named(f"{name} dies", "dies"), node)
+            for task in range(self.tasks):
+                primary = alive.where(self._slot(node, task), self._roles)
+                yield from self._steps_of_primary(primary, node, task)
+                backup = alive.where(self._slot(node, task), ~self._roles)
+                yield from self._steps_of_successor(backup, node, task)
+            yield from self._steps_of_leader(alive.where(self._slot(node, 0), self._roles), node)
+
+    def _steps_of_primary(self, primary: _Moves, node: int, task: int) -> Iterator[Step]:
+        steps, name, slot, view = self._steps, self.names[node], self._slot(node, task), self._view(node)
+        moves = primary.named(f"{name} makes the next boundary of {task}", "makes")
+        moves = moves.make(self._at, (), (view,), (_SEEN,))
+        yield self._settled(moves.make(steps.snapshot, (), (slot, _SEEN), (slot,)), node, task)
+        for other, receiver in enumerate(self.names):
+            if other == node:
+                continue
+            primary = primary.make(self._of_member, (other, task), (view,), (_SEEN,))
+            moves = primary.named(f"{name} decides to admit {receiver} to {task}", "admits")
+            yield moves.make(steps.begin_admit, (node, other, task), (slot, _SEEN), (slot,)).step()
+
+            for living, cost in ((True, "evictions"), (False, "")):
+                moves = primary.where(self._view(other), living=living)
+                moves = moves.named(f"{name} decides to evict {receiver} from {task}", "evicts")
+                moves = moves.make(steps.begin_evict, (node, other, task), (slot, _SEEN), (slot,))
+                yield self._spend(moves, cost).step()
+
+            moves = primary.named(f"{name}'s write about {receiver} at {task} is executed", "writes")
+            moves = moves.make(steps.pending, (other,), (slot,), (_DECISION,))
+            moves = moves.make(steps.write, (other,), (_DECISION, _ETCD), (_ETCD, _OUTCOME))
+            yield self._settled(moves.make(steps.written, (other,), (slot, _OUTCOME), (slot,)), node, task)
+
+            moves = primary.named(f"{name} learns of its write about {receiver} at {task}", "learns")
+            yield self._settled(moves.make(steps.learn, (other,), (slot,), (slot,)), node, task)
+
+            for invited, cost in ((True, "joins"), (False, "")):
+                yield self._offer(primary.where(self._view(other)), node, other, task, invited, cost)
+
+    def _offer(self, moves: _Moves, node: int, other: int, task: int, invited: bool, cost: str) -> Step:
+        steps, name, receiver = self._steps, self.names[node], self.names[other]
+        slot, others = self._slot(node, task), self._slot(other, task)
+        kind = "invites" if invited else "offers"
+        moves = self._spend(moves.named(f"{name} has {receiver} hold a boundary of {task} ({kind})", kind), cost)
+        moves = moves.make(self._of_task, (task,), (self._view(other),), (_SEEN,))
+        moves = moves.make(steps.offer, (node, other, task, invited), (slot, others, _SEEN), (slot, others))
+        if self.plants.joiner_puts_key:
+            moves = moves.make(steps.put_own_key, (other, task), (slot, _ETCD), (_ETCD,))
+        return self._settled(moves, node, task)
+
+    def _steps_of_successor(self, backup: _Moves, node: int, task: int) -> Iterator[Step]:
+        steps, name, slot, view = self._steps, self.names[node], self._slot(node, task), self._view(node)
+        for nothing, decide in enumerate((steps.take_over, steps.take_over_from_nothing)):
+            how = " from nothing" if nothing else ""
+            moves = backup.named(f"{name} takes over {task}{how}", "takes" + how)
+            moves = moves.make(decide, (node, task), (view,), (_DECISION, _WHOM))
+            moves = moves.make(steps.execute, (), (_DECISION, _ETCD), (_NOW, _NONE))
+            for whom in range(len(self.names)):
+                replaced = moves.only(_WHOM, whom)
+                for living, cost in ((True, "takeovers"), (False, "")):
+                    taken = self._spend(replaced.where(self._view(whom), living=living), cost)
+                    taken = taken.make(steps.begin_term, (node, task, nothing), (slot, view, _NOW), (slot,))
+                    taken = taken.copied(_NOW, _ETCD)
+                    taken.make(steps.check_taken, (node, task), (slot, _ETCD, _COMMITTED))
+                    yield self._read(taken, node)  # a new primary catches up with its own write before it works
+
+    def _steps_of_leader(self, leader: _Moves, node: int) -> Iterator[Step]:
+        steps, name, slot, view = self._steps, self.names[node], self._slot(node, 0), self._view(node)
+        leader = leader.make(steps.revision, (), (slot,), (_TERM,))
+        for choice in range(steps.choices()):
+            moves = leader.named(f"{name} commits", "commits")
+            moves = moves.make(steps.commit, (choice,), (_TERM, view, _DONES), (_DECISION,))
+            moves = moves.make(steps.execute, (), (_DECISION, _ETCD), (_ETCD, _COMMITTED))
+            yield moves.zeroed(_DONES).step()
+        moves = self._spend(leader.named(f"{name} restarts", "restarts"), "restarts")
+        moves = moves.make(steps.restart, (), (_TERM, view), (_DECISION,))
+        yield moves.make(steps.execute, (), (_DECISION, _ETCD), (_ETCD, _NONE)).zeroed(_DONES).step()
+
+    def _read(self, moves: _Moves, node: int) -> Step:
+        """The node reads etcd; no step where there is nothing new to it."""
+        view, slots = self._view(node), [self._slot(node, task) for task in range(self.tasks)]
+        moves = moves.make(self._at, (), (view,), (_SEEN,)).copied(view, _BEFORE)
+        for task, slot in enumerate(slots):
+            moves = moves.make(self._of_task, (task,), (_ETCD,), (_NOW,))
+            moves = moves.make(self._steps.read, (node, task), (slot, _SEEN, _NOW), (slot,))
+        moves = moves.zeroed(_ROLES)
+        for task, slot in enumerate(slots):
+            moves = moves.make(self._add_role, (task,), (slot, _ROLES), (_ROLES,))
+        moves = moves.make(self._relevant, (node,), (_ETCD, _ROLES), (view,)).differing(view, _BEFORE)
+        for task in range(self.tasks):
+            moves = self._settle(moves, node, task)
+        return moves.step()
+
+    def _die(self, moves: _Moves, node: int) -> Step:
+        moves = self._spend(moves, "crashes").make(self._steps.die, (node,), (_ETCD,), (_ETCD,))
+        return moves.zeroed(self._view(node), *(self._slot(node, task) for task in range(self.tasks))).step()
+
+    def _spend(self, moves: _Moves, cost: str) -> _Moves:
+        if not cost:
+            return moves
+        return moves.make(self._spent, (self._costs.index(cost),), (_BUDGET,), (_BUDGET,))
+
+    _costs = tuple(f.name for f in fields(Budget))
+
+    def _spent(self, cost: int, budget: int) -> int | None:
+        left, name = self._budgets[budget], self._costs[cost]
+        if not getattr(left, name):
+            return None
+        return self._budgets.number(replace(left, **{name: getattr(left, name) - 1}))
+
+    def _settled(self, moves: _Moves, node: int, task: int) -> Step:
+        return self._settle(moves, node, task).step()
+
+    def _settle(self, moves: _Moves, node: int, task: int) -> _Moves:
+        """A task is done with the epoch at work as soon as it may be.
+
+        Nothing is lost: that it is done only allows a leader to commit, which it need not; and for an epoch that is
+        over, nobody commits with success.
+        """
+        moves = moves.make(self._at, (), (self._view(node),), (_SEEN,)).make(self._at, (), (_ETCD,), (_NOW,))
+        moves = moves.zeroed(_TERM).replace(self._done, (), (self._slot(node, task), _SEEN, _NOW), _TERM)
+        return moves.replace(self._report, (task,), (_TERM, _DONES), _DONES)
+
+    def _done(self, slot: int, seen: int, now: int) -> int | None:
+        return self._steps.done(slot, seen) if seen == now else None
+
+    def _report(self, task: int, term: int, dones: int) -> int | None:
+        known = self._steps.dones
+        return known.number(known[dones] | {(task, term)}) if term else None
 
 
-@dataclass
-class Role:
-    """What a primary knows, for one task and one term."""
+class _Moves:
+    """One kind of step, made in many rows: which ones, and what changes there."""
 
-    term: int
-    revision: int
-    insync: InSync
-    done: Stamp | None = None
-    writes: dict[str, Write] = field(default_factory=dict)
+    def __init__(self, model: Model, rows: Rows) -> None:
+        self._model = model
+        self._rows = rows
+        self._at: Picked = np.arange(rows.shape[1])
+        self._changed: dict[int, Numbers] = {}
+        self._name = ("", "")
 
-
-@dataclass
-class Node:
-    name: str
-    view: JobView
-    boundaries: dict[int, Boundaries]
-    roles: dict[int, Role] = field(default_factory=dict)
-    leader: Leader | None = None
-
-
-class State:
-    """One state; steps change copies of it."""
-
-    def __init__(self, tasks: int, budget: Budget) -> None:
-        self.tasks = tasks
-        self.budget = budget
-        self.store = MemoryStore()
-        self.view = JobView(JOB)  # of the store as it is; shared, never changed
-        self.nodes: dict[str, Node] = {}
-        self.revisions: dict[str, int] = {}
-        self.committed: dict[int, Key] = {}  # task -> the boundary that the last commit counted
-        self.trail: tuple[str, ...] = ()
-
-    def copy(self) -> State:
+    def named(self, what: str, kind: str) -> _Moves:
         twin = copy.copy(self)
-        twin.store = MemoryStore()
-        twin.store.revision = self.store.revision
-        twin.store._keys = dict(self.store._keys)
-        twin.nodes = {name: _copy_node(node) for name, node in self.nodes.items()}
+        twin._name = (what, kind)
         return twin
 
-    def key(self) -> object:
-        """The same for states that differ in nothing a step could notice; revisions count by their order only."""
-        views = {id(n.view): n.view for n in self.nodes.values()} | {id(self.view): self.view}
-        listings = {number: _listing(view) for number, view in views.items()}
-        seen = {r for kvs in listings.values() for kv in kvs for r in (kv.mod_revision, kv.create_revision)}
-        seen.update(self.revisions.values())
-        rank = {revision: place for place, revision in enumerate(sorted(seen))}
-        texts = {
-            number: tuple((kv.key, kv.value, rank[kv.mod_revision], rank[kv.create_revision]) for kv in kvs)
-            for number, kvs in listings.items()
-        }
-        nodes = tuple(
-            (
-                node.name,
-                texts[id(node.view)],
-                tuple(
-                    (t, held.committed and held.committed.key, tuple(held._held)) for t, held in node.boundaries.items()
-                ),
-                tuple((t, _role_key(role, rank)) for t, role in sorted(node.roles.items())),
-                node.leader
-                and (node.leader.stamp, tuple(sorted((t, r.term) for t, r in node.leader.reports().items()))),
-            )
-            for node in self.nodes.values()
-        )
-        return (texts[id(self.view)], nodes, self.budget, tuple(self.committed.items()))
+    def _column(self, column: int) -> Numbers:
+        if column in self._changed:
+            return self._changed[column]
+        numbers: Numbers = self._rows[column][self._at]
+        return numbers
 
-    # -- etcd ---------------------------------------------------------------------------------
+    def _picked(self, found: Picked) -> _Moves:
+        twin = copy.copy(self)
+        twin._at = self._at[found]
+        twin._changed = {column: numbers[found] for column, numbers in self._changed.items()}
+        return twin
 
-    def execute(self, txn: Txn) -> TxnResult:
-        """Executes a transaction, and holds it to what every transaction must keep."""
-        before, result = self.view, self.store.execute(txn)
-        if self.store.revision != before.revision:
-            self.view = JobView(JOB)
-            self.view.reset(self.store.revision, self.store.select(self.view.keys.root, prefix=True))
-            self._check_growth(before, self.view)
-        return result
+    def where(self, column: int, holds: NDArray[np.bool_] | None = None, *, living: bool = True) -> _Moves:
+        """Only rows whose number there is one that `holds`; without that: is not 0, the number of the dead."""
+        numbers = self._column(column)
+        return self._picked(np.flatnonzero((numbers != 0) == living if holds is None else holds[numbers]))
 
-    def _check_growth(self, before: JobView, after: JobView) -> None:
-        assert before.epoch is not None
-        assert after.epoch is not None
-        old, new = before.epoch.record, after.epoch.record
-        self.check(new.epoch - old.epoch in (0, 1), f"the epoch went from {old.epoch} to {new.epoch}")
-        self.check(new.attempt - old.attempt in (0, 1), f"the attempt went from {old.attempt} to {new.attempt}")
-        self.check(new.epoch == old.epoch or new.attempt == old.attempt, "a commit changed the attempt")
-        for task in range(self.tasks):
-            self.check(after.term(task) - before.term(task) in (0, 1), f"the term of task {task} leapt")
+    def only(self, column: int, number: int) -> _Moves:
+        return self._picked(np.flatnonzero(self._column(column) == number))
 
-    def check(self, holds: bool, what: str) -> None:
-        if not holds:
-            raise Violation("\n  ".join([what, *self.trail]))
+    def differing(self, one: int, other: int) -> _Moves:
+        return self._picked(np.flatnonzero(self._column(one) != self._column(other)))
 
-    def check_members(self) -> None:
-        """I3: every living member that may take over holds the boundary that the last commit counted."""
-        assert self.view.epoch is not None
-        epoch = self.view.epoch.record.epoch
-        if epoch == 0:
-            return  # nothing is lost: boundary 0 is made anew
-        for task in range(self.tasks):
-            for name in self.view.in_sync(task):
-                if name not in self.nodes:
-                    continue
-                held = _copy_boundaries(self.nodes[name].boundaries[task])
-                held.read_epoch(epoch)
-                found = held.committed.key if held.committed else None
-                self.check(
-                    found == self.committed[task],
-                    f"{name} may take over task {task} and holds {found}, not the committed {self.committed[task]}",
-                )
+    def copied(self, origin: int, into: int) -> _Moves:
+        return self._with(into, self._column(origin))
 
-    # -- steps --------------------------------------------------------------------------------
+    def zeroed(self, *columns: int) -> _Moves:
+        moves = self
+        for column in columns:
+            moves = moves._with(column, np.zeros(len(self._at), np.int32))
+        return moves
 
-    def steps(self) -> Iterator[tuple[str, Callable[[State], None]]]:
-        """What may happen next: a name, and what it does to a copy."""
-        for name, node in self.nodes.items():
-            if node.view.revision != self.view.revision:
-                yield f"{name} reads etcd", lambda s, n=name: s.read(n)
-            for task in range(self.tasks):
-                if task in node.roles:
-                    yield from self._steps_of_primary(node, task)
-                else:
-                    yield from self._steps_of_successor(node, task)
-            if node.leader is not None:
-                yield from self._steps_of_leader(node)
-            if self.budget.crashes:
-                yield f"{name} dies", lambda s, n=name: s.die(n)
+    def _with(self, column: int, numbers: Numbers) -> _Moves:
+        twin = copy.copy(self)
+        twin._changed = {**self._changed, column: numbers}
+        return twin
 
-    def _steps_of_primary(self, node: Node, task: int) -> Iterator[tuple[str, Callable[[State], None]]]:
-        name, role = node.name, node.roles[task]
-        stamp, held = node.view.stamp, node.boundaries[task]
-        assert stamp is not None
-        if stamp.epoch >= self.budget.epochs or not held.holds(stamp.epoch):
-            return
-        key = (stamp.epoch + 1, stamp.attempt, role.term)
-        if key not in role.insync.current:
-            yield f"{name} makes boundary {key} of {task}", lambda s: s.snapshot(name, task, key)
-        elif not role.insync.waits_for(key) and role.done != stamp:
-            yield f"{name} is done with {task} at {tuple(stamp)}", lambda s: s.done(name, task)
-        for other in self.nodes:
-            if role.insync.missing(other):
-                yield (
-                    f"{name} has {other} hold {role.insync.missing(other)[0]} of {task}",
-                    lambda s, o=other: s.offer(name, o, task),
-                )
-            invited = other == name or role.insync.place(other) is not None
-            if not invited and self.budget.joins:
-                yield f"{name} invites {other} to {task}", lambda s, o=other: s.invite(name, o, task)
-            if role.insync.may_admit(other):
-                yield f"{name} decides to admit {other} to {task}", lambda s, o=other: s.begin_admit(name, o, task)
-        for other in role.insync.nodes:
-            evictable = role.insync.place(other) in (Place.MEMBER, Place.MARKED)
-            if evictable and self.budget.evictions and other in node.view.members_of(task):
-                yield f"{name} decides to evict {other} from {task}", lambda s, o=other: s.begin_evict(name, o, task)
-        for other, write in role.writes.items():
-            if write.result is None:
-                yield f"{name} writes: {write.kind} {other} at {task}", lambda s, o=other: s.write(name, o, task)
-            else:
-                yield f"{name} learns: {write.kind} {other} at {task}", lambda s, o=other: s.learn(name, o, task)
-        leader = self._leader_for(stamp)
-        if role.done == stamp and leader is not None:
-            assert leader.leader is not None
-            known = leader.leader.reports().get(task) if leader.leader.stamp == leader.view.stamp else None
-            if known is None or known.term < role.term:
-                yield f"{name} reports {task} done to {leader.name}", lambda s: s.report(name, task, leader.name)
+    def make(self, part: Part, who: tuple[int, ...], read: tuple[int, ...], into: tuple[int, ...] = ()) -> _Moves:
+        """Makes the step in those rows where it applies; reads some columns and writes its results into others."""
+        found, results = self._call(part, who, read, max(1, len(into)))
+        moves = self._picked(found)
+        moves._changed.update(zip(into, results, strict=bool(into)))
+        return moves
 
-    def _leader_for(self, stamp: Stamp) -> Node | None:
-        """Whoever leads and has come as far as `stamp`: an earlier one parks the report until it read that."""
-        found = [n for n in self.nodes.values() if n.leader is not None and n.view.stamp == stamp]
-        return max(found, key=lambda n: n.roles[0].term, default=None)
+    def replace(self, part: Part, who: tuple[int, ...], read: tuple[int, ...], into: int) -> _Moves:
+        """Writes the result where the step applies, and keeps the other rows as they are."""
+        found, (results,) = self._call(part, who, read, 1)
+        if not len(found):
+            return self
+        numbers = self._column(into).copy()
+        numbers[found] = results
+        return self._with(into, numbers)
 
-    def _steps_of_successor(self, node: Node, task: int) -> Iterator[tuple[str, Callable[[State], None]]]:
-        if not self.budget.takeovers:
-            return
-        name, view = node.name, node.view
-        primary = view.primary_node(task)
-        # Anyone may be suspected at any time, rightly or not; who is gone is what etcd says.
-        suspects = {primary} if primary and primary != name else set()
-        gone = set(view.gone)
-        decision = succession(view, task, name, suspects=suspects | gone, gone=gone, wished=True, stateful=True)
-        if decision.move is Move.TAKE_OVER:
-            yield f"{name} takes over {task}", lambda s: s.take_over(name, task)
-        elif decision.move is Move.FROM_NOTHING:
-            yield f"{name} starts {task} from nothing", lambda s: s.take_over_from_nothing(name, task)
+    def _call(
+        self, part: Part, who: tuple[int, ...], read: tuple[int, ...], results: int
+    ) -> tuple[Picked, list[Numbers]]:
+        memo = self._model.memo(part, who, len(read), results)
+        try:
+            return memo(*(self._column(column) for column in read))
+        except BrokenAt as broken:
+            last = [f"at last: {self._name[0]}"] if self._name[0] else []
+            raise BrokenAt(broken.message, int(self._at[broken.at]), last) from None
 
-    def _steps_of_leader(self, node: Node) -> Iterator[tuple[str, Callable[[State], None]]]:
-        assert node.leader is not None
-        if isinstance(node.leader.decide(node.view), Commit):
-            yield f"{node.name} commits {tuple(node.view.stamp or ())}", lambda s: s.commit(node.name)
-        if self.budget.restarts and node.view.stamp == node.leader.stamp:
-            yield f"{node.name} restarts {tuple(node.view.stamp or ())}", lambda s: s.restart(node.name)
-
-    # -- what they do: each on a copy of the state that offered it -------------------------------
-
-    def spend(self, what: str) -> None:
-        self.budget = replace(self.budget, **{what: getattr(self.budget, what) - 1})
-
-    def read(self, name: str) -> None:
-        node, before = self.nodes[name], self.nodes[name].view
-        view = node.view = self.view
-        assert before.stamp is not None
-        assert view.stamp is not None
-        for held in node.boundaries.values():
-            held.read_epoch(view.stamp.epoch)
-        for task, role in list(node.roles.items()):
-            if not view.is_primary(task, name, role.term):
-                del node.roles[task]
-                if task == 0:
-                    node.leader = None
-                continue
-            held = node.boundaries[task]
-            self.check(
-                held.holds(view.stamp.epoch), f"{name}: an epoch of its task {task} committed without its boundary"
-            )
-            assert held.committed is not None
-            if view.stamp.attempt > before.stamp.attempt:
-                held.drop_pending()
-                role.insync.drop_pending(held.committed.stamp.epoch)
-            role.insync.keep_from(view.stamp.epoch)
-            role.insync.add(held.committed.key)
-        if node.leader is not None:
-            node.leader.begin(view.stamp)
-
-    def snapshot(self, name: str, task: int, key: Key) -> None:
-        node = self.nodes[name]
-        node.boundaries[task].hold(boundary(*key), committed=False)
-        node.roles[task].insync.add(key)
-
-    def offer(self, name: str, other: str, task: int) -> None:
-        """The boundary is offered, held or refused, and acknowledged, as `Serving` does it."""
-        node, receiver = self.nodes[name], self.nodes[other]
-        role, held = node.roles[task], receiver.boundaries[task]
-        key = role.insync.missing(other)[0]
-        committed = node.boundaries[task].committed
-        assert committed is not None
-        is_committed = key[0] <= committed.stamp.epoch
-        view, stamp = receiver.view, receiver.view.stamp
-        assert stamp is not None
-        if view.term(task) < role.term:
-            return  # it reads etcd first
-        dead_attempt = not is_committed and key[1] < stamp.attempt
-        if not view.is_primary(task, name, role.term) or task in receiver.roles or dead_attempt:
-            return  # refused
-        held.hold(boundary(*key), committed=is_committed)
-        held.read_epoch(stamp.epoch)
-        role.insync.acknowledge(other, key)
-
-    def invite(self, name: str, other: str, task: int) -> None:
-        self.spend("joins")
-        self.nodes[name].roles[task].insync.invite(other)
-
-    def begin_admit(self, name: str, other: str, task: int) -> None:
-        node = self.nodes[name]
-        role = node.roles[task]
-        txn = transactions.admit(
-            node.view,
-            task,
-            primary_revision=role.revision,
-            node=name,
-            node_revision=self.revisions[name],
-            candidate=other,
-            writer=name,
-        )
-        role.insync.admitting(other)
-        role.writes[other] = Write("admit", txn)
-
-    def begin_evict(self, name: str, other: str, task: int) -> None:
-        self.spend("evictions")
-        node = self.nodes[name]
-        role = node.roles[task]
-        txn = transactions.evict(
-            node.view,
-            task,
-            primary_revision=role.revision,
-            node=name,
-            node_revision=self.revisions[name],
-            member=other,
-            writer=name,
-        )
-        role.insync.evicting(other)
-        role.writes[other] = Write("evict", txn)
-
-    def write(self, name: str, other: str, task: int) -> None:
-        write = self.nodes[name].roles[task].writes[other]
-        write.result = self.execute(write.txn).succeeded
-
-    def learn(self, name: str, other: str, task: int) -> None:
-        role = self.nodes[name].roles[task]
-        write = role.writes.pop(other)
-        assert write.result is not None
-        if write.kind == "admit":
-            role.insync.admitted(other, write.result)
-        else:
-            role.insync.evicted(other, write.result)
-
-    def done(self, name: str, task: int) -> None:
-        node = self.nodes[name]
-        node.roles[task].done = node.view.stamp
-
-    def report(self, name: str, task: int, leader: str) -> None:
-        role, lead = self.nodes[name].roles[task], self.nodes[leader].leader
-        assert lead is not None
-        assert role.done is not None
-        lead.report(report(task, role.done, term=role.term))
-
-    def commit(self, name: str) -> None:
-        node = self.nodes[name]
-        assert node.leader is not None
-        assert node.view.stamp is not None
-        attempt, epoch = node.view.stamp
-        counted = node.leader.reports()
-        txn = transactions.commit(node.view, primary_revision=node.roles[0].revision, finished=False, writer=name)
-        before = self.view
-        if not self.execute(txn).succeeded:
-            return
-        for task in range(self.tasks):
-            term = counted[task].term
-            self.check(before.term(task) == term, f"a commit counted term {term} of task {task}")
-            self.committed = {**self.committed, task: (epoch + 1, attempt, term)}
-
-    def restart(self, name: str) -> None:
-        self.spend("restarts")
-        node = self.nodes[name]
-        assert node.leader is not None
-        assert node.leader.stamp is not None
-        node.leader.request_restart(node.leader.stamp, "tried")
-        assert isinstance(node.leader.decide(node.view), Restart)
-        node.leader = Leader(self.tasks, None)  # what was asked for is not asked for again
-        if node.view.stamp is not None:
-            node.leader.begin(node.view.stamp)
-        self.execute(transactions.restart(node.view, primary_revision=node.roles[0].revision, writer=name))
-
-    def take_over(self, name: str, task: int) -> None:
-        self.spend("takeovers")
-        node = self.nodes[name]
-        txn = transactions.take_over(
-            node.view, task, name, self.revisions[name], stateful=True, failure=True, writer=name
-        )
-        self._begin_term(node, task, self.execute(txn))
-
-    def take_over_from_nothing(self, name: str, task: int) -> None:
-        self.spend("takeovers")
-        node = self.nodes[name]
-        txn = transactions.take_over_from_nothing(
-            node.view, task, name, self.revisions[name], stateful=True, writer=name
-        )
-        node.boundaries[task].clear()
-        self._begin_term(node, task, self.execute(txn))
-
-    def _begin_term(self, node: Node, task: int, result: TxnResult) -> None:
-        """As `Primary` begins: from what the take-over read, and the boundary it has in its own hands."""
-        if not result.succeeded:
-            return
-        taken = transactions.taken_over(result, node.view, task)
-        held = node.boundaries[task]
-        held.read_epoch(taken.epoch)
-        if not held.holds(taken.epoch):
-            self.check(taken.epoch == 0, f"{node.name} took over task {task} without boundary {taken.epoch}")
-            held.hold(boundary(0, taken.attempt, taken.term), committed=True)
-        assert held.committed is not None
-        if taken.epoch:
-            self.check(
-                held.committed.key == self.committed[task],
-                f"{node.name} took over task {task} from {held.committed.key}, not {self.committed[task]}",
-            )
-        others = {n: m.until for n, (_, m) in taken.members.items() if n != node.name}
-        members = [n for n, until in others.items() if until is None]
-        marked = [n for n, until in others.items() if until is not None and until >= taken.epoch]
-        role = Role(taken.term, result.revision, InSync(members, marked=marked))
-        role.insync.add(held.committed.key)
-        node.roles[task] = role
-        if task == 0:
-            node.leader = Leader(self.tasks, None)
-        self.read(node.name)  # a new primary catches up with its own write before it works
-
-    def die(self, name: str) -> None:
-        self.spend("crashes")
-        del self.nodes[name]
-        keys = self.view.keys
-        self.store._keys.pop(keys.node(name), None)
-        self.execute(transactions.declare_gone(self.view, name, GoneRecord(reason="killed")))
+    def step(self) -> Step:
+        after = self._rows[:, self._at]
+        for column, numbers in self._changed.items():
+            if column >= 0:
+                after[column] = numbers
+        return Step(*self._name, self._at, after)
 
 
-def _listing(view: JobView) -> tuple[KeyValue, ...]:
-    found: tuple[KeyValue, ...] = view.listing  # type: ignore[attr-defined]
-    return found
-
-
-def _role_key(role: Role, rank: dict[int, int]) -> object:
-    insync = role.insync
-    return (
-        role.term,
-        role.done,
-        tuple((n, insync.place(n), insync.missing(n)) for n in insync.nodes),
-        insync.current,
-        tuple(
-            (
-                n,
-                w.kind,
-                w.result,
-                tuple((c.key, rank.get(c.revision, -1)) for c in w.txn.compares) if w.result is None else (),
-            )
-            for n, w in sorted(role.writes.items())
-        ),
-    )
-
-
-def _copy_boundaries(held: Boundaries) -> Boundaries:
-    twin = copy.copy(held)
-    twin._held = dict(held._held)
-    return twin
-
-
-def _copy_node(node: Node) -> Node:
-    twin = copy.copy(node)
-    twin.boundaries = {task: _copy_boundaries(held) for task, held in node.boundaries.items()}
-    twin.roles = {task: _copy_role(role) for task, role in node.roles.items()}
-    if node.leader is not None:
-        twin.leader = copy.copy(node.leader)
-        twin.leader._reports = dict(node.leader._reports)
-    return twin
-
-
-def _copy_role(role: Role) -> Role:
-    twin = copy.copy(role)
-    twin.insync = copy.copy(role.insync)
-    twin.insync._place = dict(role.insync._place)
-    twin.insync._acked = {node: set(acked) for node, acked in role.insync._acked.items()}
-    twin.insync._current = list(role.insync._current)
-    twin.writes = {node: copy.copy(write) for node, write in role.writes.items()}
-    return twin
-
-
-def start(tasks: int, nodes: str, budget: Budget, *, members: str = "ab") -> State:
-    """A job that just began: task t on the (t mod 2)th of `members`, which are all in sync."""
-    world = World(*nodes)
-    for task in range(tasks):
-        first = members[task % len(members)]
-        world.first(task, first)
-        for other in members:
-            if other != first:
-                world.admit(task, first, other)
-    state = State(tasks, budget)
-    state.store, state.revisions, state.view = world.store, world.revisions, world.view()
-    for name in nodes:
-        held = {task: Boundaries() for task in range(tasks)}
-        node = state.nodes[name] = Node(name, state.view, held)
-        for task in range(tasks):
-            if name in members:
-                held[task].hold(boundary(0), committed=True)
-            if state.view.primary_node(task) == name:
-                revision = state.view.primaries[task].mod_revision
-                others = [n for n in members if n != name]
-                node.roles[task] = Role(1, revision, InSync(others, [(0, 1, 1)]))
-                if task == 0:
-                    node.leader = Leader(tasks, None)
-                    node.leader.begin(Stamp(1, 0))
-    return state
-
-
-@dataclass
-class Explored:
-    """What an exploration saw: how many states, and how often each kind of step was taken."""
-
-    states: int
-    steps: Counter[str]
-    epochs: int
-
-
-def explore(begin: State, *, limit: int) -> Explored:
-    """Every state that can be reached, breadth first, each checked.
-
-    Raises:
-        Violation: an invariant broke; the message holds a shortest way there.
-    """
-    _remember_listing(begin)
-    queue, seen = deque([begin]), {hash_of(begin)}
-    steps: Counter[str] = Counter()
-    epochs = 0
-    while queue:
-        state = queue.popleft()
-        for what, do in state.steps():
-            after = state.copy()
-            after.trail = (*state.trail, what)
-            do(after)
-            _remember_listing(after)
-            steps[what.split(" ", 1)[1].split(" ")[0]] += 1
-            mark = hash_of(after)
-            if mark in seen:
-                continue
-            seen.add(mark)
-            after.check_members()
-            assert after.view.epoch is not None
-            epochs = max(epochs, after.view.epoch.record.epoch)
-            if len(seen) > limit:
-                raise AssertionError(f"more than {limit} states: {steps}")
-            queue.append(after)
-    return Explored(len(seen), steps, epochs)
-
-
-def hash_of(state: State) -> int:
-    """64 bits of the state's key: among a million states two collide with a chance of 3e-8."""
-    return hash(state.key())
-
-
-def _remember_listing(state: State) -> None:
-    """Keeps with the view what it was made of: all that a state's key says about etcd."""
-    if not hasattr(state.view, "listing"):
-        state.view.listing = state.store.select(state.view.keys.root, prefix=True)  # type: ignore[attr-defined]
+def explore(model: Model, *, limit: int, level: Callable[[Explored, int], None] | None = None) -> Explored:
+    """Every state that can be reached, breadth first, each checked; see `search`."""
+    explored = search(model, model.begin(), limit=limit, level=level)
+    explored.epochs = model.epochs()
+    return explored
