@@ -172,7 +172,7 @@ def test_linear_regression_is_the_same_to_the_last_bit_when_primaries_and_a_back
 
 
 def test_regression_with_two_nodes_killed_at_once_and_two_backups() -> None:
-    epochs = 300
+    epochs = 900
     with running("framework_regression", 5, f"epochs={epochs}", "backups=2") as job:
         status = job.until(
             "two backups for every task", lambda status: all(len(t["in_sync"]) == 3 for t in status["tasks"])

@@ -141,10 +141,11 @@ def test_a_state_that_cannot_be_encoded_is_named(run: Any) -> None:
 
 
 ENDLESS = """
-import sys, time
+import signal, sys, time
 import taskgraph as tg
 
 WHERE = sys.argv[1]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background, it is ignored
 
 class Endless(tg.Task):
     def setup(self):

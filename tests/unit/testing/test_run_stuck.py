@@ -169,8 +169,10 @@ def test_what_it_raises_in_its_thread_is_raised_here() -> None:
 
 
 ENDLESS = """
-import asyncio, sys, time
+import asyncio, signal, sys, time
 import taskgraph as tg
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background, it is ignored
 
 class Endless(tg.Task):
     def compose(self, epoch):
