@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import selectors
 import threading
-import time
 
 __all__ = ["SPEED", "FastForwardLoop", "Turn"]
 
@@ -23,19 +22,27 @@ _LEAST_S = 0.001
 
 
 class Turn:
-    """Which thread runs just now, and since when: of the loop and its threads in lock-step one does."""
+    """Which thread runs just now, and for how long: of the loop and its threads in lock-step one does."""
 
     def __init__(self) -> None:
-        self._now: tuple[int, float] | None = None
+        self._now: list[int] | None = None  # a new list for each turn: its identity tells one from the next
+        self._seen: list[int] | None = None
+        self._seen_s = 0.0
 
     def take(self, thread: int | None) -> None:
         """That thread begins to run; None: all wait."""
-        self._now = None if thread is None else (thread, time.monotonic())
+        self._now = None if thread is None else [thread]
 
-    def stuck(self, limit_s: float) -> int | None:
-        """The thread that has run for longer than that."""
+    def stuck(self, limit_s: float, since_last_s: float) -> int | None:
+        """The thread that was seen to run in one go for longer than `limit_s`.
+
+        To be asked regularly, with the time since then. Time in which nobody could ask is not to be counted in full: a
+        collection of garbage, or a machine that sleeps, stops the whole process and is no fault of whose turn it is.
+        """
         now = self._now  # one read: it changes meanwhile
-        return now[0] if now is not None and time.monotonic() - now[1] > limit_s else None
+        self._seen_s = self._seen_s + since_last_s if now is not None and now is self._seen else 0.0
+        self._seen = now
+        return now[0] if now is not None and self._seen_s > limit_s else None
 
 
 class _Selector(selectors.DefaultSelector):

@@ -87,7 +87,7 @@ def run_guarded(
     began, whole_s = time.monotonic(), math.inf if limit_s is None else WHOLE * limit_s
     try:
         while not concurrent.futures.wait([over], timeout=_LOOK_S).done:
-            if limit_s is not None and (stuck := turn.stuck(limit_s)) is not None:
+            if limit_s is not None and (stuck := turn.stuck(limit_s, _LOOK_S)) is not None:
                 raise Stuck(sys._current_frames().get(stuck))
             if time.monotonic() - began > whole_s:
                 for task in tasks:
