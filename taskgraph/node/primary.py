@@ -101,11 +101,11 @@ class Primary:
         except (UserCodeError, TaskGraphError) as error:
             await self._fail(error, fence)
         while True:
-            if self._undone():
-                await self._roll_back()
-                continue
             if not keeper.view.running:
                 await self._conclude()
+                continue
+            if self._undone():
+                await self._roll_back()
                 continue
             self.final = None
             stamp, fence = keeper.view.stamp, keeper.view.epoch.mod_revision if keeper.view.epoch else 0
@@ -320,7 +320,8 @@ class Primary:
     async def _conclude(self) -> None:
         """The job ended. Where it finished: the result, from the last committed state.
 
-        The node ends this term, once the results were collected. Until then the job may be rolled back, and go on.
+        The node ends this term, once the results were collected. Until then the job may be rolled back, and go on: the
+        same transaction makes it a running one again.
         """
         keeper, stamp = self._node.keeper, self._node.keeper.view.stamp
         status, committed = keeper.view.status, self.replica.boundaries.committed
@@ -335,7 +336,7 @@ class Primary:
                 self.final = (stamp, value)
                 keeper.notify_later()
         self._stage = ""
-        await keeper.wait_until(lambda view: view.running or self._undone())
+        await keeper.wait_until(lambda view: view.running)
 
     async def _hand_over_if_wished(self, stamp: Stamp) -> None:
         """Right after a commit: where placement wants another primary, and it is in sync, it takes over now."""

@@ -49,10 +49,10 @@ class Walk(tg.Task, state=["place", "steps"]):
 
 
 def walk(where: Path | None, *, epochs: int = 12, **changes: Any) -> tg.Job:
-    given: dict[str, Any] = {"tasks": 3, "backups": 1, "checkpoint_every": 4, **changes}
+    given: dict[str, Any] = {"tasks": 3, "backups": 1, "checkpoint_every": 4, "builder": Walk, **changes}
     url = f"file://{where}" if where is not None else None
     settings = tg.Settings(admit_wait_s=5, takeover_stagger_s=0.01, **given.pop("settings", {}))
-    given |= {"builder": Walk, "topology": tg.full(), "epochs": epochs, "checkpoint": url, "settings": settings}
+    given |= {"topology": tg.full(), "epochs": epochs, "checkpoint": url, "settings": settings}
     return tg.Job(name="walk", **given)
 
 
@@ -152,6 +152,30 @@ async def test_a_job_that_lost_a_task_goes_back_to_its_checkpoint(
         assert told.epoch == 4
         assert f"task {task} lost every replica" in told.text
         assert "goes back from epoch 6 to the checkpoint of epoch 4; epochs 4 to 5 are computed again" in told.text
+
+
+class Unwilling(Walk):
+    """Task 2, which keeps its primary, cannot be put into a state of later than the first boundary."""
+
+    calls = 0
+
+    def snapshot(self) -> Any:
+        return super().snapshot()
+
+    def restore(self, state: Any) -> None:
+        Unwilling.calls += self.task_id == 2
+        if self.task_id == 2 and state["steps"]:
+            raise RuntimeError("not this one")
+        super().restore(state)
+
+
+async def test_what_cannot_be_restored_after_a_roll_back_fails_the_job_once(tmp_path: Path) -> None:
+    Unwilling.calls = 0
+    async with running(walk(tmp_path, builder=Unwilling), 4, KillWithCheckpoint(0, 6, at=4)) as cluster:
+        with pytest.raises(tg.JobFailed, match="task 2, epoch 4, 'restore': RuntimeError: not this one"):
+            await cluster.result(40)
+        assert Unwilling.calls == 2  # at its beginning, and once after the roll-back
+        assert kinds(cluster).count("failed") == 1
 
 
 async def test_a_job_whose_every_node_dies_goes_on(unharmed: tg.JobResult, tmp_path: Path) -> None:
