@@ -35,6 +35,7 @@ import taskgraph as tg
 from taskgraph.errors import TaskGraphError
 from taskgraph.launch.follow import client_of
 from taskgraph.observe.usage import Usage
+from taskgraph.protocol.records import NodeRecord
 
 _MASK = (1 << 64) - 1
 _NODES = 6
@@ -127,7 +128,7 @@ class Meter:
         )
 
     @property
-    def _record(self):  # type: ignore[no-untyped-def]
+    def _record(self) -> NodeRecord:
         return self._job.view.nodes[self._anchor].record
 
     def table(self) -> tuple[list[str], list[str]]:
@@ -150,7 +151,6 @@ def _memory_bytes(pid: int) -> int:
 
 async def hit(job: RunningJob, rng: random.Random, anchor: str) -> str:
     """One fault, and the replacement of what it took; returns its name."""
-    ttl_s = 5.0
     live = sorted(node for node in job.view.live_nodes(job.run) if node != anchor)
     leader = job.view.primary_node(0)
     victim = leader if leader in live and rng.random() < 0.3 else rng.choice(live)
@@ -162,7 +162,7 @@ async def hit(job: RunningJob, rng: random.Random, anchor: str) -> str:
         os.kill(pid, signal.SIGTERM)
     else:
         os.kill(pid, signal.SIGSTOP)
-        await asyncio.sleep(ttl_s + 2 if kind == "freeze" else 1.0)
+        await asyncio.sleep(tg.Settings().lease_ttl_s + 2 if kind == "freeze" else 1.0)
         os.kill(pid, signal.SIGCONT)
     if kind in ("kill", "drain"):
         await job.until(f"{victim} to be gone", lambda view: victim not in view.nodes, timeout_s=60)

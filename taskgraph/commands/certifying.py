@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import ipaddress
-import os
 import secrets
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import JobError
+from taskgraph.files import write_whole
 from taskgraph.tls import CA, CERT, KEY, Tls
 
 if TYPE_CHECKING:
@@ -80,10 +79,10 @@ def make_certs(
         from cryptography.hazmat.primitives.serialization import Encoding
 
         if authority is None:
-            _write(folder / CA_KEY, _pem(ca_key), 0o600)
-        _write(folder / KEY, _pem(key), 0o600)
-        _write(folder / CERT, cert.public_bytes(Encoding.PEM), 0o644)
-        _write(folder / CA, ca.public_bytes(Encoding.PEM), 0o644)
+            write_whole(folder / CA_KEY, _pem(ca_key), 0o600)
+        write_whole(folder / KEY, _pem(key), 0o600)
+        write_whole(folder / CERT, cert.public_bytes(Encoding.PEM), 0o644)
+        write_whole(folder / CA, ca.public_bytes(Encoding.PEM), 0o644)
     except OSError as error:
         raise JobError(f"{error.filename or folder}: {error.strerror}") from error
     Tls(folder / CA, folder / CERT, folder / KEY).check(names[0])
@@ -209,17 +208,3 @@ def _pem(key: EllipticCurvePrivateKey) -> bytes:
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-
-
-def _write(path: Path, data: bytes, mode: int) -> None:
-    """Whole, and never readable by others in between."""
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-        scratch.rename(path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            scratch.unlink()
-        raise

@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import re
-import secrets
 import shutil
 import stat
 import tempfile
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from taskgraph.errors import JobError, TaskGraphError
+from taskgraph.files import write_whole
 from taskgraph.tls import Tls
 
 __all__ = ["JobEntry", "Runtime", "alive"]
@@ -142,7 +142,7 @@ class Runtime:
         """Makes a job findable. Forgets what launchers left that were killed, but for the last few."""
         self._forget_stale()
         entry = replace(entry, started=_started(entry.pid), created=entry.created or time.time())
-        _write_private(self.folder(entry.name) / "job.json", json.dumps(asdict(entry)))
+        write_whole(self.folder(entry.name) / "job.json", json.dumps(asdict(entry)).encode())
 
     def find(self, name: str) -> JobEntry | None:
         """The entry of a job of this host, unless its launcher is gone."""
@@ -187,7 +187,7 @@ class Runtime:
         """Keeps what is left of a job; the oldest go."""
         self._folder(name)
         folder = self._made(self.root / "finished")
-        _write_private(folder / f"{name}.json", json.dumps(record))
+        write_whole(folder / f"{name}.json", json.dumps(record).encode())
         self._keep_logs(name, self.kept_logs(name))
         known = sorted(folder.glob("*.json"), key=_written_at)
         for path in known[:-_FINISHED_KEPT]:
@@ -263,17 +263,3 @@ def _default_root() -> Path:
     if not given or not Path(given).is_dir() or Path(given) == shared:
         return shared / f"taskgraph-{os.getuid()}"
     return Path(given).absolute() / "taskgraph"
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Atomically, readable by the owner only."""
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-        scratch.rename(path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            scratch.unlink()
-        raise

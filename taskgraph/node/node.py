@@ -62,6 +62,8 @@ _RETRY_S = 0.05
 """Pause before a failed call or transaction is tried again: long for a socket, short for a person."""
 
 _STOP_S = 0.5
+_STOP_TOLD = 10
+"""After every so many of those it says what it waits for."""
 """A node that ends does not wait for running computes any longer."""
 
 
@@ -282,7 +284,7 @@ class Node:
     async def _stop_everything(self, services: list[asyncio.Task[None]]) -> None:
         setups = [r.setting_up for r in self.replicas.values() if r.setting_up is not None]
         tasks = [*services, *self._owned, *setups]
-        pending = set(tasks)
+        pending, rounds = set(tasks), 0
         while pending:
             for task in pending:
                 task.cancel()
@@ -290,6 +292,9 @@ class Node:
             _, pending = await asyncio.wait(pending, timeout=_STOP_S)
             if pending:
                 self._threads.abandon()
+                rounds += 1
+                if rounds % _STOP_TOLD == 0:
+                    self.log.warning("still ending: %s", ", ".join(sorted(task.get_name() for task in pending)))
         await asyncio.gather(*tasks, return_exceptions=True)
         self.primaries.clear()
         for replica in list(self.replicas.values()):  # an offer on its way may make another one meanwhile
