@@ -19,12 +19,16 @@ from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import JobError
 from taskgraph.node import lastwords
 from taskgraph.node.threads import Threads
+from taskgraph.observe.trace import Tracing, clock
+
+if TYPE_CHECKING:
+    from taskgraph.protocol.messages import Stamp
 
 __all__ = ["Actor", "Running", "StuckError", "UserCodeError", "call_under_way", "defined_at", "is_async"]
 
@@ -47,17 +51,23 @@ class StuckError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """User code at work: what, and since when (loop time, seconds)."""
+    """User code at work: what, and since when (loop time, seconds; and as it is traced, 0 where it is not)."""
 
     where: str
     since: float
+    began_ns: int = 0
 
 
 class Actor:
     """Calls one task's user code."""
 
-    def __init__(self, threads: Threads, *, task: int, cancel_s: float) -> None:
+    stamp: Stamp | None = None
+    """What the task works on, and in which term, for who traces."""
+    term = 0
+
+    def __init__(self, threads: Threads, *, task: int, cancel_s: float, tracing: Tracing | None = None) -> None:
         self.task = task
+        self._tracing = tracing or Tracing()
         self._threads = threads
         self._cancel_s = cancel_s
         self._loop = asyncio.get_running_loop()
@@ -153,12 +163,14 @@ class Actor:
 
     def _begin(self, where: str) -> int:
         self._calls += 1
-        self._running[self._calls] = Running(where, self._loop.time())
+        self._running[self._calls] = Running(where, self._loop.time(), self._tracing.on and clock())
         lastwords.begin((id(self), self._calls), self.task, where)
         return self._calls
 
     def _end(self, mark: int) -> None:
-        self._running.pop(mark, None)
+        ended = self._running.pop(mark, None)
+        if ended is not None and ended.began_ns:
+            self._tracing.add("code", ended.began_ns, self.task, self.stamp, self.term, name=ended.where)
         lastwords.end((id(self), mark))
 
 

@@ -23,6 +23,7 @@ from taskgraph.node.mailbox import Mailbox
 from taskgraph.node.quiet import Quiet
 from taskgraph.node.replica import Replica
 from taskgraph.node.strict import Recording
+from taskgraph.observe.trace import clock
 from taskgraph.protocol.messages import Encoded, Item, Pull, Reason, Stamp, Wait
 from taskgraph.protocol.sums import Ledger
 
@@ -58,6 +59,8 @@ class Attempt:
         self.stamp = stamp
         self.term = term
         self.task = replica.task
+        self._tracing = replica.tracing
+        self._pulling_since = 0
         self.number = stamp.epoch
         self.attempt = stamp.attempt
         self.last = replica.job.epochs is not None and stamp.epoch + 1 >= replica.job.epochs
@@ -113,6 +116,7 @@ class Attempt:
         composition = await self._compose()
         for tag, producer in composition.channels_in():
             self._arrived[(tag, producer)] = asyncio.Event()
+        self._pulling_since = self._tracing.on and clock()
         pulls = [group.create_task(self._pull(tag, producer)) for tag, producer in self._arrived]
         parallel = [group.create_task(self._process(p)) for p in composition.parallel]
         for work in (*pulls, *parallel):
@@ -146,9 +150,12 @@ class Attempt:
         return composition
 
     async def _process(self, processor: Processor) -> None:
+        waiting = self._tracing.on and clock()
         for tag, producers in processor.inbound.items():
             for producer in producers:
                 await self._arrived[(tag, producer)].wait()
+        if waiting and processor.inbound:
+            self._tracing.add("wait", waiting, self.task, self.stamp, self.term, name=processor.name)
         self._states[processor.name] = "running"
         epoch = Epoch(self, processor.name, sync=processor.sync)
         inputs, outputs = Inputs(self, processor, self._items), Outputs(self, processor)
@@ -181,6 +188,13 @@ class Attempt:
         if self.recording is not None:
             self.recording.items[(tag, producer)] = reply.value
         self._arrived[(tag, producer)].set()
+        if self._pulling_since:
+            self._trace_pull("pull", tag, producer, reply.value)
+
+    def _trace_pull(self, kind: str, tag: str, producer: int, value: Encoded | None) -> None:
+        size = value.size_bytes if value is not None else -1
+        since = self._pulling_since
+        self._tracing.add(kind, since, self.task, self.stamp, self.term, name=tag, peer=producer, size=size)
 
     def _wanted_by(self, tag: str, producer: int) -> str:
         composition = self._composed.result()
@@ -262,6 +276,11 @@ class Attempt:
     def drop(self) -> None:
         """Nothing of this attempt is needed any more: a later epoch was read, or it was cancelled."""
         self.cancelled = True
+        if self._pulling_since:
+            for (tag, producer), arrived in self._arrived.items():
+                if not arrived.is_set():
+                    self._trace_pull("pull, given up", tag, producer, None)
+            self._pulling_since = 0
         self._composed.cancel()
         for slot in self._slots.values():
             slot.cancel()
@@ -299,6 +318,10 @@ class Attempt:
         slot = self._slots[(tag, consumer)]
         if not slot.done():
             self.ledger.sent("item", self.task, consumer, tag, value.digest)
+            if self._tracing.on:
+                self._tracing.moment(
+                    "put", self.task, self.stamp, self.term, name=tag, peer=consumer, size=value.size_bytes
+                )
             slot.set_result(value)
             if self.recording is not None:
                 self.recording.puts[(tag, consumer)] = value

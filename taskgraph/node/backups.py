@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from taskgraph.errors import Refused, TransportError
 from taskgraph.node.backoff import Backoff
+from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync, Place
-from taskgraph.protocol.messages import Accepted, Offer, Reason, Release
+from taskgraph.protocol.messages import Accepted, Offer, Reason, Release, Stamp
 
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
@@ -220,6 +221,7 @@ class Backups:
         message = Offer(boundary.stamp, self._term, self._task, committed, candidate, invitation, value)
         settings = self._node.settings
         timeout_s = settings.setup_s if candidate else settings.call_s
+        began = self._node.tracing.on and clock()
         call = asyncio.ensure_future(self._node.router.to_node(node, message, timeout_s=timeout_s))
         dead = asyncio.ensure_future(self._until(node, lambda: key not in self._insync.missing(node)))
         try:
@@ -228,6 +230,12 @@ class Backups:
                 reply = call.result()
                 if isinstance(reply, Accepted):
                     self._insync.acknowledge(node, key)
+                    if began:
+                        made = Stamp(boundary.stamp.attempt, key[0] - 1)
+                        who = self._node.name_of(node)
+                        self._node.tracing.add(
+                            "offer", began, self._task, made, self._term, peer=who, size=value.size_bytes
+                        )
                     backoff.reset()
                     self._poke()
         except Refused as refused:

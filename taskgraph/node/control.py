@@ -1,4 +1,4 @@
-"""The node's control service: status, kill, drain, events, results, over gRPC, for people and tools.
+"""The node's control service: status, kill, drain, events, results, traces, over gRPC, for people and tools.
 
 Every call proves the job's token before anything is looked at. The service listens before the node is registered, since
 the node's key says where; until `attach` it answers that the node is starting.
@@ -13,19 +13,21 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
 
-from taskgraph.errors import TransportError
+from taskgraph.errors import TaskGraphError, TransportError
+from taskgraph.node.tracing import Traced, traced
 from taskgraph.observe._proto import control_pb2 as pb
 from taskgraph.observe.control_client import SERVICE, TOKEN_KEY, credential
 from taskgraph.observe.events import Event, EventLog
 from taskgraph.observe.status import NodeStatus, ReportRow, TaskResult
+from taskgraph.observe.trace import clock
 from taskgraph.tls import Tls, check_listener
-from taskgraph.transport.endpoints import tcp_endpoint, unix_endpoint
+from taskgraph.transport.endpoints import host_key, tcp_endpoint, unix_endpoint
 from taskgraph.transport.refusals import Refusals
 
 __all__ = ["ControlServer", "Controlled"]
@@ -54,7 +56,7 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 """What a stranger may cost: a few connections, each of which has to speak soon, and small requests."""
 
 
-class Controlled(Protocol):
+class Controlled(Traced, Protocol):
     """What the service needs of a node."""
 
     def status(self) -> NodeStatus: ...
@@ -74,11 +76,13 @@ class ControlServer:
         self._events = events
         self._credential = credential(token).encode()
         self._refusals = Refusals(log, time.monotonic)
+        self._host_key = host_key()
         self._node: Controlled | None = None
         self._server: grpc.aio.Server | None = None
         self._path: Path | None = None
         self._followers: set[_Follower] = set()
         self._ending = False
+        self._end = asyncio.Event()
 
     def attach(self, node: Controlled) -> None:
         """From now on calls are about `node`."""
@@ -131,6 +135,7 @@ class ControlServer:
     async def stop(self) -> None:
         """Tells followers what they have not heard yet, ends every call, removes the socket."""
         self._ending = True
+        self._end.set()
         for follower in self._followers:
             follower.end()
         if self._server is not None:
@@ -141,6 +146,7 @@ class ControlServer:
 
     def _handlers(self) -> grpc.GenericRpcHandler:
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+        both = grpc.stream_stream_rpc_method_handler
 
         def method(make: Callable[..., Any], function: Callable[..., Any], request: Any) -> Any:
             return make(
@@ -157,6 +163,8 @@ class ControlServer:
                 "Drain": method(unary, self._checked(self._drain), pb.DrainRequest),
                 "Events": method(stream, self._checked_stream(self._follow), pb.EventsRequest),
                 "Results": method(stream, self._checked_stream(self._results), pb.ResultsRequest),
+                "Clock": method(unary, self._checked(self._clock), pb.ClockRequest),
+                "Trace": method(both, self._checked_stream(self._trace), pb.TraceRequest),
             },
         )
 
@@ -189,8 +197,11 @@ class ControlServer:
             node = await self._check(context)
             # Closed here, when the caller goes: a follower must not be told events until somebody collects garbage.
             async with contextlib.aclosing(function(node, request)) as replies:
-                async for reply in replies:
-                    yield reply
+                try:
+                    async for reply in replies:
+                        yield reply
+                except TaskGraphError as error:
+                    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
         return checked
 
@@ -245,6 +256,12 @@ class ControlServer:
                     yield pb.ResultChunk(data=bytes(part[start : start + _CHUNK_BYTES]))
             for rows in _row_chunks(result.reports):
                 yield pb.ResultChunk(reports=rows)
+
+    async def _clock(self, node: Controlled, request: pb.ClockRequest) -> pb.ClockReply:
+        return pb.ClockReply(at_ns=clock(), host_key=self._host_key)
+
+    def _trace(self, node: Controlled, requests: AsyncIterator[pb.TraceRequest]) -> AsyncGenerator[pb.TraceChunk, None]:
+        return traced(node, self._events, requests, self._end)
 
 
 class _Follower:

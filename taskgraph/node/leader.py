@@ -13,6 +13,7 @@ from taskgraph.errors import GraphError, TransportError
 from taskgraph.node import audits
 from taskgraph.node.backoff import Backoff
 from taskgraph.node.checkpoints import Checkpointer
+from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
 from taskgraph.protocol.commit import Commit, Diverged, Leader, Restart, SealTasks, WaitFor
 from taskgraph.protocol.cycles import describe_cycle, describe_waits, find_cycle
@@ -159,7 +160,10 @@ class LeaderRole:
         await node.point("commit", 0, stamp.epoch)
         writer = node.writer()
         txn = transactions.commit(view, primary_revision=self._primary.revision, finished=finished, writer=writer)
+        sent = node.tracing.on and clock()
         revision = await node.transact(txn, key=view.keys.epoch, writer=writer)
+        if sent:
+            node.tracing.add("commit" if revision else "commit refused", sent, 0, stamp, self._primary.term)
         if revision is None:
             await node.keeper.refresh()
             await self._backoff.pause()
@@ -227,7 +231,10 @@ class LeaderRole:
         assert stamp is not None
         writer = node.writer()
         txn = transactions.restart(view, primary_revision=self._primary.revision, writer=writer)
+        sent = node.tracing.on and clock()
         revision = await node.transact(txn, key=view.keys.epoch, writer=writer)
+        if sent:
+            node.tracing.add("restart" if revision else "restart refused", sent, 0, stamp, self._primary.term, name=why)
         if revision is None:
             await node.keeper.refresh()
             await self._backoff.pause()

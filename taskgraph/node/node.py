@@ -45,6 +45,7 @@ from taskgraph.node.wishes import Wishes
 from taskgraph.node.writes import Writes
 from taskgraph.observe.events import EventLog
 from taskgraph.observe.status import NodeStatus, TaskResult
+from taskgraph.observe.trace import Tracing
 from taskgraph.protocol import transactions
 from taskgraph.protocol.kv import Compare, Txn
 from taskgraph.protocol.messages import HandOver, Release, Stamp
@@ -96,6 +97,7 @@ class Node:
         self.coordinator = coordinator
         self.transport = transport
         self.events = events
+        self.tracing = Tracing()
         self.log = logging.getLogger("taskgraph.node")
         self.keeper = ViewKeeper(coordinator, spec.name, refresh_s=self.settings.refresh_s)
         self.router = Router(transport, self.keeper)
@@ -479,7 +481,9 @@ class Node:
         known = self.replicas.get(task)
         if known is None:
             xp, device = array_module(self._devices)
-            known = self.replicas[task] = Replica(task, self.job, self.router, self._threads, xp=xp, xp_device=device)
+            known = self.replicas[task] = Replica(
+                task, self.job, self.router, self._threads, xp=xp, xp_device=device, tracing=self.tracing
+            )
             if self.keeper.view.epoch is not None:
                 known.follow(self.keeper.view.epoch.record)
         return known
@@ -534,6 +538,15 @@ class Node:
     def status(self) -> NodeStatus:
         """What runs here, and what it waits for."""
         return node_status(self)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch at work as it was read; -1: none yet."""
+        return self.keeper.view.stamp.epoch if self.keeper.view.stamp else -1
+
+    async def epoch_read(self, epoch: int) -> None:
+        """Returns when the view has come to `epoch`, or the job does not run any more."""
+        await self.keeper.wait_until(lambda v: not v.running or (v.stamp is not None and v.stamp.epoch >= epoch))
 
     async def results(self) -> list[TaskResult]:
         """After the last commit: what the primaries here return. Waits until they computed it."""

@@ -20,6 +20,7 @@ from taskgraph.node.attempt import Attempt, Idle
 from taskgraph.node.backups import Backups
 from taskgraph.node.checkpoints import CheckpointWriter
 from taskgraph.node.strict import Recording, check_replay
+from taskgraph.observe.trace import clock
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync
 from taskgraph.protocol.kv import Compare
@@ -44,6 +45,8 @@ class Primary:
         self._node = node
         self.replica = replica
         self.task = replica.task
+        self._tracing = node.tracing
+        self._done_ns = 0
         self.term = taken.term
         self.revision = taken.revision
         self._taken = taken
@@ -180,6 +183,7 @@ class Primary:
     async def _one_epoch(self, stamp: Stamp, fence: int) -> None:
         """Works on one attempt until the view moves on, by a commit, a restart, or the end of the job."""
         self._epoch_began = self._node.now()
+        began, self._done_ns = self._tracing.on and clock(), 0
         view_moved = asyncio.ensure_future(
             self._node.keeper.wait_until(lambda view: view.stamp != stamp or not view.running)
         )
@@ -198,6 +202,8 @@ class Primary:
                     raise error
             await view_moved
         finally:
+            if began:
+                self._trace_epoch(began, stamp)
             self._drop_attempt()
             for task in (work, view_moved):
                 task.cancel()
@@ -206,6 +212,11 @@ class Primary:
             if isinstance(results[0], StuckError):
                 raise results[0]
 
+    def _trace_epoch(self, began: int, stamp: Stamp) -> None:
+        self._tracing.add("epoch", began, self.task, stamp, self.term, ended=self._done_ns)
+        if self._done_ns:
+            self._tracing.add("commit awaited", self._done_ns, self.task, stamp, self.term)
+
     def _drop_attempt(self) -> None:
         if self._attempt is not None:
             self._attempt.drop()
@@ -213,6 +224,7 @@ class Primary:
     async def _work(self, stamp: Stamp) -> None:
         """One attempt, its snapshot, and the report that it is done."""
         replica = self.replica
+        replica.actor.stamp, replica.actor.term = stamp, self.term
         await self._hand_over_if_wished(stamp)
         self._stage = ""
         if self.task != 0:
@@ -245,9 +257,13 @@ class Primary:
         at = self._node.keeper.view.epoch
         admit_wait_s = self._node.settings.admit_wait_s if at is not None and stamp.epoch == at.record.base else 0.0
         self._stage = ""
+        holding = self._tracing.on and clock()
         await self.backups.held(boundary.key, admit_wait_s=admit_wait_s)
+        if holding:
+            self._tracing.add("held by backups", holding, self.task, stamp, self.term, size=value.size_bytes)
         await self._node.while_paused()
         await self._node.point("done", self.task, stamp.epoch)
+        self._done_ns = self._tracing.on and clock()
         self._set_report(
             Report(
                 stamp,
@@ -453,7 +469,11 @@ class Primary:
                         wait.cancel()
                 continue
             await self._node.while_paused()
+            telling = self._tracing.on and clock()
             await self._tell(report)
+            if telling:
+                kind = "done" if report.done else "idle"
+                self._tracing.add(kind, telling, self.task, report.stamp, self.term, peer=0)
             told = (report, leader.mod_revision)
 
     async def _other_leader(self, known: Versioned[PrimaryRecord] | None) -> None:

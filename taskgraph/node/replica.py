@@ -18,6 +18,7 @@ from taskgraph.jobs import Job
 from taskgraph.node.actor import Actor
 from taskgraph.node.reports import ReportLog, with_log
 from taskgraph.node.threads import Threads
+from taskgraph.observe.trace import Tracing
 from taskgraph.protocol.boundaries import Boundaries
 from taskgraph.protocol.messages import Encoded
 from taskgraph.protocol.records import EpochRecord
@@ -48,7 +49,15 @@ class Replica:
     """A task's replica; `router`, `job` and the like are what its attempts work with."""
 
     def __init__(
-        self, task: int, job: Job, router: Router, threads: Threads, *, xp: ModuleType, xp_device: str
+        self,
+        task: int,
+        job: Job,
+        router: Router,
+        threads: Threads,
+        *,
+        xp: ModuleType,
+        xp_device: str,
+        tracing: Tracing | None = None,
     ) -> None:
         self.task = task
         self.job = job
@@ -56,7 +65,8 @@ class Replica:
         self.topology: Topology = as_topology(job.topology)
         self.xp_device = xp_device
         self._threads = threads
-        self.actor = Actor(threads, task=task, cancel_s=job.settings.cancel_s)
+        self.tracing = tracing or Tracing()
+        self.actor = Actor(threads, task=task, cancel_s=job.settings.cancel_s, tracing=self.tracing)
         self.boundaries = Boundaries()
         self.log = ReportLog()
         self.previous: dict[str, float] = {}  # the task's own numbers of the epoch before the committed boundary

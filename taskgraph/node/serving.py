@@ -13,6 +13,7 @@ from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import Refused, TaskGraphError
 from taskgraph.node.actor import StuckError, UserCodeError
 from taskgraph.node.attempt import Attempt
+from taskgraph.observe.trace import clock
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.messages import (
@@ -156,6 +157,7 @@ class Serving:
         # What it was made in was read from etcd by its primary: here, a roll-back that began it must be read, too.
         await keeper.wait_until_read(lambda view: view.stamp is not None and view.stamp.attempt >= offer.stamp.attempt)
         self._check_offer(peer, offer)
+        began = node.tracing.on and clock()
         replica = node.replica(offer.task)
         try:
             await replica.set_up()
@@ -178,6 +180,9 @@ class Serving:
         if keeper.view.epoch is not None:
             replica.follow(keeper.view.epoch.record)
         await node.point("held", offer.task, offer.stamp.epoch)
+        if began:
+            made, size = Stamp(offer.stamp.attempt, offer.stamp.epoch - 1), offer.value.size_bytes
+            node.tracing.add("hold", began, offer.task, made, offer.term, peer=node.name_of(peer), size=size)
         return Accepted(offer.term)
 
     def _check_offer(self, peer: str, offer: Offer) -> None:

@@ -14,6 +14,7 @@ from taskgraph.errors import Refused, TaskGraphError
 from taskgraph.node.actor import UserCodeError
 from taskgraph.node.failing import deaths_text
 from taskgraph.node.primary import Primary
+from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
 from taskgraph.protocol.kv import Txn, TxnResult
 from taskgraph.protocol.messages import HandOver, Reason
@@ -228,7 +229,10 @@ class TakeOvers:
         """Returns whether this node is primary now."""
         task, view = replica.task, self._node.keeper.view
         await self._node.point("takeover", task, view.epoch.record.epoch if view.epoch is not None else 0)
+        began = self._node.tracing.on and clock()
         result = await self._node.writes.execute(txn, view.keys.primary(task), writer)
+        if began:
+            self._node.tracing.add(kind if result is not None else f"{kind} refused", began, task, view.stamp)
         if result is None:
             await self._look_again()
             return False

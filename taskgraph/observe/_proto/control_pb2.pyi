@@ -150,3 +150,53 @@ class ResultHead(_message.Message):
     meta_bytes: int
     buffer_bytes: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, task: _Optional[int] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., has_value: bool = ..., digest: _Optional[bytes] = ..., meta_bytes: _Optional[int] = ..., buffer_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ClockRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ClockReply(_message.Message):
+    __slots__ = ("at_ns", "host_key")
+    AT_NS_FIELD_NUMBER: _ClassVar[int]
+    HOST_KEY_FIELD_NUMBER: _ClassVar[int]
+    at_ns: int
+    host_key: str
+    def __init__(self, at_ns: _Optional[int] = ..., host_key: _Optional[str] = ...) -> None: ...
+
+class TraceRequest(_message.Message):
+    __slots__ = ("until_epoch",)
+    UNTIL_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    until_epoch: int
+    def __init__(self, until_epoch: _Optional[int] = ...) -> None: ...
+
+class TraceChunk(_message.Message):
+    __slots__ = ("epoch", "lost", "over", "names", "kind", "name", "peer", "begin_ns", "end_ns", "task", "epoch_of", "attempt", "term", "bytes")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_NS_FIELD_NUMBER: _ClassVar[int]
+    END_NS_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_OF_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    lost: int
+    over: bool
+    names: _containers.RepeatedScalarFieldContainer[str]
+    kind: _containers.RepeatedScalarFieldContainer[int]
+    name: _containers.RepeatedScalarFieldContainer[int]
+    peer: _containers.RepeatedScalarFieldContainer[int]
+    begin_ns: _containers.RepeatedScalarFieldContainer[int]
+    end_ns: _containers.RepeatedScalarFieldContainer[int]
+    task: _containers.RepeatedScalarFieldContainer[int]
+    epoch_of: _containers.RepeatedScalarFieldContainer[int]
+    attempt: _containers.RepeatedScalarFieldContainer[int]
+    term: _containers.RepeatedScalarFieldContainer[int]
+    bytes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., lost: _Optional[int] = ..., over: bool = ..., names: _Optional[_Iterable[str]] = ..., kind: _Optional[_Iterable[int]] = ..., name: _Optional[_Iterable[int]] = ..., peer: _Optional[_Iterable[int]] = ..., begin_ns: _Optional[_Iterable[int]] = ..., end_ns: _Optional[_Iterable[int]] = ..., task: _Optional[_Iterable[int]] = ..., epoch_of: _Optional[_Iterable[int]] = ..., attempt: _Optional[_Iterable[int]] = ..., term: _Optional[_Iterable[int]] = ..., bytes: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -1,0 +1,92 @@
+"""A node's side of `taskgraph trace`: its spans told to whoever asks, until the last epoch asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Protocol
+
+from taskgraph.observe._proto import control_pb2 as pb
+from taskgraph.observe.events import EventLog
+from taskgraph.observe.trace import Tracing
+from taskgraph.observe.trace_chunks import Packer
+
+__all__ = ["Traced", "traced"]
+
+_FETCH_S = 0.25
+"""Spans are told this often: a node that is killed takes this much with it, one that lives is seldom disturbed."""
+_SPANS = 1024
+"""In a chunk: a millisecond's work, since it is done on the loop."""
+_SETTLE_S = 0.05
+"""What ends just after the last epoch was read is in the trace, too."""
+
+
+class Traced(Protocol):
+    """What is needed of a node. `epoch` is the one it is at, -1 where none was read."""
+
+    tracing: Tracing
+
+    @property
+    def epoch(self) -> int: ...
+    async def epoch_read(self, epoch: int) -> None: ...
+
+
+async def traced(
+    node: Traced, events: EventLog, requests: AsyncIterator[pb.TraceRequest], ending: asyncio.Event
+) -> AsyncGenerator[pb.TraceChunk, None]:
+    """Spans of `node`, from now on.
+
+    Args:
+        events: told in between.
+        requests: the first that names an epoch says when to end; so does the end of them.
+        ending: set where the node ends.
+
+    Raises:
+        TaskGraphError: somebody else traces it.
+    """
+    tracing, packer = node.tracing, Packer()
+    tracing.start(events)
+    over = asyncio.ensure_future(_first_of(ending, node, requests))
+    try:
+        yield packer.pack((), epoch=node.epoch)
+        while True:
+            last = over.done()
+            if last:
+                over.result()
+            spans, lost = tracing.fetch()
+            for start in range(0, len(spans), _SPANS):
+                yield packer.pack(spans[start : start + _SPANS], epoch=node.epoch, lost=lost)
+                lost = 0
+            if last:
+                yield packer.pack((), epoch=node.epoch, lost=lost, over=True)
+                return
+            filled = asyncio.ensure_future(tracing.filled())
+            try:
+                await asyncio.wait([over, filled], timeout=_FETCH_S, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                filled.cancel()
+    finally:
+        tracing.stop()
+        over.cancel()
+        await asyncio.gather(over, return_exceptions=True)
+
+
+async def _first_of(ending: asyncio.Event, node: Traced, requests: AsyncIterator[pb.TraceRequest]) -> None:
+    """Returns when tracing is over, by what was asked or by the node's end."""
+    waits = [asyncio.ensure_future(ending.wait()), asyncio.ensure_future(_asked(node, requests))]
+    try:
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for one in done:
+            one.result()
+    finally:
+        for one in waits:
+            one.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+
+
+async def _asked(node: Traced, requests: AsyncIterator[pb.TraceRequest]) -> None:
+    async for request in requests:
+        if request.until_epoch > 0:
+            await node.epoch_read(request.until_epoch)
+            await asyncio.sleep(_SETTLE_S)
+            return
