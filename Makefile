@@ -1,12 +1,15 @@
 # Everything a clone needs: a Python (3.11 or newer), make, and a package registry that pip can reach.
 # Environments are made by the first target that needs one, in .venv; `make clean` throws them away.
 #
-# `make help` lists the targets. Variables: PYTHON=/path/to/python3, VENV=.venv, NODES=4, TESTS=tests, PYTEST_ARGS=...
+# `make help` lists the targets. Variables: PYTHON=/path/to/python3, VENV=.venv, NODES=4, TESTS=tests, PYTEST_ARGS=...,
+# BENCH_ARGS=... (see `benchmarks/bench.py --help`)
 
 VENV ?= .venv
+VENV_BENCH ?= .venv-bench
 NODES ?= 4
 TESTS ?= tests
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 PYTHON ?=
 PYTHONS := 3.11 3.12 3.13
 
@@ -15,7 +18,7 @@ SOURCES := taskgraph examples tests tools benchmarks
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast test-all-pythons lint format proto clean
+.PHONY: help setup run test test-fast test-all-pythons bench lint format proto clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -67,6 +70,10 @@ test-all-pythons: ## Run all tests on Python 3.11, 3.12 and 3.13, each in an env
 	    $(MAKE) --no-print-directory test VENV=.venv-$$version FOR=$$version PYTHON=; \
 	done
 
+bench: $(VENV)/.installed-run ## Measure us, our peers and the machine side by side; BENCH_ARGS='--short'
+	@$(BIN)/python benchmarks/install.py $(VENV_BENCH)
+	@$(BIN)/python benchmarks/bench.py --peers-python $(VENV_BENCH)/bin/python $(BENCH_ARGS)
+
 lint: $(VENV)/.installed-dev ## Check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -80,6 +87,6 @@ proto: ## Generate the protobuf modules from proto/ again
 	$(BIN)/python tools/generate_proto.py
 
 clean: ## Remove environments, caches and build outputs
-	rm -rf $(VENV) $(addprefix .venv-,$(PYTHONS)) build dist *.egg-info
+	rm -rf $(VENV) $(VENV_BENCH) $(addprefix .venv-,$(PYTHONS)) build dist *.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -128,7 +128,7 @@ class RunningJob:
         await self.follower.collected(found, result)
         return result
 
-    async def until_settled(self, nodes: int) -> None:
+    async def until_settled(self, nodes: int, *, timeout_s: float = 30.0) -> None:
         """As many nodes, every task with all its backups, and nothing moved for half a second."""
         tasks, backups = range(self._job.tasks), self._job.backups
 
@@ -139,7 +139,7 @@ class RunningJob:
             )
 
         while True:
-            await self.until(f"{nodes} nodes with all replicas in sync", whole)
+            await self.until(f"{nodes} nodes with all replicas in sync", whole, timeout_s=timeout_s)
             structure = self.view.structure_revision
             await asyncio.sleep(0.5)
             if self.view.structure_revision == structure and whole(self.view):

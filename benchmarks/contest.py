@@ -1,0 +1,154 @@
+"""Runs one contender at a time, and leaves nothing of it behind.
+
+Every run has a folder of its own for temporary files, and a session of its own, so that a Ctrl-C reaches only us. On
+Linux all descendants stay ours to find, daemons too (we adopt orphans): whatever is left when the contender has ended,
+ran out of time, or was interrupted, is killed and reaped, and its folder removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Outcome", "adopt_orphans", "descendants", "ended_by", "run"]
+
+_END_S = 5.0
+"""A contender that is told to end gets this long before it is killed: ours stops its nodes and its etcd."""
+_PR_SET_CHILD_SUBREAPER = 36
+_TAIL = 400
+
+
+@dataclass
+class Outcome:
+    """What a run gave: figures, or why there are none."""
+
+    figures: dict[str, float] = field(default_factory=dict)
+    why_not: str = ""
+    wall_s: float = 0.0
+
+
+def adopt_orphans() -> None:
+    """From now on processes whose parent ends become our children instead of init's (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def descendants() -> set[int]:
+    """All processes below this one, as far as /proc tells."""
+    below: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            below.setdefault(parent, []).append(int(entry.name))
+    found: set[int] = set()
+    pending = [os.getpid()]
+    while pending:
+        children = below.get(pending.pop(), [])
+        found.update(children)
+        pending += children
+    return found
+
+
+def run(command: list[str], *, env: dict[str, str], timeout_s: float) -> Outcome:
+    """Runs a contender to its end, whose last line of output is JSON."""
+    before = descendants()
+    began = time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="tgb-"))
+    try:
+        with open(folder / "out", "w+b") as out, open(folder / "err", "w+b") as err:
+            places = {"TMPDIR": str(folder), "TASKGRAPH_RUNTIME_DIR": str(folder)}
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **places, **env},
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+            try:
+                code = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                return Outcome(why_not=f"hung: killed after {timeout_s:g} s", wall_s=time.monotonic() - began)
+            finally:
+                _end(process)
+            out.seek(0)
+            err.seek(0)
+            outcome = _outcome(code, out.read().decode(errors="replace"), err.read().decode(errors="replace"))
+            outcome.wall_s = time.monotonic() - began
+            return outcome
+    finally:
+        _sweep(before)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _sweep(before: set[int]) -> None:
+    """Kills what the contender left, until there is nothing."""
+    if sys.platform != "linux":
+        return
+    deadline = time.monotonic() + _END_S
+    while (left := descendants() - before) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.01)
+    if left:
+        print(f"processes {sorted(left)} cannot be killed", file=sys.stderr)
+
+
+def _outcome(code: int, out: str, err: str) -> Outcome:
+    for line in reversed(out.splitlines()):
+        figures = _figures(line)
+        if figures and code == 0:
+            return Outcome(figures)
+    said = (err.strip() or out.strip() or "nothing").splitlines()
+    return Outcome(why_not=f"ended with code {code}; its last line: {said[-1][-_TAIL:]}")
+
+
+def _figures(line: str) -> dict[str, float] | None:
+    try:
+        found: Any = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and all(isinstance(v, int | float) for v in found.values()) else None
+
+
+@contextlib.contextmanager
+def ended_by(signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """Signals become KeyboardInterrupt, so that whatever ends us, contexts are left."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

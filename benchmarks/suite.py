@@ -1,0 +1,102 @@
+"""What is measured against what, and the bars: data only.
+
+A `Work` is a set of contenders that run in turns, so that whatever the machine does meanwhile, it does to all of them.
+A `Row` of the table is a ratio of two of them, or of one and a bar in its own unit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["WORKS", "Contender", "Row", "Work"]
+
+_HEAP_KEPT = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+"""glibc gives no memory back: fresh pages are what messages of megabytes cost most."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A script of ours, and how it is called.
+
+    Attributes:
+        needs: modules that its Python must be able to import; else it is named and skipped.
+        measure: which of the figures that it prints.
+    """
+
+    name: str
+    script: str
+    arguments: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    measure: str = "rate"
+    env: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: `subject` against `against` (or itself, where that is empty), and the bar; None: no bar."""
+
+    subject: str
+    against: str
+    sense: str = ">="
+    bar: float | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """Contenders that are run in turns, `repeats` times as often as asked for."""
+
+    key: str
+    title: str
+    unit: str
+    contenders: tuple[Contender, ...]
+    rows: tuple[Row, ...]
+    timeout_s: float = 90.0
+
+
+def _ours(tasks: int, n: int, *more: str, name: str = "ours", measure: str = "rate") -> Contender:
+    return Contender(name, "ours.py", ("--tasks", str(tasks), "--n", str(n), *more), measure=measure)
+
+
+def _peer(name: str, script: str, tasks: int, n: int, *more: str, needs: tuple[str, ...] = ()) -> Contender:
+    return Contender(name, script, ("--tasks", str(tasks), "--n", str(n), *more), needs)
+
+
+def _peers(tasks: int, n: int) -> tuple[Contender, ...]:
+    """Everybody who can do the work."""
+    called = _peer("grpc.aio, called", "peers/grpc_called.py", tasks, n, needs=("grpc",))
+    pulled = _peer("grpc.aio, pulled", "peers/grpc_pulled.py", tasks, n, needs=("grpc",))
+    if n > 1000:  # a heap that is not kept halves it; for small messages it changes nothing
+        called = Contender(
+            "grpc.aio, heap kept", called.script, called.arguments, called.needs, env=(*_HEAP_KEPT.items(),)
+        )
+    return (
+        called,
+        pulled,
+        _peer("stripped asyncio", "floors/stripped.py", tasks, n, needs=("uvloop",)),
+    )
+
+
+def _tree(key: str, tasks: int, n: int, bars: dict[str, float], *extra: Contender, rows: tuple[Row, ...] = ()) -> Work:
+    size = f"{8 * n} B" if n < 1000 else f"{8 * n >> 20} MiB"
+    contenders = (_ours(tasks, n), *_peers(tasks, n), *extra)
+    unknown = bars.keys() - {one.name for one in contenders}
+    assert not unknown, unknown
+    against = tuple(Row("ours", one.name, bar=bars.get(one.name)) for one in contenders[1:] if one not in extra)
+    return Work(key, f"T={tasks}, {size}", "epochs/s", contenders, against + rows)
+
+
+WORKS = (
+    _tree(
+        "small",
+        7,
+        1,
+        {"grpc.aio, called": 3.5, "grpc.aio, pulled": 4.5, "stripped asyncio": 0.3},
+        _ours(7, 1, "--backups", "1", name="ours, backups=1"),
+        _ours(7, 1, "--threads", name="ours, def"),
+        rows=(Row("ours, backups=1", "ours", bar=0.6), Row("ours, def", "ours", bar=0.5)),
+    ),
+)

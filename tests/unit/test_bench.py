@@ -1,0 +1,145 @@
+"""The benchmarks: figures, the table, the environment's list; and a short one of our driver, a peer and a floor."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import figures
+import install
+import suite
+import work
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+WORK = suite.Work(
+    "one",
+    "T=7",
+    "epochs/s",
+    (),
+    (suite.Row("ours", "peer", bar=2.0), suite.Row("ours", "gone"), suite.Row("ours", "", "<=", 3.0)),
+)
+
+
+def test_ratios_are_of_medians_and_their_spread_of_rounds() -> None:
+    rounds = {"ours": {0: 10.0, 1: 4.0, 2: 6.0}, "peer": {0: 2.0, 1: 4.0, 2: 1.0}}
+    line, gone, alone = figures.lines_of(WORK, rounds, {"gone": "skipped: no module"})
+    assert (line.ours, line.theirs, line.ratio, line.low, line.high) == (6.0, 2.0, 3.0, 1.0, 6.0)
+    assert line.met is True
+    assert gone.ratio is None and gone.met is None and gone.note == "gone: skipped: no module"
+    assert (alone.ratio, alone.met) == (6.0, False)
+
+
+def test_a_round_that_failed_is_compared_with_nothing() -> None:
+    line = figures.lines_of(WORK, {"ours": {0: 10.0, 1: 4.0}, "peer": {1: 4.0}}, {"peer": "hung"})[0]
+    assert (line.low, line.high, line.note) == (1.0, 1.0, "peer: hung")
+
+
+def test_the_table_names_what_is_missed_and_what_is_missing() -> None:
+    text = figures.table(figures.lines_of(WORK, {"ours": {0: 6.0}, "peer": {0: 6.0}}, {"gone": "hung"}))
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in text.splitlines() if row.startswith("|")]
+    assert rows[2] == ["T=7 (epochs/s)", "ours", "peer", "6", "6", "1", "1 to 1", ">= 2", "NO"]
+    assert rows[3][2:] == ["gone", "6", "-", "-", "-", "-", "-"]
+    assert text.endswith("- gone: hung")
+
+
+def test_rows_speak_of_contenders_and_contenders_of_scripts() -> None:
+    for one in suite.WORKS:
+        names = [contender.name for contender in one.contenders]
+        assert len(set(names)) == len(names)
+        assert {row.subject for row in one.rows} <= set(names)
+        assert {row.against for row in one.rows if row.against} <= set(names)
+        assert [c.script for c in one.contenders if not (BENCHMARKS / c.script).is_file()] == []
+    assert len({one.key for one in suite.WORKS}) == len(suite.WORKS)
+
+
+def test_the_tree_is_that_of_the_framework() -> None:
+    import taskgraph as tg
+
+    for tasks in (1, 2, 7, 10):
+        for task in range(tasks):
+            assert tuple(work.children(task, tasks)) == tg.tree().neighbors("children", task, tasks, 0)
+            if task:
+                assert (work.parent(task),) == tg.tree().neighbors("parents", task, tasks, 0)
+
+
+def test_the_meter_measures_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    meter = work.Meter(2.0)
+    for _ in range(200):
+        now += 0.125
+        if not meter.again():
+            break
+    assert meter.figures == {"rate": 8.0, "epochs": 16, "seconds": 2.0}
+
+
+def test_requirements_have_ranges_and_say_what_disk_they_want() -> None:
+    found = dict(install.lines())
+    assert all(">=" in requirement for requirement in found)
+    assert [gib for requirement, gib in found.items() if requirement.startswith("torch")] == [12.0]
+
+
+@contextlib.contextmanager
+def bench(tmp_path: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """`benchmarks/bench.py`, told by its environment to keep to a folder of its own."""
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, str(BENCHMARKS / "bench.py"), *arguments]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait(30)
+
+
+def left(tmp_path: Path) -> list[str]:
+    """Processes that know the folder from their environment."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(tmp_path).encode() in (entry / "environ").read_bytes():
+                found.append((entry / "cmdline").read_text().replace("\0", " "))
+    return found
+
+
+@pytest.mark.slow
+def test_a_short_bench_of_us_a_peer_and_a_floor(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    names = "ours;stripped asyncio;grpc.aio, called"
+    short = ("--works", "small", "--contenders", names, "--repeats", "1", "--seconds", "0.2", "--json", str(out))
+    with bench(tmp_path, *short) as process:
+        text, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, text
+    found = json.loads(out.read_text())
+    rounds = {name: len(values) for name, values in found["runs"]["small"].items()}
+    assert rounds == dict.fromkeys(names.split(";"), 1), text
+    assert {line["against"] for line in found["lines"]} == {"stripped asyncio", "grpc.aio, called"}
+    assert all(line["ratio"] > 0 for line in found["lines"])
+    assert left(tmp_path) == []
+    assert os.listdir(tmp_path) == [out.name]
+
+
+@pytest.mark.slow
+def test_an_interrupted_bench_leaves_nothing(tmp_path: Path) -> None:
+    with bench(tmp_path, "--works", "small", "--contenders", "ours;stripped asyncio", "--seconds", "60") as process:
+        deadline = time.monotonic() + 60
+        while len(left(tmp_path)) < 10 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert any("etcd" in command for command in left(tmp_path))
+        process.send_signal(signal.SIGINT)
+        text, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, text
+    assert left(tmp_path) == []
+    assert os.listdir(tmp_path) == []
