@@ -27,7 +27,7 @@ class ViewKeeper:
         self.view = JobView(job)
         self._coordinator = coordinator
         self._refresh_s = refresh_s
-        self._waiters: list[tuple[Callable[[JobView], bool], asyncio.Future[None]]] = []
+        self._waiters: dict[asyncio.Future[None], Callable[[JobView], bool]] = {}  # in the order they began to wait
         self._listeners: list[Callable[[], None]] = []
         self._notifying = False
         self._refreshing: asyncio.Lock = asyncio.Lock()
@@ -57,18 +57,23 @@ class ViewKeeper:
                 log.info("the watch from revision %d was compacted away; listing again", start)
                 await self._load_persistently()
 
+    def when(self, predicate: Callable[[JobView], bool]) -> asyncio.Future[None]:
+        """A future that is done as soon as the view satisfies `predicate`; cancel it when it is not needed."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if predicate(self.view):
+            future.set_result(None)
+        else:
+            self._waiters[future] = predicate
+            future.add_done_callback(self._forget)
+        return future
+
+    def _forget(self, future: asyncio.Future[None]) -> None:
+        self._waiters.pop(future, None)
+
     async def wait_until(self, predicate: Callable[[JobView], bool]) -> None:
         """Returns as soon as the view satisfies `predicate`."""
-        if predicate(self.view):
-            return
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (predicate, future)
-        self._waiters.append(entry)
-        try:
-            await future
-        finally:
-            if entry in self._waiters:
-                self._waiters.remove(entry)
+        if not predicate(self.view):
+            await self.when(predicate)
 
     async def wait_until_read(self, predicate: Callable[[JobView], bool]) -> None:
         """The same, for something that already happened: after `refresh_s` it re-reads etcd instead of waiting on."""
@@ -120,9 +125,9 @@ class ViewKeeper:
     def notify(self) -> None:
         """The view changed, or something that waits look at beside it: every wait is examined again."""
         view = self.view
-        for entry in [e for e in self._waiters if e[1].done() or e[0](view)]:
-            self._waiters.remove(entry)
-            if not entry[1].done():
-                entry[1].set_result(None)
+        for future in [future for future, predicate in self._waiters.items() if future.done() or predicate(view)]:
+            self._waiters.pop(future, None)
+            if not future.done():
+                future.set_result(None)
         for listener in tuple(self._listeners):
             listener()

@@ -15,11 +15,11 @@ import inspect
 import os
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Coroutine, Generator
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import FrameType, FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import JobError
@@ -49,8 +49,7 @@ class StuckError(Exception):
     """A compute did not return within `cancel_s` after its attempt ended: only the end of the process frees it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
+class Running(NamedTuple):
     """User code at work: what, and since when (loop time, seconds; and as it is traced, 0 where it is not)."""
 
     where: str
@@ -83,11 +82,19 @@ class Actor:
         """User code that has begun and not returned, oldest first."""
         return tuple(self._running.values())
 
-    async def call(self, where: str, function: Callable[..., R], *args: Any, alone: bool = True) -> R:
+    async def call(
+        self,
+        where: str,
+        function: Callable[..., R],
+        *args: Any,
+        alone: bool = True,
+        after: Callable[[], object] | None = None,
+    ) -> R:
         """Calls user code and returns its result.
 
         Args:
             alone: hold the task meanwhile; False for processors that declared `parallel=True`.
+            after: called right after it returned, where it ran; what that raises counts as raised by user code.
 
         Raises:
             UserCodeError: it raised.
@@ -96,29 +103,52 @@ class Actor:
         """
         try:
             if is_async(function):
-                return await self._call_async(where, function, args, alone)  # type: ignore[arg-type]
-            return await self._call_thread(where, function, args, alone)
+                return await self._call_async(where, function, args, alone, after)  # type: ignore[arg-type]
+            return await self._call_thread(where, function, args, alone, after)
         except (asyncio.CancelledError, AttemptEnded, StuckError):
             raise
         except BaseException as error:
             raise UserCodeError(where, error) from error
 
+    async def here(self, where: str, function: Callable[[], R]) -> R:
+        """Calls something of ours in the task's turn, on the event loop: for what is done in microseconds."""
+        async with self._turn:
+            try:
+                return function()
+            except Exception as error:
+                raise UserCodeError(where, error) from error
+
     async def _call_async(
-        self, where: str, function: Callable[..., Coroutine[Any, Any, R]], args: tuple[Any, ...], alone: bool
+        self,
+        where: str,
+        function: Callable[..., Coroutine[Any, Any, R]],
+        args: tuple[Any, ...],
+        alone: bool,
+        after: Callable[[], object] | None,
     ) -> R:
         coroutine = function(*args)
         mark = self._begin(where)
         try:
-            return await (_InTurns(coroutine, self._turn) if alone else coroutine)
+            result = await (_InTurns(coroutine, self._turn) if alone else coroutine)
+            if after is not None:
+                after()
+            return result
         finally:
             self._end(mark)
 
-    async def _call_thread(self, where: str, function: Callable[..., R], args: tuple[Any, ...], alone: bool) -> R:
+    async def _call_thread(
+        self,
+        where: str,
+        function: Callable[..., R],
+        args: tuple[Any, ...],
+        alone: bool,
+        after: Callable[[], object] | None,
+    ) -> R:
         if alone:
             await self._turn.acquire()
         mark = self._begin(where)
         try:
-            future = self._threads.run(functools.partial(self._in_thread, where, alone, function, args))
+            future = self._threads.run(functools.partial(self._in_thread, where, alone, function, args, after))
             try:
                 return await asyncio.shield(future)
             except asyncio.CancelledError:
@@ -129,10 +159,20 @@ class Actor:
             if alone:
                 self._turn.release()
 
-    def _in_thread(self, where: str, alone: bool, function: Callable[..., R], args: tuple[Any, ...]) -> R:
+    def _in_thread(
+        self,
+        where: str,
+        alone: bool,
+        function: Callable[..., R],
+        args: tuple[Any, ...],
+        after: Callable[[], object] | None,
+    ) -> R:
         self._in_turn.held = alone
         try:
-            return function(*args)
+            result = function(*args)
+            if after is not None:
+                after()
+            return result
         except StopIteration as error:  # a future cannot carry it
             raise RuntimeError("StopIteration left the function") from error
 
@@ -222,8 +262,22 @@ class _InTurns:
             coroutine.close()
 
 
+_ASYNC: weakref.WeakKeyDictionary[FunctionType, bool] = weakref.WeakKeyDictionary()
+"""What was found of functions before: looking at one takes longer than many a compute."""
+
+
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling it gives a coroutine; looks through functools.partial and callable objects."""
+    plain = getattr(function, "__func__", function)
+    if type(plain) is not FunctionType:
+        return _looks_async(function)
+    known = _ASYNC.get(plain)
+    if known is None:
+        known = _ASYNC[plain] = _looks_async(function)
+    return known
+
+
+def _looks_async(function: Callable[..., Any]) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004

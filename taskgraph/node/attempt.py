@@ -13,18 +13,18 @@ import concurrent.futures
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from taskgraph.epoch import AttemptEnded, Epoch, Inputs, Outputs, Scratch
 from taskgraph.errors import GraphError, Refused
 from taskgraph.graph.compose import Composition, Processor
-from taskgraph.node.actor import is_async
 from taskgraph.node.mailbox import Mailbox
 from taskgraph.node.quiet import Quiet
 from taskgraph.node.replica import Replica
 from taskgraph.node.strict import Recording
 from taskgraph.observe.trace import clock
-from taskgraph.protocol.messages import Encoded, Item, Pull, Reason, Stamp, Wait
+from taskgraph.protocol.messages import Encoded, Item, Pull, Reason, Reply, Stamp, Wait
 from taskgraph.protocol.sums import Ledger
 
 __all__ = ["Attempt", "Idle"]
@@ -159,10 +159,11 @@ class Attempt:
         self._states[processor.name] = "running"
         epoch = Epoch(self, processor.name, sync=processor.sync)
         inputs, outputs = Inputs(self, processor, self._items), Outputs(self, processor)
-        whole = _compute_and_close(processor.compute, outputs)
         if self.recording is not None:
             self.recording.started(processor.name, processor)
-        await self.replica.actor.call(processor.name, whole, epoch, inputs, outputs, alone=not processor.parallel)
+        await self.replica.actor.call(
+            processor.name, processor.compute, epoch, inputs, outputs, alone=not processor.parallel, after=outputs.close
+        )
         if self.recording is not None:
             await self.recording.finished(processor.name, sync=processor.sync)
         self._states[processor.name] = "done"
@@ -261,6 +262,27 @@ class Attempt:
                 raise Refused(Reason.ATTEMPT_GONE, f"attempt {self.attempt} is over") from None
             raise
         return Item(self.stamp, self.term, pull.tag, value)
+
+    def item_now(self, pull: Pull) -> Item | asyncio.Future[Reply] | None:
+        """The item where it exists, a future of it where it is still to be put, None where neither can be said."""
+        if not self._composed.done() or self._composed.cancelled():
+            return None
+        slot = self._slots.get((pull.tag, pull.sender))
+        if slot is None or slot.cancelled():
+            return None
+        if slot.done():
+            return Item(self.stamp, self.term, pull.tag, slot.result())
+        reply: asyncio.Future[Reply] = self._loop.create_future()
+        slot.add_done_callback(partial(self._deliver, pull, reply))
+        return reply
+
+    def _deliver(self, pull: Pull, reply: asyncio.Future[Reply], slot: asyncio.Future[Encoded]) -> None:
+        if reply.done():
+            return
+        if slot.cancelled():
+            reply.set_exception(Refused(Reason.ATTEMPT_GONE, f"attempt {self.attempt} is over"))
+        else:
+            reply.set_result(Item(self.stamp, self.term, pull.tag, slot.result()))
 
     def _offers(self, consumer: int) -> str:
         mine = sorted({tag for tag, to in self._slots if to == consumer})
@@ -414,23 +436,6 @@ class Attempt:
                 found.append(Wait(f"handler {where.split('/')[0]}", "reply", to, method, since))
         found.extend(Wait("hold", "running", self.task, why, since) for why in self.quiet.holds)
         return tuple(found)
-
-
-def _compute_and_close(compute: Callable[..., Any], outputs: Outputs) -> Callable[..., Any]:
-    """The compute and the check of what it put, as one piece of user code: one turn, one hop to a thread."""
-    if is_async(compute):
-
-        async def run_async(*args: Any) -> None:
-            await compute(*args)
-            outputs.close()
-
-        return run_async
-
-    def run(*args: Any) -> None:
-        compute(*args)
-        outputs.close()
-
-    return run
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

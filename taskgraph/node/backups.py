@@ -130,7 +130,8 @@ class Backups:
 
     def _poke(self) -> None:
         self._moved.set()
-        self._node.keeper.notify_later()
+        if self._tending:  # they wait for the view, or for this
+            self._node.keeper.notify_later()
 
     def _wished(self) -> list[str]:
         """Other nodes that placement wants to hold this task and that are alive."""

@@ -7,8 +7,10 @@ process.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
+import struct
 from pathlib import Path
 
 __all__ = ["LastWords", "begin", "end", "listen", "read"]
@@ -17,15 +19,20 @@ _BYTES = mmap.PAGESIZE
 _FILE = "running"
 _MOST = 4
 """Calls that are named; others may have been under way besides, and the last to begin are the likelier ones."""
+_SLOT_BYTES = 512
 _LONG = 100
 """Characters of one call's name."""
+_ORDER = struct.Struct("<Q")
+"""What a slot begins with: a number that grows with every call, 0 while the slot is free."""
 
 
 class LastWords:
-    """The calls under way in this process."""
+    """The calls under way in this process: `_MOST` slots in a file, each a number and a text."""
 
     def __init__(self, folder: Path) -> None:
-        self._running: dict[tuple[int, int], str] = {}
+        self._slots: dict[tuple[int, int], int] = {}  # in the order they began
+        self._free = list(range(_MOST))
+        self._calls = 0
         descriptor = os.open(folder / _FILE, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             os.ftruncate(descriptor, _BYTES)
@@ -33,17 +40,25 @@ class LastWords:
         finally:
             os.close(descriptor)
 
-    def began(self, call: tuple[int, int], text: str) -> None:
-        self._running[call] = text[:_LONG]
-        self._write()
+    def began(self, call: tuple[int, int], text: bytes) -> None:
+        """`text` as `named` makes it."""
+        slot = self._free.pop() if self._free else self._slots.pop(next(iter(self._slots)))
+        self._slots[call] = slot
+        self._calls += 1
+        at = slot * _SLOT_BYTES
+        self._map[at : at + len(text) + 8] = _ORDER.pack(self._calls) + text
 
     def ended(self, call: tuple[int, int]) -> None:
-        if self._running.pop(call, None) is not None:
-            self._write()
+        slot = self._slots.pop(call, None)
+        if slot is not None:  # else it had to make room
+            self._free.append(slot)
+            _ORDER.pack_into(self._map, slot * _SLOT_BYTES, 0)
 
-    def _write(self) -> None:
-        text = "\n".join(list(self._running.values())[-_MOST:]).encode()[: _BYTES - 1]
-        self._map[: len(text) + 1] = text + b"\0"
+
+@functools.lru_cache(maxsize=1024)
+def named(text: str) -> bytes:
+    """A call's name as it stands in the file."""
+    return text[:_LONG].encode() + b"\0"
 
 
 def read(folder: Path) -> tuple[str, ...]:
@@ -52,8 +67,13 @@ def read(folder: Path) -> tuple[str, ...]:
         data = (folder / _FILE).read_bytes()
     except OSError:
         return ()
-    text = data.partition(b"\0")[0].decode(errors="replace")
-    return tuple(text.split("\n")) if text else ()
+    found = []
+    for at in range(0, min(len(data), _MOST * _SLOT_BYTES) - 8, _SLOT_BYTES):
+        (order,) = _ORDER.unpack_from(data, at)
+        if order:
+            text = data[at + 8 : at + _SLOT_BYTES].partition(b"\0")[0]
+            found.append((order, text.decode(errors="replace")))
+    return tuple(text for _, text in sorted(found))
 
 
 _here: LastWords | None = None
@@ -69,7 +89,7 @@ def listen(folder: Path) -> None:
 def begin(call: tuple[int, int], task: int, where: str) -> None:
     """User code of a task begins."""
     if _here is not None:
-        _here.began(call, f"{where!r} of task {task}")
+        _here.began(call, named(f"{where!r} of task {task}"))
 
 
 def end(call: tuple[int, int]) -> None:

@@ -61,6 +61,14 @@ class LeaderRole:
 
     async def take_report(self, report: Report) -> Accepted:
         await self._node.keeper.wait_until_read(lambda view: view.stamp is not None and view.stamp >= report.stamp)
+        return self._take(report)
+
+    def report_now(self, report: Report) -> Accepted | None:
+        """The same where there is nothing to wait for; else None."""
+        stamp = self._node.keeper.view.stamp
+        return self._take(report) if stamp is not None and stamp >= report.stamp else None
+
+    def _take(self, report: Report) -> Accepted:
         self._begin()
         if self._leader.report(report):
             self._last_news = self._node.now()

@@ -245,7 +245,7 @@ class Node:
         """
         self._failure = asyncio.get_running_loop().create_future()
         self.started_at = self.now()
-        await self.transport.start(self.id, self._serving.serve, self._on_lost)
+        await self.transport.start(self.id, self._serving, self._on_lost)
         try:
             await self.keeper.load()
             self._check_spec()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import Refused, TaskGraphError, TransportError
@@ -27,7 +28,7 @@ from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.messages import Encoded, HandOver, Reason, Report, RequestRestart, Stamp, Wait
 from taskgraph.protocol.records import EpochRecord, PrimaryRecord, State
 from taskgraph.protocol.transactions import TakenOver
-from taskgraph.protocol.view import Versioned, holds
+from taskgraph.protocol.view import JobView, Versioned, holds
 from taskgraph.task import BecamePrimary
 
 if TYPE_CHECKING:
@@ -184,9 +185,7 @@ class Primary:
         """Works on one attempt until the view moves on, by a commit, a restart, or the end of the job."""
         self._epoch_began = self._node.now()
         began, self._done_ns = self._tracing.on and clock(), 0
-        view_moved = asyncio.ensure_future(
-            self._node.keeper.wait_until(lambda view: view.stamp != stamp or not view.running)
-        )
+        view_moved = self._node.keeper.when(lambda view: view.stamp != stamp or not view.running)
         work = asyncio.ensure_future(self._work(stamp))
         try:
             await asyncio.wait([work, view_moved], return_when=asyncio.FIRST_COMPLETED)
@@ -458,15 +457,12 @@ class Primary:
             leader = view.primaries.get(0)
             report = self._report
             if report is None or leader is None or told == (report, leader.mod_revision):
-                waits = [
-                    asyncio.ensure_future(self._report_changed.wait()),
-                    asyncio.ensure_future(self._other_leader(leader)),
-                ]
+                other = self._node.keeper.when(partial(_other_leader, leader))
+                other.add_done_callback(self._report_again)
                 try:
-                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                    await self._report_changed.wait()
                 finally:
-                    for wait in waits:
-                        wait.cancel()
+                    other.cancel()
                 continue
             await self._node.while_paused()
             telling = self._tracing.on and clock()
@@ -476,8 +472,9 @@ class Primary:
                 self._tracing.add(kind, telling, self.task, report.stamp, self.term, peer=0)
             told = (report, leader.mod_revision)
 
-    async def _other_leader(self, known: Versioned[PrimaryRecord] | None) -> None:
-        await self._node.keeper.wait_until(lambda view: view.primaries.get(0) != known)
+    def _report_again(self, other: asyncio.Future[None]) -> None:
+        if not other.cancelled():
+            self._report_changed.set()
 
     async def _tell(self, message: Report | RequestRestart) -> None:
         await self._node.router.to_primary(0, lambda: message, timeout_s=self._node.settings.call_s)
@@ -498,3 +495,7 @@ class Primary:
             return
         self._restart_asked = {(stamp, why)}
         self._group.create_task(self._tell(RequestRestart(stamp, self.task, why)))
+
+
+def _other_leader(known: Versioned[PrimaryRecord] | None, view: JobView) -> bool:
+    return view.primaries.get(0) is not known

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from taskgraph.errors import JobError, ValueNotEncodable
 from taskgraph.graph.values import decode, encode
 from taskgraph.jobs import Job
@@ -168,7 +170,19 @@ class Replica:
                 encode_fields(state, self.task)  # raises as well, and names the field
                 raise
 
+        if self._is_small_snapshot():
+            return await self.actor.here("snapshot", take)
         return await self.actor.call("snapshot", take)
+
+    def _is_small_snapshot(self) -> bool:
+        """Whether the snapshot runs no code of the user's, and takes microseconds: not worth a hop to a thread."""
+        if not self.stateful:
+            return True
+        task = self.user_task
+        if "snapshot" in self.shape.overrides:
+            return False
+        has = vars(task)
+        return all(name in has and _is_small(has[name]) for name in type(task).__taskgraph_state__)
 
     async def restore(self, value: Encoded) -> None:
         """Puts the user's object into the state of a boundary, from a fresh decode."""
@@ -233,3 +247,15 @@ class Replica:
         if self.ready and "teardown" in self.shape.overrides and not self.actor.abandoned:
             await self.actor.call("teardown", self.user_task.teardown)
         self.ready = False
+
+
+_SMALL_BYTES = 16 << 10
+
+
+def _is_small(value: Any) -> bool:
+    kind = type(value)
+    if kind is np.ndarray:
+        return bool(value.nbytes <= _SMALL_BYTES and value.dtype.kind in "biufc")
+    if kind in (str, bytes):
+        return len(value) <= _SMALL_BYTES
+    return kind in (float, bool, type(None)) or (kind is int and value.bit_length() <= 64)

@@ -52,7 +52,37 @@ class Serving:
         self._node = node
         self._under_way = 0
 
-    async def serve(self, peer: str, message: Call) -> Reply:
+    def now(self, peer: str, message: Call) -> Reply | asyncio.Future[Reply] | None:
+        """The answer to what most calls are, where the view and the attempt are where the caller is.
+
+        Everything else, and every doubt, is left to the call itself.
+        """
+        node = self._node
+        if node.paused or self._under_way >= node.settings.max_parked:
+            return None
+        if type(message) is Pull:
+            return self._item(message)
+        if type(message) is Report and node.leader is not None:
+            return node.leader.report_now(message)
+        return None
+
+    def _item(self, pull: Pull) -> Reply | asyncio.Future[Reply] | None:
+        primary, view = self._node.primaries.get(pull.task), self._node.keeper.view
+        if primary is None or view.stamp != pull.stamp or view.term(pull.sender) != pull.sender_term:
+            return None
+        attempt = primary.attempt
+        if attempt is None or attempt.stamp != pull.stamp:
+            return None
+        reply = attempt.item_now(pull)
+        if isinstance(reply, asyncio.Future):
+            self._under_way += 1
+            reply.add_done_callback(self._parked)
+        return reply
+
+    def _parked(self, _: asyncio.Future[Reply]) -> None:
+        self._under_way -= 1
+
+    async def __call__(self, peer: str, message: Call) -> Reply:
         """Answers one call; raises Refused."""
         if self._node.paused:
             raise Refused(Reason.PAUSED, f"{self._node.name} cannot prove its lease at the moment")

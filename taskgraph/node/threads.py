@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 __all__ = ["PooledThreads", "Threads"]
 
@@ -41,14 +42,15 @@ class PooledThreads:
         self._name = name
         self._limit = limit
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Work[Any] | None] = queue.SimpleQueue()
         self._threads = 0
         self._idle = 0  # threads that wait for work, less the work that is on its way; below 0: work waits
         self._closed = False
         self._futures: dict[asyncio.Future[Any], None] = {}
 
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
-        future: concurrent.futures.Future[R] = concurrent.futures.Future()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[R] = loop.create_future()
         with self._lock:
             if self._closed:
                 raise RuntimeError("the node's threads are closed")
@@ -57,15 +59,17 @@ class PooledThreads:
                 self._threads += 1
             else:
                 self._idle -= 1
-            self._queue.put((future, function))
-        outside = asyncio.wrap_future(future)
-        self._futures[outside] = None
-        outside.add_done_callback(lambda done: self._futures.pop(done, None))
-        return outside
+            self._queue.put(_Work(loop, future, function))
+        self._futures[future] = None
+        future.add_done_callback(self._forget)
+        return future
+
+    def _forget(self, done: asyncio.Future[Any]) -> None:
+        self._futures.pop(done, None)
 
     def _serve(self) -> None:
         while (work := self._queue.get()) is not None:
-            _do(*work)
+            work.do()
             del work  # an idle thread keeps nothing of what it did
             with self._lock:
                 self._idle += 1
@@ -84,15 +88,35 @@ class PooledThreads:
                 self._queue.put(None)  # after what was accepted; a thread at work takes it when its function ends
 
 
-_Work = tuple[concurrent.futures.Future[Any], Callable[[], Any]]
+class _Work(Generic[R]):
+    """A function on its way through a thread and back."""
 
+    __slots__ = ("_function", "_future", "_loop")
 
-def _do(future: concurrent.futures.Future[Any], function: Callable[[], Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return  # given up before its turn came
-    try:
-        result = function()
-    except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+    def __init__(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[R], function: Callable[[], R]) -> None:
+        self._loop = loop
+        self._future = future
+        self._function = function
+
+    def do(self) -> None:
+        """In the thread."""
+        if self._future.cancelled():
+            return  # given up before its turn came
+        try:
+            result = self._function()
+        except BaseException as error:
+            self._tell(self._failed, error)
+        else:
+            self._tell(self._returned, result)
+
+    def _tell(self, how: Callable[[Any], None], what: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits
+            self._loop.call_soon_threadsafe(how, what)
+
+    def _returned(self, result: R) -> None:
+        if not self._future.done():
+            self._future.set_result(result)
+
+    def _failed(self, error: BaseException) -> None:
+        if not self._future.done():
+            self._future.set_exception(error)

@@ -25,6 +25,9 @@ __all__ = [
 ]
 
 
+_NAMES: dict[type, frozenset[str]] = {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """A key's value."""
@@ -39,7 +42,7 @@ class Record:
         """Unknown fields are ignored, so that an older node reads a newer one's record; missing ones are an error."""
         try:
             raw: dict[str, Any] = json.loads(data)
-            names = {f.name for f in fields(cls)}
+            names = _NAMES.get(cls) or _NAMES.setdefault(cls, frozenset(f.name for f in fields(cls)))
             values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items() if k in names}
             return cls(**values)
         except (ValueError, TypeError, AttributeError) as error:

@@ -6,13 +6,14 @@ Two implementations: `stream.StreamTransport` (unix sockets on one host, TCP bet
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from taskgraph.protocol.messages import Call, Reply
 
-__all__ = ["OnLost", "Peer", "Serve", "Transport"]
+__all__ = ["OnLost", "Peer", "Serve", "ServeNow", "Transport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,13 @@ class Peer:
 Serve = Callable[[str, Call], Awaitable[Reply]]
 """(node of the caller, call) -> reply. May wait as long as it likes: calls do not block each other. Raising
 `errors.Refused` answers with that refusal; any other exception answers BAD_MESSAGE and is logged with its traceback.
-It is cancelled when the caller cancels its call or its session breaks."""
+It is cancelled when the caller cancels its call or its session breaks.
+
+It may have an attribute `now`, a `ServeNow`: most calls of an epoch need no task of their own."""
+
+ServeNow = Callable[[str, Call], "Reply | asyncio.Future[Reply] | None"]
+"""(node of the caller, call) -> the reply, or a future of it where that is all there is to wait for, or None: `Serve`
+has to be asked. Raises as `Serve` does; the future is cancelled where `Serve` would be."""
 
 OnLost = Callable[[str], None]
 """(node): the last session with that node broke without a goodbye. Called on the event loop, must not block."""

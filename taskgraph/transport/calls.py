@@ -9,10 +9,10 @@ from typing import Any, NoReturn, TypeVar
 
 from taskgraph.errors import Refused, TransportError
 from taskgraph.protocol.messages import Call, Reason, Refusal, Reply
-from taskgraph.transport.api import Serve
+from taskgraph.transport.api import Serve, ServeNow
 from taskgraph.transport.wire import REPLY_OF
 
-__all__ = ["OwnedTasks", "answer", "describe", "unwrap"]
+__all__ = ["OwnedTasks", "answer", "answer_now", "answered", "describe", "unwrap"]
 
 log = logging.getLogger("taskgraph.transport")
 T = TypeVar("T")
@@ -27,13 +27,36 @@ def describe(call: Call) -> str:
     return f"{what} to task {call.task}{at}"
 
 
+def answer_now(serve: Serve, caller: str, call: Call) -> Reply | asyncio.Future[Reply] | None:
+    """What `serve.now` has for this call, where there is one; a refusal in place of what it raises."""
+    now: ServeNow | None = getattr(serve, "now", None)
+    if now is None:
+        return None
+    try:
+        reply = now(caller, call)
+    except Exception as error:
+        return _refusal(error, caller, call)
+    return reply if reply is None or isinstance(reply, asyncio.Future) else _checked(reply, caller, call)
+
+
+def answered(future: asyncio.Future[Reply], caller: str, call: Call) -> Reply:
+    """The reply out of a future of `answer_now` that is done, and was not cancelled."""
+    error = future.exception()
+    if error is None:
+        return _checked(future.result(), caller, call)
+    if isinstance(error, Exception):
+        return _refusal(error, caller, call)
+    raise error
+
+
 async def answer(serve: Serve, caller: str, call: Call) -> Reply:
     """Runs the handler; whatever it does, there is a reply, unless this task itself is cancelled."""
+    reply = answer_now(serve, caller, call)
     try:
-        reply = await serve(caller, call)
-    except Refused as refused:
-        text = str(refused)
-        return Refusal(refused.reason, "" if text == refused.reason else text)
+        if reply is None:
+            reply = await serve(caller, call)
+        elif isinstance(reply, asyncio.Future):
+            reply = await reply
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is None or task.cancelling():
@@ -42,8 +65,19 @@ async def answer(serve: Serve, caller: str, call: Call) -> Reply:
         log.exception("serving %s for node %s was cut off", describe(call), caller)
         return Refusal(Reason.BAD_MESSAGE, "what the handler waited for was cancelled")
     except Exception as error:
-        log.exception("serving %s for node %s failed", describe(call), caller)
-        return Refusal(Reason.BAD_MESSAGE, f"{type(error).__name__}: {error}")
+        return _refusal(error, caller, call)
+    return _checked(reply, caller, call)
+
+
+def _refusal(error: Exception, caller: str, call: Call) -> Refusal:
+    if isinstance(error, Refused):
+        text = str(error)
+        return Refusal(error.reason, "" if text == error.reason else text)
+    log.error("serving %s for node %s failed", describe(call), caller, exc_info=error)
+    return Refusal(Reason.BAD_MESSAGE, f"{type(error).__name__}: {error}")
+
+
+def _checked(reply: Reply, caller: str, call: Call) -> Reply:
     if not isinstance(reply, (REPLY_OF[type(call)], Refusal)):
         log.error("%s for node %s was answered with a %s", describe(call), caller, type(reply).__name__)
         return Refusal(Reason.BAD_MESSAGE, f"the handler answered with a {type(reply).__name__}")

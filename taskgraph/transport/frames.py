@@ -57,6 +57,7 @@ _MAGIC = b"TG"
 _TLS_HANDSHAKE, _TLS_MAJOR = 22, 3
 _HEAD = struct.Struct("!2sBBQIIIQQ")
 HEAD_BYTES = _HEAD.size
+_CLEARED_BYTES = 4 << 10
 _SCRATCH_BYTES = 64 << 10  # the reusable receive buffer of a session
 _DIRECT_BYTES = 32 << 10  # a rest at least this long is received in place; below, one more copy is cheaper than a read
 
@@ -168,7 +169,9 @@ def pack_frame(head: Head, sizes: Sequence[int] = (), header: bytes = b"") -> by
 
 
 def _allocate(size_bytes: int) -> memoryview:
-    """Memory that is not touched before data is written to it."""
+    """Memory that is not touched before data is written to it; small pieces are cheaper cleared than asked for."""
+    if size_bytes <= _CLEARED_BYTES:
+        return memoryview(bytearray(size_bytes))
     return np.empty(size_bytes, np.uint8).data
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 from taskgraph.errors import DecodeError, PeerLost, Refused
 from taskgraph.protocol.messages import Call, Reason, Refusal, Reply
 from taskgraph.transport import wire
-from taskgraph.transport.calls import answer, describe, unwrap
+from taskgraph.transport.calls import answer, answer_now, answered, describe, unwrap
 from taskgraph.transport.frames import Head, Incoming, Kind
 from taskgraph.transport.hello import Answering, Dialling
 from taskgraph.transport.session import Owner, Session
@@ -114,7 +116,7 @@ class AcceptedSession(Session):
 
     def __init__(self, owner: Owner, hello: Answering, *, hello_s: float) -> None:
         super().__init__(owner, hello, hello_s=hello_s)
-        self._calls: dict[int, asyncio.Task[None] | None] = {}  # None: still being received
+        self._calls: dict[int, asyncio.Future[Any] | None] = {}  # who makes the reply; None: still being received
 
     def _admits(self, head: Head, parsed: wire.ParsedHeader) -> bool:
         if self.probe:
@@ -135,10 +137,27 @@ class AcceptedSession(Session):
         self._reply(head.call, Refusal(Reason.BAD_MESSAGE, f"no memory for a call of {head.payload} bytes"))
 
     def _on_complete(self, incoming: Incoming) -> None:
-        number = incoming.head.call
+        number, parsed = incoming.head.call, incoming.parsed
+        if parsed.digest is None:
+            call = cast(Call, parsed.message(None))
+            reply = answer_now(self._owner.serve, self.peer, call)
+            if isinstance(reply, asyncio.Future):
+                self._calls[number] = reply
+                reply.add_done_callback(partial(self._answered, number, call))
+                return
+            if reply is not None:
+                del self._calls[number]
+                self._reply(number, reply)
+                return
         task = self._owner.tasks.spawn(self._serve(incoming), name=f"serve {self.peer} {number}")
         self._calls[number] = task
         task.add_done_callback(lambda _: self._calls.pop(number, None))
+
+    def _answered(self, number: int, call: Call, future: asyncio.Future[Reply]) -> None:
+        if self._calls.pop(number, None) is not None and not future.cancelled():
+            self._reply(number, answered(future, self.peer, call))
+        elif not future.cancelled():
+            future.exception()  # nobody wants it any more
 
     async def _serve(self, incoming: Incoming) -> None:
         number = incoming.head.call

@@ -19,7 +19,7 @@ from taskgraph.tls import Tls, check_listener
 from taskgraph.transport import endpoints
 from taskgraph.transport.accepting import CLOSE_S, TlsListener
 from taskgraph.transport.api import OnLost, Peer, Serve
-from taskgraph.transport.calls import OwnedTasks, answer, describe, unwrap
+from taskgraph.transport.calls import OwnedTasks, answer, answer_now, answered, describe, unwrap
 from taskgraph.transport.hello import Answering, Dialling
 from taskgraph.transport.refusals import Refusals
 from taskgraph.transport.session import Session
@@ -102,6 +102,7 @@ class StreamTransport:
         self._insecure = insecure
 
         self.tasks = OwnedTasks()
+        self._own_calls: dict[asyncio.Future[Reply], None] = {}  # to this node itself
         self.serve: Serve = _not_started
         self.max_value_bytes = settings.max_value_bytes
         self._node = ""
@@ -184,6 +185,8 @@ class StreamTransport:
             self._socket_file.unlink(missing_ok=True)
         for session in list(self._connections):
             session.goodbye()
+        for reply in tuple(self._own_calls):
+            reply.cancel()
         await self.tasks.close()
         if self._connections:
             await asyncio.wait(self._connections.values(), timeout=_FLUSH_S)
@@ -199,21 +202,33 @@ class StreamTransport:
     # Calls.
 
     async def call(self, peer: Peer, message: Call, *, timeout_s: float | None = None) -> Reply:
-        self._check_running()
+        if timeout_s is None:
+            return await self._call(peer, message)
         try:
             async with asyncio.timeout(timeout_s):
-                if peer.node == self._node:
-                    return await self._call_self(message)
-                session = await self._session(peer)
-                return await session.call(message)
+                return await self._call(peer, message)
         except TimeoutError:
             raise PeerLost(f"no answer from node {peer.node} within {timeout_s} s to {describe(message)}") from None
+
+    async def _call(self, peer: Peer, message: Call) -> Reply:
+        self._check_running()
+        if peer.node == self._node:
+            return await self._call_self(message)
+        session = self._dialled.get(peer.node)
+        if session is None or not session.open:
+            session = await self._session(peer)
+        return await session.call(message)
 
     def _check_running(self) -> None:
         if self._state != "running":
             raise PeerLost(f"this node's transport is {self._state}")
 
     async def _call_self(self, message: Call) -> Reply:
+        reply = answer_now(self.serve, self._node, message)
+        if reply is not None and not isinstance(reply, asyncio.Future):
+            return unwrap(reply)
+        if reply is not None:
+            return unwrap(await self._answered(reply, message))
         task = self.tasks.spawn(answer(self.serve, self._node, message), name=f"serve {self._node} itself")
         try:
             await asyncio.wait((task,))
@@ -222,6 +237,17 @@ class StreamTransport:
         if task.cancelled():
             raise PeerLost("this node's transport is closed")
         return unwrap(task.result())
+
+    async def _answered(self, reply: asyncio.Future[Reply], message: Call) -> Reply:
+        self._own_calls[reply] = None
+        try:
+            await asyncio.wait((reply,))
+        finally:
+            self._own_calls.pop(reply, None)
+            reply.cancel()
+        if reply.cancelled():
+            raise PeerLost("this node's transport is closed")
+        return answered(reply, self._node, message)
 
     async def probe(self, peer: Peer, *, timeout_s: float) -> None:
         self._check_running()
@@ -245,10 +271,7 @@ class StreamTransport:
     # Dialling.
 
     async def _session(self, peer: Peer) -> DialledSession:
-        """The session that carries calls to `peer`; callers that come while it is dialled share the dial."""
-        session = self._dialled.get(peer.node)
-        if session is not None and session.open:
-            return session
+        """A new session that carries calls to `peer`; callers that come while it is dialled share the dial."""
         dial = self._dials.get(peer.node)
         if dial is None:
             dial = self.tasks.spawn(self._dial(peer, probe=False), name=f"dial {peer.node}")

@@ -1,4 +1,4 @@
-"""Messages as protobuf headers and back.
+"""Messages as headers and back: protobuf, but for those that `compact` has a shorter form for.
 
 The tables here are made from the dataclasses of `taskgraph.protocol.messages` when this module is imported: a new
 field of a message needs one line in `frame.proto` of the same name, and nothing here. A field that cannot be
@@ -14,6 +14,7 @@ import dataclasses
 import types
 import typing
 from collections.abc import Callable
+from functools import partial
 from typing import Any, get_args, get_origin, get_type_hints
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -23,6 +24,7 @@ from google.protobuf.message import Message as ProtobufMessage
 from taskgraph.errors import DecodeError
 from taskgraph.protocol import messages
 from taskgraph.protocol.messages import Call, Encoded, Message, Reply, Stamp
+from taskgraph.transport import compact
 from taskgraph.transport._proto import frame_pb2
 
 __all__ = ["CALLS", "DIGEST_BYTES", "REPLIES", "REPLY_OF", "ParsedHeader", "parse_header", "to_header", "value_of"]
@@ -225,11 +227,13 @@ def to_header(message: Message) -> bytes:
     Raises:
         ValueError, TypeError: a field whose value does not fit its declared type.
     """
+    if (short := compact.pack(message)) is not None:
+        return short
     slot, codec = _BY_CLASS[type(message)]
     return frame_pb2.Header(**{slot: codec.to_wire(message)}).SerializeToString()  # type: ignore[arg-type]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class ParsedHeader:
     """A header that was read, waiting for the payload that completes it.
 
@@ -240,15 +244,13 @@ class ParsedHeader:
 
     cls: type
     digest: bytes | None
-    _codec: _Codec
-    _proto: ProtobufMessage
+    _make: Callable[[Encoded | None], Any]
 
     def message(self, value: Encoded | None) -> Message:
         """The complete message. `value` must be given exactly where `digest` is not None."""
         if (value is None) != (self.digest is None):
             raise DecodeError(f"a {self.cls.__name__} with the wrong kind of payload")
-        made: Any = self._codec.from_wire(self._proto, value)
-        return made  # type: ignore[no-any-return]
+        return self._make(value)  # type: ignore[no-any-return]
 
 
 def parse_header(data: bytes | memoryview) -> ParsedHeader:
@@ -257,8 +259,11 @@ def parse_header(data: bytes | memoryview) -> ParsedHeader:
     Raises:
         DecodeError: anything else.
     """
+    data = bytes(data)
+    if data and data[0] == compact.MARK:
+        return ParsedHeader(*compact.unpack(data))
     try:
-        header: Any = frame_pb2.Header.FromString(bytes(data))
+        header: Any = frame_pb2.Header.FromString(data)
     except ProtobufError as error:
         raise DecodeError(f"a frame's header is not one of ours: {error}") from None
     slot = header.WhichOneof("message")
@@ -273,4 +278,4 @@ def parse_header(data: bytes | memoryview) -> ParsedHeader:
         digest = getattr(proto, name).digest
         if len(digest) != DIGEST_BYTES:
             raise DecodeError(f"a digest of {len(digest)} bytes; it has {DIGEST_BYTES}")
-    return ParsedHeader(codec.cls, digest, codec, proto)
+    return ParsedHeader(codec.cls, digest, partial(codec.from_wire, proto))

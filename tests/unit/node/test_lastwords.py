@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from taskgraph.node.failing import deaths_text
-from taskgraph.node.lastwords import LastWords, read
+from taskgraph.node.lastwords import LastWords, named, read
 from taskgraph.protocol.records import GoneRecord
 
 
 def test_what_runs_is_read_in_the_order_it_began(tmp_path: Path) -> None:
     words = LastWords(tmp_path)
     assert read(tmp_path) == ()
-    words.began((1, 1), "'send' of task 1")
-    words.began((2, 1), "'a longer name' of task 2")
+    words.began((1, 1), named("'send' of task 1"))
+    words.began((2, 1), named("'a longer name' of task 2"))
     assert read(tmp_path) == ("'send' of task 1", "'a longer name' of task 2")
     words.ended((2, 1))
     assert read(tmp_path) == ("'send' of task 1",)
@@ -29,7 +29,7 @@ def test_what_runs_is_read_in_the_order_it_began(tmp_path: Path) -> None:
 def test_what_is_kept_is_bounded(tmp_path: Path) -> None:
     words = LastWords(tmp_path)
     for task in range(1000):
-        words.began((task, 1), f"'{'ä' * 5000}' of task {task}")
+        words.began((task, 1), named(f"'{'ä' * 5000}' of task {task}"))
     found = read(tmp_path)
     assert len(found) == 4 and all(set(text) <= {"'", "ä"} for text in found)
 

@@ -157,6 +157,84 @@ async def test_a_failing_handler_answers_bad_message_and_is_logged(
         assert len(caplog.records) == 1 and a.name in caplog.text
 
 
+async def test_what_is_answered_at_once_needs_no_handler(cluster: Cluster) -> None:
+    a, b = await cluster.node(), await cluster.node()
+    item = m.Item(m.Stamp(1, 7), 4, "grad", encoded(b"x", bytes(100_000)))
+    for target in (b, a):
+        target.at_once = lambda caller, call: item if isinstance(call, m.Pull) else None
+        reply = await a.call(target, pull())
+        assert (
+            isinstance(reply, m.Item) and reply.value.meta == b"x" and bytes(reply.value.buffers[0]) == bytes(100_000)
+        )
+        assert target.served == []
+        assert await a.call(target, m.Seal(m.Stamp(1, 1), 1, 1)) == m.Accepted(1)
+        assert len(target.served) == 1
+
+
+async def test_what_is_answered_by_a_future_needs_no_handler(cluster: Cluster) -> None:
+    a, b = await cluster.node(), await cluster.node()
+    for target in (b, a):
+        asked = asyncio.Event()
+        futures: list[asyncio.Future[m.Reply]] = []
+
+        def later(
+            caller: str,
+            call: m.Call,
+            futures: list[asyncio.Future[m.Reply]] = futures,
+            asked: asyncio.Event = asked,
+        ) -> asyncio.Future[m.Reply]:
+            futures.append(asyncio.get_running_loop().create_future())
+            asked.set()
+            return futures[-1]
+
+        target.at_once = later
+        waiting = asyncio.ensure_future(a.call(target, m.Seal(m.Stamp(1, 1), 1, 1)))
+        await waits(asked)
+        futures[0].set_result(m.Accepted(7))
+        assert await waiting == m.Accepted(7)
+        asked.clear()
+        waiting = asyncio.ensure_future(a.call(target, m.Seal(m.Stamp(1, 1), 1, 1)))
+        await waits(asked)
+        futures[1].set_exception(Refused(m.Reason.ATTEMPT_GONE, "over"))
+        with pytest.raises(Refused, match="over"):
+            await waiting
+        asked.clear()
+        waiting = asyncio.ensure_future(a.call(target, m.Seal(m.Stamp(1, 1), 1, 1)))
+        await waits(asked)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        async with asyncio.timeout(5):
+            await asyncio.wait([futures[2]])
+        assert futures[2].cancelled()
+        assert target.served == []
+
+
+async def test_what_is_answered_at_once_is_checked_as_well(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    a, b = await cluster.node(), await cluster.node()
+
+    def refuses(caller: str, call: m.Call) -> m.Reply:
+        raise Refused(m.Reason.STALE, "behind")
+
+    def raises(caller: str, call: m.Call) -> m.Reply:
+        raise LookupError("no such thing")
+
+    def wrong(caller: str, call: m.Call) -> m.Reply:
+        return m.WaitsPage(1, ())
+
+    for target in (b, a):
+        for at_once, reason, text in (
+            (refuses, m.Reason.STALE, "behind"),
+            (raises, m.Reason.BAD_MESSAGE, "no such thing"),
+            (wrong, m.Reason.BAD_MESSAGE, "WaitsPage"),
+        ):
+            target.at_once = at_once
+            with caplog.at_level(logging.ERROR), pytest.raises(Refused, match=text) as caught:
+                await a.call(target, pull())
+            assert caught.value.reason == reason
+        assert target.served == []
+
+
 async def test_a_crash_is_a_loss_then_the_peer_is_gone(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
     b.handler = gate = Gate()

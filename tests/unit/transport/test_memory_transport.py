@@ -80,6 +80,6 @@ async def test_names_are_taken_once(folder: Path) -> None:
     async with cluster_of("memory", folder) as cluster:
         a = await cluster.node()
         with pytest.raises(TransportError, match="already"):
-            await MemoryTransport(cluster.network).start(a.name, a._serve, print)
+            await MemoryTransport(cluster.network).start(a.name, a, print)
         with pytest.raises(RuntimeError, match="already"):
-            await a.transport.start("other", a._serve, print)
+            await a.transport.start("other", a, print)

@@ -20,7 +20,7 @@ from taskgraph.settings import Settings
 from taskgraph.testing.simulate.loop import Process
 from taskgraph.testing.simulate.network import SimNetwork, SimTransport
 from taskgraph.tls import CA, CERT, KEY, Tls
-from taskgraph.transport.api import Peer, Transport
+from taskgraph.transport.api import Peer, ServeNow, Transport
 from taskgraph.transport.memory import MemoryNetwork, MemoryTransport
 from taskgraph.transport.stream import StreamTransport
 
@@ -108,16 +108,20 @@ class Node:
         self.lost: asyncio.Queue[str] = asyncio.Queue()
         self.served: list[tuple[str, m.Call]] = []
         self.handler: Callable[[str, m.Call], Awaitable[m.Reply]] = self._accept
+        self.at_once: ServeNow = lambda caller, call: None
 
     async def _accept(self, caller: str, call: m.Call) -> m.Reply:
         return m.Accepted(1)
 
-    async def _serve(self, caller: str, call: m.Call) -> m.Reply:
+    def now(self, caller: str, call: m.Call) -> m.Reply | asyncio.Future[m.Reply] | None:
+        return self.at_once(caller, call)
+
+    async def __call__(self, caller: str, call: m.Call) -> m.Reply:
         self.served.append((caller, call))
         return await self.handler(caller, call)
 
     async def start(self) -> Node:
-        await self.transport.start(self.name, self._serve, self.lost.put_nowait)
+        await self.transport.start(self.name, self, self.lost.put_nowait)
         return self
 
     @property

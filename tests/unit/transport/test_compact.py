@@ -1,0 +1,73 @@
+"""The short headers: the same message back, or protobuf where it does not fit; and nothing but a DecodeError."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from taskgraph.errors import DecodeError
+from taskgraph.protocol.messages import Accepted, Encoded, Item, Message, Pull, Report, Seal, Stamp
+from taskgraph.transport import compact, wire
+
+INT = st.integers(-(2**63), 2**63 - 1)
+STAMP = st.builds(Stamp, INT, INT)
+SUM = st.integers(0, 2**128 - 1)
+TAG = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+VALUE = st.builds(lambda digest: Encoded(b"m", (), digest), st.binary(min_size=16, max_size=16))
+NOTHING = st.sampled_from([None, {}])
+MESSAGES = st.one_of(
+    st.builds(Pull, STAMP, INT, INT, INT, TAG),
+    st.builds(Item, STAMP, INT, TAG, VALUE),
+    st.builds(Accepted, INT),
+    st.builds(Report, STAMP, INT, INT, st.booleans(), INT, SUM, SUM, st.booleans(), NOTHING, NOTHING),
+)
+
+
+@given(MESSAGES)
+def test_the_same_message_comes_back(message: Message) -> None:
+    header = wire.to_header(message)
+    assert header[0] == compact.MARK
+    parsed = wire.parse_header(header)
+    value = message.value if isinstance(message, Item) else None
+    assert parsed.cls is type(message)
+    assert parsed.digest == (value.digest if value else None)
+    assert parsed.message(value) == message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Seal(Stamp(1, 2), 3, 4),
+        Report(Stamp(1, 2), 3, 4, True, 5, 6, 7, numbers={"loss": 0.5}),
+        Report(Stamp(1, 2), 3, 4, True, 5, 6, 7, previous={"loss": 0.5}),
+    ],
+)
+def test_others_travel_as_protobuf(message: Message) -> None:
+    assert compact.pack(message) is None
+    header = wire.to_header(message)
+    assert header[0] != compact.MARK
+    assert wire.parse_header(header).message(None) == message
+
+
+def test_a_number_that_does_not_fit_is_an_error_as_before() -> None:
+    assert compact.pack(Accepted(2**63)) is None
+    with pytest.raises(ValueError, match="range"):
+        wire.to_header(Accepted(2**63))
+
+
+@given(st.binary(max_size=80))
+def test_anything_else_is_a_decode_error(data: bytes) -> None:
+    header = bytes([compact.MARK]) + data
+    try:
+        parsed = wire.parse_header(header)
+    except DecodeError:
+        return
+    value = Encoded(b"", (), parsed.digest) if parsed.digest is not None else None
+    assert wire.to_header(parsed.message(value)) == header
+
+
+def test_a_value_is_asked_for_and_nothing_else() -> None:
+    parsed = wire.parse_header(wire.to_header(Accepted(3)))
+    with pytest.raises(DecodeError, match="wrong kind of payload"):
+        parsed.message(Encoded(b"", (), bytes(16)))
