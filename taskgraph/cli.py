@@ -68,6 +68,9 @@ def parser(*, driver: bool = False) -> argparse.ArgumentParser:
     events.add_argument("--follow", action="store_true", help="and what happens next, until the job ends")
     result = add("result", "The result of a job that ended.", job="?")
     result.add_argument("--json", action="store_true")
+    trace = add("trace", "What every node of a running job does, as a file for https://ui.perfetto.dev.", job="?")
+    trace.add_argument("--epochs", type=int, default=20, metavar="N", help="so many whole epochs (20)")
+    trace.add_argument("-o", "--output", default="trace.json", metavar="FILE", help="where to (trace.json)")
     kill = add("kill", "Send a signal (SIGKILL) to the process that holds a task.", job="?")
     kill.add_argument("--task", type=int, metavar="T", help="its primary")
     kill.add_argument("--backup", action="store_true", help="a backup of the task instead")
@@ -108,7 +111,7 @@ def _add_beginning(made: argparse.ArgumentParser) -> None:
 
 
 def _commands() -> dict[str, Callable[..., int]]:
-    from taskgraph.commands import acting, certifying, chaos, joining, looking, running
+    from taskgraph.commands import acting, certifying, chaos, joining, looking, running, tracing
 
     return {
         "run": running.run,
@@ -118,6 +121,7 @@ def _commands() -> dict[str, Callable[..., int]]:
         "status": looking.status,
         "events": looking.events,
         "result": looking.result,
+        "trace": tracing.trace,
         "kill": acting.kill,
         "drain": acting.drain,
         "chaos": chaos.chaos,

@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
-__all__ = ["write_whole"]
+__all__ = ["whole_file", "write_whole"]
 
 
-def write_whole(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Writes a file atomically; with the default mode it is readable by its owner only, and never by others between.
+@contextlib.contextmanager
+def whole_file(path: Path, mode: int = 0o600) -> Iterator[BinaryIO]:
+    """A file to write, piece by piece, that appears when the block ends, and not at all where it raises.
+
+    With the default mode it is readable by its owner only, and never by others between.
 
     Raises:
         OSError: it could not be written; what was there before still is.
@@ -20,9 +25,15 @@ def write_whole(path: Path, data: bytes, mode: int = 0o600) -> None:
     descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            yield file
         scratch.rename(path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             scratch.unlink()
         raise
+
+
+def write_whole(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Writes a file atomically, as `whole_file` does."""
+    with whole_file(path, mode) as file:
+        file.write(data)

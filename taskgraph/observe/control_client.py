@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import signal as signals
 from collections.abc import AsyncIterator
@@ -12,13 +14,15 @@ import grpc
 
 from taskgraph.errors import DecodeError, PeerGone, PeerLost, TaskGraphError
 from taskgraph.observe._proto import control_pb2 as pb
+from taskgraph.observe.clocks import ClockReading
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import NodeStatus, ReplicaStatus, ReportRow, TaskResult
+from taskgraph.observe.trace import clock
 from taskgraph.observe.usage import Usage
 from taskgraph.protocol.messages import Encoded
 from taskgraph.tls import Tls
 
-__all__ = ["SERVICE", "TOKEN_KEY", "ControlClient", "control_address", "credential"]
+__all__ = ["SERVICE", "TOKEN_KEY", "ControlClient", "TraceCall", "control_address", "credential"]
 
 SERVICE = "taskgraph.v1.Control"
 TOKEN_KEY = "taskgraph-token"
@@ -46,6 +50,28 @@ def control_address(control: str, host_key: str) -> str:
         f"the node's control service listens at {control or 'no address'}, which cannot be reached from this host: "
         f"start nodes with --listen HOST to control them from elsewhere"
     )
+
+
+class TraceCall:
+    """A node's spans while they come. The first chunk has none: tracing is on."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    async def until(self, epoch: int) -> None:
+        """Asks the node to end when it has read this epoch."""
+        with contextlib.suppress(asyncio.InvalidStateError):  # it ended already: `next` tells why
+            await self._call.write(pb.TraceRequest(until_epoch=epoch))
+
+    async def enough(self) -> None:
+        """Asks the node to end now."""
+        with contextlib.suppress(asyncio.InvalidStateError):
+            await self._call.done_writing()
+
+    async def next(self) -> pb.TraceChunk | None:
+        """The next chunk; None after the last."""
+        chunk = await self._call.read()
+        return None if chunk is grpc.aio.EOF else chunk
 
 
 class ControlClient:
@@ -145,6 +171,29 @@ class ControlClient:
                 found[-1].take(chunk)
         return [each.result() for each in found]
 
+    async def clock(self, timeout_s: float = 2.0) -> ClockReading:
+        """Reads the node's clock once; the shortest of several round trips says most."""
+        before = clock()
+        reply = await self._call("Clock", pb.ClockRequest(), pb.ClockReply, timeout_s)
+        after = clock()
+        middle = (before + after) // 2
+        return ClockReading(middle, reply.at_ns - middle, (after - before) // 2, reply.host_key)
+
+    @contextlib.asynccontextmanager
+    async def trace(self) -> AsyncIterator[TraceCall]:
+        """Traces the node until `TraceCall.until`, or until the block ends."""
+        call: Any = self._channel.stream_stream(
+            f"/{SERVICE}/Trace",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=pb.TraceChunk.FromString,
+        )(metadata=self._metadata)
+        try:
+            yield TraceCall(call)
+        except grpc.aio.AioRpcError as error:
+            raise self._error("Trace", error) from error
+        finally:
+            call.cancel()
+
     async def _call(self, method: str, request: Any, reply: Any, timeout_s: float) -> Any:
         call: Any = self._channel.unary_unary(
             f"/{SERVICE}/{method}",
@@ -176,6 +225,8 @@ class ControlClient:
             return TaskGraphError(f"the node at {self._address} refuses: {details}; pass the job's --token-file")
         if code == grpc.StatusCode.INVALID_ARGUMENT:
             return TaskGraphError(f"the node at {self._address} refuses {method}: {details}")
+        if code == grpc.StatusCode.FAILED_PRECONDITION:
+            return TaskGraphError(f"the node at {self._address}: {details}")
         if code == grpc.StatusCode.UNAVAILABLE and any(sign in details for sign in _NOBODY_LISTENS):
             return PeerGone(f"no node listens at {self._address} any more: {details}")
         if code == grpc.StatusCode.UNAVAILABLE and self._encrypted:

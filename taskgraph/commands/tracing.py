@@ -1,0 +1,177 @@
+"""trace: what every node of a running job does, epoch by epoch, as a file for Perfetto."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from taskgraph.commands.common import Reached, reach
+from taskgraph.coordination.viewkeeper import ViewKeeper
+from taskgraph.errors import JobError
+from taskgraph.files import whole_file
+from taskgraph.launch.tracing import NodeTrace, Tracer
+from taskgraph.observe.clocks import NodeClock
+from taskgraph.observe.trace import clock
+from taskgraph.observe.trace_file import TraceFile
+from taskgraph.protocol.records import State
+from taskgraph.transport.endpoints import host_key
+
+__all__ = ["trace"]
+
+_REFRESH_S = 0.3
+_INTERRUPTED = 130
+
+
+def trace(options: argparse.Namespace) -> int:
+    """Traces some epochs of a running job."""
+    if options.epochs < 1:
+        raise JobError(f"--epochs {options.epochs}: at least one")
+    path = Path(options.output)
+    if not path.parent.is_dir():
+        raise JobError(f"--output {path}: there is no directory {path.parent}")
+    return uvloop.run(_trace(options, path))
+
+
+async def _trace(options: argparse.Namespace, path: Path) -> int:
+    with tempfile.TemporaryDirectory(prefix="taskgraph-trace-") as folder:
+        async with reach(options) as reached:
+            keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=_REFRESH_S)
+            await keeper.load()
+            entry, began_ns = reached.entry, clock()
+            tracer = Tracer(
+                keeper,
+                reached.spec.run,
+                entry.token_bytes,
+                entry.node_access,
+                Path(folder),
+                epochs=options.epochs,
+                say=_say,
+            )
+            interrupted = await _run(tracer, keeper)
+            state = keeper.view.status.record if keeper.view.status is not None else None
+        about = _write(path, reached, tracer, began_ns)
+    for line in about["missing"]:
+        _say(f"missing: {line}")
+    if state is not None and state.state == State.FAILED:
+        _say(f"the job failed meanwhile: {state.reason}")
+    print(_summary(path, about))
+    return _INTERRUPTED if interrupted else 0
+
+
+async def _run(tracer: Tracer, keeper: ViewKeeper) -> bool:
+    """Traces to the end, or until the first Ctrl-C. Whether that came."""
+    interrupted = False
+
+    def interrupt() -> None:
+        nonlocal interrupted
+        interrupted = True
+        loop.remove_signal_handler(signal.SIGINT)  # a second one ends at once
+        tracer.enough()
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+    watching = asyncio.ensure_future(keeper.run())
+    try:
+        await tracer.run()
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+    return interrupted
+
+
+def _write(path: Path, reached: Reached, tracer: Tracer, began_ns: int) -> dict[str, Any]:
+    """Writes the file; returns what it says of itself."""
+    ours = host_key()
+    try:
+        with whole_file(path) as file:
+            out = TraceFile(file, (tracer.first, tracer.until), began_ns)
+            nodes = []
+            for part in sorted(tracer.nodes.values(), key=lambda part: part.record.name):
+                if not part.readings:
+                    continue  # never heard; named as missing
+                times = NodeClock(part.readings, ours)
+                about = _about(part, times)
+                about["spans"] = out.node(part.record.name, _labels(part, times), times, part.spans())
+                nodes.append(about)
+            last = min(out.ended, tracer.until - 1)
+            if last < tracer.first:
+                raise JobError(
+                    f"not one epoch from {tracer.first} on was traced from its beginning to its commit: "
+                    f"{'; '.join(_missing(tracer, last)) or 'the job ended, or was interrupted, before'}"
+                )
+            found = {
+                "job": reached.name,
+                "first_epoch": tracer.first,
+                "last_epoch": last,
+                "nodes": nodes,
+                "missing": _missing(tracer, last),
+            }
+            out.close(found)
+    except OSError as error:
+        raise JobError(f"--output {path}: it cannot be written: {error.strerror or error}") from error
+    return found
+
+
+def _about(part: NodeTrace, times: NodeClock) -> dict[str, Any]:
+    return {
+        "name": part.record.name,
+        "host": part.record.host,
+        "pid": part.record.pid,
+        "shares_our_clock": times.shared,
+        "clock_offset_us": times.measured_ns / 1000,
+        "clock_within_us": times.within_ns / 1000,
+        "lost_spans": part.lost,
+        "missing": part.missing,
+    }
+
+
+def _labels(part: NodeTrace, times: NodeClock) -> str:
+    """What a viewer shows beside a node's name."""
+    words = [f"{part.record.host}, process {part.record.pid}"]
+    if not times.shared:
+        words.append(f"clock {times.measured_ns / 1000:+.1f} us within {times.within_ns / 1000:.1f} us")
+    if part.lost:
+        words.append(f"{part.lost} spans lost")
+    if part.missing:
+        words.append(f"missing: {part.missing}")
+    return ", ".join(words)
+
+
+def _missing(tracer: Tracer, last: int) -> list[str]:
+    """What is not in the trace, and why."""
+    lines = [f"node {part.record.name}: {part.missing}" for part in tracer.nodes.values() if part.missing]
+    lines += [
+        f"node {part.record.name}: {part.lost} spans, more than it may keep at a time"
+        for part in tracer.nodes.values()
+        if part.lost
+    ]
+    if last < tracer.until - 1:
+        lines.append(f"epochs {last + 1} to {tracer.until - 1}: they did not commit while the job was traced")
+    return lines
+
+
+def _summary(path: Path, about: dict[str, Any]) -> str:
+    nodes = about["nodes"]
+    foreign = [node["clock_within_us"] for node in nodes if not node["shares_our_clock"]]
+    clocks = f"clocks within {max(foreign):.0f} us of each other" if foreign else "all on one clock"
+    return (
+        f"{path}: epochs {about['first_epoch']} to {about['last_epoch']} of job {about['job']}, "
+        f"{sum(node['spans'] for node in nodes)} spans on {len(nodes)} nodes, {clocks}. "
+        f"Open it in https://ui.perfetto.dev"
+    )
+
+
+def _say(text: str) -> None:
+    print(f"taskgraph: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,245 @@
+"""Tracing a running job: the spans of all its nodes, and what their clocks say, gathered while it runs.
+
+Nothing but moving bytes is done meanwhile, since the tool may share the cores with what it looks at: what a node tells
+is spooled to a file as it came, and read when tracing is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from taskgraph.coordination.viewkeeper import ViewKeeper
+from taskgraph.errors import JobError, PeerLost, TaskGraphError
+from taskgraph.launch.follow import client_of
+from taskgraph.observe._proto import control_pb2 as pb
+from taskgraph.observe.clocks import ClockReading
+from taskgraph.observe.control_client import ControlClient, TraceCall
+from taskgraph.observe.trace import Span
+from taskgraph.observe.trace_chunks import Unpacker
+from taskgraph.protocol.records import NodeRecord
+from taskgraph.protocol.view import JobView
+from taskgraph.tls import Tls
+
+__all__ = ["NodeTrace", "Tracer"]
+
+_READINGS = 16
+"""Round trips for one look at a node's clock: the shortest counts."""
+_LEFT_S = 2.0
+"""A node whose key is gone has this long for its last spans."""
+_SAY_S = 5.0
+_FIRST_S = 10.0
+"""Nodes that do not begin to tell within this time do not keep the others from being traced."""
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass
+class NodeTrace:
+    """One node's part of a trace.
+
+    Attributes:
+        spool: what it told, chunk after chunk.
+        readings: of its clock: the best of several at the beginning, and of several at the end.
+        epoch: the one it was at when it was heard last; -1: none.
+        lost: spans it left out, since it made more than it may keep.
+        missing: what else is not here, and why; "": nothing.
+    """
+
+    node: str
+    record: NodeRecord
+    spool: Path
+    readings: list[ClockReading] = field(default_factory=list)
+    epoch: int = -1
+    lost: int = 0
+    missing: str = ""
+
+    def spans(self) -> Iterator[Span]:
+        """In the order they ended. Raises DecodeError."""
+        unpacker = Unpacker()
+        with self.spool.open("rb") as file:
+            while head := file.read(_LENGTH.size):
+                (size,) = _LENGTH.unpack(head)
+                yield from unpacker.unpack(pb.TraceChunk.FromString(file.read(size)))
+
+
+class Tracer:
+    """Traces a number of epochs of one running job.
+
+    Args:
+        run: the job's run, as its spec says.
+        folder: for what nodes tell, until it is written where it belongs.
+        say: told every few seconds what is waited for.
+
+    Attributes:
+        nodes: by id, in the order they were found.
+        first: epochs from here on and before `until` are traced; -1: not known yet.
+    """
+
+    def __init__(
+        self,
+        keeper: ViewKeeper,
+        run: str,
+        token: bytes,
+        tls: Tls | None,
+        folder: Path,
+        *,
+        epochs: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self.nodes: dict[str, NodeTrace] = {}
+        self.first = self.until = -1
+        self._keeper = keeper
+        self._run = run
+        self._token = token
+        self._tls = tls
+        self._folder = folder
+        self._epochs = epochs
+        self._say = say
+        self._follows: dict[str, asyncio.Task[None]] = {}
+        self._heard: dict[str, asyncio.Event] = {}
+        self._window = asyncio.Event()
+        self._enough = asyncio.Event()
+
+    async def run(self) -> None:
+        """Returns when every node has told its part, or cannot any more.
+
+        Raises:
+            JobError: the job does not run, or none of its nodes can be traced.
+        """
+        view = self._keeper.view
+        if not view.running:
+            raise JobError(f"the job does not run ({_state(view)}): only a running job can be traced")
+        async with asyncio.TaskGroup() as group:
+
+            def look() -> None:
+                for node, record in view.live_nodes(self._run).items():
+                    if node not in self.nodes and not self._enough.is_set():
+                        self._follows[node] = group.create_task(self._follow(self._found(node, record)))
+
+            stop = self._keeper.on_change(look)
+            saying = group.create_task(self._tell())
+            try:
+                look()
+                await self._choose()
+                while still := [follow for follow in self._follows.values() if not follow.done()]:
+                    await asyncio.wait(still)
+            finally:
+                stop()
+                saying.cancel()
+
+    def enough(self) -> None:
+        """Ends early: nodes tell what they have, and that is all."""
+        self._enough.set()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch the job is at, as etcd tells it."""
+        return self._keeper.view.stamp.epoch if self._keeper.view.stamp is not None else -1
+
+    def _found(self, node: str, record: NodeRecord) -> NodeTrace:
+        spool = self._folder / f"{len(self.nodes)}.spool"
+        spool.touch()
+        self.nodes[node] = trace = NodeTrace(node, record, spool)
+        self._heard[node] = asyncio.Event()
+        if self.first >= 0:
+            trace.missing = f"it joined at epoch {self.epoch}: what it did before"
+        return trace
+
+    async def _choose(self) -> None:
+        """Chooses the epochs: from the first that begins while all nodes that can be traced are."""
+        waits = [asyncio.ensure_future(heard.wait()) for heard in self._heard.values()]
+        try:
+            if waits:
+                await asyncio.wait(waits, timeout=_FIRST_S)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+        told = [trace for trace in self.nodes.values() if trace.readings]
+        if not told:
+            why = "; ".join(trace.missing for trace in self.nodes.values()) or "it has none at the moment"
+            raise JobError(f"none of the job's nodes can be traced: {why}")
+        self.first = max(trace.epoch for trace in told) + 1
+        self.until = self.first + self._epochs
+        self._window.set()
+
+    async def _tell(self) -> None:
+        while True:
+            await asyncio.sleep(_SAY_S)
+            open_nodes = [self.nodes[n].record.name for n, follow in self._follows.items() if not follow.done()]
+            what = f"epochs {self.first} to {self.until - 1}" if self._window.is_set() else "nothing yet"
+            self._say(f"tracing {what}: the job is at epoch {self.epoch}; waiting for {', '.join(sorted(open_nodes))}")
+
+    # -- one node ---------------------------------------------------------------------------------
+
+    async def _follow(self, trace: NodeTrace) -> None:
+        """Everything about one node; what goes wrong is named in its part."""
+        try:
+            async with client_of(trace.record, self._token, self._tls) as client:
+                await _read_clock(client, trace)
+                async with client.trace() as call:
+                    await self._gather(call, trace)
+                await _read_clock(client, trace)
+        except TaskGraphError as error:
+            if trace.epoch >= self.until > 0:
+                return  # only its clock was not read again
+            after = f"what it did from epoch {trace.epoch} on" if trace.epoch >= 0 else "all it did"
+            trace.missing = f"{trace.missing}; and {after}: {error}" if trace.missing else f"{after}: {error}"
+        finally:
+            self._heard[trace.node].set()
+
+    async def _gather(self, call: TraceCall, trace: NodeTrace) -> None:
+        parts: list[Coroutine[Any, Any, None]] = [self._take(call, trace), self._gone(trace), self._steer(call)]
+        taking, gone, steering = tasks = [asyncio.ensure_future(part) for part in parts]
+        try:
+            await asyncio.wait([taking, gone], return_when=asyncio.FIRST_COMPLETED)
+            (taking if taking.done() else gone).result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(taking, gone, steering, return_exceptions=True)
+
+    async def _take(self, call: TraceCall, trace: NodeTrace) -> None:
+        """Spools what the node tells, until it says that this was all."""
+        with trace.spool.open("wb") as file:
+            while (chunk := await call.next()) is not None:
+                trace.epoch = chunk.epoch
+                trace.lost += chunk.lost
+                _spool(file, chunk)
+                self._heard[trace.node].set()
+                if chunk.over:
+                    if trace.epoch < self.until and self._keeper.view.running and not self._enough.is_set():
+                        trace.missing = f"it left at epoch {trace.epoch}: what others did for it since"
+                    return
+        raise PeerLost(f"node {trace.record.name} ended without a last word")
+
+    async def _steer(self, call: TraceCall) -> None:
+        await self._window.wait()
+        await call.until(self.until)
+        await self._enough.wait()
+        await call.enough()
+
+    async def _gone(self, trace: NodeTrace) -> None:
+        """Raises where the node is gone by the view, which a frozen process does not tell."""
+        await self._keeper.wait_until(lambda view: trace.node not in view.live_nodes(self._run))
+        await asyncio.sleep(_LEFT_S)
+        raise PeerLost(f"the lease of node {trace.record.name} ended")
+
+
+def _spool(file: BinaryIO, chunk: pb.TraceChunk) -> None:
+    data = chunk.SerializeToString()
+    file.write(_LENGTH.pack(len(data)) + data)
+
+
+async def _read_clock(client: ControlClient, trace: NodeTrace) -> None:
+    """The shortest of several round trips: it was disturbed least."""
+    trace.readings.append(min([await client.clock() for _ in range(_READINGS)], key=lambda r: r.within_ns))
+
+
+def _state(view: JobView) -> str:
+    status = view.status
+    return status.record.state + (f": {status.record.reason}" if status.record.reason else "") if status else "deleted"
