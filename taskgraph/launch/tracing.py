@@ -72,7 +72,7 @@ class Tracer:
     Args:
         run: the job's run, as its spec says.
         folder: for what nodes tell, until it is written where it belongs.
-        say: told every few seconds what is waited for.
+        say: told which epochs are traced, and every few seconds what is waited for.
 
     Attributes:
         nodes: by id, in the order they were found.
@@ -159,12 +159,13 @@ class Tracer:
             for wait in waits:
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
-        told = [trace for trace in self.nodes.values() if trace.readings]
+        told = [trace for trace in self.nodes.values() if trace.readings and not self._follows[trace.node].done()]
         if not told:
             why = "; ".join(trace.missing for trace in self.nodes.values()) or "it has none at the moment"
             raise JobError(f"none of the job's nodes can be traced: {why}")
         self.first = max(trace.epoch for trace in told) + 1
         self.until = self.first + self._epochs
+        self._say(f"tracing epochs {self.first} to {self.until - 1} on {len(told)} nodes")
         self._window.set()
 
     async def _tell(self) -> None:

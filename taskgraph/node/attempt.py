@@ -190,12 +190,13 @@ class Attempt:
             self.recording.items[(tag, producer)] = reply.value
         self._arrived[(tag, producer)].set()
         if self._pulling_since:
-            self._trace_pull("pull", tag, producer, reply.value)
+            self._trace_pull("pull", tag, producer, reply)
 
-    def _trace_pull(self, kind: str, tag: str, producer: int, value: Encoded | None) -> None:
-        size = value.size_bytes if value is not None else -1
+    def _trace_pull(self, kind: str, tag: str, producer: int, item: Item | None) -> None:
+        """The term is the producer's: it tells which of several equal items came."""
+        size, term = (item.value.size_bytes, item.term) if item is not None else (-1, 0)
         since = self._pulling_since
-        self._tracing.add(kind, since, self.task, self.stamp, self.term, name=tag, peer=producer, size=size)
+        self._tracing.add(kind, since, self.task, self.stamp, term, name=tag, peer=producer, size=size)
 
     def _wanted_by(self, tag: str, producer: int) -> str:
         composition = self._composed.result()

@@ -72,8 +72,9 @@ async def traced(
 
 
 async def _first_of(ending: asyncio.Event, node: Traced, requests: AsyncIterator[pb.TraceRequest]) -> None:
-    """Returns when tracing is over, by what was asked or by the node's end."""
-    waits = [asyncio.ensure_future(ending.wait()), asyncio.ensure_future(_asked(node, requests))]
+    """Returns when tracing is over: the epoch asked for was read, nothing more is asked, or the node ends."""
+    named: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    waits = [asyncio.ensure_future(wait) for wait in (ending.wait(), _asked(requests, named), _read(node, named))]
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for one in done:
@@ -84,9 +85,13 @@ async def _first_of(ending: asyncio.Event, node: Traced, requests: AsyncIterator
         await asyncio.gather(*waits, return_exceptions=True)
 
 
-async def _asked(node: Traced, requests: AsyncIterator[pb.TraceRequest]) -> None:
+async def _asked(requests: AsyncIterator[pb.TraceRequest], named: asyncio.Future[int]) -> None:
+    """Returns after the last request; the first that names an epoch counts."""
     async for request in requests:
-        if request.until_epoch > 0:
-            await node.epoch_read(request.until_epoch)
-            await asyncio.sleep(_SETTLE_S)
-            return
+        if request.until_epoch > 0 and not named.done():
+            named.set_result(request.until_epoch)
+
+
+async def _read(node: Traced, named: asyncio.Future[int]) -> None:
+    await node.epoch_read(await named)
+    await asyncio.sleep(_SETTLE_S)

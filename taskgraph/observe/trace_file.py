@@ -106,7 +106,7 @@ class TraceFile:
         if task >= 0:
             args["task"] = task
         if term:
-            args["term"] = term
+            args["term" if category != "pull" else "from_term"] = term
         if name and category in ("pull", "put"):
             args["tag"] = name
         elif name and kind in _LEADER:
@@ -123,7 +123,7 @@ class TraceFile:
             self.ended = max(self.ended, epoch)
         if kind in ("put", "pull"):
             producer, consumer = (f"task {task}", peer) if kind == "put" else (peer, f"task {task}")
-            number = xxhash.xxh3_64_hexdigest(f"{epoch}/{attempt}/{producer}/{consumer}/{name}".encode())
+            number = xxhash.xxh3_64_hexdigest(f"{epoch}/{attempt}/{term}/{producer}/{consumer}/{name}".encode())
             flow = {"pid": process.pid, "tid": tid, "name": "item", "cat": "item", "id": number}
             if kind == "put":
                 self._put(flow | {"ph": "s", "ts": begin / 1000})

@@ -1,0 +1,183 @@
+"""`taskgraph trace` of jobs that run, that lose nodes and get new ones, and that end meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_kit import DRIVER, LIMIT_S, Cli, shell
+
+pytestmark = pytest.mark.slow
+
+STEADY = DRIVER.with_name("steady.py")
+
+
+@pytest.fixture
+async def cli() -> AsyncIterator[Cli]:
+    async with shell() as found:
+        yield found
+
+
+class Trace:
+    """A trace file, after all that its format asks for was checked."""
+
+    def __init__(self, path: Path) -> None:
+        whole = json.loads(path.read_text())
+        self.about: dict[str, Any] = whole["otherData"]
+        self.events: list[dict[str, Any]] = whole["traceEvents"]
+        self.spans = [e for e in self.events if e["ph"] == "X"]
+        self.nodes = {e["pid"]: e["args"]["name"] for e in self.events if e["name"] == "process_name"}
+        for event in self.events:
+            assert event["ph"] in "XMisf" and event["pid"] in self.nodes
+            assert event["ph"] == "M" or (event["ts"] >= 0 and isinstance(event["tid"], int))
+        self._nests()
+        self.arrows = self._arrows()
+
+    def _nests(self) -> None:
+        """On one track, spans are within one another or do not touch."""
+        tracks = defaultdict(list)
+        for span in self.spans:
+            tracks[span["pid"], span["tid"]].append((span["ts"], -span["dur"], span["name"]))
+        for spans in tracks.values():
+            ends: list[float] = []
+            for ts, negative, name in sorted(spans):
+                while ends and ends[-1] <= ts + 1e-3:
+                    ends.pop()
+                assert not ends or ts - negative <= ends[-1] + 1e-3, f"{name} at {ts} does not nest"
+                ends.append(ts - negative)
+
+    def _arrows(self) -> int:
+        """No pull ended before its item was put, on whatever nodes; how many arrows between nodes there are."""
+        starts = {e["id"]: e for e in self.events if e["ph"] == "s"}
+        finishes = [e for e in self.events if e["ph"] == "f" and e["id"] in starts]
+        for finish in finishes:
+            assert starts[finish["id"]]["ts"] <= finish["ts"], (starts[finish["id"]], finish)
+        return sum(starts[e["id"]]["pid"] != e["pid"] for e in finishes)
+
+    def epochs(self, name: str, **args: int) -> set[int]:
+        """Epochs in which a span of that name, with these arguments, is there."""
+        wanted = args.items()
+        return {s["args"]["epoch"] for s in self.spans if s["name"] == name and wanted <= s["args"].items()}
+
+
+async def joins(cli: Cli) -> str:
+    """The name of a fourth node, once it holds something."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            found = json.loads((await cli("status", "--json")).out)
+            for node in found["nodes"]:
+                if node["name"] not in ("n1", "n2", "n3") and any(node["name"] in t["in_sync"] for t in found["tasks"]):
+                    return str(node["name"])
+
+
+async def test_every_task_of_every_epoch_on_every_node(cli: Cli) -> None:
+    run = await cli.start("run", str(STEADY), "--nodes", "3", "-o", "epochs=4000")
+    await run.until("the job began")
+    done = await cli("trace", "--epochs", "10", "-o", "t.json")
+    assert done.code == 0, done.err
+    run.interrupt()
+    trace = Trace(cli.cwd / "t.json")
+    assert "t.json: epochs " in done.out and "spans on 3 nodes, all on one clock" in done.out
+    assert sorted(trace.nodes.values()) == ["n1", "n2", "n3"] and trace.about["missing"] == []
+    first, last = trace.about["first_epoch"], trace.about["last_epoch"]
+    epochs = set(range(first, last + 1))
+    assert len(epochs) == 10
+    assert {s["args"]["epoch"] for s in trace.spans if "epoch" in s["args"]} == epochs
+    for task in range(7):
+        relays = ("publish", "update") if task == 0 else ("relay", "add")
+        for name in ("epoch", "compose", *relays, "snapshot", "held by backups", "done", "commit awaited", "hold"):
+            assert trace.epochs(name, task=task) == epochs, f"{name} of task {task}"
+        if task:
+            assert trace.epochs("pull theta", task=task) == epochs
+            assert trace.epochs("waits for add's items", task=task) == epochs
+    assert trace.epochs("commit") == epochs
+    assert trace.arrows > 10
+    # The same clock, seen from both ends: nobody holds a boundary before it is offered, or after that was acknowledged.
+    offers = {(s["args"]["epoch"], s["args"]["task"]): s for s in trace.spans if s["name"] == "offer"}
+    holds = [s for s in trace.spans if s["name"] == "hold"]
+    for hold in holds:
+        offer = offers[hold["args"]["epoch"], hold["args"]["task"]]
+        assert offer["ts"] <= hold["ts"] and hold["ts"] + hold["dur"] <= offer["ts"] + offer["dur"]
+    assert len(holds) == 70
+    for node in trace.about["nodes"]:
+        assert node["shares_our_clock"] and abs(node["clock_offset_us"]) <= node["clock_within_us"]
+    await run.done()
+    await cli.nothing_left()
+
+
+async def test_a_node_that_is_killed_and_one_that_joins_are_named(cli: Cli) -> None:
+    run = await cli.start("run", str(STEADY), "--nodes", "3", "-o", "epochs=100000")
+    await run.until("the job began")
+    tracing = await cli.start("trace", "--epochs", "90000", "-o", "t.json")
+    await tracing.until("tracing epochs")
+    assert (await cli("kill", "--node", "n2")).code == 0
+    await run.until("is primary after")
+    launched = await cli.start("launch", "steady", "--nodes", "1")
+    joined_node = await joins(cli)
+    tracing.interrupt()
+    done = await tracing.done()
+    assert done.code == 130, done.err
+    run.interrupt()
+    await run.done()
+    await launched.done()
+    trace = Trace(cli.cwd / "t.json")
+    first, last = trace.about["first_epoch"], trace.about["last_epoch"]
+    assert trace.epochs("commit") == set(range(first, last + 1)), "the others tell all of theirs"
+    assert f"missing: epochs {last + 1} to {first + 89999}" in done.err
+    killed = next(n for n in trace.about["nodes"] if n["name"] == "n2")
+    assert killed["missing"].startswith("what it did from epoch ") and killed["spans"] > 0
+    assert f"missing: node n2: {killed['missing']}" in done.err
+    joined = [n for n in trace.about["nodes"] if "it joined at epoch" in n["missing"]]
+    assert [n["name"] for n in joined] == [joined_node] and len(trace.nodes) == 4
+    taken = [s for s in trace.spans if s["name"] == "takeover"]
+    told = [e for e in trace.events if e["ph"] == "i" and e["name"] == "takeover"]
+    assert taken and {s["args"]["task"] for s in taken} == {e["args"]["task"] for e in told}
+    assert all(trace.nodes[s["pid"]] != "n2" for s in taken)
+
+
+async def test_a_job_that_fails_meanwhile_leaves_what_was_seen(cli: Cli) -> None:
+    run = await cli.paused("--nodes", "2", "-o", "fail_at=4")
+    tracing = await cli.start("trace", "sums", "--epochs", "20", "-o", "t.json")
+    await tracing.until("tracing epochs 3 to 22 on 2 nodes")
+    cli.open()
+    done = await tracing.done()
+    assert done.code == 0, done.err
+    assert "the job failed meanwhile" in done.err and "one shard is empty" in done.err
+    assert "missing: epochs 4 to 22: they did not commit" in done.err
+    trace = Trace(cli.cwd / "t.json")
+    assert (trace.about["first_epoch"], trace.about["last_epoch"]) == (3, 3)
+    assert trace.epochs("record") == {3} and 4 in trace.epochs("add"), "the epoch it failed in is there, too"
+    assert (await run.done()).code == 1
+
+
+async def test_an_interrupted_trace_leaves_no_half_a_file(cli: Cli) -> None:
+    run = await cli.paused("--nodes", "2")
+    (cli.cwd / "t.json").write_text("of yesterday")
+    tracing = await cli.start("trace", "sums", "-o", "t.json")
+    await tracing.until("tracing epochs 3 to 22")
+    again = await cli("trace", "sums", "-o", "other.json")
+    assert again.code == 2 and "somebody else traces this node at the moment" in again.err
+    await tracing.until("the job is at epoch 2; waiting for n1, n2")
+    tracing.interrupt()
+    done = await tracing.done()
+    assert done.code == 2 and "not one epoch from 3 on was traced" in done.err
+    assert [path.name for path in cli.cwd.iterdir()] == ["t.json"]
+    assert (cli.cwd / "t.json").read_text() == "of yesterday"
+    cli.open()
+    assert (await run.done()).code == 0
+    done = await cli("trace", "sums")
+    assert done.code == 3 and "job 'sums' does not run any more, it finished" in done.err
+
+
+async def test_what_cannot_be_traced_is_said(cli: Cli) -> None:
+    done = await cli("trace", "nobody")
+    assert done.code == 3 and "no running job 'nobody' is known here" in done.err
+    done = await cli("trace", "nobody", "--epochs", "0")
+    assert done.code == 2 and "at least one" in done.err
+    done = await cli("trace", "nobody", "-o", "no/folder/t.json")
+    assert done.code == 2 and "there is no directory no/folder" in done.err
