@@ -113,10 +113,14 @@ class Actor:
     async def here(self, where: str, function: Callable[[], R]) -> R:
         """Calls something of ours in the task's turn, on the event loop: for what is done in microseconds."""
         async with self._turn:
+            began = self._tracing.on and clock()
             try:
                 return function()
             except Exception as error:
                 raise UserCodeError(where, error) from error
+            finally:
+                if began:
+                    self._tracing.add("code", began, self.task, self.stamp, self.term, name=where)
 
     async def _call_async(
         self,
