@@ -11,6 +11,8 @@ that is resumed when its etcd is gone believes the final manifests. Every call b
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -22,6 +24,11 @@ from taskgraph.protocol.messages import Encoded
 
 __all__ = ["Found", "Store"]
 
+log = logging.getLogger("taskgraph.checkpoint")
+
+_PAUSES_S = (0.1, 0.4, 1.0)
+"""Between tries to read a file."""
+_FOR_GOOD = (PermissionError, IsADirectoryError, NotADirectoryError)
 _FINAL = "manifest.json"
 _STAGED = "manifest.staged.json"
 
@@ -153,12 +160,18 @@ class Store:
         return Manifest.from_bytes(bytes(self._read(path)), path=f"{self._place}/{path}")
 
     def _read(self, path: str) -> memoryview:
-        try:
-            return self._place.read(path)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{self._place}/{path} is missing") from error
-        except OSError as error:
-            raise CheckpointError(f"{self._place}/{path} cannot be read: {error}") from error
+        """Tries again where it may be the network: a refused checkpoint costs all epochs since the one before."""
+        for pause_s in (*_PAUSES_S, None):
+            try:
+                return self._place.read(path)
+            except FileNotFoundError as error:
+                raise CheckpointError(f"{self._place}/{path} is missing") from error
+            except OSError as error:
+                if pause_s is None or isinstance(error, _FOR_GOOD):
+                    raise CheckpointError(f"{self._place}/{path} cannot be read: {error}") from error
+                log.info("%s/%s cannot be read, trying again: %s", self._place, path, error)
+                time.sleep(pause_s)
+        raise AssertionError
 
     def read(self, manifest: Manifest, task: int) -> Encoded | None:
         """A task's boundary, verified; None where the checkpoint has none of this task.

@@ -308,3 +308,42 @@ def test_what_a_store_behind_fsspec_raises_is_an_os_error(monkeypatch: pytest.Mo
     monkeypatch.setattr(place._fs, "open", refuse)
     with pytest.raises(OSError, match="RuntimeError: 503"):
         store.write(Name(1, 1, 10, "r1"), 0, boundary(1))
+
+
+class Flaky(Directory):
+    """A directory that cannot be read for a while."""
+
+    failing = 0
+    error: type[OSError] = TimeoutError
+
+    def read(self, path: str) -> memoryview:
+        if self.failing:
+            self.failing -= 1
+            raise self.error(f"{path}: not now")
+        return super().read(path)
+
+
+def test_a_place_that_cannot_be_read_for_a_moment_costs_no_checkpoint(tmp_path: Path) -> None:
+    place = Flaky(tmp_path)
+    store = Store(f"file://{tmp_path}", ORIGIN, place=place)
+    save(store, 10)
+    (name,) = store.complete()
+    place.failing = 2
+    found = store.newest([str(name)])
+    assert found.manifest is not None and found.refused == ()
+    assert theta(store.read(found.manifest, 0)) == 10
+
+
+def test_a_place_that_stays_away_refuses_it_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("taskgraph.checkpoint.store._PAUSES_S", (0.001, 0.001))
+    place = Flaky(tmp_path)
+    store = Store(f"file://{tmp_path}", ORIGIN, place=place)
+    manifest = save(store, 10)
+    place.failing = 3
+    with pytest.raises(CheckpointError, match=r"task-000000.safetensors cannot be read: .*not now"):
+        store.read(manifest, 0)
+    assert place.failing == 0
+    place.failing, place.error = 3, PermissionError
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        store.read(manifest, 0)
+    assert place.failing == 2  # that will not change by itself
