@@ -6,14 +6,16 @@
     kill,snapshot,task=3,epoch=7  the process of task 3's primary, before its snapshot of epoch 7
     stop,done,task=0              SIGSTOP
     block=3,processor,task=2      the event loop stands still for 3 s
+    hold,commit,epoch=50          whoever comes there waits for as long as the file is there
 
-A process that reaches the moment removes the file, and only who removed it fails: so a fault happens once, however many
-nodes there are, and whoever waits for it sees it gone. Files may be put there while the job runs. Without the variable
-a node has no point to call at all.
+A process that reaches the moment of a fault removes the file, and only who removed it fails: so a fault happens once,
+however many nodes there are, and whoever waits for it sees it gone. A hold is removed by who put it there. Files may be
+put there while the job runs. Without the variable a node has no point to call at all.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -30,6 +32,9 @@ __all__ = ["STAGES", "VARIABLE", "Injection", "injected"]
 log = logging.getLogger("taskgraph.node")
 
 VARIABLE = "TASKGRAPH_INJECT"
+
+_LOOK_S = 0.02
+"""How often a hold is looked at."""
 
 STAGES = (
     "compose",
@@ -69,7 +74,7 @@ class Injection:
         """
         first, *rest = name.split(",")
         action, _, seconds = first.partition("=")
-        if action not in ("kill", "stop", "block") or not rest or rest[0] not in STAGES:
+        if action not in ("kill", "stop", "block", "hold") or not rest or rest[0] not in STAGES:
             raise JobError(
                 f"{VARIABLE}: {name!r} is no fault; one is e.g. kill,commit or block=3,processor,task=2,epoch=7; the "
                 f"stages are {', '.join(STAGES)}"
@@ -103,7 +108,13 @@ def injected() -> Callable[[str, int, int], Awaitable[None]] | None:
     async def point(stage: str, task: int, epoch: int) -> None:
         for name in _names(folder):
             injection = Injection.parse(name)
-            if injection.is_for(stage, task, epoch):
+            if not injection.is_for(stage, task, epoch):
+                continue
+            if injection.action == "hold":
+                log.warning("held: %s, at %s of task %d in epoch %d", name, stage, task, epoch)
+                while (folder / name).exists():  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_S)
+            else:
                 with contextlib.suppress(FileNotFoundError):  # another process took it
                     os.unlink(folder / name)
                     log.warning("injected: %s, at %s of task %d in epoch %d", name, stage, task, epoch)

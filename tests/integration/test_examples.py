@@ -24,8 +24,10 @@ from taskgraph.jobs import JobResult
 ROOT = Path(__file__).parents[2]
 BOTH_STYLES = ["framework_regression", "framework_regression_events"]
 LIMIT_S = 100.0
-#: Enough for three kills, each after the one before was made good: with 15 tasks on 2 cores an epoch takes 15 to 30 ms.
-EPOCHS = 1000
+#: Where a job waits for the next kill, so that it is over neither before the last one nor long after it, however fast
+#: the machine is: it goes on a moment before the kill.
+HOLDS = (30, 130, 230, 330)
+EPOCHS = 360
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # kills wait until the one before was made good
 
@@ -79,14 +81,11 @@ def taskgraph(*arguments: str) -> str:
 class Running:
     """`taskgraph run` in a process of its own."""
 
-    def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
+    def __init__(self, name: str, process: subprocess.Popen[str], holds: list[Path]) -> None:
         self.name = name
         self.process = process
+        self.holds = holds
         self.killed: list[str] = []
-
-    def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(taskgraph("status", self.name, "--json"))
-        return found
 
     def until(self, what: str, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """Asks for the status until `reached`; a job that ended before is the test's mistake: it was too short."""
@@ -100,18 +99,26 @@ class Running:
                 return status
             assert time.monotonic() < deadline, f"no {what} within {LIMIT_S:g} s: {done.stdout} {done.stderr}"
 
-    def kill(self, *whom: str, backups: int) -> None:
-        """Waits until every task has its backups and the job has gone on for a while, then kills."""
-        before = self.status()["epoch"]
-        self.until(
-            f"{backups} backups for every task, after epoch {before}",
+    def ready(self, backups: int) -> dict[str, Any]:
+        """Waits until the job is held again and every task has its backups, and lets it go on."""
+        hold = self.holds.pop(0)
+        epoch = int(hold.name.partition("epoch=")[2])
+        status = self.until(
+            f"{backups} backups for every task, in epoch {epoch}",
             lambda status: (
-                status["epoch"] > before + 5 and all(len(t["in_sync"]) == backups + 1 for t in status["tasks"])
+                status["epoch"] == epoch and all(len(task["in_sync"]) == backups + 1 for task in status["tasks"])
             ),
         )
+        hold.unlink()
+        return status
+
+    def kill(self, *whom: str, backups: int) -> None:
+        self.ready(backups)
         self.killed.append(taskgraph("kill", self.name, *whom))
 
     def result(self) -> dict[str, Any]:
+        for hold in self.holds:
+            hold.unlink()
         out, err = self.process.communicate(timeout=LIMIT_S)
         assert self.process.returncode == 0, err
         self.story = err
@@ -120,15 +127,24 @@ class Running:
 
 
 @contextmanager
-def running(example: str, nodes: int, *options: str) -> Iterator[Running]:
+def running(example: str, nodes: int, holds: Path, *options: str) -> Iterator[Running]:
+    """`holds`: an empty folder."""
+    files = [holds / f"hold,commit,epoch={epoch}" for epoch in HOLDS]
+    for file in files:
+        file.touch()
     name = f"{example}-{os.getpid()}-{time.monotonic_ns()}"
     command = [sys.executable, "-m", "taskgraph", "run", f"examples/{example}.py", "--name", name, "--json"]
     command += ["--nodes", str(nodes), *(part for option in options for part in ("-o", option))]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "TASKGRAPH_INJECT": str(holds)},
+    )
     try:
-        job = Running(name, process)
-        job.until("first epoch", lambda status: (status["epoch"] or 0) >= 1)
-        yield job
+        yield Running(name, process, files)
     finally:
         if process.poll() is None:
             process.terminate()
@@ -139,9 +155,9 @@ def running(example: str, nodes: int, *options: str) -> Iterator[Running]:
 
 
 @pytest.mark.parametrize("example", BOTH_STYLES)
-def test_regression_with_the_roots_primary_another_primary_and_a_backup_killed(example: str) -> None:
+def test_regression_with_the_roots_primary_another_primary_and_a_backup_killed(example: str, tmp_path: Path) -> None:
     epochs = EPOCHS
-    with running(example, 5, f"epochs={epochs}") as job:
+    with running(example, 5, tmp_path, f"epochs={epochs}") as job:
         job.kill("--task", "0", backups=1)
         job.kill("--task", "5", backups=1)
         job.kill("--task", "3", "--backup", backups=1)
@@ -157,10 +173,10 @@ def test_regression_with_the_roots_primary_another_primary_and_a_backup_killed(e
     assert "is primary after" in job.story
 
 
-def test_linear_regression_is_the_same_to_the_last_bit_when_primaries_and_a_backup_are_killed() -> None:
+def test_linear_regression_is_the_same_to_the_last_bit_when_primaries_and_a_backup_are_killed(tmp_path: Path) -> None:
     options = {"epochs": EPOCHS, "tolerance": 0.0}
     undisturbed = json.loads(tg.run(job("linear_regression", **options), nodes=2, timeout_s=LIMIT_S).to_json())
-    with running("linear_regression", 5, *(f"{name}={value}" for name, value in options.items())) as killed:
+    with running("linear_regression", 5, tmp_path, *(f"{name}={value}" for name, value in options.items())) as killed:
         killed.kill("--task", "0", backups=1)
         killed.kill("--task", "5", backups=1)
         killed.kill("--task", "3", "--backup", backups=1)
@@ -171,12 +187,10 @@ def test_linear_regression_is_the_same_to_the_last_bit_when_primaries_and_a_back
     assert result["reports"] == undisturbed["reports"]
 
 
-def test_regression_with_two_nodes_killed_at_once_and_two_backups() -> None:
-    epochs = 900
-    with running("framework_regression", 5, f"epochs={epochs}", "backups=2") as job:
-        status = job.until(
-            "two backups for every task", lambda status: all(len(t["in_sync"]) == 3 for t in status["tasks"])
-        )
+def test_regression_with_two_nodes_killed_at_once_and_two_backups(tmp_path: Path) -> None:
+    epochs = EPOCHS
+    with running("framework_regression", 5, tmp_path, f"epochs={epochs}", "backups=2") as job:
+        status = job.ready(2)
         root = next(task for task in status["tasks"] if task["task"] == 0)
         pids = {node["name"]: node["pid"] for node in status["nodes"]}
         backup = next(node for node in root["in_sync"] if node != root["primary"])

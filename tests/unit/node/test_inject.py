@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -54,6 +55,21 @@ async def test_a_fault_happens_once_and_where_it_says(tmp_path: Path, monkeypatc
     began = time.monotonic()
     await point("commit", 0, 3)
     assert time.monotonic() - began >= 0.05 and not fault.exists()
+
+
+async def test_a_hold_lasts_until_it_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    point = injected()
+    assert point is not None
+    hold = tmp_path / "hold,commit,epoch=3"
+    hold.touch()
+    await point("commit", 0, 2)
+    held = [asyncio.create_task(point("commit", 0, 3)) for _ in range(2)]  # every process that comes there
+    await asyncio.sleep(0.1)
+    assert hold.exists() and not any(task.done() for task in held)
+    hold.unlink()
+    async with asyncio.timeout(5):
+        await asyncio.gather(*held)
 
 
 @pytest.mark.parametrize(("name", "number"), [("kill,done", signal.SIGKILL), ("stop,done", signal.SIGSTOP)])
