@@ -74,7 +74,8 @@ class LeaderRole:
             self._last_news = self._node.now()
             if report.previous and report.stamp.epoch > 0:
                 self._primary.replica.log.add(report.stamp.epoch - 1, {report.task: report.previous})
-            self._wake.set()
+            if self._leader.complete:
+                self._wake.set()
             self._rows.set()
         return Accepted(self._primary.term)
 

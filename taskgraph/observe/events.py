@@ -13,7 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 
 from taskgraph.coordination.api import Coordinator
 from taskgraph.errors import CoordinationError, DecodeError
@@ -56,7 +56,8 @@ class Event:
     fields: dict[str, str | int | float] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self), separators=(",", ":")).encode()
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return json.dumps(values, separators=(",", ":")).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Event:

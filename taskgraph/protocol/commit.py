@@ -113,6 +113,11 @@ class Leader:
         """What counts at the moment, for the numbers in it."""
         return dict(self._reports)
 
+    @property
+    def complete(self) -> bool:
+        """Whether every task has reported something. Before that only a restart can be decided."""
+        return len(self._reports) == self._tasks
+
     def missing(self, view: JobView) -> tuple[int, ...]:
         """Tasks without a report of their current term."""
         return tuple(t for t in range(self._tasks) if (r := self._reports.get(t)) is None or r.term != view.term(t))

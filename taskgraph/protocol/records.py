@@ -7,7 +7,7 @@ recognised when it is read again.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from taskgraph.errors import DecodeError
@@ -35,7 +35,8 @@ class Record:
     writer: str = ""
 
     def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self), separators=(",", ":")).encode()
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return json.dumps(values, separators=(",", ":")).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:

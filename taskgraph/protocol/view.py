@@ -52,6 +52,8 @@ class JobView:
         self.spec: bytes | None = None
         self.spec_revision = 0
         self.epoch: Versioned[EpochRecord] | None = None
+        self._stamped: Versioned[EpochRecord] | None = None  # what `_stamp` was made of
+        self._stamp: Stamp | None = None
         self.status: Versioned[StatusRecord] | None = None
         self.generation_revision = 0
         self.checkpoint: Versioned[CheckpointRecord] | None = None
@@ -141,9 +143,11 @@ class JobView:
     @property
     def stamp(self) -> Stamp | None:
         """(attempt, epoch) at work, or None before the job was submitted."""
-        if self.epoch is None:
-            return None
-        return Stamp(self.epoch.record.attempt, self.epoch.record.epoch)
+        if self.epoch is not self._stamped:  # asked for many times an epoch
+            self._stamped = self.epoch
+            at = self.epoch.record if self.epoch is not None else None
+            self._stamp = Stamp(at.attempt, at.epoch) if at is not None else None
+        return self._stamp
 
     @property
     def running(self) -> bool:
