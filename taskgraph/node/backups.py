@@ -7,7 +7,8 @@ write may be sent, is decided by `protocol.insync.InSync`.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from taskgraph.errors import Refused, TransportError
 from taskgraph.node.backoff import Backoff
@@ -49,6 +50,8 @@ class Backups:
         self._invitations = 0
         self._group: asyncio.TaskGroup | None = None
         self._moved = asyncio.Event()  # something about the set changed; waits look again
+        self._poked = False
+        self._waits: dict[asyncio.Future[None], Callable[[], bool]] = {}  # tenders, and what each waits for
         self.blocked = ""  # what a done waits for, for `status`
 
     # -- boundaries -------------------------------------------------------------------------------
@@ -129,9 +132,15 @@ class Backups:
                 self._group = None
 
     def _poke(self) -> None:
+        """Something about the set changed that the view does not show: looked at once, after the caller is through."""
         self._moved.set()
-        if self._tending:  # they wait for the view, or for this
-            self._node.keeper.notify_later()
+        if self._tending and not self._poked:
+            self._poked = True
+            asyncio.get_running_loop().call_soon(self._look_again)
+
+    def _look_again(self) -> None:
+        self._poked = False
+        self._look()
 
     def _wished(self) -> list[str]:
         """Other nodes that placement wants to hold this task and that are alive."""
@@ -145,6 +154,9 @@ class Backups:
     def _look(self) -> None:
         """The view or a suspicion changed: invite whom placement wishes for, tend whoever is there."""
         self._moved.set()
+        for future in [future for future, something in self._waits.items() if something()]:
+            if not future.done():
+                future.set_result(None)
         if self._group is None or self._node.paused:
             return
         for node in self._wished():
@@ -201,16 +213,28 @@ class Backups:
             elif self._admissible(node):
                 await self._admit(node, backoff)
             else:
-                await self._until(node, lambda: bool(self._insync.missing(node)) or self._admissible(node))
+                await self._when(node, lambda: bool(self._insync.missing(node)) or self._admissible(node))
 
     def _admissible(self, node: str) -> bool:
         """Whether the admitting write may be sent. Where its key just vanished, that is waited for."""
         return node in self._node.keeper.view.nodes and self._insync.may_admit(node)
 
-    async def _until(self, node: str, something: object) -> None:
-        """Waits until there is something to do about `node`."""
-        assert callable(something)
-        await self._node.keeper.wait_until(lambda _: bool(something()) or self._unwanted(node))
+    def _when(self, node: str, something: Callable[[], bool]) -> asyncio.Future[None]:
+        """A future that is done when there is something to do about `node`; cancel it when it is not needed."""
+
+        def now() -> bool:
+            return something() or self._unwanted(node)
+
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if now():
+            future.set_result(None)
+        else:
+            self._waits[future] = now
+            future.add_done_callback(self._forget)
+        return future
+
+    def _forget(self, future: asyncio.Future[None]) -> None:
+        self._waits.pop(future, None)
 
     async def _offer(self, node: str, key: Key, invitation: int, backoff: Backoff, *, candidate: bool) -> None:
         """Offers one boundary; a lost peer is offered again until it is known to be dead."""
@@ -224,9 +248,10 @@ class Backups:
         timeout_s = settings.setup_s if candidate else settings.call_s
         began = self._node.tracing.on and clock()
         call = asyncio.ensure_future(self._node.router.to_node(node, message, timeout_s=timeout_s))
-        dead = asyncio.ensure_future(self._until(node, lambda: key not in self._insync.missing(node)))
+        dead = self._when(node, lambda: key not in self._insync.missing(node))
+        both: tuple[asyncio.Future[Any], ...] = (call, dead)
         try:
-            await asyncio.wait([call, dead], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if call.done():
                 reply = call.result()
                 if isinstance(reply, Accepted):
@@ -247,9 +272,9 @@ class Backups:
             self._node.log.debug("task %d: offer to node %s: %s", self._task, node, error)
             await backoff.pause()
         finally:
-            for one in (call, dead):
+            for one in both:
                 one.cancel()
-            await asyncio.gather(call, dead, return_exceptions=True)
+            await asyncio.gather(*both, return_exceptions=True)
 
     async def _admit(self, node: str, backoff: Backoff) -> None:
         """Writes the candidate into the in-sync set."""
