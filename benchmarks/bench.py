@@ -74,7 +74,7 @@ def _reduced(work: Work, only: list[str]) -> Work:
 def contest(work: Work, repeats: int, seconds: float, pythons: Pythons) -> tuple[list[Line], Rounds]:
     """Runs a work's contenders in turns."""
     rounds: Rounds = {one.name: {} for one in work.contenders}
-    missing: dict[str, str] = {}
+    missing: dict[str, str] = {}  # or not quite as it should be
     out: set[str] = set()
     for one in work.contenders:
         python, why = pythons.find(one.needs)
@@ -92,6 +92,8 @@ def contest(work: Work, repeats: int, seconds: float, pythons: Pythons) -> tuple
             value = outcome.figures.get(one.measure)
             if value is not None:
                 rounds[one.name][number] = value
+                if outcome.why_not:
+                    missing[one.name] = outcome.why_not
             else:
                 if one.name in missing:
                     out.add(one.name)  # failed twice

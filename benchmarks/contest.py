@@ -32,7 +32,7 @@ _TAIL = 400
 
 @dataclass
 class Outcome:
-    """What a run gave: figures, or why there are none."""
+    """What a run gave: figures, or why there are none; or figures, and what was wrong all the same."""
 
     figures: dict[str, float] = field(default_factory=dict)
     why_not: str = ""
@@ -67,7 +67,7 @@ def run(command: list[str], *, env: dict[str, str], timeout_s: float) -> Outcome
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="tgb-"))
     try:
-        with open(folder / "out", "w+b") as out, open(folder / "err", "w+b") as err:
+        with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
             places = {"TMPDIR": str(folder), "TASKGRAPH_RUNTIME_DIR": str(folder)}
             process = subprocess.Popen(
                 command,
@@ -79,19 +79,27 @@ def run(command: list[str], *, env: dict[str, str], timeout_s: float) -> Outcome
                 start_new_session=True,
             )
             try:
-                code = process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                return Outcome(why_not=f"hung: killed after {timeout_s:g} s", wall_s=time.monotonic() - began)
+                code = _wait(process, folder / "out", timeout_s)
             finally:
                 _end(process)
-            out.seek(0)
-            err.seek(0)
-            outcome = _outcome(code, out.read().decode(errors="replace"), err.read().decode(errors="replace"))
+            outcome = _outcome(code, folder, timeout_s)
             outcome.wall_s = time.monotonic() - began
             return outcome
     finally:
         _sweep(before)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wait(process: subprocess.Popen[bytes], out: Path, timeout_s: float) -> int | None:
+    """The exit code; None: it did not end in time, or not soon after it told its figures."""
+    deadline = time.monotonic() + timeout_s
+    told = False
+    while time.monotonic() < deadline:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(0.1)
+        if not told and _figures_in(out):
+            told, deadline = True, min(deadline, time.monotonic() + _END_S)
+    return None
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -122,21 +130,26 @@ def _sweep(before: set[int]) -> None:
         print(f"processes {sorted(left)} cannot be killed", file=sys.stderr)
 
 
-def _outcome(code: int, out: str, err: str) -> Outcome:
-    for line in reversed(out.splitlines()):
-        figures = _figures(line)
-        if figures and code == 0:
-            return Outcome(figures)
-    said = (err.strip() or out.strip() or "nothing").splitlines()
-    return Outcome(why_not=f"ended with code {code}; its last line: {said[-1][-_TAIL:]}")
+def _outcome(code: int | None, folder: Path, timeout_s: float) -> Outcome:
+    figures = _figures_in(folder / "out")
+    if figures and code == 0:
+        return Outcome(figures)
+    if figures and code is None:
+        return Outcome(figures, "did not end by itself")
+    if code is None:
+        return Outcome(why_not=f"hung: killed after {timeout_s:g} s")
+    said = [(folder / name).read_text(errors="replace").strip() for name in ("err", "out")]
+    last = (said[0] or said[1] or "nothing").splitlines()[-1]
+    return Outcome(why_not=f"ended with code {code}; its last line: {last[-_TAIL:]}")
 
 
-def _figures(line: str) -> dict[str, float] | None:
-    try:
-        found: Any = json.loads(line)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) and all(isinstance(v, int | float) for v in found.values()) else None
+def _figures_in(out: Path) -> dict[str, float]:
+    """What the last whole line of JSON says."""
+    for line in reversed(out.read_text(errors="replace").splitlines(keepends=True)):
+        if line.startswith("{") and line.endswith("}\n"):
+            found: Any = json.loads(line)
+            return {name: value for name, value in found.items() if isinstance(value, int | float)}
+    return {}
 
 
 @contextlib.contextmanager

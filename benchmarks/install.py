@@ -30,8 +30,26 @@ def lines() -> list[tuple[str, float]]:
     return found
 
 
+def cpu_build(python: Path, requirement: str) -> str:
+    """The requirement, or its newest version built for processors alone, where pip finds one: a tenth of the size."""
+    name, _, bounds = requirement.partition(">=")
+    least, _, below = bounds.partition(",<")
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "index", "versions", name]
+    done = subprocess.run(pip, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    versions = re.findall(r"[\d.]+\+cpu", done.stdout) if done.returncode == 0 else []
+    fitting = [version for version in versions if numbers(least) <= numbers(version) < numbers(below)]
+    return f"{name}=={max(fitting, key=numbers)}" if fitting else requirement
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.partition("+")[0].split("."))
+
+
 def install(python: Path, requirement: str, gib: float) -> str:
     """Why it is not installed, or nothing."""
+    if gib:
+        requirement = cpu_build(python, requirement)
+        gib = gib if "+cpu" not in requirement else 2.0
     free = shutil.disk_usage(python.parent).free / 2**30
     if free < gib:
         return f"wants {gib:g} GiB of free disk, there are {free:.0f}"

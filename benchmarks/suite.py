@@ -6,7 +6,7 @@ A `Row` of the table is a ratio of two of them, or of one and a bar in its own u
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["WORKS", "Contender", "Row", "Work"]
 
@@ -54,7 +54,7 @@ class Work:
     unit: str
     contenders: tuple[Contender, ...]
     rows: tuple[Row, ...]
-    timeout_s: float = 90.0
+    timeout_s: float = 120.0
 
 
 def _ours(tasks: int, n: int, *more: str, name: str = "ours", measure: str = "rate") -> Contender:
@@ -67,15 +67,20 @@ def _peer(name: str, script: str, tasks: int, n: int, *more: str, needs: tuple[s
 
 def _peers(tasks: int, n: int) -> tuple[Contender, ...]:
     """Everybody who can do the work."""
+    ray, graphs = (("ray",), "peers/ray_graphs.py")
     called = _peer("grpc.aio, called", "peers/grpc_called.py", tasks, n, needs=("grpc",))
-    pulled = _peer("grpc.aio, pulled", "peers/grpc_pulled.py", tasks, n, needs=("grpc",))
     if n > 1000:  # a heap that is not kept halves it; for small messages it changes nothing
-        called = Contender(
-            "grpc.aio, heap kept", called.script, called.arguments, called.needs, env=(*_HEAP_KEPT.items(),)
-        )
+        called = replace(called, name="grpc.aio, heap kept", env=tuple(_HEAP_KEPT.items()))
     return (
         called,
-        pulled,
+        _peer("grpc.aio, pulled", "peers/grpc_pulled.py", tasks, n, needs=("grpc",)),
+        _peer("Ray graphs", graphs, tasks, n, needs=ray),
+        _peer("Ray graphs, 2 in flight", graphs, tasks, n, "--in-flight", "2", needs=ray),
+        _peer("Ray actors", "peers/ray_actors.py", tasks, n, needs=ray),
+        _peer("Ray actors, 4 ahead", "peers/ray_actors.py", tasks, n, "--ahead", "4", needs=ray),
+        _peer("Dask actors", "peers/dask_actors.py", tasks, n, needs=("distributed",)),
+        _peer("Gloo", "peers/gloo.py", tasks, n, needs=("torch", "numpy")),
+        _peer("Open MPI", "peers/mpi.py", tasks, n, needs=("mpi4py.MPI",)),
         _peer("stripped asyncio", "floors/stripped.py", tasks, n, needs=("uvloop",)),
     )
 
@@ -94,9 +99,20 @@ WORKS = (
         "small",
         7,
         1,
-        {"grpc.aio, called": 3.5, "grpc.aio, pulled": 4.5, "stripped asyncio": 0.3},
+        {
+            "Ray graphs": 2.5,
+            "Gloo": 3,
+            "grpc.aio, called": 3.5,
+            "grpc.aio, pulled": 4.5,
+            "Dask actors": 8,
+            "Ray actors": 9,
+            "stripped asyncio": 0.3,
+        },
         _ours(7, 1, "--backups", "1", name="ours, backups=1"),
         _ours(7, 1, "--threads", name="ours, def"),
         rows=(Row("ours, backups=1", "ours", bar=0.6), Row("ours, def", "ours", bar=0.5)),
     ),
+    _tree("small-15", 15, 1, {"Ray graphs": 5, "Ray actors": 12, "Gloo": 6}),
+    _tree("medium", 7, 131_072, {"Ray graphs": 3, "Gloo": 6, "grpc.aio, heap kept": 4, "Open MPI": 0.8}),
+    _tree("large", 7, 8_388_608, {"Ray actors": 3, "Ray graphs, 2 in flight": 1.3, "Gloo": 2.4, "Open MPI": 0.8}),
 )
