@@ -17,6 +17,8 @@ import xxhash
 from numpy.typing import DTypeLike, NDArray
 
 from taskgraph.errors import GraphError, JobError
+from taskgraph.graph.arrays import empty
+from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.messages import Encoded
@@ -61,6 +63,9 @@ class Work(Protocol):
     def tasks(self) -> int: ...
     def composition(self) -> Composition | None:
         """The graph being composed, or None outside compose."""
+
+    def allocate(self, nbytes: int) -> Block | None:
+        """Memory that travels well, where there is some."""
 
     def put(self, tag: str, consumer: int, value: Encoded) -> None: ...
     def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None: ...
@@ -338,7 +343,8 @@ class Outputs:
         """
         consumers = self._claim(tag, to)
         if consumers:
-            encoded = encode(value, what=f"channel {str(tag)!r} of task {self._work.task}")
+            what = f"channel {str(tag)!r} of task {self._work.task}"
+            encoded = encode(value, what=what, allocate=self._work.allocate)
             for consumer in consumers:
                 self._work.put(str(tag), consumer, encoded)
 
@@ -346,7 +352,7 @@ class Outputs:
         self, tag: str, shape: int | tuple[int, ...], dtype: DTypeLike = float, to: To | None = None
     ) -> NDArray[Any]:
         """An array to fill: it is sent when the processor returns. Fill it, do not keep it."""
-        array = np.empty(shape, dtype)
+        array: NDArray[Any] = empty(shape, dtype, self._work.allocate)
         consumers = self._claim(tag, to)
         self._filling.append((str(tag), consumers, array))
         return array

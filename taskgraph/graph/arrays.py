@@ -1,20 +1,24 @@
 """Arrays as runs of bytes that nobody can change, and such runs as arrays.
 
 Encoding copies an array once, unless its memory is provably immutable: that of a `bytes` object, or of an encoded value
-(an array we decoded). Decoding makes views that cannot be made writable.
+(an array we decoded). The copy may wait until the digest is taken, so that one pass over memory does both. Decoding
+makes views that cannot be made writable.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from taskgraph.graph import dtypes
+from taskgraph.graph.blocks import Allocate, block_of
 
-__all__ = ["freeze", "small_bytes", "view"]
+__all__ = ["Copy", "as_it_is", "empty", "freeze", "known_digest", "remember", "small_bytes", "view"]
 
 Array = NDArray[Any]
 
@@ -22,8 +26,15 @@ _SHARED_PART: Final = 2
 """Memory is shared where the array is at least this part (one half) of it: a row must not keep a whole table alive."""
 
 
+_CHUNK_BYTES: Final = 256 << 10
+"""What is copied before it is digested: it is still in the cache then. Measured: 128 KiB to 1 MiB do equally well."""
+
+
 _decoded: Final[weakref.WeakValueDictionary[int, Array]] = weakref.WeakValueDictionary()
 """The bases of decoded arrays, by id: their memory belongs to an encoded value, and nobody writes to it."""
+
+_whole: Final[dict[int, tuple[weakref.ref[Array], bytes, bytes]]] = {}
+"""Bases of decoded arrays, by id, with meta and digest of a value that is such an array and nothing else."""
 
 
 def small_bytes(array: Array) -> bytes:
@@ -40,18 +51,86 @@ def freeze(array: Array, *, adopt: bool = False) -> memoryview:
     Args:
         adopt: nobody will write to `array` any more: take its memory, where it has its own, and make it read-only.
     """
+    shared = as_it_is(array, adopt=adopt)
+    return Copy(array, None).made() if shared is None else shared
+
+
+def as_it_is(array: Array, *, adopt: bool = False) -> memoryview | None:
+    """What `freeze` gives, if that needs no copy."""
     if array.nbytes == 0:
         return memoryview(b"")
-    mask = dtypes.padding(array.dtype)
-    if mask is None and array.flags.c_contiguous and ((adopt and array.flags.owndata) or _is_immutable(array)):
-        kept = array
-    else:
-        kept = np.array(array, order="C", copy=True, subok=False)
-    flat = kept.reshape(-1).view(np.uint8)
-    if mask is not None:
-        flat.reshape(-1, array.itemsize)[:, mask] = 0
-    kept.flags.writeable = False
-    return flat.data.toreadonly()
+    if not array.flags.c_contiguous or dtypes.padding(array.dtype) is not None:
+        return None
+    if not (adopt and (array.flags.owndata or _fills_block(array))) and not _is_immutable(array):
+        return None
+    array.flags.writeable = False
+    return array.reshape(-1).view(np.uint8).data.toreadonly()
+
+
+def empty(shape: int | tuple[int, ...], dtype: DTypeLike, allocate: Allocate) -> Array:
+    """`np.empty`, in memory of `allocate` where it has some: `as_it_is` takes it over as it is."""
+    found = np.dtype(dtype)
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    plain = found.subdtype is None and not found.hasobject and all(size >= 0 for size in sizes)
+    block = allocate(math.prod(sizes) * found.itemsize) if plain else None
+    return np.empty(shape, found) if block is None else np.ndarray(sizes, found, buffer=block)
+
+
+class Copy:
+    """A copy of an array's elements in C order, still to be made.
+
+    Args:
+        allocate: gives the memory it goes to, where it has some.
+    """
+
+    __slots__ = ("_array", "_target", "nbytes")
+
+    def __init__(self, array: Array, allocate: Allocate | None) -> None:
+        self._array = array
+        self.nbytes = array.nbytes
+        block = allocate(array.nbytes) if allocate is not None else None
+        self._target: Array = np.empty(array.nbytes, np.uint8) if block is None else block
+
+    def made(self, look: Callable[[memoryview], object] | None = None) -> memoryview:
+        """Makes the copy, piece by piece, and shows each piece while it is in the cache."""
+        array, target = self._array, self._target
+        mask = dtypes.padding(array.dtype)
+        if look is not None and mask is None and array.flags.c_contiguous:
+            source = array.reshape(-1).view(np.uint8)
+            for at in range(0, self.nbytes, _CHUNK_BYTES):
+                piece = target[at : at + _CHUNK_BYTES]
+                np.copyto(piece, source[at : at + _CHUNK_BYTES])
+                look(piece.data)
+        else:
+            np.copyto(np.ndarray(array.shape, array.dtype, target.data), array)
+            if mask is not None:
+                np.ndarray((self.nbytes,), np.uint8, target.data).reshape(-1, array.itemsize)[:, mask] = 0
+            if look is not None:
+                look(target.data)
+        target.flags.writeable = False
+        return target.data.toreadonly()
+
+
+def _fills_block(array: Array) -> bool:
+    block = block_of(array)
+    return block is not None and block.nbytes == array.nbytes
+
+
+def remember(array: Array, meta: bytes, digest: bytes) -> None:
+    """A value was decoded that is `array` alone: who encodes it again need not take the digest again."""
+    base = array.base
+    key = id(base)
+    if isinstance(base, np.ndarray) and _decoded.get(key) is base:
+        _whole[key] = (weakref.ref(base, lambda _: _whole.pop(key, None)), meta, digest)
+
+
+def known_digest(array: Array, meta: bytes) -> bytes | None:
+    """The digest of the value that is `array` alone and has this meta, where it was decoded from just that."""
+    base = array.base
+    known = _whole.get(id(base))
+    if base is None or known is None or known[0]() is not base or base.nbytes != array.nbytes or known[1] != meta:
+        return None
+    return known[2]
 
 
 def _is_immutable(array: Array) -> bool:

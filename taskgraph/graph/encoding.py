@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taskgraph.graph import arrays, codecs, devices, dtypes
+from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.refusals import CannotTravel, key_step, way_out
 
 __all__ = ["ALIGN", "INLINE_BYTES", "MAX_DEPTH", "Writer"]
@@ -38,11 +39,13 @@ _SHAPES: Final = tuple(struct.Struct(f"<B{ndim}Q") for ndim in range(65))
 class Writer:
     """Writes one value."""
 
-    __slots__ = ("adopt", "arrays", "buffers", "depth", "meta", "on_device")
+    __slots__ = ("adopt", "allocate", "arrays", "buffers", "depth", "eager", "meta", "on_device")
 
-    def __init__(self, *, adopt: bool = False) -> None:
+    def __init__(self, *, adopt: bool = False, allocate: Allocate | None = None) -> None:
         self.meta = bytearray()
-        self.buffers: list[memoryview] = []
+        self.buffers: list[memoryview | arrays.Copy] = []  # copies are made when the digest is taken
+        self.allocate = allocate
+        self.eager = 0  # within user code's own types: what they gave may change when they are asked for more
         self.on_device: list[int] = []  # which arrays, by number, were on a device
         self.arrays = 0
         self.depth = 0
@@ -144,7 +147,12 @@ def _write_array(writer: Writer, value: NDArray[Any], adopt: bool = False) -> No
         meta += arrays.small_bytes(value)
     else:
         writer.meta += b"a" + header + shape
-        writer.buffers.append(arrays.freeze(value, adopt=adopt or writer.adopt))
+        shared = arrays.as_it_is(value, adopt=adopt or writer.adopt)
+        if shared is None:
+            copy = arrays.Copy(value, writer.allocate)
+            writer.buffers.append(copy.made() if writer.eager else copy)
+        else:
+            writer.buffers.append(shared)
 
 
 def _write_on_device(writer: Writer, value: devices.OnDevice) -> None:
@@ -173,6 +181,7 @@ def _write_message(writer: Writer, value: Any, known: codecs.Message) -> None:
     writer.meta += b"M"
     writer.text(known.name)
     writer.meta += _U32.pack(len(known.fields))
+    writer.eager += 1
     for name in known.fields:
         writer.text(name)
         try:
@@ -183,6 +192,7 @@ def _write_message(writer: Writer, value: Any, known: codecs.Message) -> None:
             writer.put(field)
         except CannotTravel as refused:
             raise refused.at(f".{name}")  # noqa: B904
+    writer.eager -= 1
     writer.depth -= 1
 
 
@@ -190,10 +200,12 @@ def _write_coded(writer: Writer, value: Any, known: codecs.Codec) -> None:
     writer.enter(value)
     writer.meta += b"C"
     writer.text(known.name)
+    writer.eager += 1
     try:
         writer.put(known.encode(value))
     except CannotTravel as refused:
         raise refused.at(f".<codec {known.name}>")  # noqa: B904
+    writer.eager -= 1
     writer.depth -= 1
 
 

@@ -17,9 +17,12 @@ import struct
 from collections.abc import Sequence
 from typing import Any, Final
 
+import numpy as np
 import xxhash
 
 from taskgraph.errors import DecodeError
+from taskgraph.graph import arrays
+from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.codecs import codec, message
 from taskgraph.graph.decoding import Reader
 from taskgraph.graph.encoding import Writer
@@ -36,20 +39,22 @@ _NOTHING_ON_DEVICE: Final = _U32.pack(0)
 _NONE: Final[frozenset[int]] = frozenset()
 
 
-def encode(value: Any, *, what: str = "value", adopt: bool = False) -> Encoded:
+def encode(value: Any, *, what: str = "value", adopt: bool = False, allocate: Allocate | None = None) -> Encoded:
     """Encodes a value; later changes to it cannot reach the result.
 
-    Arrays are copied once, but those whose memory cannot change (decoded ones, and those on `bytes`) are shared.
+    Arrays are copied once, but those whose memory cannot change (decoded ones, and those on `bytes`) are shared. The
+    digest is taken in the pass that copies.
 
     Args:
         what: for messages, e.g. "channel 'grad' of task 3".
         adopt: nobody will write to the value's arrays any more: large ones that own their memory are taken as they
             are, and made read-only.
+        allocate: where large arrays are copied to, as far as it has memory.
 
     Raises:
         ValueNotEncodable: something in it cannot travel; the message says what, where, and the way out.
     """
-    writer = Writer(adopt=adopt)
+    writer = Writer(adopt=adopt, allocate=allocate)
     writer.meta += _START
     try:
         writer.put(value)
@@ -58,10 +63,30 @@ def encode(value: Any, *, what: str = "value", adopt: bool = False) -> Encoded:
     except RecursionError as error:
         too_deep = CannotTravel(value, "it is nested deeper than what is left of this thread's stack allows")
         raise too_deep.told(what) from error
-    digest = _digest(writer.meta, writer.buffers)
+    ready, digest = _seal(writer, value)
     flags = writer.on_device
     writer.meta += struct.pack(f"<{len(flags) + 1}I", *flags, len(flags)) if flags else _NOTHING_ON_DEVICE
-    return Encoded(bytes(writer.meta), tuple(writer.buffers), digest)
+    return Encoded(bytes(writer.meta), ready, digest)
+
+
+def _seal(writer: Writer, value: Any) -> tuple[tuple[memoryview, ...], bytes]:
+    """Makes the copies that are left to make; the buffers, and the digest."""
+    waiting = writer.buffers
+    if not waiting:
+        return (), _digest(writer.meta, ())
+    if len(waiting) == 1 and isinstance(waiting[0], memoryview) and type(value) is np.ndarray:
+        known = arrays.known_digest(value, bytes(writer.meta))
+        if known is not None:
+            return (waiting[0],), known
+    hasher = _begin(writer.meta, waiting)
+    ready = []
+    for buffer in waiting:
+        if isinstance(buffer, memoryview):
+            hasher.update(buffer)
+            ready.append(buffer)
+        else:
+            ready.append(buffer.made(hasher.update))
+    return tuple(ready), hasher.digest()
 
 
 def decode(encoded: Encoded, *, device: str = "host", writable: bool = False) -> Any:
@@ -79,7 +104,10 @@ def decode(encoded: Encoded, *, device: str = "host", writable: bool = False) ->
         raise DecodeError(f"not an encoded value: it begins with {bytes(meta[:1])!r}, format {_VERSION} is known here")
     end = value_end(meta)
     on_device = _NONE if end == len(meta) - 4 else _on_device(meta, end)
-    return Reader(encoded, 1, end, on_device, device, writable).whole()
+    value = Reader(encoded, 1, end, on_device, device, writable).whole()
+    if type(value) is np.ndarray and len(encoded.buffers) == 1:
+        arrays.remember(value, meta[:end], encoded.digest)
+    return value
 
 
 def digest_of(meta: bytes, buffers: Sequence[memoryview]) -> bytes:
@@ -90,12 +118,17 @@ def digest_of(meta: bytes, buffers: Sequence[memoryview]) -> bytes:
 def _digest(value: bytearray | memoryview, buffers: Sequence[memoryview]) -> bytes:
     if not buffers:
         return xxhash.xxh3_128_digest(value)
-    hasher = xxhash.xxh3_128(value)
-    for size in (len(value), *(buffer.nbytes for buffer in buffers)):
-        hasher.update(_U64.pack(size))
+    hasher = _begin(value, buffers)
     for buffer in buffers:
         hasher.update(buffer)
     return hasher.digest()
+
+
+def _begin(value: bytearray | memoryview, buffers: Sequence[memoryview | arrays.Copy]) -> xxhash.xxh3_128:
+    hasher = xxhash.xxh3_128(value)
+    for size in (len(value), *(buffer.nbytes for buffer in buffers)):
+        hasher.update(_U64.pack(size))
+    return hasher
 
 
 def verify(encoded: Encoded) -> bool:

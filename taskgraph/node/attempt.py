@@ -68,6 +68,7 @@ class Attempt:
         self.cancelled = False
         self.scratch = Scratch()
         self.xp_device = replica.xp_device
+        self.allocate = replica.router.allocate
         self.ledger = Ledger()
         self.mailbox = Mailbox(self)
         self.numbers: dict[str, float] = {}

@@ -40,9 +40,14 @@ def peer_of(node: str, record: NodeRecord) -> Peer:
 
 
 class Router:
-    """Delivers calls to tasks."""
+    """Delivers calls to tasks.
+
+    Attributes:
+        allocate: memory for what will travel, as the transport gives it.
+    """
 
     def __init__(self, transport: Transport, keeper: ViewKeeper) -> None:
+        self.allocate = transport.allocate
         self._transport = transport
         self._keeper = keeper
         self._addresses: dict[str, Peer] = {}

@@ -9,6 +9,7 @@ from typing import Any
 
 from taskgraph.epoch import Epoch, Inputs, Outputs, Scratch
 from taskgraph.errors import JobError
+from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor
 from taskgraph.graph.values import decode, encode
 from taskgraph.hints import hint
@@ -112,6 +113,9 @@ class _Alone:
         return 1 << 31
 
     def composition(self) -> Composition | None:
+        return None
+
+    def allocate(self, nbytes: int) -> Block | None:
         return None
 
     def put(self, tag: str, consumer: int, value: Encoded) -> None:

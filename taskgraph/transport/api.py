@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from taskgraph.graph.blocks import Block
 from taskgraph.protocol.messages import Call, Reply
 
 __all__ = ["OnLost", "Peer", "Serve", "ServeNow", "Transport"]
@@ -51,6 +52,9 @@ class Transport(Protocol):
     @property
     def endpoints(self) -> tuple[str, ...]:
         """Where others reach this node; known after `start`."""
+
+    def allocate(self, nbytes: int) -> Block | None:
+        """Memory for a large value that will travel; None: any memory is as good. May be called from every thread."""
 
     async def start(self, node: str, serve: Serve, on_lost: OnLost) -> None: ...
 

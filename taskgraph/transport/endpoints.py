@@ -15,14 +15,30 @@ import hashlib
 import ipaddress
 import os
 import platform
+import resource
 import socket
 import stat
+import struct
 from pathlib import Path
 
 from taskgraph.errors import PeerGone, PeerLost, TransportError
 from taskgraph.settings import Settings
 
-__all__ = ["connect", "host_key", "listen_tcp", "listen_unix", "tcp_endpoint", "tune_tcp", "unix_endpoint", "usable"]
+__all__ = [
+    "connect",
+    "descriptors",
+    "host_key",
+    "listen_tcp",
+    "listen_unix",
+    "process_behind",
+    "tcp_endpoint",
+    "tune_tcp",
+    "unix_endpoint",
+    "usable",
+]
+
+_UCRED = struct.Struct("iII")  # struct ucred: pid, uid, gid
+_MANY = 1 << 20
 
 #: The kernel's own limit is 108 on Linux and 104 on macOS, with the closing zero.
 MAX_UNIX_PATH = 100
@@ -122,6 +138,21 @@ def listen_tcp(host: str, port: int) -> socket.socket:
 
 
 # Connecting.
+
+
+def process_behind(sock: socket.socket | None) -> int:
+    """The process at the other end of a unix socket, as the kernel says, if it is ours and can be seen; else 0."""
+    if sock is None or sock.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
+        return 0
+    told = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    pid, uid, _ = _UCRED.unpack(told)
+    return pid if uid == os.geteuid() else 0
+
+
+def descriptors() -> int:
+    """How many files this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MANY if soft == resource.RLIM_INFINITY else soft
 
 
 def tune_tcp(sock: socket.socket, settings: Settings) -> None:

@@ -21,12 +21,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from taskgraph.errors import DecodeError
+from taskgraph.graph.blocks import Allocate, Block
 from taskgraph.transport.wire import ParsedHeader
 
 __all__ = [
     "CHUNK_BYTES",
     "HEAD_BYTES",
     "INLINE_BYTES",
+    "LENT",
     "MAX_BODY_BYTES",
     "MAX_BUFFERS",
     "MAX_HEADER_BYTES",
@@ -52,6 +54,8 @@ MAX_BODY_BYTES = 16 << 20
 MAX_HEADER_BYTES = 64 << 20
 #: Buffers of one value: one for each large array in it.
 MAX_BUFFERS = 1 << 20
+#: Set in the size of a buffer that is lent: it is no part of the payload, and a reference to it stands in the header.
+LENT = 1 << 63
 
 _MAGIC = b"TG"
 _TLS_HANDSHAKE, _TLS_MAJOR = 22, 3
@@ -75,6 +79,8 @@ class Kind(enum.IntEnum):
     CHUNK = 18  # more of the payload of the call or reply of that id
     CANCEL = 19  # the caller does not want the reply any more
     GOODBYE = 20  # the session ends here on purpose
+    RETURN = 21  # leases of memory that was lent, by whoever borrowed it
+    DECLINE = 22  # what was lent with the message of that call cannot be opened here: send bytes
 
 
 _KINDS = frozenset(int(kind) for kind in Kind)
@@ -96,7 +102,7 @@ class Head:
     Attributes:
         kind: what the frame is.
         call: the call's id, chosen by the caller, unique in its session; 0 where none is meant.
-        header: size of the protobuf header.
+        header: size of the protobuf header, with the references to lent buffers in front of it.
         buffers: how many sizes of buffers stand before the header.
         body: how much of the payload this frame carries.
         payload: size of the whole payload of the message that this frame opens.
@@ -168,11 +174,16 @@ def pack_frame(head: Head, sizes: Sequence[int] = (), header: bytes = b"") -> by
     return head.pack() + header
 
 
-def _allocate(size_bytes: int) -> memoryview:
-    """Memory that is not touched before data is written to it; small pieces are cheaper cleared than asked for."""
+def _allocate(size_bytes: int, allocate: Allocate) -> memoryview:
+    """Memory that was touched before, or is not before data is written to it; small pieces are cheaper cleared."""
     if size_bytes <= _CLEARED_BYTES:
         return memoryview(bytearray(size_bytes))
-    return np.empty(size_bytes, np.uint8).data
+    block = allocate(size_bytes)
+    return np.empty(size_bytes, np.uint8).data if block is None else block.data
+
+
+def _no_pool(size_bytes: int) -> None:
+    return None
 
 
 class Incoming:
@@ -184,14 +195,32 @@ class Incoming:
         missing: bytes still to come.
     """
 
-    __slots__ = ("_at", "_offset", "_targets", "head", "missing", "parsed")
+    __slots__ = ("_at", "_lent", "_offset", "_targets", "head", "missing", "parsed")
 
-    def __init__(self, head: Head, sizes: Sequence[int], parsed: ParsedHeader) -> None:
-        """Allocates the destinations. Raises MemoryError where there is not enough."""
+    def __init__(
+        self,
+        head: Head,
+        sizes: Sequence[int],
+        parsed: ParsedHeader,
+        *,
+        lent: Sequence[Block] = (),
+        allocate: Allocate = _no_pool,
+    ) -> None:
+        """Allocates the destinations. Raises MemoryError where there is not enough; DecodeError.
+
+        Args:
+            lent: what the sizes marked as LENT stand for, in their order.
+            allocate: where large buffers are received, as far as it has memory.
+        """
         self.head = head
         self.parsed = parsed
         self.missing = head.payload
-        self._targets = [_allocate(head.meta), *map(_allocate, sizes)]  # may be empty ones
+        if [block.nbytes | LENT for block in lent] != [size for size in sizes if size & LENT]:
+            raise DecodeError("a value with memory that was not lent")
+        blocks = iter(lent)
+        self._lent = [next(blocks).data if size & LENT else None for size in sizes]
+        carried = (size for size in sizes if not size & LENT)
+        self._targets = [_allocate(size, allocate) for size in (head.meta, *carried)]  # may be empty ones
         self._at = 0  # the destination that is being filled
         self._offset = 0  # and how far it is
         self._skip_full()
@@ -224,7 +253,13 @@ class Incoming:
         return bytes(self._targets[0])
 
     def buffers(self) -> tuple[memoryview, ...]:
-        return tuple(target.toreadonly() for target in self._targets[1:])
+        received = iter(self._targets[1:])
+        return tuple((next(received) if lent is None else lent).toreadonly() for lent in self._lent)
+
+    @property
+    def borrowed(self) -> bool:
+        """Whether some of it did not travel."""
+        return any(lent is not None for lent in self._lent)
 
 
 class FrameReader:
@@ -355,8 +390,9 @@ class FrameReader:
 
     def _dispatch(self, head: Head, sizes: tuple[int, ...], header: bytes) -> None:
         if head.kind in _OPENING:
-            if head.meta + sum(sizes) != head.payload:
-                raise DecodeError(f"sizes that make {head.meta + sum(sizes)} bytes in a payload of {head.payload}")
+            carried = head.meta + sum(size for size in sizes if not size & LENT)
+            if carried != head.payload:
+                raise DecodeError(f"sizes that make {carried} bytes in a payload of {head.payload}")
             key = (head.kind, head.call)
             if key in self._partial:
                 raise DecodeError(f"call {head.call} is opened twice")

@@ -10,10 +10,10 @@ loop): a peer that reads slowly costs this process one chunk of buffer, besides 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from taskgraph.protocol.messages import Encoded
-from taskgraph.transport.frames import CHUNK_BYTES, INLINE_BYTES, Head, Kind, pack_frame
+from taskgraph.transport.frames import CHUNK_BYTES, INLINE_BYTES, LENT, Head, Kind, pack_frame
 
 __all__ = ["Outbox"]
 
@@ -78,26 +78,41 @@ class Outbox:
     def idle(self) -> bool:
         return not (self._small or self._turn or self._waiting)
 
-    def send(self, kind: Kind, call: int = 0, header: bytes = b"", value: Encoded | None = None) -> None:
-        """Queues one frame, or one message with its value."""
+    def send(
+        self,
+        kind: Kind,
+        call: int = 0,
+        header: bytes = b"",
+        value: Encoded | None = None,
+        lent: Collection[int] = frozenset(),
+    ) -> None:
+        """Queues one frame, or one message with its value.
+
+        Args:
+            lent: numbers of the value's buffers that do not travel: the header begins with references to them.
+        """
         if self._closed:
             return
         if value is None:
             self._small.append((call, pack_frame(Head(kind, call, len(header)), (), header)))
         else:
-            self._send_value(kind, call, header, value)
+            self._send_value(kind, call, header, value, lent)
         self._pump()
 
-    def _send_value(self, kind: Kind, call: int, header: bytes, value: Encoded) -> None:
+    def _send_value(self, kind: Kind, call: int, header: bytes, value: Encoded, lent: Collection[int]) -> None:
         sizes = [buffer.nbytes for buffer in value.buffers]
-        payload = len(value.meta) + sum(sizes)
+        carried: Sequence[memoryview] = value.buffers
+        if lent:
+            carried = [buffer for number, buffer in enumerate(value.buffers) if number not in lent]
+            sizes = [size | LENT if number in lent else size for number, size in enumerate(sizes)]
+        payload = len(value.meta) + sum(buffer.nbytes for buffer in carried)
         inline = payload if payload <= INLINE_BYTES else 0
         head = Head(kind, call, len(header), len(sizes), inline, payload, len(value.meta))
         opening = pack_frame(head, sizes, header)
         if inline or not payload:
-            self._small.append((call, b"".join((opening, value.meta, *value.buffers))))
+            self._small.append((call, b"".join((opening, value.meta, *carried))))
         else:
-            parts = [memoryview(value.meta), *value.buffers]
+            parts = [memoryview(value.meta), *carried]
             self._waiting.append(_Large(call, opening, parts, payload))
 
     def drop(self, call: int) -> bool:

@@ -15,6 +15,7 @@ import socket
 from typing import Any, ClassVar, Protocol, cast
 
 from taskgraph.errors import DecodeError, PeerLost
+from taskgraph.graph.blocks import Block
 from taskgraph.protocol.messages import Encoded
 from taskgraph.settings import Settings
 from taskgraph.tls import channel_binding
@@ -22,8 +23,9 @@ from taskgraph.transport import wire
 from taskgraph.transport._proto import frame_pb2
 from taskgraph.transport.api import Serve
 from taskgraph.transport.calls import OwnedTasks
-from taskgraph.transport.endpoints import tune_tcp
+from taskgraph.transport.endpoints import process_behind, tune_tcp
 from taskgraph.transport.frames import (
+    LENT,
     MAX_BUFFERS,
     MAX_HEADER_BYTES,
     FrameReader,
@@ -34,12 +36,15 @@ from taskgraph.transport.frames import (
     OtherVersion,
 )
 from taskgraph.transport.hello import HELLO_LIMITS, Answering, Dialling, HelloRefused
+from taskgraph.transport.lending import Borrowing, Lending
+from taskgraph.transport.mappings import CannotBorrow, Mappings
 from taskgraph.transport.outbox import Outbox
 
 __all__ = ["Owner", "Session"]
 
 log = logging.getLogger("taskgraph.transport")
 
+_FOR_GOOD = b"\x01"
 #: High-water mark of the event loop's own buffer. Beyond the kernel's, so that a fast reader never finds us idle.
 _WRITE_BUFFER_BYTES = 256 << 10
 
@@ -50,6 +55,7 @@ class Owner(Protocol):
     tasks: OwnedTasks
     serve: Serve
     max_value_bytes: int
+    mappings: Mappings
 
     def connected(self, session: Session) -> None:
         """The connection exists; nothing is proven."""
@@ -65,6 +71,9 @@ class Owner(Protocol):
 
     async def verified(self, value: Encoded) -> bool:
         """Whether the digest fits."""
+
+    def allocate(self, nbytes: int) -> Block | None:
+        """Memory to receive into."""
 
 
 class Session(asyncio.BufferedProtocol):
@@ -91,6 +100,8 @@ class Session(asyncio.BufferedProtocol):
         self._reader = FrameReader(
             HELLO_LIMITS, on_open=self._on_open, on_complete=self._on_complete, on_control=self._on_control
         )
+        self._lending = Lending(self._loop.time)
+        self._borrowing = Borrowing(self._loop, self._return)
         self.where = ""
         self.clean = False
         self.why = ""
@@ -185,6 +196,11 @@ class Session(asyncio.BufferedProtocol):
             self.end("it said goodbye")
         elif head.kind is Kind.CANCEL:
             self._on_cancel(head.call)
+        elif head.kind is Kind.RETURN:
+            self._lending.returned(header)
+        elif head.kind is Kind.DECLINE:
+            self._lending.stop(for_good=header == _FOR_GOOD)
+            self._on_decline(head.call)
         else:
             raise DecodeError(f"a {head.kind.name} frame in an open session")
 
@@ -192,22 +208,56 @@ class Session(asyncio.BufferedProtocol):
         assert self._timer is not None
         self._timer.cancel()
         self._reader.limits = Limits(MAX_HEADER_BYTES, MAX_BUFFERS, self._owner.max_value_bytes)
+        assert self._transport is not None
+        if pid := process_behind(self._transport.get_extra_info("socket")):
+            self._borrowing.start(pid, self._owner.mappings)
+            self._lending.start()
         self._owner.opened(self)
 
     # Messages.
+
+    def _send(self, kind: Kind, call: int, header: bytes, value: Encoded | None) -> None:
+        """Sends a message: large buffers that the other side can open here are lent."""
+        if value is None or not value.buffers:
+            self._outbox.send(kind, call, header, value)
+            return
+        lent, references = self._lending.lend(call, value)
+        self._outbox.send(kind, call, references + header, value, lent)
+
+    def _take_back(self, call: int) -> bool:
+        """Sends nothing more of that call. Returns whether the peer has seen, or will see, some of it."""
+        seen = self._outbox.drop(call)
+        if not seen:
+            self._lending.take_back(call)
+        return seen
+
+    def _return(self, leases: bytes) -> None:
+        if self.open:
+            self._outbox.send(Kind.RETURN, header=leases)
 
     def _on_open(self, head: Head, sizes: tuple[int, ...], header: bytes) -> Incoming | None:
         if not self._hello.done:
             raise DecodeError(f"a {head.kind.name} before the hello")
         if head.kind is not self._opening_kind:
             raise DecodeError(f"a {head.kind.name} in the wrong direction")
+        lengths = [size ^ LENT for size in sizes if size & LENT]
+        references, header = self._borrowing.read(header, lengths) if lengths else ((), header)
+        if (whole := head.payload + sum(lengths)) > self._reader.limits.payload:
+            raise DecodeError(f"a value of {whole} bytes; the limit is {self._reader.limits.payload}")
         parsed = wire.parse_header(header)
         if parsed.digest is None and (head.payload or sizes):
             raise DecodeError(f"a {parsed.cls.__name__} with a payload")
         if not self._admits(head, parsed):
+            self._borrowing.refuse(references)
             return None
         try:
-            return Incoming(head, sizes, parsed)
+            lent = self._borrowing.take(references) if references else ()
+            return Incoming(head, sizes, parsed, lent=lent, allocate=self._owner.allocate)
+        except CannotBorrow as error:
+            log.warning("what node %s lends cannot be used here, and travels as bytes: %s", self.peer, error)
+            self._outbox.send(Kind.DECLINE, head.call, _FOR_GOOD if error.for_good else b"")
+            self._cannot_borrow(head)
+            return None
         except MemoryError:
             self._no_memory(head)
             return None
@@ -219,11 +269,18 @@ class Session(asyncio.BufferedProtocol):
     def _no_memory(self, head: Head) -> None:
         raise NotImplementedError
 
+    def _cannot_borrow(self, head: Head) -> None:
+        """A message that was admitted does not come: its sender was told, and sends bytes from now on."""
+        raise NotImplementedError
+
     def _on_complete(self, incoming: Incoming) -> None:
         raise NotImplementedError
 
     def _on_cancel(self, call: int) -> None:
         raise DecodeError("a CANCEL in the wrong direction")
+
+    def _on_decline(self, call: int) -> None:
+        """The peer cannot open what came with the message of that call."""
 
     async def _received(self, incoming: Incoming) -> Any:
         """The message that came. Ends the session and raises PeerLost where it is damaged."""
@@ -232,7 +289,8 @@ class Session(asyncio.BufferedProtocol):
             if parsed.digest is None:
                 return parsed.message(None)
             value = Encoded(incoming.meta(), incoming.buffers(), parsed.digest)
-            if not await self._owner.verified(value):
+            # What never left the host's memory is what its producer digested.
+            if not incoming.borrowed and not await self._owner.verified(value):
                 raise DecodeError(
                     f"a corrupted value: the {value.size_bytes} bytes of a {parsed.cls.__name__} "
                     "do not have the digest they were sent with"
@@ -255,6 +313,7 @@ class Session(asyncio.BufferedProtocol):
             self._timer.cancel()
         self._reader.stop()
         self._outbox.close()
+        self._lending.broken()
         if self._transport is not None:
             if flush:
                 self._transport.close()

@@ -14,6 +14,7 @@ from taskgraph.transport import wire
 from taskgraph.transport.calls import answer, answer_now, answered, describe, unwrap
 from taskgraph.transport.frames import Head, Incoming, Kind
 from taskgraph.transport.hello import Answering, Dialling
+from taskgraph.transport.lending import Declined
 from taskgraph.transport.session import Owner, Session
 
 __all__ = ["AcceptedSession", "DialledSession"]
@@ -22,6 +23,8 @@ log = logging.getLogger("taskgraph.transport")
 
 #: Calls of one session that are being received or served at a time; more are refused as PAUSED.
 MAX_CALLS = 1 << 17
+#: How often a call is made that carries, or brings, memory that cannot be opened: as bytes from the second time on.
+_TRIES = 4
 
 
 @dataclass(eq=False, slots=True)
@@ -60,22 +63,28 @@ class DialledSession(Session):
                 Reason.BAD_MESSAGE,
                 f"{describe(message)}: {value.size_bytes} bytes; max_value_bytes is {self._owner.max_value_bytes}",
             )
-        self._last_call = number = self._last_call + 1
-        pending = _Pending(wire.REPLY_OF[type(message)], self._loop.create_future())
-        self._pending[number] = pending
-        self._outbox.send(Kind.CALL, number, header, value)
-        try:
-            incoming = await pending.arrived
-        except asyncio.CancelledError:
-            self._give_up(number)
-            raise
-        return unwrap(await self._received(incoming))
+        for _ in range(_TRIES):
+            self._last_call = number = self._last_call + 1
+            pending = _Pending(wire.REPLY_OF[type(message)], self._loop.create_future())
+            self._pending[number] = pending
+            self._send(Kind.CALL, number, header, value)
+            try:
+                incoming = await pending.arrived
+            except asyncio.CancelledError:
+                self._give_up(number)
+                raise
+            except Declined:  # calls may be made twice: that is how they survive a session, too
+                if not self.open:
+                    raise PeerLost(f"node {self.peer}: {self.why}") from None
+                continue
+            return unwrap(await self._received(incoming))
+        raise PeerLost(f"node {self.peer} goes on lending what cannot be opened here")
 
     def _give_up(self, number: int) -> None:
         if self._pending.pop(number, None) is None or self.why:
             return
         self._reader.drop(Kind.REPLY, number)
-        if self._outbox.drop(number):
+        if self._take_back(number):
             self._outbox.send(Kind.CANCEL, number)
 
     def _admits(self, head: Head, parsed: wire.ParsedHeader) -> bool:
@@ -93,6 +102,14 @@ class DialledSession(Session):
         if not pending.arrived.done():
             text = f"no memory for a reply of {head.payload} bytes"
             pending.arrived.set_exception(Refused(Reason.BAD_MESSAGE, text))
+
+    def _cannot_borrow(self, head: Head) -> None:
+        self._on_decline(head.call)
+
+    def _on_decline(self, call: int) -> None:
+        pending = self._pending.pop(call, None)
+        if pending is not None and not pending.arrived.done():
+            pending.arrived.set_exception(Declined())
 
     def _on_complete(self, incoming: Incoming) -> None:
         pending = self._pending.pop(incoming.head.call, None)
@@ -135,6 +152,9 @@ class AcceptedSession(Session):
         del self._calls[head.call]
         log.error("no memory for a call of %d bytes from node %s", head.payload, self.peer)
         self._reply(head.call, Refusal(Reason.BAD_MESSAGE, f"no memory for a call of {head.payload} bytes"))
+
+    def _cannot_borrow(self, head: Head) -> None:
+        del self._calls[head.call]
 
     def _on_complete(self, incoming: Incoming) -> None:
         number, parsed = incoming.head.call, incoming.parsed
@@ -180,11 +200,11 @@ class AcceptedSession(Session):
             log.exception("a %s cannot travel", type(reply).__name__)
             text = f"the reply cannot travel: {error}"
             header, value = wire.to_header(Refusal(Reason.BAD_MESSAGE, text)), None
-        self._outbox.send(Kind.REPLY, number, header, value)
+        self._send(Kind.REPLY, number, header, value)
 
     def _on_cancel(self, call: int) -> None:
         self._reader.drop(Kind.CALL, call)
-        self._outbox.drop(call)
+        self._take_back(call)
         task = self._calls.pop(call, None)
         if task is not None:
             task.cancel()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import os
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from taskgraph.errors import PeerGone, PeerLost, TransportError
+from taskgraph.graph.blocks import Block
 from taskgraph.protocol.messages import Call, Encoded, Reply
 from taskgraph.settings import Settings
 from taskgraph.tls import Tls, check_listener
@@ -21,7 +23,9 @@ from taskgraph.transport.accepting import CLOSE_S, TlsListener
 from taskgraph.transport.api import OnLost, Peer, Serve
 from taskgraph.transport.calls import OwnedTasks, answer, answer_now, answered, describe, unwrap
 from taskgraph.transport.hello import Answering, Dialling
+from taskgraph.transport.mappings import Mappings
 from taskgraph.transport.refusals import Refusals
+from taskgraph.transport.segments import Pool
 from taskgraph.transport.session import Session
 from taskgraph.transport.sides import AcceptedSession, DialledSession
 
@@ -41,6 +45,11 @@ _VERIFY_THREADS = 2
 _DIAL_AGAIN_S = (0.005, 0.02, 0.05)
 
 
+#: How often memory that nobody uses is looked for.
+_TRIM_S = 2.0
+_LEAST_IDLE_BYTES = 256 << 20
+
+
 class _Listener(Protocol):
     def close(self) -> None: ...
     async def wait_closed(self) -> None: ...
@@ -48,6 +57,15 @@ class _Listener(Protocol):
 
 class _CutOff(PeerLost):
     """The connection was made, and ended before the hello without a reason."""
+
+
+def _idle_bytes() -> int:
+    """What a process keeps at most for its next values. A small part of the host's memory: it is one of several."""
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):  # not known on this system
+        memory = 0
+    return max(_LEAST_IDLE_BYTES, memory // 32)
 
 
 async def _not_started(caller: str, call: Call) -> Reply:
@@ -117,11 +135,18 @@ class StreamTransport:
         self._dials: dict[str, asyncio.Task[DialledSession]] = {}
         self._refusals: Refusals | None = None
         self._threads: ThreadPoolExecutor | None = None
+        descriptors = endpoints.descriptors()
+        self._pool = Pool(max_segments=min(descriptors // 8, 1024), max_idle_bytes=_idle_bytes())
+        self.mappings = Mappings(limit=min(descriptors // 8, 1024))
+        self._trimming: asyncio.TimerHandle | None = None
         self._state = "not started"
 
     @property
     def endpoints(self) -> tuple[str, ...]:
         return self._endpoints
+
+    def allocate(self, nbytes: int) -> Block | None:
+        return self._pool.allocate(nbytes)
 
     # Life.
 
@@ -142,6 +167,12 @@ class StreamTransport:
         except BaseException:
             await self.close()
             raise
+        self._trim()
+
+    def _trim(self) -> None:
+        self._pool.trim()
+        self.mappings.trim()
+        self._trimming = asyncio.get_running_loop().call_later(_TRIM_S, self._trim)
 
     async def _listen(self) -> None:
         loop = asyncio.get_running_loop()
@@ -198,6 +229,10 @@ class StreamTransport:
             await server.wait_closed()
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
+        if self._trimming is not None:
+            self._trimming.cancel()
+        self._pool.close()
+        self.mappings.close()
 
     # Calls.
 

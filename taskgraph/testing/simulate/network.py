@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from taskgraph.errors import PeerGone, PeerLost, TransportError
+from taskgraph.graph.blocks import Block
 from taskgraph.protocol.messages import Call, Reply
 from taskgraph.settings import Settings
 from taskgraph.testing.simulate.loop import Process
@@ -238,6 +239,9 @@ class SimTransport:
     @property
     def endpoints(self) -> tuple[str, ...]:
         return ("memory:",) if self.node else ()
+
+    def allocate(self, nbytes: int) -> Block | None:
+        return None
 
     async def start(self, node: str, serve: Serve, on_lost: OnLost) -> None:
         if node in self.network.transports:

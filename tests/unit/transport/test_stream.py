@@ -258,7 +258,7 @@ async def test_no_memory_is_an_answer(streams: Cluster, monkeypatch: pytest.Monk
     a, b = await streams.node(), await streams.node()
     allocate = frames._allocate
 
-    def poor(size: int) -> memoryview:
+    def poor(size: int, _: object) -> memoryview:
         if size > 1 << 20:
             raise MemoryError
         return allocate(size)

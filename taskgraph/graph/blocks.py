@@ -1,0 +1,66 @@
+"""Memory that an allocator gave, recognised in whatever is made of it.
+
+A transport that can hand memory to another process without copying it offers an allocator: what is encoded straight
+into its memory travels as a reference. This module knows no transport; it says what a piece of such memory looks like,
+and finds it behind a value's buffers.
+
+A piece lives as long as anything refers to it: an array on it, a memoryview, an encoded value. Its allocator learns
+that it is garbage by a finalizer on the `Block`, and only then gives the memory to somebody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Allocate", "Block", "Origin", "block_behind", "block_of"]
+
+
+class Origin(Protocol):
+    """What an allocator knows of a block."""
+
+    def spoil(self) -> None:
+        """Somebody may read this memory for ever: it must never be written again, by anybody."""
+
+
+class Block(np.ndarray[Any, np.dtype[np.uint8]]):
+    """A run of bytes of an allocator. Arrays on it are made by `np.ndarray(..., buffer=block)`: they are plain ones.
+
+    It is made by `Block(nbytes, np.uint8, buffer)` on something that is no array: numpy would name an array below it as
+    the base of arrays on it, and nobody would hold the block.
+
+    Attributes:
+        origin: the allocator's own note; None for views that numpy made of a block.
+    """
+
+    origin: Origin | None = None
+
+
+Allocate = Callable[[int], Block | None]
+"""(bytes) -> that much writable memory, or None: take any other. May be called from every thread."""
+
+
+def block_of(array: NDArray[Any]) -> Block | None:
+    """The block that `array` is a view of, if its memory is one's."""
+    return _find(array)
+
+
+def block_behind(buffer: memoryview) -> Block | None:
+    """The block that `buffer` lies in, if it does."""
+    return _find(buffer.obj)
+
+
+def _find(holder: object) -> Block | None:
+    while holder is not None:
+        if type(holder) is Block and holder.origin is not None:
+            return holder
+        if isinstance(holder, np.ndarray):
+            holder = holder.base
+        elif isinstance(holder, memoryview):
+            holder = holder.obj
+        else:
+            return None
+    return None

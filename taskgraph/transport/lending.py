@@ -1,0 +1,214 @@
+"""Large values between processes of one host: lent where they lie, given back when nobody reads them any more.
+
+What a message carries of a buffer that is lent is a `Reference`: where to open the memory, and a number, the *lease*.
+Who borrows gives each lease back exactly once, when the last view of it is garbage. Until then the lender keeps the
+block, so that its segment cannot take another value. A session that ends with leases open spoils their blocks: the
+other side may read them for as long as it lives, and nobody will ever write there again. What is borrowed can be lent
+on: the borrower keeps it for its own borrower, and gives it back, as spoiled where it is, when that one did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol, cast
+
+import numpy as np
+
+from taskgraph.errors import DecodeError
+from taskgraph.graph.blocks import Block, block_behind
+from taskgraph.protocol.messages import Encoded
+from taskgraph.transport.mappings import CannotBorrow, Mappings, Reference
+from taskgraph.transport.regions import Region
+from taskgraph.transport.segments import LEAST_BYTES
+
+__all__ = ["MAX_LENT", "Borrowing", "Declined", "Lending"]
+
+MAX_LENT: Final = 1024
+"""Buffers of one message that are lent; further ones are sent."""
+_MAX_LEASES: Final = 1 << 16
+"""Leases of one session that are open at a time; values are sent beyond that."""
+_MAX_SIZE: Final = 1 << 62
+_PAUSE_S: Final = 5.0
+"""Nothing is lent for this long to a peer that could not open it for want of something it may have again."""
+_REFERENCE: Final = struct.Struct("!QQQQQI")
+_LEASE: Final = struct.Struct("!Q")
+_SPOILED: Final = 1 << 63
+
+
+class Declined(Exception):
+    """A message came, or was sent, as a reference that cannot be followed: it has to be sent again, as bytes."""
+
+
+class _Shared(Protocol):
+    @property
+    def region(self) -> Region | None: ...
+    def spoil(self) -> None: ...
+
+
+class Lending:
+    """What one side of a session lent to the other.
+
+    Args:
+        now: seconds.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._until: float | None = None  # nothing is lent before then; None: never
+        self._lent: dict[int, tuple[Block, int]] = {}
+        self._unseen: dict[int, list[int]] = {}  # by call: leases of which none was given back
+        self._last = 0
+
+    def __len__(self) -> int:
+        return len(self._lent)
+
+    def start(self) -> None:
+        """The other side is a process of this host."""
+        self._until = 0.0
+
+    def stop(self, *, for_good: bool) -> None:
+        """The other side could not open what was lent."""
+        self._until = None if for_good else self._now() + _PAUSE_S
+
+    def lend(self, call: int, value: Encoded) -> tuple[frozenset[int], bytes]:
+        """Which buffers of a value are lent, by number, and their references."""
+        if self._until is None:
+            return _NOTHING
+        references = []
+        lent: list[int] = []
+        for number, buffer in enumerate(value.buffers):
+            if buffer.nbytes < LEAST_BYTES:
+                continue
+            block = block_behind(buffer)
+            region = cast(_Shared, block.origin).region if block is not None else None
+            if block is None or region is None or region.fd < 0:
+                continue
+            if len(lent) >= MAX_LENT or len(self._lent) >= _MAX_LEASES or self._now() < self._until:
+                break
+            address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+            offset = address - region.address
+            if not 0 <= offset <= region.size - buffer.nbytes:
+                raise AssertionError(f"a buffer at {offset} of memory of {region.size} bytes")
+            self._last = lease = self._last + 1
+            self._lent[lease] = (block, call)
+            self._unseen.setdefault(call, []).append(lease)
+            references.append(_REFERENCE.pack(lease, region.dev, region.ino, region.size, offset, region.fd))
+            lent.append(number)
+        return frozenset(lent), b"".join(references)
+
+    def take_back(self, call: int) -> None:
+        """The message of that call was never sent."""
+        for lease in self._unseen.pop(call, ()):
+            self._lent.pop(lease, None)
+
+    def returned(self, data: bytes) -> None:
+        """The other side gave leases back. Raises DecodeError where it has none of that number."""
+        if len(data) % _LEASE.size:
+            raise DecodeError(f"leases in {len(data)} bytes")
+        for (number,) in _LEASE.iter_unpack(data):
+            entry = self._lent.pop(number & ~_SPOILED, None)
+            if entry is None:
+                raise DecodeError(f"it gives back lease {number & ~_SPOILED}, which it does not have")
+            block, call = entry
+            self._unseen.pop(call, None)
+            if number & _SPOILED:
+                _spoil(block)
+
+    def broken(self) -> None:
+        """The session is over: what the other side did not give back it may read for ever."""
+        self._until = None
+        for block, _ in self._lent.values():
+            _spoil(block)
+        self._lent.clear()
+        self._unseen.clear()
+
+
+_NOTHING: Final[tuple[frozenset[int], bytes]] = (frozenset(), b"")
+
+
+def _spoil(block: Block) -> None:
+    if block.origin is not None:
+        block.origin.spoil()
+
+
+class Borrowing:
+    """What one side of a session borrowed from the other.
+
+    Args:
+        send: sends leases back; called on the event loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, send: Callable[[bytes], None]) -> None:
+        self._loop = loop
+        self._send = send
+        self._pid = 0
+        self._mappings: Mappings | None = None
+        self._last = 0
+        self._back: deque[int] = deque()
+        self._asked = False
+
+    def start(self, pid: int, mappings: Mappings) -> None:
+        """The other side is process `pid` of this host."""
+        self._pid = pid
+        self._mappings = mappings
+
+    def read(self, header: bytes, lengths: Sequence[int]) -> tuple[list[Reference], bytes]:
+        """The references in front of a header, and the header.
+
+        Raises:
+            DecodeError: they do not describe pieces of memory, or this is no session to lend in.
+        """
+        if self._mappings is None:
+            raise DecodeError("references to memory, in a session between hosts")
+        if len(lengths) > MAX_LENT:
+            raise DecodeError(f"a value with {len(lengths)} references; the limit is {MAX_LENT}")
+        rest = len(lengths) * _REFERENCE.size
+        if len(header) < rest:
+            raise DecodeError(f"{len(lengths)} references in a header of {len(header)} bytes")
+        found = []
+        for length, told in zip(lengths, _REFERENCE.iter_unpack(header[:rest]), strict=True):
+            lease, dev, ino, size, offset, fd = told
+            if not self._last < lease < _SPOILED:
+                raise DecodeError(f"lease {lease} after {self._last}")
+            self._last = lease
+            if not 0 < size <= _MAX_SIZE or not 0 < length <= size or offset > size - length:
+                raise DecodeError(f"a reference to {length} bytes at {offset} of {size}")
+            found.append(Reference(lease, fd, dev, ino, size, offset, length))
+        return found, header[rest:]
+
+    def take(self, references: Sequence[Reference]) -> list[Block]:
+        """What they refer to. Raises CannotBorrow; then all of them are given back."""
+        assert self._mappings is not None
+        blocks: list[Block] = []
+        for at, reference in enumerate(references):
+            try:
+                blocks.append(self._mappings.borrow(self._pid, reference, self.give_back))
+            except CannotBorrow:
+                blocks.clear()
+                self.refuse(references[at:])
+                raise
+        return blocks
+
+    def refuse(self, references: Sequence[Reference]) -> None:
+        """Gives back what was never looked at."""
+        for reference in references:
+            self.give_back(reference.lease, False)
+
+    def give_back(self, lease: int, spoiled: bool) -> None:
+        """Called by whatever thread found the garbage, at any time: it only notes it and wakes the loop."""
+        self._back.append(lease | _SPOILED if spoiled else lease)
+        if not self._asked:
+            self._asked = True
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._flush)
+
+    def _flush(self) -> None:
+        self._asked = False
+        leases = []
+        while self._back:
+            leases.append(_LEASE.pack(self._back.popleft()))
+        if leases:
+            self._send(b"".join(leases))

@@ -1,0 +1,182 @@
+"""Memory of other processes of this host, as they lend it: opened once, mapped read-only, kept for the next loan.
+
+What a peer says of its memory is believed as far as it can be checked: the descriptor must be one of the process at
+the other end of the socket (the kernel says which that is), of anonymous memory, with the identity and the size told,
+and sealed so that it cannot shrink under a reader. Anything else is not mapped.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from taskgraph.graph.blocks import Block
+from taskgraph.transport.regions import NAME, Region, mmap_without_fd
+
+__all__ = ["CannotBorrow", "Loan", "Mappings", "Reference"]
+
+_IDLE_S: Final = 15.0
+"""How long a mapping waits for the next loan; longer than a segment waits for its next value."""
+_FOR_NOW: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+_SEAL: Final = getattr(fcntl, "F_SEAL_SHRINK", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A piece of a peer's memory, as the peer describes it.
+
+    Attributes:
+        lease: the peer's number for this loan.
+        fd: the descriptor at the peer.
+        dev, ino, size: of the memory behind it.
+        offset, length: the piece, within the memory.
+    """
+
+    lease: int
+    fd: int
+    dev: int
+    ino: int
+    size: int
+    offset: int
+    length: int
+
+
+class CannotBorrow(Exception):
+    """The memory cannot be opened. `for_good`: nor will any other of that peer be."""
+
+    def __init__(self, why: str, *, for_good: bool) -> None:
+        super().__init__(why)
+        self.for_good = for_good
+
+
+class _Mapping:
+    __slots__ = ("idle_since", "loans", "memory", "region")
+
+    def __init__(self, memory: mmap.mmap, region: Region) -> None:
+        self.memory = memory
+        self.region = region
+        self.loans = 0
+        self.idle_since = 0.0
+
+
+class Loan:
+    """One borrowed piece: what its block's `origin` is. It can be lent on: its region is open here, too."""
+
+    __slots__ = ("_mapping", "spoiled")
+
+    def __init__(self, mapping: _Mapping) -> None:
+        self._mapping = mapping
+        self.spoiled = False
+
+    @property
+    def region(self) -> Region:
+        return self._mapping.region
+
+    def spoil(self) -> None:
+        self.spoiled = True
+
+
+class Mappings:
+    """What this process has mapped of others. Used from the event loop; blocks may become garbage in any thread.
+
+    Args:
+        limit: mappings at a time, lent and idle. Each takes up to two descriptors.
+        clock: seconds.
+    """
+
+    def __init__(self, *, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit = limit
+        self._clock = clock
+        self._known: dict[tuple[int, int], _Mapping] = {}
+        self._garbage: deque[_Mapping] = deque()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def borrow(self, pid: int, reference: Reference, give_back: Callable[[int, bool], None]) -> Block:
+        """The piece, read-only. `give_back(lease, spoiled)` is called, by any thread, when its last view is garbage.
+
+        Raises:
+            CannotBorrow: it is not to be had; `give_back` is not called.
+        """
+        key = (reference.dev, reference.ino)
+        mapping = self._known.get(key)
+        if mapping is None:
+            self._make_room()
+            mapping = self._known[key] = _open(pid, reference)
+        elif mapping.region.size != reference.size:
+            raise CannotBorrow(f"memory of {mapping.region.size} bytes, told to have {reference.size}", for_good=True)
+        mapping.loans += 1
+        block = Block((reference.length,), np.uint8, mapping.memory, reference.offset)
+        block.origin = loan = Loan(mapping)
+        weakref.finalize(block, self._returned, mapping, loan, reference.lease, give_back).atexit = False
+        return block
+
+    def _returned(self, mapping: _Mapping, loan: Loan, lease: int, give_back: Callable[[int, bool], None]) -> None:
+        self._garbage.append(mapping)
+        give_back(lease, loan.spoiled)
+
+    def _collect(self) -> None:
+        while self._garbage:
+            mapping = self._garbage.popleft()
+            mapping.loans -= 1
+            mapping.idle_since = self._clock()
+
+    def _make_room(self) -> None:
+        if len(self._known) < self._limit:
+            return
+        self._collect()
+        idle = [(mapping.idle_since, key) for key, mapping in self._known.items() if not mapping.loans]
+        if not idle:
+            raise CannotBorrow(f"{self._limit} pieces of memory of others are in use here already", for_good=False)
+        del self._known[min(idle)[1]]
+
+    def trim(self) -> None:
+        """Lets go of what has not been lent for long. To be called now and then."""
+        self._collect()
+        now = self._clock()
+        for key, mapping in list(self._known.items()):
+            if not mapping.loans and now - mapping.idle_since > _IDLE_S:
+                del self._known[key]
+
+    def close(self) -> None:
+        """Lets go of everything; views stay valid for as long as somebody has them."""
+        self._known.clear()
+
+
+def _open(pid: int, reference: Reference) -> _Mapping:
+    path = f"/proc/{pid}/fd/{reference.fd}"
+    try:
+        shown = os.readlink(path)  # looked at first: opening something else might block, or do something
+        if not shown.startswith(f"/memfd:{NAME} "):
+            raise CannotBorrow(f"{path} is {shown:.100}", for_good=True)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CannotBorrow(f"{path} cannot be opened: {error}", for_good=error.errno not in _FOR_NOW) from error
+    try:
+        found = os.fstat(fd)
+        same = (found.st_dev, found.st_ino, found.st_size) == (reference.dev, reference.ino, reference.size)
+        if not same or not stat.S_ISREG(found.st_mode):
+            raise CannotBorrow(f"{path} is other memory than was told", for_good=True)
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEAL:
+            raise CannotBorrow(f"{path} may shrink", for_good=True)
+        memory = mmap_without_fd(fd, reference.size, access=mmap.ACCESS_READ)
+    except OSError as error:
+        os.close(fd)
+        raise CannotBorrow(f"{path} cannot be mapped: {error}", for_good=error.errno not in _FOR_NOW) from error
+    except BaseException:
+        os.close(fd)
+        raise
+    address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+    return _Mapping(memory, Region(fd, reference.dev, reference.ino, reference.size, address))

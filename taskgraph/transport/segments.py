@@ -1,0 +1,201 @@
+"""Memory that values are encoded into, used again and again, and open to other processes of the host where it can be.
+
+Memory that a process has never touched fills at about 1 GB/s here, memory it has at ten to twenty times that: so large
+values come from a pool of *segments*, and a segment that nobody reads any more takes the next value.
+
+A segment is anonymous memory of the kernel (`memfd_create`). It has no name in any file system: whatever kills whom,
+it is gone with the last descriptor and mapping of it. Where there is no such thing (not on Linux), a segment is
+memory of this process alone, and its values travel as bytes.
+
+**A segment is used again only if it is known that nobody reads it.** In this process that is so when the block given
+out is garbage: encoded values, views that user code keeps, and what is lent to peers all hold it (`lending`). Who
+cannot tell any more whether a peer reads it spoils the block: its segment is then closed, never written again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from taskgraph.graph.blocks import Block
+from taskgraph.transport.regions import NAME, Region, mmap_without_fd
+
+__all__ = ["LEAST_BYTES", "Pool", "Use"]
+
+log = logging.getLogger("taskgraph.transport")
+
+LEAST_BYTES: Final = 64 << 10
+"""Smaller values are not worth a segment: copying them costs less than telling where they are."""
+_STEPS: Final = 8
+"""Sizes of segments per power of two: values that differ a little use the same ones, and an eighth is lost at most."""
+_FITS: Final = 1.5
+"""A value takes a segment of at most this many times its size."""
+_IDLE_S: Final = 10.0
+"""How long a segment waits for another value."""
+_WANTED_SEALS: Final = (
+    getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0) | getattr(fcntl, "F_SEAL_SEAL", 0)
+)
+
+
+class _Segment:
+    """One piece of memory. `region` is None where other processes cannot open it."""
+
+    __slots__ = ("freed_at", "memory", "region", "size", "spoiled")
+
+    def __init__(self, size: int, *, shared: bool) -> None:
+        """Raises OSError or MemoryError where there is no memory, or no descriptor, for it."""
+        self.size = size
+        self.spoiled = False
+        self.freed_at = 0.0
+        self.region: Region | None = None
+        if not shared:
+            self.memory = mmap.mmap(-1, size)
+            return
+        fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _WANTED_SEALS)  # nobody, not even we, can take pages from under a reader
+            self.memory = mmap_without_fd(fd, size)
+            found = os.fstat(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        address: int = np.frombuffer(self.memory, np.uint8).__array_interface__["data"][0]
+        self.region = Region(fd, found.st_dev, found.st_ino, size, address)
+
+    def close(self) -> None:
+        """Nobody opens it any more; its memory goes with the last view of it."""
+        if self.region is not None:
+            self.region.close()
+
+
+class Use:
+    """One use of a segment: what a block's `origin` is."""
+
+    __slots__ = ("_segment",)
+
+    def __init__(self, segment: _Segment) -> None:
+        self._segment = segment
+
+    @property
+    def region(self) -> Region | None:
+        return self._segment.region
+
+    def spoil(self) -> None:
+        self._segment.spoiled = True
+
+
+class Pool:
+    """The segments of one process.
+
+    Args:
+        max_segments: more are not made; values go to other memory then. A segment takes one or two descriptors.
+        max_idle_bytes: what may wait for another value.
+        clock: seconds.
+    """
+
+    def __init__(self, *, max_segments: int, max_idle_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_segments = max_segments
+        self._max_idle_bytes = max_idle_bytes
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._shared = hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
+        self._idle: list[_Segment] = []  # the one that was used last is last: it is the likeliest in the cache
+        self._used: dict[int, _Segment] = {}
+        self._garbage: deque[_Segment] = deque()  # finalizers run anywhere, also within our lock: they only append
+        self._closed = False
+
+    @property
+    def shared(self) -> bool:
+        """Whether other processes can open what is allocated."""
+        return self._shared
+
+    @property
+    def idle_bytes(self) -> int:
+        return sum(segment.size for segment in self._idle)
+
+    @property
+    def used_bytes(self) -> int:
+        """What is given out. Of what became garbage a moment ago some may be counted still."""
+        return sum(segment.size for segment in list(self._used.values()))
+
+    def __len__(self) -> int:
+        return len(self._idle) + len(self._used)
+
+    def allocate(self, nbytes: int) -> Block | None:
+        """Writable memory, not cleared; or None, where it is too little to matter or there is no more to give."""
+        if nbytes < LEAST_BYTES:
+            return None
+        with self._lock:
+            self._collect()
+            segment = self._take(nbytes)
+            if segment is None:
+                return None
+            self._used[id(segment)] = segment
+        block = Block((nbytes,), np.uint8, segment.memory)
+        block.origin = Use(segment)
+        weakref.finalize(block, self._garbage.append, segment).atexit = False
+        return block
+
+    def _take(self, nbytes: int) -> _Segment | None:
+        if self._closed:
+            return None
+        for at in range(len(self._idle) - 1, -1, -1):
+            if nbytes <= self._idle[at].size <= max(_FITS * nbytes, 2 * LEAST_BYTES):
+                return self._idle.pop(at)
+        if len(self) >= self._max_segments and self._idle:
+            self._idle.pop(0).close()
+        if len(self) >= self._max_segments:
+            return None
+        try:
+            return _Segment(_rounded(nbytes), shared=self._shared)
+        except (OSError, MemoryError) as error:
+            if self._shared and not self._used and not self._idle:
+                log.warning("no shared memory here (%s): values travel as bytes", error)
+                self._shared = False
+            return None
+
+    def _collect(self) -> None:
+        """What became garbage waits for another value, or is closed."""
+        while self._garbage:
+            segment = self._garbage.popleft()
+            del self._used[id(segment)]
+            if segment.spoiled or self._closed:
+                segment.close()
+                continue
+            segment.freed_at = self._clock()
+            self._idle.append(segment)
+        while self.idle_bytes > self._max_idle_bytes:
+            self._idle.pop(0).close()
+
+    def trim(self) -> None:
+        """Closes what has been idle for long. To be called now and then."""
+        with self._lock:
+            self._collect()
+            now = self._clock()
+            while self._idle and now - self._idle[0].freed_at > _IDLE_S:
+                self._idle.pop(0).close()
+
+    def close(self) -> None:
+        """Nothing is given out any more, and nobody opens anything. Views stay valid as long as somebody has them."""
+        with self._lock:
+            self._closed = True
+            self._collect()
+            for segment in (*self._idle, *self._used.values()):
+                segment.close()
+            self._idle.clear()
+
+
+def _rounded(nbytes: int) -> int:
+    step = max(mmap.PAGESIZE, (1 << (nbytes.bit_length() - 1)) // _STEPS)
+    return -(-nbytes // step) * step
