@@ -70,8 +70,8 @@ def as_it_is(array: Array, *, adopt: bool = False) -> memoryview | None:
 def empty(shape: int | tuple[int, ...], dtype: DTypeLike, allocate: Allocate) -> Array:
     """`np.empty`, in memory of `allocate` where it has some: `as_it_is` takes it over as it is."""
     found = np.dtype(dtype)
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    plain = found.subdtype is None and not found.hasobject and all(size >= 0 for size in sizes)
+    sizes = shape if isinstance(shape, tuple) else (shape,)
+    plain = found.subdtype is None and not found.hasobject and all(isinstance(n, int) and n >= 0 for n in sizes)
     block = allocate(math.prod(sizes) * found.itemsize) if plain else None
     return np.empty(shape, found) if block is None else np.ndarray(sizes, found, buffer=block)
 

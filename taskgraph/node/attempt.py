@@ -308,6 +308,11 @@ class Attempt:
         self._composed.cancel()
         for slot in self._slots.values():
             slot.cancel()
+        # Whatever still refers to this attempt must not keep its values: their memory takes those of the next one.
+        gone: asyncio.Future[Encoded] = self._loop.create_future()
+        gone.cancel()
+        self._slots = dict.fromkeys(self._slots, gone)
+        self._items.clear()
         self.mailbox.end()
 
     # -- Work: asked by user code, from any thread ------------------------------------------------

@@ -159,10 +159,8 @@ class Borrowing:
         """The references in front of a header, and the header.
 
         Raises:
-            DecodeError: they do not describe pieces of memory, or this is no session to lend in.
+            DecodeError: they do not describe pieces of memory.
         """
-        if self._mappings is None:
-            raise DecodeError("references to memory, in a session between hosts")
         if len(lengths) > MAX_LENT:
             raise DecodeError(f"a value with {len(lengths)} references; the limit is {MAX_LENT}")
         rest = len(lengths) * _REFERENCE.size
@@ -181,10 +179,11 @@ class Borrowing:
 
     def take(self, references: Sequence[Reference]) -> list[Block]:
         """What they refer to. Raises CannotBorrow; then all of them are given back."""
-        assert self._mappings is not None
         blocks: list[Block] = []
         for at, reference in enumerate(references):
             try:
+                if self._mappings is None:  # it may see us, and we not it
+                    raise CannotBorrow("the process at the other end is not one that can be seen here", for_good=True)
                 blocks.append(self._mappings.borrow(self._pid, reference, self.give_back))
             except CannotBorrow:
                 blocks.clear()

@@ -16,6 +16,7 @@ import pytest
 from transport_kit import JOB, TOKEN, Cluster, cluster_of, encoded, item, pull, verify
 
 from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
+from taskgraph.graph.blocks import Allocate
 from taskgraph.protocol import messages as m
 from taskgraph.settings import Settings
 from taskgraph.transport import endpoints, frames, stream
@@ -258,10 +259,10 @@ async def test_no_memory_is_an_answer(streams: Cluster, monkeypatch: pytest.Monk
     a, b = await streams.node(), await streams.node()
     allocate = frames._allocate
 
-    def poor(size: int, _: object) -> memoryview:
+    def poor(size: int, pool: Allocate) -> memoryview:
         if size > 1 << 20:
             raise MemoryError
-        return allocate(size)
+        return allocate(size, pool)
 
     async def handler(caller: str, call: m.Call) -> m.Reply:
         assert isinstance(call, m.Pull)

@@ -1,0 +1,498 @@
+"""Memory lent between nodes of one host: given back by every reader before it is written again, or never written."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import os
+import struct
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transport_kit import Cluster, Node, cluster_of, digest_of, encoded, item, pull
+
+from taskgraph.errors import DecodeError, PeerLost
+from taskgraph.graph.blocks import block_behind
+from taskgraph.protocol import messages as m
+from taskgraph.transport import lending, mappings
+from taskgraph.transport.frames import LENT, Head, Kind, pack_frame
+from taskgraph.transport.lending import MAX_LENT, Borrowing, Lending
+from taskgraph.transport.mappings import CannotBorrow, Mappings, Reference
+from taskgraph.transport.segments import Pool
+from taskgraph.transport.session import Session
+from taskgraph.transport.stream import StreamTransport
+
+MIB = 1 << 20
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory is lent on Linux only")
+
+
+@pytest.fixture
+async def host(folder: Path) -> AsyncIterator[Cluster]:
+    async with cluster_of("unix", folder) as cluster:
+        yield cluster
+
+
+def stream_of(node: Node) -> StreamTransport:
+    assert isinstance(node.transport, StreamTransport)
+    return node.transport
+
+
+def sessions(node: Node) -> list[Session]:
+    return list(stream_of(node)._connections)
+
+
+def lent(node: Node) -> int:
+    return sum(len(session._lending) for session in sessions(node))
+
+
+def pool(node: Node) -> Pool:
+    return stream_of(node)._pool
+
+
+def pooled(node: Node, *sizes: int, fill: int = 1, meta: bytes = b"meta") -> m.Encoded:
+    """A value in the node's pool."""
+    views = []
+    for size in sizes:
+        block = node.transport.allocate(size)
+        assert block is not None
+        block[:] = fill
+        views.append(block.data.toreadonly())
+    buffers = tuple(views)
+    return m.Encoded(meta, buffers, digest_of(meta, buffers))
+
+
+class Holder:
+    """Serves one value, as long as it has it."""
+
+    def __init__(self, node: Node, value: m.Encoded) -> None:
+        self.values = [value]
+        node.handler = self.serve
+
+    async def serve(self, caller: str, call: m.Call) -> m.Reply:
+        assert isinstance(call, m.Pull)
+        return item(call, self.values[0])
+
+    def drop(self) -> None:
+        self.values.clear()
+
+
+async def pulled(node: Node, of: Node) -> m.Encoded:
+    reply = await node.call(of, pull())
+    assert isinstance(reply, m.Item)
+    return reply.value
+
+
+async def turns_until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - nobody announces it
+            await asyncio.sleep(0)
+
+
+def place(buffer: memoryview) -> int:
+    block = block_behind(buffer)
+    assert block is not None and block.origin is not None
+    ino: int = block.origin.region.ino  # type: ignore[attr-defined]
+    return ino
+
+
+def next_place(node: Node, size: int = MIB) -> int:
+    return place(pooled(node, size).buffers[0])
+
+
+async def test_what_lies_in_the_pool_is_read_where_it_lies(host: Cluster) -> None:
+    a, b = await host.node(), await host.node()
+    value = pooled(a, MIB, 3 * MIB, fill=7)
+    Holder(a, value)
+    got = await pulled(b, a)
+    assert got == value
+    assert [place(buffer) for buffer in got.buffers] == [place(buffer) for buffer in value.buffers]
+    assert all(buffer.readonly for buffer in got.buffers)
+    assert lent(a) == 2
+    with pytest.raises(ValueError, match="read-only"):
+        np.frombuffer(got.buffers[0], np.uint8)[0] = 1
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        np.frombuffer(got.buffers[0], np.uint8).flags.writeable = True
+
+
+async def test_a_value_of_all_kinds_of_buffers_arrives_in_order(host: Cluster) -> None:
+    a, b = await host.node(), await host.node()
+    first, second = pooled(a, MIB, fill=1), pooled(a, 2 * MIB, fill=2)
+    views = (*first.buffers, *encoded(b"", bytes(100), os.urandom(200_000)).buffers, *second.buffers)
+    value = m.Encoded(b"x" * 70_000, views, digest_of(b"x" * 70_000, views))
+    Holder(a, value)
+    assert await pulled(b, a) == value
+    assert lent(a) == 2
+
+
+async def test_a_call_lends_what_it_carries(host: Cluster) -> None:
+    a, b = await host.node(), await host.node()
+    offer = m.Offer(m.Stamp(1, 7), 2, 3, True, False, 7, pooled(a, MIB, fill=9))
+    await a.call(b, offer)
+    assert b.served == [(a.name, offer)]
+    assert lent(a) == 1
+    b.served.clear()
+    gc.collect()
+    await turns_until(lambda: lent(a) == 0)
+
+
+async def test_a_segment_takes_the_next_value_only_when_every_reader_gave_it_back(host: Cluster) -> None:
+    a, b, c = await host.node(), await host.node(), await host.node()
+    holder = Holder(a, pooled(a, MIB, fill=1))
+    first = place(holder.values[0].buffers[0])
+    at_b, at_c = await pulled(b, a), await pulled(c, a)
+    a.served.clear()
+    holder.drop()
+    view = np.frombuffer(at_b.buffers[0], np.uint8)[5:9]
+    del at_b
+    assert next_place(a) != first
+    del at_c
+    await turns_until(lambda: lent(a) == 1)
+    assert next_place(a) != first, "a view of four bytes still reads it"
+    assert list(view) == [1, 1, 1, 1]
+    del view
+    await turns_until(lambda: lent(a) == 0)
+    found = [pooled(a, MIB) for _ in range(4)]
+    assert first in [place(value.buffers[0]) for value in found]
+
+
+@pytest.mark.parametrize("how", ["crash", "goodbye", "forget"])
+async def test_what_a_lost_reader_did_not_give_back_is_never_written_again(host: Cluster, how: str) -> None:
+    a, b = await host.node(), await host.node()
+    holder = Holder(a, pooled(a, MIB, fill=5))
+    first = place(holder.values[0].buffers[0])
+    got = await pulled(b, a)
+    if how == "crash":
+        host.crash(b)
+    elif how == "goodbye":
+        await b.transport.close()
+    else:
+        a.transport.forget(b.name)
+    await turns_until(lambda: not sessions(a))
+    holder.drop()
+    a.served.clear()
+    gc.collect()
+    found = [pooled(a, MIB, fill=6) for _ in range(3)]
+    assert first not in [place(value.buffers[0]) for value in found]
+    assert bytes(got.buffers[0]) == bytes([5]) * MIB
+    assert len(pool(a)) == 3
+    del got
+
+
+async def test_what_is_lent_on_goes_back_the_way_it_came(host: Cluster) -> None:
+    a, b, c = await host.node(), await host.node(), await host.node()
+    holder = Holder(a, pooled(a, MIB, fill=3))
+    first = place(holder.values[0].buffers[0])
+    relay = Holder(b, await pulled(b, a))
+    got = await pulled(c, b)
+    assert place(got.buffers[0]) == first, "it is A's memory"
+    holder.drop(), relay.drop()
+    a.served.clear(), b.served.clear()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (lent(a), lent(b)) == (1, 1)
+    assert next_place(a) != first
+    del got
+    await turns_until(lambda: (lent(a), lent(b)) == (0, 0))
+    found = [pooled(a, MIB) for _ in range(3)]
+    assert first in [place(value.buffers[0]) for value in found]
+
+
+async def test_a_lost_reader_at_the_end_of_a_chain_spoils_the_segment_at_its_beginning(host: Cluster) -> None:
+    a, b, c = await host.node(), await host.node(), await host.node()
+    holder = Holder(a, pooled(a, MIB, fill=3))
+    first = place(holder.values[0].buffers[0])
+    relay = Holder(b, await pulled(b, a))
+    got = await pulled(c, b)
+    host.crash(c)
+    await turns_until(lambda: lent(b) == 0)
+    holder.drop(), relay.drop()
+    a.served.clear(), b.served.clear()
+    gc.collect()
+    await turns_until(lambda: lent(a) == 0)
+    found = [pooled(a, MIB) for _ in range(3)]
+    assert first not in [place(value.buffers[0]) for value in found]
+    assert bytes(got.buffers[0]) == bytes([3]) * MIB
+    del got
+
+
+async def test_a_reply_nobody_waits_for_any_more_gives_its_memory_back(host: Cluster) -> None:
+    a, b = await host.node(), await host.node()
+    value = pooled(a, MIB)
+    go = asyncio.Event()
+
+    async def serve(caller: str, call: m.Call) -> m.Reply:
+        await go.wait()
+        assert isinstance(call, m.Pull)
+        return item(call, value)
+
+    a.handler = serve
+    waiting = asyncio.create_task(pulled(b, a))
+    await turns_until(lambda: a.served)
+    go.set()
+    (session,) = (s for s in sessions(b))
+    await turns_until(lambda: lent(a))  # the reply is on its way
+    waiting.cancel()
+    await asyncio.wait((waiting,))
+    await turns_until(lambda: lent(a) == 0)
+    assert session.open
+
+
+async def test_over_tcp_nothing_is_lent_and_what_arrives_lies_in_reused_memory(folder: Path) -> None:
+    async with cluster_of("tcp", folder) as cluster:
+        a, b = await cluster.node(), await cluster.node()
+        Holder(a, value := pooled(a, MIB, fill=4))
+        for _ in range(3):
+            assert await pulled(b, a) == value
+        assert lent(a) == 0
+        pool(b).trim()
+        assert 1 <= len(pool(b)) <= 2
+
+
+# Memory that cannot be opened.
+
+
+@pytest.mark.parametrize("direction", ["reply", "call"])
+@pytest.mark.parametrize("for_good", [True, False])
+async def test_what_cannot_be_opened_travels_as_bytes(
+    host: Cluster, monkeypatch: pytest.MonkeyPatch, direction: str, for_good: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = await host.node(), await host.node()
+    opened = []
+
+    def refuse(pid: int, reference: Reference) -> mappings._Mapping:
+        opened.append(pid)
+        raise CannotBorrow("hidden", for_good=for_good)
+
+    monkeypatch.setattr(mappings, "_open", refuse)
+    value = pooled(a, MIB, MIB, fill=8)
+    Holder(a, value)
+    offer = m.Offer(m.Stamp(1, 7), 2, 3, True, False, 7, value)
+    for _ in range(3):
+        if direction == "reply":
+            assert await pulled(b, a) == value
+        else:
+            await a.call(b, offer)
+            assert b.served.pop() == (a.name, offer)
+    assert opened == [os.getpid()], "it is tried once"
+    await turns_until(lambda: lent(a) == 0)
+    assert b.lost.empty() and a.lost.empty()
+    assert [r for r in caplog.records if "travels as bytes" in r.getMessage()]
+    if not for_good:
+        monkeypatch.undo()
+        monkeypatch.setattr(lending, "_PAUSE_S", 0.0)
+        for session in sessions(a):
+            session._lending.stop(for_good=False)
+        assert await pulled(b, a) == value if direction == "reply" else await a.call(b, offer)
+        assert lent(a) == 2
+        b.served.clear()
+
+
+async def test_a_peer_that_goes_on_lending_what_cannot_be_opened_is_given_up(
+    host: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = await host.node(), await host.node()
+
+    def refuse(pid: int, reference: Reference) -> mappings._Mapping:
+        raise CannotBorrow("hidden", for_good=True)
+
+    monkeypatch.setattr(mappings, "_open", refuse)
+    monkeypatch.setattr(Lending, "stop", lambda self, *, for_good: None)
+    Holder(a, pooled(a, MIB))
+    with pytest.raises(PeerLost, match="goes on lending"):
+        await b.call(a, pull())
+
+
+def reference_to(fd: int, /, **changed: int) -> Reference:
+    found = os.fstat(fd)
+    told = {"lease": 1, "fd": fd, "dev": found.st_dev, "ino": found.st_ino, "size": found.st_size, "offset": 0}
+    return Reference(**{"length": 10, **told, **changed})
+
+
+def test_nothing_but_sealed_anonymous_memory_of_ours_is_opened(tmp_path: Path) -> None:
+    mine = Pool(max_segments=4, max_idle_bytes=MIB)
+    block = mine.allocate(MIB)
+    assert block is not None
+    region = block.origin.region  # type: ignore[union-attr]
+    ours = Mappings(limit=4)
+    back: list[tuple[int, bool]] = []
+    good = reference_to(region.fd)
+    refused: list[Reference] = [
+        reference_to(region.fd, ino=region.ino + 1),
+        reference_to(region.fd, dev=region.dev + 1),
+        reference_to(region.fd, size=region.size + 4096),
+        reference_to(region.fd, fd=9999),
+    ]
+    (tmp_path / "file").write_bytes(bytes(MIB))
+    file = os.open(tmp_path / "file", os.O_RDONLY)
+    reader, writer = os.pipe()
+    unsealed, foreign = os.memfd_create("taskgraph"), os.memfd_create("foreign", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, MIB), os.ftruncate(foreign, MIB)
+    files = (file, reader, writer, unsealed, foreign)
+    refused += [reference_to(fd) for fd in files]
+    before = len(os.listdir("/proc/self/fd"))
+    try:
+        for reference in refused:
+            with pytest.raises(CannotBorrow) as caught:
+                ours.borrow(os.getpid(), reference, lambda *told: back.append(told))
+            assert caught.value.for_good
+        with pytest.raises(CannotBorrow, match="cannot be opened"):
+            ours.borrow(2**30, good, lambda *told: back.append(told))
+        assert len(ours) == 0 and back == [] and len(os.listdir("/proc/self/fd")) == before
+        view = ours.borrow(os.getpid(), good, lambda *told: back.append(told))
+        with pytest.raises(CannotBorrow, match="told to have"):
+            ours.borrow(os.getpid(), reference_to(region.fd, size=2 * MIB), lambda *told: back.append(told))
+        assert not view.flags.writeable
+        del view
+        assert back == [(1, False)]
+    finally:
+        for fd in files:
+            os.close(fd)
+    ours.close()
+    del block
+    mine.close()
+
+
+def test_no_more_mappings_than_allowed_and_idle_ones_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = Pool(max_segments=4, max_idle_bytes=8 * MIB)
+    now = [100.0]
+    ours = Mappings(limit=2, clock=lambda: now[0])
+    blocks = [mine.allocate(MIB) for _ in range(3)]
+    one, two, three = (reference_to(block.origin.region.fd) for block in blocks)  # type: ignore[union-attr]
+    views = [ours.borrow(os.getpid(), reference, lambda *_: None) for reference in (one, two)]
+    with pytest.raises(CannotBorrow) as caught:
+        ours.borrow(os.getpid(), three, lambda *_: None)
+    assert not caught.value.for_good
+    del views[0]
+    views.append(ours.borrow(os.getpid(), three, lambda *_: None))
+    assert len(ours) == 2
+    views.clear()
+    ours.trim()
+    assert len(ours) == 2, "they wait for the next loan"
+    now[0] += mappings._IDLE_S + 1
+    ours.trim()
+    assert len(ours) == 0
+
+    def too_many(*_: object, **__: object) -> int:
+        raise OSError(errno.EMFILE, "too many")
+
+    monkeypatch.setattr(os, "open", too_many)
+    with pytest.raises(CannotBorrow) as caught:
+        ours.borrow(os.getpid(), one, lambda *_: None)
+    assert not caught.value.for_good
+    monkeypatch.undo()
+    ours.close(), mine.close()
+
+
+# What a peer may say.
+
+GOOD = {"lease": 1, "dev": 1, "ino": 1, "size": 4096, "offset": 0, "fd": 3}
+
+
+def told(**changed: int) -> bytes:
+    values = {**GOOD, **changed}
+    return struct.pack("!QQQQQI", *(values[name] for name in ("lease", "dev", "ino", "size", "offset", "fd")))
+
+
+async def borrowing() -> Borrowing:
+    found = Borrowing(asyncio.get_running_loop(), lambda leases: None)
+    found.start(os.getpid(), Mappings(limit=2))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("data", "lengths", "why"),
+    [
+        (told(), [4097], "4097 bytes at 0 of 4096"),
+        (told(), [0], "0 bytes at 0"),
+        (told(offset=1), [4096], "at 1 of 4096"),
+        (told(offset=2**64 - 1), [4096], "of 4096"),
+        (told(size=0), [1], "of 0"),
+        (told(size=2**63), [1], "a reference to"),
+        (told(lease=0), [1], "lease 0"),
+        (told(lease=2**63), [1], "lease 9223372036854775808"),
+        (told() + told(), [1, 1], "lease 1 after 1"),
+        (told()[:-1], [1], "1 references in a header of 43"),
+        (b"", [1] * (MAX_LENT + 1), "the limit is"),
+    ],
+)
+async def test_references_that_are_refused(data: bytes, lengths: list[int], why: str) -> None:
+    with pytest.raises(DecodeError, match=why):
+        (await borrowing()).read(data, lengths)
+
+
+async def test_references_stand_before_the_header() -> None:
+    found, rest = (await borrowing()).read(told() + told(lease=2, offset=95) + b"header", [4096, 4001])
+    assert rest == b"header"
+    assert found == [Reference(1, 3, 1, 1, 4096, 0, 4096), Reference(2, 3, 1, 1, 4096, 95, 4001)]
+
+
+async def test_a_process_that_cannot_be_seen_lends_nothing() -> None:
+    """In another PID namespace it may see us, and we not it; and between hosts there is nothing to see."""
+    back: list[bytes] = []
+    ours = Borrowing(asyncio.get_running_loop(), back.append)
+    with pytest.raises(CannotBorrow, match="seen") as caught:
+        ours.take(ours.read(told() + told(lease=2), [1, 1])[0])
+    assert caught.value.for_good
+    await asyncio.sleep(0)
+    assert back == [struct.pack("!QQ", 1, 2)]
+
+
+def test_leases_that_were_never_lent_are_refused() -> None:
+    ours = Lending(lambda: 0.0)
+    for data in (bytes(7), struct.pack("!Q", 1), struct.pack("!Q", 1 << 63)):
+        with pytest.raises(DecodeError):
+            ours.returned(data)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pack_frame(Head(Kind.RETURN, 0, 8), (), struct.pack("!Q", 77)),
+        pack_frame(Head(Kind.REPLY, 1, 44, 1), (LENT | 5000,), told(size=4096)),
+        pack_frame(Head(Kind.REPLY, 1, 44, 1), (LENT,), told(size=4096)),
+        pack_frame(Head(Kind.REPLY, 1, 4, 1), (LENT | 5000,), bytes(4)),
+        pack_frame(Head(Kind.REPLY, 1, 44, 1, 0, 5000, 0), (LENT | 5000,), told(size=8192)),
+    ],
+)
+async def test_a_peer_that_says_nonsense_loses_its_session_and_nothing_is_mapped(host: Cluster, frame: bytes) -> None:
+    a, b = await host.node(), await host.node()
+    stuck = asyncio.Event()
+
+    async def never(caller: str, call: m.Call) -> m.Reply:
+        await stuck.wait()
+        raise AssertionError
+
+    a.handler = never
+    waiting = asyncio.create_task(b.call(a, pull()))
+    await turns_until(lambda: a.served)
+    (session,) = sessions(a)
+    session._write(frame)
+    with pytest.raises(PeerLost):
+        await waiting
+    assert len(stream_of(b).mappings) == 0
+
+
+async def test_nothing_is_left_open_or_mapped(folder: Path) -> None:
+    def traces() -> tuple[int, int]:
+        files = Path("/proc/self/fd")
+        shown = [os.readlink(files / name) for name in os.listdir(files) if (files / name).is_symlink()]
+        maps = Path("/proc/self/maps").read_text()
+        return sum("memfd:taskgraph" in name for name in shown), maps.count("memfd:taskgraph")
+
+    gc.collect()
+    before, shm = traces(), sorted(os.listdir("/dev/shm"))
+    async with cluster_of("unix", folder) as cluster:
+        a, b = await cluster.node(), await cluster.node()
+        Holder(a, pooled(a, MIB, 2 * MIB))
+        for _ in range(3):
+            await pulled(b, a)
+        assert traces() > before
+        assert sorted(os.listdir("/dev/shm")) == shm
+        a.handler = b.handler
+    cluster.nodes.clear()
+    del a, b
+    gc.collect()
+    assert traces() == before

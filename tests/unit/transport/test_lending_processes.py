@@ -1,0 +1,173 @@
+"""Memory lent between real processes: what one still reads stays as it is, whoever is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transport_kit import JOB, TOKEN
+
+from taskgraph.errors import TransportError
+from taskgraph.graph.blocks import block_behind
+from taskgraph.graph.values import decode, encode, verify
+from taskgraph.protocol import messages as m
+from taskgraph.settings import Settings
+from taskgraph.transport.api import Peer
+from taskgraph.transport.stream import StreamTransport
+
+MIB = 1 << 20
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory is lent on Linux only"),
+]
+
+
+@asynccontextmanager
+async def child(folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, Peer]]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(Path(__file__).with_name("lending_node.py")),
+        str(folder),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None and process.stdin is not None
+        endpoint = (await process.stdout.readline()).decode().strip()
+        yield process, Peer("child", (endpoint,))
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        transport = process._transport  # type: ignore[attr-defined]
+        transport.close()
+
+
+@asynccontextmanager
+async def node(folder: Path, name: str = "me") -> AsyncIterator[StreamTransport]:
+    async def serve(caller: str, call: m.Call) -> m.Reply:
+        raise AssertionError
+
+    transport = StreamTransport(Settings(), TOKEN, job=JOB, verify=verify, unix_dir=folder, tcp_host=None)
+    await transport.start(name, serve, lambda node: None)
+    try:
+        yield transport
+    finally:
+        await transport.close()
+
+
+async def pull(transport: StreamTransport, peer: Peer, epoch: int, tag: str) -> m.Encoded:
+    reply = await transport.call(peer, m.Pull(m.Stamp(1, epoch), 0, 1, 1, tag), timeout_s=20)
+    assert isinstance(reply, m.Item)
+    return reply.value
+
+
+def place(value: m.Encoded) -> int:
+    block = block_behind(value.buffers[0])
+    assert block is not None, "it travelled as bytes"
+    found: int = block.origin.region.ino  # type: ignore[union-attr]
+    return found
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - nobody announces it
+            await asyncio.sleep(0.01)
+
+
+async def test_segments_go_round_between_processes(folder: Path) -> None:
+    """What is given back is used again, and what is kept is not: 60 epochs, of which every tenth is kept."""
+    async with child(folder) as (_, peer), node(folder) as me:
+        places: list[int] = []
+        kept: dict[int, np.ndarray] = {}
+        for epoch in range(60):
+            value = await pull(me, peer, epoch, str(3 * MIB))
+            array = decode(value)
+            assert int(array.min()) == int(array.max()) == epoch
+            places.append(place(value))
+            if epoch % 10 == 0:
+                kept[epoch] = array
+            del value, array
+        assert len(set(places)) <= 10
+        assert all(int(array.min()) == int(array.max()) == epoch for epoch, array in kept.items())
+
+
+async def test_what_a_killed_process_lent_stays_readable(folder: Path) -> None:
+    async with child(folder) as (process, peer), node(folder) as me:
+        value = await pull(me, peer, 7, str(4 * MIB))
+        assert place(value)
+        view = decode(value)[::4096]
+        del value
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+        with pytest.raises(TransportError):
+            await pull(me, peer, 8, "1")
+        assert set(view.tolist()) == {7}
+
+
+async def test_what_a_killed_process_borrowed_is_not_written_again(folder: Path) -> None:
+    async with node(folder) as me:
+        async with child(folder) as (process, peer):
+            value = encode(np.full(MIB, 9, np.uint8), allocate=me.allocate)
+            first = place(value)
+            await me.call(peer, m.Offer(m.Stamp(1, 1), 1, 1, True, False, 1, value), timeout_s=20)
+            (session,) = me._connections
+            assert len(session._lending) == 1
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
+        await until(lambda: not me._connections)
+        del value
+        found = [encode(np.zeros(MIB, np.uint8), allocate=me.allocate) for _ in range(4)]
+        assert first not in [place(value) for value in found]
+
+
+async def test_a_frozen_reader_keeps_its_memory(folder: Path) -> None:
+    """A process that is stopped gives nothing back; when it goes on it sees what it saw before."""
+    async with node(folder) as me, child(folder) as (process, peer):
+        value = encode(np.full(MIB, 9, np.uint8), allocate=me.allocate)
+        first = place(value)
+        await me.call(peer, m.Offer(m.Stamp(1, 1), 1, 1, True, False, 1, value), timeout_s=20)
+        process.send_signal(signal.SIGSTOP)
+        del value
+        found = [encode(np.zeros(MIB, np.uint8), allocate=me.allocate) for _ in range(4)]
+        assert first not in [place(value) for value in found]
+        process.send_signal(signal.SIGCONT)
+        await pull(me, peer, 1, "1")  # it drops what it kept
+        (session,) = me._connections
+        await until(lambda: not len(session._lending))
+
+
+@pytest.mark.parametrize("pid", [0, 1 << 29])
+async def test_who_cannot_see_the_other_process_gets_bytes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, pid: int
+) -> None:
+    """The real refusal, from the kernel: another process's descriptors are asked for, and cannot be opened."""
+    from taskgraph.transport import endpoints
+
+    async with child(folder) as (_, peer):
+        monkeypatch.setattr("taskgraph.transport.session.process_behind", lambda sock: pid)
+        assert endpoints.process_behind(None) == 0
+        async with node(folder) as me:
+            value = await pull(me, peer, 3, str(MIB))
+            assert int(decode(value).sum()) == 3 * MIB
+            assert len(me.mappings) == 0
+            value = await pull(me, peer, 4, str(MIB))
+            assert int(decode(value).sum()) == 4 * MIB
+
+
+async def test_a_killed_process_leaves_nothing_on_the_host(folder: Path) -> None:
+    before = sorted(os.listdir("/dev/shm"))
+    async with child(folder) as (process, peer), node(folder) as me:
+        for epoch in range(4):
+            await pull(me, peer, epoch, str(2 * MIB))
+        assert sorted(os.listdir("/dev/shm")) == before
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+    assert sorted(os.listdir("/dev/shm")) == before

@@ -1,0 +1,229 @@
+"""The pool of segments: memory is used again when nobody reads it, and never otherwise."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from taskgraph.graph.blocks import Block, block_behind, block_of
+from taskgraph.graph.values import decode, encode
+from taskgraph.transport import segments
+from taskgraph.transport.segments import LEAST_BYTES, Pool, Use
+
+MIB = 1 << 20
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def pool(**kwargs: int) -> tuple[Pool, Clock]:
+    clock = Clock()
+    return Pool(**{"max_segments": 8, "max_idle_bytes": 64 * MIB, **kwargs}, clock=clock), clock
+
+
+def given(pool: Pool, nbytes: int) -> Block:
+    block = pool.allocate(nbytes)
+    assert block is not None and block.nbytes == nbytes
+    return block
+
+
+def place(block: Block) -> int:
+    address: int = block.__array_interface__["data"][0]
+    return address
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_segment_takes_the_next_value_once_the_last_view_is_gone() -> None:
+    mine, _ = pool()
+    block = given(mine, MIB)
+    first, view = place(block), np.ndarray((10,), float, buffer=block)[2:5]
+    del block
+    other = given(mine, MIB)
+    assert place(other) != first, "the view still reads it"
+    del view
+    assert place(given(mine, MIB)) == first
+    assert len(mine) == 2
+    del other
+
+
+def test_a_view_of_an_encoded_value_keeps_its_segment() -> None:
+    mine, _ = pool()
+    value = encode(np.arange(MIB / 8), allocate=mine.allocate)
+    first = place(_block_of_value(value))
+    kept = decode(value)[7:9]
+    del value
+    assert place(given(mine, MIB)) != first
+    assert list(kept) == [7.0, 8.0]
+    with pytest.raises(ValueError, match="read-only"):
+        kept[0] = 1.0
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        kept.flags.writeable = True
+    del kept
+    assert first in {place(given(mine, MIB)), place(given(mine, MIB))}
+
+
+def _block_of_value(value: object) -> Block:
+    block = block_behind(value.buffers[0])  # type: ignore[attr-defined]
+    assert block is not None
+    return block
+
+
+def test_what_is_relayed_is_the_same_memory_and_has_the_same_digest() -> None:
+    mine, _ = pool()
+    value = encode(np.arange(MIB / 8), allocate=mine.allocate)
+    relayed = encode(decode(value), allocate=mine.allocate)
+    assert relayed.digest == value.digest == encode(np.arange(MIB / 8)).digest
+    assert _block_of_value(relayed) is _block_of_value(value)
+    half = encode(decode(value)[: MIB // 16 + 1], allocate=mine.allocate)
+    assert _block_of_value(half) is _block_of_value(value)
+    assert half.digest == encode(np.arange(MIB / 16 + 1)).digest
+    assert encode(decode(value).reshape(2, -1)).digest == encode(np.arange(MIB / 8).reshape(2, -1)).digest
+    assert encode(decode(value)[::-1]).digest == encode(np.arange(MIB / 8)[::-1]).digest
+    square = encode(np.arange(MIB / 8).reshape(512, 256).astype("f8")[:256])
+    assert encode(decode(square).T).digest == encode(decode(square).T.copy()).digest != square.digest
+
+
+def test_digests_do_not_depend_on_where_a_value_lies() -> None:
+    mine, _ = pool()
+    grid = np.arange(300_000.0).reshape(300, 1000)
+    padded = np.zeros(20_000, np.dtype([("a", "i1"), ("b", "f8")], align=True))
+    given(mine, padded.nbytes).fill(7)  # padding must not show what was there before
+    for value in (grid, grid.T, grid[::2], padded, {"a": grid, "b": [grid[1:], "text"]}, (grid, grid)):
+        there, here = encode(value, allocate=mine.allocate), encode(value)
+        assert there.digest == here.digest
+        assert [bytes(b) for b in there.buffers] == [bytes(b) for b in here.buffers]
+
+
+def test_a_spoiled_segment_is_never_used_again() -> None:
+    mine, _ = pool()
+    block = given(mine, MIB)
+    segment = block.origin._segment  # type: ignore[union-attr]
+    assert isinstance(block.origin, Use)
+    block.origin.spoil()
+    del block
+    other = given(mine, MIB)
+    assert other.origin._segment is not segment  # type: ignore[union-attr]
+    assert len(mine) == 1
+    assert segment.region is None or segment.region.fd == -1
+
+
+def test_too_little_is_not_worth_it() -> None:
+    mine, _ = pool()
+    assert mine.allocate(LEAST_BYTES - 1) is None
+    assert len(mine) == 0
+
+
+def test_no_more_segments_than_allowed() -> None:
+    mine, _ = pool(max_segments=2)
+    one, two = given(mine, MIB), given(mine, MIB)
+    assert mine.allocate(MIB) is None
+    del two
+    assert mine.allocate(16 * MIB) is not None, "an idle one made room"
+    assert one is not None and len(mine) <= 2
+
+
+def test_idle_memory_is_bounded_and_given_back_after_a_while() -> None:
+    mine, clock = pool(max_idle_bytes=2 * MIB)
+    before = open_files()
+    blocks = [given(mine, MIB) for _ in range(4)]
+    assert mine.used_bytes == 4 * MIB
+    del blocks
+    mine.trim()
+    assert mine.idle_bytes == 2 * MIB and mine.used_bytes == 0
+    clock.now += segments._IDLE_S + 1
+    mine.trim()
+    assert len(mine) == 0 and open_files() == before
+
+
+def test_a_value_does_not_take_a_segment_much_too_large() -> None:
+    mine, _ = pool()
+    block = given(mine, 8 * MIB)
+    del block
+    assert given(mine, MIB).nbytes == MIB
+    assert len(mine) == 2
+
+
+def test_closing_leaves_no_file_open_and_views_valid() -> None:
+    before = open_files()
+    mine, _ = pool()
+    idle = given(mine, MIB)
+    del idle
+    value = encode(np.full(MIB, 3, np.uint8), allocate=mine.allocate)
+    mine.close()
+    view = decode(value)
+    del value
+    assert mine.allocate(MIB) is None
+    assert view.sum() == 3 * MIB
+    del view
+    gc.collect()
+    mine.trim()
+    assert open_files() == before and len(mine) == 0
+
+
+def test_where_there_is_no_shared_memory_values_lie_in_memory_that_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSYS, "no such thing")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    mine, _ = pool()
+    assert mine.allocate(MIB) is None and not mine.shared
+    block = given(mine, MIB)
+    assert block.origin.region is None  # type: ignore[union-attr]
+    first = place(block)
+    del block
+    assert place(given(mine, MIB)) == first
+
+
+def test_threads_may_allocate_and_drop_at_once() -> None:
+    mine, _ = pool(max_segments=64)
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for _ in range(200):
+            block = given(mine, LEAST_BYTES)
+            block.fill(number)
+            if int(block.min()) != number or int(block.max()) != number:
+                wrong.append(number)
+            del block
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    mine.trim()
+    assert mine.used_bytes == 0 and len(mine) <= 4
+
+
+def test_arrays_to_fill_lie_in_the_pool() -> None:
+    from taskgraph.graph.arrays import empty
+
+    mine, _ = pool()
+    array = empty((128, 1024), "f8", mine.allocate)
+    block = block_of(array)
+    assert type(array) is np.ndarray and block is not None
+    array[:] = 2.5
+    value = encode(array, adopt=True, allocate=mine.allocate)
+    assert _block_of_value(value) is block and len(mine) == 1
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 1
+    assert np.array_equal(decode(value), np.full((128, 1024), 2.5))
+    pair = np.dtype([("a", "f4", (2,))])
+    for shape, dtype in (((), "f8"), (3, "U5"), ((2, 0), "f8"), ((100_000,), pair), (100_000, "M8[s]"), (10**5, "2f8")):
+        assert empty(shape, dtype, mine.allocate).shape == np.empty(shape, dtype).shape
+    with pytest.raises(ValueError, match="negative"):
+        empty((-1, -2), float, mine.allocate)
