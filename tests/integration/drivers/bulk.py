@@ -52,5 +52,5 @@ class Bulk(tg.Task, state=["theta"]):
 
 
 @tg.job
-def bulk(tasks: int = 7, epochs: int = 150, backups: int = 1, n: int = 40_000) -> tg.Job:
+def bulk(tasks: int = 7, epochs: int = 500, backups: int = 1, n: int = 40_000) -> tg.Job:
     return tg.Job(tasks=tasks, epochs=epochs, backups=backups, builder=lambda _: Bulk(n), topology=tg.tree())
