@@ -39,7 +39,6 @@ def shared_memory(pid: int) -> int:
 
 
 async def test_what_is_kept_stays_as_it_was_whoever_is_killed(cli: Cli, calm: dict[str, object]) -> None:
-    before = sorted(os.listdir("/dev/shm"))
     command = await cli.start("run", str(DRIVER), "--json", "--nodes", "5")
     await command.until("the job began")
     now = json.loads((await cli("status", "bulk", "--json")).out)
@@ -54,4 +53,4 @@ async def test_what_is_kept_stays_as_it_was_whoever_is_killed(cli: Cli, calm: di
     assert result["reports"] == calm["reports"]
     assert result["failovers"] >= 2 and result["restarts"] == 0
     await cli.nothing_left()
-    assert sorted(os.listdir("/dev/shm")) == before
+    assert not [name for name in os.listdir("/dev/shm") if "taskgraph" in name]
