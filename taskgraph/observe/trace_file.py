@@ -79,9 +79,9 @@ class TraceFile:
             epoch = span[6]
             if epoch < 0 or self._first <= epoch < self._until:
                 self._span(process, span, clock)
-        for tid, (track, index) in process.tracks():
+        for tid, track in process.tracks():
             self._put({"ph": "M", "pid": process.pid, "tid": tid, "name": "thread_name", "args": {"name": track}})
-            place = {"sort_index": index}
+            place = {"sort_index": tid}
             self._put({"ph": "M", "pid": process.pid, "tid": tid, "name": "thread_sort_index", "args": place})
         return self.written - before
 
@@ -167,12 +167,15 @@ def _label(kind: str, name: str) -> tuple[str, str]:
 
 
 class _Process:
-    """The tracks of one node, as spans come that need them. A track's parts share its name."""
+    """The tracks of one node, as spans come that need them. A track's parts share its name.
+
+    Numbers are in the order in which tracks are to be seen, for viewers that go by them.
+    """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._lanes: dict[Track, list[_Lane]] = {}
-        self._tids = 0
+        self._spare = _SPARE
 
     def track(self, track: Track, begin: int, end: int, *, flat: bool) -> int:
         """The number of the first part of a track that has room for a span."""
@@ -180,24 +183,32 @@ class _Process:
         for lane in lanes:
             if lane.takes(begin, end, flat=flat):
                 return lane.tid
-        self._tids += 1
-        lanes.append(_Lane(self._tids))
+        tid = _number(track) + len(lanes)
+        if len(lanes) >= _PARTS:
+            self._spare = tid = self._spare + 1
+        lanes.append(_Lane(tid))
         lanes[-1].takes(begin, end, flat=flat)
-        return self._tids
+        return tid
 
-    def tracks(self) -> Iterable[tuple[int, tuple[str, int]]]:
-        """(tid, (name, place)) of every part: events and the leader first, then task by task."""
-
-        def place(track: Track) -> tuple[int, int]:
-            return (track[1], _ORDER.index(track[2])) if track[0] == "task" else (-2 if track[0] == "events" else -1, 0)
-
-        index = 0
-        for track in sorted(self._lanes, key=place):
-            what, task, which = track
+    def tracks(self) -> Iterable[tuple[int, str]]:
+        """(tid, name) of every part."""
+        for (what, task, which), lanes in self._lanes.items():
             name = (f"task {task}" + (f": {which}" if which else "")) if what == "task" else what
-            for number, lane in enumerate(self._lanes[track]):
-                index += 1
-                yield lane.tid, (name if number == 0 else f"{name} ({number + 1})", index)
+            for number, lane in enumerate(lanes):
+                yield lane.tid, name if number == 0 else f"{name} ({number + 1})"
+
+
+_PARTS = 500
+"""Parts of a track that are next to each other; more come last."""
+_SPARE = 1 << 30
+
+
+def _number(track: Track) -> int:
+    """Of a track's first part: events and the leader first, then task by task. None is that of a process."""
+    what, task, which = track
+    if what != "task":
+        return 1_000_000 + ("events", "leader").index(what) * _PARTS
+    return 2_000_000 + ((task + 1) * len(_ORDER) + _ORDER.index(which)) * _PARTS
 
 
 class _Lane:

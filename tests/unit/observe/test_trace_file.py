@@ -139,5 +139,13 @@ def test_tracks_are_in_order() -> None:
     tracks = named(found, "thread_name")
     metas = [e for e in found["traceEvents"] if e["ph"] == "M" and e["name"] == "thread_sort_index"]
     order = [tracks[e["pid"], e["tid"]] for e in sorted(metas, key=lambda e: e["args"]["sort_index"])]
+    assert order == [tracks[at] for at in sorted(tracks)], "by number, too: not every viewer looks at the index"
     parts = ("", ": pulls", ": reports", ": held for its primary")
     assert order == ["leader", *(f"task {t}{part}" for t in (9, 10) for part in parts)]
+
+
+def test_more_than_the_parts_that_are_side_by_side() -> None:
+    spans = [span("pull", 2_000, 3_000, name=str(n)) for n in range(501)]
+    spans += [span("pull", 2_000, 3_000, task=2), span("hold", 2_000, 3_000)]
+    found = written(("n1", OURS, spans))
+    assert len({e["tid"] for e in rows(found)}) == 503 == len(named(found, "thread_name"))
