@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from taskgraph.errors import DecodeError
 from taskgraph.observe._proto import control_pb2 as pb
@@ -25,12 +26,18 @@ class Packer:
         """One message; a thousand spans take about a millisecond."""
         chunk = pb.TraceChunk(epoch=epoch, lost=lost, over=over)
         if spans:
-            columns = list(zip(*spans, strict=True))
+            columns: list[Any] = list(zip(*spans, strict=True))
             for at in range(3):
-                columns[at] = tuple(self._number(text, chunk) for text in columns[at])
+                columns[at] = self._numbered(columns[at], chunk)
             for name, column in zip(_COLUMNS, columns, strict=True):
                 getattr(chunk, name).extend(column)
         return chunk
+
+    def _numbered(self, texts: Sequence[int | str], chunk: pb.TraceChunk) -> list[int]:
+        try:
+            return [*map(self._numbers.__getitem__, texts)]
+        except KeyError:  # a new one: seldom
+            return [self._number(text, chunk) for text in texts]
 
     def _number(self, text: int | str, chunk: pb.TraceChunk) -> int:
         known = self._numbers.get(text)

@@ -1,0 +1,90 @@
+"""What `taskgraph trace` takes from the job it looks at: seconds with and without it, in turns, in one running job.
+
+    python benchmarks/tracing.py --pairs 20 --tasks 7 --backups 1
+
+Prints epochs per second and the processor time of all nodes per epoch, with and without; medians of the turns, and the
+median of the ratios of neighbors. How long the tool needs before and after it traces is not in it, but its work while
+it traces is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import uvloop
+from running import RunningJob
+from tree import tree
+
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_SETTLE_S = 0.3
+
+
+def processor_s(pids: list[int]) -> float:
+    """What the processes have used so far."""
+    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(f[11]) + int(f[12]) for f in fields) * _TICK_S
+
+
+async def turn(job: RunningJob, pids: list[int], seconds: float) -> tuple[float, float]:
+    """Epochs per second, and microseconds of all nodes' processor time per epoch."""
+
+    def epoch() -> int:
+        stamp = job.view.stamp
+        assert stamp is not None and job.view.running, "give it more epochs"
+        return stamp.epoch
+
+    began, first, used = time.monotonic(), epoch(), processor_s(pids)
+    await asyncio.sleep(seconds)
+    done = epoch() - first
+    return done / (time.monotonic() - began), (processor_s(pids) - used) / done * 1e6
+
+
+async def traced(job: RunningJob, pids: list[int], seconds: float, path: Path) -> tuple[float, float]:
+    command = [sys.executable, "-m", "taskgraph", "trace", "tree", "--epochs", "1000000", "-o", str(path)]
+    process = await asyncio.create_subprocess_exec(
+        *command, stderr=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL
+    )
+    assert process.stderr is not None
+    while b"tracing epochs" not in (line := await process.stderr.readline()):
+        assert line, "the tool ended"
+    await asyncio.sleep(_SETTLE_S)
+    found = await turn(job, pids, seconds)
+    process.send_signal(signal.SIGINT)
+    await process.communicate()
+    return found
+
+
+async def main(options: argparse.Namespace) -> None:
+    job = tree(tasks=options.tasks, epochs=10_000_000, n=options.n, backups=options.backups)
+    with tempfile.TemporaryDirectory() as folder:
+        async with RunningJob(job, nodes=options.nodes) as running:
+            await running.follower.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch > 50)
+            pids = [node.record.pid for node in running.view.nodes.values()]
+            off, on = [], []
+            for _ in range(options.pairs):
+                off.append(await turn(running, pids, options.seconds))
+                on.append(await traced(running, pids, options.seconds, Path(folder) / "trace.json"))
+                await asyncio.sleep(_SETTLE_S)
+    for at, what in enumerate(("epochs per second", "us of processor time per epoch")):
+        a, b = [x[at] for x in off], [x[at] for x in on]
+        ratio = statistics.median(y / x for x, y in zip(a, b, strict=True))
+        print(f"{what}: {statistics.median(a):.1f} off, {statistics.median(b):.1f} on, ratio {ratio:.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=20, help="turns of each kind (20)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each turn (2)")
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--tasks", type=int, default=7)
+    parser.add_argument("--n", type=int, default=1, help="float64 values an item (1)")
+    parser.add_argument("--backups", type=int, default=1)
+    uvloop.run(main(parser.parse_args()))
