@@ -16,13 +16,13 @@ import platform
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from contest import adopt_orphans, ended_by, run
-from figures import Line, Rounds, lines_of, table
+from figures import UNITS, Line, Rounds, lines_of, table
 from suite import WORKS, Contender, Work
 
 HERE = Path(__file__).parent
@@ -68,13 +68,13 @@ def _reduced(work: Work, only: list[str]) -> Work:
     kept = tuple(one for one in work.contenders if one.name in only)
     names = {one.name for one in kept} | {""}
     rows = tuple(row for row in work.rows if row.subject in names and row.against in names)
-    return Work(work.key, work.title, work.unit, kept, rows, work.timeout_s)
+    return replace(work, contenders=kept, rows=rows)
 
 
-def contest(work: Work, repeats: int, seconds: float, pythons: Pythons) -> tuple[list[Line], Rounds]:
-    """Runs a work's contenders in turns."""
-    rounds: Rounds = {one.name: {} for one in work.contenders}
-    missing: dict[str, str] = {}  # or not quite as it should be
+def contest(
+    work: Work, repeats: int, seconds: float, pythons: Pythons, rounds: Rounds, missing: dict[str, str]
+) -> None:
+    """Runs a work's contenders in turns. Adds to `rounds`, and to `missing` what is not as it should be."""
     out: set[str] = set()
     for one in work.contenders:
         python, why = pythons.find(one.needs)
@@ -89,18 +89,14 @@ def contest(work: Work, repeats: int, seconds: float, pythons: Pythons) -> tuple
             python, _ = pythons.find(one.needs)
             assert python is not None
             outcome = run(_command(python, one, seconds), env=_env(one), timeout_s=work.timeout_s + 4 * seconds)
-            value = outcome.figures.get(one.measure)
-            if value is not None:
-                rounds[one.name][number] = value
-                if outcome.why_not:
-                    missing[one.name] = outcome.why_not
-            else:
-                if one.name in missing:
-                    out.add(one.name)  # failed twice
-                missing[one.name] = outcome.why_not or f"it prints no {one.measure}"
-            told = f"{value:,.4g} {work.unit}" if value is not None else missing[one.name]
-            print(f"  {number + 1}/{repeats} {one.name}: {told} ({outcome.wall_s:.1f} s)", flush=True)
-    return lines_of(work, rounds, missing), rounds
+            if outcome.figures:
+                rounds.setdefault(one.name, {})[number] = outcome.figures
+            elif one.name in missing:
+                out.add(one.name)  # it failed twice
+            if outcome.why_not:
+                missing[one.name] = outcome.why_not
+            told = ", ".join(f"{value:,.4g} {UNITS[name]}" for name, value in outcome.figures.items() if name in UNITS)
+            print(f"  {number + 1}/{repeats} {one.name}: {told} {outcome.why_not} ({outcome.wall_s:.1f} s)", flush=True)
 
 
 def _command(python: str, one: Contender, seconds: float) -> list[str]:
@@ -142,8 +138,12 @@ def main(given: argparse.Namespace) -> int:
         try:
             for work in works:
                 print(f"{work.title}", flush=True)
-                found, raw[work.key] = contest(work, repeats, seconds, pythons)
-                lines += found
+                rounds = raw.setdefault(work.key, {})
+                missing: dict[str, str] = {}
+                try:
+                    contest(work, repeats, seconds, pythons, rounds, missing)
+                finally:
+                    lines += lines_of(work, rounds, missing)
         except KeyboardInterrupt:
             interrupted = True
             print("interrupted; what was measured until now:", flush=True)

@@ -8,10 +8,22 @@ from dataclasses import dataclass, replace
 
 from suite import Row, Work
 
-__all__ = ["Line", "Rounds", "lines_of", "table"]
+__all__ = ["UNITS", "Line", "Rounds", "lines_of", "table"]
 
-Rounds = dict[str, dict[int, float]]
-"""Contender -> round -> figure. One that failed in a round has none of it."""
+Rounds = dict[str, dict[int, dict[str, float]]]
+"""Contender -> round -> its figures by name. One that failed in a round has none of it."""
+
+UNITS = {
+    "rate": "epochs/s",
+    "us": "us",
+    "ms": "ms",
+    "s": "s",
+    "used_s": "s, names used",
+    "gb_per_s": "GB/s",
+    "us_per_task": "us per task",
+    "peak_mib": "MiB, peak of a node",
+    "peak_of_bound": "peak, of its bound",
+}
 
 
 @dataclass(frozen=True)
@@ -49,11 +61,16 @@ def lines_of(work: Work, rounds: Rounds, missing: Mapping[str, str]) -> list[Lin
 
 
 def _line(work: Work, row: Row, rounds: Rounds, missing: Mapping[str, str]) -> Line:
-    ours, theirs = rounds.get(row.subject, {}), rounds.get(row.against, {})
+    ours, theirs = (
+        {number: found[row.measure] for number, found in rounds.get(name, {}).items() if row.measure in found}
+        for name in (row.subject, row.against)
+    )
     note = "; ".join(f"{name}: {missing[name]}" for name in (row.subject, row.against) if name in missing)
     mine = statistics.median(ours.values()) if ours else None
     other = statistics.median(theirs.values()) if theirs else None
-    line = Line(work.title, work.unit, row.subject, row.against, mine, other, sense=row.sense, bar=row.bar, note=note)
+    line = Line(
+        work.title, UNITS[row.measure], row.subject, row.against, mine, other, sense=row.sense, bar=row.bar, note=note
+    )
     if mine is None or (row.against and other is None):
         return replace(line, note=note or "was not run")
     if other is None:

@@ -24,25 +24,29 @@ class Contender:
 
     Attributes:
         needs: modules that its Python must be able to import; else it is named and skipped.
-        measure: which of the figures that it prints.
     """
 
     name: str
     script: str
     arguments: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
-    measure: str = "rate"
     env: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: `subject` against `against` (or itself, where that is empty), and the bar; None: no bar."""
+    """A line of the table: `subject` against `against`, or against nothing but the bar.
+
+    Attributes:
+        measure: which of the figures that they print.
+        bar: of the ratio, or of the figure itself; None: it is only recorded.
+    """
 
     subject: str
-    against: str
-    sense: str = ">="
+    against: str = ""
     bar: float | None = None
+    sense: str = ">="
+    measure: str = "rate"
 
 
 @dataclass(frozen=True)
@@ -51,14 +55,13 @@ class Work:
 
     key: str
     title: str
-    unit: str
     contenders: tuple[Contender, ...]
     rows: tuple[Row, ...]
     timeout_s: float = 120.0
 
 
-def _ours(tasks: int, n: int, *more: str, name: str = "ours", measure: str = "rate") -> Contender:
-    return Contender(name, "ours.py", ("--tasks", str(tasks), "--n", str(n), *more), measure=measure)
+def _ours(tasks: int, n: int, *more: str, name: str = "ours") -> Contender:
+    return Contender(name, "ours.py", ("--tasks", str(tasks), "--n", str(n), *more))
 
 
 def _peer(name: str, script: str, tasks: int, n: int, *more: str, needs: tuple[str, ...] = ()) -> Contender:
@@ -91,7 +94,7 @@ def _tree(key: str, tasks: int, n: int, bars: dict[str, float], *extra: Contende
     unknown = bars.keys() - {one.name for one in contenders}
     assert not unknown, unknown
     against = tuple(Row("ours", one.name, bar=bars.get(one.name)) for one in contenders[1:] if one not in extra)
-    return Work(key, f"T={tasks}, {size}", "epochs/s", contenders, against + rows)
+    return Work(key, f"T={tasks}, {size}", contenders, against + rows)
 
 
 WORKS = (
@@ -114,5 +117,58 @@ WORKS = (
     ),
     _tree("small-15", 15, 1, {"Ray graphs": 5, "Ray actors": 12, "Gloo": 6}),
     _tree("medium", 7, 131_072, {"Ray graphs": 3, "Gloo": 6, "grpc.aio, heap kept": 4, "Open MPI": 0.8}),
-    _tree("large", 7, 8_388_608, {"Ray actors": 3, "Ray graphs, 2 in flight": 1.3, "Gloo": 2.4, "Open MPI": 0.8}),
+    _tree(
+        "large",
+        7,
+        8_388_608,
+        {"Ray actors": 3, "Ray graphs, 2 in flight": 1.3, "Gloo": 2.4, "Open MPI": 0.8},
+        rows=(Row("ours", bar=1.0, sense="<=", measure="peak_of_bound"), Row("ours", measure="peak_mib")),
+    ),
+    Work(
+        "pull",
+        "one pull of 8 B, unix socket",
+        (Contender("pull", "pull.py"), Contender("ping-pong", "floors/ping_pong.py", needs=("uvloop",))),
+        (Row("pull", "ping-pong", 5.0, "<=", "us"),),
+    ),
+    Work(
+        "put",
+        "64 MiB from put() to readable",
+        (Contender("put", "put.py"), Contender("memcpy", "floors/memcpy.py")),
+        (Row("put", "memcpy", 1.4, "<=", "ms"),),
+    ),
+    Work(
+        "tcp",
+        "64 MiB over TCP loopback",
+        (
+            Contender("pull", "pull.py", ("--over", "tcp", "--n", str(8_388_608))),
+            Contender("raw socket", "floors/tcp.py"),
+        ),
+        (Row("pull", "raw socket", 0.8, ">=", "gb_per_s"),),
+    ),
+    Work(
+        "many",
+        "tree of 8 B on 4 nodes",
+        (_ours(127, 1, "--nodes", "4", name="T=127"), _ours(15, 1, "--nodes", "4", name="T=15")),
+        (Row("T=127", "T=15", 1.3, "<=", "us_per_task"), Row("T=127"), Row("T=15")),
+    ),
+    Work(
+        "thousand",
+        "tree of 8 B on 4 nodes",
+        (_ours(1000, 1, "--nodes", "4", "--settle-s", "240", name="T=1000"),),
+        (Row("T=1000"), Row("T=1000", measure="us_per_task"), Row("T=1000", measure="peak_mib")),
+        timeout_s=420.0,
+    ),
+    Work(
+        "start",
+        "start-up",
+        (
+            Contender("import taskgraph", "starting.py", ("--what", "import")),
+            Contender("taskgraph run", "starting.py", ("--what", "run")),
+        ),
+        (
+            Row("import taskgraph", bar=0.1, sense="<=", measure="s"),
+            Row("import taskgraph", measure="used_s"),
+            Row("taskgraph run", bar=2.5, sense="<=", measure="s"),
+        ),
+    ),
 )

@@ -25,14 +25,17 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 WORK = suite.Work(
     "one",
     "T=7",
-    "epochs/s",
     (),
-    (suite.Row("ours", "peer", bar=2.0), suite.Row("ours", "gone"), suite.Row("ours", "", "<=", 3.0)),
+    (suite.Row("ours", "peer", bar=2.0), suite.Row("ours", "gone"), suite.Row("ours", "", 3.0, "<=")),
 )
 
 
+def rounds_of(**rates: dict[int, float]) -> figures.Rounds:
+    return {name: {number: {"rate": rate} for number, rate in of.items()} for name, of in rates.items()}
+
+
 def test_ratios_are_of_medians_and_their_spread_of_rounds() -> None:
-    rounds = {"ours": {0: 10.0, 1: 4.0, 2: 6.0}, "peer": {0: 2.0, 1: 4.0, 2: 1.0}}
+    rounds = rounds_of(ours={0: 10.0, 1: 4.0, 2: 6.0}, peer={0: 2.0, 1: 4.0, 2: 1.0})
     line, gone, alone = figures.lines_of(WORK, rounds, {"gone": "skipped: no module"})
     assert (line.ours, line.theirs, line.ratio, line.low, line.high) == (6.0, 2.0, 3.0, 1.0, 6.0)
     assert line.met is True
@@ -41,12 +44,12 @@ def test_ratios_are_of_medians_and_their_spread_of_rounds() -> None:
 
 
 def test_a_round_that_failed_is_compared_with_nothing() -> None:
-    line = figures.lines_of(WORK, {"ours": {0: 10.0, 1: 4.0}, "peer": {1: 4.0}}, {"peer": "hung"})[0]
+    line = figures.lines_of(WORK, rounds_of(ours={0: 10.0, 1: 4.0}, peer={1: 4.0}), {"peer": "hung"})[0]
     assert (line.low, line.high, line.note) == (1.0, 1.0, "peer: hung")
 
 
 def test_the_table_names_what_is_missed_and_what_is_missing() -> None:
-    text = figures.table(figures.lines_of(WORK, {"ours": {0: 6.0}, "peer": {0: 6.0}}, {"gone": "hung"}))
+    text = figures.table(figures.lines_of(WORK, rounds_of(ours={0: 6.0}, peer={0: 6.0}), {"gone": "hung"}))
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in text.splitlines() if row.startswith("|")]
     assert rows[2] == ["T=7 (epochs/s)", "ours", "peer", "6", "6", "1", "1 to 1", ">= 2", "NO"]
     assert rows[3][2:] == ["gone", "6", "-", "-", "-", "-", "-"]
@@ -59,6 +62,7 @@ def test_rows_speak_of_contenders_and_contenders_of_scripts() -> None:
         assert len(set(names)) == len(names)
         assert {row.subject for row in one.rows} <= set(names)
         assert {row.against for row in one.rows if row.against} <= set(names)
+        assert {row.measure for row in one.rows} <= figures.UNITS.keys()
         assert [c.script for c in one.contenders if not (BENCHMARKS / c.script).is_file()] == []
     assert len({one.key for one in suite.WORKS}) == len(suite.WORKS)
 
