@@ -33,7 +33,8 @@ class Pythons:
     """Which interpreter runs a contender: ours, or that of the peers' environment, or none."""
 
     def __init__(self, peers: str) -> None:
-        self._all = [sys.executable, *([peers] if peers and Path(peers).exists() else [])]
+        # Absolute, since contenders run elsewhere; not resolved, since a link is what makes it an environment's.
+        self._all = [sys.executable, *([os.path.abspath(peers)] if peers and Path(peers).exists() else [])]
         self._known: dict[tuple[str, tuple[str, ...]], str] = {}
 
     def find(self, needs: tuple[str, ...]) -> tuple[str | None, str]:

@@ -16,6 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import bench as bench_command
 import figures
 import install
 import suite
@@ -147,3 +148,65 @@ def test_an_interrupted_bench_leaves_nothing(tmp_path: Path) -> None:
     assert process.returncode == 130, text
     assert left(tmp_path) == []
     assert os.listdir(tmp_path) == []
+
+
+CONTENDERS = """
+import os, subprocess, sys, tempfile, time
+tempfile.mkdtemp()
+match sys.argv[1]:
+    case "hangs":
+        time.sleep(60)
+    case "hangs at its end":
+        print('{"rate": 2.5}', flush=True)
+        time.sleep(60)
+    case "fails":
+        raise SystemExit("the sum is 3, not 4")
+    case "leaves a daemon":
+        subprocess.Popen(["sh", "-c", "sleep 60 & sleep 60"], start_new_session=True)
+        print('{"rate": 1.5}')
+"""
+
+RUNNER = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import contest
+contest._END_S = 1.0
+contest.adopt_orphans()
+found = {}
+for how in ("hangs", "hangs at its end", "fails", "leaves a daemon"):
+    outcome = contest.run([sys.executable, sys.argv[2], how], env={}, timeout_s=1.0)
+    found[how] = [outcome.figures, outcome.why_not, len(contest.descendants())]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_a_contender_that_hangs_or_fails_is_named_and_nothing_of_it_is_left(tmp_path: Path) -> None:
+    script = tmp_path / "contender.py"
+    script.write_text(CONTENDERS)
+    command = [sys.executable, "-c", RUNNER, str(BENCHMARKS), str(script)]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "hangs": [{}, "hung: killed after 1 s", 0],
+        "hangs at its end": [{"rate": 2.5}, "did not end by itself", 0],
+        "fails": [{}, "ended with code 1; its last line: the sum is 3, not 4", 0],
+        "leaves a daemon": [{"rate": 1.5}, "", 0],
+    }
+    assert os.listdir(tmp_path) == [script.name]
+
+
+def test_what_no_python_can_import_is_skipped_by_name() -> None:
+    pythons = bench_command.Pythons("")
+    python, why = pythons.find(("no_such_module",))
+    assert python is None and why == "skipped: ModuleNotFoundError: No module named 'no_such_module'"
+    assert pythons.find(("json", "grpc")) == (sys.executable, "")
+
+
+def test_the_interpreter_of_the_peers_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contenders run in folders of their own."""
+    (tmp_path / "python").write_text("#!/bin/sh\nexec true\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    assert bench_command.Pythons("python").find(("no_such_module",)) == (str(tmp_path / "python"), "")
