@@ -29,7 +29,7 @@ from taskgraph.graph.encoding import Writer
 from taskgraph.graph.refusals import CannotTravel
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["codec", "decode", "digest_of", "encode", "message", "value_end", "verify"]
+__all__ = ["codec", "decode", "digest_of", "digesting", "encode", "message", "value_end", "verify"]
 
 _VERSION: Final = 1
 _START: Final = bytes((_VERSION,))
@@ -78,7 +78,7 @@ def _seal(writer: Writer, value: Any) -> tuple[tuple[memoryview, ...], bytes]:
         known = arrays.known_digest(value, bytes(writer.meta))
         if known is not None:
             return (waiting[0],), known
-    hasher = _begin(writer.meta, waiting)
+    hasher = _begin(writer.meta, [buffer.nbytes for buffer in waiting])
     ready = []
     for buffer in waiting:
         if isinstance(buffer, memoryview):
@@ -118,15 +118,20 @@ def digest_of(meta: bytes, buffers: Sequence[memoryview]) -> bytes:
 def _digest(value: bytearray | memoryview, buffers: Sequence[memoryview]) -> bytes:
     if not buffers:
         return xxhash.xxh3_128_digest(value)
-    hasher = _begin(value, buffers)
+    hasher = _begin(value, [buffer.nbytes for buffer in buffers])
     for buffer in buffers:
         hasher.update(buffer)
     return hasher.digest()
 
 
-def _begin(value: bytearray | memoryview, buffers: Sequence[memoryview | arrays.Copy]) -> xxhash.xxh3_128:
+def digesting(meta: bytes, sizes: Sequence[int]) -> xxhash.xxh3_128:
+    """`digest_of` a value with buffers, to be updated with what is in them as it comes."""
+    return _begin(memoryview(meta)[: value_end(meta)], sizes)
+
+
+def _begin(value: bytearray | memoryview, sizes: Sequence[int]) -> xxhash.xxh3_128:
     hasher = xxhash.xxh3_128(value)
-    for size in (len(value), *(buffer.nbytes for buffer in buffers)):
+    for size in (len(value), *sizes):
         hasher.update(_U64.pack(size))
     return hasher
 

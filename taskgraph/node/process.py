@@ -35,7 +35,7 @@ from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, FingerprintMismatch, TaskGraphError, Unavailable
 from taskgraph.graph.devices import device_count
-from taskgraph.graph.values import verify
+from taskgraph.graph.values import digesting, verify
 from taskgraph.jobs import Job
 from taskgraph.node import lastwords
 from taskgraph.node.control import ControlServer
@@ -187,6 +187,7 @@ async def _run(config: NodeConfig, coordinator: Coordinator, spec: JobSpec, job:
             token,
             job=spec.name,
             verify=verify,
+            digesting=digesting,
             unix_dir=folder,
             tcp_host=config.listen or None,
             advertise=advertise,

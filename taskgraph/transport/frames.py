@@ -17,6 +17,7 @@ import enum
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -63,6 +64,7 @@ _HEAD = struct.Struct("!2sBBQIIIQQ")
 HEAD_BYTES = _HEAD.size
 _CLEARED_BYTES = 4 << 10
 _SCRATCH_BYTES = 64 << 10  # the reusable receive buffer of a session
+_DIGESTED_BYTES = 256 << 10  # values with this much bulk, and less meta, are digested as they come
 _DIRECT_BYTES = 32 << 10  # a rest at least this long is received in place; below, one more copy is cheaper than a read
 
 
@@ -186,6 +188,17 @@ def _no_pool(size_bytes: int) -> None:
     return None
 
 
+class Hasher(Protocol):
+    """A digest that is being taken."""
+
+    def update(self, data: memoryview, /) -> None: ...
+    def digest(self) -> bytes: ...
+
+
+Digesting = Callable[[bytes, Sequence[int]], Hasher]
+"""(meta, sizes of the buffers) -> what takes a value's digest as its buffers come."""
+
+
 class Incoming:
     """A message that is being received: where its payload goes, and how far it is.
 
@@ -195,7 +208,7 @@ class Incoming:
         missing: bytes still to come.
     """
 
-    __slots__ = ("_at", "_lent", "_offset", "_targets", "head", "missing", "parsed")
+    __slots__ = ("_at", "_digesting", "_hasher", "_lent", "_offset", "_sizes", "_targets", "head", "missing", "parsed")
 
     def __init__(
         self,
@@ -205,12 +218,14 @@ class Incoming:
         *,
         lent: Sequence[Block] = (),
         allocate: Allocate = _no_pool,
+        digesting: Digesting | None = None,
     ) -> None:
         """Allocates the destinations. Raises MemoryError where there is not enough; DecodeError.
 
         Args:
             lent: what the sizes marked as LENT stand for, in their order.
             allocate: where large buffers are received, as far as it has memory.
+            digesting: takes the digest of large values while what came is still in the cache.
         """
         self.head = head
         self.parsed = parsed
@@ -221,12 +236,18 @@ class Incoming:
         self._lent = [next(blocks).data if size & LENT else None for size in sizes]
         carried = (size for size in sizes if not size & LENT)
         self._targets = [_allocate(size, allocate) for size in (head.meta, *carried)]  # may be empty ones
+        self._sizes = sizes
+        self._hasher: Hasher | None = None
+        large = head.payload - head.meta >= _DIGESTED_BYTES > head.meta
+        self._digesting = digesting if large and not lent else None
         self._at = 0  # the destination that is being filled
         self._offset = 0  # and how far it is
         self._skip_full()
 
     def _skip_full(self) -> None:
         while self._at < len(self._targets) and self._offset == self._targets[self._at].nbytes:
+            if self._at == 0 and self._digesting is not None:
+                self._hasher = self._digesting(self.meta(), self._sizes)
             self._at += 1
             self._offset = 0
 
@@ -236,6 +257,8 @@ class Incoming:
 
     def filled(self, count: int) -> None:
         """`count` bytes were written to `room()`."""
+        if self._hasher is not None:
+            self._hasher.update(self._targets[self._at][self._offset : self._offset + count])
         self._offset += count
         self.missing -= count
         self._skip_full()
@@ -255,6 +278,10 @@ class Incoming:
     def buffers(self) -> tuple[memoryview, ...]:
         received = iter(self._targets[1:])
         return tuple((next(received) if lent is None else lent).toreadonly() for lent in self._lent)
+
+    def digest(self) -> bytes | None:
+        """The digest of what came, where it was taken meanwhile."""
+        return None if self._hasher is None else self._hasher.digest()
 
     @property
     def borrowed(self) -> bool:

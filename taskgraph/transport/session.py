@@ -28,6 +28,7 @@ from taskgraph.transport.frames import (
     LENT,
     MAX_BUFFERS,
     MAX_HEADER_BYTES,
+    Digesting,
     FrameReader,
     Head,
     Incoming,
@@ -56,6 +57,7 @@ class Owner(Protocol):
     serve: Serve
     max_value_bytes: int
     mappings: Mappings
+    digesting: Digesting | None
 
     def connected(self, session: Session) -> None:
         """The connection exists; nothing is proven."""
@@ -252,7 +254,9 @@ class Session(asyncio.BufferedProtocol):
             return None
         try:
             lent = self._borrowing.take(references) if references else ()
-            return Incoming(head, sizes, parsed, lent=lent, allocate=self._owner.allocate)
+            return Incoming(
+                head, sizes, parsed, lent=lent, allocate=self._owner.allocate, digesting=self._owner.digesting
+            )
         except CannotBorrow as error:
             log.warning("what node %s lends cannot be used here, and travels as bytes: %s", self.peer, error)
             self._outbox.send(Kind.DECLINE, head.call, _FOR_GOOD if error.for_good else b"")
@@ -289,8 +293,7 @@ class Session(asyncio.BufferedProtocol):
             if parsed.digest is None:
                 return parsed.message(None)
             value = Encoded(incoming.meta(), incoming.buffers(), parsed.digest)
-            # What never left the host's memory is what its producer digested.
-            if not incoming.borrowed and not await self._owner.verified(value):
+            if not await self._intact(incoming, value):
                 raise DecodeError(
                     f"a corrupted value: the {value.size_bytes} bytes of a {parsed.cls.__name__} "
                     "do not have the digest they were sent with"
@@ -301,6 +304,12 @@ class Session(asyncio.BufferedProtocol):
                 log.error("session with node %s: %s; closing it", self.peer, error)
                 self.end(f"it sent {error}")
             raise PeerLost(f"node {self.peer} sent {error}") from error
+
+    async def _intact(self, incoming: Incoming, value: Encoded) -> bool:
+        if incoming.borrowed:  # what never left the host's memory is what its producer digested
+            return True
+        digest = incoming.digest()
+        return await self._owner.verified(value) if digest is None else digest == value.digest
 
     # The end.
 

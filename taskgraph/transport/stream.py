@@ -22,6 +22,7 @@ from taskgraph.transport import endpoints
 from taskgraph.transport.accepting import CLOSE_S, TlsListener
 from taskgraph.transport.api import OnLost, Peer, Serve
 from taskgraph.transport.calls import OwnedTasks, answer, answer_now, answered, describe, unwrap
+from taskgraph.transport.frames import Digesting
 from taskgraph.transport.hello import Answering, Dialling
 from taskgraph.transport.mappings import Mappings
 from taskgraph.transport.refusals import Refusals
@@ -80,6 +81,7 @@ class StreamTransport:
         token: the job's secret, at least 16 random bytes.
         job: the job's name: a node of another job that shares the token is refused too.
         verify: whether a value that came over a socket has its digest; runs in a thread for large values.
+        digesting: begins the digest of a value with large buffers, which is taken as they come.
         unix_dir: a folder for this node's unix socket, made with mode 0700 if it is not there; None: no unix socket.
         tcp_host: the address to listen on; None: no TCP. Loopback unless told otherwise.
         tcp_port: 0 takes a free one.
@@ -95,6 +97,7 @@ class StreamTransport:
         *,
         job: str,
         verify: Callable[[Encoded], bool],
+        digesting: Digesting | None = None,
         unix_dir: Path | None = None,
         tcp_host: str | None = "127.0.0.1",
         tcp_port: int = 0,
@@ -112,6 +115,7 @@ class StreamTransport:
         self._token = token
         self._job = job
         self._verify = verify
+        self.digesting = digesting
         self._unix_dir = unix_dir
         self._tcp_host = tcp_host
         self._tcp_port = tcp_port

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transport_kit import EXCHANGES, encoded, pull
 
 from taskgraph.errors import DecodeError
+from taskgraph.graph import values
 from taskgraph.protocol import messages as m
 from taskgraph.transport import frames, wire
 from taskgraph.transport.frames import FrameReader, Head, Incoming, Kind, Limits, pack_frame
@@ -216,3 +218,21 @@ def test_a_dropped_message_is_known_to_be_seen_or_not() -> None:
     assert not any(outbox.drop(number) for number in range(3, 8))
     assert outbox.idle
     assert outbox.drop(9)  # written long ago
+
+
+@given(st.lists(st.integers(1, 400_000), max_size=12), st.integers(0, 3))
+def test_the_digest_taken_on_the_way_is_that_of_the_whole(cuts: list[int], small: int) -> None:
+    """Whatever the pieces, and whether they came in place or through the small receive buffer."""
+    value = values.encode([np.arange(20_000.0), *[np.arange(600.0)] * small, b"x" * 200_000])
+    sizes = [buffer.nbytes for buffer in value.buffers]
+    payload = b"".join((value.meta, *value.buffers))
+    head = Head(Kind.CALL, 1, 0, len(sizes), 0, len(payload), len(value.meta))
+    parsed = wire.parse_header(wire.to_header(m.Flag(m.Stamp(1, 1), 1, 1, 1, value)))
+    incoming = Incoming(head, sizes, parsed, digesting=values.digesting)
+    at = 0
+    for cut in (*cuts, len(payload)):
+        incoming.take(memoryview(payload)[at : at + cut])
+        at += cut
+    assert incoming.missing == 0
+    assert incoming.digest() == value.digest == values.digest_of(incoming.meta(), incoming.buffers())
+    assert Incoming(head, sizes, parsed).digest() is None

@@ -185,9 +185,9 @@ async def test_strangers_who_say_nothing_are_few_and_do_not_keep_others_out(
 
 async def test_a_corrupted_call_breaks_the_session(streams: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     a, b = await streams.node(), await streams.node()
-    for size in (10, 5 << 20):  # checked at once, and in a thread
-        good = encoded(b"meta", bytes(size))
-        bad = m.Encoded(good.meta, (memoryview(b"\1" + bytes(size - 1)),), good.digest)
+    for meta, size in ((4, 10), (4, 300_000), (4, 5 << 20), (5 << 20, 5)):  # at once, as it comes, and in a thread
+        good = encoded(bytes(meta), bytes(size))
+        bad = m.Encoded(good.meta, (memoryview(bytes(size - 1) + b"\1"),), good.digest)
         with pytest.raises(PeerLost):
             await a.call(b, m.Flag(m.Stamp(1, 1), 1, 1, 1, bad))
         assert await asyncio.wait_for(b.lost.get(), 5) == a.name

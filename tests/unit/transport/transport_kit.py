@@ -8,7 +8,7 @@ import itertools
 import os
 import random
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -51,6 +51,10 @@ def digest_of(meta: bytes, buffers: tuple[memoryview, ...]) -> bytes:
     for buffer in buffers:
         state.update(buffer)
     return state.digest()
+
+
+def digesting(meta: bytes, sizes: Sequence[int]) -> xxhash.xxh3_128:
+    return xxhash.xxh3_128(meta)
 
 
 def verify(value: m.Encoded) -> bool:
@@ -159,6 +163,7 @@ class Cluster:
             token,
             job=job,
             verify=verify,
+            digesting=digesting,
             unix_dir=self.folder if self.kind == "unix" else None,
             tcp_host="127.0.0.1" if self.kind in ("tcp", "tls") else None,
             tls=tls or self.tls,
