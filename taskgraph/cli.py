@@ -7,6 +7,7 @@ interrupted.
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import os
 import sys
@@ -110,25 +111,29 @@ def _add_beginning(made: argparse.ArgumentParser) -> None:
     which.add_argument("--fresh", action="store_true", help="from the beginning, although there are checkpoints")
 
 
-def _commands() -> dict[str, Callable[..., int]]:
-    from taskgraph.commands import acting, certifying, chaos, joining, looking, running, tracing
+_COMMANDS = {
+    "run": "running:run",
+    "submit": "running:submit_command",
+    "launch": "joining:launch",
+    "node": "joining:node",
+    "status": "looking:status",
+    "events": "looking:events",
+    "result": "looking:result",
+    "trace": "tracing:trace",
+    "kill": "acting:kill",
+    "drain": "acting:drain",
+    "chaos": "chaos:chaos",
+    "shutdown": "acting:shutdown",
+    "token": "acting:token",
+    "certs": "certifying:certs",
+}
+"""Where each is: only the one that runs is loaded."""
 
-    return {
-        "run": running.run,
-        "submit": running.submit_command,
-        "launch": joining.launch,
-        "node": joining.node,
-        "status": looking.status,
-        "events": looking.events,
-        "result": looking.result,
-        "trace": tracing.trace,
-        "kill": acting.kill,
-        "drain": acting.drain,
-        "chaos": chaos.chaos,
-        "shutdown": acting.shutdown,
-        "token": acting.token,
-        "certs": certifying.certs,
-    }
+
+def _command(name: str) -> Callable[..., int]:
+    module, _, function = _COMMANDS[name].partition(":")
+    found: Callable[..., int] = getattr(importlib.import_module(f"taskgraph.commands.{module}"), function)
+    return found
 
 
 def main(arguments: Sequence[str] | None = None, function: JobFunction | None = None) -> int:
@@ -140,7 +145,7 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction | None = 
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         options = parser(driver=function is not None).parse_args(arguments)
-        command = _commands()[options.command]
+        command = _command(options.command)
         return command(options, function) if options.command in _OF_DRIVERS else command(options)
     except JobFailed as error:
         print(f"taskgraph: job failed: {error}", file=sys.stderr)
@@ -176,7 +181,7 @@ def _write_whole() -> None:
 def driver_main(function: JobFunction) -> None:
     """`tg.main(fit)` at the end of a driver: the command line with this driver; no command means run."""
     arguments = sys.argv[1:]
-    if not arguments or (arguments[0] not in _commands() and arguments[0] not in ("-h", "--help", "--version")):
+    if not arguments or (arguments[0] not in _COMMANDS and arguments[0] not in ("-h", "--help", "--version")):
         arguments = ["run", *arguments]
     sys.exit(main(arguments, function))
 

@@ -24,7 +24,7 @@ from taskgraph.launch.run import connect
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.supervise import job_failed, launch_nodes
 from taskgraph.launch.threads_env import thread_env
-from taskgraph.node import process
+from taskgraph.node.config import NodeConfig
 from taskgraph.observe.progress import Progress
 from taskgraph.protocol.records import State
 
@@ -152,10 +152,12 @@ def node(options: argparse.Namespace) -> int:
     listen, insecure = listen_of(options)
     node_tls = node_access_of(options) or (local.node_tls if local is not None and local.etcd == etcd else {})
     tls = access_of(options) or (local.tls if local is not None and local.etcd == etcd else {})
+    from taskgraph.node import process  # a node is loaded where one is to run
+
     process.log_to_stderr()
     _take_threads(uvloop.run(_submitted(etcd, tls, options.job)))
     process.main(
-        process.NodeConfig(
+        NodeConfig(
             job=options.job,
             name=options.name or f"{os.uname().nodename}-{os.getpid()}",
             etcd=etcd,
@@ -171,6 +173,8 @@ def node(options: argparse.Namespace) -> int:
 
 
 async def _submitted(etcd: str, tls: dict[str, str], name: str) -> JobSpec:
+    from taskgraph.node import process
+
     async with await connect(etcd, tls) as coordinator:
         return await process.wait_for_job(coordinator, name)
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +21,9 @@ from pathlib import Path
 from taskgraph.coordination.api import Coordinator
 from taskgraph.errors import CoordinationError, OutcomeUnknown
 from taskgraph.launch.runtime import JobEntry, Runtime
-from taskgraph.launch.threads_env import thread_env
+from taskgraph.launch.warm import WarmNodes, WarmProcess
 from taskgraph.node import lastwords
-from taskgraph.node.process import NodeConfig
+from taskgraph.node.config import NodeConfig
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Get, Put, Txn
 from taskgraph.protocol.records import GoneRecord, NodeRecord, State, StatusRecord
@@ -66,6 +64,7 @@ class LocalNodes:
         listen: str = "",
         insecure_listen: bool = False,
         on_exit: Callable[[str, int], None] | None = None,
+        warm: WarmNodes | None = None,
     ) -> None:
         self._entry = entry
         self._coordinator = coordinator
@@ -74,6 +73,7 @@ class LocalNodes:
         self._listen = listen
         self._insecure_listen = insecure_listen
         self._on_exit = on_exit
+        self._warm = warm
         self._keys = Keys(entry.name)
         self._processes: dict[str, _Process] = {}
         self._watches: set[asyncio.Task[None]] = set()
@@ -105,56 +105,31 @@ class LocalNodes:
 
     async def _start(self, name: str) -> None:
         assert self._sockets is not None
-        log_path = self._runtime.folder(self._entry.name) / f"{name}.log"
-        read_end, write_end = os.pipe()
-        try:
-            config = NodeConfig(
-                job=self._entry.name,
-                name=name,
-                node_id=NodeConfig.new_id(name),
-                etcd=self._entry.etcd,
-                token=self._entry.token,
-                tls=self._entry.tls,
-                sockets=str(self._sockets),
-                listen=self._listen,
-                node_tls=self._entry.node_tls,
-                insecure_listen=self._insecure_listen,
-                parent_fd=read_end,
-                parent_pid=os.getpid(),
-            )
-            process = await self._spawn(config, log_path)
-        except BaseException:
-            os.close(write_end)  # a process that was started nevertheless sees that, and ends
-            raise
-        finally:
-            os.close(read_end)
-        entry = self._processes[name] = _Process(name, config.node_id, process, write_end, log_path)
+        config = NodeConfig(
+            job=self._entry.name,
+            name=name,
+            node_id=NodeConfig.new_id(name),
+            etcd=self._entry.etcd,
+            token=self._entry.token,
+            tls=self._entry.tls,
+            sockets=str(self._sockets),
+            listen=self._listen,
+            node_tls=self._entry.node_tls,
+            insecure_listen=self._insecure_listen,
+            parent_pid=os.getpid(),
+        )
+        started = await self._spawn(config, self._runtime.folder(self._entry.name) / f"{name}.log")
+        entry = self._processes[name] = _Process(name, config.node_id, started.process, started.pipe, started.log_path)
         watch = asyncio.get_running_loop().create_task(self._watch(entry), name=f"watch {name}")
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)
 
-    async def _spawn(self, config: NodeConfig, log_path: Path) -> asyncio.subprocess.Process:
-        assert self._sockets is not None
-        path = self._sockets / f"{config.name}.json"
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(dataclasses.asdict(config), file)
-        # What tasks print is their user's, whatever the umask.
-        log_file = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        with os.fdopen(log_file, "ab") as output:
-            return await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "taskgraph.node.process",
-                str(path),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=(config.parent_fd,),
-                start_new_session=True,  # a Ctrl-C on the terminal is for the launcher alone
-                # gRPC tells of every stranger otherwise, as often as one knocks.
-                env={"GRPC_VERBOSITY": "ERROR", **os.environ, **thread_env(self._blas_threads)},
-            )
+    async def _spawn(self, config: NodeConfig, log_path: Path) -> WarmProcess:
+        started = self._warm.take(config.name, log_path, self._blas_threads) if self._warm is not None else None
+        if started is None:
+            started = await WarmProcess.start(log_path, self._blas_threads)
+        started.tell(config)
+        return started
 
     @property
     def alive(self) -> int:

@@ -18,11 +18,11 @@ from taskgraph.errors import CoordinationError, JobError, JobRunning, UnknownJob
 from taskgraph.jobs import Job, JobResult
 from taskgraph.launch.access import etcd_access, node_access
 from taskgraph.launch.follow import Follower
-from taskgraph.launch.inprocess import arun_inprocess
 from taskgraph.launch.resuming import plan
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks, Supervisor, job_failed
+from taskgraph.launch.warm import WarmNodes
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
 
@@ -92,6 +92,8 @@ async def arun(
         raise JobError(f"nodes={nodes}: at least 1, or 0 for everything in this process")
     hooks = hooks or Hooks()
     if nodes == 0:
+        from taskgraph.launch.inprocess import arun_inprocess  # else no node is loaded in this process
+
         return await arun_inprocess(job, timeout_s=timeout_s, on_event=hooks.on_event, resume=resume, fresh=fresh)
     spec = JobSpec.of(job, expected_nodes=nodes)
     async with AsyncExitStack() as stack:
@@ -99,10 +101,14 @@ async def arun(
         if not stack.enter_context(runtime.claim(spec.name)) or runtime.find(spec.name) is not None:
             raise _running_here(runtime, spec.name)
         runtime.remove(spec.name)  # what a launcher that was killed left
-        embedded = None
+        embedded = warm = None
         if etcd is None:
             stack.callback(runtime.remove, spec.name)
             log = runtime.folder(spec.name) / "etcd.log"
+            # A new etcd knows no names of nodes: these will be n1, n2, ...
+            names = [f"n{number}" for number in range(1, nodes + 1)]
+            blas_threads = spec.settings.get("blas_threads", 1)
+            warm = await stack.enter_async_context(WarmNodes(log.parent, names, blas_threads))
             embedded = await stack.enter_async_context(EmbeddedEtcd(private=True, log=log))
         access = {} if etcd is None else etcd_access() if tls is None else tls  # the embedded one wants none
         entry = JobEntry(
@@ -134,6 +140,7 @@ async def arun(
             listen=listen,
             insecure_listen=insecure_listen,
             etcd_ended=etcd_ended,
+            warm=warm,
         )
         return await supervisor.run(nodes, timeout_s)
 

@@ -18,6 +18,7 @@ from taskgraph.jobs import JobResult
 from taskgraph.launch.follow import Follower, kept_events, node_statuses
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
+from taskgraph.launch.warm import WarmNodes
 from taskgraph.node.failing import culprit_text
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import waits_text
@@ -67,6 +68,7 @@ class Supervisor:
 
     Args:
         etcd_ended: returns when the job's own etcd ended, and how; None where it is somebody else's.
+        warm: processes that were started ahead.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Supervisor:
         listen: str = "",
         insecure_listen: bool = False,
         etcd_ended: Callable[[], Awaitable[str]] | None = None,
+        warm: WarmNodes | None = None,
     ) -> None:
         self._spec = spec
         self._entry = entry
@@ -96,6 +99,7 @@ class Supervisor:
             listen=listen,
             insecure_listen=insecure_listen,
             on_exit=self._on_exit,
+            warm=warm,
         )
         self._all_ended = asyncio.Event()
         self._without_etcd = ""

@@ -1,6 +1,6 @@
 """A node as a process: connects, loads the driver, serves, and really ends.
 
-    python -m taskgraph.node.process CONFIG.json     (how a launcher starts one; the file is removed once it was read)
+    python -m taskgraph.node.process FD     (how a launcher starts one: what to be, it reads from this pipe)
 
 Exit codes: 0 the job is over, or the node drained; 1 it cannot go on; 3 etcd cannot be reached; 4 its driver is not
 the one the job was submitted with; 130 and 143 told to end at once.
@@ -21,11 +21,8 @@ import signal
 import socket
 import sys
 import threading
-import uuid
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 import uvloop
@@ -38,6 +35,7 @@ from taskgraph.graph.devices import device_count
 from taskgraph.graph.values import digesting, verify
 from taskgraph.jobs import Job
 from taskgraph.node import lastwords
+from taskgraph.node.config import NodeConfig
 from taskgraph.node.control import ControlServer
 from taskgraph.node.inject import injected
 from taskgraph.node.node import Node
@@ -48,7 +46,7 @@ from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.tls import Tls
 from taskgraph.transport.stream import StreamTransport
 
-__all__ = ["NodeConfig", "main", "run_node", "wait_for_job"]
+__all__ = ["main", "run_node", "wait_for_job"]
 
 log = logging.getLogger("taskgraph.node")
 
@@ -57,46 +55,6 @@ _SAY_AGAIN_S = 5.0
 _PARENT_CHECK_S = 1.0
 """The pipe tells of the launcher's death at once, unless a process that the launcher forked still holds it."""
 _WILDCARDS = ("0.0.0.0", "::")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeConfig:
-    """What a node process is told; by a file or a form, never on a command line, since it holds the token.
-
-    Attributes:
-        etcd: endpoints; tls: further arguments of `EtcdCoordinator.connect`.
-        token: the job's token, hex.
-        sockets: a private directory for unix sockets, or "" for none.
-        listen: the host or address to listen on for TCP, or "" for none.
-        node_tls: ca, cert and key for TCP between nodes, and for their control service; {}: none.
-        insecure_listen: whether `listen` may be beyond loopback without TLS.
-        parent_fd: a pipe whose end means that the launcher is gone, or -1.
-        parent_pid: the launcher, which must be our parent, or 0.
-        node_id: the node's id, so that the launcher knows it even of a process that dies at once; "": made up here.
-    """
-
-    job: str
-    name: str
-    etcd: str
-    token: str = dataclasses.field(repr=False)
-    tls: dict[str, str] = field(default_factory=dict, repr=False)
-    sockets: str = ""
-    listen: str = ""
-    node_tls: dict[str, str] = field(default_factory=dict)
-    insecure_listen: bool = False
-    parent_fd: int = -1
-    parent_pid: int = 0
-    node_id: str = ""
-
-    @staticmethod
-    def new_id(name: str) -> str:
-        """An id for a node of that name, never used again."""
-        return f"{name}-{uuid.uuid4().hex[:8]}"
-
-    @property
-    def folder(self) -> Path | None:
-        """The node's own directory for its sockets; it dies with the node."""
-        return Path(self.sockets) / self.node_id.rpartition("-")[2] if self.sockets else None
 
 
 async def run_node(config: NodeConfig) -> int:
@@ -315,10 +273,23 @@ def main(config: NodeConfig) -> NoReturn:
     _exit(code)
 
 
+def _told(pipe: int) -> NodeConfig:
+    """What the launcher tells us to be, once it knows: a process may be started before there is anything to be.
+
+    Ends the process where the launcher is gone before.
+    """
+    parent, said = os.getppid(), b""
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN | select.POLLHUP)
+    while not said.endswith(b"\n"):
+        got = os.read(pipe, 1 << 16) if poll.poll(_PARENT_CHECK_S * 1000) else None
+        if got == b"" or os.getppid() != parent:
+            _exit(OK)  # nobody says anything of a process that was not needed
+        said += got or b""
+    return NodeConfig(**{**json.loads(said), "parent_fd": pipe})
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m taskgraph.node.process CONFIG.json (by hand: taskgraph node)")
-    config_file = Path(sys.argv[1])
-    told_config = NodeConfig(**json.loads(config_file.read_text()))
-    config_file.unlink()
-    main(told_config)
+    if len(sys.argv) != 2 or not sys.argv[1].isdigit():
+        sys.exit("usage: python -m taskgraph.node.process FD (by hand: taskgraph node)")
+    main(_told(int(sys.argv[1])))

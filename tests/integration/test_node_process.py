@@ -32,7 +32,8 @@ from taskgraph.launch.inprocess import arun_inprocess
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
-from taskgraph.node.process import NodeConfig, wait_for_job
+from taskgraph.node.config import NodeConfig
+from taskgraph.node.process import wait_for_job
 from taskgraph.observe.control_client import ControlClient, control_address
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.keys import Keys

@@ -27,7 +27,8 @@ from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.errors import PeerLost, TaskGraphError
 from taskgraph.graph.values import verify
 from taskgraph.launch.local import LocalNodes
-from taskgraph.node.process import NodeConfig
+from taskgraph.launch.warm import WarmProcess
+from taskgraph.node.config import NodeConfig
 from taskgraph.observe.control_client import ControlClient, control_address
 from taskgraph.protocol import messages as m
 from taskgraph.protocol.records import EpochRecord, PrimaryRecord
@@ -50,7 +51,7 @@ REFUSED = re.compile(r"refused a connection from .*?: (.*)")
 class OverTcp(LocalNodes):
     """Nodes that reach each other over TCP, as if each had a host of its own."""
 
-    async def _spawn(self, config: NodeConfig, log_path: Path) -> asyncio.subprocess.Process:
+    async def _spawn(self, config: NodeConfig, log_path: Path) -> WarmProcess:
         return await super()._spawn(dataclasses.replace(config, sockets=""), log_path)
 
 

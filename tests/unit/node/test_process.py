@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from taskgraph.node.process import NodeConfig, _remove_sockets
+from taskgraph.node.config import NodeConfig
+from taskgraph.node.process import _remove_sockets
 
 
 def config(folder: Path, *, parent_pid: int) -> NodeConfig:

@@ -1,0 +1,50 @@
+"""What a node process is told to be. Apart from the node itself, so that who launches nodes need not load one."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["NodeConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """What a node process is told; through a pipe, never on a command line, since it holds the token.
+
+    Attributes:
+        etcd: endpoints; tls: further arguments of `EtcdCoordinator.connect`.
+        token: the job's token, hex.
+        sockets: a private directory for unix sockets, or "" for none.
+        listen: the host or address to listen on for TCP, or "" for none.
+        node_tls: ca, cert and key for TCP between nodes, and for their control service; {}: none.
+        insecure_listen: whether `listen` may be beyond loopback without TLS.
+        parent_fd: a pipe whose end means that the launcher is gone, or -1.
+        parent_pid: the launcher, which must be our parent, or 0.
+        node_id: the node's id, so that the launcher knows it even of a process that dies at once; "": made up here.
+    """
+
+    job: str
+    name: str
+    etcd: str
+    token: str = dataclasses.field(repr=False)
+    tls: dict[str, str] = field(default_factory=dict, repr=False)
+    sockets: str = ""
+    listen: str = ""
+    node_tls: dict[str, str] = field(default_factory=dict)
+    insecure_listen: bool = False
+    parent_fd: int = -1
+    parent_pid: int = 0
+    node_id: str = ""
+
+    @staticmethod
+    def new_id(name: str) -> str:
+        """An id for a node of that name, never used again."""
+        return f"{name}-{uuid.uuid4().hex[:8]}"
+
+    @property
+    def folder(self) -> Path | None:
+        """The node's own directory for its sockets; it dies with the node."""
+        return Path(self.sockets) / self.node_id.rpartition("-")[2] if self.sockets else None
