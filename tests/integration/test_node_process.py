@@ -32,6 +32,7 @@ from taskgraph.launch.inprocess import arun_inprocess
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
+from taskgraph.launch.warm import WarmProcess
 from taskgraph.node.config import NodeConfig
 from taskgraph.node.process import wait_for_job
 from taskgraph.observe.control_client import ControlClient, control_address
@@ -385,16 +386,13 @@ async def test_a_node_that_dies_before_it_registers_is_declared_gone(
 @pytest.mark.slow
 async def test_without_an_etcd_a_node_says_what_it_tried(tmp_path: Path) -> None:
     port = free_port()
-    file = tmp_path / "n1.json"
-    file.write_text(json.dumps({"job": "held", "name": "n1", "etcd": f"127.0.0.1:{port}", "token": "00" * 32}))
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "taskgraph.node.process", str(file)), stderr=asyncio.subprocess.PIPE
-    )
+    started = await WarmProcess.start(tmp_path / "n1.log", 1)
+    started.tell(NodeConfig(job="held", name="n1", etcd=f"127.0.0.1:{port}", token="00" * 32))
     async with asyncio.timeout(LIMIT_S):
-        _, said = await process.communicate()
-    assert process.returncode == 3
-    assert f"127.0.0.1:{port}" in said.decode() and "00" * 32 not in said.decode()
-    assert not file.exists(), "the token does not lie around"
+        assert await started.process.wait() == 3
+    os.close(started.pipe)
+    said = (tmp_path / "n1.log").read_text()
+    assert f"127.0.0.1:{port}" in said and "00" * 32 not in said
 
 
 @pytest.mark.slow
