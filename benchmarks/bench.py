@@ -55,14 +55,29 @@ class Pythons:
         return self._known[python, needs]
 
 
-def chosen(keys: str, names: str) -> list[Work]:
-    """The works asked for, with the contenders asked for; rows that lack one of theirs go."""
+def chosen(keys: str, names: str, *, barred: bool = False) -> list[Work]:
+    """The works asked for, with the contenders asked for; rows that lack one of theirs go. `barred`: no bar, no row."""
     wanted = [key for key in keys.split(",") if key]
     unknown = set(wanted) - {work.key for work in WORKS}
     if unknown:
         raise SystemExit(f"no work {', '.join(sorted(unknown))}; there are: {', '.join(work.key for work in WORKS)}")
     only = [name.strip() for name in names.split(";") if name.strip()]
-    return [_reduced(work, only) if only else work for work in WORKS if not wanted or work.key in wanted]
+    works = [work for work in WORKS if not wanted or work.key in wanted]
+    if barred:
+        works = [_with_bars(work) for work in works]
+    return [_reduced(work, only) if only else work for work in works]
+
+
+def _with_bars(work: Work) -> Work:
+    """The work with what has a bar; or all of it, where nothing has: it is there to be recorded."""
+    rows = tuple(row for row in work.rows if row.bar is not None)
+    names = {name for row in rows for name in (row.subject, row.against)}
+    kept = tuple(one for one in work.contenders if one.name in names)
+    return (
+        replace(work, contenders=kept, rows=tuple(r for r in work.rows if {r.subject, r.against} <= names | {""}))
+        if rows
+        else work
+    )
 
 
 def _reduced(work: Work, only: list[str]) -> Work:
@@ -127,7 +142,7 @@ def machine() -> str:
 def main(given: argparse.Namespace) -> int:
     repeats, seconds = _SHORT if given.short else _LONG if given.long else _USUAL
     repeats, seconds = given.repeats or repeats, given.seconds or seconds
-    works = chosen(given.works, given.contenders)
+    works = chosen(given.works, given.contenders, barred=given.bars)
     pythons = Pythons(given.peers_python)
     described = machine()
     print(f"{described}\n{repeats} rounds of {seconds:g} s each", flush=True)
@@ -163,6 +178,7 @@ if __name__ == "__main__":
     parser.add_argument("--long", action="store_true", help="7 rounds of 4 s")
     parser.add_argument("--works", default="", help=f"of: {', '.join(work.key for work in WORKS)}")
     parser.add_argument("--contenders", default="", help="only these, separated by ';'")
+    parser.add_argument("--bars", action="store_true", help="only contenders that there is a bar for")
     parser.add_argument("--repeats", type=int, default=0, help="rounds")
     parser.add_argument("--seconds", type=float, default=0.0, help="measured in each run")
     parser.add_argument("--peers-python", default="", help="the interpreter of the environment peers are installed in")

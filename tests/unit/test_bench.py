@@ -197,6 +197,16 @@ def test_a_contender_that_hangs_or_fails_is_named_and_nothing_of_it_is_left(tmp_
     assert os.listdir(tmp_path) == [script.name]
 
 
+def test_works_can_be_reduced_to_what_has_a_bar() -> None:
+    small, thousand = (bench_command.chosen(key, "", barred=True)[0] for key in ("small", "thousand"))
+    assert all(row.bar is not None for row in small.rows) and len(small.rows) == 9
+    assert {one.name for one in small.contenders} == {row.against for row in small.rows} | {
+        r.subject for r in small.rows
+    }
+    assert thousand == bench_command.chosen("thousand", "")[0]
+    assert [one.name for one in bench_command.chosen("small", "ours;Gloo")[0].contenders] == ["ours", "Gloo"]
+
+
 def test_what_no_python_can_import_is_skipped_by_name() -> None:
     pythons = bench_command.Pythons("")
     python, why = pythons.find(("no_such_module",))
