@@ -72,7 +72,7 @@ def _line(work: Work, row: Row, rounds: Rounds, missing: Mapping[str, str]) -> L
         work.title, UNITS[row.measure], row.subject, row.against, mine, other, sense=row.sense, bar=row.bar, note=note
     )
     if mine is None or (row.against and other is None):
-        return replace(line, note=note or "was not run")
+        return replace(line, note=note or f"{row.against if mine is not None else row.subject}: was not run")
     if other is None:
         return replace(line, ratio=mine, low=min(ours.values()), high=max(ours.values()))
     pairs = [ours[number] / theirs[number] for number in ours.keys() & theirs.keys()] or [mine / other]
