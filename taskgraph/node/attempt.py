@@ -85,6 +85,7 @@ class Attempt:
         self._slots: dict[tuple[str, int], asyncio.Future[Encoded]] = {}
         self._items: dict[tuple[str, int], Encoded] = {}
         self._arrived: dict[tuple[str, int], asyncio.Event] = {}
+        self._pulls: dict[asyncio.Future[Reply], None] = {}  # under way, without a task
         self._hold_count = 0
         self.quiet = Quiet()
         self._states: dict[str, str] = {}
@@ -111,6 +112,8 @@ class Attempt:
             raise _first(errors) from None
         finally:
             self._group = None
+            for reply in tuple(self._pulls):
+                reply.cancel()
             self.end()
 
     async def _main(self, group: asyncio.TaskGroup) -> None:
@@ -118,15 +121,19 @@ class Attempt:
         for tag, producer in composition.channels_in():
             self._arrived[(tag, producer)] = asyncio.Event()
         self._pulling_since = self._tracing.on and clock()
-        pulls = [group.create_task(self._pull(tag, producer)) for tag, producer in self._arrived]
         parallel = [group.create_task(self._process(p)) for p in composition.parallel]
-        for work in (*pulls, *parallel):
+        for work in parallel:
             work.add_done_callback(self._look_at)
+        for tag, producer in self._arrived:
+            self._begin_pull(tag, producer)
         await self._point("processor", self.task, self.number)
         for processor in composition.ordered:
             await self._process(processor)
-        for work in (*parallel, *pulls):
+        for work in parallel:
             await work
+        for arrived in self._arrived.values():
+            if not arrived.is_set():
+                await arrived.wait()
         await self._until_closed()
         await self._point("sync", self.task, self.number)
         for processor in composition.sync_points:
@@ -154,7 +161,8 @@ class Attempt:
         waiting = self._tracing.on and clock()
         for tag, producers in processor.inbound.items():
             for producer in producers:
-                await self._arrived[(tag, producer)].wait()
+                if not (arrived := self._arrived[(tag, producer)]).is_set():
+                    await arrived.wait()
         if waiting and processor.inbound:
             self._tracing.add("wait", waiting, self.task, self.stamp, self.term, name=processor.name)
         self._states[processor.name] = "running"
@@ -169,12 +177,38 @@ class Attempt:
             await self.recording.finished(processor.name, sync=processor.sync)
         self._states[processor.name] = "done"
 
+    def _begin_pull(self, tag: str, producer: int) -> None:
+        """Pulls one item without a task, where that works at the first try."""
+        reply = self.replica.router.begin(producer, self._pull_of(tag, producer))
+        if reply is None:
+            self._pull_patiently(tag, producer)
+        else:
+            self._pulls[reply] = None
+            reply.add_done_callback(partial(self._pulled, tag, producer))
+
+    def _pulled(self, tag: str, producer: int, reply: asyncio.Future[Reply]) -> None:
+        self._pulls.pop(reply, None)
+        if self._group is None or self.cancelled:
+            return
+        if reply.cancelled() or reply.exception() is not None:
+            self._pull_patiently(tag, producer)
+            return
+        try:
+            self._take(tag, producer, reply.result())
+        except Exception as error:
+            self._group.create_task(_raise(error)).add_done_callback(self._look_at)
+
+    def _pull_patiently(self, tag: str, producer: int) -> None:
+        assert self._group is not None
+        self._group.create_task(self._pull(tag, producer)).add_done_callback(self._look_at)
+
+    def _pull_of(self, tag: str, producer: int) -> Pull:
+        return Pull(self.stamp, self.task, self.term, producer, tag)
+
     async def _pull(self, tag: str, producer: int) -> None:
         """Gets one item; keeps at it through failures of its producer."""
         try:
-            reply = await self.replica.router.to_primary(
-                producer, lambda: Pull(self.stamp, self.task, self.term, producer, tag)
-            )
+            reply = await self.replica.router.to_primary(producer, lambda: self._pull_of(tag, producer))
         except Refused as refused:
             if refused.reason == Reason.NOT_OFFERED:
                 raise GraphError(
@@ -184,6 +218,9 @@ class Attempt:
             self.ask_restart(f"task {self.task} cannot pull {tag!r} from task {producer}: {refused}")
             await asyncio.Event().wait()  # until the restart cancels this attempt
             raise AssertionError from refused
+        self._take(tag, producer, reply)
+
+    def _take(self, tag: str, producer: int, reply: Reply) -> None:
         assert isinstance(reply, Item)
         self.ledger.received("item", producer, self.task, tag, reply.value.digest)
         self._items[(tag, producer)] = reply.value
@@ -443,6 +480,11 @@ class Attempt:
                 found.append(Wait(f"handler {where.split('/')[0]}", "reply", to, method, since))
         found.extend(Wait("hold", "running", self.task, why, since) for why in self.quiet.holds)
         return tuple(found)
+
+
+async def _raise(error: Exception) -> None:
+    """What a callback raises has nobody to hear it; what a task of the attempt raises ends the attempt."""
+    raise error
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -53,6 +53,7 @@ class Router:
         self._addresses: dict[str, Peer] = {}
         self._looked_at = -1
         self._in_flight: dict[asyncio.Timeout, Callable[[JobView], bool]] = {}
+        self._begun: dict[asyncio.Future[Reply], Callable[[JobView], bool]] = {}  # the same, without a task
         keeper.on_change(self._abandon)
 
     def _abandon(self) -> None:
@@ -65,6 +66,8 @@ class Router:
         for scope in [scope for scope, in_vain in self._in_flight.items() if in_vain(view)]:
             del self._in_flight[scope]  # each is told once: a timeout that expires cannot be moved again
             scope.reschedule(now)
+        for reply in [reply for reply, in_vain in self._begun.items() if in_vain(view)]:
+            reply.cancel()
 
     def peer(self, node: str) -> Peer | None:
         """How to reach a node; also one whose key is absent just now, if it was ever seen."""
@@ -97,16 +100,59 @@ class Router:
                 pass  # the node may be dead or replaced: its successor is, or will be, in the view
             await self._next_try(task, revision, backoff.step())
 
+    def begin(self, task: int, message: Call) -> asyncio.Future[Reply] | None:
+        """One try to call the primary of `task`, where that takes no waiting; None where it does.
+
+        The future fails as the transport's does, and is cancelled where the view shows that it is in vain:
+        `to_primary` is for that.
+        """
+        primary = self._keeper.view.primaries.get(task)
+        peer = self.peer(primary.record.node) if primary else None
+        if primary is None or peer is None:
+            return None
+        try:
+            return self._begin(peer, message, partial(_replaced, task, primary.mod_revision))
+        except TransportError:
+            return None
+
+    def _begin(self, peer: Peer, message: Call, in_vain: Callable[[JobView], bool]) -> asyncio.Future[Reply] | None:
+        reply = self._transport.call_now(peer, message)
+        if reply is not None and not reply.done():
+            self._begun[reply] = in_vain
+            reply.add_done_callback(self._ended)
+        return reply
+
+    def _ended(self, reply: asyncio.Future[Reply]) -> None:
+        self._begun.pop(reply, None)
+
     async def _call(
         self, peer: Peer, message: Call, timeout_s: float | None, in_vain: Callable[[JobView], bool]
     ) -> Reply:
         """One try; raises TimeoutError as soon as the view shows that it is in vain."""
+        reply = self._begin(peer, message, in_vain)
+        if reply is not None:
+            return await self._within(reply, timeout_s)
         async with asyncio.timeout(None) as scope:
             self._in_flight[scope] = in_vain
             try:
                 return await self._transport.call(peer, message, timeout_s=timeout_s)
             finally:
                 self._in_flight.pop(scope, None)
+
+    async def _within(self, reply: asyncio.Future[Reply], timeout_s: float | None) -> Reply:
+        task = asyncio.current_task()
+        assert task is not None
+        before = task.cancelling()
+        timer = None if timeout_s is None else asyncio.get_running_loop().call_later(timeout_s, reply.cancel)
+        try:
+            return await reply
+        except asyncio.CancelledError:
+            if task.cancelling() > before:
+                raise
+            raise TimeoutError("no answer in time, or in vain") from None  # the future was cancelled, not the caller
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     async def to_node(self, node: str, message: Call, *, timeout_s: float | None) -> Reply:
         """One try, to one node.

@@ -67,6 +67,15 @@ class Transport(Protocol):
             PeerLost: the session broke or could not be made, or `timeout_s` passed.
         """
 
+    def call_now(self, peer: Peer, message: Call) -> asyncio.Future[Reply] | None:
+        """The same without a task of its own, where a session is open; None where one has to be made first.
+
+        The future ends as `call` does, or is cancelled where the transport is closed; cancelling it cancels the call.
+
+        Raises:
+            Refused, PeerLost: it cannot be sent.
+        """
+
     async def probe(self, peer: Peer, *, timeout_s: float) -> None:
         """Returns if the peer's process listens and answers the hello; raises PeerGone or PeerLost."""
 

@@ -17,7 +17,7 @@ import enum
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -85,7 +85,7 @@ class Kind(enum.IntEnum):
     DECLINE = 22  # what was lent with the message of that call cannot be opened here: send bytes
 
 
-_KINDS = frozenset(int(kind) for kind in Kind)
+_KINDS = {int(kind): kind for kind in Kind}
 _OPENING = (Kind.CALL, Kind.REPLY)
 
 
@@ -97,8 +97,7 @@ class OtherVersion(DecodeError):
         self.theirs = theirs
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(NamedTuple):
     """The fixed part of a frame. Sizes in bytes.
 
     Attributes:
@@ -166,7 +165,7 @@ def _unpack(data: memoryview, limits: Limits) -> Head:
             raise DecodeError(f"a chunk of {body} bytes, or one with a header")
     elif buffers or body or payload or meta:
         raise DecodeError(f"a {Kind(kind).name} frame with a payload")
-    return Head(Kind(kind), call, header, buffers, body, payload, meta)
+    return Head(_KINDS[kind], call, header, buffers, body, payload, meta)
 
 
 def pack_frame(head: Head, sizes: Sequence[int] = (), header: bytes = b"") -> bytes:

@@ -24,7 +24,7 @@ from taskgraph.transport.mappings import CannotBorrow, Mappings, Reference
 from taskgraph.transport.regions import Region
 from taskgraph.transport.segments import LEAST_BYTES
 
-__all__ = ["MAX_LENT", "Borrowing", "Declined", "Lending"]
+__all__ = ["MAX_LENT", "Borrowing", "Lending"]
 
 MAX_LENT: Final = 1024
 """Buffers of one message that are lent; further ones are sent."""
@@ -36,10 +36,6 @@ _PAUSE_S: Final = 5.0
 _REFERENCE: Final = struct.Struct("!QQQQQI")
 _LEASE: Final = struct.Struct("!Q")
 _SPOILED: Final = 1 << 63
-
-
-class Declined(Exception):
-    """A message came, or was sent, as a reference that cannot be followed: it has to be sent again, as bytes."""
 
 
 class _Shared(Protocol):

@@ -174,6 +174,11 @@ class MemoryTransport:
         except TimeoutError:
             raise PeerLost(f"no answer from node {peer.node} within {timeout_s} s to {describe(message)}") from None
 
+    def call_now(self, peer: Peer, message: Call) -> asyncio.Future[Reply] | None:
+        if self._down:
+            return None
+        return self._tasks.spawn(self.call(peer, message), name=f"call {peer.node} from {self.node}")
+
     async def _exchange(self, node: str, message: Call) -> Reply:
         target = self._reach(node)
         pending = _Pending(node, asyncio.get_running_loop().create_future())

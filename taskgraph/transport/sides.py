@@ -11,11 +11,10 @@ from typing import Any, cast
 from taskgraph.errors import DecodeError, PeerLost, Refused
 from taskgraph.protocol.messages import Call, Reason, Refusal, Reply
 from taskgraph.transport import wire
-from taskgraph.transport.calls import answer, answer_now, answered, describe, unwrap
+from taskgraph.transport.calls import answer, answer_now, answered, describe
 from taskgraph.transport.frames import Head, Incoming, Kind
 from taskgraph.transport.hello import Answering, Dialling
-from taskgraph.transport.lending import Declined
-from taskgraph.transport.session import Owner, Session
+from taskgraph.transport.session import VERIFY_AT_ONCE_BYTES, Owner, Session
 
 __all__ = ["AcceptedSession", "DialledSession"]
 
@@ -31,8 +30,10 @@ _TRIES = 4
 class _Pending:
     """A call that waits for its reply."""
 
-    expected: type
-    arrived: asyncio.Future[Incoming]
+    message: Call
+    reply: asyncio.Future[Reply]
+    number: int = 0
+    tries: int = 0
 
 
 class DialledSession(Session):
@@ -52,40 +53,40 @@ class DialledSession(Session):
         if not self.hello_done.done():
             self.hello_done.set_result(None)
 
-    async def call(self, message: Call) -> Reply:
-        """Sends a call and waits for its reply; cancelling this cancels the handler at the peer."""
+    def begin(self, message: Call) -> asyncio.Future[Reply]:
+        """Sends a call; cancelling the future cancels the handler at the peer.
+
+        Raises:
+            PeerLost, Refused: it cannot be sent. What comes of it, the future tells.
+        """
         if not self.open:
             raise PeerLost(f"node {self.peer}: {self.why or 'no hello yet'}")
-        header = wire.to_header(message)  # raises ValueError or TypeError: the caller's mistake
         value = wire.value_of(message)
         if value is not None and value.size_bytes > self._owner.max_value_bytes:
             raise Refused(
                 Reason.BAD_MESSAGE,
                 f"{describe(message)}: {value.size_bytes} bytes; max_value_bytes is {self._owner.max_value_bytes}",
             )
-        for _ in range(_TRIES):
-            self._last_call = number = self._last_call + 1
-            pending = _Pending(wire.REPLY_OF[type(message)], self._loop.create_future())
-            self._pending[number] = pending
-            self._send(Kind.CALL, number, header, value)
-            try:
-                incoming = await pending.arrived
-            except asyncio.CancelledError:
-                self._give_up(number)
-                raise
-            except Declined:  # calls may be made twice: that is how they survive a session, too
-                if not self.open:
-                    raise PeerLost(f"node {self.peer}: {self.why}") from None
-                continue
-            return unwrap(await self._received(incoming))
-        raise PeerLost(f"node {self.peer} goes on lending what cannot be opened here")
+        pending = _Pending(message, self._loop.create_future())
+        self._send_call(pending)
+        pending.reply.add_done_callback(partial(self._over, pending))
+        return pending.reply
 
-    def _give_up(self, number: int) -> None:
-        if self._pending.pop(number, None) is None or self.why:
-            return
-        self._reader.drop(Kind.REPLY, number)
-        if self._take_back(number):
-            self._outbox.send(Kind.CANCEL, number)
+    def _send_call(self, pending: _Pending) -> None:
+        message = pending.message
+        header = wire.to_header(message)  # raises ValueError or TypeError: the caller's mistake
+        self._last_call = pending.number = self._last_call + 1
+        pending.tries += 1
+        self._pending[pending.number] = pending
+        self._send(Kind.CALL, pending.number, header, wire.value_of(message))
+
+    def _over(self, pending: _Pending, reply: asyncio.Future[Reply]) -> None:
+        if not reply.cancelled():
+            reply.exception()  # seen, even if nobody looks
+        elif self._pending.pop(pending.number, None) is not None and not self.why:
+            self._reader.drop(Kind.REPLY, pending.number)
+            if self._take_back(pending.number):
+                self._outbox.send(Kind.CANCEL, pending.number)
 
     def _admits(self, head: Head, parsed: wire.ParsedHeader) -> bool:
         if not 0 < head.call <= self._last_call:
@@ -93,37 +94,76 @@ class DialledSession(Session):
         pending = self._pending.get(head.call)
         if pending is None:
             return False  # it was cancelled meanwhile
-        if parsed.cls not in (pending.expected, Refusal):
-            raise DecodeError(f"a {parsed.cls.__name__} where a {pending.expected.__name__} was expected")
+        expected = wire.REPLY_OF[type(pending.message)]
+        if parsed.cls is not expected and parsed.cls is not Refusal:
+            raise DecodeError(f"a {parsed.cls.__name__} where a {expected.__name__} was expected")
         return True
 
     def _no_memory(self, head: Head) -> None:
         pending = self._pending.pop(head.call)
-        if not pending.arrived.done():
+        if not pending.reply.done():
             text = f"no memory for a reply of {head.payload} bytes"
-            pending.arrived.set_exception(Refused(Reason.BAD_MESSAGE, text))
+            pending.reply.set_exception(Refused(Reason.BAD_MESSAGE, text))
 
     def _cannot_borrow(self, head: Head) -> None:
         self._on_decline(head.call)
 
     def _on_decline(self, call: int) -> None:
         pending = self._pending.pop(call, None)
-        if pending is not None and not pending.arrived.done():
-            pending.arrived.set_exception(Declined())
+        if pending is None or pending.reply.done():
+            return
+        if not self.open:
+            pending.reply.set_exception(PeerLost(f"node {self.peer}: {self.why}"))
+        elif pending.tries >= _TRIES:
+            pending.reply.set_exception(PeerLost(f"node {self.peer} goes on lending what cannot be opened here"))
+        else:
+            self._send_call(pending)  # calls may be made twice: that is how they survive a session, too
 
     def _on_complete(self, incoming: Incoming) -> None:
         pending = self._pending.pop(incoming.head.call, None)
-        if pending is not None and not pending.arrived.done():
-            pending.arrived.set_result(incoming)
+        if pending is None or pending.reply.done():
+            return
+        if incoming.parsed.digest is None or incoming.head.payload < VERIFY_AT_ONCE_BYTES:
+            try:
+                message = self._received_now(incoming)
+            except PeerLost as error:
+                _settle(pending.reply, error)
+            else:
+                _settle(pending.reply, message)
+        else:
+            work = self._settle_later(pending.reply, incoming)
+            self._owner.tasks.spawn(work, name=f"verify a reply of {self.peer}")
+
+    async def _settle_later(self, reply: asyncio.Future[Reply], incoming: Incoming) -> None:
+        try:
+            message = await self._received(incoming)
+        except PeerLost as error:
+            _settle(reply, error)
+        except asyncio.CancelledError:
+            _settle(reply, PeerLost("this node's transport is closed"))
+            raise
+        else:
+            _settle(reply, message)
 
     def _release(self) -> None:
         waiting, self._pending = self._pending, {}
         for pending in waiting.values():
-            if not pending.arrived.done():
-                pending.arrived.set_exception(PeerLost(f"node {self.peer}: {self.why}"))
+            if not pending.reply.done():
+                pending.reply.set_exception(PeerLost(f"node {self.peer}: {self.why}"))
         if not self.hello_done.done():
             self.hello_done.set_exception(PeerLost(self.why))
             self.hello_done.exception()  # seen, even if the dial was given up
+
+
+def _settle(reply: asyncio.Future[Reply], came: Reply | PeerLost) -> None:
+    if reply.done():
+        return
+    if isinstance(came, PeerLost):
+        reply.set_exception(came)
+    elif isinstance(came, Refusal):
+        reply.set_exception(Refused(came.reason, came.text))
+    else:
+        reply.set_result(came)
 
 
 class AcceptedSession(Session):

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
-from taskgraph.errors import PeerGone, PeerLost, TransportError
+from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
 from taskgraph.graph.blocks import Block
-from taskgraph.protocol.messages import Call, Encoded, Reply
+from taskgraph.protocol.messages import Call, Encoded, Refusal, Reply
 from taskgraph.settings import Settings
 from taskgraph.tls import Tls, check_listener
 from taskgraph.transport import endpoints
@@ -27,7 +27,7 @@ from taskgraph.transport.hello import Answering, Dialling
 from taskgraph.transport.mappings import Mappings
 from taskgraph.transport.refusals import Refusals
 from taskgraph.transport.segments import Pool
-from taskgraph.transport.session import Session
+from taskgraph.transport.session import VERIFY_AT_ONCE_BYTES, Session
 from taskgraph.transport.sides import AcceptedSession, DialledSession
 
 __all__ = ["StreamTransport"]
@@ -39,8 +39,6 @@ MIN_TOKEN_BYTES = 16
 MAX_STRANGERS = 256
 #: How long `close` waits for peers to take what was written to them.
 _FLUSH_S = 1.0
-#: Digests of larger values are checked in a thread: 4 MiB take 0.2 ms.
-_THREAD_BYTES = 4 << 20
 _VERIFY_THREADS = 2
 #: Pauses before dialling again after a connection that was cut off during the hello.
 _DIAL_AGAIN_S = (0.005, 0.02, 0.05)
@@ -249,6 +247,34 @@ class StreamTransport:
         except TimeoutError:
             raise PeerLost(f"no answer from node {peer.node} within {timeout_s} s to {describe(message)}") from None
 
+    def call_now(self, peer: Peer, message: Call) -> asyncio.Future[Reply] | None:
+        if self._state != "running":
+            return None
+        if peer.node == self._node:
+            return self._call_self_now(message)
+        session = self._dialled.get(peer.node)
+        return session.begin(message) if session is not None and session.open else None
+
+    def _call_self_now(self, message: Call) -> asyncio.Future[Reply] | None:
+        reply = answer_now(self.serve, self._node, message)
+        if reply is None or isinstance(reply, asyncio.Future):
+            if reply is not None:
+                self._own_calls[reply] = None
+                reply.add_done_callback(self._own_call_over)
+            return reply
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        if isinstance(reply, Refusal):
+            future.set_exception(Refused(reply.reason, reply.text))
+            future.exception()  # seen, even if nobody looks
+        else:
+            future.set_result(reply)
+        return future
+
+    def _own_call_over(self, reply: asyncio.Future[Reply]) -> None:
+        self._own_calls.pop(reply, None)
+        if not reply.cancelled():
+            reply.exception()
+
     async def _call(self, peer: Peer, message: Call) -> Reply:
         self._check_running()
         if peer.node == self._node:
@@ -256,7 +282,7 @@ class StreamTransport:
         session = self._dialled.get(peer.node)
         if session is None or not session.open:
             session = await self._session(peer)
-        return await session.call(message)
+        return await session.begin(message)
 
     def _check_running(self) -> None:
         if self._state != "running":
@@ -455,8 +481,11 @@ class StreamTransport:
         if self._refusals is not None and self._state == "running":
             self._refusals.refused(where, why)
 
+    def verified_now(self, value: Encoded) -> bool:
+        return self._verify(value)
+
     async def verified(self, value: Encoded) -> bool:
-        if value.size_bytes < _THREAD_BYTES:
+        if value.size_bytes < VERIFY_AT_ONCE_BYTES:
             return self._verify(value)
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="taskgraph-verify")

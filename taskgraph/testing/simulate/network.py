@@ -277,6 +277,11 @@ class SimTransport:
         except TimeoutError:
             raise PeerLost(f"no answer from node {peer.node} within {timeout_s} s to {describe(message)}") from None
 
+    def call_now(self, peer: Peer, message: Call) -> asyncio.Future[Reply] | None:
+        if self._down or (peer.node != self.node and peer.node not in self._dialled):
+            return None
+        return self._tasks.spawn(self.call(peer, message), name=f"call {peer.node} from {self.node}")
+
     async def _call_self(self, message: Call) -> Reply:
         assert self._serve is not None
         self.network.on_message(self.node, self.node, message)

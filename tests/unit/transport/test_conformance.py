@@ -235,6 +235,55 @@ async def test_what_is_answered_at_once_is_checked_as_well(cluster: Cluster, cap
         assert target.served == []
 
 
+async def test_a_call_begun_without_a_task_ends_as_any_other(cluster: Cluster) -> None:
+    a, b = await cluster.node(), await cluster.node()
+    for target in (b, a):
+        await a.call(target, pull_free := m.Seal(m.Stamp(1, 1), 1, 1))  # a session is open now
+        item = m.Item(m.Stamp(1, 7), 4, "grad", encoded(b"x", bytes(5_000_000)))
+
+        async def gives(caller: str, call: m.Call, item: m.Item = item) -> m.Reply:
+            return item
+
+        async def refuses(caller: str, call: m.Call) -> m.Reply:
+            raise Refused(m.Reason.STALE, "behind")
+
+        target.handler = gives
+        if (begun := a.transport.call_now(target.peer, pull())) is not None:  # else it has to be called
+            reply = await begun
+            assert isinstance(reply, m.Item) and reply.value.digest == item.value.digest
+        target.handler = refuses
+        if (begun := a.transport.call_now(target.peer, pull())) is not None:
+            with pytest.raises(Refused, match="behind"):
+                await begun
+        target.handler = gate = Gate()
+        if (begun := a.transport.call_now(target.peer, pull())) is not None:
+            await waits(gate.entered)
+            begun.cancel()
+            await waits(gate.cancelled)
+        target.handler = target._accept
+        assert await a.call(target, pull_free) == m.Accepted(1)
+
+
+async def test_a_call_begun_without_a_task_is_lost_with_its_peer(cluster: Cluster) -> None:
+    a, b = await cluster.node(), await cluster.node()
+    await a.call(b, m.Seal(m.Stamp(1, 1), 1, 1))
+    b.handler = gate = Gate()
+    begun = a.transport.call_now(b.peer, pull())
+    assert begun is not None
+    await waits(gate.entered)
+    cluster.crash(b)
+    with pytest.raises(PeerLost):
+        await begun
+
+
+async def test_nothing_is_begun_where_a_session_has_to_be_made(cluster: Cluster) -> None:
+    a, b = await cluster.node(), await cluster.node()
+    begun = a.transport.call_now(b.peer, m.Seal(m.Stamp(1, 1), 1, 1))
+    assert begun is None or await begun == m.Accepted(1)  # in memory there is nothing to make
+    await a.transport.close()
+    assert a.transport.call_now(b.peer, m.Seal(m.Stamp(1, 1), 1, 1)) is None
+
+
 async def test_a_crash_is_a_loss_then_the_peer_is_gone(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
     b.handler = gate = Gate()
