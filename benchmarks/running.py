@@ -111,8 +111,8 @@ class RunningJob:
             raise SystemExit(f"waited for {what}; the job {status.record.state}: {status.record.reason}")
 
     async def start_another(self) -> None:
-        """One more node, under a name that nobody had."""
-        await self.nodes.start(1, taken={v.record.name for v in self.view.nodes.values()} | set(self.nodes.ids()))
+        """One more node, under a name that nobody has or had."""
+        await self.nodes.start(1)
 
     async def result(self) -> tg.JobResult:
         """Waits for the job's end, and collects its result.
