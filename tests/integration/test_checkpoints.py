@@ -103,8 +103,9 @@ def kill(pids: list[int]) -> None:
 
 @pytest.mark.parametrize("task", [0, 3])
 async def test_every_replica_of_a_task_is_killed(cli: Cli, tmp_path: Path, task: int) -> None:
-    command = await started(cli, tmp_path, "--nodes", "4")
+    command = await started(cli, tmp_path, "--nodes", "4", *standing(cli, 50))
     kill(await holders(cli, task))
+    go_on(cli)
     result = check(await command.done())
     assert result["restarts"] == 1
     story = (await cli("events", "kept")).out
