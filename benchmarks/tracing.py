@@ -1,10 +1,10 @@
 """What `taskgraph trace` takes from the job it looks at: seconds with and without it, in turns, in one running job.
 
-    python benchmarks/tracing.py --pairs 20 --tasks 7 --backups 1
+    python benchmarks/tracing.py --pairs 100 --tasks 7 --backups 1
 
 Prints epochs per second and the processor time of all nodes per epoch, with and without; medians of the turns, and the
-median of the ratios of neighbors. How long the tool needs before and after it traces is not in it, but its work while
-it traces is.
+median of the ratios of neighbors. How long `taskgraph trace` needs to start and to write its file is not in it; what
+it does while the job is looked at is.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import signal
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,6 +20,8 @@ from pathlib import Path
 import uvloop
 from running import RunningJob
 from tree import tree
+
+from taskgraph.launch.tracing import Tracer
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _SETTLE_S = 0.3
@@ -47,19 +47,18 @@ async def turn(job: RunningJob, pids: list[int], seconds: float) -> tuple[float,
     return done / (time.monotonic() - began), (processor_s(pids) - used) / done * 1e6
 
 
-async def traced(job: RunningJob, pids: list[int], seconds: float, path: Path) -> tuple[float, float]:
-    command = [sys.executable, "-m", "taskgraph", "trace", "tree", "--epochs", "1000000", "-o", str(path)]
-    process = await asyncio.create_subprocess_exec(
-        *command, stderr=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL
-    )
-    assert process.stderr is not None
-    while b"tracing epochs" not in (line := await process.stderr.readline()):
-        assert line, "the tool ended"
-    await asyncio.sleep(_SETTLE_S)
-    found = await turn(job, pids, seconds)
-    process.send_signal(signal.SIGINT)
-    await process.communicate()
-    return found
+async def traced(job: RunningJob, pids: list[int], seconds: float, folder: Path) -> tuple[float, float]:
+    """The same while the job is traced, from here."""
+    keeper, began = job.follower.keeper, asyncio.Event()
+    tracer = Tracer(keeper, job.run, job.token, None, folder, epochs=1_000_000, say=lambda _: began.set())
+    tracing = asyncio.ensure_future(tracer.run())
+    try:
+        await began.wait()
+        await asyncio.sleep(_SETTLE_S)
+        return await turn(job, pids, seconds)
+    finally:
+        tracer.enough()
+        await tracing
 
 
 async def main(options: argparse.Namespace) -> None:
@@ -71,7 +70,7 @@ async def main(options: argparse.Namespace) -> None:
             off, on = [], []
             for _ in range(options.pairs):
                 off.append(await turn(running, pids, options.seconds))
-                on.append(await traced(running, pids, options.seconds, Path(folder) / "trace.json"))
+                on.append(await traced(running, pids, options.seconds, Path(folder)))
                 await asyncio.sleep(_SETTLE_S)
     for at, what in enumerate(("epochs per second", "us of processor time per epoch")):
         a, b = [x[at] for x in off], [x[at] for x in on]
@@ -81,8 +80,8 @@ async def main(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=20, help="turns of each kind (20)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each turn (2)")
+    parser.add_argument("--pairs", type=int, default=100, help="turns of each kind (100)")
+    parser.add_argument("--seconds", type=float, default=0.7, help="of each turn (0.7)")
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--tasks", type=int, default=7)
     parser.add_argument("--n", type=int, default=1, help="float64 values an item (1)")
