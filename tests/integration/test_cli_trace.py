@@ -127,7 +127,7 @@ async def test_a_node_that_is_killed_and_one_that_joins_are_named(cli: Cli) -> N
     await launched.done()
     trace = Trace(cli.cwd / "t.json")
     first, last = trace.about["first_epoch"], trace.about["last_epoch"]
-    assert trace.epochs("epoch") == set(range(first, last + 1)), "the others tell all of theirs"
+    assert trace.epochs("epoch") >= set(range(first, last + 1)), "the others tell all of theirs"
     assert f"missing: epochs {last + 1} to {first + 89999}" in done.err
     killed = next(n for n in trace.about["nodes"] if n["name"] == "n2")
     assert killed["missing"].startswith("what it did from epoch ")
