@@ -176,7 +176,8 @@ class Epoch:
         ids = _task_ids(self._work, to, f"{self._at()}: request {method!r}")
         if len(ids) != 1:
             raise GraphError(f"{self._at()}: a request goes to one task, {to!r} are {len(ids)}")
-        value = encode(payload, what=f"request {method!r} of task {self._work.task}")
+        what = f"request {method!r} of task {self._work.task}"
+        value = encode(payload, what=what, allocate=self._work.allocate)
         return Reply(self._work, self._work.request(self._where, ids[0], method, value), f"{method!r} of task {ids[0]}")
 
     def hold(self, why: str) -> Hold:

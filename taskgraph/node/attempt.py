@@ -350,7 +350,7 @@ class Attempt:
         gone.cancel()
         self._slots = dict.fromkeys(self._slots, gone)
         self._items.clear()
-        self.mailbox.end()
+        self.mailbox.drop()
 
     # -- Work: asked by user code, from any thread ------------------------------------------------
 

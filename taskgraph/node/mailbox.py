@@ -15,6 +15,7 @@ import xxhash
 
 from taskgraph.epoch import AttemptEnded, Epoch
 from taskgraph.errors import GraphError, Refused, ValueNotEncodable
+from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.values import decode, encode
 from taskgraph.node.actor import defined_at, is_async
 from taskgraph.protocol.messages import Accepted, Answer, Encoded, Flag, Reason, Request
@@ -51,6 +52,11 @@ class Mailbox:
             if not future.done():
                 future.set_exception(AttemptEnded())
         self._awaited.clear()
+
+    def drop(self) -> None:
+        """Nobody asks for an answer of this attempt any more: their memory takes other values."""
+        self.end()
+        self._answers.clear()
 
     # -- out --------------------------------------------------------------------------------------
 
@@ -170,7 +176,7 @@ class Mailbox:
         what = f"task {attempt.task}, epoch {attempt.number}, handler {message.method!r}: its answer"
         value = await replica.actor.call(
             f"handler {message.method}",
-            _call_and_encode(handler, what),
+            _call_and_encode(handler, what, attempt.allocate),
             Epoch(attempt, where),
             message.sender,
             payload,
@@ -186,24 +192,24 @@ class Mailbox:
         return Answer(attempt.stamp, attempt.term, pure, value)
 
 
-def _call_and_encode(handler: Callable[..., Any], what: str) -> Callable[..., Any]:
+def _call_and_encode(handler: Callable[..., Any], what: str, allocate: Allocate) -> Callable[..., Any]:
     """The handler and the encoding of its answer, as one piece of user code: what cannot travel is its mistake."""
     if is_async(handler):
 
         async def run_async(*args: Any) -> Encoded:
-            return _encode_answer(await handler(*args), handler, what)
+            return _encode_answer(await handler(*args), handler, what, allocate)
 
         return run_async
 
     def run(*args: Any) -> Encoded:
-        return _encode_answer(handler(*args), handler, what)
+        return _encode_answer(handler(*args), handler, what, allocate)
 
     return run
 
 
-def _encode_answer(answer: Any, handler: Callable[..., Any], what: str) -> Encoded:
+def _encode_answer(answer: Any, handler: Callable[..., Any], what: str, allocate: Allocate) -> Encoded:
     try:
-        return encode(answer, what=what)
+        return encode(answer, what=what, allocate=allocate)
     except ValueNotEncodable as error:
         # It has returned: no frame of a traceback would be the handler's.
         raise ValueNotEncodable(f"{error}{defined_at(handler)}") from None

@@ -14,6 +14,7 @@ cannot tell any more whether a peer reads it spoils the block: its segment is th
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import mmap
@@ -40,6 +41,7 @@ _STEPS: Final = 8
 """Sizes of segments per power of two: values that differ a little use the same ones, and an eighth is lost at most."""
 _FITS: Final = 1.5
 """A value takes a segment of at most this many times its size."""
+_NOEXEC_SEAL: Final = 0x8  # MFD_NOEXEC_SEAL, from Linux 6.3 on
 _IDLE_S: Final = 10.0
 """How long a segment waits for another value."""
 _WANTED_SEALS: Final = (
@@ -61,7 +63,7 @@ class _Segment:
         if not shared:
             self.memory = mmap.mmap(-1, size)
             return
-        fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = _anonymous()
         try:
             os.ftruncate(fd, size)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _WANTED_SEALS)  # nobody, not even we, can take pages from under a reader
@@ -77,6 +79,17 @@ class _Segment:
         """Nobody opens it any more; its memory goes with the last view of it."""
         if self.region is not None:
             self.region.close()
+
+
+def _anonymous() -> int:
+    """Memory that is no program: a kernel may be told to give no other (`vm.memfd_noexec`), or not know the word."""
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create(NAME, flags | _NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.memfd_create(NAME, flags)
 
 
 class Use:
