@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from contest import adopt_orphans, ended_by, run
-from figures import UNITS, Line, Rounds, lines_of, table
+from figures import UNITS, Line, Rounds, lines_of, put_into, table
 from suite import WORKS, Contender, Work
 
 HERE = Path(__file__).parent
@@ -169,6 +169,10 @@ def main(given: argparse.Namespace) -> int:
         Path(given.json).write_text(
             json.dumps({**told, "lines": [{**asdict(x), "met": x.met} for x in lines]}, indent=1)
         )
+    if given.into and not interrupted:
+        page = Path(given.into)
+        measured = f"{described}. {repeats} rounds of {seconds:g} s each."
+        page.write_text(put_into(page.read_text("utf-8"), measured, lines), "utf-8")
     return 130 if interrupted else 0
 
 
@@ -183,4 +187,5 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=0.0, help="measured in each run")
     parser.add_argument("--peers-python", default="", help="the interpreter of the environment peers are installed in")
     parser.add_argument("--json", default="", help="a file for all figures")
+    parser.add_argument("--into", default="", help="a page whose results are to be these: docs/performance.md")
     sys.exit(main(parser.parse_args()))

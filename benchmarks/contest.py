@@ -26,6 +26,8 @@ __all__ = ["Outcome", "adopt_orphans", "descendants", "ended_by", "run"]
 
 _END_S = 5.0
 """A contender that is told to end gets this long before it is killed: ours stops its nodes and its etcd."""
+_GONE_S = 30.0
+"""Killed processes get this long to be gone: gigabytes of memory take a busy machine seconds to give back."""
 _PR_SET_CHILD_SUBREAPER = 36
 _TAIL = 400
 
@@ -118,7 +120,7 @@ def _sweep(before: set[int]) -> None:
     """Kills what the contender left, until there is nothing."""
     if sys.platform != "linux":
         return
-    deadline = time.monotonic() + _END_S
+    deadline = time.monotonic() + _GONE_S
     while (left := descendants() - before) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):

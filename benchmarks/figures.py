@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from suite import Row, Work
 
-__all__ = ["UNITS", "Line", "Rounds", "lines_of", "table"]
+__all__ = ["UNITS", "Line", "Rounds", "lines_of", "put_into", "table"]
 
 Rounds = dict[str, dict[int, dict[str, float]]]
 """Contender -> round -> its figures by name. One that failed in a round has none of it."""
@@ -90,6 +90,26 @@ def table(lines: Sequence[Line]) -> str:
     text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     notes = dict.fromkeys(line.note for line in lines if line.note)
     return "\n".join([*text, *(f"- {note}" for note in notes)])
+
+
+_BEGIN, _END = "<!-- results -->\n", "<!-- end of results -->"
+
+
+def put_into(page: str, described: str, lines: Sequence[Line]) -> str:
+    """The page with its results replaced: what is between the two marks.
+
+    Raises:
+        ValueError: the marks are not there.
+    """
+    before, found, rest = page.partition(_BEGIN)
+    _, again, after = rest.partition(_END)
+    if not found or not again:
+        raise ValueError(f"the page has no {_BEGIN.strip()} and {_END}")
+    missed = sum(line.met is False for line in lines)
+    unknown = sum(line.bar is not None and line.met is None for line in lines)
+    told = f"{sum(line.met is True for line in lines)} bars are met, {missed} are not"
+    told += f", {unknown} could not be looked at." if unknown else "."
+    return f"{before}{found}\n{described}\n\n{told}\n\n{table(lines)}\n\n{again}{after}"
 
 
 def _cells(line: Line) -> tuple[str, ...]:

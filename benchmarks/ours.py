@@ -40,7 +40,8 @@ def peak_mib(pid: int) -> float:
 
 def largest_node_mib(given: argparse.Namespace, nodes: int) -> float:
     """What one epoch's items take on a node: x, its sum and its children's, each once, of every task it holds."""
-    return -(-given.tasks // nodes) * (1 + 1 + 2) * given.n * 8 / 2**20
+    of_a_task = (1 + 1 + 2) * 8 * int(given.n) / 2**20
+    return -(-int(given.tasks) // nodes) * of_a_task
 
 
 async def main(given: argparse.Namespace) -> None:

@@ -23,7 +23,10 @@ class Below:
 
     def __init__(self, task: int, tasks: int, folder: str) -> None:
         channels = [grpc.aio.insecure_channel(f"unix:{folder}/{c}", _OPTIONS) for c in children(task, tasks)]
-        self._calls = [channel.unary_unary(_METHOD) for channel in channels]  # without serializers: bytes
+        self._calls: list[grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]] = [
+            channel.unary_unary(_METHOD)
+            for channel in channels  # without serializers: bytes
+        ]
 
     async def add(self, total: Array, x: bytes) -> Array:
         pending = [call(x, wait_for_ready=True, timeout=60.0) for call in self._calls]
@@ -40,7 +43,7 @@ async def serve(task: int, tasks: int, folder: str) -> None:
         return (await below.add(total, x)).tobytes()
 
     server = grpc.aio.server(options=_OPTIONS)
-    handler = grpc.unary_unary_rpc_method_handler(epoch)
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(epoch)
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("bench.Tree", {"Epoch": handler})])
     server.add_insecure_port(f"unix:{folder}/{task}")
     await server.start()

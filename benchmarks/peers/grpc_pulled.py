@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from work import Meter, arguments, check, children, parent, tasks_of, tell
 
+Calls = grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
 _OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
@@ -58,15 +59,15 @@ class Task:
         self.below = [self._calls(child) for child in children(task, tasks)]
         self.above = self._calls(parent(task)) if task else None
 
-    def _calls(self, task: int) -> grpc.aio.UnaryUnaryMultiCallable:
+    def _calls(self, task: int) -> Calls:
         return grpc.aio.insecure_channel(f"unix:{self.folder}/{task}", _OPTIONS).unary_unary("/bench.Tree/Pull")
 
-    def pull(self, calls: grpc.aio.UnaryUnaryMultiCallable, what: str, epoch: int) -> grpc.aio.UnaryUnaryCall:
+    def pull(self, calls: Calls, what: str, epoch: int) -> grpc.aio.UnaryUnaryCall[bytes, bytes]:
         return calls(f"{what}{epoch}".encode(), wait_for_ready=True, timeout=60.0)
 
     async def listen(self) -> None:
         self.server = grpc.aio.server(options=_OPTIONS)
-        handler = grpc.unary_unary_rpc_method_handler(self.items.pull)
+        handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(self.items.pull)
         self.server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("bench.Tree", {"Pull": handler})])
         self.server.add_insecure_port(f"unix:{self.folder}/{self.id}")
         await self.server.start()

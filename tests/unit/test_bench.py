@@ -57,6 +57,17 @@ def test_the_table_names_what_is_missed_and_what_is_missing() -> None:
     assert text.endswith("- gone: hung")
 
 
+def test_results_go_into_the_page() -> None:
+    page = (BENCHMARKS.parent / "docs" / "performance.md").read_text("utf-8")
+    lines = figures.lines_of(WORK, rounds_of(ours={0: 6.0}, peer={0: 6.0}), {"gone": "hung"})
+    once = figures.put_into(page, "2 cores.", lines)
+    assert "\n2 cores.\n\n0 bars are met, 2 are not.\n\n| Work" in once
+    assert figures.put_into(once, "2 cores.", lines) == once
+    assert once.startswith(page.partition("<!-- results")[0]) and once.endswith(page.partition("<!-- end of")[2])
+    with pytest.raises(ValueError, match="no <!-- results -->"):
+        figures.put_into("a page", "2 cores.", lines)
+
+
 def test_rows_speak_of_contenders_and_contenders_of_scripts() -> None:
     for one in suite.WORKS:
         names = [contender.name for contender in one.contenders]
