@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 
-from taskgraph.testing.simulate.faults import KINDS
+from taskgraph.testing.simulate.drawing import KINDS
 from taskgraph.testing.simulate.seed import Outcome, run_seed
 
 __all__ = ["main"]

@@ -19,7 +19,8 @@ from types import FrameType
 
 import taskgraph as tg
 from taskgraph.protocol.records import State
-from taskgraph.testing.simulate import faults as faults_
+from taskgraph.testing.simulate.drawing import draw, draw_around_checkpoints
+from taskgraph.testing.simulate.faults import Faults
 from taskgraph.testing.simulate.loop import Nothing, SimLoop
 from taskgraph.testing.simulate.runs import Violation
 from taskgraph.testing.simulate.transcript import Transcript
@@ -149,7 +150,7 @@ async def _run(outcome: Outcome) -> None:
     keeping = keeps.random() < CHECKPOINTS
     workload = Workload.draw(rng, keeps if keeping else None)
     nodes = rng.randint(1, 4) if rng.random() < 0.2 else workload.backups + rng.randint(1, 3)
-    planned = faults_.draw(rng, talks=workload.talks, erratic=bool(workload.erratic))
+    planned = draw(rng, talks=workload.talks, erratic=bool(workload.erratic))
     settings = _settings(rng, workload)
     if keeping:
         settings = dataclasses.replace(settings, checkpoints_kept=keeps.choice((1, 2, 3)))
@@ -167,9 +168,9 @@ async def _run(outcome: Outcome) -> None:
     logger.propagate = False
     ruthless = rng.random() < 0.05
     chance = random.Random(rng.getrandbits(64))
-    faults = faults_.Faults(world, planned, chance, ruthless=ruthless)
+    faults = Faults(world, planned, chance, ruthless=ruthless)
     if keeping:
-        faults.add_around_checkpoints(faults_.draw_around_checkpoints(keeps))
+        faults.add_around_checkpoints(draw_around_checkpoints(keeps))
     try:
         await world.start(nodes)
         outcome.ended = await _until_over(world, faults)
@@ -187,7 +188,7 @@ def _unhandled(context: dict[str, object]) -> Violation:
     return Violation(f"nobody handled: {context.get('message')} {context.get('exception')!r}")
 
 
-async def _until_over(world: World, faults: faults_.Faults) -> str:
+async def _until_over(world: World, faults: Faults) -> str:
     status = asyncio.ensure_future(world.status())
     waits: list[asyncio.Future[object]] = [status, world.failed]  # type: ignore[list-item]
     try:

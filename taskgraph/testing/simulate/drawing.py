@@ -1,0 +1,264 @@
+"""The failures of a seed as data: what, to whom, and at which moment.
+
+Most are tied to a moment of the protocol (just before or after a write of some kind, when a message of some kind
+arrives, at a stage of an epoch), since that is where mistakes hide; the others come at some time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["KINDS", "Fault", "draw", "draw_around_checkpoints", "draw_one"]
+
+KINDS = (
+    "crash",
+    "host crash",
+    "freeze",
+    "stuck loop",
+    "slow node",
+    "etcd pause",
+    "etcd restart",
+    "etcd leader loss",
+    "etcd unknown outcome",
+    "etcd slow request",
+    "etcd slow answers",
+    "etcd cut",
+    "etcd compaction",
+    "watch break",
+    "watch stall",
+    "cut one way",
+    "cut both ways",
+    "isolation",
+    "reset",
+    "half-open",
+    "join",
+    "drain",
+    "massacre",
+    "place slow",
+    "place full",
+    "place forgets",
+)
+_WEIGHTS = (12, 3, 7, 2, 2, 3, 2, 2, 6, 7, 3, 4, 2, 2, 5, 3, 3, 3, 4, 2, 4, 4, 0, 0, 0, 0)
+
+_MOMENTS = (
+    "sending commit", "sending takeover", "sending admit", "sending evict", "sending restart", "sending register",
+    "before commit", "after commit", "before takeover", "after takeover", "before admit", "after admit",
+    "before evict", "after evict", "before restart", "after restart", "before register", "after register", "after end",
+    "message Pull", "message Item", "message Offer", "message Report", "message Seal", "message Accepted",
+    "message Release", "message HandOver", "message Request", "message Answer", "message Flag",
+    "answer Flag", "answer Request", "answer Offer", "answer Report", "answer Accepted", "answer Item",
+    "point compose", "point processor", "point sync", "point snapshot", "point done", "point commit",
+    "point committed",
+)  # fmt: skip
+_OVERTAKEN_BY = {
+    "sending commit": ("takeover", "takeover", "restart", "register"),
+    "sending takeover": ("commit", "takeover", "admit", "evict", "restart"),
+    "sending admit": ("takeover", "takeover", "commit", "evict"),
+    "sending evict": ("takeover", "takeover", "commit", "admit"),
+    "sending restart": ("takeover", "commit", "restart"),
+    "sending register": ("takeover", "gone", "register"),
+}
+"""A write, and those that must be taken into account when they come right before it."""
+_CHECKPOINT_MOMENTS = (
+    "after commit", "after commit", "before commit", "point commit", "sending commit", "point snapshot",
+    "point checkpoint", "message Written", "point checkpointed", "sending checkpoint", "before checkpoint",
+    "after checkpoint", "after checkpoint", "sending rollback", "before rollback", "after rollback",
+    "after rollback", "after takeover", "after restart", "point takeover", "point taken",
+)  # fmt: skip
+_OVERTAKEN_BY_ROLLBACKS = {
+    "sending checkpoint": ("rollback", "rollback", "takeover", "commit"),
+    "sending commit": ("rollback", "checkpoint"),
+    "sending takeover": ("rollback",),
+    "sending rollback": ("commit", "takeover", "checkpoint", "rollback"),
+    "sending restart": ("rollback",),
+    "sending admit": ("rollback",),
+    "sending evict": ("rollback",),
+}
+"""The same, in jobs that keep checkpoints."""
+_OFTEN = {"before commit": 3, "after commit": 3, "after takeover": 4, "before takeover": 2, "message Offer": 3}
+
+
+@dataclass
+class Fault:
+    """One failure."""
+
+    kind: str
+    moment: str  # "" for a time
+    count: int  # the how-manyth of those moments
+    at_s: float
+    lasts_s: float
+    target: str  # "who", "leader", "primary", "member", "any"
+    again: bool  # a dead node is replaced, by one of the same name
+    told_s: float | None  # when a launcher says that it is gone; None: never
+    until: str = ""  # the moment at which what is held back goes on, where that comes before `lasts_s`
+    then: Fault | None = None  # what happens right after it
+
+
+_DEADLY = ("crash", "crash", "host crash", "freeze", "isolation")
+_DEAFENING = ("reset", "cut one way", "cut one way", "cut one way", "half-open", "freeze", "crash")
+
+
+def draw(rng: random.Random, *, talks: bool, erratic: bool) -> list[Fault]:
+    """The failures of one seed.
+
+    Args:
+        talks: its tasks send flags and requests.
+        erratic: some of them compute something else each time.
+    """
+    faults = [draw_one(rng, follows=False) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 3, 4, 5, 7)))]
+    if rng.random() < 0.6:
+        recipes = [*_RECIPES, *([_sent_again] * (2 * talks)), *([_recomputed] * (3 * erratic))]
+        faults += rng.choice(recipes)(rng)
+    return faults
+
+
+def draw_one(rng: random.Random, *, follows: bool) -> Fault:
+    """One failure, of any kind; `follows`: right after another one."""
+    weights = [_OFTEN.get(m, 1) for m in _MOMENTS]
+    fault = Fault(
+        kind=rng.choices(KINDS, _WEIGHTS)[0],
+        moment=rng.choices(_MOMENTS, weights)[0] if not follows and rng.random() < 0.8 else "",
+        count=rng.choice((1, 1, 1, 2, 2, 3, 4, 6, 9)),
+        at_s=rng.choice((0.02, 0.1, 0.5, 3.0)) * rng.random(),
+        lasts_s=rng.choice((0.002, 0.02, 0.2, 1.0, 2.0, 3.0, 4.5)) * rng.uniform(0.5, 1.0),
+        target=rng.choice(("who", "who", "who", "leader", "primary", "member", "any")),
+        again=rng.random() < 0.7,
+        told_s=rng.choice((0.0, 0.005, 0.05, 0.3, 1.0, None)),
+    )
+    if rng.random() < 0.3:
+        # Two failures at one moment: the second may hit whoever the first concerns, or whoever acts on it.
+        fault.then = draw_one(rng, follows=True)
+        fault.then.at_s = rng.choice((0.0, 0.001, 0.01, 0.1, 1.0)) * rng.random()
+    if fault.kind == "etcd slow request":
+        _hold_back(fault, rng, rng.choice(list(_OVERTAKEN_BY)))
+    return fault
+
+
+def _hold_back(
+    fault: Fault, rng: random.Random, moment: str, overtaken_by: Mapping[str, tuple[str, ...]] = _OVERTAKEN_BY
+) -> None:
+    """Makes it a write that is long on its way: for a time, or until just after another write."""
+    fault.kind, fault.target, fault.moment = "etcd slow request", "who", moment
+    if rng.random() < 0.6:
+        fault.until = "after " + rng.choice(overtaken_by[moment])
+        fault.lasts_s = max(fault.lasts_s, 0.5)
+
+
+# -- failures that meet: each a race that a rule of the protocol is there for -----------------------------
+
+
+def _overtaken(rng: random.Random) -> list[Fault]:
+    """A write is on its way to etcd while somebody whom it rests on dies, and is replaced before it arrives."""
+    first, then = draw_one(rng, follows=True), draw_one(rng, follows=True)
+    first.lasts_s = rng.choice((0.1, 0.5, 2.0)) * rng.uniform(0.5, 1.0)
+    _hold_back(first, rng, rng.choice(("sending commit", "sending commit", "sending admit", "sending takeover")))
+    then.kind, then.at_s = rng.choice(_DEADLY), rng.choice((0.0, 0.01, 0.1)) * rng.random()
+    then.target = rng.choice(
+        ("primary", "leader", "member") if first.moment == "sending commit" else ("who", "primary")
+    )
+    then.told_s, then.lasts_s = rng.choice((0.0, 0.005)), 3.0
+    first.then, then.then = then, None
+    return [first]
+
+
+def _late_change_of_members(rng: random.Random) -> list[Fault]:
+    """A member dies, stands still for longer than its lease, or moves; the write that evicts it, or admits another one,
+    comes late, and perhaps when its writer is primary no more."""
+    cause, late = draw_one(rng, follows=True), draw_one(rng, follows=True)
+    cause.kind = rng.choice(("freeze", "freeze", "isolation", "crash", "join", "drain"))
+    cause.target, cause.count, cause.then = "member", rng.choice((1, 1, 2, 4)), None
+    cause.moment = rng.choice(("point compose", "after admit", "message Offer", "after commit"))
+    cause.lasts_s, cause.told_s = rng.choice((2.2, 3.0, 4.0)), rng.choice((0.0, 0.005))
+    late.lasts_s, late.then = rng.choice((0.3, 1.0, 2.0)), None
+    _hold_back(late, rng, rng.choice(("sending evict", "sending evict", "sending admit")))
+    late.count = rng.choice((1, 1, 2, 3))
+    if rng.random() < 0.6:
+        late.then = draw_one(rng, follows=True)
+        late.then.kind, late.then.target, late.then.told_s = rng.choice(("crash", "crash", "freeze")), "who", 0.0
+        late.then.at_s, late.then.then = rng.choice((0.0, 0.01, 0.1)) * rng.random(), None
+        late.then.lasts_s = 3.0
+    return [cause, late]
+
+
+def _deaf_witness(rng: random.Random) -> list[Fault]:
+    """Somebody dies around a commit, and whoever takes over has not been told of that commit."""
+    first, then = draw_one(rng, follows=True), draw_one(rng, follows=True)
+    first.kind, first.target = "watch stall", rng.choice(("member", "member", "leader", "any"))
+    first.moment = rng.choice(("point done", "point snapshot", "before commit", "sending commit", "message Report"))
+    first.lasts_s = rng.choice((0.05, 0.3, 1.0))
+    then.kind, then.target = "crash", rng.choice(("primary", "primary", "who"))
+    then.at_s, then.told_s = rng.choice((0.0, 0.01, 0.05)) * rng.random(), rng.choice((0.0, None))
+    first.then, then.then = then, None
+    return [first]
+
+
+def _late_answers(rng: random.Random) -> list[Fault]:
+    """Answers of etcd come late, and then what is asked does not arrive any more."""
+    late, then = draw_one(rng, follows=True), draw_one(rng, follows=True)
+    late.kind, late.moment, late.lasts_s = "etcd slow answers", rng.choice(("after register", "point compose", "")), 1.0
+    then.kind, then.at_s, then.lasts_s, then.then = rng.choice(("etcd cut", "isolation", "freeze")), 0.9, 4.5, None
+    then.target = late.target = "who"
+    late.then = then
+    return [late]
+
+
+def _sent_again(rng: random.Random) -> list[Fault]:
+    """A flag, a request or its answer arrives, and whoever sent it does not learn that."""
+    fault = draw_one(rng, follows=True)
+    fault.kind, fault.target, fault.lasts_s = rng.choice(_DEAFENING), "who", rng.choice((0.6, 2.2, 4.5))
+    fault.moment = rng.choice(("message Request", "message Answer", "message Flag", "message Flag", "answer Flag"))
+    return [fault]
+
+
+def _recomputed(rng: random.Random) -> list[Fault]:
+    """A producer dies when some of what it put was taken, and some was not."""
+    fault = draw_one(rng, follows=True)
+    fault.kind, fault.target, fault.told_s = rng.choice(("crash", "crash", "freeze")), "who", rng.choice((0.0, 0.05))
+    fault.moment = rng.choice(("answer Item", "answer Item", "message Pull", "point snapshot", "answer Report"))
+    fault.lasts_s, fault.count = 3.0, rng.choice((1, 1, 2, 3, 5))
+    return [fault]
+
+
+def draw_around_checkpoints(rng: random.Random) -> list[Fault]:
+    """What is added to the failures of a seed whose job keeps checkpoints."""
+    kinds = ["massacre"] * rng.choice((0, 1, 1, 1, 2, 2, 3))
+    kinds += [rng.choice(("place slow", "place full", "place forgets")) for _ in range(rng.choice((0, 0, 1, 1, 2)))]
+    faults = [_around_checkpoints(rng, kind) for kind in kinds]
+    if rng.random() < 0.3:
+        faults += rng.choice((_late_around_a_roll_back, _zombie_of_before_a_roll_back))(rng)
+    return faults
+
+
+def _around_checkpoints(rng: random.Random, kind: str) -> Fault:
+    fault = draw_one(rng, follows=False)
+    fault.kind, fault.until = kind, ""
+    if rng.random() < 0.8:
+        fault.moment, fault.count = rng.choice(_CHECKPOINT_MOMENTS), rng.choice((1, 1, 1, 2, 2, 3, 4))
+    if kind == "massacre":
+        fault.told_s = rng.choice((0.0, 0.0, 0.005, 0.05, 0.3, 1.0, None))
+    return fault
+
+
+def _late_around_a_roll_back(rng: random.Random) -> list[Fault]:
+    """A write is on its way while the job is rolled back."""
+    late, massacre = draw_one(rng, follows=True), _around_checkpoints(rng, "massacre")
+    _hold_back(late, rng, rng.choice(list(_OVERTAKEN_BY_ROLLBACKS)), _OVERTAKEN_BY_ROLLBACKS)
+    late.lasts_s, late.count = rng.choice((0.1, 0.5, 2.0)) * rng.uniform(0.5, 1.0), rng.choice((1, 1, 2, 3))
+    massacre.moment, massacre.at_s = "", rng.choice((0.0, 0.01, 0.1)) * rng.random()
+    massacre.told_s, massacre.then, late.then = rng.choice((0.0, 0.005)), None, massacre
+    return [late]
+
+
+def _zombie_of_before_a_roll_back(rng: random.Random) -> list[Fault]:
+    """Somebody stands still while the job is rolled back, and goes on then."""
+    freeze, massacre = _around_checkpoints(rng, "freeze"), _around_checkpoints(rng, "massacre")
+    freeze.kind = rng.choice(("freeze", "freeze", "stuck loop", "isolation", "watch stall", "etcd cut"))
+    freeze.target, freeze.lasts_s = rng.choice(("leader", "primary", "member", "who")), rng.choice((0.2, 1.5, 3.0, 4.5))
+    massacre.moment, massacre.at_s = "", rng.choice((0.0, 0.01, 0.1)) * rng.random()
+    massacre.told_s, massacre.then, freeze.then = rng.choice((0.0, 0.005)), None, massacre
+    return [freeze]
+
+
+_RECIPES = (_overtaken, _late_change_of_members, _late_change_of_members, _deaf_witness, _late_answers)
