@@ -24,6 +24,49 @@ from taskgraph.testing.threads import LockStepThreads
 R = TypeVar("R")
 Stage = Callable[[InProcessCluster, str], Awaitable[None]]
 
+
+class Counting(tg.Task, state=["total"]):
+    """Counts its epochs."""
+
+    total: int
+
+    def setup(self) -> Any:
+        self.total = 0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.count)
+
+    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.total += 1
+
+    def result(self) -> int:
+        return self.total
+
+
+class Gated(Counting, state=["total"]):
+    """Its epoch 1 waits for `gate`."""
+
+    reached: asyncio.Event
+    gate: asyncio.Event
+
+    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        if epoch.number == 1:
+            self.reached.set()
+            await self.gate.wait()
+        await super().count(epoch, ins, outs)
+
+
+@pytest.fixture
+def gated() -> type[Gated]:
+    """One whose events are this test's."""
+
+    class Fresh(Gated, state=["total"]):
+        reached = asyncio.Event()
+        gate = asyncio.Event()
+
+    return Fresh
+
+
 #: Of the loop's clock, which leaps: only what hangs comes to it.
 LIMIT_S = 600.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from cluster_kit import blindable, eyes, holder, job, play, told
+from cluster_kit import Gated, blindable, eyes, gated, holder, job, play, told
 
 import taskgraph as tg
 from taskgraph.jobs import JobResult
@@ -18,39 +18,7 @@ from taskgraph.protocol.records import MemberRecord
 from taskgraph.protocol.transactions import TakenOver
 from taskgraph.protocol.view import JobView
 
-__all__ = ["blindable"]
-
-
-class Gated(tg.Task, state=["total"]):
-    """Its epoch 1 waits for `gate`."""
-
-    total: int
-    reached: asyncio.Event
-    gate: asyncio.Event
-
-    def setup(self) -> None:
-        self.total = 0
-
-    def compose(self, epoch: tg.Epoch) -> None:
-        epoch.processor(self.count)
-
-    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        if epoch.number == 1:
-            self.reached.set()
-            await self.gate.wait()
-        self.total += 1
-
-    def result(self) -> int:
-        return self.total
-
-
-@pytest.fixture
-def gated() -> type[Gated]:
-    class Fresh(Gated, state=["total"]):
-        reached = asyncio.Event()
-        gate = asyncio.Event()
-
-    return Fresh
+__all__ = ["blindable", "gated"]
 
 
 def truth(cluster: InProcessCluster) -> JobView:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from cluster_kit import holder, job, play
+from cluster_kit import Counting, Gated, gated, holder, job, play
 
 import taskgraph as tg
 from taskgraph.errors import Refused
@@ -17,42 +17,7 @@ from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.messages import Accepted, Offer, Reason, Stamp
 from taskgraph.protocol.placement import Wish
 
-
-class Counting(tg.Task, state=["total"]):
-    total: int
-
-    async def setup(self) -> None:
-        self.total = 0
-
-    def compose(self, epoch: tg.Epoch) -> None:
-        epoch.processor(self.count)
-
-    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        self.total += 1
-
-    def result(self) -> int:
-        return self.total
-
-
-class Gated(Counting, state=["total"]):
-    """Its epoch 1 waits for `gate`."""
-
-    reached: asyncio.Event
-    gate: asyncio.Event
-
-    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        if epoch.number == 1:
-            self.reached.set()
-            await self.gate.wait()
-        await super().count(epoch, ins, outs)
-
-
-@pytest.fixture
-def gated() -> type[Gated]:
-    class Fresh(Gated, state=["total"]):
-        reached, gate = asyncio.Event(), asyncio.Event()
-
-    return Fresh
+__all__ = ["gated"]
 
 
 def wish_away_and_back(node: Node) -> None:
@@ -71,7 +36,7 @@ def test_an_offer_to_a_replica_that_went_while_it_was_set_up_is_refused() -> Non
 
     class Dropped(Counting, state=["total"]):
         async def setup(self) -> None:
-            await super().setup()
+            super().setup()
             setups.append("")
             if len(setups) == 2:
                 backup = cluster.node("n2-local")

@@ -4,27 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from cluster_kit import holder, job, play
+from cluster_kit import Counting, holder, job, play
 
-import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.observe.events import Event
-
-
-class Counting(tg.Task, state=["total"]):
-    total: int
-
-    def setup(self) -> None:
-        self.total = 0
-
-    def compose(self, epoch: tg.Epoch) -> None:
-        epoch.processor(self.count)
-
-    def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        self.total += 1
-
-    def result(self) -> int:
-        return self.total
 
 
 def of_kind(cluster: InProcessCluster, *kinds: str) -> list[Event]:

@@ -6,35 +6,12 @@ import asyncio
 
 import numpy as np
 import pytest
-from cluster_kit import holder, job, play, told
+from cluster_kit import Gated, holder, job, play, told
 
 import taskgraph as tg
 from taskgraph.launch import inprocess
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node import node as node_module
-
-
-class Gated(tg.Task, state=["total"]):
-    """Its epoch 1 waits for `gate`."""
-
-    total: int
-    reached: asyncio.Event
-    gate: asyncio.Event
-
-    def setup(self) -> None:
-        self.total = 0
-
-    def compose(self, epoch: tg.Epoch) -> None:
-        epoch.processor(self.count)
-
-    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        if epoch.number == 1:
-            self.reached.set()
-            await self.gate.wait()
-        self.total += 1
-
-    def result(self) -> int:
-        return self.total
 
 
 class Stateless(tg.Task):
