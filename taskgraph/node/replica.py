@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from taskgraph.errors import JobError, ValueNotEncodable
-from taskgraph.graph.values import decode, encode
+from taskgraph.errors import DecodeError, JobError, ValueNotEncodable
+from taskgraph.graph.blocks import block_behind
+from taskgraph.graph.values import decode, encode, verify
 from taskgraph.jobs import Job
 from taskgraph.node.actor import Actor
 from taskgraph.node.reports import ReportLog, with_log
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from taskgraph.node.router import Router
     from taskgraph.task import Event
 
-__all__ = ["Replica", "encode_fields"]
+__all__ = ["Replica", "encode_fields", "intact"]
 
 
 def encode_fields(state: Any, task: int) -> dict[str, Encoded]:
@@ -165,7 +166,8 @@ class Replica:
             # Encoded before anything else of the task runs: the snapshot may be the task's own arrays.
             state = task.snapshot() if self.stateful else None
             try:
-                return encode({"state": state, "numbers": numbers, "log": rows}, what=what)
+                whole = {"state": state, "numbers": numbers, "log": rows}
+                return encode(whole, what=what, allocate=self.router.allocate)
             except ValueNotEncodable:
                 encode_fields(state, self.task)  # raises as well, and names the field
                 raise
@@ -189,6 +191,11 @@ class Replica:
         task = self.user_task
 
         def put() -> dict[str, float]:
+            if not intact(value):
+                raise DecodeError(
+                    f"the boundary of task {self.task} lies in memory shared with other processes of this host, and "
+                    "is not what was snapshotted any more: native code wrote where it should not"
+                )
             raw: dict[str, Any] = decode(value, writable=True, device=self.xp_device)
             if self.stateful:
                 task.restore(raw["state"])
@@ -259,3 +266,12 @@ def _is_small(value: Any) -> bool:
     if kind in (str, bytes):
         return len(value) <= _SMALL_BYTES
     return kind in (float, bool, type(None)) or (kind is int and value.bit_length() <= 64)
+
+
+def intact(value: Encoded) -> bool:
+    """Whether a boundary in shared memory still is what its digest was taken of; one of this process alone is.
+
+    It was not checked when it was lent, and whoever made it could write there for as long as it lived. Items are gone
+    within an epoch; boundaries are what everything else rests on, and are read when something went wrong.
+    """
+    return all(block_behind(buffer) is None for buffer in value.buffers) or verify(value)

@@ -1,0 +1,39 @@
+"""Boundaries in memory that processes share: a stray write there is found before anything is restored from it."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from taskgraph.graph.blocks import block_behind
+from taskgraph.graph.values import decode, encode
+from taskgraph.node.replica import intact
+from taskgraph.protocol.messages import Encoded
+from taskgraph.transport.mappings import Mappings, Reference
+from taskgraph.transport.segments import Pool
+
+MIB = 1 << 20
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory is lent on Linux only")
+def test_a_stray_write_of_the_lender_is_found() -> None:
+    pool, mappings = Pool(max_segments=2, max_idle_bytes=4 * MIB), Mappings(limit=2)
+    made = encode({"state": {"x": np.arange(MIB / 8)}, "numbers": {}}, allocate=pool.allocate)
+    block = block_behind(made.buffers[0])
+    assert block is not None
+    region = block.origin.region  # type: ignore[union-attr]
+    reference = Reference(1, region.fd, region.dev, region.ino, region.size, 0, MIB)
+    lent = mappings.borrow(os.getpid(), reference, lambda lease, spoiled: None)
+    held = Encoded(made.meta, (lent.data.toreadonly(),), made.digest)
+    assert intact(made) and intact(held)
+    block.flags.writeable = True
+    block[MIB // 2] ^= 1
+    assert not intact(made) and not intact(held)
+    assert decode(held)["state"]["x"][0] == 0.0
+
+
+def test_memory_of_this_process_alone_is_not_looked_at() -> None:
+    value = encode(np.arange(100_000.0))
+    assert intact(Encoded(value.meta, value.buffers, bytes(16)))
