@@ -14,8 +14,7 @@ from taskgraph.observe.trace_chunks import Packer
 __all__ = ["Traced", "traced"]
 
 _FETCH_S = 1.0
-"""Spans are told this often: a node that is killed takes this much with it. Four times as often, the messages alone
-took a job of small epochs two percent of its time."""
+"""Spans are told this often: a node that is killed takes this much with it, and every message takes its time."""
 _SPANS = 1024
 """In a chunk: a millisecond's work, since it is done on the loop."""
 _SETTLE_S = 0.05
