@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,10 +56,22 @@ def stopped(pid: int):
     """The process does not run within this block."""
     os.kill(pid, signal.SIGSTOP)
     try:
+        deadline = time.monotonic() + 5
+        while not _stands(pid):  # each thread stops on its own: one at work may do a little more
+            assert time.monotonic() < deadline, f"process {pid} does not stop"
+            time.sleep(0.001)
         yield
     finally:
         with contextlib.suppress(ProcessLookupError):  # it may have been killed meanwhile
             os.kill(pid, signal.SIGCONT)
+
+
+def _stands(pid: int) -> bool:
+    states = []
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # that thread ended
+            states.append(stat.read_text().rpartition(")")[2].split()[0])
+    return set(states) == {"T"}
 
 
 @dataclass
