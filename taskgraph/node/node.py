@@ -63,9 +63,9 @@ _RETRY_S = 0.05
 """Pause before a failed call or transaction is tried again: long for a socket, short for a person."""
 
 _STOP_S = 0.5
-_STOP_TOLD = 10
-"""After every so many of those it says what it waits for."""
 """A node that ends does not wait for running computes any longer."""
+_STOP_TOLD = 10
+"""After every so many of those it says what it still waits for."""
 
 
 class Node:

@@ -40,7 +40,8 @@ It may have an attribute `now`, a `ServeNow`: most calls of an epoch need no tas
 
 ServeNow = Callable[[str, Call], "Reply | asyncio.Future[Reply] | None"]
 """(node of the caller, call) -> the reply, or a future of it where that is all there is to wait for, or None: `Serve`
-has to be asked. Raises as `Serve` does; the future is cancelled where `Serve` would be."""
+has to be asked. It raises as `Serve` does, and so does the future, which never gives a `Refusal` as its result and is
+cancelled where `Serve` would be."""
 
 OnLost = Callable[[str], None]
 """(node): the last session with that node broke without a goodbye. Called on the event loop, must not block."""

@@ -21,7 +21,7 @@ from taskgraph.tls import Tls, check_listener
 from taskgraph.transport import endpoints
 from taskgraph.transport.accepting import CLOSE_S, TlsListener
 from taskgraph.transport.api import OnLost, Peer, Serve
-from taskgraph.transport.calls import OwnedTasks, answer, answer_now, answered, describe, unwrap
+from taskgraph.transport.calls import OwnedTasks, answer, answer_now, describe, unwrap
 from taskgraph.transport.frames import Digesting
 from taskgraph.transport.hello import Answering, Dialling
 from taskgraph.transport.mappings import Mappings
@@ -289,11 +289,6 @@ class StreamTransport:
             raise PeerLost(f"this node's transport is {self._state}")
 
     async def _call_self(self, message: Call) -> Reply:
-        reply = answer_now(self.serve, self._node, message)
-        if reply is not None and not isinstance(reply, asyncio.Future):
-            return unwrap(reply)
-        if reply is not None:
-            return unwrap(await self._answered(reply, message))
         task = self.tasks.spawn(answer(self.serve, self._node, message), name=f"serve {self._node} itself")
         try:
             await asyncio.wait((task,))
@@ -302,17 +297,6 @@ class StreamTransport:
         if task.cancelled():
             raise PeerLost("this node's transport is closed")
         return unwrap(task.result())
-
-    async def _answered(self, reply: asyncio.Future[Reply], message: Call) -> Reply:
-        self._own_calls[reply] = None
-        try:
-            await asyncio.wait((reply,))
-        finally:
-            self._own_calls.pop(reply, None)
-            reply.cancel()
-        if reply.cancelled():
-            raise PeerLost("this node's transport is closed")
-        return answered(reply, self._node, message)
 
     async def probe(self, peer: Peer, *, timeout_s: float) -> None:
         self._check_running()
