@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from typing import Any, NoReturn, TypeVar
 
 from taskgraph.errors import Refused, TransportError
@@ -12,7 +12,7 @@ from taskgraph.protocol.messages import Call, Reason, Refusal, Reply
 from taskgraph.transport.api import Serve, ServeNow
 from taskgraph.transport.wire import REPLY_OF
 
-__all__ = ["OwnedTasks", "answer", "answer_now", "answered", "describe", "unwrap"]
+__all__ = ["OwnedTasks", "answer", "answer_later", "answer_now", "answered", "describe", "unwrap"]
 
 log = logging.getLogger("taskgraph.transport")
 T = TypeVar("T")
@@ -52,11 +52,15 @@ def answered(future: asyncio.Future[Reply], caller: str, call: Call) -> Reply:
 async def answer(serve: Serve, caller: str, call: Call) -> Reply:
     """Runs the handler; whatever it does, there is a reply, unless this task itself is cancelled."""
     reply = answer_now(serve, caller, call)
+    if reply is not None and not isinstance(reply, asyncio.Future):
+        return reply
+    return await answer_later(serve, caller, call, coming=reply)
+
+
+async def answer_later(serve: Serve, caller: str, call: Call, *, coming: Awaitable[Reply] | None = None) -> Reply:
+    """The same where `answer_now` was asked already, and had nothing or a future (`coming`)."""
     try:
-        if reply is None:
-            reply = await serve(caller, call)
-        elif isinstance(reply, asyncio.Future):
-            reply = await reply
+        reply = await (serve(caller, call) if coming is None else coming)
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is None or task.cancelling():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -11,7 +12,7 @@ from typing import Any, cast
 from taskgraph.errors import DecodeError, PeerLost, Refused
 from taskgraph.protocol.messages import Call, Reason, Refusal, Reply
 from taskgraph.transport import wire
-from taskgraph.transport.calls import answer, answer_now, answered, describe
+from taskgraph.transport.calls import answer, answer_later, answer_now, answered, describe
 from taskgraph.transport.frames import Head, Incoming, Kind
 from taskgraph.transport.hello import Answering, Dialling
 from taskgraph.transport.session import VERIFY_AT_ONCE_BYTES, Owner, Session
@@ -209,7 +210,10 @@ class AcceptedSession(Session):
                 del self._calls[number]
                 self._reply(number, reply)
                 return
-        task = self._owner.tasks.spawn(self._serve(incoming), name=f"serve {self.peer} {number}")
+            work = self._serve(number, partial(answer_later, self._owner.serve, self.peer, call))
+        else:
+            work = self._serve(number, partial(self._receive_and_answer, incoming))
+        task = self._owner.tasks.spawn(work, name=f"serve {self.peer} {number}")
         self._calls[number] = task
         task.add_done_callback(lambda _: self._calls.pop(number, None))
 
@@ -219,11 +223,15 @@ class AcceptedSession(Session):
         elif not future.cancelled():
             future.exception()  # nobody wants it any more
 
-    async def _serve(self, incoming: Incoming) -> None:
-        number = incoming.head.call
+    async def _receive_and_answer(self, incoming: Incoming) -> Reply:
         call = await self._received(incoming)
-        del incoming  # the handler alone decides how long a value lives
-        reply = await answer(self._owner.serve, self.peer, call)
+        del incoming  # see `_serve`
+        return await answer(self._owner.serve, self.peer, call)
+
+    async def _serve(self, number: int, answers: Callable[[], Coroutine[Any, Any, Reply]]) -> None:
+        answering = answers()  # not before: a task that is cancelled before it begins would leave it unawaited
+        del answers  # the handler alone decides how long a value lives
+        reply = await answering
         if number in self._calls:  # else it was cancelled, and the handler went on regardless
             self._reply(number, reply)
 
