@@ -39,6 +39,7 @@ class Settings:
         setup_s: limit for `setup()` of a candidate, after which the offer is tried again.
         results_kept_s: how long nodes keep results nobody collects.
         blas_threads: threads of BLAS and OpenMP in a node; the same for any number of nodes: sums are bit-equal.
+        deal_devices: a launcher gives each node of its host CUDA devices of its own; False: all nodes see all of them.
         max_value_bytes: the largest single value that may travel.
         max_parked: calls that may wait at one node at a time; more are told to come again.
         events_kept: events kept in etcd per job.
@@ -70,6 +71,7 @@ class Settings:
     setup_s: float = 600.0
     results_kept_s: float = 300.0
     blas_threads: int = 1
+    deal_devices: bool = True
     max_value_bytes: int = 1 << 40
     max_parked: int = 100_000
     events_kept: int = 1000

@@ -9,21 +9,58 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
+import re
 import sys
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import numpy
 from numpy.typing import NDArray
 
-__all__ = ["OnDevice", "array_module", "device_count", "to_device", "to_host"]
+__all__ = [
+    "PRETEND",
+    "VISIBLE",
+    "OnDevice",
+    "array_module",
+    "device_count",
+    "device_ids",
+    "to_device",
+    "to_host",
+    "visible",
+]
 
 log = logging.getLogger("taskgraph.devices")
+
+VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+"""The variable by which CUDA is told which devices a process may use; it reads it once."""
+PRETEND: Final = "TASKGRAPH_PRETEND_DEVICES"
+"""For tests of who gets which device, where there is none: what `CUDA_VISIBLE_DEVICES` names counts as there."""
+
+_DEVICE: Final = re.compile(r"\d+|GPU-.+|MIG-.+")
+
+
+def visible(text: str) -> tuple[str, ...]:
+    """The devices that a value of `CUDA_VISIBLE_DEVICES` names: as CUDA reads it, up to the first that is none."""
+    found: list[str] = []
+    for entry in map(str.strip, text.split(",")):
+        if not _DEVICE.fullmatch(entry):
+            break  # "", "-1", "NoDevFiles": how people and batch systems say "none"
+        found.append(entry)
+    return tuple(found)
+
+
+def device_ids(count: int) -> tuple[str, ...]:
+    """What a person calls this process's devices: as it was told of them, else by their numbers."""
+    told = visible(os.environ.get(VISIBLE, ""))
+    return told[:count] if len(told) >= count else tuple(map(str, range(count)))
 
 
 def device_count() -> int:
     """How many CUDA devices this process can use; 0 without cupy, without a driver, or with none visible."""
+    if PRETEND in os.environ:
+        return len(visible(os.environ.get(VISIBLE, "")))
     if importlib.util.find_spec("cupy") is None:
         return 0
     try:
@@ -37,7 +74,7 @@ def device_count() -> int:
 
 def array_module(devices: int) -> tuple[ModuleType, str]:
     """What `Task.xp` is on a node with that many devices, and where its arrays live."""
-    if devices:
+    if devices and PRETEND not in os.environ:
         import cupy
 
         return cupy, "cuda"

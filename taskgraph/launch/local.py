@@ -20,6 +20,7 @@ from pathlib import Path
 
 from taskgraph.coordination.api import Coordinator
 from taskgraph.errors import CoordinationError, OutcomeUnknown
+from taskgraph.launch.devices import deal, host_devices
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.warm import WarmNodes, WarmProcess
 from taskgraph.node import lastwords
@@ -61,6 +62,7 @@ class LocalNodes:
         runtime: Runtime,
         *,
         blas_threads: int = 1,
+        deal_devices: bool = True,
         listen: str = "",
         insecure_listen: bool = False,
         on_exit: Callable[[str, int], None] | None = None,
@@ -70,6 +72,7 @@ class LocalNodes:
         self._coordinator = coordinator
         self._runtime = runtime
         self._blas_threads = blas_threads
+        self._deal_devices = deal_devices
         self._listen = listen
         self._insecure_listen = insecure_listen
         self._on_exit = on_exit
@@ -89,8 +92,9 @@ class LocalNodes:
         """
         first = await self._take_numbers(count)
         self._sockets = self._runtime.sockets(self._entry.name)
-        for number in range(first, first + count):
-            await self._start(f"n{number}")
+        devices = deal(host_devices() if self._deal_devices else (), first - 1, count)
+        for number, own in enumerate(devices, first):
+            await self._start(f"n{number}", own)
 
     async def _take_numbers(self, count: int) -> int:
         """The first of so many numbers that this launcher alone gets, though others start nodes at this moment."""
@@ -103,7 +107,7 @@ class LocalNodes:
                 if (await self._coordinator.txn(txn)).succeeded:
                     return given + 1
 
-    async def _start(self, name: str) -> None:
+    async def _start(self, name: str, devices: str | None) -> None:
         assert self._sockets is not None
         config = NodeConfig(
             job=self._entry.name,
@@ -117,6 +121,7 @@ class LocalNodes:
             node_tls=self._entry.node_tls,
             insecure_listen=self._insecure_listen,
             parent_pid=os.getpid(),
+            devices=devices,
         )
         started = await self._spawn(config, self._runtime.folder(self._entry.name) / f"{name}.log")
         entry = self._processes[name] = _Process(name, config.node_id, started.process, started.pipe, started.log_path)

@@ -96,6 +96,7 @@ class Supervisor:
             coordinator,
             Runtime(),
             blas_threads=spec.settings.get("blas_threads", 1),
+            deal_devices=spec.settings.get("deal_devices", True),
             listen=listen,
             insecure_listen=insecure_listen,
             on_exit=self._on_exit,
@@ -296,6 +297,7 @@ async def launch_nodes(
         coordinator,
         Runtime(),
         blas_threads=spec.settings.get("blas_threads", 1),
+        deal_devices=spec.settings.get("deal_devices", True),
         listen=listen,
         insecure_listen=insecure_listen,
     )

@@ -23,6 +23,7 @@ class NodeConfig:
         insecure_listen: whether `listen` may be beyond loopback without TLS.
         parent_fd: a pipe whose end means that the launcher is gone, or -1.
         parent_pid: the launcher, which must be our parent, or 0.
+        devices: `CUDA_VISIBLE_DEVICES` of the process; None: as it is.
         node_id: the node's id, so that the launcher knows it even of a process that dies at once; "": made up here.
     """
 
@@ -37,6 +38,7 @@ class NodeConfig:
     insecure_listen: bool = False
     parent_fd: int = -1
     parent_pid: int = 0
+    devices: str | None = None
     node_id: str = ""
 
     @staticmethod

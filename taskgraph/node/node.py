@@ -24,7 +24,7 @@ from taskgraph.errors import (
     JobError,
     TaskGraphError,
 )
-from taskgraph.graph.devices import array_module
+from taskgraph.graph.devices import array_module, device_ids
 from taskgraph.jobs import Job
 from taskgraph.node.actor import UserCodeError
 from taskgraph.node.checkpoints import FILES_AT_A_TIME, CheckpointReader
@@ -316,6 +316,7 @@ class Node:
             fingerprint=self.spec.fingerprint,
             lease=0,
             devices=self._devices,
+            device_ids=device_ids(self._devices),
         )
 
     def _check_spec(self) -> None:

@@ -31,7 +31,7 @@ from taskgraph.coordination.api import Coordinator, WatchCompacted
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, FingerprintMismatch, TaskGraphError, Unavailable
-from taskgraph.graph.devices import device_count
+from taskgraph.graph.devices import VISIBLE, device_count
 from taskgraph.graph.values import digesting, verify
 from taskgraph.jobs import Job
 from taskgraph.node import lastwords
@@ -257,6 +257,8 @@ def main(config: NodeConfig) -> NoReturn:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What a task prints is read while it runs, and must not be lost with a process that is killed.
         sys.stdout.reconfigure(line_buffering=True)
+    if config.devices is not None:
+        os.environ[VISIBLE] = config.devices  # before the driver is loaded: CUDA reads it once
     if not config.node_id:
         config = dataclasses.replace(config, node_id=NodeConfig.new_id(config.name))
     if config.parent_fd >= 0 or config.parent_pid:

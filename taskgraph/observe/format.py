@@ -19,6 +19,8 @@ _LONG_S = 0.1
 """What runs for less is not worth a number."""
 _LONG = 200
 """Elements of an array that is shown whole."""
+_ID = len("GPU-8932f937")
+"""Of a device's UUID as many characters as CUDA, too, takes for a name."""
 _LINES = 5000
 """Lines of a list: one value per epoch is what many jobs return, and `--json` has them all."""
 
@@ -56,7 +58,8 @@ def status_text(
     lines = [f"job {name}: {state}, {at}{attempt}"]
     if view.status and view.status.record.reason:
         lines.append(f"  {view.status.record.reason}")
-    nodes = [["NODE", "HOST", "PID", "MEMORY", "PRIMARY OF", "BACKUP OF", "STATE"]]
+    some = any(v.record.devices for v in view.nodes.values())  # no column for what nobody has
+    nodes = [["NODE", "HOST", "PID", "MEMORY", *(["DEVICES"] if some else []), "PRIMARY OF", "BACKUP OF", "STATE"]]
     for node, versioned in sorted(view.nodes.items()):
         record = versioned.record
         said = statuses.get(node)
@@ -68,6 +71,7 @@ def status_text(
                 record.host,
                 str(record.pid),
                 f"{said.usage.memory_bytes >> 20} MiB" if isinstance(said, NodeStatus) else "-",
+                *([" ".join(i[:_ID] for i in record.device_ids) or "-"] if some else []),
                 ids_text(primary),
                 ids_text(backup),
                 _node_state(said, record.draining),
@@ -174,6 +178,7 @@ def status_json(
                 "pid": v.record.pid,
                 "draining": v.record.draining,
                 "devices": v.record.devices,
+                "device_ids": list(v.record.device_ids),
                 "answers": isinstance(statuses.get(node), NodeStatus),
                 **_usage(statuses.get(node)),
             }

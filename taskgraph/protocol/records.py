@@ -114,6 +114,7 @@ class NodeRecord(Record):
         endpoints: see `transport.api.Peer`.
         control: where the control service listens.
         devices: number of CUDA devices.
+        device_ids: what a person calls them, as `CUDA_VISIBLE_DEVICES` does.
         draining: it wants to leave: place nothing here, hand over what is here.
     """
 
@@ -126,6 +127,7 @@ class NodeRecord(Record):
     fingerprint: str
     lease: int
     devices: int = 0
+    device_ids: tuple[str, ...] = ()
     draining: bool = False
     started_at: float = 0.0
 

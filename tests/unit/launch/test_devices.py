@@ -1,0 +1,85 @@
+"""Who gets which CUDA device: what there is on a host, and how it is dealt. No device is needed for that."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from taskgraph.graph import devices as graph_devices
+from taskgraph.graph.devices import PRETEND, VISIBLE, array_module, device_count, device_ids, visible
+from taskgraph.launch.devices import deal, host_devices
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("0,1", ("0", "1")),
+        (" 3 , 2 ", ("3", "2")),
+        ("GPU-8932f937-d72c,MIG-1f4c", ("GPU-8932f937-d72c", "MIG-1f4c")),
+        ("0,-1,1", ("0",)),  # CUDA stops at the first that is none
+        ("", ()),
+        ("-1", ()),
+        ("NoDevFiles", ()),  # what Slurm says to a job that asked for none
+    ],
+)
+def test_the_variable_is_read_as_cuda_reads_it(text: str, found: tuple[str, ...]) -> None:
+    assert visible(text) == found
+
+
+def test_what_was_assigned_counts_and_not_what_the_host_has(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert host_devices({VISIBLE: "3"}, tmp_path) == ("3",)
+    assert host_devices({VISIBLE: ""}, tmp_path) == ()
+    assert host_devices({}, tmp_path) == ("0", "1"), "CUDA counts what it sees"
+    assert host_devices({}, tmp_path / "none") == ()
+
+
+@pytest.mark.parametrize(
+    ("devices", "first", "nodes", "dealt"),
+    [
+        ("01", 0, 4, ["0", "1", "0", "1"]),
+        ("0123", 0, 2, ["0,2", "1,3"]),
+        ("01", 1, 1, ["1,0"]),  # the second node of a job, started by itself
+        ("01", 3, 2, ["1", "0"]),
+        ("", 0, 2, [None, None]),
+        ("0", 0, 0, []),
+    ],
+)
+def test_round_robin(devices: str, first: int, nodes: int, dealt: list[str | None]) -> None:
+    assert deal(devices, first, nodes) == dealt
+
+
+@given(st.integers(1, 16), st.integers(0, 40), st.integers(1, 40))
+def test_every_device_is_dealt_and_evenly(devices: int, first: int, nodes: int) -> None:
+    names = [str(i) for i in range(devices)]
+    dealt = [(text or "").split(",") for text in deal(names, first, nodes)]
+    times = Counter(device for own in dealt for device in own)
+    assert set(times) == set(names)
+    assert max(times.values()) - min(times.values()) <= 1
+    assert max(times.values()) == 1 or all(len(own) == 1 for own in dealt), "two nodes share only where they must"
+    begins = Counter(own[0] for own in dealt)
+    assert max(begins.values()) - min(begins.get(name, 0) for name in names) <= 1
+
+
+def test_a_device_is_called_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VISIBLE, "GPU-8932f937,GPU-1111")
+    assert device_ids(2) == ("GPU-8932f937", "GPU-1111")
+    assert device_ids(1) == ("GPU-8932f937",)
+    assert device_ids(3) == ("0", "1", "2"), "CUDA knows better"
+    monkeypatch.delenv(VISIBLE)
+    assert device_ids(2) == ("0", "1")
+    assert device_ids(0) == ()
+
+
+def test_pretending_counts_what_is_named_and_computes_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PRETEND, "1")
+    monkeypatch.setenv(VISIBLE, "0,1")
+    assert device_count() == 2
+    assert array_module(2) == (graph_devices.numpy, "host")
+    monkeypatch.delenv(VISIBLE)
+    assert device_count() == 0
