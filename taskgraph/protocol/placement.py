@@ -6,26 +6,28 @@ function only makes it good. What good means, the earlier the more it weighs:
     1. A task's replicas are on different nodes. A replica is only wished for on a seat, or stays where it is held.
     2. A task held by nobody, or with too few backups, gets what it lacks.
     3. Numbers of primaries per seat differ by at most 1.
-    4. A task's replicas are on as many different hosts as there are.
-    5. Numbers of replicas per seat differ by at most 1; by more only where hosts or devices stand against it, and
+    4. So do, over the seats with devices, numbers of primaries that need one.
+    5. A task's replicas are on as many different hosts as there are.
+    6. Numbers of replicas per seat differ by at most 1; by more only where hosts or devices stand against it, and
        by 2 at times where no single move is left that helps.
-    6. Nothing moves that need not.
+    7. Nothing moves that need not.
 
 How. The plan starts as what is held. It is completed (tasks held by nobody in contiguous blocks, so that neighbors
 in a ring or a tree are often on one node; missing backups on the seats with the fewest replicas) and then improved
 step by step: a backup moves from a fuller seat to one with at least two replicas less; a primary changes places
 with a backup of its task (a *hand-over*, which copies nothing), along a chain of tasks where one does not suffice;
-and only where no chain of hand-overs is left a primary moves to a seat that holds nothing of its task.
+and only where no chain of hand-overs is left a primary moves to a seat that holds nothing of its task. A primary that
+needs a device changes places with one that needs none.
 
-Every step makes (sum of squares of primaries per seat, tasks short of hosts, sum of squares of replicas per seat)
-smaller in lexicographic order. Hence it ends; and the outcome, once adopted, has no step left: placing again
-changes nothing. Where replicas are even to 1, chains of hand-overs alone make the primaries even to 1: any n seats
-have at most n * ceil(D / (backups + 1)) tasks all to themselves, D being the most replicas on one seat (Hall), and
-a chain exists while a seat has two primaries more than another that it can reach (Harvey, Ladner, Lovasz, Tamir,
-Semi-matchings for bipartite graphs, 2006).
+Every step makes (sum of squares of primaries per seat, sum of squares of those that need a device, tasks short of
+hosts, sum of squares of replicas per seat) smaller in lexicographic order. Hence it ends; and the outcome, once
+adopted, has no step left: placing again changes nothing. Where replicas are even to 1, chains of hand-overs alone
+make the primaries even to 1: any n seats have at most n * ceil(D / (backups + 1)) tasks all to themselves, D being
+the most replicas on one seat (Hall), and a chain exists while a seat has two primaries more than another that it can
+reach (Harvey, Ladner, Lovasz, Tamir, Semi-matchings for bipartite graphs, 2006).
 
-So balance comes before holding, to the last primary. That is cheap: a member whose node left has to be replaced
-by a copy anyway, and hand-overs are free.
+So balance comes before holding, to the last primary. That is cheap: a member whose node left has to be replaced by a
+copy anyway, and hand-overs are free.
 """
 
 from __future__ import annotations
@@ -68,8 +70,9 @@ def place(
     while True:
         plan.spread_hosts()
         plan.even_replicas()
-        # All three must run: each may find a step after the others found none.
+        # All must run: each may find a step after the others found none.
         steps = plan.hand_over(held_only=True) + plan.hand_over(held_only=False) + plan.even_primaries()
+        steps += plan.even_devices()
         if not steps:
             return plan.wishes()
 
@@ -190,13 +193,47 @@ class _Plan(Assignment):
         able = [t for t in self.led[full] if self.eligible(t, empty) and empty not in self.backups[t]]
         if not able:
             return False
-        task = min(able, key=lambda t: (empty not in self.held[t], t))
-        self.back(task, empty)
-        self.swap(task, empty)
+        self._relocate(min(able, key=lambda t: (empty not in self.held[t], t)), empty)
+        return True
+
+    def _relocate(self, task: int, to: int) -> None:
+        """Makes `to` primary: by a hand-over where it is a backup, else as one more, for which a backup goes."""
+        old = self.primary[task]
+        if to in self.backups[task]:
+            self.swap(task, to)
+            return
+        self.back(task, to)
+        self.swap(task, to)
         if len(self.backups[task]) >= self.size:
             seats = [i for i in self.backups[task] if i < self.seats]
-            self.drop(task, max(seats, key=lambda i: (self.duplicates_host(task, i), self.replicas(i), i == full)))
-        return True
+            self.drop(task, max(seats, key=lambda i: (self.duplicates_host(task, i), self.replicas(i), i == old)))
+
+    def even_devices(self) -> int:
+        """Evens the primaries that need a device over the seats with one. Returns the steps.
+
+        One goes from the seat with the most of them to the one with the fewest, which gives another in return where
+        it would lead more tasks than before. It has one to give: it leads as many, and fewer that need a device.
+        """
+        load = {i: sum(self.needs[t] for t in self.led[i]) for i in self.device_seats}
+        steps = 0
+        while load:
+            full = max(load, key=lambda i: (load[i], -i))
+            empty = min(load, key=lambda i: (load[i], i))
+            if load[full] - load[empty] < 2:
+                break
+            in_return = self.leads(empty) >= self.leads(full)
+            self._relocate(self._cheapest(full, empty, needs=True), empty)
+            if in_return:
+                self._relocate(self._cheapest(empty, full, needs=False), full)
+            load[full] -= 1
+            load[empty] += 1
+            steps += 1
+        return steps
+
+    def _cheapest(self, giver: int, to: int, needs: bool) -> int:
+        """Of the tasks that `giver` leads the one that costs the least to be led by `to`."""
+        able = (t for t in self.led[giver] if self.needs[t] is needs)
+        return min(able, key=lambda t: (to not in self.held[t], to not in self.backups[t], t))
 
     def hand_over(self, held_only: bool) -> int:
         """Hands primaries over along chains, from fuller to emptier seats. Returns the number of chains.

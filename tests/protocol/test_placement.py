@@ -307,6 +307,28 @@ def test_primaries_are_even_over_the_seats_that_may_have_them(situation: tuple) 
                     assert counts[w.primary] - counts[s.node] <= 1
 
 
+@settings(max_examples=300, deadline=None)
+@given(situations())
+def test_primaries_that_need_a_device_are_even_over_the_devices(situation: tuple) -> None:
+    seats, tasks, backups, holdings, needs_device, keep = situation
+    wishes = place(seats, tasks, backups, holdings, needs_device, keep)
+    counts = Counter(w.primary for t, w in wishes.items() if needs_device(t))
+    assert spread([counts[s.node] for s in seats if s.devices] or [0]) <= 1
+
+
+def test_tasks_that_need_a_device_change_places_with_others_where_nodes_with_one_come_and_go() -> None:
+    """Even numbers of primaries alone would leave one device with everything."""
+    needs = {0, 1, 2, 3}
+    alone = [Seat("a", "h", 1), Seat("b", "h")]
+    before = adopted(place(alone, 8, 1, {}, needs.__contains__))
+    assert {before[t].primary for t in needs} == {"a"}
+    grown = [*alone, Seat("c", "h", 1)]
+    wishes = place(grown, 8, 1, before, needs.__contains__)
+    assert Counter(wishes[t].primary for t in needs) == {"a": 2, "c": 2}
+    assert spread(leads(wishes, grown)) <= 1
+    assert place(grown, 8, 1, adopted(wishes), needs.__contains__) == wishes
+
+
 @settings(max_examples=200, deadline=None)
 @given(situations())
 def test_replicas_are_even_on_one_host(situation: tuple) -> None:
