@@ -2,6 +2,9 @@
 
 Whoever waits for the view to say something waits here, and a wait that a message from the future started is backed
 by a linearizable re-read: what a watch tells, a re-read also finds.
+
+Every commit changes `epoch`, at every node, and hardly anything else ever changes: who says that it looks at something
+else (`structure`) is not asked at each of them.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from taskgraph.coordination.api import Coordinator, WatchCompacted
 from taskgraph.errors import Unavailable
@@ -19,6 +23,8 @@ __all__ = ["ViewKeeper"]
 
 log = logging.getLogger("taskgraph.view")
 
+_Waiters = dict["asyncio.Future[None]", Callable[[JobView], bool]]  # in the order they began to wait
+
 
 class ViewKeeper:
     """One job's view, its waiters, and the transactions that were decided from it."""
@@ -27,15 +33,23 @@ class ViewKeeper:
         self.view = JobView(job)
         self._coordinator = coordinator
         self._refresh_s = refresh_s
-        self._waiters: dict[asyncio.Future[None], Callable[[JobView], bool]] = {}  # in the order they began to wait
+        self._waiters: _Waiters = {}
+        self._structure_waiters: _Waiters = {}
         self._listeners: list[Callable[[], None]] = []
+        self._structure_listeners: list[Callable[[], None]] = []
         self._notifying = False
         self._refreshing: asyncio.Lock = asyncio.Lock()
 
-    def on_change(self, listener: Callable[[], None]) -> Callable[[], None]:
-        """Calls `listener()` after every change of the view; returns how to stop that."""
-        self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener) if listener in self._listeners else None
+    def on_change(self, listener: Callable[[], None], *, structure: bool = False) -> Callable[[], None]:
+        """Calls `listener()` after every change of the view; returns how to stop that.
+
+        Args:
+            listener: must not wait.
+            structure: not where nothing but `epoch` changed.
+        """
+        listeners = self._structure_listeners if structure else self._listeners
+        listeners.append(listener)
+        return lambda: listeners.remove(listener) if listener in listeners else None
 
     async def load(self) -> None:
         """Lists everything; raises Unavailable."""
@@ -47,33 +61,40 @@ class ViewKeeper:
     async def run(self) -> None:
         """Watches for ever. Start it after `load`."""
         while True:
-            start = self.view.revision + 1
+            view = self.view
+            start = view.revision + 1
             try:
-                async for batch in self._coordinator.watch(self.view.keys.root, start):
-                    self.view.apply(batch.revision, batch.events)
-                    if batch.events:
+                async for batch in self._coordinator.watch(view.keys.root, start):
+                    structure = view.structure_revision
+                    view.apply(batch.revision, batch.events)
+                    if view.structure_revision != structure:
                         self.notify()
+                    elif batch.events:
+                        self._notify(self._waiters, self._listeners)
             except WatchCompacted:
                 log.info("the watch from revision %d was compacted away; listing again", start)
                 await self._load_persistently()
 
-    def when(self, predicate: Callable[[JobView], bool]) -> asyncio.Future[None]:
-        """A future that is done as soon as the view satisfies `predicate`; cancel it when it is not needed."""
+    def when(self, predicate: Callable[[JobView], bool], *, structure: bool = False) -> asyncio.Future[None]:
+        """A future that is done as soon as the view satisfies `predicate`; cancel it when it is not needed.
+
+        Args:
+            predicate: looks at the view, or at something whose changes `notify_later` is called for.
+            structure: it looks at nothing that `epoch` says.
+        """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if predicate(self.view):
             future.set_result(None)
         else:
-            self._waiters[future] = predicate
-            future.add_done_callback(self._forget)
+            waiters = self._structure_waiters if structure else self._waiters
+            waiters[future] = predicate
+            future.add_done_callback(partial(_forget, waiters))
         return future
 
-    def _forget(self, future: asyncio.Future[None]) -> None:
-        self._waiters.pop(future, None)
-
-    async def wait_until(self, predicate: Callable[[JobView], bool]) -> None:
-        """Returns as soon as the view satisfies `predicate`."""
+    async def wait_until(self, predicate: Callable[[JobView], bool], *, structure: bool = False) -> None:
+        """Returns as soon as the view satisfies `predicate`; see `when`."""
         if not predicate(self.view):
-            await self.when(predicate)
+            await self.when(predicate, structure=structure)
 
     async def wait_until_read(self, predicate: Callable[[JobView], bool]) -> None:
         """The same, for something that already happened: after `refresh_s` it re-reads etcd instead of waiting on."""
@@ -124,10 +145,18 @@ class ViewKeeper:
 
     def notify(self) -> None:
         """The view changed, or something that waits look at beside it: every wait is examined again."""
+        self._notify(self._structure_waiters, self._structure_listeners)
+        self._notify(self._waiters, self._listeners)
+
+    def _notify(self, waiters: _Waiters, listeners: list[Callable[[], None]]) -> None:
         view = self.view
-        for future in [future for future, predicate in self._waiters.items() if future.done() or predicate(view)]:
-            self._waiters.pop(future, None)
+        for future in [future for future, predicate in waiters.items() if future.done() or predicate(view)]:
+            waiters.pop(future, None)
             if not future.done():
                 future.set_result(None)
-        for listener in tuple(self._listeners):
+        for listener in tuple(listeners):
             listener()
+
+
+def _forget(waiters: _Waiters, future: asyncio.Future[None]) -> None:
+    waiters.pop(future, None)

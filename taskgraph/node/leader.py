@@ -111,12 +111,14 @@ class LeaderRole:
                 if self._node.spec.checkpoint is not None:
                     group.create_task(self.checkpointer.run(), name="checkpoints")
                 group.create_task(self._watch_stalls(), name="stalls")
+                group.create_task(self._look_again(), name="looking again")
                 await self._lead()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
     async def _lead(self) -> None:
-        stop = self._node.keeper.on_change(self._wake.set)
+        # A new epoch by itself gives nothing to decide: its reports do, when they are complete.
+        stop = self._node.keeper.on_change(self._wake.set, structure=True)
         try:
             while True:
                 self._wake.clear()
@@ -124,16 +126,15 @@ class LeaderRole:
                 if self._node.keeper.view.running:
                     self._begin()
                     await self._act()
-                await self._sleep()
+                await self._wake.wait()
         finally:
             stop()
 
-    async def _sleep(self) -> None:
-        try:
-            async with asyncio.timeout(_SETTLE_S):
-                await self._wake.wait()
-        except TimeoutError:
-            pass
+    async def _look_again(self) -> None:
+        """Nobody says that no report came for a while. Beside the role, which so arms no timer at each wait."""
+        while True:
+            await asyncio.sleep(_SETTLE_S)
+            self._wake.set()
 
     def _begin(self) -> None:
         stamp = self._node.keeper.view.stamp

@@ -457,7 +457,7 @@ class Primary:
             leader = view.primaries.get(0)
             report = self._report
             if report is None or leader is None or told == (report, leader.mod_revision):
-                other = self._node.keeper.when(partial(_other_leader, leader))
+                other = self._node.keeper.when(partial(_other_leader, leader), structure=True)
                 other.add_done_callback(self._report_again)
                 try:
                     await self._report_changed.wait()

@@ -54,7 +54,7 @@ class Router:
         self._looked_at = -1
         self._in_flight: dict[asyncio.Timeout, Callable[[JobView], bool]] = {}
         self._begun: dict[asyncio.Future[Reply], Callable[[JobView], bool]] = {}  # the same, without a task
-        keeper.on_change(self._abandon)
+        keeper.on_change(self._abandon, structure=True)
 
     def _abandon(self) -> None:
         """Ends calls that the view shows to be in vain: a frozen process neither answers nor breaks its session."""

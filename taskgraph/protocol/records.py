@@ -25,7 +25,9 @@ __all__ = [
 ]
 
 
-_NAMES: dict[type, frozenset[str]] = {}
+# Not `json.dumps` and `json.loads`: these make an encoder each time, and guess encodings. Each node reads one an epoch.
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+_decode = json.JSONDecoder().raw_decode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,19 +37,35 @@ class Record:
     writer: str = ""
 
     def to_bytes(self) -> bytes:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return json.dumps(values, separators=(",", ":")).encode()
+        return _encode({name: getattr(self, name) for name in _names(type(self))}).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         """Unknown fields are ignored, so that an older node reads a newer one's record; missing ones are an error."""
         try:
-            raw: dict[str, Any] = json.loads(data)
-            names = _NAMES.get(cls) or _NAMES.setdefault(cls, frozenset(f.name for f in fields(cls)))
-            values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items() if k in names}
-            return cls(**values)
+            raw: dict[str, Any]
+            raw, end = _decode(text := data.decode().strip())
+            if end != len(text):
+                raise ValueError("something follows it")
+            if not raw.keys() <= (names := _names(cls).keys()):
+                raw = {name: raw[name] for name in raw.keys() & names}
+            for name, value in raw.items():
+                if type(value) is list:
+                    raw[name] = tuple(value)
+            return cls(**raw)
         except (ValueError, TypeError, AttributeError) as error:
             raise DecodeError(f"not a {cls.__name__}: {data[:200]!r} ({error})") from error
+
+
+_NAMES: dict[type[Record], dict[str, None]] = {}
+
+
+def _names(cls: type[Record]) -> dict[str, None]:
+    """A record's fields, in order."""
+    found = _NAMES.get(cls)
+    if found is None:
+        found = _NAMES[cls] = dict.fromkeys(field.name for field in fields(cls))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

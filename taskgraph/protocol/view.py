@@ -75,22 +75,25 @@ class JobView:
     def apply(self, revision: int, events: Iterable[KeyEvent]) -> None:
         """Applies the events of complete revisions up to `revision`, in the order given."""
         for event in events:
-            if event.kv.mod_revision <= self.revision:
+            kv = event.kv
+            if kv.mod_revision <= self.revision:
                 continue  # a watch that was started again may repeat what a listing already held
             if event.kind == "put":
-                self._put(event.kv)
+                self._put(kv)
             else:
-                self._delete(event.kv.key)
-            if event.kv.key != self.keys.epoch:
-                self.structure_revision = event.kv.mod_revision
-        self.revision = max(self.revision, revision)
+                self._delete(kv.key)
+            if kv.key != self.keys.epoch:
+                self.structure_revision = kv.mod_revision
+        if revision > self.revision:
+            self.revision = revision
 
     def _put(self, kv: KeyValue) -> None:
+        if kv.key == self.keys.epoch:  # first, and not taken apart: one in every epoch, at every node
+            self.epoch = _versioned(EpochRecord, kv)
+            return
         match self._split(kv.key):
             case ["spec"]:
                 self.spec, self.spec_revision = kv.value, kv.mod_revision
-            case ["epoch"]:
-                self.epoch = _versioned(EpochRecord, kv)
             case ["status"]:
                 self.status = _versioned(StatusRecord, kv)
             case ["generation"]:

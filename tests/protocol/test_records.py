@@ -44,10 +44,16 @@ def test_a_newer_nodes_fields_are_ignored(record: Record) -> None:
     assert type(record).from_bytes(json.dumps(raw).encode()) == record
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"3", b'"x"', b"{}", b"\xff", b'{"epoch": 1}'])
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b"null", b"3", b'"x"', b"{}", b"\xff", b'{"epoch": 1}', b'{"epoch":1,"attempt":0}{}']
+)
 def test_what_is_no_record_is_refused_and_named(data: bytes) -> None:
     with pytest.raises(DecodeError, match="not a EpochRecord"):
         EpochRecord.from_bytes(data)
+
+
+def test_a_person_can_put_a_record() -> None:
+    assert EpochRecord.from_bytes(b' { "epoch": 3,\n"attempt": 1}\n') == EpochRecord(epoch=3, attempt=1)
 
 
 def test_a_person_can_read_a_record() -> None:

@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, Generic, TypeVar, cast
 from weakref import WeakSet
 
 import grpc
@@ -25,9 +25,6 @@ from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
 from taskgraph.coordination.etcd.methods import AUTHENTICATE, STATUS, Method
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import OutcomeUnknown, Unavailable
-
-if TYPE_CHECKING:
-    StreamCall = grpc.aio.StreamStreamCall[Message, Message]
 
 __all__ = ["Connection", "Stream", "pause_s"]
 
@@ -49,14 +46,14 @@ def pause_s(tries: int) -> float:
     return float(min(_LAST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(tries - 1, 10))) * random.uniform(0.5, 1.0)
 
 
-class Stream:
+class Stream(Generic[Response]):
     """One open bidirectional RPC.
 
     Attributes:
         left: calls to its endpoint failed, and it was cancelled for that; whoever reads it opens another.
     """
 
-    def __init__(self, call: StreamCall, endpoint: Endpoint) -> None:
+    def __init__(self, call: grpc.aio.StreamStreamCall[Message, Response], endpoint: Endpoint) -> None:
         self._call = call
         self.endpoint = endpoint
         self.left = False
@@ -64,10 +61,9 @@ class Stream:
     async def write(self, message: Message) -> None:
         await self._call.write(message)
 
-    async def read(self) -> Message | None:
-        """The next message, or None when the server ended the stream."""
-        message = await self._call.read()
-        return message if isinstance(message, Message) else None
+    def messages(self) -> AsyncGenerator[Response, None]:
+        """What comes, until the server ends the stream."""
+        return cast("AsyncGenerator[Response, None]", self._call.__aiter__())
 
     def cancel(self) -> None:
         self._call.cancel()
@@ -98,11 +94,12 @@ class Connection:
     def __init__(self, options: EtcdOptions) -> None:
         self.options = options
         self._channels = {endpoint: options.aio_channel(endpoint) for endpoint in options.endpoints}
+        self._calls: dict[tuple[Endpoint, str], Any] = {}  # what gRPC makes of a channel and a method's path
         self._current = 0
         self._token: str | None = None
         self._login = asyncio.Lock()
         self._closed = False
-        self._streams: WeakSet[Stream] = WeakSet()
+        self._streams: WeakSet[Stream[Any]] = WeakSet()
 
     @property
     def closed(self) -> bool:
@@ -132,7 +129,7 @@ class Connection:
         method: Method[Request, Response],
         request: Request,
         *,
-        what: str,
+        what: object,
         again: bool,
         timeout_s: float | None = None,
     ) -> Response:
@@ -141,7 +138,7 @@ class Connection:
         Args:
             method: which RPC.
             request: its request.
-            what: the call in words, for errors.
+            what: the call in words, for errors: a text, or something with one.
             again: whether it may be sent twice: reads, and writes for which twice is the same as once.
             timeout_s: the limit with all tries; None: that of the options.
 
@@ -157,16 +154,19 @@ class Connection:
         while (left := deadline - loop.time()) > 0 and not self._closed:
             endpoint, sent = self.endpoint, False
             try:
-                with self.told_apart(what):
-                    await self._enter(endpoint, left, connected=not again)
-                    sent = True
-                    return await self._once(endpoint, method, request, self._try_s(left))
+                await self._enter(endpoint, left, connected=not again)
+                sent = True
+                return await self._once(endpoint, method, request, self._try_s(left))
+            except (grpc.aio.UsageError, asyncio.CancelledError) as error:
+                if self._cut_off(error):
+                    break
+                raise
             except grpc.aio.AioRpcError as error:
                 details = _details(error)
                 tries.add(endpoint, details)
                 verdict = judge(error.code(), details)
                 if verdict is Verdict.REFUSED:
-                    raise refusal(what, error.code(), details) from error
+                    raise refusal(str(what), error.code(), details) from error
                 if verdict is Verdict.LOGIN and logins < 3:
                     logins, self._token = logins + 1, None
                     continue
@@ -184,7 +184,7 @@ class Connection:
             raise Unavailable(f"{what}: the connection to etcd was closed")
         raise Unavailable(f"{what}: no usable answer from etcd within {limit_s:g} s ({tries})")
 
-    async def stream(self, method: Method[Request, Response]) -> Stream:
+    async def stream(self, method: Method[Request, Response]) -> Stream[Response]:
         """Opens a stream on the endpoint in use. Its messages, and its errors, come when it is read.
 
         Raises:
@@ -195,7 +195,7 @@ class Connection:
         if self._closed:
             raise Unavailable(f"{method.name}: the connection to etcd was closed")
         await self._enter(endpoint, self.options.timeout_s, connected=False)
-        open_stream: grpc.aio.StreamStreamMultiCallable[Message, Message] = self._channels[endpoint].stream_stream(
+        open_stream: grpc.aio.StreamStreamMultiCallable[Message, Response] = self._channels[endpoint].stream_stream(
             method.path, method.request.SerializeToString, method.response.FromString
         )
         # `hasleader`: a member cut off from the majority ends the stream instead of staying silent.
@@ -242,9 +242,11 @@ class Connection:
     async def _once(
         self, endpoint: Endpoint, method: Method[Request, Response], request: Request, timeout_s: float
     ) -> Response:
-        send = self._channels[endpoint].unary_unary(
-            method.path, method.request.SerializeToString, method.response.FromString
-        )
+        send = self._calls.get((endpoint, method.path))
+        if send is None:
+            send = self._calls[endpoint, method.path] = self._channels[endpoint].unary_unary(
+                method.path, method.request.SerializeToString, method.response.FromString
+            )
         answer = await send(request, timeout=timeout_s, metadata=self._credentials())
         assert isinstance(answer, method.response)
         return answer
@@ -261,15 +263,15 @@ class Connection:
         """
         try:
             yield
-        except grpc.aio.UsageError as error:
-            if self._closed:
+        except (grpc.aio.UsageError, asyncio.CancelledError) as error:
+            if self._cut_off(error):
                 raise Unavailable(f"{what}: the connection to etcd was closed") from error
             raise
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if self._closed and (task is None or not task.cancelling()):
-                raise Unavailable(f"{what}: the connection to etcd was closed") from error
-            raise
+
+    def _cut_off(self, error: BaseException) -> bool:
+        """Whether gRPC raised it because this connection was closed, and not because the caller is cancelled."""
+        task = asyncio.current_task()
+        return self._closed and (isinstance(error, grpc.aio.UsageError) or task is None or not task.cancelling())
 
 
 def _details(error: grpc.aio.AioRpcError) -> str:

@@ -35,7 +35,11 @@ def event(told: v3.Event) -> KeyEvent:
 
 def writes(txn: Txn) -> bool:
     """Whether either branch changes anything."""
-    return any(not isinstance(op, Get) for op in (*txn.success, *txn.failure))
+    for branch in (txn.success, txn.failure):
+        for op in branch:
+            if not isinstance(op, Get):
+                return True
+    return False
 
 
 def txn_request(txn: Txn) -> v3.TxnRequest:

@@ -143,7 +143,7 @@ class EtcdCoordinator:
             CoordinationError: etcd refuses it (too large, a key written twice, no permission).
         """
         answer = await self._connection.call(
-            TXN, convert.txn_request(txn), what=_describe(txn), again=not convert.writes(txn)
+            TXN, convert.txn_request(txn), what=_Described(txn), again=not convert.writes(txn)
         )
         return convert.txn_result(answer)
 
@@ -206,9 +206,16 @@ class EtcdCoordinator:
         await self._revoke(lease_id, min(_REVOKE_S, self._connection.options.timeout_s))
 
 
-def _describe(txn: Txn) -> str:
-    """A transaction in a few words, for errors: the keys it is about."""
-    ops = txn.success or txn.failure
-    keys = dict.fromkeys(op.key for op in (*ops, *txn.compares))
-    shown = ", ".join(list(keys)[:3])
-    return f"transaction on {shown}{', ...' if len(keys) > 3 else ''}"
+class _Described:
+    """A transaction in a few words, the keys it is about: only put together where an error needs them."""
+
+    __slots__ = ("_txn",)
+
+    def __init__(self, txn: Txn) -> None:
+        self._txn = txn
+
+    def __str__(self) -> str:
+        ops = self._txn.success or self._txn.failure
+        keys = dict.fromkeys(op.key for op in (*ops, *self._txn.compares))
+        shown = ", ".join(list(keys)[:3])
+        return f"transaction on {shown}{', ...' if len(keys) > 3 else ''}"

@@ -10,6 +10,7 @@ the store's current revision. Only the events themselves, and progress notices, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator
 
@@ -33,31 +34,27 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
     position = start_revision  # the first revision not delivered yet
     failures = 0
     while True:
-        stream: Stream | None = None
+        stream: Stream[v3.WatchResponse] | None = None
         endpoint = connection.endpoint
         try:
-            with connection.told_apart(f"watch of {prefix!r}"):
+            with connection.told_apart(f"watch of {prefix!r}"):  # once, not for every event: it is a part of its cost
                 stream = await connection.stream(WATCH)
                 await stream.write(_create(prefix, position))
-            while True:
-                with connection.told_apart(f"watch of {prefix!r}"):
-                    answer = await stream.read()
-                if not isinstance(answer, v3.WatchResponse):
-                    reason = "etcd ended the stream"
-                    break
-                if answer.canceled:
-                    reason = _canceled(answer, connection, prefix, position)
-                    break
-                if failures and not answer.created:
-                    failures = 0
-                if answer.created:
-                    if failures:
-                        log.info("watch of %r goes on at etcd %s", prefix, endpoint.target)
-                    continue
-                batch = _batch(answer, position)
-                if batch is not None:
-                    position = batch.revision + 1
-                    yield batch
+                reason = "etcd ended the stream"
+                async with contextlib.aclosing(stream.messages()) as messages:
+                    async for answer in messages:
+                        if answer.canceled:
+                            reason = _canceled(answer, connection, prefix, position)
+                            break
+                        if answer.created:
+                            if failures:
+                                log.info("watch of %r goes on at etcd %s", prefix, endpoint.target)
+                            continue
+                        failures = 0
+                        batch = _batch(answer, position)
+                        if batch is not None:
+                            position = batch.revision + 1
+                            yield batch
         except grpc.aio.AioRpcError as error:
             reason = error.details() or error.code().name
             verdict = judge(error.code(), reason)
@@ -115,5 +112,5 @@ def _batch(answer: v3.WatchResponse, position: int) -> WatchBatch | None:
     if not answer.events:
         revision = answer.header.revision
         return WatchBatch(revision, ()) if revision >= position else None
-    events = tuple(convert.event(told) for told in answer.events if told.kv.mod_revision >= position)
+    events = tuple([convert.event(told) for told in answer.events if told.kv.mod_revision >= position])
     return WatchBatch(events[-1].kv.mod_revision, events) if events else None

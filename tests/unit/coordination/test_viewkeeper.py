@@ -1,0 +1,118 @@
+"""The view's keeper: who is woken by what."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from taskgraph.coordination.api import Coordinator
+from taskgraph.coordination.viewkeeper import ViewKeeper
+from taskgraph.protocol.kv import Op, Put, Txn
+from taskgraph.protocol.records import EpochRecord, PrimaryRecord, Record
+from taskgraph.protocol.view import JobView
+
+
+class Job:
+    """A job's keys, one keeper that watches them, and what it told: to whom looks at all, and at the structure."""
+
+    def __init__(self, node: Coordinator, name: str) -> None:
+        self.node = node
+        self.keeper = ViewKeeper(node, name, refresh_s=1.0)
+        self.changes = self.structures = 0
+        self.keeper.on_change(self._changed)
+        self.keeper.on_change(self._structured, structure=True)
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+    def _structured(self) -> None:
+        self.structures += 1
+
+    async def put(self, *records: tuple[str, Record]) -> None:
+        """Returns when the keeper's view holds it."""
+        ops: tuple[Op, ...] = tuple(Put(key, record.to_bytes()) for key, record in records)
+        await self.keeper.caught_up((await self.node.txn(Txn(success=ops))).revision)
+
+    async def put_epoch(self, epoch: int) -> None:
+        await self.put((self.keeper.view.keys.epoch, EpochRecord(epoch=epoch, attempt=0)))
+
+
+@pytest.fixture
+async def job(cluster, node: Coordinator) -> AsyncIterator[Job]:
+    job = Job(node, cluster.prefix.strip("/").replace("/", "-"))
+    await job.keeper.load()
+    watching = asyncio.create_task(job.keeper.run())
+    await job.put_epoch(0)
+    yield job
+    watching.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watching
+
+
+async def test_a_commit_wakes_who_looks_at_the_epoch_and_nobody_else(job: Job) -> None:
+    asked: list[int] = []
+
+    def of_the_structure(view: JobView) -> bool:
+        asked.append(view.revision)
+        return 3 in view.primaries
+
+    waiting = job.keeper.when(of_the_structure, structure=True)
+    next_epoch = job.keeper.when(lambda view: view.stamp is not None and view.stamp.epoch == 2)
+    changes, structures, asked_before = job.changes, job.structures, len(asked)
+    await job.put_epoch(1)
+    assert not next_epoch.done()
+    await job.put_epoch(2)
+    await next_epoch
+    assert (job.changes - changes, job.structures - structures, len(asked) - asked_before) == (2, 0, 0)
+    assert not waiting.done()
+    await job.put((job.keeper.view.keys.primary(3), PrimaryRecord(node="n1", term=1, stateful=True)))
+    await waiting
+    assert (job.changes - changes, job.structures - structures) == (3, 1)
+
+
+async def test_what_changes_beside_the_epoch_in_one_transaction_wakes_all(job: Job) -> None:
+    waiting = job.keeper.when(lambda view: 0 in view.primaries, structure=True)
+    structures = job.structures
+    keys = job.keeper.view.keys
+    await job.put(
+        (keys.epoch, EpochRecord(epoch=1, attempt=0)),
+        (keys.primary(0), PrimaryRecord(node="n1", term=1, stateful=True)),
+    )
+    await waiting
+    assert job.structures == structures + 1
+
+
+async def test_a_listing_and_a_nudge_wake_all(job: Job) -> None:
+    beside = False
+    waiting = job.keeper.when(lambda _: beside, structure=True)
+    await job.keeper.load()
+    assert (job.changes, job.structures) == (3, 2)  # two listings; the first epoch by the watch
+    assert not waiting.done()
+    beside = True
+    job.keeper.notify_later()
+    job.keeper.notify_later()
+    await waiting
+    assert (job.changes, job.structures) == (4, 3)
+
+
+async def test_who_gave_up_waiting_is_not_asked_again_and_a_listener_stops(job: Job) -> None:
+    asked = 0
+
+    def never(_: JobView) -> bool:
+        nonlocal asked
+        asked += 1
+        return False
+
+    for structure in (False, True):
+        waiting = job.keeper.when(never, structure=structure)
+        stop = job.keeper.on_change(lambda: never(job.keeper.view), structure=structure)
+        waiting.cancel()
+        stop()
+        stop()
+    await asyncio.sleep(0)
+    asked = 0
+    await job.keeper.load()
+    assert asked == 0
