@@ -81,12 +81,17 @@ def _frames() -> tuple[Target, list[bytes]]:
             value = None if parsed.digest is None else m.Encoded(incoming.meta(), incoming.buffers(), parsed.digest)
             parsed.message(value)
 
+        def on_whole(kind: Kind, call: int, header: bytes, meta: bytes) -> None:
+            wire.parse_whole(header, meta)
+
         reader = FrameReader(
             HELLO_LIMITS if stranger else open_limits,
             on_open=on_open,
             on_complete=on_complete,
+            on_whole=on_whole,
             on_control=lambda head, header: None,
         )
+        reader.whole = () if stranger else (Kind.CALL,)
         rest = memoryview(data)[1:]
         with contextlib.suppress(DecodeError):
             while rest:

@@ -62,7 +62,7 @@ class Encoded:
 
     @property
     def size_bytes(self) -> int:
-        return len(self.meta) + sum(b.nbytes for b in self.buffers)
+        return len(self.meta) + sum(b.nbytes for b in self.buffers) if self.buffers else len(self.meta)
 
 
 class Reason:

@@ -36,7 +36,9 @@ def answer_now(serve: Serve, caller: str, call: Call) -> Reply | asyncio.Future[
         reply = now(caller, call)
     except Exception as error:
         return _refusal(error, caller, call)
-    return reply if reply is None or isinstance(reply, asyncio.Future) else _checked(reply, caller, call)
+    if type(reply) is REPLY_OF[type(call)] or reply is None or isinstance(reply, asyncio.Future):
+        return reply
+    return _checked(reply, caller, call)
 
 
 def answered(future: asyncio.Future[Reply], caller: str, call: Call) -> Reply:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import cast
+from typing import Final
 
 from taskgraph.errors import DecodeError
 from taskgraph.protocol.messages import Accepted, Encoded, Item, Message, Pull, Report, Stamp
 
-__all__ = ["MARK", "pack", "unpack"]
+__all__ = ["MARK", "PACK", "unpack"]
 
 MARK = 0
 """The first byte of a compact header."""
@@ -27,34 +27,21 @@ _ACCEPTED_HEAD = struct.Struct("!BBq")  # term
 _DONE, _FINISH, _NUMBERS, _PREVIOUS = 1, 2, 4, 8  # the last two: an empty dict, where it is none otherwise
 _FLAGS = _DONE | _FINISH | _NUMBERS | _PREVIOUS
 
-Made = tuple[type, bytes | None, Callable[[Encoded | None], Message]]
 
-
-def pack(message: Message) -> bytes | None:
-    """The header, or None where the message has no compact one."""
-    pack_one = _PACK.get(type(message))
-    if pack_one is None:
-        return None
-    try:
-        return pack_one(message)
-    except struct.error:  # a number that does not fit
-        return None
-
-
-def unpack(data: bytes) -> Made:
-    """(class, digest of the value to come or None, what makes the message of that value).
+def unpack(data: bytes, meta: bytes = b"") -> tuple[Message, Encoded | None]:
+    """The message, and the value in it where it has one: of `meta`, and without buffers.
 
     Raises:
-        DecodeError: not a header that `pack` makes.
+        DecodeError: not a header that one of `PACK` makes.
     """
-    kind = data[1] if len(data) > 1 else 0
-    unpack_one = _UNPACK.get(kind)
-    if unpack_one is None:
+    kind = data[1] if data[1:] else 0
+    if kind not in _UNPACK:
         raise DecodeError(f"a compact header of unknown kind {kind}")
     try:
-        return unpack_one(data)
+        message = _UNPACK[kind](data, meta)
     except (struct.error, UnicodeDecodeError) as error:
         raise DecodeError(f"a compact header of kind {kind} that cannot be read: {error}") from None
+    return message, message.value if type(message) is Item else None
 
 
 def _pack_pull(message: Pull) -> bytes:
@@ -62,10 +49,9 @@ def _pack_pull(message: Pull) -> bytes:
     return _PULL_HEAD.pack(MARK, _PULL, attempt, epoch, message.sender, message.sender_term, message.task) + tag
 
 
-def _unpack_pull(data: bytes) -> Made:
+def _unpack_pull(data: bytes, _: bytes) -> Pull:
     _, _, attempt, epoch, sender, sender_term, task = _PULL_HEAD.unpack_from(data)
-    message = Pull(Stamp(attempt, epoch), sender, sender_term, task, data[_PULL_HEAD.size :].decode())
-    return Pull, None, lambda _: message
+    return Pull(Stamp(attempt, epoch), sender, sender_term, task, data[_PULL_HEAD.size :].decode())
 
 
 def _pack_item(message: Item) -> bytes:
@@ -73,10 +59,9 @@ def _pack_item(message: Item) -> bytes:
     return _ITEM_HEAD.pack(MARK, _ITEM, attempt, epoch, message.term, message.value.digest) + tag
 
 
-def _unpack_item(data: bytes) -> Made:
+def _unpack_item(data: bytes, meta: bytes) -> Item:
     _, _, attempt, epoch, term, digest = _ITEM_HEAD.unpack_from(data)
-    stamp, tag = Stamp(attempt, epoch), data[_ITEM_HEAD.size :].decode()
-    return Item, digest, lambda value: Item(stamp, term, tag, cast(Encoded, value))
+    return Item(Stamp(attempt, epoch), term, data[_ITEM_HEAD.size :].decode(), Encoded(meta, (), digest))
 
 
 def _pack_report(message: Report) -> bytes | None:
@@ -91,12 +76,12 @@ def _pack_report(message: Report) -> bytes | None:
     return _REPORT_HEAD.pack(MARK, _REPORT, attempt, epoch, message.task, message.term, flags, message.version, *sums)
 
 
-def _unpack_report(data: bytes) -> Made:
+def _unpack_report(data: bytes, _: bytes) -> Report:
     _exactly(data, _REPORT_HEAD)
     _, _, attempt, epoch, task, term, flags, version, sent, received = _REPORT_HEAD.unpack(data)
     if flags & ~_FLAGS:
         raise DecodeError(f"a report with unknown flags {flags}")
-    message = Report(
+    return Report(
         Stamp(attempt, epoch),
         task,
         term,
@@ -108,17 +93,15 @@ def _unpack_report(data: bytes) -> Made:
         numbers={} if flags & _NUMBERS else None,
         previous={} if flags & _PREVIOUS else None,
     )
-    return Report, None, lambda _: message
 
 
 def _pack_accepted(message: Accepted) -> bytes:
     return _ACCEPTED_HEAD.pack(MARK, _ACCEPTED, message.term)
 
 
-def _unpack_accepted(data: bytes) -> Made:
+def _unpack_accepted(data: bytes, _: bytes) -> Accepted:
     _exactly(data, _ACCEPTED_HEAD)
-    message = Accepted(_ACCEPTED_HEAD.unpack(data)[2])
-    return Accepted, None, lambda _: message
+    return Accepted(_ACCEPTED_HEAD.unpack(data)[2])
 
 
 def _exactly(data: bytes, head: struct.Struct) -> None:
@@ -126,13 +109,16 @@ def _exactly(data: bytes, head: struct.Struct) -> None:
         raise DecodeError(f"a compact header of {len(data)} bytes; that kind has {head.size}")
 
 
-_PACK: dict[type, Callable[..., bytes | None]] = {
+PACK: Final[dict[type, Callable[..., bytes | None]]] = {
     Pull: _pack_pull,
     Item: _pack_item,
     Report: _pack_report,
     Accepted: _pack_accepted,
 }
-_UNPACK: dict[int, Callable[[bytes], Made]] = {
+"""What makes the header of a message of that class: None where it has no compact one after all; it raises
+`struct.error` where a number does not fit."""
+
+_UNPACK: dict[int, Callable[[bytes, bytes], Message]] = {
     _PULL: _unpack_pull,
     _ITEM: _unpack_item,
     _REPORT: _unpack_report,

@@ -8,14 +8,15 @@ same call, so that a large value never stands between two small messages for lon
 
 `FrameReader` does no I/O: a protocol asks it where the next bytes go and tells it how many came. Large buffers are
 received where they will stay; everything else passes a small reusable buffer. Every size is checked against a
-bound before anything is allocated for it.
+bound before anything is allocated for it. A small message that lies whole in that buffer, as most do, is taken out of
+it at once; whatever is larger, cut, or not right is read step by step.
 """
 
 from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -41,6 +42,7 @@ __all__ = [
     "Limits",
     "OtherVersion",
     "pack_frame",
+    "pack_whole",
 ]
 
 PROTOCOL_VERSION = 1
@@ -64,6 +66,7 @@ _HEAD = struct.Struct("!2sBBQIIIQQ")
 HEAD_BYTES = _HEAD.size
 _CLEARED_BYTES = 4 << 10
 _SCRATCH_BYTES = 64 << 10  # the reusable receive buffer of a session
+_WHOLE_BYTES = _SCRATCH_BYTES  # a longer message is not taken whole, even where a large header made the buffer grow
 _DIGESTED_BYTES = 256 << 10  # values with this much bulk, and less meta, are digested as they come
 _DIRECT_BYTES = 32 << 10  # a rest at least this long is received in place; below, one more copy is cheaper than a read
 
@@ -173,6 +176,12 @@ def pack_frame(head: Head, sizes: Sequence[int] = (), header: bytes = b"") -> by
     if sizes:
         return b"".join((head.pack(), struct.pack(f"!{len(sizes)}Q", *sizes), header))
     return head.pack() + header
+
+
+def pack_whole(kind: Kind, call: int, header: bytes, meta: bytes = b"") -> bytes:
+    """A frame that is all of its message: no value, or one of nothing but meta."""
+    size = len(meta)
+    return _HEAD.pack(_MAGIC, PROTOCOL_VERSION, kind, call, len(header), 0, size, size, size) + header + meta
 
 
 def _allocate(size_bytes: int, allocate: Allocate) -> memoryview:
@@ -299,7 +308,12 @@ class FrameReader:
             nothing is allocated yet. Returns the `Incoming` that takes the payload, or None: the payload is
             skipped then. Raises DecodeError.
         on_complete: called with an `Incoming` that has all of its payload.
+        on_whole: called with (kind, call, header, meta) of a message that came whole, in place of `on_open` and
+            `on_complete`. Its value, if it has one, has no buffers. Raises DecodeError.
         on_control: called with (head, header) of any other frame but chunks.
+
+    Attributes:
+        whole: kinds of messages that `on_whole` takes; none unless told.
 
     A `DecodeError` from `received` is final: the stream cannot be read any further.
     """
@@ -310,13 +324,16 @@ class FrameReader:
         *,
         on_open: Callable[[Head, tuple[int, ...], bytes], Incoming | None],
         on_complete: Callable[[Incoming], None],
+        on_whole: Callable[[Kind, int, bytes, bytes], None],
         on_control: Callable[[Head, bytes], None],
     ) -> None:
         self.limits = limits
+        self.whole: Collection[Kind] = ()
         self._on_open = on_open
         self._on_complete = on_complete
+        self._on_whole = on_whole
         self._on_control = on_control
-        self._partial: dict[tuple[Kind, int], Incoming] = {}
+        self._partial: dict[int, Incoming] = {}  # by call: a session carries calls one way and replies the other
         self._memory = bytearray(_SCRATCH_BYTES)
         self._scratch = memoryview(self._memory)
         self._start = 0  # unread bytes of the scratch buffer: from here
@@ -339,18 +356,21 @@ class FrameReader:
         self._partial.clear()
         self._sink = None
 
-    def drop(self, kind: Kind, call: int) -> None:
+    def drop(self, call: int) -> None:
         """Forgets a message that is being received; what is still coming of it is skipped."""
-        dropped = self._partial.pop((kind, call), None)
+        dropped = self._partial.pop(call, None)
         if dropped is not None and dropped is self._sink:
             self._sink = None
 
-    def buffer(self) -> memoryview:
-        """Where the next bytes go. Valid until `received`; never empty."""
+    def buffer(self, _: int = -1) -> memoryview:
+        """Where the next bytes go. Valid until `received`; never empty. (The argument is `asyncio`'s size hint.)"""
         self._direct = None
         if self._stopped:
             self._start = self._end = 0
             return self._scratch
+        if self._start == self._end and not self._body and self._scratch.nbytes == _SCRATCH_BYTES:
+            self._start = self._end = 0
+            return self._scratch  # as a rule
         if self._body and self._sink is not None and self._start == self._end:
             room = self._sink.room()
             if min(room.nbytes, self._body) >= _DIRECT_BYTES:
@@ -367,8 +387,9 @@ class FrameReader:
             self._end_of_body()
             return
         self._end += count
-        while not self._stopped and self._step():
-            pass
+        while not self._stopped and (self._start < self._end or self._head is not None):
+            if not self._take_whole() and not self._step():
+                return
 
     def _make_room(self) -> None:
         """Moves what is unread to the front where the next step would not fit behind it."""
@@ -389,6 +410,29 @@ class FrameReader:
         else:
             self._memory[:unread] = bytes(self._scratch[self._start : self._end])
         self._start, self._end = 0, unread
+
+    def _take_whole(self) -> bool:
+        """Takes a message that lies whole in the scratch buffer; there may be many of them in it.
+
+        What it leaves, for whatever reason, `_step` reads, and refuses where it has to be refused.
+        """
+        start = self._start
+        if self._end - start < HEAD_BYTES or self._head is not None or self._body:
+            return False
+        magic, version, kind, call, header, buffers, body, payload, meta = _HEAD.unpack_from(self._memory, start)
+        if kind not in self.whole or magic != _MAGIC or version != PROTOCOL_VERSION or call in self._partial:
+            return False
+        start += HEAD_BYTES
+        middle = start + header
+        end = middle + meta
+        if buffers or body != meta or payload != meta or end > self._end or end - start > _WHOLE_BYTES:
+            return False
+        if header > self.limits.header or payload > self.limits.payload:
+            return False
+        self._start = end
+        data = self._scratch  # used again: what is handed on is a copy
+        self._on_whole(_KINDS[kind], call, bytes(data[start:middle]), bytes(data[middle:end]))
+        return True
 
     def _step(self) -> bool:
         """Takes one thing off the scratch buffer; False if it holds too little for that."""
@@ -419,17 +463,15 @@ class FrameReader:
             carried = head.meta + sum(size for size in sizes if not size & LENT)
             if carried != head.payload:
                 raise DecodeError(f"sizes that make {carried} bytes in a payload of {head.payload}")
-            key = (head.kind, head.call)
-            if key in self._partial:
+            if head.call in self._partial:
                 raise DecodeError(f"call {head.call} is opened twice")
             incoming = self._on_open(head, sizes, header)
             if incoming is not None and not self._stopped:
-                self._partial[key] = incoming
+                self._partial[head.call] = incoming
             self._sink, self._body = incoming, head.body
             self._end_of_body()
         elif head.kind is Kind.CHUNK:
-            # A session carries calls one way and replies the other: at most one of the two is being received.
-            sink = self._partial.get((Kind.CALL, head.call)) or self._partial.get((Kind.REPLY, head.call))
+            sink = self._partial.get(head.call)
             if sink is not None and head.body > sink.missing:
                 raise DecodeError(f"a chunk of {head.body} bytes where {sink.missing} are missing")
             self._sink, self._body = sink, head.body
@@ -452,5 +494,5 @@ class FrameReader:
         if self._body == 0:
             self._sink = None
         if sink is not None and sink.missing == 0 and not self._stopped:
-            self._partial.pop((sink.head.kind, sink.head.call), None)
+            self._partial.pop(sink.head.call, None)
             self._on_complete(sink)

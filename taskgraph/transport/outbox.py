@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from taskgraph.protocol.messages import Encoded
-from taskgraph.transport.frames import CHUNK_BYTES, INLINE_BYTES, LENT, Head, Kind, pack_frame
+from taskgraph.transport.frames import CHUNK_BYTES, INLINE_BYTES, LENT, Head, Kind, pack_frame, pack_whole
 
 __all__ = ["Outbox"]
 
@@ -94,12 +94,20 @@ class Outbox:
         if self._closed:
             return
         if value is None:
-            self._small.append((call, pack_frame(Head(kind, call, len(header)), (), header)))
+            frame = pack_whole(kind, call, header)
+        elif not value.buffers and len(value.meta) <= INLINE_BYTES:
+            frame = pack_whole(kind, call, header, value.meta)
         else:
-            self._send_value(kind, call, header, value, lent)
-        self._pump()
+            self._queue_value(kind, call, header, value, lent)
+            self._pump()
+            return
+        if self._paused or self._small:
+            self._small.append((call, frame))
+            self._pump()
+        else:
+            self._write(frame)
 
-    def _send_value(self, kind: Kind, call: int, header: bytes, value: Encoded, lent: Collection[int]) -> None:
+    def _queue_value(self, kind: Kind, call: int, header: bytes, value: Encoded, lent: Collection[int]) -> None:
         sizes = [buffer.nbytes for buffer in value.buffers]
         carried: Sequence[memoryview] = value.buffers
         if lent:
@@ -117,6 +125,8 @@ class Outbox:
 
     def drop(self, call: int) -> bool:
         """Sends nothing more of that call. Returns whether the peer has seen, or will see, some of it."""
+        if self.idle:
+            return True
         before = len(self._small) + len(self._waiting)
         if self._small:
             self._small = deque(entry for entry in self._small if entry[0] != call)

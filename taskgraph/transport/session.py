@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, cast
 
 from taskgraph.errors import DecodeError, PeerLost
@@ -62,6 +63,8 @@ class Owner(Protocol):
     max_value_bytes: int
     mappings: Mappings
     digesting: Digesting | None
+    verified_now: Callable[[Encoded], bool]
+    """Whether the digest fits; called on the event loop, with values below `VERIFY_AT_ONCE_BYTES`."""
 
     def connected(self, session: Session) -> None:
         """The connection exists; nothing is proven."""
@@ -76,10 +79,7 @@ class Owner(Protocol):
         """Called once after `ended`: the socket is closed."""
 
     async def verified(self, value: Encoded) -> bool:
-        """Whether the digest fits."""
-
-    def verified_now(self, value: Encoded) -> bool:
-        """The same on the event loop, for values below `VERIFY_AT_ONCE_BYTES`."""
+        """The same in a thread, where the value is large."""
 
     def allocate(self, nbytes: int) -> Block | None:
         """Memory to receive into."""
@@ -89,14 +89,16 @@ class Session(asyncio.BufferedProtocol):
     """What both directions share: hello, frames, the end.
 
     Attributes:
+        open: the hello is done, and nothing has ended it.
         peer: the node of the other side, once open.
-        probe: only the hello was wanted.
+        probe: only the hello was wanted; known once open.
         clean: a goodbye was said, by either side.
         why: what ended it, or "" while it lives.
         cut_off: it ended because the connection did, without a word from either side.
     """
 
-    _opening_kind: ClassVar[Kind]
+    _opening_kinds: ClassVar[tuple[Kind, ...]]
+    get_buffer: Callable[[int], memoryview]  # type: ignore[assignment]  # only for want of the argument's name
 
     def __init__(self, owner: Owner, hello: Dialling | Answering, *, hello_s: float) -> None:
         self._owner = owner
@@ -107,30 +109,26 @@ class Session(asyncio.BufferedProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._outbox = Outbox(self._write, self._loop.call_soon)
         self._reader = FrameReader(
-            HELLO_LIMITS, on_open=self._on_open, on_complete=self._on_complete, on_control=self._on_control
+            HELLO_LIMITS,
+            on_open=self._on_open,
+            on_complete=self._on_complete,
+            on_whole=self._on_whole,
+            on_control=self._on_control,
         )
+        self.get_buffer = self._reader.buffer
         self._lending = Lending(self._loop.time)
         self._borrowing = Borrowing(self._loop, self._return)
+        self.open = False
+        self.peer = ""
+        self.probe = False
         self.where = ""
         self.clean = False
         self.why = ""
         self.cut_off = False
 
     @property
-    def peer(self) -> str:
-        return self._hello.peer
-
-    @property
-    def probe(self) -> bool:
-        return self._hello.probe
-
-    @property
     def encrypted(self) -> bool:
         return bool(self._hello.binding)
-
-    @property
-    def open(self) -> bool:
-        return self._hello.done and not self.why
 
     # The event loop's side.
 
@@ -143,9 +141,6 @@ class Session(asyncio.BufferedProtocol):
         self._owner.connected(self)
         if isinstance(self._hello, Dialling):
             self._send_hello(self._hello.open())
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._reader.buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
         try:
@@ -216,7 +211,9 @@ class Session(asyncio.BufferedProtocol):
     def _opened(self) -> None:
         assert self._timer is not None
         self._timer.cancel()
+        self.open, self.peer, self.probe = True, self._hello.peer, self._hello.probe
         self._reader.limits = Limits(MAX_HEADER_BYTES, MAX_BUFFERS, self._owner.max_value_bytes)
+        self._reader.whole = self._opening_kinds
         assert self._transport is not None
         if pid := process_behind(self._transport.get_extra_info("socket")):
             self._borrowing.start(pid, self._owner.mappings)
@@ -247,7 +244,7 @@ class Session(asyncio.BufferedProtocol):
     def _on_open(self, head: Head, sizes: tuple[int, ...], header: bytes) -> Incoming | None:
         if not self._hello.done:
             raise DecodeError(f"a {head.kind.name} before the hello")
-        if head.kind is not self._opening_kind:
+        if head.kind not in self._opening_kinds:
             raise DecodeError(f"a {head.kind.name} in the wrong direction")
         lengths = [size ^ LENT for size in sizes if size & LENT]
         references, header = self._borrowing.read(header, lengths) if lengths else ((), header)
@@ -256,7 +253,7 @@ class Session(asyncio.BufferedProtocol):
         parsed = wire.parse_header(header)
         if parsed.digest is None and (head.payload or sizes):
             raise DecodeError(f"a {parsed.cls.__name__} with a payload")
-        if not self._admits(head, parsed):
+        if not self._admits(head.call, parsed.cls):
             self._borrowing.refuse(references)
             return None
         try:
@@ -273,8 +270,21 @@ class Session(asyncio.BufferedProtocol):
             self._no_memory(head)
             return None
 
-    def _admits(self, head: Head, parsed: wire.ParsedHeader) -> bool:
+    def _on_whole(self, kind: Kind, call: int, header: bytes, meta: bytes) -> None:
+        """A small message, without a stop between its header and its value: `_on_open` and `_on_complete` in one."""
+        message, value = wire.parse_whole(header, meta)
+        if not self._admits(call, type(message)):
+            return
+        if value is not None and not self._owner.verified_now(value):
+            raise _corrupted(type(message), value)
+        self._take(call, message)
+
+    def _admits(self, call: int, cls: type) -> bool:
         """Whether to receive this message (False: skip it). Raises DecodeError."""
+        raise NotImplementedError
+
+    def _take(self, call: int, message: Any) -> None:
+        """A message that was admitted is here, and whole."""
         raise NotImplementedError
 
     def _no_memory(self, head: Head) -> None:
@@ -320,11 +330,8 @@ class Session(asyncio.BufferedProtocol):
         parsed = incoming.parsed
         try:
             if not whole:
-                size = value.size_bytes if value is not None else 0
-                raise DecodeError(
-                    f"a corrupted value: the {size} bytes of a {parsed.cls.__name__} "
-                    "do not have the digest they were sent with"
-                )
+                assert value is not None
+                raise _corrupted(parsed.cls, value)
             return parsed.message(value)
         except DecodeError as error:
             if not self.why:
@@ -347,6 +354,7 @@ class Session(asyncio.BufferedProtocol):
         if self.why:
             return
         self.why = why
+        self.open = False
         if self._timer is not None:
             self._timer.cancel()
         self._reader.stop()
@@ -385,3 +393,10 @@ class Session(asyncio.BufferedProtocol):
     def _release(self) -> None:
         """Lets go of everybody who waits for this session."""
         raise NotImplementedError
+
+
+def _corrupted(cls: type, value: Encoded) -> DecodeError:
+    size = value.size_bytes
+    return DecodeError(
+        f"a corrupted value: the {size} bytes of a {cls.__name__} do not have the digest they were sent with"
+    )

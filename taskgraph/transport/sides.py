@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from taskgraph.errors import DecodeError, PeerLost, Refused
-from taskgraph.protocol.messages import Call, Reason, Refusal, Reply
+from taskgraph.errors import DecodeError, PeerLost, Refused, TransportError
+from taskgraph.protocol.messages import Call, Encoded, Reason, Refusal, Reply
 from taskgraph.transport import wire
 from taskgraph.transport.calls import answer, answer_later, answer_now, answered, describe
 from taskgraph.transport.frames import Head, Incoming, Kind
@@ -27,20 +26,40 @@ MAX_CALLS = 1 << 17
 _TRIES = 4
 
 
-@dataclass(eq=False, slots=True)
-class _Pending:
-    """A call that waits for its reply."""
+class _Pending(asyncio.Future[Reply]):
+    """A call that waits for its reply: the future of it, which its caller may cancel."""
 
+    __slots__ = ("message", "number", "session", "tries")
+
+    session: DialledSession
     message: Call
-    reply: asyncio.Future[Reply]
-    number: int = 0
-    tries: int = 0
+    number: int
+    tries: int
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        if not super().cancel(msg):
+            return False
+        self.session.cancelled(self)
+        return True
+
+    def settle(self, reply: Reply) -> None:
+        if self.done():
+            return
+        if type(reply) is Refusal:
+            self.fail(Refused(reply.reason, reply.text))
+        else:
+            self.set_result(reply)
+
+    def fail(self, error: TransportError) -> None:
+        if not self.done():
+            self.set_exception(error)
+            self.exception()  # seen, even if nobody looks
 
 
 class DialledSession(Session):
     """The calling side."""
 
-    _opening_kind = Kind.REPLY
+    _opening_kinds = (Kind.REPLY,)
 
     def __init__(self, owner: Owner, hello: Dialling, *, wanted: str, hello_s: float) -> None:
         super().__init__(owner, hello, hello_s=hello_s)
@@ -68,125 +87,109 @@ class DialledSession(Session):
                 Reason.BAD_MESSAGE,
                 f"{describe(message)}: {value.size_bytes} bytes; max_value_bytes is {self._owner.max_value_bytes}",
             )
-        pending = _Pending(message, self._loop.create_future())
-        self._send_call(pending)
-        pending.reply.add_done_callback(partial(self._over, pending))
-        return pending.reply
+        pending = _Pending(loop=self._loop)
+        pending.session, pending.message, pending.tries = self, message, 0
+        self._send_call(pending, value)
+        return pending
 
-    def _send_call(self, pending: _Pending) -> None:
-        message = pending.message
-        header = wire.to_header(message)  # raises ValueError or TypeError: the caller's mistake
+    def _send_call(self, pending: _Pending, value: Encoded | None) -> None:
+        header = wire.to_header(pending.message)  # raises ValueError or TypeError: the caller's mistake
         self._last_call = pending.number = self._last_call + 1
         pending.tries += 1
         self._pending[pending.number] = pending
-        self._send(Kind.CALL, pending.number, header, wire.value_of(message))
+        self._send(Kind.CALL, pending.number, header, value)
 
-    def _over(self, pending: _Pending, reply: asyncio.Future[Reply]) -> None:
-        if not reply.cancelled():
-            reply.exception()  # seen, even if nobody looks
-        elif self._pending.pop(pending.number, None) is not None and not self.why:
-            self._reader.drop(Kind.REPLY, pending.number)
-            if self._take_back(pending.number):
-                self._outbox.send(Kind.CANCEL, pending.number)
+    def cancelled(self, pending: _Pending) -> None:
+        """Whoever made that call does not want its reply any more."""
+        if self._pending.pop(pending.number, None) is None or self.why:
+            return
+        self._reader.drop(pending.number)
+        if self._take_back(pending.number):
+            self._outbox.send(Kind.CANCEL, pending.number)
 
-    def _admits(self, head: Head, parsed: wire.ParsedHeader) -> bool:
-        if not 0 < head.call <= self._last_call:
-            raise DecodeError(f"a reply to call {head.call}, which was never made")
-        pending = self._pending.get(head.call)
-        if pending is None:
+    def _admits(self, call: int, cls: type) -> bool:
+        if not 0 < call <= self._last_call:
+            raise DecodeError(f"a reply to call {call}, which was never made")
+        if call not in self._pending:
             return False  # it was cancelled meanwhile
-        expected = wire.REPLY_OF[type(pending.message)]
-        if parsed.cls is not expected and parsed.cls is not Refusal:
-            raise DecodeError(f"a {parsed.cls.__name__} where a {expected.__name__} was expected")
+        expected = wire.REPLY_OF[type(self._pending[call].message)]
+        if cls is not expected and cls is not Refusal:
+            raise DecodeError(f"a {cls.__name__} where a {expected.__name__} was expected")
         return True
 
     def _no_memory(self, head: Head) -> None:
-        pending = self._pending.pop(head.call)
-        if not pending.reply.done():
-            text = f"no memory for a reply of {head.payload} bytes"
-            pending.reply.set_exception(Refused(Reason.BAD_MESSAGE, text))
+        text = f"no memory for a reply of {head.payload} bytes"
+        self._pending.pop(head.call).fail(Refused(Reason.BAD_MESSAGE, text))
 
     def _cannot_borrow(self, head: Head) -> None:
         self._on_decline(head.call)
 
     def _on_decline(self, call: int) -> None:
         pending = self._pending.pop(call, None)
-        if pending is None or pending.reply.done():
+        if pending is None:
             return
         if not self.open:
-            pending.reply.set_exception(PeerLost(f"node {self.peer}: {self.why}"))
+            pending.fail(PeerLost(f"node {self.peer}: {self.why}"))
         elif pending.tries >= _TRIES:
-            pending.reply.set_exception(PeerLost(f"node {self.peer} goes on lending what cannot be opened here"))
+            pending.fail(PeerLost(f"node {self.peer} goes on lending what cannot be opened here"))
         else:
-            self._send_call(pending)  # calls may be made twice: that is how they survive a session, too
+            # Calls may be made twice: that is how they survive a session, too.
+            self._send_call(pending, wire.value_of(pending.message))
 
     def _on_complete(self, incoming: Incoming) -> None:
         pending = self._pending.pop(incoming.head.call, None)
-        if pending is None or pending.reply.done():
+        if pending is None:
             return
         if incoming.parsed.digest is None or incoming.head.payload < VERIFY_AT_ONCE_BYTES:
             try:
-                message = self._received_now(incoming)
+                pending.settle(self._received_now(incoming))
             except PeerLost as error:
-                _settle(pending.reply, error)
-            else:
-                _settle(pending.reply, message)
+                pending.fail(error)
         else:
-            work = self._settle_later(pending.reply, incoming)
+            work = self._settle_later(pending, incoming)
             self._owner.tasks.spawn(work, name=f"verify a reply of {self.peer}")
 
-    async def _settle_later(self, reply: asyncio.Future[Reply], incoming: Incoming) -> None:
+    async def _settle_later(self, pending: _Pending, incoming: Incoming) -> None:
         try:
-            message = await self._received(incoming)
+            pending.settle(await self._received(incoming))
         except PeerLost as error:
-            _settle(reply, error)
+            pending.fail(error)
         except asyncio.CancelledError:
-            _settle(reply, PeerLost("this node's transport is closed"))
+            pending.fail(PeerLost("this node's transport is closed"))
             raise
-        else:
-            _settle(reply, message)
+
+    def _take(self, call: int, message: Reply) -> None:
+        self._pending.pop(call).settle(message)
 
     def _release(self) -> None:
         waiting, self._pending = self._pending, {}
         for pending in waiting.values():
-            if not pending.reply.done():
-                pending.reply.set_exception(PeerLost(f"node {self.peer}: {self.why}"))
+            pending.fail(PeerLost(f"node {self.peer}: {self.why}"))
         if not self.hello_done.done():
             self.hello_done.set_exception(PeerLost(self.why))
             self.hello_done.exception()  # seen, even if the dial was given up
 
 
-def _settle(reply: asyncio.Future[Reply], came: Reply | PeerLost) -> None:
-    if reply.done():
-        return
-    if isinstance(came, PeerLost):
-        reply.set_exception(came)
-    elif isinstance(came, Refusal):
-        reply.set_exception(Refused(came.reason, came.text))
-    else:
-        reply.set_result(came)
-
-
 class AcceptedSession(Session):
     """The serving side."""
 
-    _opening_kind = Kind.CALL
+    _opening_kinds = (Kind.CALL,)
 
     def __init__(self, owner: Owner, hello: Answering, *, hello_s: float) -> None:
         super().__init__(owner, hello, hello_s=hello_s)
         self._calls: dict[int, asyncio.Future[Any] | None] = {}  # who makes the reply; None: still being received
 
-    def _admits(self, head: Head, parsed: wire.ParsedHeader) -> bool:
+    def _admits(self, call: int, cls: type) -> bool:
         if self.probe:
             raise DecodeError("a call in a session that was dialled as a probe")
-        if parsed.cls not in wire.CALLS:
-            raise DecodeError(f"a {parsed.cls.__name__} as a call")
-        if head.call in self._calls:
-            raise DecodeError(f"call {head.call} is made twice")
+        if cls not in wire.REPLY_OF:
+            raise DecodeError(f"a {cls.__name__} as a call")
+        if call in self._calls:
+            raise DecodeError(f"call {call} is made twice")
         if len(self._calls) >= MAX_CALLS:
-            self._reply(head.call, Refusal(Reason.PAUSED, f"{MAX_CALLS} calls of this session are being served"))
+            self._reply(call, Refusal(Reason.PAUSED, f"{MAX_CALLS} calls of this session are being served"))
             return False
-        self._calls[head.call] = None
+        self._calls[call] = None
         return True
 
     def _no_memory(self, head: Head) -> None:
@@ -198,22 +201,25 @@ class AcceptedSession(Session):
         del self._calls[head.call]
 
     def _on_complete(self, incoming: Incoming) -> None:
-        number, parsed = incoming.head.call, incoming.parsed
-        if parsed.digest is None:
-            call = cast(Call, parsed.message(None))
-            reply = answer_now(self._owner.serve, self.peer, call)
-            if isinstance(reply, asyncio.Future):
-                self._calls[number] = reply
-                reply.add_done_callback(partial(self._answered, number, call))
-                return
-            if reply is not None:
-                del self._calls[number]
-                self._reply(number, reply)
-                return
-            work = self._serve(number, partial(answer_later, self._owner.serve, self.peer, call))
+        call = incoming.head.call
+        if incoming.parsed.digest is None:
+            self._take(call, cast(Call, incoming.parsed.message(None)))
         else:
-            work = self._serve(number, partial(self._receive_and_answer, incoming))
-        task = self._owner.tasks.spawn(work, name=f"serve {self.peer} {number}")
+            self._spawn(call, partial(self._receive_and_answer, incoming))
+
+    def _take(self, call: int, message: Call) -> None:
+        reply = answer_now(self._owner.serve, self.peer, message)
+        if reply is None:
+            self._spawn(call, partial(answer_later, self._owner.serve, self.peer, message))
+        elif isinstance(reply, asyncio.Future):
+            self._calls[call] = reply
+            reply.add_done_callback(partial(self._answered, call, message))
+        else:
+            del self._calls[call]
+            self._reply(call, reply)
+
+    def _spawn(self, number: int, answers: Callable[[], Coroutine[Any, Any, Reply]]) -> None:
+        task = self._owner.tasks.spawn(self._serve(number, answers), name=f"serve {self.peer} {number}")
         self._calls[number] = task
         task.add_done_callback(lambda _: self._calls.pop(number, None))
 
@@ -251,7 +257,7 @@ class AcceptedSession(Session):
         self._send(Kind.REPLY, number, header, value)
 
     def _on_cancel(self, call: int) -> None:
-        self._reader.drop(Kind.CALL, call)
+        self._reader.drop(call)
         self._take_back(call)
         task = self._calls.pop(call, None)
         if task is not None:

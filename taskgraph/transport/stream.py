@@ -112,7 +112,7 @@ class StreamTransport:
         self._settings = settings
         self._token = token
         self._job = job
-        self._verify = verify
+        self.verified_now = verify
         self.digesting = digesting
         self._unix_dir = unix_dir
         self._tcp_host = tcp_host
@@ -465,14 +465,11 @@ class StreamTransport:
         if self._refusals is not None and self._state == "running":
             self._refusals.refused(where, why)
 
-    def verified_now(self, value: Encoded) -> bool:
-        return self._verify(value)
-
     async def verified(self, value: Encoded) -> bool:
         if value.size_bytes < VERIFY_AT_ONCE_BYTES:
-            return self._verify(value)
+            return self.verified_now(value)
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="taskgraph-verify")
         with contextlib.suppress(RuntimeError):  # shut down: the session is closed already
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._verify, value)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self.verified_now, value)
         return False

@@ -11,6 +11,7 @@ frame's payload.
 from __future__ import annotations
 
 import dataclasses
+import struct
 import types
 import typing
 from collections.abc import Callable
@@ -27,7 +28,17 @@ from taskgraph.protocol.messages import Call, Encoded, Message, Reply, Stamp
 from taskgraph.transport import compact
 from taskgraph.transport._proto import frame_pb2
 
-__all__ = ["CALLS", "DIGEST_BYTES", "REPLIES", "REPLY_OF", "ParsedHeader", "parse_header", "to_header", "value_of"]
+__all__ = [
+    "CALLS",
+    "DIGEST_BYTES",
+    "REPLIES",
+    "REPLY_OF",
+    "ParsedHeader",
+    "parse_header",
+    "parse_whole",
+    "to_header",
+    "value_of",
+]
 
 CALLS: tuple[type, ...] = typing.get_args(Call)
 REPLIES: tuple[type, ...] = typing.get_args(Reply)
@@ -227,9 +238,15 @@ def to_header(message: Message) -> bytes:
     Raises:
         ValueError, TypeError: a field whose value does not fit its declared type.
     """
-    if (short := compact.pack(message)) is not None:
-        return short
-    slot, codec = _BY_CLASS[type(message)]
+    cls = type(message)
+    if cls in compact.PACK:
+        try:
+            short = compact.PACK[cls](message)
+        except struct.error:  # a number that does not fit
+            short = None
+        if short is not None:
+            return short
+    slot, codec = _BY_CLASS[cls]
     return frame_pb2.Header(**{slot: codec.to_wire(message)}).SerializeToString()  # type: ignore[arg-type]
 
 
@@ -261,7 +278,8 @@ def parse_header(data: bytes | memoryview) -> ParsedHeader:
     """
     data = bytes(data)
     if data and data[0] == compact.MARK:
-        return ParsedHeader(*compact.unpack(data))
+        message, bare = compact.unpack(data)
+        return ParsedHeader(type(message), None if bare is None else bare.digest, partial(_with_value, message))
     try:
         header: Any = frame_pb2.Header.FromString(data)
     except ProtobufError as error:
@@ -279,3 +297,24 @@ def parse_header(data: bytes | memoryview) -> ParsedHeader:
         if len(digest) != DIGEST_BYTES:
             raise DecodeError(f"a digest of {len(digest)} bytes; it has {DIGEST_BYTES}")
     return ParsedHeader(codec.cls, digest, partial(codec.from_wire, proto))
+
+
+def _with_value(message: Any, value: Encoded | None) -> Message:
+    return message if value is None else dataclasses.replace(message, value=value)  # type: ignore[no-any-return]
+
+
+def parse_whole(header: bytes, meta: bytes) -> tuple[Message, Encoded | None]:
+    """A message that came whole, and its value, if it has one: of nothing but `meta`, and with its digest unverified.
+
+    Raises:
+        DecodeError: not what `to_header` makes, or a payload where none belongs.
+    """
+    if header and header[0] == compact.MARK:
+        message, value = compact.unpack(header, meta)
+    else:
+        parsed = parse_header(header)
+        value = None if parsed.digest is None else Encoded(meta, (), parsed.digest)
+        message = parsed.message(value)
+    if meta and value is None:
+        raise DecodeError(f"a {type(message).__name__} with a payload")
+    return message, value

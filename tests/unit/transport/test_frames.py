@@ -15,7 +15,7 @@ from taskgraph.errors import DecodeError
 from taskgraph.graph import values
 from taskgraph.protocol import messages as m
 from taskgraph.transport import frames, wire
-from taskgraph.transport.frames import FrameReader, Head, Incoming, Kind, Limits, pack_frame
+from taskgraph.transport.frames import FrameReader, Head, Incoming, Kind, Limits, pack_frame, pack_whole
 from taskgraph.transport.outbox import Outbox
 
 
@@ -27,17 +27,29 @@ class Reading:
         self.controls: list[tuple[Kind, int, bytes]] = []
         self.skip: set[int] = set()
         self.reader = FrameReader(
-            limits or Limits(), on_open=self._open, on_complete=self._complete, on_control=self._control
+            limits or Limits(),
+            on_open=self._open,
+            on_complete=self._complete,
+            on_whole=self._whole,
+            on_control=self._control,
         )
+        self.reader.whole = (Kind.CALL, Kind.REPLY)
 
     def _open(self, head: Head, sizes: tuple[int, ...], header: bytes) -> Incoming | None:
         parsed = wire.parse_header(header)
+        if parsed.digest is None and (head.payload or sizes):
+            raise DecodeError("a payload where none belongs")
         return None if head.call in self.skip else Incoming(head, sizes, parsed)
 
     def _complete(self, incoming: Incoming) -> None:
         digest = incoming.parsed.digest
         value = None if digest is None else m.Encoded(incoming.meta(), incoming.buffers(), digest)
         self.messages.append((incoming.head.call, incoming.parsed.message(value)))
+
+    def _whole(self, kind: Kind, call: int, header: bytes, meta: bytes) -> None:
+        message, _ = wire.parse_whole(header, meta)
+        if call not in self.skip:
+            self.messages.append((call, message))
 
     def _control(self, head: Head, header: bytes) -> None:
         self.controls.append((head.kind, head.call, header))
@@ -144,6 +156,10 @@ FLAG = wire.to_header(m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded()))
             pack_frame(Head(Kind.CALL, 1, len(FLAG), 0, 0, 10, 10), (), FLAG) * 2,
         ),
         (
+            "opened twice",
+            pack_frame(Head(Kind.CALL, 1, len(FLAG), 0, 0, 10, 10), (), FLAG) + pack_whole(Kind.CALL, 1, PULL),
+        ),
+        (
             "11 bytes where 10",
             pack_frame(Head(Kind.CALL, 1, len(FLAG), 0, 0, 10, 10), (), FLAG)
             + pack_frame(Head(Kind.CHUNK, 1, body=11)),
@@ -153,6 +169,64 @@ FLAG = wire.to_header(m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded()))
 def test_what_is_refused(what: str, data: bytes) -> None:
     with pytest.raises(DecodeError, match=what):
         Reading().feed(data)
+
+
+@settings(deadline=None, max_examples=500)
+@given(st.lists(st.tuples(st.integers(0, len(SMALL) - 1), st.integers(0, 255)), max_size=3), st.data())
+def test_what_comes_whole_is_read_as_what_comes_byte_by_byte(
+    damage: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """The short way takes nothing that the long way would refuse, and the other way round."""
+    stream = bytearray(SMALL * 2)
+    for place, byte in damage:
+        stream[place] = byte
+    end = data.draw(st.integers(0, len(stream)))
+    limits = Limits(header=data.draw(st.sampled_from([50, 10_000])), payload=data.draw(st.sampled_from([3, 100_000])))
+    found = []
+    for cuts in ([], [1] * end):
+        reading, refused = Reading(limits), False
+        try:
+            reading.feed(bytes(stream[:end]), cuts)
+        except DecodeError:
+            refused = True
+        found.append((reading.messages, reading.controls, refused, refused or reading.reader.mid_frame))
+    assert found[0] == found[1]
+
+
+def test_what_came_whole_does_not_change_with_the_next_read() -> None:
+    reading = Reading()
+    for meta in (b"first", b"later"):
+        reading.feed(written((1, Kind.CALL, m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded(meta)))))
+    assert [wire.value_of(message) for _, message in reading.messages] == [encoded(b"first"), encoded(b"later")]
+
+
+def test_a_reader_that_is_stopped_by_a_message_reads_none_behind_it() -> None:
+    reading = Reading()
+    reading.reader._on_whole = lambda *_: reading.reader.stop()
+    reading.feed(written((1, Kind.CALL, pull()), (2, Kind.CALL, pull()), (3, Kind.CALL, encoded_flag(1 << 20))))
+    assert reading.messages == []
+
+
+def encoded_flag(size: int) -> m.Flag:
+    return m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded(b"meta", bytes(size)))
+
+
+def test_small_frames_keep_their_order_when_the_socket_is_full_for_a_while() -> None:
+    out: list[bytes] = []
+    outbox = Outbox(lambda data: out.append(bytes(data)), lambda callback: None)
+    outbox.send(Kind.CALL, 1, PULL)
+    assert len(out) == 1  # at once
+    outbox.pause()
+    outbox.send(Kind.CALL, 2, PULL)
+    outbox.send(Kind.CALL, 3, FLAG, encoded(b"meta"))
+    assert len(out) == 1
+    outbox.resume()
+    outbox.send(Kind.CALL, 4, PULL)
+    outbox.close()
+    outbox.send(Kind.CALL, 5, PULL)
+    reading = Reading()
+    reading.feed(b"".join(out))
+    assert [number for number, _ in reading.messages] == [1, 2, 3, 4]
 
 
 def test_nothing_is_allocated_for_what_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +252,7 @@ def test_a_message_can_be_dropped_half_way() -> None:
     reading = Reading()
     reading.feed(data[:1_500_000])
     assert reading.reader.mid_frame
-    reading.reader.drop(Kind.CALL, 1)
+    reading.reader.drop(1)
     reading.feed(data[1_500_000:] + written((2, Kind.CALL, pull())))
     assert [number for number, _ in reading.messages] == [2]
     assert not reading.reader.mid_frame

@@ -19,10 +19,10 @@ from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
 from taskgraph.graph.blocks import Allocate
 from taskgraph.protocol import messages as m
 from taskgraph.settings import Settings
-from taskgraph.transport import endpoints, frames, stream
+from taskgraph.transport import endpoints, frames, stream, wire
 from taskgraph.transport._proto import frame_pb2
 from taskgraph.transport.api import Peer
-from taskgraph.transport.frames import Head, Kind, pack_frame
+from taskgraph.transport.frames import Head, Kind, pack_frame, pack_whole
 from taskgraph.transport.stream import StreamTransport
 
 SEAL = m.Seal(m.Stamp(1, 1), 1, 1)
@@ -192,6 +192,9 @@ async def test_a_corrupted_call_breaks_the_session(streams: Cluster, caplog: pyt
             await a.call(b, m.Flag(m.Stamp(1, 1), 1, 1, 1, bad))
         assert await asyncio.wait_for(b.lost.get(), 5) == a.name
         assert await asyncio.wait_for(a.lost.get(), 5) == b.name
+    with pytest.raises(PeerLost):  # one that comes whole
+        await a.call(b, m.Flag(m.Stamp(1, 1), 1, 1, 1, m.Encoded(b"meta", (), b"0" * 16)))
+    assert await asyncio.wait_for(b.lost.get(), 5) == a.name
     assert b.served == [] and "digest" in caplog.text
 
 
@@ -226,6 +229,9 @@ async def test_a_half_written_frame_then_the_end(streams: Cluster) -> None:
         pack_frame(Head(Kind.REPLY, 1)),
         pack_frame(Head(Kind.CALL, 1, 3), (), b"\xff\xff\xff"),
         pack_frame(Head(Kind.CALL, 1, payload=1 << 62)),
+        pack_whole(Kind.REPLY, 1, wire.to_header(m.Accepted(1))),
+        pack_whole(Kind.CALL, 9, wire.to_header(m.Accepted(1))),
+        pack_whole(Kind.CALL, 9, wire.to_header(pull()), b"a payload"),
         pack_frame(Head(Kind.CALL, 1, len(NO_STAMP)), (), NO_STAMP),
         bytes(40),
     ],
