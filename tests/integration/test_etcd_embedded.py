@@ -148,6 +148,18 @@ async def test_variables_meant_for_another_etcd_do_not_reach_it(monkeypatch: pyt
         assert await node.get("/a") is None
 
 
+@pytest.mark.parametrize(("ours", "its"), [(None, "1"), ("3", "3")])
+async def test_it_uses_one_processor_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, ours: str | None, its: str
+) -> None:
+    monkeypatch.delenv("GOMAXPROCS", raising=False)
+    if ours is not None:
+        monkeypatch.setenv("GOMAXPROCS", ours)
+    async with EmbeddedEtcd() as etcd:
+        environment = Path(f"/proc/{etcd.pid}/environ").read_bytes().split(b"\0")
+        assert f"GOMAXPROCS={its}".encode() in environment
+
+
 async def test_cancelling_the_start_leaves_nothing(temporary: Path) -> None:
     starting = asyncio.create_task(EmbeddedEtcd().start())
     await becomes(lambda: bool(private_dirs(temporary)))
