@@ -34,6 +34,10 @@ def command_of(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
 
 
+def environment_of(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where this test's private directories are made."""
@@ -156,8 +160,7 @@ async def test_it_uses_one_processor_unless_told_otherwise(
     if ours is not None:
         monkeypatch.setenv("GOMAXPROCS", ours)
     async with EmbeddedEtcd() as etcd:
-        environment = Path(f"/proc/{etcd.pid}/environ").read_bytes().split(b"\0")
-        assert f"GOMAXPROCS={its}".encode() in environment
+        assert f"GOMAXPROCS={its}".encode() in environment_of(etcd.pid)
 
 
 async def test_cancelling_the_start_leaves_nothing(temporary: Path) -> None:
