@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         UnknownJob,
         ValueNotEncodable,
     )
+    from taskgraph.graph.libraries import arrays
     from taskgraph.graph.values import codec, message
     from taskgraph.jobs import EpochReport, Job, JobResult, job
     from taskgraph.launch.run import arun, result, run
@@ -100,6 +101,7 @@ __all__ = [
     "UnknownJob",
     "ValueNotEncodable",
     "__version__",
+    "arrays",
     "arun",
     "bipartite",
     "codec",
@@ -122,6 +124,7 @@ __all__ = [
 
 _MODULES = {
     "epoch": ("Epoch", "Hold", "Inputs", "Outputs", "Reply", "Tag"),
+    "graph.libraries": ("arrays",),
     "graph.values": ("codec", "message"),
     "jobs": ("EpochReport", "Job", "JobResult", "job"),
     "launch.run": ("arun", "result", "run"),

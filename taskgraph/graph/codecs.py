@@ -16,7 +16,19 @@ from typing import Any, Final, TypeVar, dataclass_transform, overload
 
 from taskgraph.errors import JobError
 
-__all__ = ["Codec", "Message", "codec", "codec_named", "codec_of", "message", "message_named", "message_of", "reserve"]
+__all__ = [
+    "Codec",
+    "Message",
+    "bind",
+    "codec",
+    "codec_named",
+    "codec_of",
+    "message",
+    "message_named",
+    "message_of",
+    "named",
+    "reserve",
+]
 
 C = TypeVar("C", bound=type[Any])
 X = TypeVar("X")
@@ -79,6 +91,16 @@ def codec(type: type[X], encode: Callable[[X], Any], decode: Callable[[Any], X],
             f"give one of them tg.codec(..., name='...')"
         )
     _codecs[type] = _codecs_by_name[name] = Codec(name, type, encode, decode)
+
+
+def named(name: str, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> Codec:
+    """A codec of a type that is not known yet; `bind` tells it."""
+    made = _codecs_by_name[name] = Codec(name, object, encode, decode)
+    return made
+
+
+bind = _codecs.__setitem__
+"""From now on values of a type travel by a codec."""
 
 
 @overload

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from taskgraph.graph import arrays, codecs, devices, dtypes
 from taskgraph.graph.blocks import Allocate
+from taskgraph.graph.libraries import codec_of_library
 from taskgraph.graph.refusals import CannotTravel, key_step, way_out
 
 __all__ = ["ALIGN", "INLINE_BYTES", "MAX_DEPTH", "Writer"]
@@ -219,6 +220,8 @@ def _write_other(writer: Writer, value: Any) -> None:
         _write_scalar(writer, value)
     elif (on_device := devices.to_host(value)) is not None:
         _write_on_device(writer, on_device)
+    elif library := codec_of_library(value):
+        _write_coded(writer, value, library)
     elif _is_protobuf(value):
         _write_protobuf(writer, value)
     else:

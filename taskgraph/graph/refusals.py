@@ -13,7 +13,7 @@ import numpy as np
 from taskgraph.errors import ValueNotEncodable
 from taskgraph.graph import codecs
 
-__all__ = ["CannotTravel", "key_step", "way_out"]
+__all__ = ["CannotTravel", "key_step", "library_of", "way_out"]
 
 _SHOWN = 40
 """Characters of a dict's key that a message shows."""
@@ -51,13 +51,19 @@ def key_step(key: Any) -> str:
     return f"[<{type(key).__name__}>]"
 
 
+def library_of(value: Any) -> str:
+    """The name of the namespace that an array of the array API says it is of; "" where it does not say."""
+    ask = getattr(value, "__array_namespace__", None)
+    return str(getattr(ask(), "__name__", "")) if ask is not None else ""
+
+
 def way_out(value: Any) -> str:
     """What to send instead."""
     if isinstance(value, type):
         return f"it is the class {value.__name__} itself: send one of it, or its name"
     if own := getattr(type(value), "__taskgraph_way_out__", None):
         return str(own)
-    for fits in (_numpy, _builtin, _well_known, _declared):
+    for fits in (_numpy, _builtin, _well_known, _declared, _array):
         if text := fits(value):
             return text
     return "send its parts, declare a dataclass with @tg.message, or teach its type with tg.codec(type, encode, decode)"
@@ -104,6 +110,15 @@ def _declared(value: Any) -> str | None:
     if dataclasses.is_dataclass(kind):
         return f"decorate it with @tg.message: the dataclass {kind.__name__} is not declared"
     return None
+
+
+def _array(value: Any) -> str | None:
+    if not hasattr(type(value), "__dlpack__"):
+        return None
+    library = library_of(value)
+    if library in ("numpy", "cupy"):
+        return None
+    return f"tg.arrays({library}) makes arrays of {library} travel" if library else "send np.from_dlpack(x)"
 
 
 def _well_known(value: Any) -> str | None:

@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "values.md"
 
 def test_the_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.S)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     module = types.ModuleType("values_page")
     monkeypatch.setitem(sys.modules, "values_page", module)
     namespace: dict[str, Any] = module.__dict__

@@ -1,0 +1,152 @@
+"""Arrays of other libraries travel once they are declared: with a strict implementation of the array API."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import array_api_strict as strict
+import numpy as np
+import pytest
+
+import taskgraph as tg
+from taskgraph.errors import DecodeError, JobError, ValueNotEncodable
+from taskgraph.graph import codecs, libraries
+from taskgraph.graph.values import decode, encode
+
+Array = type(strict.asarray(0.0))
+
+
+@pytest.fixture
+def undeclared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process where no driver has declared anything."""
+    monkeypatch.setattr(libraries, "_declared", {})
+    monkeypatch.setattr(codecs, "_codecs", dict(codecs._codecs))
+    codecs._codecs.pop(Array, None)
+    monkeypatch.setattr(codecs, "bind", codecs._codecs.__setitem__)
+    monkeypatch.setattr(codecs, "_codecs_by_name", {})
+    monkeypatch.setattr(codecs, "codec_of", codecs._codecs.get)
+    monkeypatch.setattr(codecs, "codec_named", codecs._codecs_by_name.get)
+
+
+@pytest.fixture
+def declared(undeclared: None) -> None:
+    tg.arrays(strict)
+
+
+NAMES = ["bool", "int8", "uint16", "int64", "uint64", "float32", "float64", "complex64", "complex128"]
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize("shape", [(), (3,), (0, 2), (60, 70)])
+def test_every_dtype_arrives_as_what_it_was(declared: None, dtype: str, shape: tuple[int, ...]) -> None:
+    host = (np.arange(int(np.prod(shape))).reshape(shape) % 2).astype(dtype)
+    sent = strict.asarray(host.copy())
+    arrived = decode(encode({"x": [sent]}))["x"][0]
+    assert type(arrived) is Array
+    assert arrived.dtype == sent.dtype and arrived.shape == shape
+    assert np.array_equal(np.from_dlpack(arrived), host)
+
+
+@pytest.mark.parametrize("shape", [(3,), (1000, 2)])
+def test_neither_side_sees_what_the_other_writes(declared: None, shape: tuple[int, ...]) -> None:
+    sent = strict.zeros(shape)
+    encoded = encode(sent)
+    sent[0, ...] = 7.0
+    one, other = decode(encoded), decode(encoded)
+    one[0, ...] = 5.0
+    assert not bool(strict.any(other != 0.0))
+    restored = decode(encoded, writable=True)
+    restored[0, ...] = 3.0
+    assert not bool(strict.any(decode(encoded) != 0.0))
+
+
+def test_a_view_that_is_not_in_order_travels(declared: None) -> None:
+    sent = strict.reshape(strict.arange(12.0), (3, 4))
+    arrived = decode(encode(strict.permute_dims(sent, (1, 0))[1:, :]))
+    assert np.array_equal(np.from_dlpack(arrived), np.arange(12.0).reshape(3, 4).T[1:])
+
+
+def test_equal_arrays_have_equal_digests_whatever_was_met_before(declared: None) -> None:
+    first = encode(strict.arange(9)).digest
+    assert encode(strict.arange(9)).digest == first
+    assert encode(strict.arange(9, dtype=strict.int32)).digest != first
+
+
+def test_what_was_not_declared_is_refused_with_the_way_out(undeclared: None) -> None:
+    with pytest.raises(ValueNotEncodable, match=r"\['w'\] cannot travel; tg.arrays\(array_api_strict\) makes arrays"):
+        encode({"w": strict.zeros(3)})
+    tg.arrays(strict)
+    assert type(decode(encode({"w": strict.zeros(3)}))["w"]) is Array
+
+
+def test_a_node_that_has_not_declared_it_says_so(declared: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = encode(strict.zeros(3))
+    monkeypatch.setattr(codecs, "codec_named", {}.get)
+    with pytest.raises(DecodeError, match="'arrays of array_api_strict' here"):
+        decode(encoded)
+
+
+class Foreign:
+    """An array that says of itself what a test wants."""
+
+    def __init__(self, kind: int, library: str = "", fails: Exception | None = None) -> None:
+        self.kind, self.fails = kind, fails
+        self.library = library
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.kind, 0
+
+    def __dlpack__(self, **_: Any) -> Any:
+        assert self.fails is not None
+        raise self.fails
+
+    def __array_namespace__(self) -> Any:
+        return types.ModuleType(self.library)
+
+
+def library(name: str, **attributes: Any) -> types.ModuleType:
+    found = types.ModuleType(name)
+    vars(found).update(attributes)
+    return found
+
+
+def test_what_is_on_a_device_is_refused(declared: None) -> None:
+    tg.arrays(library("foreign", from_dlpack=np.from_dlpack))
+    with pytest.raises(ValueNotEncodable, match=r"not in the host's memory \(DLPack's kind of device 2\): copy it"):
+        encode([Foreign(2, "foreign")])
+
+
+def test_what_numpy_cannot_read_is_refused(declared: None) -> None:
+    tg.arrays(library("foreign", from_dlpack=np.from_dlpack))
+    with pytest.raises(ValueNotEncodable, match=r"numpy cannot read it \(no bfloat16\)"):
+        encode([Foreign(1, "foreign", BufferError("no bfloat16"))])
+
+
+def test_what_cannot_even_name_its_library_is_refused() -> None:
+    class Nameless:
+        def __dlpack__(self) -> Any:
+            raise AssertionError
+
+    with pytest.raises(ValueNotEncodable, match=r"send np\.from_dlpack"):
+        encode(Nameless())
+
+
+def test_a_library_that_makes_another_dtype_of_it_is_told(declared: None) -> None:
+    narrow = library("foreign", from_dlpack=lambda array: array.astype("f4"))
+    tg.arrays(narrow)
+    inner = codecs.codec_named("arrays of foreign")
+    assert inner is not None
+    with pytest.raises(ValueError, match="foreign makes float32 of float64 here"):
+        inner.decode(np.zeros(3))
+    with pytest.raises(ValueError, match="came as str"):
+        inner.decode("x")
+
+
+@pytest.mark.parametrize(
+    ("namespace", "said"),
+    [(np, "numpy travel as they are"), (types, "no namespace of the array API"), (3, "tg.arrays\\(3\\)")],
+)
+def test_what_is_no_other_library_is_refused(namespace: Any, said: str) -> None:
+    with pytest.raises(JobError, match=said):
+        tg.arrays(namespace)
