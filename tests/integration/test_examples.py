@@ -173,10 +173,16 @@ def test_regression_with_the_roots_primary_another_primary_and_a_backup_killed(e
     assert "is primary after" in job.story
 
 
-def test_linear_regression_is_the_same_to_the_last_bit_when_primaries_and_a_backup_are_killed(tmp_path: Path) -> None:
-    options = {"epochs": EPOCHS, "tolerance": 0.0}
-    undisturbed = json.loads(tg.run(job("linear_regression", **options), nodes=2, timeout_s=LIMIT_S).to_json())
-    with running("linear_regression", 5, tmp_path, *(f"{name}={value}" for name, value in options.items())) as killed:
+@pytest.mark.parametrize(
+    ("example", "endless"),
+    [("linear_regression", {"tolerance": 0.0}), ("gpu_kmeans", {"tolerance": -1.0, "points": 20_000})],
+)
+def test_a_fit_is_the_same_to_the_last_bit_when_primaries_and_a_backup_are_killed(
+    example: str, endless: dict[str, float], tmp_path: Path
+) -> None:
+    options = {"epochs": EPOCHS, **endless}
+    undisturbed = json.loads(tg.run(job(example, **options), nodes=2, timeout_s=LIMIT_S).to_json())
+    with running(example, 5, tmp_path, *(f"{name}={value}" for name, value in options.items())) as killed:
         killed.kill("--task", "0", backups=1)
         killed.kill("--task", "5", backups=1)
         killed.kill("--task", "3", "--backup", backups=1)

@@ -84,7 +84,7 @@ def test_linear_regression_is_least_squares_to_the_last_bit_whatever_is_killed()
     assert killed.reports == undisturbed.reports
 
 
-@pytest.mark.parametrize("example", [*BOTH_STYLES, "linear_regression", "readme"])
+@pytest.mark.parametrize("example", [*BOTH_STYLES, "linear_regression", "readme", "gpu_kmeans", "gpu_regression"])
 def test_every_example_says_which_command_to_type(example: str) -> None:
     text = (EXAMPLES / f"{example}.py").read_text()
     assert f"taskgraph run examples/{example}.py --nodes 4" in text.split('"""')[1]

@@ -1,0 +1,140 @@
+"""The examples that run on CuPy and numpy alike: what they find is right, on numpy and in a strict array API.
+
+`array_api_strict` has what the standard has and nothing else, and refuses numpy's arrays: what runs in it asks for no
+more than CuPy gives. It computes with numpy, so that the results are those of numpy to the last bit.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import sys
+import types
+from operator import attrgetter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import array_api_strict as strict
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import taskgraph as tg
+from taskgraph.driver import load_driver
+from taskgraph.jobs import JobResult
+from taskgraph.node import node as node_module
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+GPU = ["gpu_kmeans", "gpu_regression"]
+SIZES: dict[str, dict[str, Any]] = {"gpu_kmeans": {"points": 1500}, "gpu_regression": {"rows": 1500}}
+Array = type(strict.asarray(0.0))
+
+
+def job(example: str, **options: object) -> tg.Job:
+    return load_driver(str(EXAMPLES / f"{example}.py"))(**{**SIZES[example], **options})
+
+
+def module(example: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(example, EXAMPLES / f"{example}.py")
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+@pytest.fixture
+def nodes_have_a_strict_array_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    tg.arrays(strict)
+    monkeypatch.setattr(node_module, "array_module", lambda devices: (strict, "host"))
+
+
+def on_host(value: Any) -> Any:
+    """The same with arrays of numpy, as text and numbers that can be compared."""
+    if isinstance(value, dict):
+        return {key: on_host(item) for key, item in value.items()}
+    return np.from_dlpack(value).tolist() if isinstance(value, Array | np.ndarray) else value
+
+
+def told(result: JobResult) -> tuple[Any, Any]:
+    return on_host(result.value), result.reports
+
+
+def test_kmeans_ends_where_each_centroid_is_the_mean_of_the_points_nearest_to_it() -> None:
+    result = tg.testing.run(job("gpu_kmeans", points=6000))
+    shares = [module("gpu_kmeans").draw(6000, 8, 4, task, 7) for task in range(7)]
+    points, around = (np.concatenate(parts) for parts in zip(*shares, strict=True))
+    centroids = result.value
+    distances = ((points[:, None, :] - centroids[None, :, :]) ** 2).sum(axis=2)
+    nearest = distances.argmin(axis=1)
+    means = np.stack([points[nearest == k].mean(axis=0) for k in range(8)])
+    np.testing.assert_allclose(centroids, means, rtol=1e-12)
+    assert result.reports[-1].numbers["mean_square"] == pytest.approx(distances.min(axis=1).mean())
+    # Nearly all points of one center have one centroid, and it is close to their center.
+    kept = [np.bincount(nearest[around == k], minlength=8).max() / (around == k).sum() for k in range(8)]
+    assert min(kept) > 0.95
+    squares = [report.numbers["mean_square"] for report in result.reports]
+    assert squares == sorted(squares, reverse=True)
+    assert 3 <= result.epochs < 100, "it ends when nothing moves"
+
+
+def test_regression_ends_at_the_maximum_of_the_likelihood() -> None:
+    result = tg.testing.run(job("gpu_regression", rows=6000, columns=5))
+    drawn = module("gpu_regression")
+    shares = [drawn.draw(6000, 5, task, 7) for task in range(7)]
+    x, y = (np.concatenate(parts) for parts in zip(*shares, strict=True))
+
+    def gradient(weights: NDArray[Any]) -> NDArray[Any]:
+        return x.T @ (1 / (1 + np.exp(-x @ weights)) - y) / len(y)
+
+    # The likelihood has one maximum: where the gradient vanishes.
+    found = result.value["coefficients"]
+    assert np.abs(gradient(found)).max() < 1e-12
+    assert np.abs(gradient(drawn.true_coefficients(5))).max() > 1e-3
+    assert result.value["largest error, in standard errors"] < 4
+    assert 4 <= result.epochs < 12, "Newton's method needs a handful"
+
+
+@pytest.mark.parametrize("example", GPU)
+def test_kills_change_no_bit(example: str) -> None:
+    undisturbed = tg.testing.run(job(example))
+    killed = tg.testing.run(job(example), kills={(0, 1): "sync", (5, 2): "processor", (1, 2): "done"}, order=2)
+    assert killed.failovers >= 3
+    assert told(killed) == told(undisturbed)
+
+
+@pytest.mark.parametrize("example", GPU)
+def test_the_array_api_is_enough_and_state_comes_back_as_its_arrays(
+    example: str, nodes_have_a_strict_array_api: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = tg.testing.run(job(example))
+    killed = tg.testing.run(job(example), kills={(0, 2): "sync", (3, 1): "done"}, order=1)
+    found = undisturbed.value["coefficients"] if example == "gpu_regression" else undisturbed.value
+    assert type(found) is Array
+    assert killed.failovers >= 2
+    assert told(killed) == told(undisturbed)
+    monkeypatch.undo()
+    assert told(undisturbed) == told(tg.testing.run(job(example)))
+
+
+@pytest.mark.parametrize("example", GPU)
+def test_cupy_has_every_name(example: str) -> None:
+    cupy = pytest.importorskip("cupy")  # it can be imported without a device
+    names = {
+        ast.unparse(found).removeprefix("self.").removeprefix("xp.")
+        for found in ast.walk(ast.parse((EXAMPLES / f"{example}.py").read_text()))
+        if isinstance(found, ast.Attribute) and ast.unparse(found).startswith(("xp.", "self.xp."))
+    }
+    assert names >= {"asarray", "sum"}
+    for name in names:
+        assert callable(attrgetter(name)(cupy)) or name == "linalg"
+
+
+def test_the_programs_of_the_page_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = types.ModuleType("gpu_page")
+    monkeypatch.setitem(sys.modules, "gpu_page", page)  # whoever defines a class looks for its module
+    blocks = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "docs" / "gpu.md").read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "docs/gpu.md", "exec"), vars(page))
