@@ -91,7 +91,7 @@ def _frames() -> tuple[Target, list[bytes]]:
             on_whole=on_whole,
             on_control=lambda head, header: None,
         )
-        reader.whole = () if stranger else (Kind.CALL,)
+        reader.whole = () if stranger else (Kind.CALL, Kind.TELL)
         rest = memoryview(data)[1:]
         with contextlib.suppress(DecodeError):
             while rest:

@@ -68,10 +68,16 @@ class Transport(Protocol):
             PeerLost: the session broke or could not be made, or `timeout_s` passed.
         """
 
-    def call_now(self, peer: Peer, message: Call) -> asyncio.Future[Reply] | None:
+    def call_now(self, peer: Peer, message: Call, *, quiet: bool = False) -> asyncio.Future[Reply] | None:
         """The same without a task of its own, where a session is open; None where one has to be made first.
 
         The future ends as `call` does, or is cancelled where the transport is closed; cancelling it cancels the call.
+
+        A *quiet* call is one whose caller learns in another way that it was heard, or does without: of an `Accepted`
+        that is ready at once (out of `ServeNow`) nothing need come back. The future may stay open then; whoever holds
+        it cancels it when it does not matter any more. That only forgets the call: the peer is told nothing, and a
+        handler that still waits goes on. A refusal, an answer that took waiting, and the loss of the peer end the
+        future as ever. So an open future means: sent, and nothing has been said against it.
 
         Raises:
             Refused, PeerLost: it cannot be sent.

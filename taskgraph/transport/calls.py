@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Coroutine
 from typing import Any, NoReturn, TypeVar
 
 from taskgraph.errors import Refused, TransportError
-from taskgraph.protocol.messages import Call, Reason, Refusal, Reply
+from taskgraph.protocol.messages import Accepted, Call, Reason, Refusal, Reply
 from taskgraph.transport.api import Serve, ServeNow
 from taskgraph.transport.wire import REPLY_OF
 
-__all__ = ["OwnedTasks", "answer", "answer_later", "answer_now", "answered", "describe", "unwrap"]
+__all__ = ["OwnedTasks", "answer", "answer_later", "answer_now", "answer_quietly", "answered", "describe", "unwrap"]
 
 log = logging.getLogger("taskgraph.transport")
 T = TypeVar("T")
@@ -53,7 +53,16 @@ def answered(future: asyncio.Future[Reply], caller: str, call: Call) -> Reply:
 
 async def answer(serve: Serve, caller: str, call: Call) -> Reply:
     """Runs the handler; whatever it does, there is a reply, unless this task itself is cancelled."""
+    return await _complete(serve, caller, call, answer_now(serve, caller, call))
+
+
+async def answer_quietly(serve: Serve, caller: str, call: Call) -> Reply | None:
+    """The same for a quiet call: None where it was accepted at once, of which its caller is not told."""
     reply = answer_now(serve, caller, call)
+    return None if type(reply) is Accepted else await _complete(serve, caller, call, reply)
+
+
+async def _complete(serve: Serve, caller: str, call: Call, reply: Reply | asyncio.Future[Reply] | None) -> Reply:
     if reply is not None and not isinstance(reply, asyncio.Future):
         return reply
     return await answer_later(serve, caller, call, coming=reply)

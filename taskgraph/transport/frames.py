@@ -2,7 +2,7 @@
 
     head (40 bytes, big endian) | sizes of the buffers (8 bytes each) | protobuf header | body
 
-A CALL or REPLY frame opens a message: its head tells the size of the whole payload (the value's meta, then its
+A CALL, TELL or REPLY frame opens a message: its head tells the size of the whole payload (the value's meta, then its
 buffers, without padding). The body is the first part of that payload; what does not fit travels in CHUNK frames of the
 same call, so that a large value never stands between two small messages for longer than one chunk takes.
 
@@ -86,10 +86,11 @@ class Kind(enum.IntEnum):
     GOODBYE = 20  # the session ends here on purpose
     RETURN = 21  # leases of memory that was lent, by whoever borrowed it
     DECLINE = 22  # what was lent with the message of that call cannot be opened here: send bytes
+    TELL = 23  # opens a call that needs no reply where it is accepted at once
 
 
 _KINDS = {int(kind): kind for kind in Kind}
-_OPENING = (Kind.CALL, Kind.REPLY)
+_OPENING = (Kind.CALL, Kind.REPLY, Kind.TELL)
 
 
 class OtherVersion(DecodeError):
@@ -304,9 +305,9 @@ class FrameReader:
 
     Args:
         limits: what is accepted; `limits` may be replaced between two frames.
-        on_open: called with the head of a CALL or REPLY, the sizes of its buffers and its header; all are bounded and
-            nothing is allocated yet. Returns the `Incoming` that takes the payload, or None: the payload is
-            skipped then. Raises DecodeError.
+        on_open: called with the head of a CALL, TELL or REPLY, the sizes of its buffers and its header; all are
+            bounded and nothing is allocated yet. Returns the `Incoming` that takes the payload, or None: the payload
+            is skipped then. Raises DecodeError.
         on_complete: called with an `Incoming` that has all of its payload.
         on_whole: called with (kind, call, header, meta) of a message that came whole, in place of `on_open` and
             `on_complete`. Its value, if it has one, has no buffers. Raises DecodeError.

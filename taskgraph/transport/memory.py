@@ -15,7 +15,7 @@ from taskgraph.errors import PeerGone, PeerLost, TransportError
 from taskgraph.graph.blocks import Block
 from taskgraph.protocol.messages import Call, Reply
 from taskgraph.transport.api import OnLost, Peer, Serve
-from taskgraph.transport.calls import OwnedTasks, answer, describe, unwrap
+from taskgraph.transport.calls import OwnedTasks, answer, answer_quietly, describe, unwrap
 
 __all__ = ["MemoryNetwork", "MemoryTransport"]
 
@@ -174,21 +174,25 @@ class MemoryTransport:
         except TimeoutError:
             raise PeerLost(f"no answer from node {peer.node} within {timeout_s} s to {describe(message)}") from None
 
-    def call_now(self, peer: Peer, message: Call) -> asyncio.Future[Reply] | None:
+    def call_now(self, peer: Peer, message: Call, *, quiet: bool = False) -> asyncio.Future[Reply] | None:
         if self._down:
             return None
-        return self._tasks.spawn(self.call(peer, message), name=f"call {peer.node} from {self.node}")
+        return self._tasks.spawn(self._begun(peer, message, quiet), name=f"call {peer.node} from {self.node}")
 
-    async def _exchange(self, node: str, message: Call) -> Reply:
+    async def _begun(self, peer: Peer, message: Call, quiet: bool) -> Reply:
+        return unwrap(await self._exchange(peer.node, message, quiet=quiet))
+
+    async def _exchange(self, node: str, message: Call, *, quiet: bool = False) -> Reply:
         target = self._reach(node)
         pending = _Pending(node, asyncio.get_running_loop().create_future())
         self._pending[pending] = None
-        task = target._accept(self.node, message, pending.reply)
+        task = target._accept(self.node, message, pending.reply, quiet)
         try:
             return await pending.reply
         finally:
             self._pending.pop(pending, None)
-            task.cancel()
+            if not quiet:
+                task.cancel()
 
     def _reach(self, node: str) -> MemoryTransport:
         if self._down:
@@ -210,18 +214,18 @@ class MemoryTransport:
 
     # Serving.
 
-    def _accept(self, caller: str, message: Call, reply: asyncio.Future[Reply]) -> asyncio.Task[None]:
-        task = self._tasks.spawn(self._answer(caller, message, reply), name=f"serve {caller} at {self.node}")
+    def _accept(self, caller: str, message: Call, reply: asyncio.Future[Reply], quiet: bool) -> asyncio.Task[None]:
+        task = self._tasks.spawn(self._answer(caller, message, reply, quiet), name=f"serve {caller} at {self.node}")
         self._serving[task] = caller
         task.add_done_callback(lambda done: self._serving.pop(done, None))
         return task
 
-    async def _answer(self, caller: str, message: Call, reply: asyncio.Future[Reply]) -> None:
+    async def _answer(self, caller: str, message: Call, reply: asyncio.Future[Reply], quiet: bool) -> None:
         assert self._serve is not None
         await self._network._travel()
-        answered = await answer(self._serve, caller, message)
+        answered = await (answer_quietly if quiet else answer)(self._serve, caller, message)
         await self._network._travel()
-        if not reply.done():
+        if answered is not None and not reply.done():
             reply.set_result(answered)
 
     # Endings.

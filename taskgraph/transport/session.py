@@ -277,13 +277,13 @@ class Session(asyncio.BufferedProtocol):
             return
         if value is not None and not self._owner.verified_now(value):
             raise _corrupted(type(message), value)
-        self._take(call, message)
+        self._take(kind, call, message)
 
     def _admits(self, call: int, cls: type) -> bool:
         """Whether to receive this message (False: skip it). Raises DecodeError."""
         raise NotImplementedError
 
-    def _take(self, call: int, message: Any) -> None:
+    def _take(self, kind: Kind, call: int, message: Any) -> None:
         """A message that was admitted is here, and whole."""
         raise NotImplementedError
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, cast
 
 from taskgraph.errors import DecodeError, PeerLost, Refused, TransportError
-from taskgraph.protocol.messages import Call, Encoded, Reason, Refusal, Reply
+from taskgraph.protocol.messages import Accepted, Call, Encoded, Reason, Refusal, Reply
 from taskgraph.transport import wire
 from taskgraph.transport.calls import answer, answer_later, answer_now, answered, describe
 from taskgraph.transport.frames import Head, Incoming, Kind
@@ -29,10 +29,11 @@ _TRIES = 4
 class _Pending(asyncio.Future[Reply]):
     """A call that waits for its reply: the future of it, which its caller may cancel."""
 
-    __slots__ = ("message", "number", "session", "tries")
+    __slots__ = ("message", "number", "quiet", "session", "tries")
 
     session: DialledSession
     message: Call
+    quiet: bool  # no reply may come of it, and cancelling it only forgets it
     number: int
     tries: int
 
@@ -73,8 +74,8 @@ class DialledSession(Session):
         if not self.hello_done.done():
             self.hello_done.set_result(None)
 
-    def begin(self, message: Call) -> asyncio.Future[Reply]:
-        """Sends a call; cancelling the future cancels the handler at the peer.
+    def begin(self, message: Call, *, quiet: bool = False) -> asyncio.Future[Reply]:
+        """Sends a call; cancelling the future cancels the handler at the peer, but for a quiet one.
 
         Raises:
             PeerLost, Refused: it cannot be sent. What comes of it, the future tells.
@@ -88,7 +89,7 @@ class DialledSession(Session):
                 f"{describe(message)}: {value.size_bytes} bytes; max_value_bytes is {self._owner.max_value_bytes}",
             )
         pending = _Pending(loop=self._loop)
-        pending.session, pending.message, pending.tries = self, message, 0
+        pending.session, pending.message, pending.quiet, pending.tries = self, message, quiet, 0
         self._send_call(pending, value)
         return pending
 
@@ -97,14 +98,14 @@ class DialledSession(Session):
         self._last_call = pending.number = self._last_call + 1
         pending.tries += 1
         self._pending[pending.number] = pending
-        self._send(Kind.CALL, pending.number, header, value)
+        self._send(Kind.TELL if pending.quiet else Kind.CALL, pending.number, header, value)
 
     def cancelled(self, pending: _Pending) -> None:
         """Whoever made that call does not want its reply any more."""
         if self._pending.pop(pending.number, None) is None or self.why:
             return
         self._reader.drop(pending.number)
-        if self._take_back(pending.number):
+        if self._take_back(pending.number) and not pending.quiet:
             self._outbox.send(Kind.CANCEL, pending.number)
 
     def _admits(self, call: int, cls: type) -> bool:
@@ -158,7 +159,7 @@ class DialledSession(Session):
             pending.fail(PeerLost("this node's transport is closed"))
             raise
 
-    def _take(self, call: int, message: Reply) -> None:
+    def _take(self, kind: Kind, call: int, message: Reply) -> None:
         self._pending.pop(call).settle(message)
 
     def _release(self) -> None:
@@ -173,7 +174,7 @@ class DialledSession(Session):
 class AcceptedSession(Session):
     """The serving side."""
 
-    _opening_kinds = (Kind.CALL,)
+    _opening_kinds = (Kind.CALL, Kind.TELL)
 
     def __init__(self, owner: Owner, hello: Answering, *, hello_s: float) -> None:
         super().__init__(owner, hello, hello_s=hello_s)
@@ -203,11 +204,11 @@ class AcceptedSession(Session):
     def _on_complete(self, incoming: Incoming) -> None:
         call = incoming.head.call
         if incoming.parsed.digest is None:
-            self._take(call, cast(Call, incoming.parsed.message(None)))
+            self._take(incoming.head.kind, call, cast(Call, incoming.parsed.message(None)))
         else:
             self._spawn(call, partial(self._receive_and_answer, incoming))
 
-    def _take(self, call: int, message: Call) -> None:
+    def _take(self, kind: Kind, call: int, message: Call) -> None:
         reply = answer_now(self._owner.serve, self.peer, message)
         if reply is None:
             self._spawn(call, partial(answer_later, self._owner.serve, self.peer, message))
@@ -216,7 +217,8 @@ class AcceptedSession(Session):
             reply.add_done_callback(partial(self._answered, call, message))
         else:
             del self._calls[call]
-            self._reply(call, reply)
+            if type(reply) is not Accepted or kind is not Kind.TELL:
+                self._reply(call, reply)
 
     def _spawn(self, number: int, answers: Callable[[], Coroutine[Any, Any, Reply]]) -> None:
         task = self._owner.tasks.spawn(self._serve(number, answers), name=f"serve {self.peer} {number}")

@@ -247,13 +247,13 @@ class StreamTransport:
         except TimeoutError:
             raise PeerLost(f"no answer from node {peer.node} within {timeout_s} s to {describe(message)}") from None
 
-    def call_now(self, peer: Peer, message: Call) -> asyncio.Future[Reply] | None:
+    def call_now(self, peer: Peer, message: Call, *, quiet: bool = False) -> asyncio.Future[Reply] | None:
         if self._state != "running":
             return None
         if peer.node == self._node:
             return self._call_self_now(message)
         session = self._dialled.get(peer.node)
-        return session.begin(message) if session is not None and session.open else None
+        return session.begin(message, quiet=quiet) if session is not None and session.open else None
 
     def _call_self_now(self, message: Call) -> asyncio.Future[Reply] | None:
         reply = answer_now(self.serve, self._node, message)

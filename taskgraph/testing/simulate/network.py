@@ -20,7 +20,7 @@ from taskgraph.protocol.messages import Call, Reply
 from taskgraph.settings import Settings
 from taskgraph.testing.simulate.loop import Process
 from taskgraph.transport.api import OnLost, Peer, Serve
-from taskgraph.transport.calls import OwnedTasks, answer, describe, unwrap
+from taskgraph.transport.calls import OwnedTasks, answer, answer_quietly, describe, unwrap
 
 __all__ = ["SimNetwork", "SimTransport"]
 
@@ -277,10 +277,17 @@ class SimTransport:
         except TimeoutError:
             raise PeerLost(f"no answer from node {peer.node} within {timeout_s} s to {describe(message)}") from None
 
-    def call_now(self, peer: Peer, message: Call) -> asyncio.Future[Reply] | None:
+    def call_now(self, peer: Peer, message: Call, *, quiet: bool = False) -> asyncio.Future[Reply] | None:
         if self._down or (peer.node != self.node and peer.node not in self._dialled):
             return None
-        return self._tasks.spawn(self.call(peer, message), name=f"call {peer.node} from {self.node}")
+        return self._tasks.spawn(self._begun(peer, message, quiet), name=f"call {peer.node} from {self.node}")
+
+    async def _begun(self, peer: Peer, message: Call, quiet: bool) -> Reply:
+        if peer.node == self.node or not quiet:
+            return await self.call(peer, message)
+        if self._down:
+            raise PeerLost(self._down)
+        return unwrap(await self._exchange(await self._connection(peer.node), message, quiet=True))
 
     async def _call_self(self, message: Call) -> Reply:
         assert self._serve is not None
@@ -294,7 +301,7 @@ class SimTransport:
             raise PeerLost("this node's transport is closed")
         return task.result()
 
-    async def _exchange(self, connection: _Connection, message: Call) -> Reply:
+    async def _exchange(self, connection: _Connection, message: Call, *, quiet: bool = False) -> Reply:
         self._calls += 1
         number = self._calls
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
@@ -303,12 +310,12 @@ class SimTransport:
         connection.pending[number] = reply
         target = self.network.transports.get(connection.acceptor)
         if target is not None:
-            self.network.transmit(connection, self.node, lambda: target._accept(connection, number, message))
+            self.network.transmit(connection, self.node, lambda: target._accept(connection, number, message, quiet))
         try:
             return await reply
         finally:
             connection.pending.pop(number, None)
-            if reply.cancelled() and target is not None:
+            if reply.cancelled() and target is not None and not quiet:
                 self.network.transmit(connection, self.node, lambda: target._cancel(connection, number))
 
     async def _connection(self, node: str) -> _Connection:
@@ -403,14 +410,14 @@ class SimTransport:
 
     # -- serving ----------------------------------------------------------------------------------
 
-    def _accept(self, connection: _Connection, number: int, message: Call) -> None:
+    def _accept(self, connection: _Connection, number: int, message: Call, quiet: bool) -> None:
         """In this process: a call arrived."""
         if self._down:
             return
         self.network.on_message(connection.dialler, self.node, message)
         if self._down or not connection.open[self.node]:
             return  # killed at this very moment
-        work = self._answer(connection, number, message)
+        work = self._answer(connection, number, message, quiet)
         task = self._tasks.spawn(work, name=f"serve {connection.dialler} at {self.node}")
         connection.serving[number] = task
         task.add_done_callback(lambda _: connection.serving.pop(number, None))
@@ -420,9 +427,11 @@ class SimTransport:
         if task is not None:
             task.cancel()
 
-    async def _answer(self, connection: _Connection, number: int, message: Call) -> None:
+    async def _answer(self, connection: _Connection, number: int, message: Call, quiet: bool) -> None:
         assert self._serve is not None
-        answered = await answer(self._serve, connection.dialler, message)
+        answered = await (answer_quietly if quiet else answer)(self._serve, connection.dialler, message)
+        if answered is None:
+            return
 
         def deliver() -> None:
             self.network.on_message(self.node, connection.dialler, answered)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 import pytest
-from transport_kit import EXCHANGES, Cluster, encoded, item, pull
+from transport_kit import EXCHANGES, Cluster, Node, encoded, item, pull
 
 from taskgraph.errors import PeerGone, PeerLost, Refused
 from taskgraph.protocol import messages as m
@@ -274,6 +274,103 @@ async def test_a_call_begun_without_a_task_is_lost_with_its_peer(cluster: Cluste
     cluster.crash(b)
     with pytest.raises(PeerLost):
         await begun
+
+
+REPORT = m.Report(m.Stamp(1, 7), 3, 1, True, 2, 5, 6)
+SEAL = m.Seal(m.Stamp(1, 1), 1, 1)
+
+
+class Heard:
+    """What is answered at once, and that it was."""
+
+    def __init__(self, reply: m.Reply) -> None:
+        self.event = asyncio.Event()
+        self.reply = reply
+
+    def __call__(self, caller: str, call: m.Call) -> m.Reply | None:
+        if not isinstance(call, m.Report):
+            return None
+        self.event.set()
+        return self.reply
+
+
+async def begun(a: Node, b: Node, call: m.Call) -> asyncio.Future[m.Reply]:
+    """A quiet call, that was sent."""
+    await a.call(b, SEAL)  # a session is open now
+    reply = a.transport.call_now(b.peer, call, quiet=True)
+    assert reply is not None
+    return reply
+
+
+async def time_passes(a: Node, b: Node) -> None:
+    """Long enough for whatever is under way to arrive."""
+    for _ in range(10):
+        await a.call(b, SEAL)
+
+
+async def test_that_a_quiet_call_was_accepted_at_once_is_not_told(cluster: Cluster) -> None:
+    a, b = await cluster.node(), await cluster.node()
+    b.at_once = heard = Heard(m.Accepted(1))
+    reply = await begun(a, b, REPORT)
+    await waits(heard.event)
+    await time_passes(a, b)
+    assert not reply.done()
+    reply.cancel()  # it is forgotten, and that is all
+    await time_passes(a, b)
+    assert reply.cancelled()
+    assert await a.call(b, REPORT) == m.Accepted(1)
+
+
+async def test_a_quiet_call_is_answered_where_there_is_more_to_say(cluster: Cluster) -> None:
+    a, b = await cluster.node(), await cluster.node()
+    b.at_once = Heard(m.Refusal(m.Reason.STALE, "behind"))
+    with pytest.raises(Refused, match="behind"):
+        await (await begun(a, b, REPORT))
+    b.at_once = Heard(item(pull(), encoded()))  # no answer to a report
+    with pytest.raises(Refused, match="answered with a Item"):
+        await (await begun(a, b, REPORT))
+    b.at_once = lambda caller, call: None  # a task answers
+    assert await (await begun(a, b, REPORT)) == m.Accepted(1)
+    later: asyncio.Future[m.Reply] = asyncio.get_running_loop().create_future()
+    b.at_once = lambda caller, call: later if call == REPORT else None
+    reply = await begun(a, b, REPORT)
+    await time_passes(a, b)
+    later.set_result(m.Accepted(2))
+    assert await reply == m.Accepted(2)
+    a.at_once = Heard(m.Accepted(1))
+    own = await begun(a, a, REPORT)
+    assert not own.done() or own.result() == m.Accepted(1)
+
+
+async def test_a_quiet_call_that_is_forgotten_goes_on_at_the_peer(cluster: Cluster) -> None:
+    a, b = await cluster.node(), await cluster.node()
+    gate = Gate()
+    reply = await begun(a, b, SEAL)
+    assert await reply == m.Accepted(1)
+    b.handler = gate
+    reply = a.transport.call_now(b.peer, pull(), quiet=True)
+    assert reply is not None
+    await waits(gate.entered)
+    reply.cancel()
+    b.handler = b._accept
+    await time_passes(a, b)
+    assert not gate.cancelled.is_set()
+    gate.release.set()
+    await time_passes(a, b)  # what it answers is of no use to anybody, and does no harm
+
+
+async def test_a_quiet_call_is_lost_with_its_peer_and_ends_with_its_transport(cluster: Cluster) -> None:
+    a, b, c = await cluster.node(), await cluster.node(), await cluster.node()
+    b.at_once = c.at_once = Heard(m.Accepted(1))
+    lost, closed = await begun(a, b, REPORT), await begun(a, c, REPORT)
+    await time_passes(a, b)
+    cluster.crash(b)
+    with pytest.raises(PeerLost):
+        await lost
+    assert not closed.done()
+    await a.transport.close()
+    with pytest.raises((PeerLost, asyncio.CancelledError)):
+        await closed
 
 
 async def test_nothing_is_begun_where_a_session_has_to_be_made(cluster: Cluster) -> None:

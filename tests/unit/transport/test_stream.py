@@ -180,6 +180,48 @@ async def test_strangers_who_say_nothing_are_few_and_do_not_keep_others_out(
         assert len(b.transport._strangers) <= 4
 
 
+async def test_a_quiet_call_costs_one_frame(streams: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No reply, no CANCEL, and nothing is kept of it at either end."""
+    written: list[int] = []
+    write = stream.Session._write
+    monkeypatch.setattr(stream.Session, "_write", lambda self, data: (written.append(data[3]), write(self, data)))
+    a, b = await streams.node(), await streams.node()
+    await a.call(b, SEAL)
+    (calling,), (serving,) = sessions_of(a.transport), sessions_of(b.transport)
+    assert isinstance(calling, stream.DialledSession) and isinstance(serving, stream.AcceptedSession)
+    written.clear()
+    b.at_once = lambda caller, call: m.Accepted(1)
+    for report in (
+        m.Report(m.Stamp(1, 7), 3, 1, True, 2, 5, 6),
+        m.Report(m.Stamp(1, 7), 3, 1, True, 2, 5, 6, False, {"loss": 0.5}),
+    ):
+        reply = a.transport.call_now(b.peer, report, quiet=True)
+        assert reply is not None and len(calling._pending) == 1
+        reply.cancel()
+        await a.call(b, SEAL)
+        assert not calling._pending and not serving._calls
+    assert written == [Kind.TELL, Kind.CALL, Kind.REPLY] * 2
+
+
+async def test_a_quiet_call_that_comes_in_pieces_is_one(streams: Cluster) -> None:
+    a, b = await streams.node(), await streams.node()
+    await a.call(b, SEAL)
+    heard = asyncio.Event()
+    b.at_once = lambda caller, call: (heard.set(), m.Accepted(1))[1]
+    (session,) = sessions_of(a.transport)
+    frame = pack_whole(Kind.TELL, 1, wire.to_header(SEAL))
+    assert isinstance(session, stream.DialledSession)
+    session._last_call = 0  # the reply to call 1 came, and another one would be to a call that was never made
+    session._write(frame[:50])
+    await asyncio.sleep(0.02)
+    assert not heard.is_set()
+    session._write(frame[50:])
+    async with asyncio.timeout(5):
+        await heard.wait()
+    await asyncio.sleep(0.02)
+    assert session.open
+
+
 # Damage.
 
 
