@@ -88,6 +88,7 @@ class Epoch:
         self._where = where
         self._sync = sync
         self._rng: np.random.Generator | None = None
+        self._linked: dict[str, tuple[int, ...]] = {}  # compose names most links more than once
 
     @property
     def number(self) -> int:
@@ -154,8 +155,8 @@ class Epoch:
             raise GraphError(f"{self._at()}: processors are declared in compose(), and only there")
         composition.add(
             compute,
-            self._channels("inbound", inbound),
-            self._channels("outbound", outbound),
+            self._channels("inbound", inbound) if inbound is not None else {},
+            self._channels("outbound", outbound) if outbound is not None else {},
             sync=not outbound,
             name=name,
             parallel=parallel,
@@ -168,12 +169,12 @@ class Epoch:
         """
         self._no_messages("flag", composing=True)
         value = encode(meta, what=f"flag of task {self._work.task}")
-        self._work.flag(self._where, _task_ids(self._work, to, f"{self._at()}: flag"), value)
+        self._work.flag(self._where, _task_ids(self._work, to, self._at, "flag"), value)
 
     def request(self, to: int, method: str, payload: Any = None) -> Reply:
         """Calls a handler of another task, with effects exactly once. `await reply`; in a thread `reply.wait()`."""
         self._no_messages("request")
-        ids = _task_ids(self._work, to, f"{self._at()}: request {method!r}")
+        ids = _task_ids(self._work, to, self._at, f"request {method!r}")
         if len(ids) != 1:
             raise GraphError(f"{self._at()}: a request goes to one task, {to!r} are {len(ids)}")
         what = f"request {method!r} of task {self._work.task}"
@@ -201,8 +202,8 @@ class Epoch:
         """The job ends when this epoch commits. To fail it instead, raise."""
         self._work.finish(self._where)
 
-    def _channels(self, which: str, given: Mapping[str, To] | None) -> dict[str, tuple[int, ...]]:
-        if given is not None and not isinstance(given, Mapping):
+    def _channels(self, which: str, given: Mapping[str, To]) -> dict[str, tuple[int, ...]]:
+        if type(given) is not dict and not isinstance(given, Mapping):
             tags = [given] if isinstance(given, str) else given if isinstance(given, list | tuple | set) else []
             tag = next((str(tag) for tag in tags if isinstance(tag, str)), "tag")
             link = next(iter(self._work.links()), "link")
@@ -210,9 +211,15 @@ class Epoch:
                 f"{self._at()}: {which} says {'from' if which == 'inbound' else 'to'} whom each tag travels, as in "
                 f"{which}={{{tag!r}: {link!r}}}; it got {given!r:.100}"
             )
-        return {
-            str(tag): _task_ids(self._work, to, f"{self._at()}: {which} {tag!r}") for tag, to in (given or {}).items()
-        }
+        channels = {}
+        for tag, to in given.items():
+            known = self._linked.get(to) if type(to) is str else None
+            if known is None:
+                known = _task_ids(self._work, to, self._at, f"{which} {tag!r}")
+                if type(to) is str:
+                    self._linked[to] = known
+            channels[str(tag)] = known
+        return channels
 
     def _no_messages(self, what: str, *, composing: bool = False) -> None:
         if self._sync:
@@ -278,6 +285,7 @@ class Inputs:
     def __init__(self, work: Work, processor: Processor, items: Mapping[tuple[str, int], Encoded]) -> None:
         self._work = work
         self._processor = processor
+        self._inbound = processor.inbound
         self._items = items
 
     @overload
@@ -286,13 +294,16 @@ class Inputs:
     def __getitem__(self, tag: str) -> Any: ...
     def __getitem__(self, tag: str) -> Any:
         """The value of the one producer of `tag`. Raises GraphError where there are none or several."""
-        producers = self._producers(tag)
+        name = str(tag)
+        producers = self._inbound.get(name)
+        if producers is None:
+            raise self._not_declared(name)
         if len(producers) != 1:
             raise GraphError(
-                f"{self._at()}: {str(tag)!r} comes from {len(producers)} tasks "
-                f"({', '.join(map(str, producers)) or 'none'}); use ins.all({str(tag)!r})"
+                f"{self._at()}: {name!r} comes from {len(producers)} tasks "
+                f"({', '.join(map(str, producers)) or 'none'}); use ins.all({name!r})"
             )
-        return self._decode(tag, producers[0])
+        return decode(self._items[(name, producers[0])], device=self._work.xp_device)
 
     @overload
     def all(self, tag: Tag[T]) -> dict[int, T]: ...
@@ -300,23 +311,24 @@ class Inputs:
     def all(self, tag: str) -> dict[int, Any]: ...
     def all(self, tag: str) -> Any:
         """{task id: value} in the order declared, never of arrival."""
-        return {producer: self._decode(tag, producer) for producer in self._producers(tag)}
+        name = str(tag)
+        producers = self._inbound.get(name)
+        if producers is None:
+            raise self._not_declared(name)
+        values = {}
+        for producer in producers:
+            values[producer] = decode(self._items[(name, producer)], device=self._work.xp_device)
+        return values
 
     def __contains__(self, tag: object) -> bool:
-        return bool(self._processor.inbound.get(cast(str, tag)))
+        return bool(self._inbound.get(cast(str, tag)))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._processor.inbound)
+        return iter(self._inbound)
 
-    def _producers(self, tag: str) -> tuple[int, ...]:
-        producers = self._processor.inbound.get(str(tag))
-        if producers is None:
-            declared = ", ".join(repr(t) for t in self._processor.inbound) or "none"
-            raise GraphError(f"{self._at()}: no inbound channel {str(tag)!r} is declared; inbound are: {declared}")
-        return producers
-
-    def _decode(self, tag: str, producer: int) -> Any:
-        return decode(self._items[(str(tag), producer)], device=self._work.xp_device)
+    def _not_declared(self, tag: str) -> GraphError:
+        declared = ", ".join(repr(t) for t in self._inbound) or "none"
+        return GraphError(f"{self._at()}: no inbound channel {tag!r} is declared; inbound are: {declared}")
 
     def _at(self) -> str:
         return f"task {self._work.task}, epoch {self._work.number}, {self._processor.name}"
@@ -365,7 +377,7 @@ class Outputs:
                 encoded = encode(array, what=f"channel {tag!r} of task {self._work.task}", adopt=True)
                 for consumer in consumers:
                     self._work.put(tag, consumer, encoded)
-        self._filling.clear()
+        self._filling = []
         missing = [
             f"{tag!r} to task {consumer}"
             for tag, consumers in self._processor.outbound.items()
@@ -385,7 +397,7 @@ class Outputs:
         if declared is None:
             names = ", ".join(repr(t) for t in self._processor.outbound) or "none (it is a sync point)"
             raise GraphError(f"{self._at()}: no outbound channel {tag!r} is declared; outbound are: {names}")
-        consumers = declared if to is None else _task_ids(self._work, to, f"{self._at()}: channel {tag!r}")
+        consumers = declared if to is None else _task_ids(self._work, to, self._at, f"channel {tag!r}")
         for consumer in consumers:
             if consumer not in declared:
                 raise GraphError(
@@ -397,15 +409,26 @@ class Outputs:
                     f"{self._at()}: channel {tag!r} to task {consumer} was put twice; a channel carries one item per "
                     f"epoch: put a list, or declare another tag"
                 )
-        self._put.update((tag, consumer) for consumer in consumers)
+        for consumer in consumers:
+            self._put.add((tag, consumer))
         return consumers
 
     def _at(self) -> str:
         return f"task {self._work.task}, epoch {self._work.number}, {self._processor.name}"
 
 
-def _task_ids(work: Work, to: To, what: str) -> tuple[int, ...]:
-    """The tasks that `to` names. Links may lead to one neighbor (both ways round a ring of two): it is named once."""
+def _task_ids(work: Work, to: To, at: Callable[[], str], what: str) -> tuple[int, ...]:
+    """The tasks that `to` names. Links may lead to one neighbor (both ways round a ring of two): it is named once.
+
+    Args:
+        at, what: where that is, and what names them, for messages.
+    """
+    if type(to) is str:
+        try:
+            return work.neighbors(to)
+        except JobError:
+            pass  # found again below, and told as what it is
+    what = f"{at()}: {what}"
     try:
         given = (to,) if isinstance(to, str) or hasattr(to, "__index__") else tuple(to)
         names = [one if isinstance(one, str) else int(one.__index__()) for one in given]

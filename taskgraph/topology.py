@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from taskgraph.errors import GraphError, JobError
 
@@ -31,6 +31,8 @@ Link = Callable[[int, int, int], Iterable[int]]
 """(task_id, tasks, epoch) -> task ids."""
 
 
+_ORDERED: Final = frozenset((tuple, list, range))
+"""What most links return; every epoch asks several times, and asking an abstract class is slow."""
 _Table = Mapping[int, Sequence[int]]
 _EPOCHS_KEPT = 4
 """Epochs whose edges are kept at a time: the one at work, the next, and one that a restart or a replay looks at."""
@@ -96,16 +98,21 @@ class Topology(Mapping[str, Link]):
 
 def _checked(link: Link, what: str, task_id: int, tasks: int, epoch: int) -> tuple[int, ...]:
     given = link(task_id, tasks, epoch)
-    if not isinstance(given, Iterable) or isinstance(given, str | bytes):
-        raise GraphError(f"task {task_id}: {what} must return task ids, as a list; it returned {given!r}")
+    if type(given) not in _ORDERED:
+        if not isinstance(given, Iterable) or isinstance(given, str | bytes):
+            raise GraphError(f"task {task_id}: {what} must return task ids, as a list; it returned {given!r}")
+        if isinstance(given, set | frozenset):  # it has no order of its own
+            given = sorted(given)
     found = []
-    for neighbor in sorted(given) if isinstance(given, set | frozenset) else given:  # a set has no order of its own
-        try:
-            number = operator.index(neighbor)
-        except TypeError:
-            raise GraphError(f"task {task_id}: {what} names {neighbor!r}, which is no task id") from None
-        if isinstance(neighbor, bool):  # a mask where ids were meant
-            raise GraphError(f"task {task_id}: {what} names {neighbor!r}, which is no task id")
+    for neighbor in given:
+        number = neighbor
+        if type(neighbor) is not int:
+            try:
+                number = operator.index(neighbor)
+            except TypeError:
+                raise GraphError(f"task {task_id}: {what} names {neighbor!r}, which is no task id") from None
+            if isinstance(neighbor, bool):  # a mask where ids were meant
+                raise GraphError(f"task {task_id}: {what} names {neighbor!r}, which is no task id")
         if not 0 <= number < tasks:
             raise GraphError(f"task {task_id}: {what} names task {number}, but the job has tasks 0 to {tasks - 1}")
         found.append(number)

@@ -7,7 +7,6 @@ makes views that cannot be made writable.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from typing import Any, Final
@@ -71,8 +70,10 @@ def empty(shape: int | tuple[int, ...], dtype: DTypeLike, allocate: Allocate) ->
     """`np.empty`, in memory of `allocate` where it has some: `as_it_is` takes it over as it is."""
     found = np.dtype(dtype)
     sizes = shape if isinstance(shape, tuple) else (shape,)
-    plain = found.subdtype is None and not found.hasobject and all(isinstance(n, int) and n >= 0 for n in sizes)
-    block = allocate(math.prod(sizes) * found.itemsize) if plain else None
+    nbytes = -1 if found.subdtype is not None or found.hasobject else found.itemsize
+    for size in sizes:
+        nbytes = nbytes * size if type(size) is int and size >= 0 <= nbytes else -1
+    block = allocate(nbytes) if nbytes >= 0 else None
     return np.empty(shape, found) if block is None else np.ndarray(sizes, found, buffer=block)
 
 
@@ -169,5 +170,5 @@ def view(data: bytes | memoryview, at: int, dtype: np.dtype[Any], shape: tuple[i
         return found.copy()
     if not found.flags.aligned:  # some code cannot work on unaligned elements, and numpy is slow on them
         found = found.copy()
-    found.flags.writeable = False
-    return found
+        found.flags.writeable = False
+    return found  # read-only, as the memory is that it was made on

@@ -5,7 +5,7 @@ Pure: it knows names and task ids, not values, sockets or clocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,12 +35,22 @@ class Processor:
 
 @dataclass(slots=True)
 class Composition:
-    """What `compose` declared, in order."""
+    """What `compose` declared, in order.
+
+    Attributes:
+        ordered: processors that run one after another before the sync points.
+        parallel: those that run whenever they are ready.
+        sync_points: those that run last.
+    """
 
     task: int
     epoch: int
     processors: list[Processor] = field(default_factory=list)
-    _by_name: dict[str, Processor] = field(default_factory=dict)
+    ordered: list[Processor] = field(default_factory=list)
+    parallel: list[Processor] = field(default_factory=list)
+    sync_points: list[Processor] = field(default_factory=list)
+    _names: set[str] = field(default_factory=set)
+    _takes: dict[tuple[str, int], None] = field(default_factory=dict)
     _puts: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def add(
@@ -57,7 +67,7 @@ class Composition:
         if not callable(compute):
             raise GraphError(f"{self._at()}: a processor's compute must be callable, not {type(compute).__name__}")
         name = name or _name_of(compute)
-        if name in self._by_name:
+        if name in self._names:
             raise GraphError(
                 f"{self._at()}: two processors are called {name!r}; give one of them another: "
                 f"epoch.processor(..., name='...')"
@@ -75,30 +85,21 @@ class Composition:
                         f"{self._at()}: processors {other!r} and {name!r} both declare channel {tag!r} to task "
                         f"{consumer}; a channel has one producer: give one of them another tag"
                     )
+        for tag, producers in inbound.items():
+            for producer in producers:
+                self._takes[(tag, producer)] = None
         processor = Processor(name, compute, inbound, outbound, sync, parallel)
+        self._names.add(name)
         self.processors.append(processor)
-        self._by_name[name] = processor
+        (self.sync_points if sync else self.parallel if parallel else self.ordered).append(processor)
         return processor
 
     def _at(self) -> str:
         return f"task {self.task}, epoch {self.epoch}, compose"
 
-    @property
-    def ordered(self) -> list[Processor]:
-        """Processors that run one after another before the sync points, in the order declared."""
-        return [p for p in self.processors if not p.sync and not p.parallel]
-
-    @property
-    def parallel(self) -> list[Processor]:
-        return [p for p in self.processors if p.parallel]
-
-    @property
-    def sync_points(self) -> list[Processor]:
-        return [p for p in self.processors if p.sync]
-
     def channels_in(self) -> list[tuple[str, int]]:
         """(tag, producer) of every inbound channel, each once, in the order declared."""
-        return _unique((tag, producer) for p in self.processors for tag, ids in p.inbound.items() for producer in ids)
+        return list(self._takes)
 
     def channels_out(self) -> list[tuple[str, int]]:
         """(tag, consumer) of every outbound channel."""
@@ -110,12 +111,8 @@ class Composition:
 
 
 def _name_of(compute: Callable[..., Any]) -> str:
-    inner = compute
+    inner = getattr(compute, "__func__", compute)  # of a method; a function is asked in no time for what it lacks
     while hasattr(inner, "func"):  # functools.partial
         inner = inner.func
     name = getattr(inner, "__name__", type(inner).__name__)
     return "processor" if name == "<lambda>" else str(name)
-
-
-def _unique(items: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    return list(dict.fromkeys(items))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -21,11 +20,21 @@ _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _F64 = struct.Struct("<d")
 _C128 = struct.Struct("<dd")
+_TOO_DEEP: Final = f"a value is nested more than {MAX_DEPTH} deep"
 _SHAPES: Final = tuple(struct.Struct(f"<{ndim}Q") for ndim in range(65))
+_INLINE_ARRAY: Final = ord("A")
 
 
 class Reader:
-    """Reads one value from `meta` between `at` and `end`."""
+    """Reads one value from `meta` between `at` and `end`.
+
+    Attributes:
+        readers: what reads a value of each tag, from behind the tag; one for every byte.
+        view: makes an array.
+    """
+
+    readers: ClassVar[tuple[Callable[[Any], Any], ...]]
+    view = staticmethod(arrays.view)
 
     __slots__ = ("_arrays", "_at", "_buffers", "_depth", "_device", "_end", "_meta", "_next", "_on_device", "_writable")
 
@@ -49,23 +58,25 @@ class Reader:
             found = self._value()
         except (struct.error, IndexError) as error:
             raise DecodeError(f"a value ends after {len(self._meta)} bytes, within itself") from error
+        except UnicodeDecodeError as error:
+            raise DecodeError(f"not a text: {error}") from error
         except RecursionError as error:
             raise DecodeError("a value is nested deeper than this thread's stack allows") from error
         if self._at != self._end:
             raise DecodeError(f"a value ends at byte {self._at} of {self._end}")
         if self._next != len(self._buffers):
             raise DecodeError(f"a value names {self._next} buffers and has {len(self._buffers)}")
-        if any(number >= self._arrays for number in self._on_device):
+        if self._on_device and max(self._on_device) >= self._arrays:
             raise DecodeError(f"a value of {self._arrays} arrays has others on a device")
         return found
 
     def _value(self) -> Any:
-        tag = self._meta[self._at]
-        self._at += 1
-        read = _READERS.get(tag)
-        if read is None:
-            raise DecodeError(f"not a value: it begins with byte {tag}")
-        return read(self)
+        at = self._at
+        self._at = at + 1
+        return self.readers[self._meta[at]](self)
+
+    def unknown(self) -> Any:
+        raise DecodeError(f"not a value: it begins with byte {self._meta[self._at - 1]}")
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
@@ -76,29 +87,32 @@ class Reader:
         self._at = at + size
         return self._meta[at : at + size]
 
-    def _u64(self) -> int:
-        number: int = _U64.unpack_from(self._meta, self._at)[0]
-        self._at += 8
-        return number
-
     def _count(self, least: int) -> int:
         """A number of parts that take `least` bytes each at least: more than fit cannot be meant."""
-        count = self._u64()
+        count: int = _U64.unpack_from(self._meta, self._at)[0]
+        self._at += 8
         if count * least > self._end - self._at:
             raise DecodeError(f"a value announces {count} parts and has {self._end - self._at} bytes left")
-        self._enter()
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise DecodeError(_TOO_DEEP)
         return count
 
     def _enter(self) -> None:
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise DecodeError(f"a value is nested more than {MAX_DEPTH} deep")
-
-    def _name(self) -> str:
-        return _text(self._take(self._u64()))
+            raise DecodeError(_TOO_DEEP)
 
     def _inline(self) -> bytes:
-        return self._take(self._u64())
+        at = self._at + 8
+        size = _U64.unpack_from(self._meta, at - 8)[0]
+        if size > self._end - at:
+            raise DecodeError(f"a value announces {size} bytes and has {self._end - at} left")
+        self._at = at + size
+        return self._meta[at : at + size]
+
+    def _text(self) -> str:
+        return str(self._inline(), "utf-8", "surrogatepass")
 
     def _buffer(self, size: int) -> memoryview:
         if self._next >= len(self._buffers):
@@ -110,7 +124,8 @@ class Reader:
         return buffer
 
     def _buffered(self) -> bytes:
-        buffer = self._buffer(self._u64())
+        self._at += 8
+        buffer = self._buffer(_U64.unpack_from(self._meta, self._at - 8)[0])
         owner = buffer.obj
         return owner if type(owner) is bytes and len(owner) == buffer.nbytes else bytes(buffer)
 
@@ -133,16 +148,27 @@ class Reader:
         return complex(*_C128.unpack(self._take(16)))
 
     def sequence(self) -> list[Any]:
-        found = [self._value() for _ in range(self._count(1))]
+        count = self._count(1)
+        meta, readers = self._meta, self.readers
+        found = []
+        for _ in range(count):
+            at = self._at  # as `_value` does it, without a call
+            self._at = at + 1
+            found.append(readers[meta[at]](self))
         self._depth -= 1
         return found
 
     def mapping(self) -> dict[Any, Any]:
         count = self._count(2)
+        meta, readers = self._meta, self.readers
         found = {}
         for _ in range(count):
-            key = self._value()
-            value = self._value()
+            at = self._at
+            self._at = at + 1
+            key = readers[meta[at]](self)
+            at = self._at
+            self._at = at + 1
+            value = readers[meta[at]](self)
             try:
                 found[key] = value
             except Exception as error:  # a message's own __hash__ and __eq__ are user code
@@ -153,7 +179,7 @@ class Reader:
         return found
 
     def message(self) -> Any:
-        name = self._name()
+        name = self._text()
         known = codecs.message_named(name)
         if known is None:
             raise DecodeError(f"no @tg.message is called {name!r} here: declare it where the driver is imported")
@@ -163,7 +189,7 @@ class Reader:
         self._enter()
         fields = {}
         for expected in known.fields:
-            field = self._name()
+            field = self._text()
             if field != expected:
                 raise DecodeError(f"message {name!r} came with field {field!r}, here it is {expected!r}")
             fields[field] = self._value()
@@ -178,7 +204,7 @@ class Reader:
         return made
 
     def coded(self) -> Any:
-        name = self._name()
+        name = self._text()
         known = codecs.codec_named(name)
         if known is None:
             raise DecodeError(f"no codec is called {name!r} here: call tg.codec where the driver is imported")
@@ -194,7 +220,7 @@ class Reader:
         from google.protobuf import descriptor_pool, message_factory
         from google.protobuf.message import DecodeError as BadMessage
 
-        name = self._name()
+        name = self._text()
         data = self._value()
         if type(data) is not bytes:
             raise DecodeError(f"a protobuf message {name!r} without its bytes")
@@ -207,32 +233,33 @@ class Reader:
         except (BadMessage, ValueError) as error:
             raise DecodeError(f"not a protobuf message {name!r}: {error}") from error
 
-    def _header(self) -> tuple[np.dtype[Any], tuple[int, ...], int]:
-        """dtype, shape, and how many bytes they make."""
-        dtype, at = dtypes.read(self._meta, self._at)
-        shape = _SHAPES[self._meta[at]].unpack_from(self._meta, at + 1)
-        self._at = at + 1 + 8 * len(shape)
+    def array(self) -> Any:
+        """An array whose elements follow, or are in a buffer: the tag says so."""
+        meta = self._meta
+        inline = meta[self._at - 1] == _INLINE_ARRAY
+        dtype, at = dtypes.read(meta, self._at)
+        ndim = meta[at]
+        shape = _SHAPES[ndim].unpack_from(meta, at + 1)
+        at += 1 + 8 * ndim
         if dtype.subdtype is not None:
             raise DecodeError("an array of arrays: its shape says so, not its dtype")
-        return dtype, shape, math.prod(shape) * dtype.itemsize
-
-    def array(self) -> Any:
-        dtype, shape, size = self._header()
-        at = self._at + -self._at % ALIGN
-        if size > self._end - at:
-            raise DecodeError(f"an array announces {size} bytes and has {self._end - at} left")
-        self._at = at + size
-        return self._made(self._meta, at, dtype, shape)
-
-    def buffered_array(self) -> Any:
-        dtype, shape, size = self._header()
-        return self._made(self._buffer(size), 0, dtype, shape)
-
-    def _made(self, data: bytes | memoryview, at: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
+        size = dtype.itemsize
+        for extent in shape:
+            size *= extent
+        data: bytes | memoryview
+        if inline:
+            at += -at % ALIGN
+            if size > self._end - at:
+                raise DecodeError(f"an array announces {size} bytes and has {self._end - at} left")
+            self._at = at + size
+            data = meta
+        else:
+            self._at = at
+            data, at = self._buffer(size), 0
         number = self._arrays
-        self._arrays += 1
+        self._arrays = number + 1
         try:
-            found = arrays.view(data, at, dtype, shape, writable=self._writable)
+            found = self.view(data, at, dtype, shape, writable=self._writable)
             return devices.to_device(found) if number in self._on_device and self._device != "host" else found
         except (ValueError, TypeError, OverflowError) as error:
             raise DecodeError(f"not an array of shape {shape} and dtype {dtype}: {error}") from error
@@ -244,13 +271,6 @@ class Reader:
         return arrays.view(self._take(dtype.itemsize), 0, dtype, (), writable=self._writable)[()]
 
 
-def _text(data: bytes) -> str:
-    try:
-        return str(data, "utf-8", "surrogatepass")
-    except UnicodeDecodeError as error:
-        raise DecodeError(f"not a text: {error}") from error
-
-
 _READERS: Final[dict[int, Callable[[Reader], Any]]] = {
     ord("N"): lambda reader: None,
     ord("T"): lambda reader: True,
@@ -259,21 +279,22 @@ _READERS: Final[dict[int, Callable[[Reader], Any]]] = {
     ord("I"): Reader.integer,
     ord("f"): Reader.real,
     ord("c"): Reader.two_reals,
-    ord("S"): lambda reader: _text(reader._inline()),
-    ord("s"): lambda reader: _text(reader._buffered()),
+    ord("S"): Reader._text,
+    ord("s"): lambda reader: str(reader._buffered(), "utf-8", "surrogatepass"),
     ord("B"): Reader._inline,
     ord("b"): Reader._buffered,
     ord("L"): Reader.sequence,
     ord("U"): lambda reader: tuple(reader.sequence()),
     ord("D"): Reader.mapping,
-    ord("A"): Reader.array,
-    ord("a"): Reader.buffered_array,
+    _INLINE_ARRAY: Reader.array,
+    ord("a"): Reader.array,
     ord("G"): Reader.scalar,
-    ord("X"): lambda reader: np.str_(_text(reader._inline())),
-    ord("x"): lambda reader: np.str_(_text(reader._buffered())),
+    ord("X"): lambda reader: np.str_(reader._text()),
+    ord("x"): lambda reader: np.str_(str(reader._buffered(), "utf-8", "surrogatepass")),
     ord("Y"): lambda reader: np.bytes_(reader._inline()),
     ord("y"): lambda reader: np.bytes_(reader._buffered()),
     ord("M"): Reader.message,
     ord("C"): Reader.coded,
     ord("P"): Reader.protobuf,
 }
+Reader.readers = tuple(_READERS.get(tag, Reader.unknown) for tag in range(256))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from taskgraph.errors import DecodeError
 
-__all__ = ["DtypeRefused", "padding", "read", "write"]
+__all__ = ["DESCRIBED", "DtypeRefused", "padding", "read"]
 
 _SUBARRAY: Final = 0xFF
 _RECORD: Final = 0xFE
@@ -43,29 +43,40 @@ _LONG_DOUBLE_BYTES: Final = 10 if np.finfo(np.longdouble).nmant == 63 else np.dt
 """How many bytes of a long double are the number; x86 leaves the others as they happen to be."""
 _LARGEST_BUILTIN: Final = np.dtype(np.float16).num
 
-_written: dict[tuple[np.dtype[Any], int], bytes] = {}
-_read: dict[bytes, np.dtype[Any]] = {}
-
 
 class DtypeRefused(Exception):
     """A dtype that cannot travel. The message is the way out."""
 
 
-def write(dtype: np.dtype[Any]) -> bytes:
-    """The dtype's description.
+class _Described(dict[tuple[np.dtype[Any], int], tuple[bytes, bool]]):
+    """Descriptions by dtype, and by its number, which tells plain dtypes that are equal apart. A look-up is no call."""
 
-    Raises:
-        DtypeRefused: it holds Python objects, or comes from another package.
-    """
-    key = (dtype, dtype.num)
-    known = _written.get(key)
-    if known is None:
-        known = _describe(dtype, 0)
+    def __missing__(self, key: tuple[np.dtype[Any], int]) -> tuple[bytes, bool]:
+        dtype, number = key
+        made = _describe(dtype, 0), dtype.names is None and number not in _LONG_DOUBLES
         if dtype.names is None:
-            if len(_written) >= _CACHED:
-                _written.clear()
-            _written[key] = known
-    return known
+            if len(self) >= _CACHED:
+                self.clear()
+            self[key] = made
+        return made
+
+
+class _Parsed(dict[bytes, np.dtype[Any]]):
+    """Plain dtypes by their description, those that were read before."""
+
+    def __missing__(self, key: bytes) -> np.dtype[Any]:
+        made = _parse_plain(key[1:])
+        if len(self) >= _CACHED:
+            self.clear()
+        self[key] = made
+        return made
+
+
+DESCRIBED: Final = _Described()
+"""By (dtype, dtype.num): its description, and whether it is known to have no padding. Raises DtypeRefused: it holds
+Python objects, or comes from another package."""
+
+_parsed: Final = _Parsed()
 
 
 def _describe(dtype: np.dtype[Any], depth: int) -> bytes:
@@ -134,14 +145,7 @@ def read(data: bytes, at: int) -> tuple[np.dtype[Any], int]:
     size = data[at]
     if size <= _MAX_TEXT:
         end = at + 1 + size
-        key = data[at:end]
-        known = _read.get(key)
-        if known is None:
-            known = _parse_plain(key[1:])
-            if len(_read) >= _CACHED:
-                _read.clear()
-            _read[key] = known
-        return known, end
+        return _parsed[data[at:end]], end
     try:
         return _parse(data, at, 0)
     except (ValueError, TypeError, OverflowError, MemoryError) as error:

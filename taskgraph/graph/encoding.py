@@ -15,10 +15,10 @@ from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.libraries import codec_of_library
 from taskgraph.graph.refusals import CannotTravel, key_step, way_out
 
-__all__ = ["ALIGN", "INLINE_BYTES", "MAX_DEPTH", "Writer"]
+__all__ = ["ALIGN", "INLINE_BYTES", "MAX_DEPTH", "WRITERS", "Writer"]
 
 MAX_DEPTH: Final = 100
-"""Containers in containers. Each takes two or three Python frames of the thousand there are."""
+"""Containers in containers. Each takes one or two Python frames of the thousand there are."""
 INLINE_BYTES: Final = 4096
 """Bulk of at most this size travels inside meta: copying it costs less than another piece to send."""
 ALIGN: Final = 16
@@ -42,7 +42,7 @@ class Writer:
 
     __slots__ = ("adopt", "allocate", "arrays", "buffers", "depth", "eager", "meta", "on_device")
 
-    def __init__(self, *, adopt: bool = False, allocate: Allocate | None = None) -> None:
+    def __init__(self, adopt: bool, allocate: Allocate | None) -> None:
         self.meta = bytearray()
         self.buffers: list[memoryview | arrays.Copy] = []  # copies are made when the digest is taken
         self.allocate = allocate
@@ -52,24 +52,15 @@ class Writer:
         self.depth = 0
         self.adopt = adopt
 
-    def put(self, value: Any) -> None:
-        write = _WRITERS.get(type(value))
-        if write is not None:
-            write(self, value)
-        else:
-            _write_other(self, value)
-
-    def enter(self, value: Any) -> None:
-        """Counts a level of nesting; whoever enters, leaves."""
-        self.depth += 1
+    def too_much(self, value: Any) -> CannotTravel:
+        """Why a container does not fit: it is too deep, or too much came before it."""
         if self.depth > MAX_DEPTH:
-            raise CannotTravel(value, f"it is nested more than {MAX_DEPTH} deep (does it contain itself?)")
-        if len(self.meta) > _MAX_META:
-            raise CannotTravel(
-                value,
-                "what comes before it already needs 1 GiB of description: send arrays instead of lists of numbers, "
-                "and what is shared only once",
-            )
+            return CannotTravel(value, f"it is nested more than {MAX_DEPTH} deep (does it contain itself?)")
+        return CannotTravel(
+            value,
+            "what comes before it already needs 1 GiB of description: send arrays instead of lists of numbers, "
+            "and what is shared only once",
+        )
 
     def text(self, text: str) -> None:
         data = text.encode("utf-8", "surrogatepass")
@@ -96,8 +87,17 @@ def _write_int(writer: Writer, value: int) -> None:
     writer.meta += value.to_bytes(size, "little", signed=True)
 
 
+def _write_float(writer: Writer, value: float) -> None:
+    writer.meta += b"f" + _F64.pack(value)
+
+
 def _write_str(writer: Writer, value: str) -> None:
-    writer.data(b"S", b"s", value.encode("utf-8", "surrogatepass"))
+    data = value.encode("utf-8", "surrogatepass")
+    size = len(data)
+    if size <= INLINE_BYTES:  # `data` does the same; most texts are keys, and cost no call more
+        writer.meta += b"S" + _U64.pack(size) + data
+    else:
+        writer.data(b"S", b"s", data)
 
 
 def _write_bytes(writer: Writer, value: bytes) -> None:
@@ -106,12 +106,15 @@ def _write_bytes(writer: Writer, value: bytes) -> None:
 
 def _write_sequence(writer: Writer, value: list[Any] | tuple[Any, ...]) -> None:
     items = tuple(value)  # a list may be appended to by another thread meanwhile
-    writer.enter(value)
-    writer.meta += (b"L" if type(value) is list else b"U") + _U64.pack(len(items))
+    meta = writer.meta
+    writer.depth += 1
+    if writer.depth > MAX_DEPTH or len(meta) > _MAX_META:
+        raise writer.too_much(value)
+    meta += (b"L" if type(value) is list else b"U") + _U64.pack(len(items))
     index = 0
     try:
         for item in items:
-            writer.put(item)
+            WRITERS[type(item)](writer, item)
             index += 1
     except CannotTravel as refused:
         raise refused.at(f"[{index}]")  # noqa: B904 - the same exception goes on
@@ -120,34 +123,38 @@ def _write_sequence(writer: Writer, value: list[Any] | tuple[Any, ...]) -> None:
 
 def _write_dict(writer: Writer, value: dict[Any, Any]) -> None:
     items = tuple(value.items())
-    writer.enter(value)
-    writer.meta += b"D" + _U64.pack(len(items))
+    meta = writer.meta
+    writer.depth += 1
+    if writer.depth > MAX_DEPTH or len(meta) > _MAX_META:
+        raise writer.too_much(value)
+    meta += b"D" + _U64.pack(len(items))
     for key, item in items:
         try:
-            writer.put(key)
+            WRITERS[type(key)](writer, key)
         except CannotTravel as refused:
             raise refused.at(f" (in the key {key_step(key)})")  # noqa: B904
         try:
-            writer.put(item)
+            WRITERS[type(item)](writer, item)
         except CannotTravel as refused:
             raise refused.at(key_step(key))  # noqa: B904
     writer.depth -= 1
 
 
 def _write_array(writer: Writer, value: NDArray[Any], adopt: bool = False) -> None:
+    dtype = value.dtype
     try:
-        header = dtypes.write(value.dtype)
+        header, packed = dtypes.DESCRIBED[dtype, dtype.num]
     except dtypes.DtypeRefused as refused:
         raise CannotTravel(value, str(refused)) from None
     writer.arrays += 1
+    meta = writer.meta
     shape = _SHAPES[value.ndim].pack(value.ndim, *value.shape)
     if value.nbytes <= INLINE_BYTES or len(writer.buffers) >= _MAX_BUFFERS:
-        meta = writer.meta
         meta += b"A" + header + shape
         meta += _PADS[len(meta) % ALIGN]
-        meta += arrays.small_bytes(value)
+        meta += value.tobytes() if packed else arrays.small_bytes(value)
     else:
-        writer.meta += b"a" + header + shape
+        meta += b"a" + header + shape
         shared = arrays.as_it_is(value, adopt=adopt or writer.adopt)
         if shared is None:
             copy = arrays.Copy(value, writer.allocate)
@@ -171,14 +178,16 @@ def _write_scalar(writer: Writer, value: np.generic) -> None:
         if array.dtype.type is not type(value):
             raise CannotTravel(value, way_out(value))
         try:
-            writer.meta += b"G" + dtypes.write(array.dtype)
+            writer.meta += b"G" + dtypes.DESCRIBED[array.dtype, array.dtype.num][0]
         except dtypes.DtypeRefused as refused:
             raise CannotTravel(value, str(refused)) from None
         writer.meta += arrays.small_bytes(array)
 
 
 def _write_message(writer: Writer, value: Any, known: codecs.Message) -> None:
-    writer.enter(value)
+    writer.depth += 1
+    if writer.depth > MAX_DEPTH or len(writer.meta) > _MAX_META:
+        raise writer.too_much(value)
     writer.meta += b"M"
     writer.text(known.name)
     writer.meta += _U32.pack(len(known.fields))
@@ -190,7 +199,7 @@ def _write_message(writer: Writer, value: Any, known: codecs.Message) -> None:
         except AttributeError:
             raise CannotTravel(value, f"its field {name!r} was never set") from None
         try:
-            writer.put(field)
+            WRITERS[type(field)](writer, field)
         except CannotTravel as refused:
             raise refused.at(f".{name}")  # noqa: B904
     writer.eager -= 1
@@ -198,12 +207,15 @@ def _write_message(writer: Writer, value: Any, known: codecs.Message) -> None:
 
 
 def _write_coded(writer: Writer, value: Any, known: codecs.Codec) -> None:
-    writer.enter(value)
+    writer.depth += 1
+    if writer.depth > MAX_DEPTH or len(writer.meta) > _MAX_META:
+        raise writer.too_much(value)
     writer.meta += b"C"
     writer.text(known.name)
     writer.eager += 1
     try:
-        writer.put(known.encode(value))
+        inner = known.encode(value)
+        WRITERS[type(inner)](writer, inner)
     except CannotTravel as refused:
         raise refused.at(f".<codec {known.name}>")  # noqa: B904
     writer.eager -= 1
@@ -257,18 +269,27 @@ def _write_protobuf(writer: Writer, value: Any) -> None:
     writer.data(b"B", b"b", data)
 
 
-_WRITERS: Final[dict[type, Callable[[Writer, Any], None]]] = {
-    type(None): lambda writer, value: writer.meta.extend(b"N"),
-    bool: lambda writer, value: writer.meta.extend(b"T" if value else b"F"),
-    int: _write_int,
-    float: lambda writer, value: writer.meta.extend(b"f" + _F64.pack(value)),
-    complex: lambda writer, value: writer.meta.extend(b"c" + _C128.pack(value.real, value.imag)),
-    str: _write_str,
-    bytes: _write_bytes,
-    list: _write_sequence,
-    tuple: _write_sequence,
-    dict: _write_dict,
-    np.ndarray: _write_array,
-    devices.OnDevice: _write_on_device,
-}
-codecs.reserve(_WRITERS)
+class _Writers(dict[type, Callable[[Writer, Any], None]]):
+    """The writer of a type, exactly of it: `WRITERS[type(value)](writer, value)`."""
+
+    def __missing__(self, kind: type) -> Callable[[Writer, Any], None]:
+        return _write_other
+
+
+WRITERS: Final = _Writers(
+    {
+        type(None): lambda writer, value: writer.meta.extend(b"N"),
+        bool: lambda writer, value: writer.meta.extend(b"T" if value else b"F"),
+        int: _write_int,
+        float: _write_float,
+        complex: lambda writer, value: writer.meta.extend(b"c" + _C128.pack(value.real, value.imag)),
+        str: _write_str,
+        bytes: _write_bytes,
+        list: _write_sequence,
+        tuple: _write_sequence,
+        dict: _write_dict,
+        np.ndarray: _write_array,
+        devices.OnDevice: _write_on_device,
+    }
+)
+codecs.reserve(WRITERS)

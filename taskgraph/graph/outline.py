@@ -58,13 +58,6 @@ class _Outline(Reader):
         self._path: list[str] = []
         self.found: list[Named] = []
 
-    def _value(self) -> Any:
-        read = _OWN.get(self._meta[self._at])
-        if read is None:
-            return super()._value()
-        self._at += 1
-        return read(self)
-
     def _at_step(self, step: str) -> Any:
         self._path.append(step)
         found = self._value()
@@ -83,24 +76,26 @@ class _Outline(Reader):
         self._depth -= 1
 
     def fields(self) -> None:
-        self._name()
+        self._text()
         count = int.from_bytes(self._take(4), "little")
         self._enter()
         for _ in range(count):
-            self._at_step(self._name())
+            self._at_step(self._text())
         self._depth -= 1
 
     def inner(self) -> None:
-        self._name()  # of a codec or of a protobuf message: what follows is a value
+        self._text()  # of a codec or of a protobuf message: what follows is a value
         self._enter()
         self._value()
         self._depth -= 1
 
-    def _made(self, data: bytes | memoryview, at: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    def view(  # type: ignore[override]
+        self, data: bytes | memoryview, at: int, dtype: np.dtype[Any], shape: tuple[int, ...], *, writable: bool
+    ) -> None:
+        """Takes note of an array instead of making it."""
         size = math.prod(shape) * dtype.itemsize
         buffer = self._next - 1 if isinstance(data, memoryview) else None
         self.found.append(Named(tuple(self._path), dtype, shape, memoryview(data)[at : at + size], buffer))
-        self._arrays += 1
 
 
 def _step(key: object) -> str | None:
@@ -118,3 +113,4 @@ _OWN: Final[dict[int, Callable[[_Outline], None]]] = {
     ord("C"): _Outline.inner,
     ord("P"): _Outline.inner,
 }
+_Outline.readers = tuple(_OWN.get(tag, read) for tag, read in enumerate(Reader.readers))

@@ -25,7 +25,7 @@ from taskgraph.graph import arrays
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.codecs import codec, message
 from taskgraph.graph.decoding import Reader
-from taskgraph.graph.encoding import Writer
+from taskgraph.graph.encoding import WRITERS, Writer
 from taskgraph.graph.refusals import CannotTravel
 from taskgraph.protocol.messages import Encoded
 
@@ -54,26 +54,24 @@ def encode(value: Any, *, what: str = "value", adopt: bool = False, allocate: Al
     Raises:
         ValueNotEncodable: something in it cannot travel; the message says what, where, and the way out.
     """
-    writer = Writer(adopt=adopt, allocate=allocate)
+    writer = Writer(adopt, allocate)
     writer.meta += _START
     try:
-        writer.put(value)
+        WRITERS[type(value)](writer, value)
     except CannotTravel as refused:
         raise refused.told(what) from refused.__cause__
     except RecursionError as error:
         too_deep = CannotTravel(value, "it is nested deeper than what is left of this thread's stack allows")
         raise too_deep.told(what) from error
-    ready, digest = _seal(writer, value)
-    flags = writer.on_device
-    writer.meta += struct.pack(f"<{len(flags) + 1}I", *flags, len(flags)) if flags else _NOTHING_ON_DEVICE
-    return Encoded(bytes(writer.meta), ready, digest)
+    meta, flags = writer.meta, writer.on_device
+    ready, digest = _seal(writer, value) if writer.buffers else ((), xxhash.xxh3_128_digest(meta))
+    meta += struct.pack(f"<{len(flags) + 1}I", *flags, len(flags)) if flags else _NOTHING_ON_DEVICE
+    return Encoded(bytes(meta), ready, digest)
 
 
 def _seal(writer: Writer, value: Any) -> tuple[tuple[memoryview, ...], bytes]:
-    """Makes the copies that are left to make; the buffers, and the digest."""
+    """Makes the copies that are left to make; the buffers, and the digest of a value that has some."""
     waiting = writer.buffers
-    if not waiting:
-        return (), _digest(writer.meta, ())
     if len(waiting) == 1 and isinstance(waiting[0], memoryview) and type(value) is np.ndarray:
         known = arrays.known_digest(value, bytes(writer.meta))
         if known is not None:
@@ -100,12 +98,15 @@ def decode(encoded: Encoded, *, device: str = "host", writable: bool = False) ->
         DecodeError: the bytes are not a value, or name a type that is not declared here.
     """
     meta = encoded.meta
-    if len(meta) < 6 or meta[0] != _VERSION:
+    size = len(meta)
+    if size < 6 or meta[0] != _VERSION:
         raise DecodeError(f"not an encoded value: it begins with {bytes(meta[:1])!r}, format {_VERSION} is known here")
-    end = value_end(meta)
-    on_device = _NONE if end == len(meta) - 4 else _on_device(meta, end)
+    end, on_device = size - 4, _NONE
+    if meta[end:] != _NOTHING_ON_DEVICE:
+        end = value_end(meta)
+        on_device = _on_device(meta, end)
     value = Reader(encoded, 1, end, on_device, device, writable).whole()
-    if type(value) is np.ndarray and len(encoded.buffers) == 1:
+    if encoded.buffers and type(value) is np.ndarray and len(encoded.buffers) == 1:
         arrays.remember(value, meta[:end], encoded.digest)
     return value
 

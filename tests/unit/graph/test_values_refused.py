@@ -158,7 +158,7 @@ def test_a_stack_that_is_nearly_used_up_is_no_crash() -> None:
     frame = sys._getframe()
     while frame is not None:
         depth, frame = depth + 1, frame.f_back
-    assert "stack" in down(sys.getrecursionlimit() - depth - 150)
+    assert "stack" in down(sys.getrecursionlimit() - depth - 75)
 
 
 def test_the_same_part_over_and_over_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,209 @@
+"""What user code holds in its hands: how often it asks for what, and that it says what is wrong."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import taskgraph as tg
+from taskgraph.epoch import Epoch, Inputs, Outputs, Scratch
+from taskgraph.graph.compose import Composition
+from taskgraph.graph.values import decode, encode
+from taskgraph.protocol.messages import Encoded
+from taskgraph.testing import compute
+
+
+class Work:
+    """`taskgraph.epoch.Work` of task 6 of 7 in a tree."""
+
+    task = 6
+    number = 3
+    attempt = 1
+    last = False
+    seed = 0
+    cancelled = False
+    xp_device = "host"
+
+    def __init__(self, links: dict[str, Any] | None = None) -> None:
+        self.scratch = Scratch()
+        self.topology = tg.tree() if links is None else tg.Topology(links)
+        self.composing: Composition | None = Composition(self.task, self.number)
+        self.asked: list[str] = []
+        self.put_values: dict[tuple[str, int], Encoded] = {}
+
+    def neighbors(self, link: str) -> tuple[int, ...]:
+        self.asked.append(link)
+        return self.topology.neighbors(link, self.task, 7, self.number)
+
+    def links(self) -> tuple[str, ...]:
+        return tuple(self.topology)
+
+    def tasks(self) -> int:
+        return 7
+
+    def composition(self) -> Composition | None:
+        return self.composing
+
+    def allocate(self, nbytes: int) -> None:
+        return None
+
+    def put(self, tag: str, consumer: int, value: Encoded) -> None:
+        self.put_values[(tag, consumer)] = value
+
+    def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None:
+        raise NotImplementedError
+
+    request = wait_in_thread = hold = report = finish = flag  # type: ignore[assignment]
+
+
+def no_op(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+    pass
+
+
+def refused(call: Callable[[], object]) -> str:
+    with pytest.raises(tg.GraphError) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_a_link_is_asked_for_once_in_compose() -> None:
+    work = Work()
+    epoch = Epoch(work, "compose")
+    epoch.processor(no_op, inbound={"x": "parents"}, outbound={"x": "children"}, name="relay")
+    epoch.processor(no_op, inbound={"x": "parents", "sum": "children"}, outbound={"sum": "parents"}, name="add")
+    epoch.processor(no_op, inbound={"y": ["parents", 0]}, name="sync")
+    assert work.asked == ["parents", "children", "parents"]
+    assert work.composing is not None
+    relay, add, sync = work.composing.processors
+    assert (relay.inbound, relay.outbound) == ({"x": (2,)}, {"x": ()})
+    assert (add.inbound, add.outbound) == ({"x": (2,), "sum": ()}, {"sum": (2,)})
+    assert (sync.inbound, sync.sync) == ({"y": (2, 0)}, True)
+    assert work.composing.channels_in() == [("x", 2), ("y", 2), ("y", 0)]
+    assert work.composing.channels_out() == [("sum", 2)]
+
+
+def test_processors_by_when_they_run() -> None:
+    work = Work()
+    epoch = Epoch(work, "compose")
+    epoch.processor(no_op, name="sync")
+    epoch.processor(no_op, outbound={"a": 6}, name="first")
+    epoch.processor(no_op, outbound={"b": 6}, name="beside", parallel=True)
+    epoch.processor(no_op, outbound={"c": 6}, name="second")
+    made = work.composing
+    assert made is not None
+    assert [p.name for p in made.processors] == ["sync", "first", "beside", "second"]
+    assert [p.name for p in made.ordered] == ["first", "second"]
+    assert [p.name for p in made.parallel] == ["beside"]
+    assert [p.name for p in made.sync_points] == ["sync"]
+
+
+def test_a_processor_that_is_refused_leaves_nothing_to_pull_or_run() -> None:
+    work = Work()
+    epoch = Epoch(work, "compose")
+    epoch.processor(no_op, outbound={"a": 6})
+    assert "two processors are called 'no_op'" in refused(lambda: epoch.processor(no_op, inbound={"b": 1}))
+    assert work.composing is not None
+    assert (len(work.composing.processors), work.composing.channels_in()) == (1, [])
+
+
+class Callee:
+    def method(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        pass
+
+    def __call__(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (no_op, "no_op"),
+        (lambda epoch, ins, outs: None, "processor"),
+        (Callee().method, "method"),
+        (Callee(), "Callee"),
+        (functools.partial(no_op), "no_op"),
+        (functools.partial(functools.partial(Callee().method)), "method"),
+    ],
+)
+def test_what_a_processor_is_called(function: Any, name: str) -> None:
+    work = Work()
+    Epoch(work, "compose").processor(function)
+    assert work.composing is not None
+    assert [p.name for p in work.composing.processors] == [name]
+
+
+def test_a_link_that_is_wrong_is_told_where_it_was_named() -> None:
+    epoch = Epoch(Work(), "compose")
+    assert refused(lambda: epoch.processor(no_op, inbound={"x": "friends"})) == (
+        "task 6, epoch 3, compose: inbound 'x' names link 'friends', but the topology's links are: "
+        "'parents', 'children'"
+    )
+    broken = Epoch(Work({"out": lambda i, n, e: [9]}), "compose")
+    assert refused(lambda: broken.processor(no_op, inbound={"x": "out"})) == (
+        "task 6: link 'out' names task 9, but the job has tasks 0 to 6"
+    )
+
+
+def test_a_link_named_by_a_processor_alone() -> None:
+    def work(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("x", 1, to="children")
+
+    assert refused(lambda: compute(work)) == (
+        "task 0, epoch 0, processor: channel 'x' names link 'children', but the topology's links are: none"
+    )
+
+
+def test_values_come_from_every_producer_in_the_order_declared() -> None:
+    work = Work()
+    Epoch(work, "compose").processor(no_op, inbound={"x": [3, 1], "y": 5, "z": "children"})
+    assert work.composing is not None
+    (processor,) = work.composing.processors
+    items = {("x", 1): encode("one"), ("x", 3): encode("three"), ("y", 5): encode(np.zeros(2))}
+    ins = Inputs(work, processor, items)
+    assert list(ins.all(tg.Tag[str]("x")).items()) == [(3, "three"), (1, "one")]
+    assert ins.all("z") == {}
+    assert not ins["y"].flags.writeable
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        ins["y"].flags.writeable = True
+    assert ("x" in ins, "z" in ins, "w" in ins, list(ins)) == (True, False, False, ["x", "y", "z"])
+    start = "task 6, epoch 3, no_op: "
+    assert refused(lambda: ins["x"]) == start + "'x' comes from 2 tasks (3, 1); use ins.all('x')"
+    assert refused(lambda: ins["z"]) == start + "'z' comes from 0 tasks (none); use ins.all('z')"
+    for ask in (lambda: ins["w"], lambda: ins.all("w")):
+        assert refused(ask) == start + "no inbound channel 'w' is declared; inbound are: 'x', 'y', 'z'"
+
+
+def test_every_channel_is_put_once() -> None:
+    work = Work()
+    Epoch(work, "compose").processor(no_op, outbound={"x": [3, 1], "y": 5})
+    assert work.composing is not None
+    (processor,) = work.composing.processors
+    outs = Outputs(work, processor)
+    value = np.zeros(2)
+    outs.put("x", value, to=1)
+    value += 1
+    start = "task 6, epoch 3, no_op: "
+    assert "returned without putting 'x' to task 3, 'y' to task 5; every" in refused(outs.close)
+    assert start + "channel 'x' to task 1 was put twice" in refused(lambda: outs.put("x", 0))
+    assert refused(lambda: outs.put("y", 0, to=[3])) == start + "channel 'y' does not lead to task 3; it leads to: 5"
+    outs.put("x", value, to=3)
+    outs.empty("y", 3).fill(7)
+    outs.close()
+    assert {channel: list(decode(item)) for channel, item in work.put_values.items()} == {
+        ("x", 1): [0, 0],
+        ("x", 3): [1, 1],
+        ("y", 5): [7, 7, 7],
+    }
+
+
+@pytest.mark.parametrize("shape", [3, (2, 3), (), 0, (2, 0), np.int64(3), (np.int64(2), 1), [2, 3]])
+def test_an_array_to_fill_has_the_shape_asked_for(shape: Any) -> None:
+    work = Work()
+    Epoch(work, "compose").processor(no_op, outbound={"x": 5})
+    assert work.composing is not None
+    array = Outputs(work, work.composing.processors[0]).empty("x", shape, "<i2")
+    assert (array.shape, array.dtype) == (np.empty(shape).shape, np.dtype("<i2"))
