@@ -95,4 +95,10 @@ class Coordinator(Protocol):
     async def revoke(self, lease_id: int) -> None:
         """Revokes any lease, also one of another process. A lease that does not exist is no error."""
 
+    async def lease_left(self, lease_id: int) -> int | None:
+        """How many whole seconds any lease has left, rounded down; None where it is gone.
+
+        0 is also said of one that has ended, but was not deleted with its keys yet.
+        """
+
     async def close(self) -> None: ...

@@ -21,7 +21,7 @@ from taskgraph.coordination.api import Listing, WatchBatch, WatchCompacted
 from taskgraph.errors import CoordinationError, LeaseGone, Unavailable
 from taskgraph.protocol.kv import Compare, Delete, Get, KeyEvent, KeyValue, Put, Txn, TxnResult
 
-__all__ = ["MemoryCoordinator", "MemoryLease", "MemoryStore"]
+__all__ = ["MemoryCoordinator", "MemoryLease", "MemoryStore", "StoredLease"]
 
 #: As etcd: its floor for a TTL, and how long after its TTL a lease's keys go at the earliest.
 MIN_TTL_S = 2.0
@@ -35,7 +35,7 @@ _RENEWALS_PER_TTL = 5
 
 
 @dataclass(slots=True)
-class _StoredLease:
+class StoredLease:
     """A lease as the cluster knows it. `renewals` tells when it was renewed last, as of now."""
 
     id: int
@@ -44,10 +44,11 @@ class _StoredLease:
     renewals: Callable[[], float] | None
     keys: set[str] = field(default_factory=set)
 
-    def expires_at(self) -> float:
+    def ends_at(self) -> float:
+        """When its TTL is over."""
         if self.renewals is not None:
             self.renewed_at = max(self.renewed_at, self.renewals())
-        return self.renewed_at + self.ttl_s + EXPIRY_SLACK_S
+        return self.renewed_at + self.ttl_s
 
 
 class MemoryStore:
@@ -58,7 +59,7 @@ class MemoryStore:
         self.compacted = 0  # history before this revision is gone
         self._keys: dict[str, KeyValue] = {}
         self._history: dict[int, tuple[KeyEvent, ...]] = {}
-        self._leases: dict[int, _StoredLease] = {}
+        self._leases: dict[int, StoredLease] = {}
         self._last_lease = 0
         self._watchers: dict[asyncio.Event, None] = {}  # woken in the order they came: a schedule can be repeated
         self._timer: asyncio.TimerHandle | None = None
@@ -170,7 +171,7 @@ class MemoryStore:
         """A new lease; who grants it also says how it is renewed, with `renew_by`."""
         self._last_lease += 1
         granted_s = max(MIN_TTL_S, float(math.ceil(ttl_s)))
-        self._leases[self._last_lease] = _StoredLease(self._last_lease, granted_s, _now(), None)
+        self._leases[self._last_lease] = StoredLease(self._last_lease, granted_s, _now(), None)
         self._schedule()
         return self._last_lease
 
@@ -181,7 +182,7 @@ class MemoryStore:
         """From now on `renewals()` says when the lease was renewed last. None: it is renewed no more."""
         lease = self._leases.get(lease_id)
         if lease is not None:
-            lease.expires_at()  # takes over what was renewed so far
+            lease.ends_at()  # takes over what was renewed so far
             lease.renewals = renewals
             self._schedule()
 
@@ -194,6 +195,11 @@ class MemoryStore:
         self.expire()
         return lease_id in self._leases
 
+    def left(self, lease_id: int) -> int | None:
+        """See `coordination.api.Coordinator.lease_left`."""
+        lease = self._leases.get(lease_id)
+        return max(0, math.floor(lease.ends_at() - _now())) if lease is not None else None
+
     def revoke(self, lease_id: int) -> None:
         """Deletes a lease and its keys, at one revision. One that does not exist is no error."""
         lease = self._leases.get(lease_id)
@@ -205,10 +211,14 @@ class MemoryStore:
     def expire(self) -> None:
         """Revokes every lease whose time is over."""
         now = _now()
-        for lease in sorted(self._leases.values(), key=_StoredLease.expires_at):
-            if lease.expires_at() > now:
+        for lease in sorted(self._leases.values(), key=self._deleted_at):
+            if self._deleted_at(lease) > now:
                 break
             self.revoke(lease.id)
+
+    def _deleted_at(self, lease: StoredLease) -> float:
+        """When a lease that ends is noticed."""
+        return lease.ends_at() + EXPIRY_SLACK_S
 
     def _schedule(self) -> None:
         """One timer, for the lease that would expire next if no renewal came."""
@@ -216,7 +226,7 @@ class MemoryStore:
             self._timer.cancel()
             self._timer = None
         if self._leases:
-            first = min(lease.expires_at() for lease in self._leases.values())
+            first = min(self._deleted_at(lease) for lease in self._leases.values())
             self._timer = asyncio.get_running_loop().call_at(first, self._on_timer)
 
     def _on_timer(self) -> None:
@@ -349,6 +359,11 @@ class MemoryCoordinator:
         """Revokes any lease. One that does not exist is no error."""
         await self._travel()
         self.store.revoke(lease_id)
+
+    async def lease_left(self, lease_id: int) -> int | None:
+        """See `coordination.api.Coordinator.lease_left`."""
+        await self._travel()
+        return self.store.left(lease_id)
 
     async def compact(self, revision: int) -> None:
         """Drops the history before `revision`, for everybody."""

@@ -19,6 +19,7 @@ from taskgraph.coordination.etcd.methods import (
     COMPACT,
     LEASE_GRANT,
     LEASE_REVOKE,
+    LEASE_TIME_TO_LIVE,
     MEMBER_LIST,
     RANGE,
     STATUS,
@@ -178,6 +179,12 @@ class EtcdCoordinator:
     async def revoke(self, lease_id: int) -> None:
         """Revokes any lease. One that does not exist is no error."""
         await self._revoke(lease_id, None)
+
+    async def lease_left(self, lease_id: int) -> int | None:
+        """See `coordination.api.Coordinator.lease_left`."""
+        request = v3.LeaseTimeToLiveRequest(id=lease_id)
+        answer = await self._connection.call(LEASE_TIME_TO_LIVE, request, what=f"TTL of lease {lease_id:x}", again=True)
+        return answer.ttl if answer.ttl >= 0 else None  # below: there is none, or it ended more than a second ago
 
     async def members(self) -> tuple[str, ...]:
         """The names of the cluster's members, as they were given with `--name`."""

@@ -15,6 +15,7 @@ __all__ = [
     "LEASE_GRANT",
     "LEASE_KEEP_ALIVE",
     "LEASE_REVOKE",
+    "LEASE_TIME_TO_LIVE",
     "MEMBER_LIST",
     "RANGE",
     "STATUS",
@@ -46,6 +47,9 @@ COMPACT = Method("/etcdserverpb.KV/Compact", v3.CompactionRequest, v3.Compaction
 LEASE_GRANT = Method("/etcdserverpb.Lease/LeaseGrant", v3.LeaseGrantRequest, v3.LeaseGrantResponse)
 LEASE_REVOKE = Method("/etcdserverpb.Lease/LeaseRevoke", v3.LeaseRevokeRequest, v3.LeaseRevokeResponse)
 LEASE_KEEP_ALIVE = Method("/etcdserverpb.Lease/LeaseKeepAlive", v3.LeaseKeepAliveRequest, v3.LeaseKeepAliveResponse)
+LEASE_TIME_TO_LIVE = Method(
+    "/etcdserverpb.Lease/LeaseTimeToLive", v3.LeaseTimeToLiveRequest, v3.LeaseTimeToLiveResponse
+)
 WATCH = Method("/etcdserverpb.Watch/Watch", v3.WatchRequest, v3.WatchResponse)
 AUTHENTICATE = Method("/etcdserverpb.Auth/Authenticate", v3.AuthenticateRequest, v3.AuthenticateResponse)
 MEMBER_LIST = Method("/etcdserverpb.Cluster/MemberList", v3.MemberListRequest, v3.MemberListResponse)

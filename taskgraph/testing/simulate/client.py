@@ -112,6 +112,9 @@ class SimCoordinator:
     async def revoke(self, lease_id: int) -> None:
         await self._read("revocation of a lease", lambda: self.etcd.store.revoke(lease_id))
 
+    async def lease_left(self, lease_id: int) -> int | None:
+        return await self._read("TTL of a lease", lambda: self.etcd.store.left(lease_id))
+
     async def compact(self, revision: int) -> None:
         """Drops the history before `revision`, for everybody."""
         await self._read(f"compaction at {revision}", lambda: self.etcd.store.compact(revision))

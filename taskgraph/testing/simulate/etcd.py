@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 import random
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from taskgraph.coordination.api import WatchBatch, WatchCompacted
-from taskgraph.coordination.memory import MemoryStore
+from taskgraph.coordination.memory import MemoryStore, StoredLease
 from taskgraph.errors import CoordinationError
 from taskgraph.protocol.kv import KeyEvent
 
 __all__ = ["SimEtcd", "SimStore", "Stream"]
 
 _OUTSIDE = contextvars.Context()
+_LOOKS_EVERY_S = 0.5
 
 
 class SimStore(MemoryStore):
@@ -29,6 +31,7 @@ class SimStore(MemoryStore):
         super().__init__()
         self.stopped = False
         self._on_write = on_write
+        self._revived: set[int] = set()
 
     def _publish(self, events: list[KeyEvent]) -> None:
         super()._publish(events)
@@ -43,21 +46,34 @@ class SimStore(MemoryStore):
         if not self.stopped:
             super()._on_timer()
 
+    def _deleted_at(self, lease: StoredLease) -> float:
+        """It looks for leases that have ended twice a second, and a moment after each of them at the earliest."""
+        return math.ceil(super()._deleted_at(lease) / _LOOKS_EVERY_S) * _LOOKS_EVERY_S
+
     def renew(self, lease_id: int) -> bool:
-        """A renewal arrived. False: there is no such lease."""
+        """A renewal arrived. False: there is no such lease, or it is too late for it."""
         self.expire()
-        lease = self._leases.get(lease_id)
+        lease, now = self._leases.get(lease_id), asyncio.get_running_loop().time()
         if lease is None:
             return False
-        lease.renewed_at = asyncio.get_running_loop().time()
+        if lease.ends_at() < now:  # it would wait for the deletion
+            self.revoke(lease_id)
+            return False
+        lease.renewed_at = now
         return True
 
     def reset_ttls(self) -> None:
         """A new leader gives every lease its whole TTL again."""
         now = asyncio.get_running_loop().time()
+        self._revived.update(lease.id for lease in self._leases.values() if lease.ends_at() <= now)
         for lease in self._leases.values():
             lease.renewed_at = now
         self._schedule()
+
+    def ended(self, lease_id: int) -> bool:
+        """Whether the TTL of a lease is over, or was at any time."""
+        lease = self._leases.get(lease_id)
+        return lease is None or lease_id in self._revived or lease.ends_at() <= asyncio.get_running_loop().time()
 
     def go_on(self) -> None:
         self.stopped = False

@@ -149,3 +149,26 @@ async def test_a_tick_after_a_stall_resumes_the_renewal(cluster, node: Coordinat
             lease.tick()
             await asyncio.sleep(0.05)
     assert not lease.lost() and await node.get(cluster.key("a")) is not None
+
+
+@pytest.mark.slow
+async def test_anybody_is_told_what_a_lease_has_left_in_whole_seconds_and_that_it_is_gone(
+    cluster, node: Coordinator
+) -> None:
+    observer = await cluster.node()
+    renewed, lease = await cluster.lease(node, 3.0), await cluster.lease(node, 3.0)
+    await cluster.put(node, "a", b"", lease.id)
+    await lease.close(revoke=False)
+    told: list[int | None] = []
+    async with asyncio.timeout(8.0):
+        while not told or told[-1] is not None:
+            sent_at = observer.now()
+            told.append(await observer.lease_left(lease.id))
+            received_at = observer.now()
+            if told[-1]:  # before its end more than was said is left, and less than a second more
+                assert told[-1] <= lease.valid_until() + 1.0 - sent_at and received_at < lease.valid_until() + 0.1
+            assert await observer.lease_left(renewed.id) in (2, 3)
+            await asyncio.sleep(0.05)
+    assert list(dict.fromkeys(told)) == [2, 1, 0, None]
+    assert await observer.get(cluster.key("a")) is None
+    assert await observer.lease_left(0x7FFFFFFF) is None
