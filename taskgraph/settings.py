@@ -19,7 +19,7 @@ class Settings:
     """Timeouts in seconds, sizes in bytes.
 
     Attributes:
-        lease_ttl_s: TTL of a node's lease. etcd's floor is 2; a key dies up to 0.4 s after its TTL.
+        lease_ttl_s: TTL of a node's lease, and what a node that freezes costs. etcd's floor is 2.
         lease_stall_s: a main loop stuck for longer stops the renewal of the lease.
         lost_after_s: a node whose key has been absent for this long is gone, without a launcher's word.
         min_in_sync: replicas, the primary included, that must hold a boundary before its task is done.

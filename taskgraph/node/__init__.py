@@ -4,6 +4,7 @@
     node         the node itself: reconciling what runs here with what the view says
     registration its lease and key: registering, pausing, resuming, leaving
     suspicion    which nodes are suspected dead, which are gone
+    overdue      whose lease has ended, before their key is deleted
     takeovers    becoming primary
     serving      calls from other nodes: the gate, and who answers
     control      the gRPC service for people and tools

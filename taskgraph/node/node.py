@@ -270,6 +270,7 @@ class Node:
                     group.create_task(self.keeper.run(), name="view"),
                     group.create_task(self.registration.run(), name="lease"),
                     group.create_task(self._suspicion.watch_absent(), name="absent nodes"),
+                    group.create_task(self._suspicion.watch_leases(), name="leases"),
                     group.create_task(self._noticing.watch_slow_code(), name="slow code"),
                     group.create_task(self._reconcile_loop(), name="reconcile"),
                 ]

@@ -1,8 +1,8 @@
 """Which nodes are suspected dead, and which are gone.
 
 A node whose port refuses has no process any more: kill -9 is noticed in milliseconds, long before a lease expires.
-A node whose key is absent lost its lease. Both are grounds to take over from it or to evict it; only "gone" (its
-launcher saw it end, or its key stayed absent for `lost_after_s`) changes placement.
+A node whose key is absent lost its lease; one whose lease has ended is about to. All are grounds to take over from it
+or to evict it; only "gone" (its launcher saw it end, or its key stayed absent for `lost_after_s`) changes placement.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import PeerGone, TransportError
+from taskgraph.node.overdue import Overdue
 from taskgraph.protocol import transactions
 from taskgraph.protocol.records import GoneRecord
 
@@ -31,6 +32,7 @@ class Suspicion:
         self._node = node
         self._changed = changed
         self._refused: set[str] = set()
+        self._overdue = Overdue(node, self._lease_changed)
         self._absent_since: dict[str, float] = {}
         self._probing: dict[str, asyncio.Task[None]] = {}
         self.suspects: frozenset[str] = frozenset()
@@ -51,6 +53,18 @@ class Suspicion:
                 )
             self.update()
             self._changed()
+
+    async def watch_leases(self) -> None:
+        """Finds nodes whose lease ends before etcd deletes their key."""
+        await self._overdue.watch()
+
+    def _lease_changed(self, node: str, lease: int, ended: bool) -> None:
+        """It ended; or it lives again: another leader of etcd gives every lease its TTL anew."""
+        if ended:
+            text = f"{self._node.name_of(node)} is frozen or cut off: its lease ended"
+            self._node.events.emit("lost", text, fields={"lost": node, "lease": lease})
+        self.update()
+        self._changed()
 
     def lost(self, node: str) -> None:
         """A session with it broke: look whether its process still listens."""
@@ -85,7 +99,7 @@ class Suspicion:
         self._absent_since = {node: self._absent_since.get(node, now) for node in sorted(absent)}
         self.gone = frozenset(view.gone)
         self._tell_deaths()
-        self.suspects = frozenset(absent | self._refused | (self.gone & named))
+        self.suspects = frozenset(absent | self._refused | (self.gone & named) | self._overdue.nodes)
 
     def _tell_deaths(self) -> None:
         """How a node died, which its launcher knows, is told by one that lives; not what was before its time."""

@@ -8,6 +8,7 @@ What a job's safety rests on is in this package, one concept a module:
     boundaries            which snapshots a member holds, which one is the committed one, when it frees them
     insync                whom a primary needs acknowledgements from; admission and eviction of members
     takeover              who may succeed a primary, and when
+    lease_end             whether another node's lease has ended, before etcd deletes its key
     sums                  the two sums by which a commit sees that every edge of an epoch agrees
     commit                the leader: reports in; seal, commit, restart or fail out
     cycles                what a standing epoch waits for, and whether it waits for itself

@@ -49,7 +49,7 @@ def succession(
     """Decides for one task.
 
     Args:
-        suspects: nodes whose port refuses, whose key is absent, or who are gone.
+        suspects: nodes whose port refuses, whose lease ended, whose key is absent, or who are gone.
         gone: nodes that are gone for good. Only "gone" allows starting without any of the members.
         wished: placement wants this node to be the task's primary.
         stateful: a lost boundary cannot be made anew, but in epoch 0.

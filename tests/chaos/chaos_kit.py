@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -110,6 +111,7 @@ class Chaos:
         self._faults = faults
         self._etcd = etcd
         self._keeper: ViewKeeper | None = None
+        self._coordinator: EtcdCoordinator | None = None
         self.followed = asyncio.Event()
 
     # -- what is there ----------------------------------------------------------------------------
@@ -158,6 +160,17 @@ class Chaos:
         except TimeoutError:
             raise AssertionError(f"waited {limit_s:g} s for {what}, in vain:\n{await self.story()}") from None
         assert true(self.view), f"the job ended before {what}:\n{await self.story()}"
+
+    async def last_second_of(self, lease: int) -> float:
+        """Returns when a lease, not renewed any more, has about a second left; and the last time at which it had."""
+        assert self._coordinator is not None
+        had_at = 0.0
+        while True:
+            asked_at = time.monotonic()
+            if not await self._coordinator.lease_left(lease):
+                return had_at
+            had_at = asked_at
+            await asyncio.sleep(0.02)
 
     async def until_epoch(self, number: int) -> None:
         await self.until(f"epoch {number}", lambda view: view.epoch is not None and view.epoch.record.epoch >= number)
@@ -256,7 +269,7 @@ class Chaos:
         async with await EtcdCoordinator.connect(self._etcd or entry.etcd) as coordinator:
             keeper = ViewKeeper(coordinator, NAME, refresh_s=0.1)
             await keeper.load()
-            self._keeper = keeper
+            self._keeper, self._coordinator = keeper, coordinator
             self.followed.set()
             await keeper.run()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,27 @@ async def test_a_zombie_wakes_up_in_the_middle_of_its_sentence_and_two_at_once()
             await job.until("successors", lambda view: all(view.term(task) > term for task, term in terms.items()))
         await job.settled(nodes=5)
         await job.finishes(failovers=4)
+
+
+async def test_a_frozen_primary_is_succeeded_when_its_lease_ends_and_not_when_etcd_deletes_its_key() -> None:
+    """etcd looks for leases that have ended twice a second: freezes here end at any time between two looks."""
+    ahead = 0
+    async with chaos("--nodes", "4", ttl_s=3.0) as job:
+        await job.began()
+        for number in range(6):
+            await asyncio.sleep(0.17 * number)
+            task = number % 7
+            victim, term, at = job.view.primaries[task].record.node, job.view.term(task), job.epoch
+            lease = job.view.nodes[victim].record.lease
+            with frozen(job.primary(task)):
+                alive_at = await job.last_second_of(lease) + 1.0
+                await job.until("a successor", lambda view, task=task, term=term: view.term(task) > term)
+                assert time.monotonic() > alive_at, "its lease had not ended"
+                ahead += victim in job.view.nodes
+                await job.until_epoch(at + 2)
+            await job.settled(nodes=4)
+        assert ahead >= 2, "each time etcd looked first"
+        await job.finishes(failovers=6)
 
 
 async def test_user_code_that_blocks_the_event_loop_loses_its_node_the_lease_and_the_job_nothing(

@@ -30,6 +30,7 @@ from taskgraph.protocol.commit import Leader
 from taskgraph.protocol.insync import InSync, Place
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Put, Txn
+from taskgraph.protocol.lease_end import LeaseEnd
 from taskgraph.protocol.messages import Accepted, Item, Reason, Report
 from taskgraph.protocol.records import EpochRecord, MemberRecord, State, StatusRecord
 from taskgraph.protocol.sums import Ledger
@@ -528,6 +529,18 @@ def a_lease_is_counted_from_the_reply(patch: pytest.MonkeyPatch) -> None:
         original(self, self._coordinator.now(), there)
 
     _changed(patch, SimLease, "_answered", answered)
+
+
+@plant
+def a_lease_with_less_than_a_second_left_has_ended(patch: pytest.MonkeyPatch) -> None:
+    """Whoever asks does not wait out that second."""
+
+    def heard(original: Any, self: LeaseEnd, left_s: int | None, **times: float) -> float:
+        pause_s: float = original(self, left_s, **times)
+        self.ended = self.ended or left_s == 0
+        return pause_s
+
+    _changed(patch, LeaseEnd, "heard", heard)
 
 
 @plant

@@ -268,6 +268,10 @@ class World:
     def _told(self, node_id: str, event: Event) -> None:
         self.transcript.add(node_id, event.kind, event.text)
         self.transcript.state(event.kind)
+        if (lease := event.fields.get("lease")) is not None:
+            self.transcript.state("lease ended")
+            if not self.etcd.store.ended(int(lease)):
+                self.violated(Violation(f"{node_id} says too early: {event.text}"))
 
     def _point(self, node_id: str) -> Point:
         async def at(stage: str, task: int, epoch: int) -> None:

@@ -1,0 +1,103 @@
+"""Nodes whose lease has ended although their key is still there: frozen, or cut off from etcd.
+
+While epochs commit, nobody is missed. When none did for a fifth of the TTL, etcd is asked for the leases of those who
+hold a task together with this node: rarely while much of them is left, often towards their end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from taskgraph.errors import CoordinationError
+from taskgraph.protocol.lease_end import LeaseEnd
+from taskgraph.protocol.messages import Stamp
+
+if TYPE_CHECKING:
+    from taskgraph.node.node import Node
+
+__all__ = ["Overdue"]
+
+_LEAST_TTL_S = 2.0
+"""etcd grants no less."""
+
+
+class _Asked:
+    """One lease that etcd is asked for."""
+
+    def __init__(self, lease: int, ttl_s: float) -> None:
+        self.lease = lease
+        self.end = LeaseEnd(max(ttl_s, _LEAST_TTL_S))
+        self.next_at = 0.0
+
+
+class Overdue:
+    """What one node knows of the leases of others.
+
+    Args:
+        changed: told of a node and its lease whether that has ended.
+    """
+
+    def __init__(self, node: Node, changed: Callable[[str, int, bool], None]) -> None:
+        self._node = node
+        self._changed = changed
+        self._asked: dict[str, _Asked] = {}
+        self._stamp: Stamp | None = None
+        self._moved_at = 0.0
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        """Whose lease has ended."""
+        return frozenset(node for node, asked in self._asked.items() if asked.end.ended and self._current(node, asked))
+
+    async def watch(self) -> None:
+        """Asks, for as long as the node lives."""
+        node, beat_s = self._node, self._node.settings.lease_ttl_s / 5
+        while True:
+            next_at = min((asked.next_at for asked in self._asked.values()), default=node.coordinator.now() + beat_s)
+            await asyncio.sleep(min(max(next_at - node.coordinator.now(), 0.0), beat_s))
+            now = node.coordinator.now()
+            if node.keeper.view.stamp != self._stamp:
+                self._stamp, self._moved_at = node.keeper.view.stamp, now
+            self._choose(missing=now - self._moved_at >= beat_s and not node.paused)
+            for name, asked in list(self._asked.items()):
+                if asked.next_at <= now:
+                    await self._ask(name, asked)
+
+    def _choose(self, *, missing: bool) -> None:
+        """Whose leases to ask for from now on. One that has ended is asked for until its key is gone, too."""
+        view = self._node.keeper.view
+        self._asked = {n: a for n, a in self._asked.items() if self._current(n, a) and (missing or a.end.ended)}
+        if missing:
+            for name in self._partners():
+                if name in view.nodes and name not in self._asked:
+                    self._asked[name] = _Asked(view.nodes[name].record.lease, self._node.settings.lease_ttl_s)
+
+    def _current(self, name: str, asked: _Asked) -> bool:
+        known = self._node.keeper.view.nodes.get(name)
+        return known is not None and known.record.lease == asked.lease
+
+    def _partners(self) -> list[str]:
+        """Who holds a task together with this node: from them it may take over, or evict them."""
+        view, me, found = self._node.keeper.view, self._node.id, dict[str, None]()
+        for task, primary in view.primaries.items():
+            holders = (primary.record.node, *view.in_sync(task))
+            if me in holders:
+                found.update(dict.fromkeys(holders))
+        found.pop(me, None)
+        return list(found)
+
+    async def _ask(self, name: str, asked: _Asked) -> None:
+        coordinator, before = self._node.coordinator, asked.end.ended
+        sent_at = coordinator.now()
+        try:
+            left_s = await coordinator.lease_left(asked.lease)
+        except CoordinationError as error:
+            self._node.log.debug("lease of %s: %s", name, error)
+            asked.next_at = coordinator.now() + self._node.settings.lease_ttl_s / 5
+            return
+        received_at = coordinator.now()
+        asked.next_at = received_at + asked.end.heard(left_s, sent_at=sent_at, received_at=received_at)
+        if asked.end.ended != before and self._current(name, asked):
+            self._changed(name, asked.lease, asked.end.ended)
