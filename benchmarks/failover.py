@@ -1,13 +1,14 @@
 """How long a failure stops a job: from the signal to the next commit, detection, takeover and replay apart.
 
-    python benchmarks/failover.py [--samples 40] [--tasks 7] [--nodes 4]
+    python benchmarks/failover.py [--kills 40] [--drains 10] [--freezes 4] [--tasks 7] [--nodes 4]
 
 A tree job runs without pause. Again and again a node is ended in one of four ways, and another is started:
 
 - kill -9 of the node of the root's primary, and of that of another task;
 - a drain (SIGTERM): what counts is the longest pause between two commits until the node has left, and that no
   attempt was spent;
-- SIGSTOP: the node is frozen, its sockets stay open; only its lease tells. Counts from the signal, in lease TTLs.
+- SIGSTOP: the node is frozen, its sockets stay open; only its lease tells. Counts from the signal; what is more than
+  the TTL and 300 ms is counted, too.
 
 The time of a failure is counted until the first commit *after* the take-over, as read from etcd by a watcher; a
 commit that was on its way already does not count. A kill is told by the launcher of the node and by the peers'
@@ -21,6 +22,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import random
 import signal
 import statistics
 import sys
@@ -32,6 +34,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from running import RunningJob
 from tree import tree
+
+import taskgraph as tg
 
 
 @dataclass
@@ -106,13 +110,20 @@ def show(what: str, samples: list[Sample]) -> None:
         print(f"    {part:20} {spread([getattr(s, part + '_ms') for s in samples])}")
 
 
+def other(job: RunningJob, tasks: int, i: int) -> int:
+    """A task whose primary is not on the root's node; another one each time."""
+    root = job.view.primary_node(0)
+    others = [task for task in range(tasks) if job.view.primary_node(task) != root]
+    return others[i % len(others)]
+
+
 async def replace(job: RunningJob, nodes: int) -> None:
     """Starts another node in place of the one that is gone."""
     await job.start_another()
     await job.until_settled(nodes)
 
 
-async def main(samples: int, frozen: int, tasks: int, nodes: int) -> None:
+async def main(kills: int, drains: int, freezes: int, tasks: int, nodes: int) -> None:
     async with RunningJob(tree(tasks=tasks, epochs=10_000_000), nodes=nodes) as job:
         await job.until_settled(nodes)
         began, at = time.monotonic(), job.committed
@@ -120,18 +131,18 @@ async def main(samples: int, frozen: int, tasks: int, nodes: int) -> None:
         rate = (job.committed - at) / (time.monotonic() - began)
         print(f"{tasks} tasks on {nodes} nodes, one backup each, {rate:.0f} epochs/s; Python {sys.version.split()[0]}")
         killed: dict[str, list[Sample]] = {"root": [], "other": []}
-        drained: list[tuple[float, int]] = []
-        for i in range(samples):
+        for i in range(kills):
             which = "root" if i % 2 == 0 else "other"
-            root = job.view.primary_node(0)
-            others = [t for t in range(tasks) if job.view.primary_node(t) != root]
-            killed[which].append(await fail(job, 0 if which == "root" else others[i % len(others)], signal.SIGKILL))
+            task = 0 if which == "root" else other(job, tasks, i)
+            killed[which].append(await fail(job, task, signal.SIGKILL))
             await replace(job, nodes)
-            if i % 4 == 0:
-                drained.append(await drain(job, others[i % len(others)]))
-                await replace(job, nodes)
+        drained: list[tuple[float, int]] = []
+        for i in range(drains):
+            drained.append(await drain(job, other(job, tasks, i)))
+            await replace(job, nodes)
         stopped: list[Sample] = []
-        for _ in range(frozen):
+        for _ in range(freezes):
+            await asyncio.sleep(random.random())  # at any time between two renewals, and two looks of etcd
             task = tasks - 1
             victim = job.view.primary_node(task)
             assert victim is not None
@@ -140,19 +151,25 @@ async def main(samples: int, frozen: int, tasks: int, nodes: int) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             await replace(job, nodes)
-    show("kill -9 of the root's primary", killed["root"])
-    show("kill -9 of another primary", killed["other"])
-    print(f"drain: longest pause between commits, ms  {spread([pause for pause, _ in drained])}")
-    print(f"       attempts it cost: {sum(spent for _, spent in drained)}")
+    if killed["root"]:
+        show("kill -9 of the root's primary", killed["root"])
+    if killed["other"]:
+        show("kill -9 of another primary", killed["other"])
+    if drained:
+        print(f"drain: longest pause between commits, ms  {spread([pause for pause, _ in drained])}")
+        print(f"       attempts it cost: {sum(spent for _, spent in drained)}")
     if stopped:
         show("frozen (SIGSTOP)", stopped)
+        bar_ms = tg.Settings().lease_ttl_s * 1e3 + 300
+        print(f"  more than {bar_ms:g}: {sum(s.total_ms > bar_ms for s in stopped)} of {len(stopped)}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=40, help="kills in all")
-    parser.add_argument("--frozen", type=int, default=4, help="freezes")
+    parser.add_argument("--kills", type=int, default=40, help="of the root's node, and of another, in turn")
+    parser.add_argument("--drains", type=int, default=10)
+    parser.add_argument("--freezes", type=int, default=4)
     parser.add_argument("--tasks", type=int, default=7)
     parser.add_argument("--nodes", type=int, default=4)
     given = parser.parse_args()
-    asyncio.run(main(given.samples, given.frozen, given.tasks, given.nodes))
+    asyncio.run(main(given.kills, given.drains, given.freezes, given.tasks, given.nodes))
