@@ -21,7 +21,10 @@ class Tree(tg.Task, state=["count"]):
         self.count = np.zeros(1)
         self._clock: dict[str, float] = {}  # of this process, not of the task: no state
 
-    def compose(self, epoch: tg.Epoch) -> None:
+    async def compose(self, epoch: tg.Epoch) -> None:
+        self._compose(epoch)
+
+    def _compose(self, epoch: tg.Epoch) -> None:
         if self.task_id == 0:
             epoch.processor(self.publish, outbound={"x": "children"})
             epoch.processor(self.check, inbound={"sum": "children"})
@@ -65,6 +68,9 @@ class Tree(tg.Task, state=["count"]):
 
 class ThreadedTree(Tree):
     """The same with plain functions, each run in a worker thread."""
+
+    def compose(self, epoch: tg.Epoch) -> None:  # type: ignore[override]
+        self._compose(epoch)
 
     def publish(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:  # type: ignore[override]
         self._publish(epoch, outs)

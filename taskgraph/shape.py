@@ -31,7 +31,7 @@ _HOOKS: Mapping[str, tuple[str, ...]] = {  # name -> what it is called with
 _ALIKE = 0.8
 """difflib's ratio from which a method's name counts as a hook's, misspelt: `reslut`, `on_flags`, `set_up`."""
 _HANDLER = ("epoch", "sender", "payload")
-_PLAIN_ONLY = ("compose", "snapshot", "restore", "result")
+_PLAIN_ONLY = ("snapshot", "restore", "result")
 GIVEN = ("task_id", "tasks", "log", "primary", "xp")
 
 

@@ -89,8 +89,8 @@ class Task:
     """One task of a job. Subclass it; `class Fit(tg.Task, state=["theta"])` names what a failure cannot take.
 
     Subclasses add to the state of their bases. Hooks, computes and handlers are `def` (they run in a worker thread) or
-    `async def` (on the event loop); two of one task never run at once. `compose`, `snapshot`, `restore` and `result`
-    are `def`.
+    `async def` (on the event loop); two of one task never run at once. `snapshot`, `restore` and `result` are
+    `def`.
 
     Attributes:
         task_id: 0 to tasks - 1.
@@ -132,7 +132,7 @@ class Task:
     def setup(self) -> Any:
         """Runs once per replica: load data (`tg.shard`), make the first state."""
 
-    def compose(self, epoch: Epoch) -> None:
+    def compose(self, epoch: Epoch) -> Any:
         """Declares this epoch's processors and channels, from state and epoch alone; changes no state."""
         raise JobError(f"class {type(self).__name__} must define compose(self, epoch)")
 

@@ -14,6 +14,7 @@
     replica      one task on this node: the user's object, its boundaries, its set-up
     primary      a task's primary for one term: epoch after epoch
     reports      the numbers tasks report, epoch by epoch
+    reporter     tells the leader what a primary reports
     strict       strict mode: every epoch replayed from its snapshot
     attempt      one attempt of one epoch: compose, pull, compute, seal, sync points
     mailbox      flags and requests of one attempt

@@ -84,7 +84,8 @@ class Attempt:
         self._composed: asyncio.Future[Composition] = self._loop.create_future()
         self._slots: dict[tuple[str, int], asyncio.Future[Encoded]] = {}
         self._items: dict[tuple[str, int], Encoded] = {}
-        self._arrived: dict[tuple[str, int], asyncio.Event] = {}
+        self._expected: tuple[tuple[str, int], ...] = ()  # (tag, producer) of every item it needs
+        self._arrival = asyncio.Event()
         self._pulls: dict[asyncio.Future[Reply], None] = {}  # under way, without a task
         self._hold_count = 0
         self.quiet = Quiet()
@@ -118,22 +119,21 @@ class Attempt:
 
     async def _main(self, group: asyncio.TaskGroup) -> None:
         composition = await self._compose()
-        for tag, producer in composition.channels_in():
-            self._arrived[(tag, producer)] = asyncio.Event()
+        self._expected = tuple(composition.channels_in())
         self._pulling_since = self._tracing.on and clock()
         parallel = [group.create_task(self._process(p)) for p in composition.parallel]
         for work in parallel:
             work.add_done_callback(self._look_at)
-        for tag, producer in self._arrived:
+        for tag, producer in self._expected:
             self._begin_pull(tag, producer)
         await self._point("processor", self.task, self.number)
         for processor in composition.ordered:
             await self._process(processor)
         for work in parallel:
             await work
-        for arrived in self._arrived.values():
-            if not arrived.is_set():
-                await arrived.wait()
+        for channel in self._expected:
+            if channel not in self._items:
+                await self._until_arrived(channel)
         await self._until_closed()
         await self._point("sync", self.task, self.number)
         for processor in composition.sync_points:
@@ -161,8 +161,8 @@ class Attempt:
         waiting = self._tracing.on and clock()
         for tag, producers in processor.inbound.items():
             for producer in producers:
-                if not (arrived := self._arrived[(tag, producer)]).is_set():
-                    await arrived.wait()
+                if (tag, producer) not in self._items:
+                    await self._until_arrived((tag, producer))
         if waiting and processor.inbound:
             self._tracing.add("wait", waiting, self.task, self.stamp, self.term, name=processor.name)
         self._states[processor.name] = "running"
@@ -176,6 +176,11 @@ class Attempt:
         if self.recording is not None:
             await self.recording.finished(processor.name, sync=processor.sync)
         self._states[processor.name] = "done"
+
+    async def _until_arrived(self, channel: tuple[str, int]) -> None:
+        while channel not in self._items:
+            self._arrival.clear()
+            await self._arrival.wait()
 
     def _begin_pull(self, tag: str, producer: int) -> None:
         """Pulls one item without a task, where that works at the first try."""
@@ -226,7 +231,7 @@ class Attempt:
         self._items[(tag, producer)] = reply.value
         if self.recording is not None:
             self.recording.items[(tag, producer)] = reply.value
-        self._arrived[(tag, producer)].set()
+        self._arrival.set()
         if self._pulling_since:
             self._trace_pull("pull", tag, producer, reply)
 
@@ -338,8 +343,8 @@ class Attempt:
         """Nothing of this attempt is needed any more: a later epoch was read, or it was cancelled."""
         self.cancelled = True
         if self._pulling_since:
-            for (tag, producer), arrived in self._arrived.items():
-                if not arrived.is_set():
+            for tag, producer in self._expected:
+                if (tag, producer) not in self._items:
                     self._trace_pull("pull, given up", tag, producer, None)
             self._pulling_since = 0
         self._composed.cancel()
@@ -468,7 +473,7 @@ class Attempt:
                     wait("running", self.task, processor.name)
             for tag, producers in processor.inbound.items():
                 for producer in producers:
-                    if not self._arrived[(tag, producer)].is_set():
+                    if (tag, producer) not in self._items:
                         wait("item", producer, tag)
             if earlier is not None and not processor.parallel:
                 wait("order", self.task, earlier)

@@ -20,15 +20,16 @@ from taskgraph.node.actor import StuckError, UserCodeError
 from taskgraph.node.attempt import Attempt, Idle
 from taskgraph.node.backups import Backups
 from taskgraph.node.checkpoints import CheckpointWriter
+from taskgraph.node.reporter import Reporter
 from taskgraph.node.strict import Recording, check_replay
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync
 from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.messages import Encoded, HandOver, Reason, Report, RequestRestart, Stamp, Wait
-from taskgraph.protocol.records import EpochRecord, PrimaryRecord, State
+from taskgraph.protocol.records import EpochRecord, State
 from taskgraph.protocol.transactions import TakenOver
-from taskgraph.protocol.view import JobView, Versioned, holds
+from taskgraph.protocol.view import JobView, holds
 from taskgraph.task import BecamePrimary
 
 if TYPE_CHECKING:
@@ -64,8 +65,7 @@ class Primary:
         )
         self._attempt: Attempt | None = None
         self._attempt_changed = asyncio.Event()
-        self._report: Report | None = None
-        self._report_changed = asyncio.Event()
+        self._reporter = Reporter(node)
         self._restart_asked: set[tuple[Stamp, str]] = set()
         self._group: asyncio.TaskGroup | None = None
         self._stage = "setup"
@@ -83,7 +83,7 @@ class Primary:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 group.create_task(self.backups.run(), name=f"backups of task {self.task}")
-                group.create_task(self._report_loop(), name=f"reports of task {self.task}")
+                group.create_task(self._reporter.run(), name=f"reports of task {self.task}")
                 if self._node.spec.checkpoint is not None:
                     group.create_task(self._writer.write(), name=f"checkpoints of task {self.task}")
                     group.create_task(self._writer.tell(), name=f"checkpoints of task {self.task}, told")
@@ -185,31 +185,31 @@ class Primary:
         """Works on one attempt until the view moves on, by a commit, a restart, or the end of the job."""
         self._epoch_began = self._node.now()
         began, self._done_ns = self._tracing.on and clock(), 0
-        view_moved = self._node.keeper.when(lambda view: view.stamp != stamp or not view.running)
-        work = asyncio.ensure_future(self._work(stamp))
+        moved = partial(_moved_on, stamp)
+        view_moved = self._node.keeper.when(moved)
+        work = asyncio.get_running_loop().create_task(self._work(stamp))
+        work.add_done_callback(partial(_pass_on_failure, view_moved))
         try:
-            await asyncio.wait([work, view_moved], return_when=asyncio.FIRST_COMPLETED)
-            if work.done() and not view_moved.done():
-                error = work.exception()
-                if isinstance(error, UserCodeError | TaskGraphError) and self._node.keeper.view.term_changed():
-                    # A replaced primary may have taken messages that this attempt knows nothing of. If it is a mistake
-                    # of the job, it comes again in the next attempt, in which nobody was replaced.
-                    self._ask_restart(stamp, f"task {self.task} failed after a primary was replaced: {error}")
-                elif isinstance(error, UserCodeError | TaskGraphError):
-                    await self._fail(error, fence)
-                elif error is not None:
-                    raise error
             await view_moved
+        except (UserCodeError, TaskGraphError) as error:
+            if self._node.keeper.view.term_changed():
+                # A replaced primary may have taken messages that this attempt knows nothing of. If it is a mistake
+                # of the job, it comes again in the next attempt, in which nobody was replaced.
+                self._ask_restart(stamp, f"task {self.task} failed after a primary was replaced: {error}")
+            else:
+                await self._fail(error, fence)
+            await self._node.keeper.wait_until(moved)
         finally:
             if began:
                 self._trace_epoch(began, stamp)
             self._drop_attempt()
-            for task in (work, view_moved):
-                task.cancel()
-            results = await asyncio.gather(work, view_moved, return_exceptions=True)
-            self._report = None
-            if isinstance(results[0], StuckError):
-                raise results[0]
+            view_moved.cancel()
+            if not work.done():
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+            self._reporter.set(None)
+            if not work.cancelled() and isinstance(stuck := work.exception(), StuckError):
+                raise stuck
 
     def _trace_epoch(self, began: int, stamp: Stamp) -> None:
         self._tracing.add("epoch", began, self.task, stamp, self.term, ended=self._done_ns)
@@ -445,39 +445,10 @@ class Primary:
         )
 
     def _set_report(self, report: Report) -> None:
-        self._report = report
-        self._report_changed.set()
+        self._reporter.set(report)
 
-    async def _report_loop(self) -> None:
-        """Tells the leader the latest report, and every new leader again."""
-        told: tuple[Report, int] | None = None
-        while True:
-            self._report_changed.clear()
-            view = self._node.keeper.view
-            leader = view.primaries.get(0)
-            report = self._report
-            if report is None or leader is None or told == (report, leader.mod_revision):
-                other = self._node.keeper.when(partial(_other_leader, leader), structure=True)
-                other.add_done_callback(self._report_again)
-                try:
-                    await self._report_changed.wait()
-                finally:
-                    other.cancel()
-                continue
-            await self._node.while_paused()
-            telling = self._tracing.on and clock()
-            await self._tell(report)
-            if telling:
-                kind = "done" if report.done else "idle"
-                self._tracing.add(kind, telling, self.task, report.stamp, self.term, peer=0)
-            told = (report, leader.mod_revision)
-
-    def _report_again(self, other: asyncio.Future[None]) -> None:
-        if not other.cancelled():
-            self._report_changed.set()
-
-    async def _tell(self, message: Report | RequestRestart) -> None:
-        await self._node.router.to_primary(0, lambda: message, timeout_s=self._node.settings.call_s)
+    async def _tell(self, request: RequestRestart) -> None:
+        await self._node.router.to_primary(0, lambda: request, timeout_s=self._node.settings.call_s)
 
     def check_terms(self) -> None:
         """The view changed: an attempt that rests on a gone primary's acknowledgement cannot be completed."""
@@ -497,5 +468,11 @@ class Primary:
         self._group.create_task(self._tell(RequestRestart(stamp, self.task, why)))
 
 
-def _other_leader(known: Versioned[PrimaryRecord] | None, view: JobView) -> bool:
-    return view.primaries.get(0) is not known
+def _moved_on(stamp: Stamp, view: JobView) -> bool:
+    return view.stamp != stamp or not view.running
+
+
+def _pass_on_failure(waiting: asyncio.Future[None], work: asyncio.Task[None]) -> None:
+    """Whoever waits for the view learns that the work failed; where the view moved first, nobody minds."""
+    if not work.cancelled() and (error := work.exception()) is not None and not waiting.done():
+        waiting.set_exception(error)

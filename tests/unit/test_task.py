@@ -231,7 +231,6 @@ def _generator(self: Any, *_: Any) -> Any:
 @pytest.mark.parametrize(
     ("members", "complaint"),
     [
-        ({"compose": _async}, "compose must be a plain `def`"),
         ({"snapshot": _async, "restore": lambda self, state: None}, "snapshot must be a plain `def`"),
         ({"snapshot": lambda self: 1, "restore": _async}, "restore must be a plain `def`"),
         ({"result": _async}, "result must be a plain `def`"),
