@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import io
 import json
 import logging
@@ -176,6 +177,7 @@ async def _run(config: NodeConfig, coordinator: Coordinator, spec: JobSpec, job:
         _handle_signals(config, node)
         kept = job.settings.events_kept
         async with _while(keep_events(events, coordinator, spec.name, node_id=config.node_id, kept=kept)):
+            gc.freeze()  # what was imported lives as long as the process: no collection needs to look at it again
             await node.run()
 
 

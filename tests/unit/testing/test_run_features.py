@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -213,6 +214,19 @@ def test_parallel_processors_run_as_their_items_come(order: int) -> None:
     # Declared in this order without parallel=True it would be a cycle of waits: each echo runs before its own ask.
     result = run(job(Wide, epochs=3), order=order, kills={(0, 1): "processor"})
     assert result.values == {0: 30, 1: 33}
+
+
+@pytest.mark.parametrize("kills", PLACES)
+def test_compose_may_be_a_coroutine(kills: Kills) -> None:
+    class Awaiting(Heat):
+        async def compose(self, epoch: tg.Epoch) -> None:
+            await asyncio.sleep(0)
+            super().compose(epoch)
+
+    plain, awaiting = (
+        run(job(kind, tasks=4, epochs=3, topology=tg.grid(2, 2)), kills=kills) for kind in (Heat, Awaiting)
+    )
+    same(plain, awaiting)
 
 
 def test_scratch_leads_from_processor_to_processor_and_is_gone_with_the_epoch() -> None:

@@ -1,0 +1,169 @@
+"""What a primary reports reaches the leader: at once where that is possible, patiently where it is not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from taskgraph.node.reporter import Reporter
+from taskgraph.protocol.messages import Accepted, Reply, Report, Stamp
+from taskgraph.protocol.records import PrimaryRecord
+from taskgraph.protocol.view import Versioned
+
+
+class _Keeper:
+    """A view of nothing but task 0's primary."""
+
+    def __init__(self) -> None:
+        self.view = self
+        self.primaries: dict[int, Versioned[PrimaryRecord]] = {}
+        self._waits: list[tuple[asyncio.Future[None], Any]] = []
+
+    def lead(self, revision: int) -> None:
+        self.primaries[0] = Versioned(
+            PrimaryRecord(node=f"n{revision}", term=revision, stateful=False), revision, revision
+        )
+        for future, predicate in self._waits:
+            if not future.done() and predicate(self):
+                future.set_result(None)
+
+    def when(self, predicate: Any) -> asyncio.Future[None]:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waits.append((future, predicate))
+        if predicate(self):
+            future.set_result(None)
+        return future
+
+
+class _Node:
+    """What a reporter asks of its node; calls are answered by the test."""
+
+    class tracing:
+        on = False
+
+    class settings:
+        call_s = 5.0
+
+    def __init__(self) -> None:
+        self.keeper = _Keeper()
+        self.router = self
+        self.paused = False
+        self.resumed = asyncio.Event()
+        self.begun: list[tuple[Report, asyncio.Future[Reply]]] = []
+        self.patient: list[Report] = []
+        self.reachable = True
+
+    def begin(self, task: int, message: Report) -> asyncio.Future[Reply] | None:
+        assert task == 0
+        if not self.reachable:
+            return None
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self.begun.append((message, reply))
+        return reply
+
+    async def to_primary(self, task: int, message: Any, *, timeout_s: float) -> Reply:
+        assert task == 0
+        self.patient.append(message())
+        return Accepted(1)
+
+    async def while_paused(self) -> None:
+        if self.paused:
+            await self.resumed.wait()
+
+
+def _report(epoch: int) -> Report:
+    return Report(Stamp(0, epoch), 3, 1, done=True, version=0, sent=0, received=0)
+
+
+async def _turns() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def _started() -> tuple[_Node, Reporter, asyncio.Task[None]]:
+    node = _Node()
+    node.keeper.lead(1)
+    reporter = Reporter(node)  # type: ignore[arg-type]
+    running = asyncio.create_task(reporter.run())
+    await _turns()
+    return node, reporter, running
+
+
+async def test_a_report_is_sent_once_and_from_where_it_is_made() -> None:
+    node, reporter, running = await _started()
+    reporter.set(_report(1))
+    assert [report for report, _ in node.begun] == [_report(1)]
+    node.begun[0][1].set_result(Accepted(1))
+    await _turns()
+    assert len(node.begun) == 1
+    assert not node.patient
+    running.cancel()
+
+
+async def test_a_report_that_is_lost_is_told_patiently() -> None:
+    node, reporter, running = await _started()
+    reporter.set(_report(1))
+    node.begun[0][1].set_exception(ConnectionResetError())
+    await _turns()
+    assert node.patient == [_report(1)]
+    running.cancel()
+
+
+async def test_what_is_on_its_way_is_not_told_a_second_time() -> None:
+    node, reporter, running = await _started()
+    reporter.set(_report(1))
+    reporter._look.set()
+    await _turns()
+    assert not node.patient
+    running.cancel()
+
+
+async def test_where_nothing_can_be_sent_at_once_it_is_told_patiently() -> None:
+    node, reporter, running = await _started()
+    node.reachable = False
+    reporter.set(_report(1))
+    await _turns()
+    assert node.patient == [_report(1)]
+    running.cancel()
+
+
+async def test_a_node_that_is_paused_says_nothing_until_it_resumes() -> None:
+    node, reporter, running = await _started()
+    node.paused = True
+    reporter.set(_report(1))
+    await _turns()
+    assert not node.begun
+    assert not node.patient
+    node.paused = False
+    node.resumed.set()
+    await _turns()
+    assert node.patient == [_report(1)]
+    running.cancel()
+
+
+async def test_a_new_leader_is_told_again() -> None:
+    node, reporter, running = await _started()
+    reporter.set(_report(1))
+    node.begun[0][1].set_result(Accepted(1))
+    await _turns()
+    node.keeper.lead(2)
+    await _turns()
+    assert node.patient == [_report(1)]
+    reporter.set(None)
+    node.keeper.lead(3)
+    await _turns()
+    assert node.patient == [_report(1)]  # there is nothing to tell
+    running.cancel()
+
+
+async def test_an_answer_for_an_earlier_report_does_not_count_for_the_next() -> None:
+    node, reporter, running = await _started()
+    reporter.set(_report(1))
+    reporter.set(_report(2))
+    node.begun[0][1].set_exception(ConnectionResetError())  # of no interest any more
+    await _turns()
+    assert not node.patient
+    node.begun[1][1].set_exception(ConnectionResetError())
+    await _turns()
+    assert node.patient == [_report(2)]
+    running.cancel()
