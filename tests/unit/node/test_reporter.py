@@ -27,8 +27,9 @@ class _Keeper:
             if not future.done() and predicate(self):
                 future.set_result(None)
 
-    def when(self, predicate: Any) -> asyncio.Future[None]:
+    def when(self, predicate: Any, *, structure: bool) -> asyncio.Future[None]:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        assert structure
         self._waits.append((future, predicate))
         if predicate(self):
             future.set_result(None)
