@@ -426,11 +426,15 @@ def admissions_and_evictions_are_not_fenced_by_the_term(patch: pytest.MonkeyPatc
 def inputs_come_in_the_order_of_arrival(patch: pytest.MonkeyPatch) -> None:
     from taskgraph.epoch import Inputs
 
-    def producers(original: Any, self: Inputs, tag: str) -> tuple[int, ...]:
-        arrived = [key for key in self._items if key[0] == str(tag)]
-        return tuple(sorted(original(self, tag), key=lambda p: arrived.index((str(tag), p))))
+    def init(original: Any, self: Inputs, work: Any, processor: Any, items: Any) -> None:
+        original(self, work, processor, items)
+        arrived = list(items)
+        self._inbound = {
+            tag: tuple(sorted(producers, key=lambda producer: arrived.index((tag, producer))))
+            for tag, producers in self._inbound.items()
+        }
 
-    _changed(patch, Inputs, "_producers", producers)
+    _changed(patch, Inputs, "__init__", init)
 
 
 @plant
