@@ -27,6 +27,9 @@ _MAX_BUFFERS: Final = 1 << 16
 """More bulk than that goes inside meta, whatever its size: a transport takes so many pieces and no more."""
 _MAX_META: Final = 1 << 30
 """A description of more bytes is a structure that holds the same parts over and over, or should be arrays."""
+_KEY_CHARS: Final = 64
+_KEYS_KEPT: Final = 1024
+"""Keys of dicts that are remembered: the names of a program's things are few, and come in every epoch."""
 
 _PADS: Final = tuple(bytes(-n % ALIGN) for n in range(ALIGN))
 _I64 = struct.Struct("<q")
@@ -92,12 +95,7 @@ def _write_float(writer: Writer, value: float) -> None:
 
 
 def _write_str(writer: Writer, value: str) -> None:
-    data = value.encode("utf-8", "surrogatepass")
-    size = len(data)
-    if size <= INLINE_BYTES:  # `data` does the same; most texts are keys, and cost no call more
-        writer.meta += b"S" + _U64.pack(size) + data
-    else:
-        writer.data(b"S", b"s", data)
+    writer.data(b"S", b"s", value.encode("utf-8", "surrogatepass"))
 
 
 def _write_bytes(writer: Writer, value: bytes) -> None:
@@ -121,6 +119,21 @@ def _write_sequence(writer: Writer, value: list[Any] | tuple[Any, ...]) -> None:
     writer.depth -= 1
 
 
+class _Keys(dict[str, bytes]):
+    """Keys as they are written, so that a look-up is no call; nothing for one that is not kept."""
+
+    def __missing__(self, key: str) -> bytes:
+        if len(key) > _KEY_CHARS or len(self) >= _KEYS_KEPT:
+            return b""
+        writer = Writer(False, None)
+        _write_str(writer, key)
+        made = self[key] = bytes(writer.meta)
+        return made
+
+
+_keys: Final = _Keys()
+
+
 def _write_dict(writer: Writer, value: dict[Any, Any]) -> None:
     items = tuple(value.items())
     meta = writer.meta
@@ -129,10 +142,14 @@ def _write_dict(writer: Writer, value: dict[Any, Any]) -> None:
         raise writer.too_much(value)
     meta += b"D" + _U64.pack(len(items))
     for key, item in items:
-        try:
-            WRITERS[type(key)](writer, key)
-        except CannotTravel as refused:
-            raise refused.at(f" (in the key {key_step(key)})")  # noqa: B904
+        known = _keys[key] if type(key) is str else b""
+        if known:
+            meta += known
+        else:
+            try:
+                WRITERS[type(key)](writer, key)
+            except CannotTravel as refused:
+                raise refused.at(f" (in the key {key_step(key)})")  # noqa: B904
         try:
             WRITERS[type(item)](writer, item)
         except CannotTravel as refused:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from google.protobuf import timestamp_pb2
 
+from taskgraph.graph import encoding
 from taskgraph.graph.values import codec, decode, digest_of, encode, message
 
 
@@ -140,3 +141,33 @@ def test_bytes_of_a_snapshot() -> None:
     meta += bytes(-len(meta) % 16) + bytes(8)
     meta += name(b"numbers") + entries(0) + name(b"log") + entries(0)
     assert encode({"state": {"count": np.zeros(1)}, "numbers": {}, "log": {}}).meta == meta + bytes(4)
+
+
+def test_keys_that_are_not_remembered_make_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [
+        "",
+        "k",
+        "é\ud800\0",
+        "\U0001f600" * encoding._KEY_CHARS,
+        "k" * (encoding._KEY_CHARS + 1),
+        "k" * 5000,
+        1,
+        None,
+    ]
+    value = {key: [{key: n}] for n, key in enumerate(keys)}
+    kept = encode(value)
+    with monkeypatch.context() as patched:
+        patched.setattr(encoding, "_KEYS_KEPT", 0)
+        encoding._keys.clear()
+        assert encode(value) == kept
+        assert not encoding._keys
+    assert encode(value) == kept
+    assert len(encoding._keys) == 4
+    assert decode(kept) == value
+
+
+def test_remembered_keys_are_bounded() -> None:
+    for start in range(0, 3 * encoding._KEYS_KEPT, 100):
+        value = {f"key {n}": n for n in range(start, start + 200)}
+        assert decode(encode(value)) == value
+    assert len(encoding._keys) <= encoding._KEYS_KEPT
