@@ -441,8 +441,13 @@ def inputs_come_in_the_order_of_arrival(patch: pytest.MonkeyPatch) -> None:
 def processors_run_in_the_order_of_arrival(patch: pytest.MonkeyPatch) -> None:
     from taskgraph.graph.compose import Composition
 
-    patch.setattr(Composition, "parallel", property(lambda self: [p for p in self.processors if p.outbound]))
-    patch.setattr(Composition, "ordered", property(lambda self: []))
+    def add(original: Any, self: Composition, *args: Any, **kwargs: Any) -> Any:
+        made = original(self, *args, **kwargs)
+        self.parallel += self.ordered
+        self.ordered.clear()
+        return made
+
+    _changed(patch, Composition, "add", add)
 
 
 @plant
