@@ -101,6 +101,10 @@ class Job:
             raise JobError(f"Job({name}={value!r}): must be {also}an int{limit}")
         object.__setattr__(self, name, number)
 
+    def needs_device(self, task_id: int) -> bool:
+        """Whether this task needs a CUDA device."""
+        return bool(self.requires_gpu(task_id) if callable(self.requires_gpu) else self.requires_gpu)
+
     def build(self, task_id: int) -> Task:
         """Calls the task builder."""
         if isinstance(self.builder, type) and not _parameters(self.builder):

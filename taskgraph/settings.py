@@ -38,6 +38,7 @@ class Settings:
         cancel_s: how long a restart waits for a running compute before the node's process ends itself.
         setup_s: limit for `setup()` of a candidate, after which the offer is tried again.
         results_kept_s: how long nodes keep results nobody collects.
+        device_failures: nodes that one task may end in one epoch by errors of CUDA devices; the next one fails the job.
         blas_threads: threads of BLAS and OpenMP in a node; the same for any number of nodes: sums are bit-equal.
         deal_devices: a launcher gives each node of its host CUDA devices of its own; False: all nodes see all of them.
         max_value_bytes: the largest single value that may travel.
@@ -70,6 +71,7 @@ class Settings:
     cancel_s: float = 60.0
     setup_s: float = 600.0
     results_kept_s: float = 300.0
+    device_failures: int = 2
     blas_threads: int = 1
     deal_devices: bool = True
     max_value_bytes: int = 1 << 40

@@ -16,9 +16,13 @@ _MAX_REASON, _MAX_TRACEBACK = 10_000, 200_000
 
 
 def failure_record(
-    error: UserCodeError | TaskGraphError, task: int | None, epoch: int | None, writer: str
+    error: UserCodeError | TaskGraphError, task: int | None, epoch: int | None, writer: str, also: str = ""
 ) -> StatusRecord:
-    """Of user code the place and the traceback; an error of ours says both itself."""
+    """Of user code the place and the traceback; an error of ours says both itself.
+
+    Args:
+        also: what else is to be said, after it.
+    """
     inner: BaseException = error
     where = traceback = ""
     if isinstance(error, UserCodeError):
@@ -29,7 +33,7 @@ def failure_record(
         place = [f"task {task}"] if task is not None else []
         place += [f"epoch {epoch}"] if epoch is not None else []
         place += [repr(where)] if where else []
-        said = hint(inner)
+        said = also or hint(inner)
         reason = f"{', '.join(place)}: {type(inner).__name__}: {inner}{'; ' if said else ''}{said}"
     return StatusRecord(
         state=State.FAILED,

@@ -28,6 +28,7 @@ from taskgraph.graph.devices import array_module, device_ids
 from taskgraph.jobs import Job
 from taskgraph.node.actor import UserCodeError
 from taskgraph.node.checkpoints import FILES_AT_A_TIME, CheckpointReader
+from taskgraph.node.deviceloss import DeviceLoss
 from taskgraph.node.draining import Draining
 from taskgraph.node.failing import failure_record
 from taskgraph.node.leader import LeaderRole
@@ -88,6 +89,7 @@ class Node:
         file_threads: Threads | None = None,
         place: Place | None = None,
         point: Point | None = None,
+        own_process: bool = False,
     ) -> None:
         self.id = node_id
         self.name = name
@@ -118,6 +120,7 @@ class Node:
         self.writes = Writes(coordinator)
         self.stepping_down: dict[int, asyncio.Task[None]] = {}
         self._wishes = Wishes(self)
+        self._device_loss = DeviceLoss(self, own_process)
         self._draining = Draining(self)
         self._serving = Serving(self)
         self._suspicion = Suspicion(self, self.reconsider)
@@ -216,13 +219,17 @@ class Node:
         *,
         finished: bool = False,
     ) -> bool:
-        """Ends the job with an error. False where a fence broke, or where it had ended already.
+        """Ends the job with an error. False where a fence broke, where it had ended already, and where this process
+        ends instead, since its device cannot be used any more.
 
         Args:
             finished: also where its epochs are all committed (a `result()` that raises).
         """
+        also = await self._device_loss.why_fail(error, task, epoch or 0) if task is not None else ""
+        if also is None:
+            return False
         writer = self.writer()
-        status = failure_record(error, task, epoch, writer)
+        status = failure_record(error, task, epoch, writer, also)
         view = self.keeper.view
         if view.status is None or not (view.running or (finished and view.status.record.state == State.FINISHED)):
             return False
@@ -407,7 +414,10 @@ class Node:
         """Brings what runs here in line with the view. Synchronous: it decides and starts, others do."""
         view = self.keeper.view
         if self.id in view.gone:
-            self.end_with(TaskGraphError(f"{self.name} was declared gone: {view.gone[self.id].record.reason}"))
+            self.end_with(
+                self._device_loss.error
+                or TaskGraphError(f"{self.name} was declared gone: {view.gone[self.id].record.reason}")
+            )
             return
         self._suspicion.update()
         for task, primary in list(self.primaries.items()):

@@ -20,6 +20,7 @@ from taskgraph.node.actor import StuckError, UserCodeError
 from taskgraph.node.attempt import Attempt, Idle
 from taskgraph.node.backups import Backups
 from taskgraph.node.checkpoints import CheckpointWriter
+from taskgraph.node.deviceloss import met
 from taskgraph.node.reporter import Reporter
 from taskgraph.node.strict import Recording, check_replay
 from taskgraph.observe.trace import clock
@@ -192,7 +193,7 @@ class Primary:
         try:
             await view_moved
         except (UserCodeError, TaskGraphError) as error:
-            if self._node.keeper.view.term_changed():
+            if self._node.keeper.view.term_changed() and met(error) is None:
                 # A replaced primary may have taken messages that this attempt knows nothing of. If it is a mistake
                 # of the job, it comes again in the next attempt, in which nobody was replaced.
                 self._ask_restart(stamp, f"task {self.task} failed after a primary was replaced: {error}")

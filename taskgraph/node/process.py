@@ -3,7 +3,7 @@
     python -m taskgraph.node.process FD     (how a launcher starts one: what to be, it reads from this pipe)
 
 Exit codes: 0 the job is over, or the node drained; 1 it cannot go on; 3 etcd cannot be reached; 4 its driver is not
-the one the job was submitted with; 130 and 143 told to end at once.
+the one the job was submitted with; 5 its CUDA device cannot be used any more; 130 and 143 told to end at once.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from taskgraph.jobs import Job
 from taskgraph.node import lastwords
 from taskgraph.node.config import NodeConfig
 from taskgraph.node.control import ControlServer
+from taskgraph.node.deviceloss import DeviceLost
 from taskgraph.node.inject import injected
 from taskgraph.node.node import Node
 from taskgraph.observe.events import EventLog, keep_events
@@ -51,7 +52,7 @@ __all__ = ["main", "run_node", "wait_for_job"]
 
 log = logging.getLogger("taskgraph.node")
 
-OK, CANNOT_GO_ON, UNREACHABLE, OTHER_DRIVER = 0, 1, 3, 4
+OK, CANNOT_GO_ON, UNREACHABLE, OTHER_DRIVER, DEVICE_LOST = 0, 1, 3, 4, 5
 _SAY_AGAIN_S = 5.0
 _PARENT_CHECK_S = 1.0
 """The pipe tells of the launcher's death at once, unless a process that the launcher forked still holds it."""
@@ -72,6 +73,8 @@ async def run_node(config: NodeConfig) -> int:
         return _say(f"refused: {error}", OTHER_DRIVER)
     except CoordinationError as error:
         return _say(str(error), UNREACHABLE)
+    except DeviceLost as error:
+        return _say(str(error), DEVICE_LOST)
     except TaskGraphError as error:
         return _say(str(error), CANNOT_GO_ON)
 
@@ -172,6 +175,7 @@ async def _run(config: NodeConfig, coordinator: Coordinator, spec: JobSpec, job:
             ),
             devices=device_count(),
             point=injected(),
+            own_process=True,
         )
         control.attach(node)
         _handle_signals(config, node)

@@ -109,7 +109,7 @@ class Suspicion:
         for node in sorted(view.gone.keys() - self._told):
             self._told.add(node)
             record = view.gone[node].record
-            if record.running and view.running and self._node.speaks():
+            if (record.running or record.task is not None) and view.running and self._node.speaks():
                 self._node.events.emit("gone", f"{self._node.name_of(node)} {record.told}", fields={"lost": node})
 
     async def watch_absent(self) -> None:

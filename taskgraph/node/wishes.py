@@ -5,7 +5,6 @@ Every node computes the same from the same view (`protocol.placement`), so that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from taskgraph.protocol.placement import Holding, Seat, Wish, place
@@ -59,6 +58,4 @@ class Wishes:
         }
         named = {n for h in holdings.values() for n in (h.primary, *h.members) if n is not None}
         keep = frozenset(n for n in named if n not in live and n not in view.gone)
-        gpu = job.requires_gpu
-        needs_device: Callable[[int], bool] = gpu if callable(gpu) else lambda _: bool(gpu)
-        self._wishes = place(seats, job.tasks, job.backups, holdings, needs_device, keep)
+        self._wishes = place(seats, job.tasks, job.backups, holdings, job.needs_device, keep)

@@ -156,10 +156,13 @@ class GoneRecord(Record):
 
     Attributes:
         running: the user code that ran when the process ended, as far as its launcher knows.
+        task, epoch: whose code met an error of its CUDA device, for which the process ended itself; None: another end.
     """
 
     reason: str
     running: tuple[str, ...] = ()
+    task: int | None = None
+    epoch: int | None = None
 
     @property
     def told(self) -> str:
