@@ -36,9 +36,9 @@ def answer_now(serve: Serve, caller: str, call: Call) -> Reply | asyncio.Future[
         reply = now(caller, call)
     except Exception as error:
         return _refusal(error, caller, call)
-    if type(reply) is REPLY_OF[type(call)] or reply is None or isinstance(reply, asyncio.Future):
-        return reply
-    return _checked(reply, caller, call)
+    if type(reply) is REPLY_OF[type(call)]:
+        return reply  # as a rule
+    return reply if reply is None or isinstance(reply, asyncio.Future) else _checked(reply, caller, call)
 
 
 def answered(future: asyncio.Future[Reply], caller: str, call: Call) -> Reply:
@@ -93,7 +93,7 @@ def _refusal(error: Exception, caller: str, call: Call) -> Refusal:
 
 
 def _checked(reply: Reply, caller: str, call: Call) -> Reply:
-    if not isinstance(reply, (REPLY_OF[type(call)], Refusal)):
+    if type(reply) is not REPLY_OF[type(call)] and type(reply) is not Refusal:
         log.error("%s for node %s was answered with a %s", describe(call), caller, type(reply).__name__)
         return Refusal(Reason.BAD_MESSAGE, f"the handler answered with a {type(reply).__name__}")
     return reply

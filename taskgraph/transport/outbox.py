@@ -60,13 +60,19 @@ class Outbox:
     Args:
         write: takes bytes or a view of memory that will not change; does not block.
         soon: runs a callback after other ready work of the event loop.
+        lend: (call, value) -> which of a value's buffers do not travel, by number, and the references to them, which
+            go in front of the header.
     """
 
     def __init__(
-        self, write: Callable[[bytes | memoryview], None], soon: Callable[[Callable[[], None]], object]
+        self,
+        write: Callable[[bytes | memoryview], None],
+        soon: Callable[[Callable[[], None]], object],
+        lend: Callable[[int, Encoded], tuple[Collection[int], bytes]],
     ) -> None:
         self._write = write
         self._soon = soon
+        self._lend = lend
         self._small: deque[tuple[int, bytes]] = deque()
         self._turn: deque[_Large] = deque()
         self._waiting: deque[_Large] = deque()
@@ -78,19 +84,8 @@ class Outbox:
     def idle(self) -> bool:
         return not (self._small or self._turn or self._waiting)
 
-    def send(
-        self,
-        kind: Kind,
-        call: int = 0,
-        header: bytes = b"",
-        value: Encoded | None = None,
-        lent: Collection[int] = frozenset(),
-    ) -> None:
-        """Queues one frame, or one message with its value.
-
-        Args:
-            lent: numbers of the value's buffers that do not travel: the header begins with references to them.
-        """
+    def send(self, kind: Kind, call: int = 0, header: bytes = b"", value: Encoded | None = None) -> None:
+        """Queues one frame, or one message with its value; what is small goes at once where it can."""
         if self._closed:
             return
         if value is None:
@@ -98,7 +93,7 @@ class Outbox:
         elif not value.buffers and len(value.meta) <= INLINE_BYTES:
             frame = pack_whole(kind, call, header, value.meta)
         else:
-            self._queue_value(kind, call, header, value, lent)
+            self._queue_value(kind, call, header, value)
             self._pump()
             return
         if self._paused or self._small:
@@ -107,7 +102,9 @@ class Outbox:
         else:
             self._write(frame)
 
-    def _queue_value(self, kind: Kind, call: int, header: bytes, value: Encoded, lent: Collection[int]) -> None:
+    def _queue_value(self, kind: Kind, call: int, header: bytes, value: Encoded) -> None:
+        lent, references = self._lend(call, value) if value.buffers else ((), b"")
+        header = references + header
         sizes = [buffer.nbytes for buffer in value.buffers]
         carried: Sequence[memoryview] = value.buffers
         if lent:

@@ -107,7 +107,8 @@ class Session(asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._outbox = Outbox(self._write, self._loop.call_soon)
+        self._lending = Lending(self._loop.time)
+        self._outbox = Outbox(self._write, self._loop.call_soon, self._lending.lend)
         self._reader = FrameReader(
             HELLO_LIMITS,
             on_open=self._on_open,
@@ -116,7 +117,6 @@ class Session(asyncio.BufferedProtocol):
             on_control=self._on_control,
         )
         self.get_buffer = self._reader.buffer
-        self._lending = Lending(self._loop.time)
         self._borrowing = Borrowing(self._loop, self._return)
         self.open = False
         self.peer = ""
@@ -221,14 +221,6 @@ class Session(asyncio.BufferedProtocol):
         self._owner.opened(self)
 
     # Messages.
-
-    def _send(self, kind: Kind, call: int, header: bytes, value: Encoded | None) -> None:
-        """Sends a message: large buffers that the other side can open here are lent."""
-        if value is None or not value.buffers:
-            self._outbox.send(kind, call, header, value)
-            return
-        lent, references = self._lending.lend(call, value)
-        self._outbox.send(kind, call, references + header, value, lent)
 
     def _take_back(self, call: int) -> bool:
         """Sends nothing more of that call. Returns whether the peer has seen, or will see, some of it."""

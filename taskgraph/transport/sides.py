@@ -98,7 +98,7 @@ class DialledSession(Session):
         self._last_call = pending.number = self._last_call + 1
         pending.tries += 1
         self._pending[pending.number] = pending
-        self._send(Kind.TELL if pending.quiet else Kind.CALL, pending.number, header, value)
+        self._outbox.send(Kind.TELL if pending.quiet else Kind.CALL, pending.number, header, value)
 
     def cancelled(self, pending: _Pending) -> None:
         """Whoever made that call does not want its reply any more."""
@@ -256,7 +256,7 @@ class AcceptedSession(Session):
             log.exception("a %s cannot travel", type(reply).__name__)
             text = f"the reply cannot travel: {error}"
             header, value = wire.to_header(Refusal(Reason.BAD_MESSAGE, text)), None
-        self._send(Kind.REPLY, number, header, value)
+        self._outbox.send(Kind.REPLY, number, header, value)
 
     def _on_cancel(self, call: int) -> None:
         self._reader.drop(call)

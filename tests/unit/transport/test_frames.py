@@ -67,10 +67,14 @@ class Reading:
             self.reader.received(count)
 
 
+def nothing_lent(call: int, value: m.Encoded) -> tuple[tuple[int, ...], bytes]:
+    return (), b""
+
+
 def written(*messages: tuple[int, Kind, m.Message]) -> bytes:
     out: list[bytes] = []
     callbacks = []
-    outbox = Outbox(lambda data: out.append(bytes(data)), callbacks.append)
+    outbox = Outbox(lambda data: out.append(bytes(data)), callbacks.append, nothing_lent)
     outbox.pause()
     for number, kind, message in messages:
         outbox.send(kind, number, wire.to_header(message), wire.value_of(message))
@@ -213,7 +217,7 @@ def encoded_flag(size: int) -> m.Flag:
 
 def test_small_frames_keep_their_order_when_the_socket_is_full_for_a_while() -> None:
     out: list[bytes] = []
-    outbox = Outbox(lambda data: out.append(bytes(data)), lambda callback: None)
+    outbox = Outbox(lambda data: out.append(bytes(data)), lambda callback: None, nothing_lent)
     outbox.send(Kind.CALL, 1, PULL)
     assert len(out) == 1  # at once
     outbox.pause()
@@ -261,7 +265,7 @@ def test_a_message_can_be_dropped_half_way() -> None:
 def test_small_messages_overtake_large_ones() -> None:
     out: list[bytes] = []
     callbacks = []
-    outbox = Outbox(lambda data: out.append(bytes(data)), callbacks.append)
+    outbox = Outbox(lambda data: out.append(bytes(data)), callbacks.append, nothing_lent)
     outbox.pause()
     large = m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded(b"", bytes(32 << 20)))
     outbox.send(Kind.CALL, 1, wire.to_header(large), large.value)
@@ -280,7 +284,7 @@ def test_small_messages_overtake_large_ones() -> None:
 
 def test_a_dropped_message_is_known_to_be_seen_or_not() -> None:
     out: list[bytes] = []
-    outbox = Outbox(lambda data: out.append(bytes(data)), lambda callback: None)
+    outbox = Outbox(lambda data: out.append(bytes(data)), lambda callback: None, nothing_lent)
     large = encoded(b"", bytes(32 << 20))
     outbox.send(Kind.CALL, 1, FLAG, large)  # partly written
     outbox.pause()
