@@ -16,7 +16,7 @@ import xxhash
 from taskgraph.epoch import AttemptEnded, Epoch
 from taskgraph.errors import GraphError, Refused, ValueNotEncodable
 from taskgraph.graph.blocks import Allocate
-from taskgraph.graph.values import decode, encode
+from taskgraph.graph.values import encode
 from taskgraph.node.actor import defined_at, is_async
 from taskgraph.protocol.messages import Accepted, Answer, Encoded, Flag, Reason, Request
 from taskgraph.protocol.sums import Conflict
@@ -133,7 +133,7 @@ class Mailbox:
     async def _run_flag(self, message: Flag) -> None:
         attempt = self._attempt
         task = attempt.replica.user_task
-        meta = decode(message.value, device=attempt.xp_device)
+        meta = await attempt.replica.arrived(message.value)
         where = f"on_flag/{message.sender}/{message.value.digest.hex()}"
         if attempt.recording is not None:
             attempt.recording.started(where, method="on_flag", sender=message.sender, payload=message.value)
@@ -168,7 +168,7 @@ class Mailbox:
     async def _run_request(self, message: Request, method_name: str, *, pure: bool) -> Answer:
         attempt = self._attempt
         replica = attempt.replica
-        payload = decode(message.value, device=attempt.xp_device)
+        payload = await replica.arrived(message.value)
         where = f"{message.method}/{message.sender}/{message.number}"
         if attempt.recording is not None:
             attempt.recording.started(where, method=method_name, sender=message.sender, payload=message.value)

@@ -228,8 +228,13 @@ class Replica:
         """Tells the user's object that epoch `number` committed with this boundary."""
         if "on_commit" not in self.shape.overrides:
             return
-        state = decode(value, writable=True, device=self.xp_device)["state"]
+        state = (await self.arrived(value, writable=True))["state"]
         await self.actor.call("on_commit", self.user_task.on_commit, number, state)
+
+    async def arrived(self, value: Encoded, *, writable: bool = False) -> Any:
+        """A value for this task's code. What is copied to a device is so in a thread: no event loop waits for one."""
+        read = partial(decode, value, writable=writable, device=self.xp_device)
+        return read() if self.xp_device == "host" else await self.actor.call("arrival", read, alone=False)
 
     async def tell(self, event: Event) -> None:
         """Hands an event to the user's object."""
