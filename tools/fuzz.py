@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from taskgraph.transport.frames import Head, Incoming
+    from taskgraph.transport.frames import Head
+    from taskgraph.transport.incoming import Incoming
 
 Target = Callable[[bytes], None]
 
@@ -58,8 +59,10 @@ def _frames() -> tuple[Target, list[bytes]]:
     from taskgraph.errors import DecodeError
     from taskgraph.protocol import messages as m
     from taskgraph.transport import wire
-    from taskgraph.transport.frames import HEAD_BYTES, FrameReader, Head, Incoming, Kind, Limits, pack_frame
+    from taskgraph.transport.frames import HEAD_BYTES, Head, Kind, Limits, pack_frame
     from taskgraph.transport.hello import HELLO_LIMITS
+    from taskgraph.transport.incoming import Incoming
+    from taskgraph.transport.reader import FrameReader
 
     open_limits = Limits(header=1 << 16, buffers=1 << 10, payload=1 << 20)
 

@@ -7,7 +7,9 @@
 and what they are made of:
 
     wire        messages as protobuf headers and back, from tables made of the dataclasses
-    frames      the frame: bounded before anything is allocated, bulk received where it stays
+    frames      the frame: its kinds, its head and its bounds
+    reader      frames out of a stream: bounded before anything is allocated, small messages taken whole
+    incoming    a large message on its way in: received where it stays, digested as it comes
     outbox      what is still to be written, fair to small messages
     hello       both sides prove the job's token, and who they are
     session     one connection from hello to goodbye

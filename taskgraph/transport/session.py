@@ -29,18 +29,17 @@ from taskgraph.transport.frames import (
     LENT,
     MAX_BUFFERS,
     MAX_HEADER_BYTES,
-    Digesting,
-    FrameReader,
     Head,
-    Incoming,
     Kind,
     Limits,
     OtherVersion,
 )
 from taskgraph.transport.hello import HELLO_LIMITS, Answering, Dialling, HelloRefused
+from taskgraph.transport.incoming import Digesting, Incoming
 from taskgraph.transport.lending import Borrowing, Lending
 from taskgraph.transport.mappings import CannotBorrow, Mappings
 from taskgraph.transport.outbox import Outbox
+from taskgraph.transport.reader import FrameReader
 
 __all__ = ["VERIFY_AT_ONCE_BYTES", "Owner", "Session"]
 

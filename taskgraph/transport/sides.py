@@ -12,8 +12,9 @@ from taskgraph.errors import DecodeError, PeerLost, Refused, TransportError
 from taskgraph.protocol.messages import Accepted, Call, Encoded, Reason, Refusal, Reply
 from taskgraph.transport import wire
 from taskgraph.transport.calls import answer, answer_later, answer_now, answered, describe
-from taskgraph.transport.frames import Head, Incoming, Kind
+from taskgraph.transport.frames import Head, Kind
 from taskgraph.transport.hello import Answering, Dialling
+from taskgraph.transport.incoming import Incoming
 from taskgraph.transport.session import VERIFY_AT_ONCE_BYTES, Owner, Session
 
 __all__ = ["AcceptedSession", "DialledSession"]

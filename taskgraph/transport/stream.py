@@ -22,8 +22,8 @@ from taskgraph.transport import endpoints
 from taskgraph.transport.accepting import CLOSE_S, TlsListener
 from taskgraph.transport.api import OnLost, Peer, Serve
 from taskgraph.transport.calls import OwnedTasks, answer, answer_now, describe, unwrap
-from taskgraph.transport.frames import Digesting
 from taskgraph.transport.hello import Answering, Dialling
+from taskgraph.transport.incoming import Digesting
 from taskgraph.transport.mappings import Mappings
 from taskgraph.transport.refusals import Refusals
 from taskgraph.transport.segments import Pool

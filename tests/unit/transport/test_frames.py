@@ -14,9 +14,12 @@ from transport_kit import EXCHANGES, encoded, pull
 from taskgraph.errors import DecodeError
 from taskgraph.graph import values
 from taskgraph.protocol import messages as m
-from taskgraph.transport import frames, wire
-from taskgraph.transport.frames import FrameReader, Head, Incoming, Kind, Limits, pack_frame, pack_whole
+from taskgraph.transport import incoming as receiving
+from taskgraph.transport import wire
+from taskgraph.transport.frames import Head, Kind, Limits, pack_frame, pack_whole
+from taskgraph.transport.incoming import Incoming
 from taskgraph.transport.outbox import Outbox
+from taskgraph.transport.reader import FrameReader
 
 
 class Reading:
@@ -235,7 +238,7 @@ def test_small_frames_keep_their_order_when_the_socket_is_full_for_a_while() -> 
 
 def test_nothing_is_allocated_for_what_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     allocated: list[int] = []
-    monkeypatch.setattr(frames, "_allocate", lambda size: allocated.append(size) or memoryview(bytearray(size)))
+    monkeypatch.setattr(receiving, "_allocate", lambda size: allocated.append(size) or memoryview(bytearray(size)))
     head = Head(Kind.CALL, 1, len(FLAG), 1, 0, 1001, 1)
     with pytest.raises(DecodeError, match="limit is 1000"):
         Reading(Limits(payload=1000)).feed(pack_frame(head, (1000,), FLAG))

@@ -19,10 +19,10 @@ from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
 from taskgraph.graph.blocks import Allocate
 from taskgraph.protocol import messages as m
 from taskgraph.settings import Settings
-from taskgraph.transport import endpoints, frames, stream, wire
+from taskgraph.transport import endpoints, incoming, stream, wire
 from taskgraph.transport._proto import frame_pb2
 from taskgraph.transport.api import Peer
-from taskgraph.transport.frames import Head, Kind, pack_frame, pack_whole
+from taskgraph.transport.frames import CHUNK_BYTES, Head, Kind, pack_frame, pack_whole
 from taskgraph.transport.stream import StreamTransport
 
 SEAL = m.Seal(m.Stamp(1, 1), 1, 1)
@@ -305,7 +305,7 @@ async def test_values_beyond_the_limit_are_refused_on_both_sides(streams: Cluste
 
 async def test_no_memory_is_an_answer(streams: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = await streams.node(), await streams.node()
-    allocate = frames._allocate
+    allocate = incoming._allocate
 
     def poor(size: int, pool: Allocate) -> memoryview:
         if size > 1 << 20:
@@ -316,7 +316,7 @@ async def test_no_memory_is_an_answer(streams: Cluster, monkeypatch: pytest.Monk
         assert isinstance(call, m.Pull)
         return item(call, encoded(b"", bytes(3 << 20)))
 
-    monkeypatch.setattr(frames, "_allocate", poor)
+    monkeypatch.setattr(incoming, "_allocate", poor)
     b.handler = handler
     for call in (pull(), m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded(b"", bytes(3 << 20)))):
         with pytest.raises(Refused, match="no memory"):
@@ -354,7 +354,7 @@ async def test_a_peer_that_does_not_read_bounds_what_is_buffered(streams: Cluste
     await turns_until(lambda: here._outbox._paused)
     for _ in range(100):
         await asyncio.sleep(0)
-    assert here._transport.get_write_buffer_size() <= frames.CHUNK_BYTES + (1 << 20)
+    assert here._transport.get_write_buffer_size() <= CHUNK_BYTES + (1 << 20)
     for task in waiting[4:]:
         task.cancel()
     await asyncio.wait(waiting[4:])

@@ -1,0 +1,235 @@
+"""Frames out of a stream of bytes, which is not trusted.
+
+`FrameReader` does no I/O: a protocol asks it where the next bytes go and tells it how many came. Large buffers are
+received where they will stay; everything else passes a small reusable buffer. Every size is checked against a
+bound before anything is allocated for it. A small message that lies whole in that buffer, as most do, is taken out of
+it at once; whatever is larger, cut, or not right is read step by step.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Collection
+
+from taskgraph.errors import DecodeError
+from taskgraph.transport.frames import (
+    HEAD,
+    HEAD_BYTES,
+    KINDS,
+    LENT,
+    MAGIC,
+    OPENING,
+    PROTOCOL_VERSION,
+    Head,
+    Kind,
+    Limits,
+    unpack_head,
+)
+from taskgraph.transport.incoming import Incoming
+
+__all__ = ["FrameReader"]
+
+_SCRATCH_BYTES = 64 << 10  # the reusable receive buffer of a session
+_WHOLE_BYTES = _SCRATCH_BYTES  # a longer message is not taken whole, even where a large header made the buffer grow
+_DIRECT_BYTES = 32 << 10  # a rest at least this long is received in place; below, one more copy is cheaper than a read
+
+
+class FrameReader:
+    """Turns bytes into frames.
+
+    Ask `buffer()` for where to receive the next bytes, then call `received(n)`.
+
+    Args:
+        limits: what is accepted; `limits` may be replaced between two frames.
+        on_open: called with the head of a CALL, TELL or REPLY, the sizes of its buffers and its header; all are
+            bounded and nothing is allocated yet. Returns the `Incoming` that takes the payload, or None: the payload
+            is skipped then. Raises DecodeError.
+        on_complete: called with an `Incoming` that has all of its payload.
+        on_whole: called with (kind, call, header, meta) of a message that came whole, in place of `on_open` and
+            `on_complete`. Its value, if it has one, has no buffers. Raises DecodeError.
+        on_control: called with (head, header) of any other frame but chunks.
+
+    Attributes:
+        whole: kinds of messages that `on_whole` takes; none unless told.
+
+    A `DecodeError` from `received` is final: the stream cannot be read any further.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        on_open: Callable[[Head, tuple[int, ...], bytes], Incoming | None],
+        on_complete: Callable[[Incoming], None],
+        on_whole: Callable[[Kind, int, bytes, bytes], None],
+        on_control: Callable[[Head, bytes], None],
+    ) -> None:
+        self.limits = limits
+        self.whole: Collection[Kind] = ()
+        self._on_open = on_open
+        self._on_complete = on_complete
+        self._on_whole = on_whole
+        self._on_control = on_control
+        self._partial: dict[int, Incoming] = {}  # by call: a session carries calls one way and replies the other
+        self._memory = bytearray(_SCRATCH_BYTES)
+        self._scratch = memoryview(self._memory)
+        self._start = 0  # unread bytes of the scratch buffer: from here
+        self._end = 0  # to here
+        self._head: Head | None = None  # a head whose sizes and header are still coming
+        self._needed = HEAD_BYTES  # bytes of the scratch buffer that make the next step possible
+        self._sink: Incoming | None = None  # whom the current body belongs to; None: skip it
+        self._body = 0  # bytes of the current body still to come
+        self._direct: Incoming | None = None  # whose memory `buffer` returned
+        self._stopped = False
+
+    @property
+    def mid_frame(self) -> bool:
+        """Whether the stream stands inside a frame or a message: an end of the stream here is a broken one."""
+        return bool(self._end - self._start or self._head or self._body or self._partial)
+
+    def stop(self) -> None:
+        """Reads nothing any more and lets go of half-received messages; may be called from a callback."""
+        self._stopped = True
+        self._partial.clear()
+        self._sink = None
+
+    def drop(self, call: int) -> None:
+        """Forgets a message that is being received; what is still coming of it is skipped."""
+        dropped = self._partial.pop(call, None)
+        if dropped is not None and dropped is self._sink:
+            self._sink = None
+
+    def buffer(self, _: int = -1) -> memoryview:
+        """Where the next bytes go. Valid until `received`; never empty. (The argument is `asyncio`'s size hint.)"""
+        self._direct = None
+        if self._stopped:
+            self._start = self._end = 0
+            return self._scratch
+        if self._start == self._end and not self._body and self._scratch.nbytes == _SCRATCH_BYTES:
+            self._start = self._end = 0
+            return self._scratch  # as a rule
+        if self._body and self._sink is not None and self._start == self._end:
+            room = self._sink.room()
+            if min(room.nbytes, self._body) >= _DIRECT_BYTES:
+                self._direct = self._sink
+                return room[: self._body]
+        self._make_room()
+        return self._scratch[self._end :]
+
+    def received(self, count: int) -> None:
+        """`count` bytes were written to the start of `buffer()`."""
+        if self._direct is not None:
+            self._direct.filled(count)
+            self._body -= count
+            self._end_of_body()
+            return
+        self._end += count
+        while not self._stopped and (self._start < self._end or self._head is not None):
+            if not self._take_whole() and not self._step():
+                return
+
+    def _make_room(self) -> None:
+        """Moves what is unread to the front where the next step would not fit behind it."""
+        unread = self._end - self._start
+        if not unread:
+            self._start = self._end = 0
+            if len(self._memory) > _SCRATCH_BYTES and self._needed <= _SCRATCH_BYTES:
+                self._memory = bytearray(_SCRATCH_BYTES)  # a large header came and went
+                self._scratch = memoryview(self._memory)
+            return
+        if self._start + self._needed <= len(self._memory) and self._end < len(self._memory):
+            return
+        if self._needed > len(self._memory) and unread == len(self._memory):
+            # Grows with what came, not by what a head promises.
+            larger = bytearray(min(self._needed, 2 * len(self._memory)))
+            larger[:unread] = self._scratch
+            self._memory, self._scratch = larger, memoryview(larger)
+        else:
+            self._memory[:unread] = bytes(self._scratch[self._start : self._end])
+        self._start, self._end = 0, unread
+
+    def _take_whole(self) -> bool:
+        """Takes a message that lies whole in the scratch buffer; there may be many of them in it.
+
+        What it leaves, for whatever reason, `_step` reads, and refuses where it has to be refused.
+        """
+        start = self._start
+        if self._end - start < HEAD_BYTES or self._head is not None or self._body:
+            return False
+        magic, version, kind, call, header, buffers, body, payload, meta = HEAD.unpack_from(self._memory, start)
+        if kind not in self.whole or magic != MAGIC or version != PROTOCOL_VERSION or call in self._partial:
+            return False
+        start += HEAD_BYTES
+        middle = start + header
+        end = middle + meta
+        if buffers or body != meta or payload != meta or end > self._end or end - start > _WHOLE_BYTES:
+            return False
+        if header > self.limits.header or payload > self.limits.payload:
+            return False
+        self._start = end
+        data = self._scratch  # used again: what is handed on is a copy
+        self._on_whole(KINDS[kind], call, bytes(data[start:middle]), bytes(data[middle:end]))
+        return True
+
+    def _step(self) -> bool:
+        """Takes one thing off the scratch buffer; False if it holds too little for that."""
+        if self._body:
+            return self._take_body()
+        if self._end - self._start < self._needed:
+            return False
+        if self._head is None:
+            head = unpack_head(self._scratch[self._start : self._end], self.limits)
+            self._start += HEAD_BYTES
+            self._head = head
+            self._needed = 8 * head.buffers + head.header
+            return True
+        head, self._head = self._head, None
+        at = self._start
+        sizes: tuple[int, ...] = ()
+        if head.buffers:
+            sizes = struct.unpack_from(f"!{head.buffers}Q", self._scratch, at)
+            at += 8 * head.buffers
+        header = bytes(self._scratch[at : at + head.header])
+        self._start = at + head.header
+        self._needed = HEAD_BYTES
+        self._dispatch(head, sizes, header)
+        return True
+
+    def _dispatch(self, head: Head, sizes: tuple[int, ...], header: bytes) -> None:
+        if head.kind in OPENING:
+            carried = head.meta + sum(size for size in sizes if not size & LENT)
+            if carried != head.payload:
+                raise DecodeError(f"sizes that make {carried} bytes in a payload of {head.payload}")
+            if head.call in self._partial:
+                raise DecodeError(f"call {head.call} is opened twice")
+            incoming = self._on_open(head, sizes, header)
+            if incoming is not None and not self._stopped:
+                self._partial[head.call] = incoming
+            self._sink, self._body = incoming, head.body
+            self._end_of_body()
+        elif head.kind is Kind.CHUNK:
+            sink = self._partial.get(head.call)
+            if sink is not None and head.body > sink.missing:
+                raise DecodeError(f"a chunk of {head.body} bytes where {sink.missing} are missing")
+            self._sink, self._body = sink, head.body
+        else:
+            self._on_control(head, header)
+
+    def _take_body(self) -> bool:
+        count = min(self._end - self._start, self._body)
+        if not count:
+            return False
+        if self._sink is not None:
+            self._sink.take(self._scratch[self._start : self._start + count])
+        self._start += count
+        self._body -= count
+        self._end_of_body()
+        return True
+
+    def _end_of_body(self) -> None:
+        sink = self._sink
+        if self._body == 0:
+            self._sink = None
+        if sink is not None and sink.missing == 0 and not self._stopped:
+            self._partial.pop(sink.head.call, None)
+            self._on_complete(sink)
