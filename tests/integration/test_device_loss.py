@@ -43,6 +43,17 @@ async def test_the_process_ends_and_the_task_goes_on_elsewhere(cli: Cli) -> None
     await cli.nothing_left()
 
 
+@pytest.mark.parametrize("place", ["setup", "setup of a backup", "handler", "result"])
+async def test_wherever_it_was_met(cli: Cli, place: str) -> None:
+    done = await run(cli, 3, "times=1", f"place={place}")
+    assert done.code == 0, done.err
+    assert json.loads(done.out.splitlines()[-1])["values"] == {"0": 6, "1": 6, "2": 6}
+    assert len(list((cli.root / "marks").iterdir())) == 1
+    hook = {"setup of a backup": "'setup'", "handler": "'handler ask'"}.get(place, repr(place))
+    assert f" ended its process, since task 1 met an error of its device in {hook}, epoch " in done.err
+    await cli.nothing_left()
+
+
 async def test_a_task_that_always_runs_out_of_memory_fails_the_job_with_the_reason(cli: Cli) -> None:
     done = await run(cli, 4, "times=100")
     assert done.code == 1

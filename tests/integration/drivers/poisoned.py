@@ -1,4 +1,4 @@
-"""A task that meets an error of its CUDA device, as CuPy would raise it: at one epoch, so many times."""
+"""Task 1 meets an error of its CUDA device, as CuPy would raise it: at one place, so many times."""
 
 from __future__ import annotations
 
@@ -10,22 +10,34 @@ OutOfMemoryError = type("OutOfMemoryError", (MemoryError,), {"__module__": "cupy
 
 
 class Poisoned(tg.Task, state=["steps"]):
-    def __init__(self, times: int, marks: str) -> None:
-        self.times, self.marks = times, Path(marks)
+    def __init__(self, place: str, times: int, marks: str) -> None:
+        self.place, self.times, self.marks = place, times, Path(marks)
+
+    def meet(self, place: str) -> None:
+        met = len(list(self.marks.iterdir()))
+        if self.task_id == 1 and place == self.place and met < self.times:
+            (self.marks / f"met{met}").touch()
+            raise OutOfMemoryError("Out of memory allocating 1,073,741,824 bytes")
 
     def setup(self) -> None:
+        led = self.marks.with_name(f"set up {self.task_id}")
+        self.meet("setup of a backup" if led.exists() else "setup")
+        led.touch()
         self.steps = 0
+
+    @tg.handles("ask")
+    def ask(self, epoch: tg.Epoch, sender: int, payload: None) -> int:
+        self.meet("handler")
+        return 1
 
     def compose(self, epoch: tg.Epoch) -> None:
         epoch.processor(self.fit, outbound={"step": self.task_id})
         epoch.processor(self.step, inbound={"step": self.task_id})
 
     def fit(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        met = len(list(self.marks.iterdir()))
-        if self.task_id == 1 and epoch.number == 2 and met < self.times:
-            (self.marks / f"met{met}").touch()
-            raise OutOfMemoryError("Out of memory allocating 1,073,741,824 bytes")
-        outs.put("step", 1)
+        if epoch.number == 2:
+            self.meet("fit")
+        outs.put("step", epoch.request(1, "ask", None).wait() if self.task_id == 0 else 1)
 
     def step(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         self.steps += ins["step"]
@@ -35,10 +47,10 @@ class Poisoned(tg.Task, state=["steps"]):
             print(f"teardown of task {self.task_id}")
 
     def result(self) -> int:
+        self.meet("result")
         return self.steps
 
 
 @tg.job
-def poisoned(times: int = 1, marks: str = "", tasks: int = 3, epochs: int = 6, backups: int = 1) -> tg.Job:
-    builder = lambda task_id: Poisoned(times, marks)  # noqa: E731
-    return tg.Job(tasks=tasks, epochs=epochs, builder=builder, backups=backups)
+def poisoned(place: str = "fit", times: int = 1, marks: str = "", backups: int = 1) -> tg.Job:
+    return tg.Job(tasks=3, epochs=6, builder=lambda task_id: Poisoned(place, times, marks), backups=backups)
