@@ -39,66 +39,74 @@ class DeviceLoss:
     def __init__(self, node: Node, own_process: bool) -> None:
         self._node = node
         self._own_process = own_process
-        self._met = False
+        self._leaving = False
         self.error: DeviceLost | None = None
 
-    async def why_fail(self, error: Exception, task: int, epoch: int) -> str | None:
+    def why_fail(self, error: UserCodeError | TaskGraphError, task: int, epoch: int) -> str | None:
         """What to add to the reason with which the job fails; None: it does not fail, since this node ends."""
         found = met(error)
         if found is None or not self._own_process:
             return ""
-        if self._met:
-            return None  # what the first of them leads to is enough
-        self._met = True
-        if why := await self._until_it_may_end(task, epoch):
+        if self._leaving or not self._node.running:
+            return None
+        if why := self._outcome(task, epoch).fail:
             return why
-        where = f" in {error.where!r}" if isinstance(error, UserCodeError) else ""
-        said = f"{type(found).__name__}: {found}"[:_LONG]
-        await self._end(
-            found, task, epoch, f"since task {task} met an error of its device{where}, epoch {epoch}: {said}"
-        )
+        self._leaving = True
+        # Owned by the node: it must end, also where whoever met the error is replaced meanwhile.
+        self._node.own(self._leave(error, found, task, epoch), "leave without a device")
         return None
 
-    async def _until_it_may_end(self, task: int, epoch: int) -> str:
-        """Waits for what has to be waited for; why the job has to fail, or "": the process may end."""
+    def _outcome(self, task: int, epoch: int) -> Outcome:
         node = self._node
+        return outcome(
+            node.keeper.view,
+            node.id,
+            node.spec.run,
+            task,
+            epoch,
+            limit=node.settings.device_failures,
+            backups=node.job.backups,
+            needs_device=node.job.needs_device,
+        )
 
-        def now() -> Outcome:
-            return outcome(
-                node.keeper.view,
-                node.id,
-                node.spec.run,
-                task,
-                epoch,
-                limit=node.settings.device_failures,
-                backups=node.job.backups,
-                needs_device=node.job.needs_device,
-            )
+    async def _leave(self, error: UserCodeError | TaskGraphError, found: BaseException, task: int, epoch: int) -> None:
+        node = self._node
+        where = f" in {error.where!r}" if isinstance(error, UserCodeError) else ""
+        said = f"{type(found).__name__}: {found}"[:_LONG]
+        reason = f"ended its process, since task {task} met an error of its device{where}, epoch {epoch}: {said}"
+        self.error = DeviceLost(f"{node.name} {reason}")
+        node.log.error("task %d met an error of its device%s, epoch %d", task, where, epoch, exc_info=found)
+        try:
+            if why := await self._given_away(task, epoch):
+                await node.fail_with(error, task, epoch, (), why)
+            else:
+                await self._tell(GoneRecord(reason=reason, task=task, epoch=epoch, writer=node.writer()))
+        except CoordinationError as failed:
+            node.log.warning("cannot tell why this node ends: %s", failed)
+        for replica in node.replicas.values():
+            replica.actor.abandoned = True  # none of its code runs here any more, `teardown` neither
+        node.end_with(self.error)
 
-        if (first := now()).wait:
+    async def _given_away(self, task: int, epoch: int) -> str:
+        """Waits until others hold what this node alone holds. Why the job has to fail instead, or ""."""
+        node = self._node
+        if (first := self._outcome(task, epoch)).wait:
             text = f"task {task} met an error of its device; its node {node.name} ends, and waits for {first.wait}"
             node.events.emit("waits", text, task=task, epoch=epoch)
         try:
             async with asyncio.timeout(node.settings.drain_s):
-                await node.keeper.wait_until(lambda _: not now().wait)
+                await node.keeper.wait_until(lambda _: not self._outcome(task, epoch).wait)
         except TimeoutError:
-            return f"no other node took the state within {node.settings.drain_s:g} s (drain_s): {now().wait}"
-        return now().fail
+            waited = self._outcome(task, epoch).wait
+            return f"{node.name} waited {node.settings.drain_s:g} s (drain_s) for {waited}" if waited else ""
+        return self._outcome(task, epoch).fail
 
-    async def _end(self, found: BaseException, task: int, epoch: int, since: str) -> None:
-        node = self._node
-        reason = f"ended its process, {since}"
-        self.error = DeviceLost(f"{node.name} {reason}")
-        node.log.error("%s", self.error, exc_info=found)
-        for replica in node.replicas.values():
-            replica.actor.abandoned = True  # none of its code runs here any more, `teardown` neither
-        view = node.keeper.view
-        record = GoneRecord(reason=reason, task=task, epoch=epoch, writer=node.writer())
-        txn = transactions.declare_gone(view, node.id, record)
+    async def _tell(self, record: GoneRecord) -> None:
+        """Said at once: whoever takes over need not wait until this process has come to its end."""
+        node, keys = self._node, self._node.keeper.view.keys
+        txn = transactions.declare_gone(node.keeper.view, node.id, record)
         try:
-            # Said at once: what takes over need not wait until this process has come to its end.
             async with asyncio.timeout(node.settings.call_s):
-                await node.transact(txn, key=view.keys.gone(node.id), writer=record.writer)
-        except (CoordinationError, TimeoutError) as failed:
-            node.log.warning("cannot tell why this node ends: %s", failed)
-        node.end_with(self.error)
+                await node.transact(txn, key=keys.gone(node.id), writer=record.writer)
+        except TimeoutError:
+            node.log.warning("etcd was not told in time why this node ends")

@@ -225,9 +225,20 @@ class Node:
         Args:
             finished: also where its epochs are all committed (a `result()` that raises).
         """
-        also = await self._device_loss.why_fail(error, task, epoch or 0) if task is not None else ""
-        if also is None:
-            return False
+        also = self._device_loss.why_fail(error, task, epoch or 0) if task is not None else ""
+        return also is not None and await self.fail_with(error, task, epoch, fences, also, finished=finished)
+
+    async def fail_with(
+        self,
+        error: UserCodeError | TaskGraphError,
+        task: int | None,
+        epoch: int | None,
+        fences: Iterable[Compare],
+        also: str,
+        *,
+        finished: bool = False,
+    ) -> bool:
+        """The same in any case; `also` is said besides."""
         writer = self.writer()
         status = failure_record(error, task, epoch, writer, also)
         view = self.keeper.view
