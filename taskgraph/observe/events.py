@@ -28,6 +28,8 @@ _RING = 4096
 """Events a node remembers; older ones are only in etcd."""
 _BATCH = 32
 """Durable events written in one transaction: below etcd's 128 operations."""
+_GATHER_S = 0.1
+"""Events come in bursts, around a failure or a drain, when all nodes are busy; each write wakes every node's watch."""
 _RETRY_S = 0.5
 _MAX_TEXT = 4000
 _LAST_S = 1.0
@@ -127,6 +129,7 @@ async def keep_events(events: EventLog, coordinator: Coordinator, job: str, *, n
         written = 0
         while True:
             await wake.wait()
+            await asyncio.sleep(_GATHER_S)  # the first of a burst takes the others along
             wake.clear()
             while waiting:
                 written += await _write_some(coordinator, waiting)

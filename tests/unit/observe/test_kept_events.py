@@ -1,0 +1,55 @@
+"""Events that outlive who told them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
+from taskgraph.observe.events import Event, EventLog, keep_events
+from taskgraph.protocol.keys import Keys
+
+JOB = "job"
+
+
+@contextlib.asynccontextmanager
+async def kept(events: EventLog, store: MemoryStore, *, kept: int = 100) -> AsyncIterator[None]:
+    keeping = asyncio.ensure_future(keep_events(events, MemoryCoordinator(store), JOB, node_id="n1-1", kept=kept))
+    try:
+        yield
+    finally:
+        keeping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await keeping
+
+
+def in_etcd(store: MemoryStore) -> list[str]:
+    return [Event.from_bytes(kv.value).text for kv in store.select(Keys(JOB).events, prefix=True)]
+
+
+async def test_a_burst_of_events_is_one_write_and_all_of_them_are_kept_in_their_order() -> None:
+    """Around a failure or a drain every node tells several within some milliseconds; each write wakes all nodes."""
+    events, store = EventLog("n1"), MemoryStore()
+    async with kept(events, store):
+        before = store.revision
+        for number in range(10):
+            events.emit("evicted", f"{number}")
+            events.emit("commit", "many", transient=True)
+            await asyncio.sleep(0.002)
+        async with asyncio.timeout(5):
+            while len(in_etcd(store)) < 10:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert in_etcd(store) == [str(number) for number in range(10)]
+        assert store.revision == before + 1
+
+
+async def test_what_was_told_before_is_kept_and_what_is_told_last_is_not_left_behind() -> None:
+    events, store = EventLog("n1"), MemoryStore()
+    events.emit("began", "before anybody kept it")
+    async with kept(events, store):
+        events.emit("drain", "just before the end")
+        await asyncio.sleep(0)
+    assert in_etcd(store) == ["before anybody kept it", "just before the end"]
