@@ -232,8 +232,8 @@ def _records() -> tuple[Target, list[bytes]]:
 def _http2() -> tuple[Target, list[bytes]]:
     """An etcd's side of a plain connection: frames; the first byte decides in which pieces they come."""
     from taskgraph.coordination.etcd import v3_pb2 as v3
+    from taskgraph.coordination.etcd.answers import End
     from taskgraph.coordination.etcd.http2 import Http2Connection
-    from taskgraph.coordination.etcd.plain import End
 
     loop = asyncio.new_event_loop()
 

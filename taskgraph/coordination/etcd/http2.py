@@ -11,25 +11,12 @@ import struct
 from collections import deque
 from typing import Protocol, cast
 
+from taskgraph.coordination.etcd import http2_frames as h2
 from taskgraph.coordination.etcd.hpack import HeadersError, unpack
+from taskgraph.coordination.etcd.http2_frames import Broken, frame, unpadded
 
 __all__ = ["WINDOW", "Http2Connection", "StreamEnd"]
 
-_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PUSH_PROMISE, _PING, _GOAWAY, _WINDOW_UPDATE, _CONTINUATION = (
-    *(0x0, 0x1, 0x3, 0x4, 0x5, 0x6, 0x7, 0x8, 0x9),
-)
-_END_STREAM = _ACK = 0x1
-_END_HEADERS, _PADDED, _PRIORITY = 0x4, 0x8, 0x20
-_CANCEL = 0x8
-_TABLE_SIZE, _ENABLE_PUSH, _INITIAL_WINDOW, _MAX_FRAME = 0x1, 0x2, 0x4, 0x5
-
-_HEAD = struct.Struct(">IBI")  # length and kind, flags, stream
-_SETTING = struct.Struct(">HI")
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DEFAULT_WINDOW = 65_535
-_MOST = 2**31 - 1
-#: What a peer may send us in one frame: what it may where nobody says anything.
-_FRAME = 16_384
 #: What of one stream may be under way to us, or wait for whoever reads it.
 WINDOW = 1 << 20
 #: All headers of one answer together.
@@ -52,10 +39,6 @@ class StreamEnd(Protocol):
     def on_data(self, data: bytes) -> None: ...
     def on_end(self) -> None: ...
     def on_lost(self, why: str) -> None: ...
-
-
-class _Broken(Exception):
-    """What the peer sent is no HTTP/2, or not what we allowed it to send."""
 
 
 class _Stream:
@@ -87,9 +70,9 @@ class Http2Connection(asyncio.Protocol):
         self._next = 1
         self._streams: dict[int, _Stream] = {}
         self._block: tuple[int, int, bytearray] | None = None  # headers that are not complete: stream, flags, bytes
-        self._window = _DEFAULT_WINDOW  # what we may still send, on all streams together
-        self._stream_window = _DEFAULT_WINDOW
-        self._frame = _FRAME
+        self._window = h2.DEFAULT_WINDOW  # what we may still send, on all streams together
+        self._stream_window = h2.DEFAULT_WINDOW
+        self._frame = h2.FRAME
         self._received = 0  # since the peer was told last
         self._silent = 0  # looks since something came, while something was called
         self._timer: asyncio.TimerHandle | None = None
@@ -99,7 +82,7 @@ class Http2Connection(asyncio.Protocol):
     @property
     def usable(self) -> bool:
         """Whether streams may be opened."""
-        return not self.lost and not self._leaving and self._next < _MOST and self.ready.done()
+        return not self.lost and not self._leaving and self._next < h2.MOST and self.ready.done()
 
     # -- what others call -------------------------------------------------------------------------
 
@@ -113,11 +96,11 @@ class Http2Connection(asyncio.Protocol):
             return 0
         number, self._next = self._next, self._next + 2
         stream = self._streams[number] = _Stream(end, self._stream_window)
-        begin = _frame(_HEADERS, _END_HEADERS, number, headers)
+        begin = frame(h2.HEADERS, h2.END_HEADERS, number, headers)
         if len(data) <= min(self._window, stream.window, self._frame):  # one write: it wakes the server once
             self._window -= len(data)
             stream.window -= len(data)
-            self._write(begin + _frame(_DATA, _END_STREAM if last else 0, number, data))
+            self._write(begin + frame(h2.DATA, h2.END_STREAM if last else 0, number, data))
         else:
             self._write(begin)
             stream.unsent.append((memoryview(data), last))
@@ -134,7 +117,7 @@ class Http2Connection(asyncio.Protocol):
     def reset(self, number: int) -> None:
         """Ends a stream from our side. Its end is told nothing."""
         if self._streams.pop(number, None) is not None:
-            self._write(_frame(_RST_STREAM, 0, number, _CANCEL.to_bytes(4, "big")))
+            self._write(frame(h2.RST_STREAM, 0, number, h2.CANCEL.to_bytes(4, "big")))
             self._maybe_over()
 
     def leave(self) -> None:
@@ -153,11 +136,11 @@ class Http2Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         settings = b"".join(
-            _SETTING.pack(what, value)
-            for what, value in ((_TABLE_SIZE, 0), (_ENABLE_PUSH, 0), (_INITIAL_WINDOW, WINDOW))
+            h2.SETTING.pack(what, value)
+            for what, value in ((h2.TABLE_SIZE, 0), (h2.ENABLE_PUSH, 0), (h2.INITIAL_WINDOW, WINDOW))
         )
-        self._write(_PREFACE + _frame(_SETTINGS, 0, 0, settings))
-        self._grant(0, _MOST - _DEFAULT_WINDOW)  # streams have windows; all together need no other
+        self._write(h2.PREFACE + frame(h2.SETTINGS, 0, 0, settings))
+        self._grant(0, h2.MOST - h2.DEFAULT_WINDOW)  # streams have windows; all together need no other
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._over(f"the connection broke: {exc}" if exc else "the server closed the connection")
@@ -168,74 +151,74 @@ class Http2Connection(asyncio.Protocol):
         at, size = 0, len(buffer)
         try:
             while size - at >= 9:
-                length, flags, number = _HEAD.unpack_from(buffer, at)
+                length, flags, number = h2.HEAD.unpack_from(buffer, at)
                 kind, length = length & 0xFF, length >> 8
-                if length > _FRAME or (kind != _SETTINGS and not self.ready.done()):
-                    raise _Broken("that is not HTTP/2" if not self.ready.done() else f"a frame of {length} bytes")
+                if length > h2.FRAME or (kind != h2.SETTINGS and not self.ready.done()):
+                    raise Broken("that is not HTTP/2" if not self.ready.done() else f"a frame of {length} bytes")
                 end = at + 9 + length
                 if end > size:
                     break
-                self._take(kind, flags, number & _MOST, buffer[at + 9 : end])
+                self._take(kind, flags, number & h2.MOST, buffer[at + 9 : end])
                 at = end
-        except (_Broken, HeadersError, struct.error, IndexError) as error:
+        except (Broken, HeadersError, struct.error, IndexError) as error:
             self.close(f"the server broke the rules: {error}")
         self._buffer = buffer[at:] if not self.lost else b""
 
     # -- frames that come -------------------------------------------------------------------------
 
     def _take(self, kind: int, flags: int, number: int, payload: bytes) -> None:
-        if self._block is not None and (kind != _CONTINUATION or number != self._block[0]):
-            raise _Broken("headers that are not continued")
-        if kind == _DATA:
+        if self._block is not None and (kind != h2.CONTINUATION or number != self._block[0]):
+            raise Broken("headers that are not continued")
+        if kind == h2.DATA:
             self._data(flags, number, payload)
-        elif kind == _HEADERS:
-            payload = _unpadded(flags, payload)
-            block = payload[5:] if flags & _PRIORITY else payload
-            if flags & _END_HEADERS:
+        elif kind == h2.HEADERS:
+            payload = unpadded(flags, payload)
+            block = payload[5:] if flags & h2.PRIORITY else payload
+            if flags & h2.END_HEADERS:
                 self._headers(flags, number, block)
             else:
                 self._block = (number, flags, bytearray(block))
-        elif kind == _CONTINUATION:
+        elif kind == h2.CONTINUATION:
             if self._block is None:
-                raise _Broken("headers that nothing began")
+                raise Broken("headers that nothing began")
             self._block[2].extend(payload)
             if len(self._block[2]) > _HEADERS_BYTES:
-                raise _Broken(f"more than {_HEADERS_BYTES} bytes of headers")
-            if flags & _END_HEADERS:
+                raise Broken(f"more than {_HEADERS_BYTES} bytes of headers")
+            if flags & h2.END_HEADERS:
                 (_, flags, whole), self._block = self._block, None
                 self._headers(flags, number, bytes(whole))
-        elif kind == _RST_STREAM:
+        elif kind == h2.RST_STREAM:
             stream = self._streams.pop(number, None)
             if stream is not None:
                 stream.end.on_lost(f"the server reset the stream (code {int.from_bytes(payload, 'big')})")
                 self._maybe_over()
-        elif kind == _SETTINGS:
-            if not flags & _ACK:
+        elif kind == h2.SETTINGS:
+            if not flags & h2.ACK:
                 self._settings(payload)
-        elif kind == _PING:
-            if not flags & _ACK:
-                self._write_later(_frame(_PING, _ACK, 0, payload))
-        elif kind == _GOAWAY:
-            self._goaway(int.from_bytes(payload[:4], "big") & _MOST)
-        elif kind == _WINDOW_UPDATE:
-            self._more(number, int.from_bytes(payload, "big") & _MOST)
-        elif kind == _PUSH_PROMISE:
-            raise _Broken("a push, which was not allowed")
+        elif kind == h2.PING:
+            if not flags & h2.ACK:
+                self._write_later(frame(h2.PING, h2.ACK, 0, payload))
+        elif kind == h2.GOAWAY:
+            self._goaway(int.from_bytes(payload[:4], "big") & h2.MOST)
+        elif kind == h2.WINDOW_UPDATE:
+            self._more(number, int.from_bytes(payload, "big") & h2.MOST)
+        elif kind == h2.PUSH_PROMISE:
+            raise Broken("a push, which was not allowed")
         # All other kinds are to be ignored.
 
     def _data(self, flags: int, number: int, payload: bytes) -> None:
         self._received += len(payload)
-        if self._received >= _MOST // 2:
+        if self._received >= h2.MOST // 2:
             self._grant(0, self._received)
             self._received = 0
         stream = self._streams.get(number)
         if stream is None:
             return  # we had reset it
-        if flags & _PADDED:
+        if flags & h2.PADDED:
             self._grant(number, payload[0] + 1)
-            payload = _unpadded(flags, payload)
+            payload = unpadded(flags, payload)
         stream.end.on_data(payload)
-        if flags & _END_STREAM:
+        if flags & h2.END_STREAM:
             self._ended(number)
 
     def _headers(self, flags: int, number: int, block: bytes) -> None:
@@ -243,26 +226,26 @@ class Http2Connection(asyncio.Protocol):
         if stream is None:
             return
         stream.end.on_headers(unpack(block))
-        if flags & _END_STREAM:
+        if flags & h2.END_STREAM:
             self._ended(number)
 
     def _ended(self, number: int) -> None:
         stream = self._streams.pop(number, None)
         if stream is not None:
             if stream.unsent:  # the server does not want to read it
-                self._write(_frame(_RST_STREAM, 0, number, _CANCEL.to_bytes(4, "big")))
+                self._write(frame(h2.RST_STREAM, 0, number, h2.CANCEL.to_bytes(4, "big")))
             stream.end.on_end()
             self._maybe_over()
 
     def _settings(self, payload: bytes) -> None:
-        for what, value in _SETTING.iter_unpack(payload):
-            if what == _INITIAL_WINDOW:
+        for what, value in h2.SETTING.iter_unpack(payload):
+            if what == h2.INITIAL_WINDOW:
                 for stream in self._streams.values():
                     stream.window += value - self._stream_window
                 self._stream_window = value
-            elif what == _MAX_FRAME:
+            elif what == h2.MAX_FRAME:
                 self._frame = value
-        self._write(_frame(_SETTINGS, _ACK, 0, b""))
+        self._write(frame(h2.SETTINGS, h2.ACK, 0, b""))
         if not self.ready.done():
             self.ready.set_result(None)
         self._send_more()
@@ -293,14 +276,14 @@ class Http2Connection(asyncio.Protocol):
                 self._window -= size
                 stream.window -= size
                 rest = data[size:]
-                self._write(_frame(_DATA, _END_STREAM if last and not rest else 0, number, bytes(data[:size])))
+                self._write(frame(h2.DATA, h2.END_STREAM if last and not rest else 0, number, bytes(data[:size])))
                 if rest:
                     stream.unsent[0] = (rest, last)
                 else:
                     stream.unsent.popleft()
 
     def _grant(self, number: int, size: int) -> None:
-        self._write(_frame(_WINDOW_UPDATE, 0, number, size.to_bytes(4, "big")))
+        self._write(frame(h2.WINDOW_UPDATE, 0, number, size.to_bytes(4, "big")))
 
     def _write(self, data: bytes) -> None:
         if self._transport is not None and not self.lost:
@@ -332,7 +315,7 @@ class Http2Connection(asyncio.Protocol):
             self.close(f"the server was silent for {_GIVE_UP_AFTER * _LOOK_S:g} s")
             return
         if self._silent == _PING_AFTER:
-            self._write(_frame(_PING, 0, 0, b"taskgrph"))
+            self._write(frame(h2.PING, 0, 0, b"taskgrph"))
         self._timer = self._loop.call_later(_LOOK_S, self._look)
 
     def _maybe_over(self) -> None:
@@ -352,11 +335,3 @@ class Http2Connection(asyncio.Protocol):
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.end.on_lost(why)
-
-
-def _frame(kind: int, flags: int, number: int, payload: bytes) -> bytes:
-    return _HEAD.pack(len(payload) << 8 | kind, flags, number) + payload
-
-
-def _unpadded(flags: int, payload: bytes) -> bytes:
-    return payload[1 : len(payload) - payload[0]] if flags & _PADDED else payload

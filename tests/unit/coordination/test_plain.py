@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from taskgraph.coordination.etcd import v3_pb2 as v3
+from taskgraph.coordination.etcd.answers import End
 from taskgraph.coordination.etcd.failures import Verdict, judge
 from taskgraph.coordination.etcd.http2 import WINDOW, Http2Connection
 from taskgraph.coordination.etcd.methods import RANGE, STATUS, TXN, WATCH
-from taskgraph.coordination.etcd.plain import End, PlainChannel
+from taskgraph.coordination.etcd.plain import PlainChannel
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = (
     *(0x0, 0x1, 0x3, 0x4, 0x5, 0x6, 0x7, 0x8, 0x9),
