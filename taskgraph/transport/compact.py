@@ -2,7 +2,7 @@
 
 A fixed struct in place of protobuf: a tenth of the time, for what is most of the work in epochs of small items. They
 begin with a byte 0, which no protobuf message does, and the message's number. Whatever does not fit (numbers beyond
-64 bits, a report with named numbers) travels as protobuf, like all other messages.
+64 bits, names beyond 64 KiB) travels as protobuf, like all other messages.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ MARK = 0
 _PULL, _ITEM, _REPORT, _ACCEPTED = 1, 2, 3, 4
 _PULL_HEAD = struct.Struct("!BBqqqqq")  # attempt, epoch, sender, sender_term, task; then the tag
 _ITEM_HEAD = struct.Struct("!BBqqq16s")  # attempt, epoch, term, digest; then the tag
-_REPORT_HEAD = struct.Struct("!BBqqqqBq16s16s")  # attempt, epoch, task, term, flags, version, sent, received
+_REPORT_HEAD = struct.Struct("!BBqqqqBq16s16s")  # attempt, epoch, task, term, flags, version, sent, received; numbers
+_COUNT = struct.Struct("!H")  # of named numbers; then the numbers, the sizes of their names, and the names
 _ACCEPTED_HEAD = struct.Struct("!BBq")  # term
-_DONE, _FINISH, _NUMBERS, _PREVIOUS = 1, 2, 4, 8  # the last two: an empty dict, where it is none otherwise
-_FLAGS = _DONE | _FINISH | _NUMBERS | _PREVIOUS
+_DONE, _FINISH = 1, 2
+_NUMBERS, _PREVIOUS = 4, 8  # they are a dict, where they are None otherwise
+_NAMED, _NAMED_PREVIOUS = 16, 32  # which is not empty, and stands behind the head
 
 
 def unpack(data: bytes, meta: bytes = b"") -> tuple[Message, Encoded | None]:
@@ -64,23 +66,36 @@ def _unpack_item(data: bytes, meta: bytes) -> Item:
     return Item(Stamp(attempt, epoch), term, data[_ITEM_HEAD.size :].decode(), Encoded(meta, (), digest))
 
 
-def _pack_report(message: Report) -> bytes | None:
-    if message.numbers or message.previous:
-        return None
-    (attempt, epoch), flags = message.stamp, 0
+def _pack_report(message: Report) -> bytes:
+    (attempt, epoch), flags, named = message.stamp, 0, b""
     flags |= _DONE if message.done else 0
     flags |= _FINISH if message.finish else 0
     flags |= _NUMBERS if message.numbers is not None else 0
     flags |= _PREVIOUS if message.previous is not None else 0
+    if message.numbers:
+        flags |= _NAMED
+        named = _pack_numbers(message.numbers)
+    if message.previous:
+        flags |= _NAMED_PREVIOUS
+        named += _pack_numbers(message.previous)
     sums = message.sent.to_bytes(16, "big"), message.received.to_bytes(16, "big")
-    return _REPORT_HEAD.pack(MARK, _REPORT, attempt, epoch, message.task, message.term, flags, message.version, *sums)
+    head = _REPORT_HEAD.pack(MARK, _REPORT, attempt, epoch, message.task, message.term, flags, message.version, *sums)
+    return head + named
 
 
 def _unpack_report(data: bytes, _: bytes) -> Report:
-    _exactly(data, _REPORT_HEAD)
-    _, _, attempt, epoch, task, term, flags, version, sent, received = _REPORT_HEAD.unpack(data)
-    if flags & ~_FLAGS:
+    _, _, attempt, epoch, task, term, flags, version, sent, received = _REPORT_HEAD.unpack_from(data)
+    numbers: dict[str, float] | None = {} if flags & _NUMBERS else None
+    previous: dict[str, float] | None = {} if flags & _PREVIOUS else None
+    if flags & ~(_DONE | _FINISH | _NUMBERS | _PREVIOUS | _NAMED | _NAMED_PREVIOUS):
         raise DecodeError(f"a report with unknown flags {flags}")
+    end = _REPORT_HEAD.size
+    if flags & _NAMED:
+        end = _unpack_numbers(data, end, numbers)
+    if flags & _NAMED_PREVIOUS:
+        end = _unpack_numbers(data, end, previous)
+    if len(data) != end:
+        raise DecodeError(f"a report in {len(data)} bytes; it has {end}")
     return Report(
         Stamp(attempt, epoch),
         task,
@@ -90,9 +105,33 @@ def _unpack_report(data: bytes, _: bytes) -> Report:
         sent=int.from_bytes(sent, "big"),
         received=int.from_bytes(received, "big"),
         finish=bool(flags & _FINISH),
-        numbers={} if flags & _NUMBERS else None,
-        previous={} if flags & _PREVIOUS else None,
+        numbers=numbers,
+        previous=previous,
     )
+
+
+def _pack_numbers(numbers: dict[str, float]) -> bytes:
+    names = [name.encode() for name in numbers]
+    count = len(names)
+    sizes = struct.pack(f"!{count}d{count}H", *numbers.values(), *map(len, names))
+    return _COUNT.pack(count) + sizes + b"".join(names)
+
+
+def _unpack_numbers(data: bytes, start: int, into: dict[str, float] | None) -> int:
+    """Reads named numbers that begin at `start`; returns where they end."""
+    (count,) = _COUNT.unpack_from(data, start)
+    start += _COUNT.size
+    read = struct.Struct(f"!{count}d{count}H")
+    found = read.unpack_from(data, start)
+    start += read.size
+    if into is None or not count:
+        raise DecodeError("a report with numbers that are none")
+    for number, size in zip(found[:count], found[count:], strict=True):
+        into[data[start : start + size].decode()] = number
+        start += size
+    if len(into) != count:
+        raise DecodeError("a report with a name twice")
+    return start
 
 
 def _pack_accepted(message: Accepted) -> bytes:
@@ -109,14 +148,13 @@ def _exactly(data: bytes, head: struct.Struct) -> None:
         raise DecodeError(f"a compact header of {len(data)} bytes; that kind has {head.size}")
 
 
-PACK: Final[dict[type, Callable[..., bytes | None]]] = {
+PACK: Final[dict[type, Callable[..., bytes]]] = {
     Pull: _pack_pull,
     Item: _pack_item,
     Report: _pack_report,
     Accepted: _pack_accepted,
 }
-"""What makes the header of a message of that class: None where it has no compact one after all; it raises
-`struct.error` where a number does not fit."""
+"""What makes the header of a message of that class; it raises `struct.error` where something does not fit."""
 
 _UNPACK: dict[int, Callable[[bytes, bytes], Message]] = {
     _PULL: _unpack_pull,

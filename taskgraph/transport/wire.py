@@ -241,11 +241,9 @@ def to_header(message: Message) -> bytes:
     cls = type(message)
     if cls in compact.PACK:
         try:
-            short = compact.PACK[cls](message)
-        except struct.error:  # a number that does not fit
-            short = None
-        if short is not None:
-            return short
+            return compact.PACK[cls](message)
+        except struct.error:  # something does not fit: protobuf has room for it, or says what
+            pass
     slot, codec = _BY_CLASS[cls]
     return frame_pb2.Header(**{slot: codec.to_wire(message)}).SerializeToString()  # type: ignore[arg-type]
 

@@ -15,12 +15,12 @@ STAMP = st.builds(Stamp, INT, INT)
 SUM = st.integers(0, 2**128 - 1)
 TAG = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 VALUE = st.builds(lambda digest: Encoded(b"m", (), digest), st.binary(min_size=16, max_size=16))
-NOTHING = st.sampled_from([None, {}])
+NUMBERS = st.none() | st.dictionaries(TAG, st.floats(allow_nan=False), max_size=3)
 MESSAGES = st.one_of(
     st.builds(Pull, STAMP, INT, INT, INT, TAG),
     st.builds(Item, STAMP, INT, TAG, VALUE),
     st.builds(Accepted, INT),
-    st.builds(Report, STAMP, INT, INT, st.booleans(), INT, SUM, SUM, st.booleans(), NOTHING, NOTHING),
+    st.builds(Report, STAMP, INT, INT, st.booleans(), INT, SUM, SUM, st.booleans(), NUMBERS, NUMBERS),
 )
 
 
@@ -39,8 +39,8 @@ def test_the_same_message_comes_back(message: Message) -> None:
     "message",
     [
         Seal(Stamp(1, 2), 3, 4),
-        Report(Stamp(1, 2), 3, 4, True, 5, 6, 7, numbers={"loss": 0.5}),
-        Report(Stamp(1, 2), 3, 4, True, 5, 6, 7, previous={"loss": 0.5}),
+        Report(Stamp(1, 2), 3, 4, True, 5, 6, 7, numbers={"x" * 70_000: 0.5}),
+        Report(Stamp(1, 2), 3, 4, True, 5, 6, 7, previous={str(n): 0.5 for n in range(70_000)}),
     ],
 )
 def test_others_travel_as_protobuf(message: Message) -> None:
@@ -52,6 +52,27 @@ def test_others_travel_as_protobuf(message: Message) -> None:
 def test_a_number_that_does_not_fit_is_an_error_as_before() -> None:
     with pytest.raises(ValueError, match="range"):
         wire.to_header(Accepted(2**63))
+
+
+REPORT = wire.to_header(Report(Stamp(1, 2), 3, 4, True, 5, 6, 7, numbers={"a": 0.5, "b": -0.0}, previous={"c": 1.0}))
+
+
+@given(st.lists(st.tuples(st.integers(0, len(REPORT) - 1), st.integers(0, 255)), max_size=3), st.integers(0, 5))
+def test_a_damaged_report_is_another_one_or_a_decode_error(damage: list[tuple[int, int]], cut: int) -> None:
+    header = bytearray(REPORT[: len(REPORT) - cut])
+    for place, byte in damage:
+        header[place % len(header)] = byte
+    try:
+        parsed = wire.parse_header(bytes(header))
+    except DecodeError:
+        return
+    if parsed.cls is Report:
+        assert wire.to_header(parsed.message(None)) == header
+
+
+def test_a_name_twice_is_refused() -> None:
+    with pytest.raises(DecodeError, match="twice"):
+        wire.parse_header(REPORT.replace(b"ab", b"aa"))
 
 
 @given(st.binary(max_size=80))
