@@ -167,8 +167,8 @@ class FrameReader:
         if header > self.limits.header or payload > self.limits.payload:
             return False
         self._start = end
-        data = self._scratch  # used again: what is handed on is a copy
-        self._on_whole(KINDS[kind], call, bytes(data[start:middle]), bytes(data[middle:end]))
+        data = self._memory  # used again: what is handed on is a copy
+        self._on_whole(KINDS[kind], call, bytes(data[start:middle]), bytes(data[middle:end]) if meta else b"")
         return True
 
     def _step(self) -> bool:
