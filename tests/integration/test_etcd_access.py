@@ -35,6 +35,7 @@ async def test_tls_with_client_certificates(tmp_path: Path, certificates: Certif
             async with following(node, "/", start) as follower:
                 await follower.until(start)
             await becomes(lambda: lease.valid_until() > granted_until)
+            assert await node.lease_left(lease.id) == 1
             await lease.close(revoke=True)
         for arguments in ({"ca": certificates.ca}, {}):  # no client certificate; not even TLS
             with pytest.raises(Unavailable, match="no etcd can be used"):
@@ -57,6 +58,7 @@ async def test_a_user_gets_what_is_granted_and_nothing_else() -> None:
             async with following(node, "/job/", start) as follower:
                 await follower.until(start)
             await becomes(lambda: lease.valid_until() > granted_until)
+            assert await node.lease_left(lease.id) == 1
             with pytest.raises(CoordinationError, match="permission denied"):
                 await node.get("/other/a")
             with pytest.raises(CoordinationError, match="permission denied"):
