@@ -58,8 +58,7 @@ class Event:
     fields: dict[str, str | int | float] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return json.dumps(values, separators=(",", ":")).encode()
+        return _encode({name: getattr(self, name) for name in _FIELDS}).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Event:
@@ -67,6 +66,10 @@ class Event:
             return cls(**json.loads(data))
         except (ValueError, TypeError) as error:
             raise DecodeError(f"not an event: {data[:200]!r} ({error})") from error
+
+
+_FIELDS = tuple(each.name for each in fields(Event))
+_encode = json.JSONEncoder(separators=(",", ":")).encode  # not `json.dumps`, which makes one each time: a commit is one
 
 
 class EventLog:
