@@ -226,7 +226,7 @@ class LeaderRole:
             return
         try:
             reply = await self._node.router.to_node(
-                holder, Seal(stamp, task, version), timeout_s=self._node.settings.call_s
+                holder, Seal(stamp, task, version), timeout_s=self._node.settings.call_s, task=task
             )
         except TransportError as error:
             # Moved on, lost or replaced: its next report, or that of its successor, is sealed again.

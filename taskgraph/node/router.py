@@ -154,8 +154,11 @@ class Router:
             if timer is not None:
                 timer.cancel()
 
-    async def to_node(self, node: str, message: Call, *, timeout_s: float | None) -> Reply:
+    async def to_node(self, node: str, message: Call, *, timeout_s: float | None, task: int | None = None) -> Reply:
         """One try, to one node.
+
+        Args:
+            task: the node is called as the primary of this task, and in vain once another is.
 
         Raises:
             TransportError: no answer; at once where the node was registered, and its lease ends.
@@ -163,12 +166,20 @@ class Router:
         peer = self.peer(node)
         if peer is None:
             raise Refused(Reason.NOT_HERE, f"node {node} is not registered")
-        if node not in self._keeper.view.nodes:  # it may come back
+        view = self._keeper.view
+        if node not in view.nodes:  # it may come back
             return await self._transport.call(peer, message, timeout_s=timeout_s)
+        revision = 0 if task is None else _revision(view, task)
         try:
-            return await self._call(peer, message, timeout_s, lambda view: node not in view.nodes)
+            return await self._call(
+                peer,
+                message,
+                timeout_s,
+                lambda view: node not in view.nodes or (task is not None and _replaced(task, revision, view)),
+            )
         except TimeoutError:
-            raise PeerLost(f"the lease of node {node} ended") from None
+            other = "" if task is None else f", or another is primary of task {task}"
+            raise PeerLost(f"the lease of node {node} ended{other}") from None
 
     def _reachable(self, view: JobView, task: int) -> bool:
         node = view.primary_node(task)

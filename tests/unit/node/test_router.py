@@ -6,7 +6,7 @@ import asyncio
 from typing import NoReturn
 
 import pytest
-from cluster_kit import job, play
+from cluster_kit import holder, job, play
 
 import taskgraph as tg
 from taskgraph.errors import PeerLost
@@ -53,5 +53,34 @@ def test_a_call_to_a_node_that_does_not_answer_ends_with_its_lease(monkeypatch: 
         assert done
         with pytest.raises(PeerLost, match="lease"):
             await call
+
+    play(job(Idle), scenario, nodes=2)
+
+
+def test_a_call_to_a_primary_that_does_not_answer_ends_when_another_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lease ended, and its key is still there: whoever waits for that waits for longer than needed."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await cluster.nodes[0].keeper.wait_until(lambda view: len(view.in_sync(0)) == 2)
+        silent = holder(cluster, 0)
+        caller = next(node for node in cluster.nodes if node is not silent)
+        await caller.keeper.wait_until(lambda view: caller.id in view.in_sync(0))
+        monkeypatch.setattr(silent.transport, "_serve", never)
+        message = Release(1, 1, 1, 0)
+        calls = [
+            asyncio.ensure_future(caller.router.to_node(silent.id, message, timeout_s=60, task=task))
+            for task in (0, None)
+        ]
+        done, _ = await asyncio.wait(calls, timeout=10)
+        assert not done
+        caller._suspicion.refused(silent.id)
+        await caller.keeper.wait_until(lambda view: view.primary_node(0) == caller.id)
+        done, others = await asyncio.wait(calls, timeout=1)
+        assert done == {calls[0]} and silent.id in caller.keeper.view.nodes
+        with pytest.raises(PeerLost, match="task 0"):
+            await calls[0]
+        for call in others:
+            call.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     play(job(Idle), scenario, nodes=2)
