@@ -92,6 +92,7 @@ def tree(
     n: int = 1,
     backups: int = 1,
     threads: bool = False,
+    ahead: int = tg.Settings().epochs_ahead,
 ) -> tg.Job:
     """A tree regression of `n` float64 values (8 n bytes an item)."""
     kind = ThreadedTree if threads else Tree
@@ -101,4 +102,5 @@ def tree(
         builder=lambda _: kind(n),
         topology=tg.tree(),
         backups=backups,
+        settings=tg.Settings(epochs_ahead=ahead),
     )

@@ -24,6 +24,9 @@ class Settings:
         lost_after_s: a node whose key has been absent for this long is gone, without a launcher's word.
         min_in_sync: replicas, the primary included, that must hold a boundary before its task is done.
         admit_wait_s: how long epoch 0 waits for the backups wished for, so that it is safe to lose a node early.
+        epochs_ahead: how many epochs a task may work ahead of the last commit; 0: each is committed before the
+            next one begins.
+        gather_s: where tasks work ahead, how long short epochs wait to be committed together.
         start_wait_s: how long a job waits for all the nodes its launcher started, beyond `min_nodes`.
         hand_over_s: how long a primary waits for the backup it handed over to before it goes on itself.
         drain_s: how long a node that was told to leave tries to hand everything over.
@@ -57,6 +60,8 @@ class Settings:
     lost_after_s: float = 30.0
     min_in_sync: int = 1
     admit_wait_s: float = 10.0
+    epochs_ahead: int = 8
+    gather_s: float = 0.02
     start_wait_s: float = 15.0
     hand_over_s: float = 2.0
     drain_s: float = 60.0
@@ -86,7 +91,9 @@ class Settings:
             if type(field.default) is bool:
                 fits, what = isinstance(value, bool), "True or False"
             elif type(field.default) is int:
-                fits, what = isinstance(value, int) and not isinstance(value, bool) and value >= 1, "an int from 1 on"
+                least = 0 if field.name in _MAY_BE_ZERO else 1
+                fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
+                what = f"an int from {least} on"
             else:
                 zero = field.name in _MAY_BE_ZERO
                 number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -96,5 +103,14 @@ class Settings:
                 raise JobError(f"Settings({field.name}={value!r}): must be {what}")
 
 
-_MAY_BE_ZERO = ("admit_wait_s", "start_wait_s", "hand_over_s", "drain_s", "takeover_stagger_s", "results_kept_s")
-"""Waits that one may do without."""
+_MAY_BE_ZERO = (
+    "admit_wait_s",
+    "epochs_ahead",
+    "gather_s",
+    "start_wait_s",
+    "hand_over_s",
+    "drain_s",
+    "takeover_stagger_s",
+    "results_kept_s",
+)
+"""What one may do without."""

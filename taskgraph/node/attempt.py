@@ -52,6 +52,7 @@ class Attempt:
         *,
         on_idle: Callable[[Idle], None],
         ask_restart: Callable[[str], None],
+        on_composed: Callable[[Attempt], None],
         point: Callable[[str, int, int], Awaitable[None]],
         recording: Recording | None = None,
     ) -> None:
@@ -70,11 +71,13 @@ class Attempt:
         self.xp_device = replica.xp_device
         self.allocate = replica.router.allocate
         self.ledger = Ledger()
+        self.put_bytes = 0  # what is kept for those who pull it, and for the backups, until it commits
         self.mailbox = Mailbox(self)
         self.numbers: dict[str, float] = {}
         self.finishing = False
         self.ask_restart = ask_restart
         self._on_idle = on_idle
+        self._on_composed = on_composed
         self._point = point
         self.recording = recording
         self._loop = asyncio.get_running_loop()
@@ -139,6 +142,9 @@ class Attempt:
         for processor in composition.sync_points:
             await self._process(processor)
         await self.quiet.until_calm()
+        self._pulling_since = 0
+        if self.recording is None:
+            self._items.clear()  # it may be long until this commits; what it put is still asked for
 
     async def _compose(self) -> Composition:
         if self.recording is not None:
@@ -155,6 +161,7 @@ class Attempt:
         for processor in composition.processors:
             self._states[processor.name] = "waiting"
         self._composed.set_result(composition)
+        self._on_composed(self)
         return composition
 
     async def _process(self, processor: Processor) -> None:
@@ -307,18 +314,25 @@ class Attempt:
             raise
         return Item(self.stamp, self.term, pull.tag, value)
 
+    @property
+    def composed(self) -> bool:
+        return self._composed.done() and not self._composed.cancelled()
+
     def item_now(self, pull: Pull) -> Item | asyncio.Future[Reply] | None:
         """The item where it exists, a future of it where it is still to be put, None where neither can be said."""
-        if not self._composed.done() or self._composed.cancelled():
-            return None
         slot = self._slots.get((pull.tag, pull.sender))
-        if slot is None or slot.cancelled():
-            return None
-        if slot.done():
+        if slot is not None and slot.done() and not slot.cancelled():
             return Item(self.stamp, self.term, pull.tag, slot.result())
         reply: asyncio.Future[Reply] = self._loop.create_future()
+        return reply if self.answer(pull, reply) else None
+
+    def answer(self, pull: Pull, reply: asyncio.Future[Reply]) -> bool:
+        """Gives `reply` the item, as soon as it exists. False where it is not offered, or not any more."""
+        slot = self._slots.get((pull.tag, pull.sender))
+        if slot is None or slot.cancelled():
+            return False
         slot.add_done_callback(partial(self._deliver, pull, reply))
-        return reply
+        return True
 
     def _deliver(self, pull: Pull, reply: asyncio.Future[Reply], slot: asyncio.Future[Encoded]) -> None:
         if reply.done():
@@ -389,6 +403,7 @@ class Attempt:
         slot = self._slots[(tag, consumer)]
         if not slot.done():
             self.ledger.sent("item", self.task, consumer, tag, value.digest)
+            self.put_bytes += value.size_bytes
             if self._tracing.on:
                 self._tracing.moment(
                     "put", self.task, self.stamp, self.term, name=tag, peer=consumer, size=value.size_bytes

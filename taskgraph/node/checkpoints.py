@@ -107,14 +107,14 @@ class CheckpointWriter:
         self._changed = asyncio.Event()
         self._failing = False
 
-    def due(self, boundary: Boundary, *, stateful: bool) -> bool:
-        """Whether this boundary, read as committed, is to be written and was not yet."""
+    def due(self, boundary: Stamp, *, stateful: bool) -> bool:
+        """Whether this boundary is to be written once it is read as committed, and was not yet."""
         spec = self._node.spec
         return (
             spec.checkpoint is not None
             and (stateful or self._task == 0)
-            and boundary.stamp != self._begun
-            and due(self._node.keeper.view, boundary.stamp, spec.checkpoint_every)
+            and boundary != self._begun
+            and due(self._node.keeper.view, boundary, spec.checkpoint_every)
         )
 
     @property

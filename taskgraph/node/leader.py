@@ -7,6 +7,7 @@ epochs that stand still or do not add up.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import GraphError, TransportError
@@ -32,8 +33,10 @@ from taskgraph.protocol.messages import (
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
     from taskgraph.node.primary import Primary
+    from taskgraph.node.reports import Rows
+    from taskgraph.protocol.view import JobView
 
-__all__ = ["LeaderRole"]
+__all__ = ["LeaderRole", "within_reach"]
 
 _SETTLE_S = 0.5
 """Idle tasks with unequal sums are taken as diverged when no report came for this long: by far longer than a report
@@ -46,7 +49,8 @@ class LeaderRole:
     def __init__(self, node: Node, primary: Primary) -> None:
         self._node = node
         self._primary = primary
-        self._leader = Leader(node.job.tasks, node.job.epochs)
+        self._ahead = node.settings.epochs_ahead
+        self._leader = Leader(node.job.tasks, node.job.epochs, ahead=self._ahead)
         self._wake = asyncio.Event()
         self._rows = asyncio.Event()
         self._last_news = node.now()
@@ -56,51 +60,61 @@ class LeaderRole:
         self.waits: tuple[str, ...] = ()
         self._audit_waits: tuple[str, ...] = ()
         self.checkpointer = Checkpointer(node, primary)
+        self._commit_again_at = node.now()
+        self._gathering: asyncio.TimerHandle | None = None
 
     # -- what primaries say -----------------------------------------------------------------------
 
     async def take_report(self, report: Report) -> Accepted:
-        await self._node.keeper.wait_until_read(lambda view: view.stamp is not None and view.stamp >= report.stamp)
+        await self._node.keeper.wait_until_read(partial(within_reach, report.stamp, self._ahead))
         return self._take(report)
 
     def report_now(self, report: Report) -> Accepted | None:
         """The same where there is nothing to wait for; else None."""
-        stamp = self._node.keeper.view.stamp
-        return self._take(report) if stamp is not None and stamp >= report.stamp else None
+        return self._take(report) if within_reach(report.stamp, self._ahead, self._node.keeper.view) else None
 
     def _take(self, report: Report) -> Accepted:
         self._begin()
         if self._leader.report(report):
             self._last_news = self._node.now()
-            if report.previous and report.stamp.epoch > 0:
+            if report.previous and report.stamp.epoch > 0 and report.stamp == self._leader.stamp:
                 self._primary.replica.log.add(report.stamp.epoch - 1, {report.task: report.previous})
-            if self._leader.complete:
+            if self._leader.complete(report.stamp.epoch):
                 self._wake.set()
             self._rows.set()
         return Accepted(self._primary.term)
 
     async def take_restart(self, request: RequestRestart) -> Accepted:
-        await self._node.keeper.wait_until_read(lambda view: view.stamp is not None and view.stamp >= request.stamp)
+        await self._node.keeper.wait_until_read(partial(within_reach, request.stamp, self._ahead))
         self._begin()
         if self._leader.request_restart(request.stamp, request.why):
             self._wake.set()
         return Accepted(self._primary.term)
 
-    async def rows_known(self, stamp: Stamp) -> None:
-        """Returns when the reports of the epoch before are all here: committed by this leader, or told again."""
-        while self._committed != stamp.epoch:
+    async def rows_before(self, stamp: Stamp) -> Rows:
+        """What the tasks reported in the epoch before that of `stamp`, as soon as all of it is here.
+
+        This leader committed it, or has it to commit, or is told by everybody what a leader before it committed.
+        """
+        epoch, log = stamp.epoch - 1, self._primary.replica.log
+        self._begin()
+        while epoch >= self._committed:
             self._rows.clear()
-            self._begin()
-            reports = self._leader.reports()
-            others = range(1, self._node.job.tasks)
-            if self._leader.stamp == stamp and all(t in reports for t in others):
-                replica = self._primary.replica
-                replica.log.add(stamp.epoch - 1, {0: replica.previous})
-                return
+            at = self._leader.stamp
+            if at is not None and at.attempt == stamp.attempt:
+                reports = self._leader.reports(epoch)
+                if epoch >= at.epoch and len(reports) == self._node.job.tasks:
+                    return _rows_of(reports)
+                others = range(1, self._node.job.tasks)
+                if at == stamp and all(task in self._leader.reports() for task in others):
+                    log.add(epoch, {0: self._primary.replica.previous})
+                    break
             await self._rows.wait()
+            self._begin()
+        return log.of(epoch)
 
     _committed = 0
-    """The boundary this leader committed last; boundary 0 needs no reports."""
+    """The boundary this leader committed last, of which the log has all that was reported before it."""
 
     # -- the role ---------------------------------------------------------------------------------
 
@@ -129,6 +143,8 @@ class LeaderRole:
                 await self._wake.wait()
         finally:
             stop()
+            if self._gathering is not None:
+                self._gathering.cancel()
 
     async def _look_again(self) -> None:
         """Nobody says that no report came for a while. Beside the role, which so arms no timer at each wait."""
@@ -140,6 +156,8 @@ class LeaderRole:
         stamp = self._node.keeper.view.stamp
         if stamp is not None and self._leader.stamp != stamp:
             self._leader.begin(stamp)
+            if stamp.epoch < self._committed:  # rolled back
+                self._committed = 0
             self._last_news = self._node.now()
             self._waits_told = None
             self.waits = self._audit_waits = ()
@@ -151,8 +169,9 @@ class LeaderRole:
         if not isinstance(decision, Diverged):
             self._audit_waits = ()
         match decision:
-            case Commit(finished):
-                await self._commit(finished)
+            case Commit() as commit:
+                if not self._may_wait(commit):
+                    await self._commit(commit)
             case SealTasks(versions):
                 await self._seal(versions)
             case Restart(why):
@@ -162,14 +181,37 @@ class LeaderRole:
             case WaitFor():
                 pass
 
-    async def _commit(self, finished: bool) -> None:
+    def _may_wait(self, commit: Commit) -> bool:
+        """Whether more epochs may come to be committed with these: nobody waits for them, and it is not for long."""
+        if commit.finished or commit.awaited or 2 * commit.epochs >= self._ahead:
+            return False
+        left_s = self._commit_again_at - self._node.now()
+        if left_s <= 0:
+            return False
+        if self._gathering is None:
+            self._gathering = asyncio.get_running_loop().call_later(left_s, self._gathered)
+        return True
+
+    def _gathered(self) -> None:
+        self._gathering = None
+        self._wake.set()
+
+    async def _commit(self, commit: Commit) -> None:
         node, view = self._node, self._node.keeper.view
         stamp = self._leader.stamp
         assert stamp is not None
-        reports, lineage = self._leader.reports(), self._lineage()
-        await node.point("commit", 0, stamp.epoch)
+        numbers = range(stamp.epoch, stamp.epoch + commit.epochs)
+        rows, lineage = {number: _rows_of(self._leader.reports(number)) for number in numbers}, self._lineage()
+        for number in numbers:
+            await node.point("commit", 0, number)
         writer = node.writer()
-        txn = transactions.commit(view, primary_revision=self._primary.revision, finished=finished, writer=writer)
+        txn = transactions.commit(
+            view,
+            primary_revision=self._primary.revision,
+            finished=commit.finished,
+            writer=writer,
+            epochs=commit.epochs,
+        )
         sent = node.tracing.on and clock()
         revision = await node.transact(txn, key=view.keys.epoch, writer=writer)
         if sent:
@@ -179,21 +221,32 @@ class LeaderRole:
             await self._backoff.pause()
             return
         self._backoff.reset()
-        rows = {task: dict(report.numbers or {}) for task, report in reports.items()}
+        self._commit_again_at = node.now() + node.settings.gather_s
         if self._lineage() == lineage:  # else it was committed, and undone by a roll-back before we knew
-            self._primary.replica.log.add(stamp.epoch, rows)
-            self._committed = stamp.epoch + 1
+            for number in numbers:
+                self._primary.replica.log.add(number, rows[number])
+            self._committed = numbers.stop
             self._rows.set()
-        numbers: dict[str, float] = {}
+        for number in numbers:
+            self._tell_committed(Stamp(stamp.attempt, number), rows[number], view)
+        if commit.finished:
+            node.events.emit("finished", f"the job finished after epoch {numbers[-1]}", epoch=numbers[-1])
+        for number in numbers:
+            await node.point("committed", 0, number)
+        await node.keeper.caught_up(revision)
+        self._wake.set()  # tasks that are ahead may have reported all there is to say of the next one
+
+    def _tell_committed(self, stamp: Stamp, rows: Rows, view: JobView) -> None:
+        node, fields = self._node, dict[str, float]()
         for task in sorted(rows, reverse=True):
-            numbers.update(rows[task])
+            fields.update(rows[task])
         node.events.emit(
             "commit",
             f"epoch {stamp.epoch} committed",
             epoch=stamp.epoch,
             attempt=stamp.attempt,
             transient=True,
-            fields=numbers,
+            fields=fields,
         )
         base = view.epoch.record.base if view.epoch is not None else 0
         if stamp.epoch == base:
@@ -202,10 +255,6 @@ class LeaderRole:
             began = "the job began" if base == 0 else f"the job goes on from the checkpoint of epoch {base}"
             text = f"{began}: {node.job.tasks} tasks on {', '.join(sorted(holders))}; {replicas} replicas in sync"
             node.events.emit("began", text, epoch=base)
-        if finished:
-            node.events.emit("finished", f"the job finished after epoch {stamp.epoch}", epoch=stamp.epoch)
-        await node.point("committed", 0, stamp.epoch)
-        await node.keeper.caught_up(revision)
 
     def _lineage(self) -> int:
         epoch = self._node.keeper.view.epoch
@@ -371,3 +420,13 @@ class LeaderRole:
             Compare(view.keys.epoch, epoch),
             Compare(view.keys.generation, view.generation_revision),  # what a new primary did is judged anew
         )
+
+
+def within_reach(stamp: Stamp, ahead: int, view: JobView) -> bool:
+    """Whether the view has come to that stamp, or to an epoch that tasks may be so far ahead of."""
+    at = view.stamp
+    return at is not None and (at >= stamp or (at.attempt == stamp.attempt and stamp.epoch <= at.epoch + ahead))
+
+
+def _rows_of(reports: dict[int, Report]) -> Rows:
+    return {task: dict(report.numbers or {}) for task, report in reports.items()}

@@ -36,6 +36,7 @@ from taskgraph.node.noticing import Noticing
 from taskgraph.node.primary import Primary
 from taskgraph.node.registration import Registration
 from taskgraph.node.replica import Replica
+from taskgraph.node.reports import Rows
 from taskgraph.node.router import Router
 from taskgraph.node.serving import Serving
 from taskgraph.node.suspicion import Suspicion
@@ -205,10 +206,9 @@ class Node:
         """Executes a transaction until its outcome is known; see `Writes.transact`."""
         return await self.writes.transact(txn, key=key, writer=writer)
 
-    async def rows_known(self, task: int, stamp: Stamp) -> None:
-        """Task 0's snapshot carries the reports of the epoch before: its leader must know them."""
-        if task == 0 and stamp.epoch > 0 and self.leader is not None:
-            await self.leader.rows_known(stamp)
+    async def rows_before(self, task: int, stamp: Stamp) -> Rows:
+        """Task 0's snapshot carries the reports of the epoch before: its leader knows them, or will."""
+        return await self.leader.rows_before(stamp) if task == 0 and self.leader is not None else {}
 
     async def fail_job(
         self,

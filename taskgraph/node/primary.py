@@ -27,7 +27,7 @@ from taskgraph.observe.trace import clock
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync
 from taskgraph.protocol.kv import Compare
-from taskgraph.protocol.messages import Encoded, HandOver, Reason, Report, RequestRestart, Stamp, Wait
+from taskgraph.protocol.messages import Encoded, HandOver, Pull, Reason, Reply, Report, RequestRestart, Stamp, Wait
 from taskgraph.protocol.records import EpochRecord, State
 from taskgraph.protocol.transactions import TakenOver
 from taskgraph.protocol.view import JobView, holds
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Primary"]
 
+_AHEAD_BYTES = 32 << 20
+"""A task whose uncommitted epochs hold more than that is not ahead: items and boundaries stay until they commit."""
+
 
 class Primary:
     """One task, one term."""
@@ -49,7 +52,6 @@ class Primary:
         self.replica = replica
         self.task = replica.task
         self._tracing = node.tracing
-        self._done_ns = 0
         self.term = taken.term
         self.revision = taken.revision
         self._taken = taken
@@ -64,8 +66,14 @@ class Primary:
         self.backups = Backups(
             node, replica, term=taken.term, epoch=taken.epoch, primary_revision=taken.revision, insync=insync
         )
-        self._attempt: Attempt | None = None
+        self._attempts: dict[Stamp, Attempt] = {}  # begun, of epochs that are not read as committed
+        self._latest: Stamp | None = None  # the one that began last
         self._attempt_changed = asyncio.Event()
+        self._parked: dict[Stamp, list[tuple[Pull, asyncio.Future[Reply]]]] = {}  # pulls of attempts yet to come
+        self._settled = taken.epoch  # the committed boundary, once everything that follows from its commit is done
+        self._room = asyncio.Event()
+        self._epoch = taken.epoch  # what is worked on
+        self._moving: asyncio.Future[None] | None = None
         self._reporter = Reporter(node)
         self._restart_asked: set[tuple[Stamp, str]] = set()
         self._group: asyncio.TaskGroup | None = None
@@ -94,7 +102,8 @@ class Primary:
         finally:
             self._group = None
             self._ended = True
-            self._drop_attempt()
+            self._drop_attempts()
+            self._refuse_parked()
             self._attempt_changed.set()
 
     async def _main(self) -> None:
@@ -113,14 +122,12 @@ class Primary:
                 await self._roll_back()
                 continue
             self.final = None
-            stamp, fence = keeper.view.stamp, keeper.view.epoch.mod_revision if keeper.view.epoch else 0
-            assert stamp is not None
-            await self._one_epoch(stamp, fence)
-            if keeper.view.stamp != stamp and not self._undone():
+            at = await self._one_attempt()
+            if keeper.view.stamp != at and not self._undone():
                 try:
-                    await self._moved(stamp)
+                    await self._moved(at)
                 except (UserCodeError, TaskGraphError) as error:
-                    await self._fail(error, keeper.view.epoch.mod_revision if keeper.view.epoch else 0)
+                    await self._fail(error)
 
     async def _begin(self) -> None:
         """Brings the user's object to the boundary the take-over read; makes boundary 0 where there is none."""
@@ -182,63 +189,145 @@ class Primary:
         if not self._undone():
             self.backups.rolled_back(boundary)
 
-    async def _one_epoch(self, stamp: Stamp, fence: int) -> None:
-        """Works on one attempt until the view moves on, by a commit, a restart, or the end of the job."""
-        self._epoch_began = self._node.now()
-        began, self._done_ns = self._tracing.on and clock(), 0
-        moved = partial(_moved_on, stamp)
-        view_moved = self._node.keeper.when(moved)
-        work = asyncio.get_running_loop().create_task(self._work(stamp))
-        work.add_done_callback(partial(_pass_on_failure, view_moved))
+    async def _one_attempt(self) -> Stamp:
+        """Works on epochs until their attempt is over: by a restart, a roll-back, or the end of the job.
+
+        Returns where it was by then: the epoch at work, and the attempt that is over.
+        """
+        keeper = self._node.keeper
+        at = keeper.view.stamp
+        assert at is not None
+        self._settled = at.epoch
+        work = asyncio.get_running_loop().create_task(self._work_on(at))
+        work.add_done_callback(self._worked)
         try:
-            await view_moved
-        except (UserCodeError, TaskGraphError) as error:
-            if self._node.keeper.view.term_changed() and met(error) is None:
-                # A replaced primary may have taken messages that this attempt knows nothing of. If it is a mistake
-                # of the job, it comes again in the next attempt, in which nobody was replaced.
-                self._ask_restart(stamp, f"task {self.task} failed after a primary was replaced: {error}")
-            else:
-                await self._fail(error, fence)
-            await self._node.keeper.wait_until(moved)
+            while True:
+                await self._until_moved(at, work)
+                if not self._goes_on(at):
+                    return at
+                await self._settle(at)
+                at = Stamp(at.attempt, self._settled)
         finally:
-            if began:
-                self._trace_epoch(began, stamp)
-            self._drop_attempt()
-            view_moved.cancel()
+            self._drop_attempts()
             if not work.done():
                 work.cancel()
                 await asyncio.gather(work, return_exceptions=True)
-            self._reporter.set(None)
+            self._reporter.forget()
             if not work.cancelled() and isinstance(stuck := work.exception(), StuckError):
                 raise stuck
 
-    def _trace_epoch(self, began: int, stamp: Stamp) -> None:
-        self._tracing.add("epoch", began, self.task, stamp, self.term, ended=self._done_ns)
-        if self._done_ns:
-            self._tracing.add("commit awaited", self._done_ns, self.task, stamp, self.term)
+    async def _until_moved(self, at: Stamp, work: asyncio.Task[None]) -> None:
+        """Returns when the view shows another stamp than `at`, or that the job ended."""
+        keeper, moved = self._node.keeper, partial(_moved_on, at)
+        moving = self._moving = keeper.when(moved)
+        if work.done():
+            self._worked(work)
+        try:
+            await moving
+        except (UserCodeError, TaskGraphError) as error:
+            replaced = keeper.view.term_changed(in_attempt=self._node.settings.epochs_ahead > 0)
+            if replaced and met(error) is None:
+                # A replaced primary may have taken messages that this attempt knows nothing of. If it is a mistake
+                # of the job, it comes again in the next attempt, in which nobody was replaced.
+                self._ask_restart(at, f"task {self.task} failed after a primary was replaced: {error}")
+            else:
+                await self._fail(error)
+            await keeper.wait_until(moved)
+        finally:
+            moving.cancel()
 
-    def _drop_attempt(self) -> None:
-        if self._attempt is not None:
-            self._attempt.drop()
+    def _worked(self, work: asyncio.Task[None]) -> None:
+        """The work failed: told where its epoch is the one at work. It is nothing yet in one that may be undone."""
+        moving = self._moving
+        if work.cancelled() or moving is None or moving.done():
+            return
+        error = work.exception()
+        assert error is not None, "it ends only by being cancelled"
+        if self._epoch == self._settled or not isinstance(error, UserCodeError | TaskGraphError):
+            moving.set_exception(error)
+
+    def _drop_attempts(self) -> None:
+        for attempt in self._attempts.values():
+            attempt.drop()
+        self._attempts.clear()
+
+    def _goes_on(self, at: Stamp) -> bool:
+        view = self._node.keeper.view
+        return view.running and view.stamp is not None and view.stamp.attempt == at.attempt and not self._undone()
+
+    async def _settle(self, at: Stamp) -> None:
+        """Epochs were committed, and the attempt goes on."""
+        try:
+            self._settled = await self._moved(at)
+        except (UserCodeError, TaskGraphError) as error:
+            await self._fail(error)
+        self._room.set()
+
+    async def _work_on(self, stamp: Stamp) -> None:
+        """Works on one epoch after another."""
+        while True:
+            self._epoch = stamp.epoch
+            self._epoch_began = self._node.now()
+            began = self._tracing.on and clock()
+            try:
+                await self._work(stamp)
+            finally:
+                if began:
+                    self._tracing.add("epoch", began, self.task, stamp, self.term)
+            done = self._tracing.on and clock()
+            if not self._may_begin(stamp.epoch + 1):
+                await self._until_allowed(stamp.epoch + 1)
+                if done:
+                    self._tracing.add("commit awaited", done, self.task, stamp, self.term)
+            stamp = Stamp(stamp.attempt, stamp.epoch + 1)
+
+    async def _until_allowed(self, epoch: int) -> None:
+        while not self._may_begin(epoch):
+            self._room.clear()
+            await self._room.wait()
+
+    def _may_begin(self, epoch: int) -> bool:
+        """Whether to work on that epoch now: the one before is committed, or the task need not wait for that."""
+        return epoch <= self._settled or self._may_be_ahead(epoch)
+
+    def _may_be_ahead(self, epoch: int) -> bool:
+        node, replica = self._node, self.replica
+        assert self._latest is not None
+        last = self._attempts.get(Stamp(self._latest.attempt, epoch - 1))
+        if epoch > self._settled + node.settings.epochs_ahead or node.settings.strict:
+            return False
+        if last is None or last.last or last.finishing:
+            return False
+        if replica.shape.receives or "on_commit" in replica.shape.overrides:
+            return False  # the seal, and the order of its calls, are of committed epochs
+        if self._writer.due(Stamp(self._latest.attempt, epoch), stateful=replica.stateful):
+            return False  # it is written of the committed boundary
+        wish = node.wish(self.task)
+        if wish is not None and wish.primary not in (None, node.id):
+            return False  # handed over right after a commit
+        return sum(attempt.put_bytes for attempt in self._attempts.values()) <= _AHEAD_BYTES
 
     async def _work(self, stamp: Stamp) -> None:
         """One attempt, its snapshot, and the report that it is done."""
         replica = self.replica
         replica.actor.stamp, replica.actor.term = stamp, self.term
-        await self._hand_over_if_wished(stamp)
-        self._stage = ""
-        if self.task != 0:
-            await self._checkpoint(stamp)
+        if stamp.epoch == self._settled:
+            await self._hand_over_if_wished(stamp)
+            self._stage = ""
+            if self.task != 0:
+                await self._checkpoint(stamp)
         attempt = Attempt(
             replica,
             stamp,
             self.term,
-            on_idle=lambda idle: self._report_idle(stamp, idle),
-            ask_restart=lambda why: self._ask_restart(stamp, why),
+            on_idle=partial(self._report_idle, stamp),
+            on_composed=self._serve_parked,
+            ask_restart=partial(self._ask_restart, stamp),
             point=self._node.point,
             recording=Recording(replica, stamp) if self._node.settings.strict else None,
         )
-        self._attempt = attempt
+        self._attempts[stamp] = attempt
+        self._latest = stamp
         self._attempt_changed.set()
         await self._node.point("compose", self.task, stamp.epoch)
         await attempt.run()
@@ -246,11 +335,12 @@ class Primary:
             await self._replay(attempt.recording, stamp)
         await self._node.point("snapshot", self.task, stamp.epoch)
         self._stage = "reports of the epoch before"
-        await self._node.rows_known(self.task, stamp)
+        rows = await self._node.rows_before(self.task, stamp)
         if self.task == 0:
             await self._checkpoint(stamp)
         self._stage = "snapshot"
-        value = await replica.snapshot(attempt.numbers, replica.log.delta(stamp.epoch - 1))
+        value = await replica.snapshot(attempt.numbers, {stamp.epoch - 1: rows} if rows else {})
+        attempt.put_bytes += value.size_bytes
         boundary = Boundary(Stamp(stamp.attempt, stamp.epoch + 1), self.term, value)
         replica.boundaries.hold(boundary, committed=False)
         self.backups.pending(boundary)
@@ -263,7 +353,6 @@ class Primary:
             self._tracing.add("held by backups", holding, self.task, stamp, self.term, size=value.size_bytes)
         await self._node.while_paused()
         await self._node.point("done", self.task, stamp.epoch)
-        self._done_ns = self._tracing.on and clock()
         self._set_report(
             Report(
                 stamp,
@@ -276,15 +365,17 @@ class Primary:
                 finish=attempt.finishing,
                 numbers=attempt.numbers,
                 previous=replica.previous,
+                ahead=self._may_be_ahead(stamp.epoch + 1),
             )
         )
+        replica.previous = dict(attempt.numbers)
 
     async def _checkpoint(self, stamp: Stamp) -> None:
         """Begins to write the committed boundary, where it is one to become a checkpoint. Task 0's has all reports."""
         committed = self.replica.boundaries.committed
         if committed is None or committed.stamp.epoch != stamp.epoch:
             return  # undone just now
-        if self._writer.due(committed, stateful=self.replica.stateful):
+        if self._writer.due(committed.stamp, stateful=self.replica.stateful):
             self._stage = self._writer.stage
             await self._writer.room()
             self._stage = ""
@@ -300,8 +391,12 @@ class Primary:
         finally:
             await fresh.tear_down()
 
-    async def _moved(self, stamp: Stamp) -> None:
-        """The view shows another stamp: a commit, a restart, or a commit and then restarts."""
+    async def _moved(self, stamp: Stamp) -> int:
+        """The view shows another stamp than `stamp`: commits, a restart, or commits and then restarts.
+
+        Returns:
+            The epoch at work by then.
+        """
         await self._unless_replaced()
         replica, view = self.replica, self._node.keeper.view
         now = view.stamp
@@ -316,13 +411,15 @@ class Primary:
             self.backups.drop_pending()
             self._stage = "restore"
             await replica.restore(committed.value)
-        elif self._attempt is not None:
-            replica.previous = dict(self._attempt.numbers)
+        self._reporter.forget(before=now.epoch)
+        for of in [of for of in self._attempts if of.epoch < now.epoch]:
+            self._attempts.pop(of).drop()
         self.backups.committed(committed)
         if now.epoch > stamp.epoch:
             self._stage = "on_commit"
             await replica.on_commit(now.epoch - 1, committed.value)
         self._stage = ""
+        return now.epoch
 
     async def _unless_replaced(self) -> None:
         """Returns at once, or never where another primary was read: the node cancels this one (`Node.reconcile`).
@@ -345,6 +442,8 @@ class Primary:
             assert stamp is not None and committed is not None
             self._stage = "result"
             try:
+                if self._latest is not None and self._latest >= stamp:  # it was ahead of the last commit
+                    await self.replica.restore(committed.value)
                 value = await self.replica.result()
             except (UserCodeError, TaskGraphError) as error:
                 await self._node.fail_job(error, self.task, stamp.epoch, (), finished=True)
@@ -374,9 +473,15 @@ class Primary:
                 await self._node.keeper.wait_until(lambda v: v.term(self.task) > self.term)
                 await asyncio.Event().wait()  # the node ends this term as soon as it sees that view
 
-    async def _fail(self, error: UserCodeError | TaskGraphError, epoch_revision: int) -> None:
-        """The job fails with this error, if this is still the task's primary and the epoch is still that one."""
+    async def _fail(self, error: UserCodeError | TaskGraphError, epoch_revision: int | None = None) -> None:
+        """The job fails with this error, if this is still the task's primary and the epoch is still that one.
+
+        Args:
+            epoch_revision: of the epoch at which it was raised; None: the one at work in the view.
+        """
         keys, view = self._node.keeper.view.keys, self._node.keeper.view
+        if epoch_revision is None:
+            epoch_revision = view.epoch.mod_revision if view.epoch else 0
         fences = (Compare(keys.primary(self.task), self.revision), Compare(keys.epoch, epoch_revision))
         epoch = view.epoch.record.epoch if view.epoch else None
         if await self._node.fail_job(error, self.task, epoch, fences):
@@ -390,17 +495,53 @@ class Primary:
     # -- what others ask --------------------------------------------------------------------------
 
     async def attempt_at(self, stamp: Stamp) -> Attempt:
-        """The attempt at `stamp`, as soon as it began; the view has reached that stamp already."""
-        while self._attempt is None or self._attempt.stamp < stamp:
+        """The attempt at `stamp`, as soon as it began."""
+        while self._latest is None or self._latest < stamp:
             if self._ended:
                 raise Refused(Reason.NOT_PRIMARY, f"the primary of task {self.task} in term {self.term} stepped down")
             self._attempt_changed.clear()
             await self._attempt_changed.wait()
-        return self._attempt
+        attempt = self._attempts.get(stamp)
+        if attempt is None:
+            raise Refused(Reason.STALE, f"task {self.task} is at {self._latest}, not {stamp}")
+        return attempt
+
+    def item(self, pull: Pull) -> Reply | asyncio.Future[Reply] | None:
+        """The item where it exists, a future of it where it is still to be made, None where neither can be said."""
+        attempt = self._attempts.get(pull.stamp)
+        if attempt is not None and attempt.composed:
+            return attempt.item_now(pull)
+        if self._ended or (attempt is None and self._latest is not None and self._latest > pull.stamp):
+            return None
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._parked.setdefault(pull.stamp, []).append((pull, reply))
+        return reply
+
+    def _serve_parked(self, attempt: Attempt) -> None:
+        """What was pulled before its attempt composed; of earlier ones, nobody wants it any more."""
+        for stamp in [stamp for stamp in self._parked if stamp <= attempt.stamp]:
+            for pull, reply in self._parked.pop(stamp):
+                if reply.done():
+                    continue
+                stale = stamp != attempt.stamp or self._node.keeper.view.term(pull.sender) != pull.sender_term
+                if stale or not attempt.answer(pull, reply):  # it comes again, patiently, and hears what is the matter
+                    reply.set_exception(Refused(Reason.STALE, f"task {self.task} is at {attempt.stamp}"))
+
+    def _refuse_parked(self) -> None:
+        for parked in self._parked.values():
+            for _, reply in parked:
+                if not reply.done():
+                    reply.set_exception(Refused(Reason.NOT_PRIMARY, f"task {self.task}: term {self.term} is over"))
+        self._parked.clear()
+
+    def attempt_of(self, stamp: Stamp) -> Attempt | None:
+        """The attempt at `stamp`, where it began and is not over."""
+        return self._attempts.get(stamp)
 
     @property
     def attempt(self) -> Attempt | None:
-        return self._attempt
+        """The one that began last."""
+        return self._attempts.get(self._latest) if self._latest is not None else None
 
     @property
     def waiting_for(self) -> str:
@@ -409,8 +550,8 @@ class Primary:
 
     def waits(self, stamp: Stamp) -> tuple[Wait, ...]:
         """What the attempt at `stamp` waits for, and what the primary itself waits for outside user code."""
-        attempt = self._attempt
-        found = attempt.waits() if attempt is not None and attempt.stamp == stamp and not attempt.cancelled else ()
+        attempt = self._attempts.get(stamp)
+        found = attempt.waits() if attempt is not None and not attempt.cancelled else ()
         if self.waiting_for:
             since_s = self._node.now() - self._epoch_began
             found += (Wait("", "outside", self.task, self.waiting_for, since_s),)
@@ -453,14 +594,13 @@ class Primary:
 
     def check_terms(self) -> None:
         """The view changed: an attempt that rests on a gone primary's acknowledgement cannot be completed."""
-        attempt = self._attempt
-        if attempt is None or attempt.cancelled:
-            return
         view = self._node.keeper.view
-        for task, term in attempt.mailbox.terms.items():
-            if view.term(task) > term:
-                self._ask_restart(attempt.stamp, f"task {task} lost a primary that took a message of task {self.task}")
-                return
+        for attempt in self._attempts.values():
+            for task, term in attempt.mailbox.terms.items():
+                if view.term(task) > term and not attempt.cancelled:
+                    lost = f"task {task} lost a primary that took a message of task {self.task}"
+                    self._ask_restart(attempt.stamp, lost)
+                    return
 
     def _ask_restart(self, stamp: Stamp, why: str) -> None:
         if (stamp, why) in self._restart_asked or self._group is None:
@@ -471,9 +611,3 @@ class Primary:
 
 def _moved_on(stamp: Stamp, view: JobView) -> bool:
     return view.stamp != stamp or not view.running
-
-
-def _pass_on_failure(waiting: asyncio.Future[None], work: asyncio.Task[None]) -> None:
-    """Whoever waits for the view learns that the work failed; where the view moved first, nobody minds."""
-    if not work.cancelled() and (error := work.exception()) is not None and not waiting.done():
-        waiting.set_exception(error)

@@ -205,9 +205,10 @@ class Replica:
 
     def read_epoch(self, epoch: int) -> None:
         """`epoch` was read as committed from etcd."""
-        committed = self.boundaries.read_epoch(epoch)
-        if committed is not None:
-            self.fold_log(committed.value)
+        passed = self.boundaries.until(epoch) if self.task == 0 else ()
+        if self.boundaries.read_epoch(epoch) is not None:
+            for boundary in passed:
+                self.fold_log(boundary.value)
 
     def fold_log(self, value: Encoded) -> None:
         """Keeps the reports that travel in a boundary of task 0."""

@@ -100,8 +100,11 @@ class Router:
                 pass  # the node may be dead or replaced: its successor is, or will be, in the view
             await self._next_try(task, revision, backoff.step())
 
-    def begin(self, task: int, message: Call) -> asyncio.Future[Reply] | None:
+    def begin(self, task: int, message: Call, *, quiet: bool = False) -> asyncio.Future[Reply] | None:
         """One try to call the primary of `task`, where that takes no waiting; None where it does.
+
+        Args:
+            quiet: an acceptance at once is not told (see `Transport.call_now`); cancel the future when it is over.
 
         The future fails as the transport's does, and is cancelled where the view shows that it is in vain:
         `to_primary` is for that.
@@ -111,12 +114,14 @@ class Router:
         if primary is None or peer is None:
             return None
         try:
-            return self._begin(peer, message, partial(_replaced, task, primary.mod_revision))
+            return self._begin(peer, message, partial(_replaced, task, primary.mod_revision), quiet=quiet)
         except TransportError:
             return None
 
-    def _begin(self, peer: Peer, message: Call, in_vain: Callable[[JobView], bool]) -> asyncio.Future[Reply] | None:
-        reply = self._transport.call_now(peer, message)
+    def _begin(
+        self, peer: Peer, message: Call, in_vain: Callable[[JobView], bool], *, quiet: bool = False
+    ) -> asyncio.Future[Reply] | None:
+        reply = self._transport.call_now(peer, message, quiet=quiet)
         if reply is not None and not reply.done():
             self._begun[reply] = in_vain
             reply.add_done_callback(self._ended)

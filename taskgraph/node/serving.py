@@ -7,12 +7,14 @@ or a term that is behind is refused. What passes the gate is answered by the att
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import Refused, TaskGraphError
 from taskgraph.node.actor import StuckError, UserCodeError
 from taskgraph.node.attempt import Attempt
+from taskgraph.node.leader import within_reach
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.kv import Compare
@@ -51,6 +53,7 @@ class Serving:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._under_way = 0
+        self._ahead = node.settings.epochs_ahead
 
     def now(self, peer: str, message: Call) -> Reply | asyncio.Future[Reply] | None:
         """The answer to what most calls are, where the view and the attempt are where the caller is.
@@ -68,12 +71,11 @@ class Serving:
 
     def _item(self, pull: Pull) -> Reply | asyncio.Future[Reply] | None:
         primary, view = self._node.primaries.get(pull.task), self._node.keeper.view
-        if primary is None or view.stamp != pull.stamp or view.term(pull.sender) != pull.sender_term:
+        if primary is None or view.term(pull.sender) != pull.sender_term:
             return None
-        attempt = primary.attempt
-        if attempt is None or attempt.stamp != pull.stamp:
+        if view.stamp is None or pull.stamp < view.stamp or not within_reach(pull.stamp, self._ahead, view):
             return None
-        reply = attempt.item_now(pull)
+        reply = primary.item(pull)
         if isinstance(reply, asyncio.Future):
             self._under_way += 1
             reply.add_done_callback(self._parked)
@@ -154,20 +156,18 @@ class Serving:
         node, keeper = self._node, self._node.keeper
         if task not in node.primaries:
             raise Refused(Reason.NOT_PRIMARY, f"{node.name} is not primary of task {task}")
-        await keeper.wait_until_read(lambda view: view.stamp is not None and view.stamp >= stamp)
+        reach = partial(within_reach, stamp, self._ahead)
+        await keeper.wait_until_read(reach)
         if sender is not None:
             await keeper.wait_until_read(lambda view: view.term(sender) >= sender_term)
             if keeper.view.term(sender) > sender_term:
                 raise Refused(Reason.STALE, f"task {sender} is in term {keeper.view.term(sender)}, not {sender_term}")
-        if keeper.view.stamp != stamp:
+        if keeper.view.stamp is None or keeper.view.stamp > stamp:
             raise Refused(Reason.STALE, f"the job is at {keeper.view.stamp}, not {stamp}")
         primary = node.primaries.get(task)
         if primary is None:
             raise Refused(Reason.NOT_PRIMARY, f"{node.name} is not primary of task {task} any more")
-        attempt = await primary.attempt_at(stamp)
-        if attempt.stamp != stamp:
-            raise Refused(Reason.STALE, f"task {task} is at {attempt.stamp}, not {stamp}")
-        return attempt
+        return await primary.attempt_at(stamp)
 
     async def _waits(self, message: Waits) -> WaitsPage:
         """What a primary waits for; also one that has not begun its attempt yet."""

@@ -70,6 +70,15 @@ class Boundaries:
                 self._committed = None
         self._held[boundary.key] = boundary
 
+    def until(self, epoch: int) -> tuple[Boundary, ...]:
+        """The boundaries that a read of `epoch` as committed commits, in order, as far as they are here.
+
+        Several epochs may be committed at once. What was said above of the committed one holds for each of them.
+        """
+        first = self._committed.stamp.epoch if self._committed is not None else -1
+        best = {key[0]: self._held[key] for key in sorted(self._held) if first < key[0] <= epoch}
+        return tuple(best[number] for number in sorted(best))
+
     def read_epoch(self, epoch: int) -> Boundary | None:
         """`epoch` was read as committed from etcd. Returns the boundary that became the committed one now, if any."""
         if self._committed is not None and self._committed.stamp.epoch >= epoch:

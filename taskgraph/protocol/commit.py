@@ -6,6 +6,9 @@
                               ▼                           ▼
                          seal those                    commit
 
+Tasks may work ahead of the last commit (`epochs_ahead`). Their reports of later epochs of the attempt are kept, and
+what is complete and adds up is committed together: each epoch by its own sums, in order.
+
 A report counts only if its stamp is the one at work and its term is the task's current one. An idle task may still
 take flags and requests; a done task takes nothing more. Tasks that can take neither (they have no handler and no
 `on_flag`) report done at once and need no seal.
@@ -45,9 +48,17 @@ class SealTasks:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """All done, all edges agree. `finished`: it is the job's last epoch."""
+    """All done, all edges agree.
+
+    Attributes:
+        finished: the last of them is the job's last epoch.
+        epochs: how many, the one at work and those that follow it.
+        awaited: somebody goes on only when this is committed.
+    """
 
     finished: bool
+    epochs: int = 1
+    awaited: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,56 +82,73 @@ def _later(report: Report, known: Report) -> bool:
 
 
 class Leader:
-    """What the primary of task 0 knows of the epoch at work."""
+    """What the primary of task 0 knows of the epoch at work, and of those that tasks are ahead with.
 
-    def __init__(self, tasks: int, epochs: int | None) -> None:
+    Args:
+        ahead: how many epochs a task may be ahead of the one at work.
+    """
+
+    def __init__(self, tasks: int, epochs: int | None, *, ahead: int = 0) -> None:
         self._tasks = tasks
         self._epochs = epochs
+        self._ahead = ahead
         self.stamp: Stamp | None = None
-        self._reports: dict[int, Report] = {}
+        self._reports: dict[int, dict[int, Report]] = {}  # epoch -> task -> the latest
         self._sealed: dict[int, tuple[int, int]] = {}  # task -> (term, version) a seal was answered for
-        self._restart: str | None = None
+        self._restart: tuple[int, str] | None = None  # the epoch that cannot be completed, and why
 
     def begin(self, stamp: Stamp) -> None:
-        """`stamp` was read from etcd; what belongs to another is void."""
-        if self.stamp != stamp:
-            self.stamp = stamp
-            self._reports = {}
-            self._sealed = {}
+        """`stamp` was read from etcd; what belongs to another attempt or an earlier epoch is void."""
+        if self.stamp == stamp:
+            return
+        if self.stamp is None or stamp.attempt != self.stamp.attempt:
+            self._reports, self._restart = {}, None
+        self.stamp = stamp
+        self._sealed = {}
+        self._reports = {epoch: reports for epoch, reports in self._reports.items() if epoch >= stamp.epoch}
+        if self._restart is not None and self._restart[0] < stamp.epoch:
             self._restart = None
 
+    def takes(self, stamp: Stamp) -> bool:
+        """Whether something of `stamp` counts: of the epoch at work, or of one that tasks may be ahead with."""
+        at = self.stamp
+        return at is not None and stamp.attempt == at.attempt and at.epoch <= stamp.epoch <= at.epoch + self._ahead
+
     def report(self, report: Report) -> bool:
-        """Takes a report. Returns whether it is of the epoch at work (an older one is void, a later one cannot be)."""
-        if report.stamp != self.stamp:
+        """Takes a report. Returns whether it counts (one of an epoch that is over is void)."""
+        if not self.takes(report.stamp):
             return False
-        known = self._reports.get(report.task)
+        reports = self._reports.setdefault(report.stamp.epoch, {})
+        known = reports.get(report.task)
         if known is None or report.term > known.term or (report.term == known.term and _later(report, known)):
-            self._reports[report.task] = report
+            reports[report.task] = report
         return True
 
     def request_restart(self, stamp: Stamp, why: str) -> bool:
-        """Someone says that the attempt at `stamp` cannot be completed. Others than the one at work are ignored."""
-        if stamp != self.stamp:
+        """Someone says that the attempt cannot complete the epoch of `stamp`. Returns whether that counts."""
+        if not self.takes(stamp):
             return False
-        self._restart = self._restart or why
+        self._restart = self._restart or (stamp.epoch, why)
         return True
 
     def sealed(self, task: int, term: int, version: int) -> None:
         """The task accepted the seal: it is not sent again."""
         self._sealed[task] = (term, version)
 
-    def reports(self) -> dict[int, Report]:
-        """What counts at the moment, for the numbers in it."""
-        return dict(self._reports)
+    def reports(self, epoch: int | None = None) -> dict[int, Report]:
+        """What counts at the moment, for the numbers in it. Without a number: of the epoch at work."""
+        if epoch is None:
+            epoch = self.stamp.epoch if self.stamp is not None else 0
+        return dict(self._reports.get(epoch, {}))
 
-    @property
-    def complete(self) -> bool:
-        """Whether every task has reported something. Before that only a restart can be decided."""
-        return len(self._reports) == self._tasks
+    def complete(self, epoch: int) -> bool:
+        """Whether every task has reported something of it. Before that only a restart can be decided."""
+        return len(self._reports.get(epoch, ())) == self._tasks
 
-    def missing(self, view: JobView) -> tuple[int, ...]:
+    def missing(self, view: JobView, epoch: int | None = None) -> tuple[int, ...]:
         """Tasks without a report of their current term."""
-        return tuple(t for t in range(self._tasks) if (r := self._reports.get(t)) is None or r.term != view.term(t))
+        reports = self.reports(epoch)
+        return tuple(t for t in range(self._tasks) if (r := reports.get(t)) is None or r.term != view.term(t))
 
     def decide(self, view: JobView, *, settled: bool = False) -> Action:
         """What to do now, from the reports and a view of etcd.
@@ -132,28 +160,47 @@ class Leader:
         if self.stamp is None or view.stamp != self.stamp or view.epoch is None:
             return WaitFor((), "the epoch at work has not been read yet")
         if self._restart is not None:
-            return Restart(self._restart)
+            return Restart(self._restart[1])
         if missing := self.missing(view):
             return WaitFor(missing, "not finished with the epoch")
-        reports = [self._reports[t] for t in range(self._tasks)]
-        equal = sum(r.sent for r in reports) & _MASK == sum(r.received for r in reports) & _MASK
+        reports = list(self.reports().values())
         idle = [r for r in reports if not r.done]
         if idle:
-            if not equal and not settled:
+            if not _agree(reports) and not settled:
                 return WaitFor(tuple(r.task for r in idle), "something sent is not received yet")
-            if not equal:
+            if not _agree(reports):
                 return self._unequal(view)
             open_seals = tuple((r.task, r.version) for r in idle if self._sealed.get(r.task) != (r.term, r.version))
             if open_seals:
                 return SealTasks(open_seals)
             return WaitFor(tuple(r.task for r in idle), "sealed, not done yet")
-        if equal:
-            last = self._epochs is not None and self.stamp.epoch + 1 >= self._epochs
-            return Commit(finished=last or any(r.finish for r in reports))
+        if _agree(reports):
+            return self._commit(view)
         return self._unequal(view)
 
-    @staticmethod
-    def _unequal(view: JobView) -> Action:
-        if view.term_changed():
+    def _commit(self, view: JobView) -> Commit:
+        """The epoch at work can be committed; so can those after it that are complete, up to the job's last one."""
+        assert self.stamp is not None
+        last = self.stamp.epoch
+        while not self._is_last(last) and self._can_commit(view, last + 1):
+            last += 1
+        awaited = not all(report.ahead for report in self._reports[last].values())
+        return Commit(self._is_last(last), last - self.stamp.epoch + 1, awaited)
+
+    def _can_commit(self, view: JobView, epoch: int) -> bool:
+        reports = list(self._reports.get(epoch, {}).values())
+        return not self.missing(view, epoch) and all(r.done for r in reports) and _agree(reports)
+
+    def _is_last(self, epoch: int) -> bool:
+        finishes = any(report.finish for report in self._reports[epoch].values())
+        return finishes or (self._epochs is not None and epoch + 1 >= self._epochs)
+
+    def _unequal(self, view: JobView) -> Action:
+        if view.term_changed(in_attempt=self._ahead > 0):
             return Restart("a new primary recomputed something differently (the tasks are not deterministic)")
         return Diverged()
+
+
+def _agree(reports: list[Report]) -> bool:
+    """Whether everything that was sent was received, as it was sent."""
+    return sum(r.sent for r in reports) & _MASK == sum(r.received for r in reports) & _MASK

@@ -196,6 +196,7 @@ class Report:
         finish: some processor of the task asked for the end of the job.
         numbers: what `epoch.report` collected in this epoch, or None while not done.
         previous: the same of the epoch before, for a leader that does not have it yet.
+        ahead: the task goes on with the next epoch and does not wait for this one's commit.
     """
 
     stamp: Stamp
@@ -208,6 +209,7 @@ class Report:
     finish: bool = False
     numbers: dict[str, float] | None = None
     previous: dict[str, float] | None = None
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)

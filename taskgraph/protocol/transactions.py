@@ -383,13 +383,16 @@ def remove_member(
     )
 
 
-def commit(view: JobView, *, primary_revision: int, finished: bool, writer: str) -> Txn:
-    """The leader's commit of the epoch at work. `status` travels in the same transaction."""
+def commit(view: JobView, *, primary_revision: int, finished: bool, writer: str, epochs: int = 1) -> Txn:
+    """The leader's commit of the epoch at work and, with it, of those after it that are complete, `epochs` in all.
+
+    `status` travels in the same transaction.
+    """
     keys = view.keys
     if view.epoch is None or view.status is None:
         raise LookupError("the job was not submitted")
     at = view.epoch.record
-    puts: list[Op] = [Put(keys.epoch, replace(at, epoch=at.epoch + 1, writer=writer).to_bytes())]
+    puts: list[Op] = [Put(keys.epoch, replace(at, epoch=at.epoch + epochs, writer=writer).to_bytes())]
     compares = [
         Compare(keys.primary(0), primary_revision),
         Compare(keys.generation, view.generation_revision),

@@ -54,6 +54,7 @@ class JobView:
         self.epoch: Versioned[EpochRecord] | None = None
         self._stamped: Versioned[EpochRecord] | None = None  # what `_stamp` was made of
         self._stamp: Stamp | None = None
+        self.attempt_revision = 0  # of the write that began the attempt at work; 0: not known, any earlier one
         self.status: Versioned[StatusRecord] | None = None
         self.generation_revision = 0
         self.checkpoint: Versioned[CheckpointRecord] | None = None
@@ -67,9 +68,13 @@ class JobView:
 
     def reset(self, revision: int, items: Iterable[KeyValue]) -> None:
         """Starts again from a listing of everything under the job's root at `revision`."""
+        known, began = self.epoch, self.attempt_revision
         self.__init__(self.keys.job)  # type: ignore[misc]
         for kv in items:
             self._put(kv)
+        at = self.epoch
+        if at is not None and at.mod_revision != at.create_revision:  # it was written before, perhaps in this attempt
+            self.attempt_revision = began if known is not None and _same_attempt(known, at) else 0
         self.revision = self.structure_revision = revision
 
     def apply(self, revision: int, events: Iterable[KeyEvent]) -> None:
@@ -89,7 +94,9 @@ class JobView:
 
     def _put(self, kv: KeyValue) -> None:
         if kv.key == self.keys.epoch:  # first, and not taken apart: one in every epoch, at every node
-            self.epoch = _versioned(EpochRecord, kv)
+            before, self.epoch = self.epoch, _versioned(EpochRecord, kv)
+            if before is None or not _same_attempt(before, self.epoch):
+                self.attempt_revision = kv.mod_revision
             return
         match self._split(kv.key):
             case ["spec"]:
@@ -169,9 +176,14 @@ class JobView:
         primary = self.primaries.get(task)
         return primary is not None and primary.record.node == node and primary.record.term == term
 
-    def term_changed(self) -> bool:
-        """Whether some task's primary was replaced since the epoch at work began (a first primary replaces nobody)."""
-        began = self.epoch.mod_revision if self.epoch else 0
+    def term_changed(self, *, in_attempt: bool = False) -> bool:
+        """Whether some task's primary was replaced since the epoch at work began (a first primary replaces nobody).
+
+        Args:
+            in_attempt: since the attempt began, where tasks may have worked on this epoch before the one before it
+                committed. Where that is not known, it says yes rather than no.
+        """
+        began = self.attempt_revision if in_attempt else self.epoch.mod_revision if self.epoch else 0
         return any(p.mod_revision > began and p.record.term > 1 for p in self.primaries.values())
 
     def members_of(self, task: int) -> Mapping[str, Versioned[MemberRecord]]:
@@ -198,6 +210,10 @@ class JobView:
     def live_nodes(self, run: str) -> dict[str, NodeRecord]:
         """Registered nodes of this run that nobody declared gone."""
         return {node: v.record for node, v in self.nodes.items() if v.record.run == run and node not in self.gone}
+
+
+def _same_attempt(one: Versioned[EpochRecord], other: Versioned[EpochRecord]) -> bool:
+    return one.record.attempt == other.record.attempt
 
 
 def holds(member: MemberRecord, at: EpochRecord) -> bool:

@@ -28,6 +28,7 @@ _ACCEPTED_HEAD = struct.Struct("!BBq")  # term
 _DONE, _FINISH = 1, 2
 _NUMBERS, _PREVIOUS = 4, 8  # they are a dict, where they are None otherwise
 _NAMED, _NAMED_PREVIOUS = 16, 32  # which is not empty, and stands behind the head
+_AHEAD = 64
 
 
 def unpack(data: bytes, meta: bytes = b"") -> tuple[Message, Encoded | None]:
@@ -72,6 +73,7 @@ def _pack_report(message: Report) -> bytes:
     flags |= _FINISH if message.finish else 0
     flags |= _NUMBERS if message.numbers is not None else 0
     flags |= _PREVIOUS if message.previous is not None else 0
+    flags |= _AHEAD if message.ahead else 0
     if message.numbers:
         flags |= _NAMED
         named = _pack_numbers(message.numbers)
@@ -87,7 +89,7 @@ def _unpack_report(data: bytes, _: bytes) -> Report:
     _, _, attempt, epoch, task, term, flags, version, sent, received = _REPORT_HEAD.unpack_from(data)
     numbers: dict[str, float] | None = {} if flags & _NUMBERS else None
     previous: dict[str, float] | None = {} if flags & _PREVIOUS else None
-    if flags & ~(_DONE | _FINISH | _NUMBERS | _PREVIOUS | _NAMED | _NAMED_PREVIOUS):
+    if flags & ~(_DONE | _FINISH | _NUMBERS | _PREVIOUS | _NAMED | _NAMED_PREVIOUS | _AHEAD):
         raise DecodeError(f"a report with unknown flags {flags}")
     end = _REPORT_HEAD.size
     if flags & _NAMED:
@@ -107,6 +109,7 @@ def _unpack_report(data: bytes, _: bytes) -> Report:
         finish=bool(flags & _FINISH),
         numbers=numbers,
         previous=previous,
+        ahead=bool(flags & _AHEAD),
     )
 
 

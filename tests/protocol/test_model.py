@@ -169,8 +169,8 @@ def by_value(patch: pytest.MonkeyPatch) -> None:
     changed(model_states, "_counted", counted)(patch)
 
 
-def any_done(self: Leader, view: JobView) -> tuple[int, ...]:
-    return tuple(task for task in range(self._tasks) if task not in self._reports)
+def any_done(self: Leader, view: JobView, epoch: int | None = None) -> tuple[int, ...]:
+    return tuple(task for task in range(self._tasks) if task not in self.reports(epoch))
 
 
 def epoch_of_the_view(original: Callable[..., TakenOver], result: TxnResult, view: JobView, task: int) -> TakenOver:

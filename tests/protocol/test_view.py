@@ -33,7 +33,9 @@ def busy_world() -> World:
 
 
 def facts(view: JobView) -> dict[str, object]:
-    return {name: value for name, value in vars(view).items() if name not in ("keys", "structure_revision")}
+    """What a listing tells, too: not what only a watch knows."""
+    left_out = ("keys", "structure_revision", "attempt_revision")
+    return {name: value for name, value in vars(view).items() if name not in left_out}
 
 
 def test_watch_events_from_any_revision_on_lead_to_the_same_view_as_a_listing() -> None:
@@ -128,3 +130,35 @@ def test_a_record_that_is_none_is_refused() -> None:
     world = World()
     with pytest.raises(DecodeError, match="EpochRecord"):
         JobView(JOB).reset(9, [KeyValue(world.keys.epoch, b"rubbish", 1, 1)])
+
+
+def test_a_replacement_counts_for_as_long_as_its_attempt_where_tasks_work_ahead() -> None:
+    world = World("a", "b")
+    world.first(0, "a")
+    world.admit(0, "a", "b")
+    view = world.view()
+    since = view.revision
+
+    def follow() -> None:
+        nonlocal since
+        view.apply(world.store.revision, world.store.events_from(since + 1, world.keys.root))
+        since = world.store.revision
+
+    world.restart()
+    follow()
+    assert not view.term_changed(in_attempt=True)
+    world.die("a")
+    world.take_over(0, "b")
+    follow()
+    assert view.term_changed()
+    assert view.term_changed(in_attempt=True)
+    world.commit()
+    follow()
+    assert not view.term_changed()
+    assert view.term_changed(in_attempt=True)
+    view.reset(world.store.revision, world.store.select(world.keys.root, prefix=True))
+    assert view.term_changed(in_attempt=True)
+    world.restart()
+    follow()
+    assert not view.term_changed(in_attempt=True)
+    assert world.view().term_changed(in_attempt=True), "nobody told it when the attempt began"

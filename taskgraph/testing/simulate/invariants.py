@@ -46,6 +46,7 @@ class Invariants:
         expected: list[list[int]] | None,
         stateless: frozenset[int],
         files: Callable[[CheckpointRecord], Mapping[int, Encoded] | None],
+        ahead: int = 0,
     ) -> None:
         self.view = JobView(job)  # of the store, after its last write
         self._tasks = tasks
@@ -57,6 +58,7 @@ class Invariants:
         self.states: dict[int, dict[int, int]] = {0: dict(first)}  # boundary -> task -> state
         self._decoded: dict[bytes, int] = {}
         self._files = files
+        self._ahead = ahead
         self._made: dict[int, int] = {}  # boundary -> the attempt in which it was made
         self._checkpoints: dict[str, int] = {}  # those that may be gone back to -> boundary
         self._undone: dict[int, list[dict[int, int]]] = {}  # boundary -> states it had before a roll-back
@@ -118,8 +120,10 @@ class Invariants:
 
     def _moved(self, at: EpochRecord, now: EpochRecord, written: set[str], held: Mapping[int, list[str]]) -> None:
         """The epoch's key was written: a commit, a restart, or an announced roll-back, and nothing else."""
-        if now == replace(at, epoch=at.epoch + 1, writer=now.writer):
-            self._committed(Stamp(at.attempt, at.epoch))
+        several = now.epoch - at.epoch
+        if 1 <= several <= 1 + self._ahead and now == replace(at, epoch=now.epoch, writer=now.writer):
+            for epoch in range(at.epoch, now.epoch):
+                self._committed(Stamp(at.attempt, epoch))
         elif now == replace(at, attempt=at.attempt + 1, writer=now.writer):
             pass  # a restart
         elif now.epoch < at.epoch:

@@ -35,6 +35,8 @@ DEADLINE_S = 120.0
 """Virtual time after that in which the job must end."""
 CHECKPOINTS = 0.25
 """Share of the seeds whose job keeps checkpoints."""
+AHEAD = 0.5
+"""Share of the seeds whose tasks may be ahead of the last commit."""
 
 LIMIT_CPU_S = 10.0
 """What a seed may cost, by far; one that takes longer has met a loop that does not end."""
@@ -140,6 +142,8 @@ def _settings(rng: random.Random, workload: Workload) -> tg.Settings:
         stall_check_s=2.0,
         cancel_s=30.0,
         setup_s=5.0,
+        epochs_ahead=workload.epochs_ahead,
+        gather_s=workload.gather_s,
         results_kept_s=60.0,
         strict=rng.random() < 0.04 and not workload.erratic,
     )
@@ -148,7 +152,8 @@ def _settings(rng: random.Random, workload: Workload) -> tg.Settings:
 async def _run(outcome: Outcome) -> None:
     rng, keeps = random.Random(outcome.seed), random.Random(f"checkpoints of {outcome.seed}")
     keeping = keeps.random() < CHECKPOINTS
-    workload = Workload.draw(rng, keeps if keeping else None)
+    hurries = random.Random(f"epochs ahead of {outcome.seed}")
+    workload = Workload.draw(rng, keeps if keeping else None, hurries if hurries.random() < AHEAD else None)
     nodes = rng.randint(1, 4) if rng.random() < 0.2 else workload.backups + rng.randint(1, 3)
     planned = draw(rng, talks=workload.talks, erratic=bool(workload.erratic))
     settings = _settings(rng, workload)
@@ -157,6 +162,8 @@ async def _run(outcome: Outcome) -> None:
     world = World(workload, settings, 1, rng, keeps)
     outcome.transcript = world.transcript
     outcome.described = f"{workload.tasks} tasks, {workload.epochs} epochs, {workload.backups} backups, {nodes} nodes"
+    if workload.epochs_ahead:
+        outcome.described += f", up to {workload.epochs_ahead} epochs ahead"
     if keeping:
         outcome.described += f", a checkpoint every {workload.checkpoint_every} epochs"
     world.loop.set_exception_handler(lambda _, context: world.violated(_unhandled(context)))

@@ -75,11 +75,17 @@ class Workload:
     finishes: bool  # the job's length is decided by a task
     chaos: random.Random = field(repr=False)
     checkpoint_every: int = 0  # 0: no checkpoints
+    epochs_ahead: int = 0
+    gather_s: float = 0.0
+    listening: frozenset[int] = frozenset()  # tasks with an `on_commit`: they are never ahead
 
     @classmethod
-    def draw(cls, rng: random.Random, keeps: random.Random | None = None) -> Workload:
+    def draw(
+        cls, rng: random.Random, keeps: random.Random | None = None, hurries: random.Random | None = None
+    ) -> Workload:
         """Args:
         keeps: of a job that keeps checkpoints, what that adds; with the same `rng` all else is the same.
+        hurries: likewise, of a job whose tasks may be ahead of the last commit.
         """
         tasks = rng.choice((1, 2, 2, 3, 3, 4))
         epochs = rng.choice((2, 3, 3, 4, 5, 6))
@@ -89,6 +95,12 @@ class Workload:
         if keeps is not None:
             every = keeps.choice((1, 2, 2, 3))
             plan += tuple(tuple(_draw_epoch(keeps, tasks, talks)) for _ in range(keeps.randrange(1, 8)))
+            epochs = len(plan)
+        ahead, gather_s, listening = 0, 0.0, frozenset(range(tasks))
+        if hurries is not None:
+            ahead, gather_s = hurries.choice((1, 2, 3, 8, 8)), hurries.choice((0.0, 0.05, 1.0))
+            listening = frozenset(task for task in range(tasks) if hurries.random() < 0.15)
+            plan += tuple(tuple(_draw_epoch(hurries, tasks, talks)) for _ in range(hurries.randrange(0, 8)))
             epochs = len(plan)
         erratic = frozenset({rng.randrange(tasks)}) if rng.random() < 0.3 else frozenset()
         return cls(
@@ -103,21 +115,27 @@ class Workload:
             finishes=rng.random() < 0.2,
             chaos=random.Random(rng.getrandbits(32)),
             checkpoint_every=every,
+            epochs_ahead=ahead,
+            gather_s=gather_s,
+            listening=listening,
         )
 
     def steps(self, epoch: int, task: int) -> tuple[Step, ...]:
-        return self.plan[epoch][task]
+        # Of a job that ends when a task says so the others may be ahead of its last epoch, in vain.
+        return self.plan[min(epoch, self.epochs - 1)][task]
 
     def first(self, task: int) -> int:
         """A task's state before epoch 0."""
         return mix(self.seed, 1, task)
 
     def job(self, recorder: Recorder, settings: tg.Settings, min_nodes: int) -> tg.Job:
-        kinds = (_StatelessTalking, _Talking) if self.talks else (_Stateless, _Plain)
+        def build(task: int) -> tg.Task:
+            return _KINDS[self.talks, task not in self.stateless, task in self.listening](self, recorder)
+
         return tg.Job(
             tasks=self.tasks,
             epochs=None if self.finishes else self.epochs,
-            builder=lambda task: kinds[task not in self.stateless](self, recorder),
+            builder=build,
             topology=tg.full(),
             backups=self.backups,
             min_nodes=min_nodes,
@@ -293,10 +311,6 @@ class _Stateless(tg.Task):
         if work.finishes and self.task_id == work.seed % work.tasks and epoch.number + 1 == work.epochs:
             epoch.finish()
 
-    def on_commit(self, number: int, state: Any) -> None:
-        if state is not None:
-            self._recorder.told_committed(self.task_id, number, int(state["value"][0]))
-
     def result(self) -> Any:
         return int(self.value[0])
 
@@ -326,3 +340,39 @@ class _Plain(_Stateless, state=["value"]):
 
 class _Talking(_StatelessTalking, state=["value"]):
     """With a state, flags and requests."""
+
+
+class _Listening(_Stateless):
+    """Is told what committed."""
+
+    def on_commit(self, number: int, state: Any) -> None:
+        if state is not None:
+            self._recorder.told_committed(self.task_id, number, int(state["value"][0]))
+
+
+class _ListeningStateless(_Listening):
+    """Channels only."""
+
+
+class _ListeningPlain(_Listening, _Plain):
+    """With a state."""
+
+
+class _ListeningStatelessTalking(_Listening, _StatelessTalking):
+    """Flags and requests, too."""
+
+
+class _ListeningTalking(_Listening, _Talking):
+    """With a state, flags and requests."""
+
+
+_KINDS: dict[tuple[bool, bool, bool], Callable[[Workload, Recorder], _Stateless]] = {  # talks, stateful, listens
+    (False, False, False): _Stateless,
+    (False, False, True): _ListeningStateless,
+    (False, True, False): _Plain,
+    (False, True, True): _ListeningPlain,
+    (True, False, False): _StatelessTalking,
+    (True, False, True): _ListeningStatelessTalking,
+    (True, True, False): _Talking,
+    (True, True, True): _ListeningTalking,
+}

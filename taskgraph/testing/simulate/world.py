@@ -116,6 +116,7 @@ class World:
             expected=None if workload.erratic else workload.expected(),
             stateless=workload.stateless,
             files=self._files,
+            ahead=settings.epochs_ahead,
         )
         self._launcher = SimCoordinator(
             self.etcd, Process("launcher"), Process("launcher"), on_txn=self._on_txn, timeout_s=3.0

@@ -175,7 +175,7 @@ class Release(_message.Message):
     def __init__(self, task: _Optional[int] = ..., term: _Optional[int] = ..., invitation: _Optional[int] = ..., revision: _Optional[int] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("stamp", "task", "term", "done", "version", "sent", "received", "finish", "numbers", "previous")
+    __slots__ = ("stamp", "task", "term", "done", "version", "sent", "received", "finish", "numbers", "previous", "ahead")
     STAMP_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
@@ -186,6 +186,7 @@ class Report(_message.Message):
     FINISH_FIELD_NUMBER: _ClassVar[int]
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
     stamp: Stamp
     task: int
     term: int
@@ -196,7 +197,8 @@ class Report(_message.Message):
     finish: bool
     numbers: Numbers
     previous: Numbers
-    def __init__(self, stamp: _Optional[_Union[Stamp, _Mapping]] = ..., task: _Optional[int] = ..., term: _Optional[int] = ..., done: bool = ..., version: _Optional[int] = ..., sent: _Optional[bytes] = ..., received: _Optional[bytes] = ..., finish: bool = ..., numbers: _Optional[_Union[Numbers, _Mapping]] = ..., previous: _Optional[_Union[Numbers, _Mapping]] = ...) -> None: ...
+    ahead: bool
+    def __init__(self, stamp: _Optional[_Union[Stamp, _Mapping]] = ..., task: _Optional[int] = ..., term: _Optional[int] = ..., done: bool = ..., version: _Optional[int] = ..., sent: _Optional[bytes] = ..., received: _Optional[bytes] = ..., finish: bool = ..., numbers: _Optional[_Union[Numbers, _Mapping]] = ..., previous: _Optional[_Union[Numbers, _Mapping]] = ..., ahead: bool = ...) -> None: ...
 
 class Numbers(_message.Message):
     __slots__ = ("entries",)

@@ -185,8 +185,13 @@ def eyes(node: Node) -> Blindable:
     return node.coordinator
 
 
+#: Each epoch is committed before the next one begins: for what is to happen in a certain one.
+IN_STEP = tg.Settings(epochs_ahead=0)
+
+
 def job(builder: Any, **options: Any) -> tg.Job:
-    return tg.Job(**{"tasks": 2, "epochs": 3, "builder": builder, "topology": tg.full(), "backups": 1, **options})
+    given = {"tasks": 2, "epochs": 3, "builder": builder, "topology": tg.full(), "backups": 1, "settings": IN_STEP}
+    return tg.Job(**{**given, **options})
 
 
 def holder(cluster: InProcessCluster, task: int) -> Node:

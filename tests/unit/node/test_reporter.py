@@ -54,8 +54,9 @@ class _Node:
         self.patient: list[Report] = []
         self.reachable = True
 
-    def begin(self, task: int, message: Report) -> asyncio.Future[Reply] | None:
+    def begin(self, task: int, message: Report, *, quiet: bool) -> asyncio.Future[Reply] | None:
         assert task == 0
+        assert quiet
         if not self.reachable:
             return None
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
@@ -72,8 +73,8 @@ class _Node:
             await self.resumed.wait()
 
 
-def _report(epoch: int) -> Report:
-    return Report(Stamp(0, epoch), 3, 1, done=True, version=0, sent=0, received=0)
+def _report(epoch: int, *, done: bool = True) -> Report:
+    return Report(Stamp(0, epoch), 3, 1, done=done, version=0, sent=0, received=0)
 
 
 async def _turns() -> None:
@@ -150,21 +151,43 @@ async def test_a_new_leader_is_told_again() -> None:
     node.keeper.lead(2)
     await _turns()
     assert node.patient == [_report(1)]
-    reporter.set(None)
+    reporter.forget()
     node.keeper.lead(3)
     await _turns()
     assert node.patient == [_report(1)]  # there is nothing to tell
     running.cancel()
 
 
-async def test_an_answer_for_an_earlier_report_does_not_count_for_the_next() -> None:
+async def test_an_answer_for_an_earlier_report_of_the_epoch_does_not_count_for_the_next() -> None:
     node, reporter, running = await _started()
+    reporter.set(_report(1, done=False))
     reporter.set(_report(1))
-    reporter.set(_report(2))
-    node.begun[0][1].set_exception(ConnectionResetError())  # of no interest any more
     await _turns()
+    assert node.begun[0][1].cancelled(), "of no interest any more"
     assert not node.patient
     node.begun[1][1].set_exception(ConnectionResetError())
     await _turns()
-    assert node.patient == [_report(2)]
+    assert node.patient == [_report(1)]
+    running.cancel()
+
+
+async def test_a_new_leader_is_told_of_every_epoch_that_is_not_committed() -> None:
+    node, reporter, running = await _started()
+    for epoch in range(4):
+        reporter.set(_report(epoch))
+        node.begun[-1][1].set_result(Accepted(1))
+    reporter.forget(before=2)
+    node.keeper.lead(2)
+    await _turns()
+    assert node.patient == [_report(2), _report(3)]
+    running.cancel()
+
+
+async def test_what_the_leader_says_nothing_against_is_forgotten_with_its_epoch() -> None:
+    node, reporter, running = await _started()
+    reporter.set(_report(1))
+    reporter.forget(before=2)
+    await _turns()
+    assert node.begun[0][1].cancelled()
+    assert not node.patient
     running.cancel()
