@@ -77,8 +77,6 @@ class LeaderRole:
         self._begin()
         if self._leader.report(report):
             self._last_news = self._node.now()
-            if report.previous and report.stamp.epoch > 0 and report.stamp == self._leader.stamp:
-                self._primary.replica.log.add(report.stamp.epoch - 1, {report.task: report.previous})
             if self._leader.complete(report.stamp.epoch):
                 self._wake.set()
             self._rows.set()
@@ -105,9 +103,10 @@ class LeaderRole:
                 reports = self._leader.reports(epoch)
                 if epoch >= at.epoch and len(reports) == self._node.job.tasks:
                     return _rows_of(reports)
-                others = range(1, self._node.job.tasks)
-                if at == stamp and all(task in self._leader.reports() for task in others):
-                    log.add(epoch, {0: self._primary.replica.previous})
+                told = {task: report.previous or {} for task, report in self._leader.reports().items()}
+                told[0] = self._primary.replica.previous
+                if at == stamp and len(told) == self._node.job.tasks:
+                    log.add(epoch, told)
                     break
             await self._rows.wait()
             self._begin()

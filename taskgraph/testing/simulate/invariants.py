@@ -17,8 +17,10 @@ from taskgraph.protocol.messages import Encoded, Stamp
 from taskgraph.protocol.records import CheckpointRecord, EpochRecord, MemberRecord, PrimaryRecord, State
 from taskgraph.protocol.view import JobView
 from taskgraph.testing.simulate.runs import Runs, Violation
+from taskgraph.testing.simulate.workload import reported
 
 if TYPE_CHECKING:
+    from taskgraph.jobs import JobResult
     from taskgraph.node.node import Node
 
 __all__ = ["Invariants", "kind_of"]
@@ -246,13 +248,22 @@ class Invariants:
             if all(after[task] != state for after in known):
                 raise Violation(f"on_commit of task {task} was told a state of epoch {number} that is not committed")
 
-    def check_result(self, epochs: int, values: Mapping[int, object]) -> None:
-        """The job's result is the last committed state."""
+    def check_result(self, result: JobResult) -> None:
+        """The job's result is the last committed state, and what was reported in each epoch that counts."""
+        epochs, values = result.epochs, result.values
         last = max(self.states)
         if epochs != last:
             raise Violation(f"the result says {epochs} epochs, committed are {last}")
         if dict(values) != self.states[last]:
             raise Violation(f"the result {values} is not what was committed: {self.states[last]}")
+        told = {report.epoch: report.by_task for report in result.reports}
+        for epoch in range(last):
+            known = told.get(epoch, {})
+            expected = {task: {f"t{task}": reported(state)} for task, state in self.states[epoch + 1].items()}
+            # Who keeps nothing may lose them, with the leader and everybody who had its boundary.
+            lost = expected.keys() - known.keys() - self._stateless
+            if lost or any(known[task] != expected[task] for task in known):
+                raise Violation(f"the reports of epoch {epoch} are {known}, and not {expected}")
 
 
 def _held(boundaries: Boundaries, epoch: int) -> Boundary | None:

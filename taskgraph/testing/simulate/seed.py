@@ -232,7 +232,7 @@ async def _until_over(world: World, faults: Faults) -> str:
             result.cancel()
             await asyncio.gather(result, return_exceptions=True)
         world.invariants.check_told()
-        world.invariants.check_result(found.epochs, found.values)
+        world.invariants.check_result(found)
         return "finished"
     finally:
         status.cancel()

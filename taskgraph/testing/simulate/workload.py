@@ -30,6 +30,11 @@ def mix(*parts: int) -> int:
     return h
 
 
+def reported(state: int) -> float:
+    """What a task reports of its state after an epoch."""
+    return float(state % 1_000_003)
+
+
 @dataclass(frozen=True)
 class Step:
     """One processor of one task in one epoch."""
@@ -307,7 +312,7 @@ class _Stateless(tg.Task):
         after = work.next_state(int(self.value[0]), epoch.number, self.task_id, seen, list(consumed.values()))
         self.value[0] = after  # in place: a restored state must be the task's own
         self._recorder.ended(epoch, after)
-        epoch.report(**{f"t{self.task_id}": float(after % 1_000_003)})
+        epoch.report(**{f"t{self.task_id}": reported(after)})
         if work.finishes and self.task_id == work.seed % work.tasks and epoch.number + 1 == work.epochs:
             epoch.finish()
 
