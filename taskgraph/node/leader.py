@@ -233,7 +233,9 @@ class LeaderRole:
         for number in numbers:
             await node.point("committed", 0, number)
         await node.keeper.caught_up(revision)
-        self._wake.set()  # tasks that are ahead may have reported all there is to say of the next one
+        self._begin()
+        if self._leader.stamp is not None and self._leader.complete(self._leader.stamp.epoch):
+            self._wake.set()  # tasks that are ahead have reported it already
 
     def _tell_committed(self, stamp: Stamp, rows: Rows, view: JobView) -> None:
         node, fields = self._node, dict[str, float]()

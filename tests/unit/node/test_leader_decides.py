@@ -36,7 +36,9 @@ def test_it_decides_once_for_an_epoch_and_now_and_then(monkeypatch: pytest.Monke
         return decisions[-1]
 
     monkeypatch.setattr(Leader, "decide", counted)
-    result = tg.run(tg.Job(tasks=5, epochs=EPOCHS, builder=lambda _: Counting()), nodes=0, timeout_s=30)
+    in_step = tg.Settings(epochs_ahead=0)
+    job = tg.Job(tasks=5, epochs=EPOCHS, builder=lambda _: Counting(), settings=in_step)
+    result = tg.run(job, nodes=0, timeout_s=30)
     assert result.values == dict.fromkeys(range(5), EPOCHS)
     commits = sum(isinstance(decision, Commit) for decision in decisions)
     assert commits == EPOCHS
