@@ -19,8 +19,6 @@ __all__ = ["WINDOW", "Http2Connection", "StreamEnd"]
 
 #: What of one stream may be under way to us, or wait for whoever reads it.
 WINDOW = 1 << 20
-#: At a thousand calls a second they are enough for twelve days; then comes another connection.
-_LAST_STREAM = h2.MOST
 #: All headers of one answer together.
 _HEADERS_BYTES = 1 << 16
 #: A server that vanished without a word, or is frozen, says nothing: it is pinged at the third look at a silent
@@ -84,7 +82,7 @@ class Http2Connection(asyncio.Protocol):
     @property
     def usable(self) -> bool:
         """Whether streams may be opened."""
-        return not self.lost and not self._leaving and self._next < _LAST_STREAM and self.ready.done()
+        return not self.lost and not self._leaving and self._next < h2.MOST and self.ready.done()
 
     # -- what others call -------------------------------------------------------------------------
 

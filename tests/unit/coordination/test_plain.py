@@ -316,28 +316,6 @@ async def test_a_server_that_goes_away_finishes_what_it_took(tmp_path: Path) -> 
         assert connections == 2
 
 
-async def test_a_connection_that_has_no_more_numbers_for_streams_is_followed_by_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    numbers: list[int] = []
-    closed = asyncio.Event()
-
-    async def script(peer: Peer) -> None:
-        await peer.greet()
-        with contextlib.suppress(asyncio.IncompleteReadError):
-            while True:
-                numbers.append(await peer.request())
-                peer.send(answer(numbers[-1], STATUS_BYTES))
-        closed.set()
-
-    monkeypatch.setattr("taskgraph.coordination.etcd.http2._LAST_STREAM", 4)
-    async with serving(tmp_path, script) as channel:
-        for _ in range(3):
-            assert (await ask(channel)).version == "3.5.1"
-        assert numbers == [1, 3, 1]
-        await closed.wait()
-
-
 async def test_closing_ends_calls_streams_and_those_who_wait_for_a_connection(tmp_path: Path) -> None:
     async def script(peer: Peer) -> None:
         await peer.greet()
