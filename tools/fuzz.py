@@ -14,7 +14,6 @@ docs/security.md keeps the figures of the last long run.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import importlib.util
 import json
@@ -229,52 +228,12 @@ def _records() -> tuple[Target, list[bytes]]:
     return run, [bytes([n]) + text for n, text in enumerate(whole)]
 
 
-def _http2() -> tuple[Target, list[bytes]]:
-    """An etcd's side of a plain connection: frames; the first byte decides in which pieces they come."""
-    from taskgraph.coordination.etcd import v3_pb2 as v3
-    from taskgraph.coordination.etcd.answers import End
-    from taskgraph.coordination.etcd.http2 import Http2Connection
-
-    loop = asyncio.new_event_loop()
-
-    def frame(kind: int, flags: int, number: int, payload: bytes = b"") -> bytes:
-        return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + number.to_bytes(4, "big") + payload
-
-    async def read(data: bytes) -> None:
-        connection = Http2Connection()
-        connection.data_received(frame(4, 0, 0))  # its settings: without them nothing else is read
-        calls = [End(connection, v3.WatchResponse) for _ in range(2)]
-        for call in calls:
-            call.begin(b"", v3.WatchRequest(), last=False)
-        piece = data[0] * 8 + 1
-        for at in range(1, len(data), piece):
-            connection.data_received(data[at : at + piece])
-        connection.close("that was all")
-
-    def run(data: bytes) -> None:
-        if data:
-            loop.run_until_complete(read(data))
-
-    ok = b"\x88\x00\x0ccontent-type\x10application/grpc"
-    event = v3.WatchResponse(watch_id=1, events=[v3.Event(kv=v3.KeyValue(key=b"key", value=b"value"))])
-    message = event.SerializeToString()
-    told = b"\0" + len(message).to_bytes(4, "big") + message
-    end = b"\x00\x0bgrpc-status\x010"
-    whole = frame(1, 4, 1, ok) + frame(0, 0, 1, told) + frame(0, 8, 1, b"\x02" + told + bytes(2)) + frame(1, 5, 1, end)
-    parts = frame(1, 0, 3, ok[:3]) + frame(9, 4, 3, ok[3:]) + frame(0, 0, 3, told[:4]) + frame(0, 1, 3, told[4:])
-    control = (
-        frame(4, 0, 0, b"\0\4\0\0\1\0") + frame(6, 0, 0, bytes(8)) + frame(8, 0, 1, bytes(4)) + frame(3, 0, 3, bytes(4))
-    )
-    return run, [b"\xff" + whole + control, b"\x02" + parts + control, b"\xff" + control + frame(7, 0, 0, bytes(8))]
-
-
 TARGETS: dict[str, Callable[[], tuple[Target, list[bytes]]]] = {
     "frames": _frames,
     "hello": _hello,
     "headers": _headers,
     "values": _values,
     "records": _records,
-    "http2": _http2,
 }
 
 

@@ -13,7 +13,7 @@ import logging
 import random
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 from weakref import WeakSet
 
 import grpc
@@ -21,7 +21,6 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from taskgraph.coordination.etcd import v3_pb2 as v3
-from taskgraph.coordination.etcd.channel import Call
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
 from taskgraph.coordination.etcd.methods import AUTHENTICATE, STATUS, Method
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
@@ -54,14 +53,17 @@ class Stream(Generic[Response]):
         left: calls to its endpoint failed, and it was cancelled for that; whoever reads it opens another.
     """
 
-    def __init__(self, call: Call[Response], endpoint: Endpoint) -> None:
+    def __init__(self, call: grpc.aio.StreamStreamCall[Message, Response], endpoint: Endpoint) -> None:
         self._call = call
         self.endpoint = endpoint
         self.left = False
 
+    async def write(self, message: Message) -> None:
+        await self._call.write(message)
+
     def messages(self) -> AsyncGenerator[Response, None]:
         """What comes, until the server ends the stream."""
-        return self._call.messages()
+        return cast("AsyncGenerator[Response, None]", self._call.__aiter__())
 
     def cancel(self) -> None:
         self._call.cancel()
@@ -91,7 +93,8 @@ class Connection:
 
     def __init__(self, options: EtcdOptions) -> None:
         self.options = options
-        self._channels = {endpoint: options.channel(endpoint) for endpoint in options.endpoints}
+        self._channels = {endpoint: options.aio_channel(endpoint) for endpoint in options.endpoints}
+        self._calls: dict[tuple[Endpoint, str], Any] = {}  # what gRPC makes of a channel and a method's path
         self._current = 0
         self._token: str | None = None
         self._login = asyncio.Lock()
@@ -181,7 +184,7 @@ class Connection:
             raise Unavailable(f"{what}: the connection to etcd was closed")
         raise Unavailable(f"{what}: no usable answer from etcd within {limit_s:g} s ({tries})")
 
-    async def stream(self, method: Method[Request, Response], request: Request) -> Stream[Response]:
+    async def stream(self, method: Method[Request, Response]) -> Stream[Response]:
         """Opens a stream on the endpoint in use. Its messages, and its errors, come when it is read.
 
         Raises:
@@ -192,10 +195,12 @@ class Connection:
         if self._closed:
             raise Unavailable(f"{method.name}: the connection to etcd was closed")
         await self._enter(endpoint, self.options.timeout_s, connected=False)
+        open_stream: grpc.aio.StreamStreamMultiCallable[Message, Response] = self._channels[endpoint].stream_stream(
+            method.path, method.request.SerializeToString, method.response.FromString
+        )
         # `hasleader`: a member cut off from the majority ends the stream instead of staying silent.
         metadata = [("hasleader", "true"), *self._credentials()]
-        call = await self._channels[endpoint].open(method, request, timeout_s=self.options.timeout_s, metadata=metadata)
-        stream = Stream(call, endpoint)
+        stream = Stream(open_stream(None, metadata=metadata), endpoint)
         self._streams.add(stream)
         return stream
 
@@ -207,7 +212,7 @@ class Connection:
         """Ends all calls and streams."""
         self._closed = True
         for channel in self._channels.values():
-            await channel.close()
+            await channel.close(None)
 
     def _try_s(self, left: float) -> float:
         """How long one try may take: with several endpoints, a silent one must leave time for the others."""
@@ -216,7 +221,7 @@ class Connection:
 
     async def _enter(self, endpoint: Endpoint, left: float, *, connected: bool) -> None:
         """Sees to it that `endpoint` is connected, where that matters, and that we have a token, if need be."""
-        if connected and not self._channels[endpoint].ready:
+        if connected and self._channels[endpoint].get_state() is not grpc.ChannelConnectivity.READY:
             # Any answer, a refusal too, proves the connection.
             try:
                 await self._once(endpoint, STATUS, v3.StatusRequest(), min(left, self._connect_s()))
@@ -237,7 +242,14 @@ class Connection:
     async def _once(
         self, endpoint: Endpoint, method: Method[Request, Response], request: Request, timeout_s: float
     ) -> Response:
-        return await self._channels[endpoint].call(method, request, timeout_s=timeout_s, metadata=self._credentials())
+        send = self._calls.get((endpoint, method.path))
+        if send is None:
+            send = self._calls[endpoint, method.path] = self._channels[endpoint].unary_unary(
+                method.path, method.request.SerializeToString, method.response.FromString
+            )
+        answer = await send(request, timeout=timeout_s, metadata=self._credentials())
+        assert isinstance(answer, method.response)
+        return answer
 
     def _credentials(self) -> list[tuple[str, str]]:
         return [] if self._token is None else [("token", self._token)]

@@ -10,8 +10,6 @@ from typing import NamedTuple
 import grpc
 import grpc.aio
 
-from taskgraph.coordination.etcd.channel import Channel, GrpcChannel
-from taskgraph.coordination.etcd.plain import PlainChannel
 from taskgraph.errors import CoordinationError
 
 __all__ = ["Endpoint", "EtcdOptions"]
@@ -118,16 +116,11 @@ class EtcdOptions:
             root_certificates=_read(self.ca), private_key=_read(self.key), certificate_chain=_read(self.cert)
         )
 
-    def channel(self, endpoint: Endpoint) -> Channel:
+    def aio_channel(self, endpoint: Endpoint) -> grpc.aio.Channel:
         """A channel for the running event loop."""
-        return self.grpc_channel(endpoint) if endpoint.tls else PlainChannel(endpoint.target)
-
-    def grpc_channel(self, endpoint: Endpoint) -> GrpcChannel:
-        """One of gRPC's own."""
         if endpoint.tls:
-            credentials = self.channel_credentials()
-            return GrpcChannel(grpc.aio.secure_channel(endpoint.target, credentials, _CHANNEL_OPTIONS))
-        return GrpcChannel(grpc.aio.insecure_channel(endpoint.target, _CHANNEL_OPTIONS))
+            return grpc.aio.secure_channel(endpoint.target, self.channel_credentials(), _CHANNEL_OPTIONS)
+        return grpc.aio.insecure_channel(endpoint.target, _CHANNEL_OPTIONS)
 
     def sync_channel(self, endpoint: Endpoint) -> grpc.Channel:
         """A channel for a thread."""

@@ -38,7 +38,8 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
         endpoint = connection.endpoint
         try:
             with connection.told_apart(f"watch of {prefix!r}"):  # once, not for every event: it is a part of its cost
-                stream = await connection.stream(WATCH, _create(prefix, position))
+                stream = await connection.stream(WATCH)
+                await stream.write(_create(prefix, position))
                 reason = "etcd ended the stream"
                 async with contextlib.aclosing(stream.messages()) as messages:
                     async for answer in messages:
@@ -55,8 +56,7 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
                             position = batch.revision + 1
                             yield batch
         except grpc.aio.AioRpcError as error:
-            left = stream is not None and stream.left
-            reason = "calls to it fail" if left else error.details() or error.code().name
+            reason = error.details() or error.code().name
             verdict = judge(error.code(), reason)
             if verdict is Verdict.LOGIN:
                 connection.forget_token()

@@ -12,7 +12,6 @@ import pytest
 from taskgraph.coordination.api import Coordinator, Lease
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.etcd import EtcdCoordinator
-from taskgraph.coordination.etcd.options import EtcdOptions
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.protocol.kv import Put, Txn, TxnResult
 from taskgraph.testing.simulate.client import SimCoordinator
@@ -71,14 +70,12 @@ class Cluster:
             await handle.close()
 
 
-@pytest.fixture(params=["memory", "simulated", "etcd", "etcd by gRPC"])
-def etcd_or_none(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EmbeddedEtcd | SimEtcd | None:
+@pytest.fixture(params=["memory", "simulated", "etcd"])
+def etcd_or_none(request: pytest.FixtureRequest) -> EmbeddedEtcd | SimEtcd | None:
     if request.param == "simulated":
         etcd = SimEtcd(SimStore(lambda *_: etcd.wake()), random.Random(1), delay_s=0.0005, lag_s=0.002)
         return etcd
-    if request.param == "etcd by gRPC":  # as where there is TLS
-        monkeypatch.setattr(EtcdOptions, "channel", EtcdOptions.grpc_channel)
-    return None if request.param == "memory" else request.getfixturevalue("embedded_etcd")
+    return request.getfixturevalue("embedded_etcd") if request.param == "etcd" else None
 
 
 @pytest.fixture
