@@ -31,7 +31,7 @@ from taskgraph.protocol.insync import InSync, Place
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Put, Txn
 from taskgraph.protocol.lease_end import LeaseEnd
-from taskgraph.protocol.messages import Accepted, Item, Reason, Report
+from taskgraph.protocol.messages import Accepted, Item, Reason, Report, Stamp
 from taskgraph.protocol.records import EpochRecord, MemberRecord, State, StatusRecord
 from taskgraph.protocol.sums import Ledger
 from taskgraph.testing.simulate.client import SimLease
@@ -591,3 +591,71 @@ def the_content_of_items_is_not_in_the_sums(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Ledger, "received", received)
     _changed(patch, Ledger, "sent", sent)
+
+
+# -- working ahead of the commit ----------------------------------------------------------------------
+
+
+@plant
+def epochs_ahead_are_committed_with_reports_of_gone_terms(patch: pytest.MonkeyPatch) -> None:
+    def can_commit(original: Any, self: Leader, view: Any, epoch: int) -> bool:
+        reports = self.reports(epoch)
+        return len(reports) == self._tasks and all(report.done for report in reports.values())
+
+    _changed(patch, Leader, "_can_commit", can_commit)
+
+
+@plant
+def reports_of_epochs_ahead_outlive_a_restart(patch: pytest.MonkeyPatch) -> None:
+    def begin(original: Any, self: Leader, stamp: Stamp) -> None:
+        kept = self._reports
+        original(self, stamp)
+        self._reports = {epoch: reports for epoch, reports in kept.items() if epoch >= stamp.epoch}
+
+    _changed(patch, Leader, "begin", begin)
+
+
+@plant
+def who_is_ahead_goes_on_from_there_after_a_restart(patch: pytest.MonkeyPatch) -> None:
+    async def restore(original: Any, self: Replica, value: Any) -> None:
+        if (
+            self.boundaries.committed is None
+            or self.boundaries.committed.value is not value
+            or not vars(self).get("at")
+        ):
+            await original(self, value)
+
+    async def snapshot(original: Any, self: Replica, *args: Any) -> Any:
+        vars(self)["at"] = True
+        return await original(self, *args)
+
+    _changed(patch, Replica, "restore", restore)
+    _changed(patch, Replica, "snapshot", snapshot)
+
+
+@plant
+def a_job_that_ends_while_a_task_is_ahead_gets_the_state_it_has(patch: pytest.MonkeyPatch) -> None:
+    async def conclude(original: Any, self: Primary) -> None:
+        self._latest = None
+        await original(self)
+
+    _changed(patch, Primary, "_conclude", conclude)
+
+
+@plant
+def of_epochs_committed_at_once_only_the_last_is_reported(patch: pytest.MonkeyPatch) -> None:
+    def until(original: Any, self: Boundaries, epoch: int) -> tuple[Boundary, ...]:
+        return original(self, epoch)[-1:]  # type: ignore[no-any-return]
+
+    _changed(patch, Boundaries, "until", until)
+
+
+@plant
+def what_a_task_put_goes_as_soon_as_it_is_done(patch: pytest.MonkeyPatch) -> None:
+    """Who takes over, or is behind, still asks for it."""
+
+    async def run(original: Any, self: Attempt) -> None:
+        await original(self)
+        self.drop()
+
+    _changed(patch, Attempt, "run", run)

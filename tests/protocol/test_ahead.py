@@ -1,0 +1,181 @@
+"""What the leader commits together where tasks work ahead of the last commit, and what it must not."""
+
+from __future__ import annotations
+
+import pytest
+from protocol_kit import World, report
+
+from taskgraph.protocol import transactions
+from taskgraph.protocol.boundaries import Boundaries, Boundary
+from taskgraph.protocol.commit import Action, Commit, Diverged, Leader, Restart, WaitFor
+from taskgraph.protocol.messages import Encoded, Report, Stamp
+
+FIRST = Stamp(1, 0)
+
+
+def at(epoch: int, attempt: int = 1) -> Stamp:
+    return Stamp(attempt, epoch)
+
+
+def done(task: int, epoch: int, *, attempt: int = 1, term: int = 1, ahead: bool = True, **options: object) -> Report:
+    return report(task, at(epoch, attempt), term=term, ahead=ahead, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def world() -> World:
+    """Two tasks on two nodes, in epoch 0."""
+    world = World("a", "b")
+    for task, node in ((0, "a"), (1, "b")):
+        world.first(task, node)
+        world.admit(task, node, "b" if node == "a" else "a")
+    return world
+
+
+def led(ahead: int = 3, epochs: int | None = 10) -> Leader:
+    leader = Leader(2, epochs, ahead=ahead)
+    leader.begin(FIRST)
+    return leader
+
+
+def told(leader: Leader, *reports: Report) -> Leader:
+    for one in reports:
+        assert leader.report(one)
+    return leader
+
+
+def decide(leader: Leader, world: World) -> Action:
+    return leader.decide(world.view())
+
+
+def test_epochs_that_are_complete_are_committed_together(world: World) -> None:
+    leader = told(led(), done(0, 0), done(1, 0), done(0, 1), done(1, 1), done(0, 2))
+    assert decide(leader, world) == Commit(finished=False, epochs=2, awaited=False)
+
+
+def test_somebody_waits_where_a_task_does_not_go_on(world: World) -> None:
+    leader = told(led(), done(0, 0), done(1, 0), done(0, 1), done(1, 1, ahead=False))
+    assert decide(leader, world) == Commit(finished=False, epochs=2, awaited=True)
+
+
+def test_an_epoch_is_not_committed_before_those_before_it(world: World) -> None:
+    leader = told(led(), done(0, 0), done(0, 1), done(1, 1))
+    assert decide(leader, world) == WaitFor((1,), "not finished with the epoch")
+
+
+def test_what_is_further_ahead_than_allowed_does_not_count(world: World) -> None:
+    leader = led(ahead=2)
+    assert leader.report(done(0, 2))
+    assert not leader.report(done(0, 3))
+    assert not led(ahead=0).report(done(0, 1))
+
+
+def test_each_epoch_is_judged_by_its_own_sums(world: World) -> None:
+    """The sums of both together would agree."""
+    first = (done(0, 0, sent=5, received=3), done(1, 0, sent=3, received=5))
+    second = (done(0, 1, sent=9, received=0), done(1, 1, sent=0, received=7))
+    third = (done(0, 2, sent=0, received=2), done(1, 2))
+    leader = told(led(), *first, *second, *third)
+    assert decide(leader, world) == Commit(finished=False, epochs=1, awaited=False)
+
+
+def test_reports_of_an_epoch_ahead_count_once_it_is_at_work(world: World) -> None:
+    leader = told(led(), done(0, 0), done(1, 0), done(0, 1))
+    world.commit()
+    leader.begin(at(1))
+    assert decide(leader, world) == WaitFor((1,), "not finished with the epoch")
+    told(leader, done(1, 1))
+    assert decide(leader, world) == Commit(finished=False, epochs=1, awaited=False)
+
+
+def test_a_restart_makes_all_of_them_void(world: World) -> None:
+    leader = told(led(), *(done(task, epoch) for task in (0, 1) for epoch in (0, 1)))
+    world.restart()
+    leader.begin(at(0, attempt=2))
+    assert decide(leader, world) == WaitFor((0, 1), "not finished with the epoch")
+    assert not leader.report(done(0, 1))
+    told(leader, done(0, 1, attempt=2))
+
+
+def test_nothing_is_committed_behind_the_jobs_last_epoch(world: World) -> None:
+    reports = [done(task, epoch) for task in (0, 1) for epoch in (0, 1, 2)]
+    assert decide(told(led(epochs=2), *reports), world) == Commit(finished=True, epochs=2, awaited=False)
+    reports[1] = done(0, 1, finish=True)
+    assert decide(told(led(), *reports), world) == Commit(finished=True, epochs=2, awaited=False)
+
+
+def test_a_report_of_a_term_that_is_over_holds_back_its_epoch_and_those_after_it(world: World) -> None:
+    leader = told(led(), *(done(task, epoch) for task in (0, 1) for epoch in (0, 1, 2)))
+    world.die("b")
+    world.take_over(1, "a")
+    assert decide(leader, world) == WaitFor((1,), "not finished with the epoch")
+    told(leader, done(1, 0, term=2))
+    assert decide(leader, world) == Commit(finished=False, epochs=1, awaited=False)
+    told(leader, done(1, 2, term=2))
+    assert decide(leader, world) == Commit(finished=False, epochs=1, awaited=False)
+    told(leader, done(1, 1, term=2))
+    assert decide(leader, world) == Commit(finished=False, epochs=3, awaited=False)
+
+
+def test_unequal_sums_restart_where_a_primary_was_replaced_before_the_last_commit(world: World) -> None:
+    """Somebody may have taken, in epoch 1, what the primary of the gone term put there before epoch 0 was committed."""
+    view = world.view()
+
+    def follow() -> None:
+        view.apply(world.store.revision, world.store.events_from(view.revision + 1, world.keys.root))
+
+    world.die("b")
+    world.take_over(1, "a")
+    world.commit()
+    follow()
+    leader = led()
+    leader.begin(at(1))
+    told(leader, done(0, 1, received=5), done(1, 1, term=2, sent=6))
+    assert isinstance(leader.decide(view), Restart)
+    world.restart()
+    follow()
+    leader.begin(at(1, attempt=2))
+    told(leader, done(0, 1, attempt=2, received=5), done(1, 1, attempt=2, term=2, sent=6))
+    assert leader.decide(view) == Diverged()
+
+
+def test_a_restart_may_be_asked_for_an_epoch_ahead_and_is_moot_once_that_is_committed(world: World) -> None:
+    leader = led()
+    assert leader.request_restart(at(2), "why")
+    assert decide(leader, world) == Restart("why")
+    world.commit()
+    leader.begin(at(1))
+    assert decide(leader, world) == Restart("why")
+    for _ in range(2):
+        world.commit()
+    leader.begin(at(3))
+    assert isinstance(decide(leader, world), WaitFor)
+    assert not leader.request_restart(at(2), "late")
+    assert not leader.request_restart(at(7), "too far")
+    assert not leader.request_restart(at(4, attempt=2), "another attempt")
+
+
+def test_a_commit_of_several_epochs_is_one_write(world: World) -> None:
+    revision = world.store.revision
+    view = world.view()
+    txn = transactions.commit(
+        view, primary_revision=view.primaries[0].mod_revision, finished=False, writer="w", epochs=3
+    )
+    assert world.run(txn).succeeded
+    assert world.store.revision == revision + 1
+    assert world.view().stamp == at(3)
+
+
+def boundary(epoch: int, *, attempt: int = 1, term: int = 1) -> Boundary:
+    return Boundary(Stamp(attempt, epoch), term, Encoded(f"{epoch}/{attempt}/{term}".encode(), (), b"0" * 16))
+
+
+def test_of_epochs_committed_at_once_each_boundary_is_found() -> None:
+    held = Boundaries()
+    held.hold(boundary(0), committed=True)
+    for one in (boundary(1), boundary(2), boundary(2, term=2), boundary(3, term=2), boundary(4)):
+        held.hold(one, committed=False)
+    passed = held.until(3)
+    assert passed == (boundary(1), boundary(2, term=2), boundary(3, term=2))
+    assert held.read_epoch(3) == boundary(3, term=2)
+    assert held.until(3) == ()
+    assert held.pending == (boundary(4),)
