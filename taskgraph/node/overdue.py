@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from taskgraph.errors import CoordinationError
 from taskgraph.protocol.lease_end import LeaseEnd
-from taskgraph.protocol.messages import Stamp
 
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
@@ -43,7 +42,7 @@ class Overdue:
         self._node = node
         self._changed = changed
         self._asked: dict[str, _Asked] = {}
-        self._stamp: Stamp | None = None
+        self._epoch = -1
         self._moved_at = 0.0
 
     @property
@@ -58,8 +57,9 @@ class Overdue:
             next_at = min((asked.next_at for asked in self._asked.values()), default=node.coordinator.now() + beat_s)
             await asyncio.sleep(min(max(next_at - node.coordinator.now(), 0.0), beat_s))
             now = node.coordinator.now()
-            if node.keeper.view.stamp != self._stamp:
-                self._stamp, self._moved_at = node.keeper.view.stamp, now
+            at = node.keeper.view.stamp
+            if at is not None and at.epoch != self._epoch:  # not its attempt: a restart proves nobody's life
+                self._epoch, self._moved_at = at.epoch, now
             self._choose(missing=now - self._moved_at >= beat_s and not node.paused)
             for name, asked in list(self._asked.items()):
                 if asked.next_at <= now:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 import taskgraph as tg
@@ -23,6 +25,7 @@ class Steady(tg.Task, state=["theta"]):
             epoch.processor(self.add, inbound={"theta": "parents", "grad": "children"}, outbound={"grad": "parents"})
 
     def publish(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        time.sleep(0.02)  # however fast the machine is, there is time for faults
         outs.put("theta", self.theta)
 
     def relay(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
