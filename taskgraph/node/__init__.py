@@ -17,6 +17,7 @@
     reporter     tells the leader what a primary reports
     strict       strict mode: every epoch replayed from its snapshot
     attempt      one attempt of one epoch: compose, pull, compute, seal, sync points
+    attempts     a primary's attempts that are not committed, and the pulls that wait for one
     mailbox      flags and requests of one attempt
     backups      offering boundaries, admitting and evicting members
     leader       task 0's primary: commit, restart, fail

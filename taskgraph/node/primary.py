@@ -15,9 +15,10 @@ import contextlib
 from functools import partial
 from typing import TYPE_CHECKING
 
-from taskgraph.errors import Refused, TaskGraphError, TransportError
+from taskgraph.errors import TaskGraphError, TransportError
 from taskgraph.node.actor import StuckError, UserCodeError
 from taskgraph.node.attempt import Attempt, Idle
+from taskgraph.node.attempts import Attempts
 from taskgraph.node.backups import Backups
 from taskgraph.node.checkpoints import CheckpointWriter
 from taskgraph.node.deviceloss import met
@@ -27,7 +28,7 @@ from taskgraph.observe.trace import clock
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync
 from taskgraph.protocol.kv import Compare
-from taskgraph.protocol.messages import Encoded, HandOver, Pull, Reason, Reply, Report, RequestRestart, Stamp, Wait
+from taskgraph.protocol.messages import Encoded, HandOver, Report, RequestRestart, Stamp, Wait
 from taskgraph.protocol.records import EpochRecord, State
 from taskgraph.protocol.transactions import TakenOver
 from taskgraph.protocol.view import JobView, holds
@@ -66,10 +67,7 @@ class Primary:
         self.backups = Backups(
             node, replica, term=taken.term, epoch=taken.epoch, primary_revision=taken.revision, insync=insync
         )
-        self._attempts: dict[Stamp, Attempt] = {}  # begun, of epochs that are not read as committed
-        self._latest: Stamp | None = None  # the one that began last
-        self._attempt_changed = asyncio.Event()
-        self._parked: dict[Stamp, list[tuple[Pull, asyncio.Future[Reply]]]] = {}  # pulls of attempts yet to come
+        self.attempts = Attempts(node.keeper, replica.task, taken.term)
         self._settled = taken.epoch  # the committed boundary, once everything that follows from its commit is done
         self._room = asyncio.Event()
         self._epoch = taken.epoch  # what is worked on
@@ -81,7 +79,6 @@ class Primary:
         self._writer = CheckpointWriter(node, self.task)
         self._lineage = taken.lineage
         self._epoch_began = node.now()
-        self._ended = False
         self.final: tuple[Stamp, Encoded | None] | None = None  # after the last commit
 
     # -- life -------------------------------------------------------------------------------------
@@ -101,10 +98,7 @@ class Primary:
             raise errors.exceptions[0] from None
         finally:
             self._group = None
-            self._ended = True
-            self._drop_attempts()
-            self._refuse_parked()
-            self._attempt_changed.set()
+            self.attempts.end()
 
     async def _main(self) -> None:
         keeper = self._node.keeper
@@ -208,7 +202,7 @@ class Primary:
                 await self._settle(at)
                 at = Stamp(at.attempt, self._settled)
         finally:
-            self._drop_attempts()
+            self.attempts.drop()
             if not work.done():
                 work.cancel()
                 await asyncio.gather(work, return_exceptions=True)
@@ -245,11 +239,6 @@ class Primary:
         assert error is not None, "it ends only by being cancelled"
         if self._epoch == self._settled or not isinstance(error, UserCodeError | TaskGraphError):
             moving.set_exception(error)
-
-    def _drop_attempts(self) -> None:
-        for attempt in self._attempts.values():
-            attempt.drop()
-        self._attempts.clear()
 
     def _goes_on(self, at: Stamp) -> bool:
         view = self._node.keeper.view
@@ -292,20 +281,21 @@ class Primary:
 
     def _may_be_ahead(self, epoch: int) -> bool:
         node, replica = self._node, self.replica
-        assert self._latest is not None
-        last = self._attempts.get(Stamp(self._latest.attempt, epoch - 1))
+        latest = self.attempts.latest
+        assert latest is not None
+        last = self.attempts.of(Stamp(latest.attempt, epoch - 1))
         if epoch > self._settled + node.settings.epochs_ahead or node.settings.strict:
             return False
         if last is None or last.last or last.finishing:
             return False
         if replica.shape.receives or "on_commit" in replica.shape.overrides:
             return False  # the seal, and the order of its calls, are of committed epochs
-        if self._writer.due(Stamp(self._latest.attempt, epoch), stateful=replica.stateful):
+        if self._writer.due(Stamp(latest.attempt, epoch), stateful=replica.stateful):
             return False  # it is written of the committed boundary
         wish = node.wish(self.task)
         if wish is not None and wish.primary not in (None, node.id):
             return False  # handed over right after a commit
-        return sum(attempt.put_bytes for attempt in self._attempts.values()) <= _AHEAD_BYTES
+        return self.attempts.put_bytes <= _AHEAD_BYTES
 
     async def _work(self, stamp: Stamp) -> None:
         """One attempt, its snapshot, and the report that it is done."""
@@ -321,14 +311,12 @@ class Primary:
             stamp,
             self.term,
             on_idle=partial(self._report_idle, stamp),
-            on_composed=self._serve_parked,
+            on_composed=self.attempts.composed,
             ask_restart=partial(self._ask_restart, stamp),
             point=self._node.point,
             recording=Recording(replica, stamp) if self._node.settings.strict else None,
         )
-        self._attempts[stamp] = attempt
-        self._latest = stamp
-        self._attempt_changed.set()
+        self.attempts.begin(attempt)
         await self._node.point("compose", self.task, stamp.epoch)
         await attempt.run()
         if attempt.recording is not None:
@@ -412,8 +400,7 @@ class Primary:
             self._stage = "restore"
             await replica.restore(committed.value)
         self._reporter.forget(before=now.epoch)
-        for of in [of for of in self._attempts if of.epoch < now.epoch]:
-            self._attempts.pop(of).drop()
+        self.attempts.drop_before(now.epoch)
         self.backups.committed(committed)
         if now.epoch > stamp.epoch:
             self._stage = "on_commit"
@@ -442,7 +429,9 @@ class Primary:
             assert stamp is not None and committed is not None
             self._stage = "result"
             try:
-                if self._latest is not None and self._latest >= stamp:  # it was ahead of the last commit
+                if (
+                    self.attempts.latest is not None and self.attempts.latest >= stamp
+                ):  # it was ahead of the last commit
                     await self.replica.restore(committed.value)
                 value = await self.replica.result()
             except (UserCodeError, TaskGraphError) as error:
@@ -494,54 +483,10 @@ class Primary:
 
     # -- what others ask --------------------------------------------------------------------------
 
-    async def attempt_at(self, stamp: Stamp) -> Attempt:
-        """The attempt at `stamp`, as soon as it began."""
-        while self._latest is None or self._latest < stamp:
-            if self._ended:
-                raise Refused(Reason.NOT_PRIMARY, f"the primary of task {self.task} in term {self.term} stepped down")
-            self._attempt_changed.clear()
-            await self._attempt_changed.wait()
-        attempt = self._attempts.get(stamp)
-        if attempt is None:
-            raise Refused(Reason.STALE, f"task {self.task} is at {self._latest}, not {stamp}")
-        return attempt
-
-    def item(self, pull: Pull) -> Reply | asyncio.Future[Reply] | None:
-        """The item where it exists, a future of it where it is still to be made, None where neither can be said."""
-        attempt = self._attempts.get(pull.stamp)
-        if attempt is not None and attempt.composed:
-            return attempt.item_now(pull)
-        if self._ended or (attempt is None and self._latest is not None and self._latest > pull.stamp):
-            return None
-        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._parked.setdefault(pull.stamp, []).append((pull, reply))
-        return reply
-
-    def _serve_parked(self, attempt: Attempt) -> None:
-        """What was pulled before its attempt composed; of earlier ones, nobody wants it any more."""
-        for stamp in [stamp for stamp in self._parked if stamp <= attempt.stamp]:
-            for pull, reply in self._parked.pop(stamp):
-                if reply.done():
-                    continue
-                stale = stamp != attempt.stamp or self._node.keeper.view.term(pull.sender) != pull.sender_term
-                if stale or not attempt.answer(pull, reply):  # it comes again, patiently, and hears what is the matter
-                    reply.set_exception(Refused(Reason.STALE, f"task {self.task} is at {attempt.stamp}"))
-
-    def _refuse_parked(self) -> None:
-        for parked in self._parked.values():
-            for _, reply in parked:
-                if not reply.done():
-                    reply.set_exception(Refused(Reason.NOT_PRIMARY, f"task {self.task}: term {self.term} is over"))
-        self._parked.clear()
-
-    def attempt_of(self, stamp: Stamp) -> Attempt | None:
-        """The attempt at `stamp`, where it began and is not over."""
-        return self._attempts.get(stamp)
-
     @property
     def attempt(self) -> Attempt | None:
         """The one that began last."""
-        return self._attempts.get(self._latest) if self._latest is not None else None
+        return self.attempts.of(self.attempts.latest) if self.attempts.latest is not None else None
 
     @property
     def waiting_for(self) -> str:
@@ -550,7 +495,7 @@ class Primary:
 
     def waits(self, stamp: Stamp) -> tuple[Wait, ...]:
         """What the attempt at `stamp` waits for, and what the primary itself waits for outside user code."""
-        attempt = self._attempts.get(stamp)
+        attempt = self.attempts.of(stamp)
         found = attempt.waits() if attempt is not None and not attempt.cancelled else ()
         if self.waiting_for:
             since_s = self._node.now() - self._epoch_began
@@ -595,7 +540,7 @@ class Primary:
     def check_terms(self) -> None:
         """The view changed: an attempt that rests on a gone primary's acknowledgement cannot be completed."""
         view = self._node.keeper.view
-        for attempt in self._attempts.values():
+        for attempt in self.attempts:
             for task, term in attempt.mailbox.terms.items():
                 if view.term(task) > term and not attempt.cancelled:
                     lost = f"task {task} lost a primary that took a message of task {self.task}"

@@ -75,7 +75,7 @@ class Serving:
             return None
         if view.stamp is None or pull.stamp < view.stamp or not within_reach(pull.stamp, self._ahead, view):
             return None
-        reply = primary.item(pull)
+        reply = primary.attempts.item(pull)
         if isinstance(reply, asyncio.Future):
             self._under_way += 1
             reply.add_done_callback(self._parked)
@@ -167,7 +167,7 @@ class Serving:
         primary = node.primaries.get(task)
         if primary is None:
             raise Refused(Reason.NOT_PRIMARY, f"{node.name} is not primary of task {task} any more")
-        return await primary.attempt_at(stamp)
+        return await primary.attempts.at(stamp)
 
     async def _waits(self, message: Waits) -> WaitsPage:
         """What a primary waits for; also one that has not begun its attempt yet."""

@@ -636,7 +636,7 @@ def who_is_ahead_goes_on_from_there_after_a_restart(patch: pytest.MonkeyPatch) -
 @plant
 def a_job_that_ends_while_a_task_is_ahead_gets_the_state_it_has(patch: pytest.MonkeyPatch) -> None:
     async def conclude(original: Any, self: Primary) -> None:
-        self._latest = None
+        self.attempts.latest = None
         await original(self)
 
     _changed(patch, Primary, "_conclude", conclude)

@@ -1,0 +1,118 @@
+"""A primary's attempts: the one at work, those it is done with and that are not committed, and who waits for one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from taskgraph.errors import Refused
+from taskgraph.protocol.messages import Pull, Reason, Reply, Stamp
+
+if TYPE_CHECKING:
+    from taskgraph.coordination.viewkeeper import ViewKeeper
+    from taskgraph.node.attempt import Attempt
+
+__all__ = ["Attempts"]
+
+
+class Attempts:
+    """The attempts of one task in one term that may still count.
+
+    An attempt stays until a later epoch was read, or another attempt began: whoever is behind, or takes over, pulls
+    what it put.
+    """
+
+    def __init__(self, keeper: ViewKeeper, task: int, term: int) -> None:
+        self._keeper = keeper
+        self._task = task
+        self._term = term
+        self._begun: dict[Stamp, Attempt] = {}
+        self._changed = asyncio.Event()
+        self._parked: dict[Stamp, list[tuple[Pull, asyncio.Future[Reply]]]] = {}  # for attempts yet to come
+        self._ended = False
+        self.latest: Stamp | None = None
+        """Of the one that began last; it may be over."""
+
+    def __iter__(self) -> Iterator[Attempt]:
+        return iter(self._begun.values())
+
+    def of(self, stamp: Stamp) -> Attempt | None:
+        """The one at `stamp`, where it began and is not over."""
+        return self._begun.get(stamp)
+
+    @property
+    def put_bytes(self) -> int:
+        """What all of them hold for others."""
+        return sum(attempt.put_bytes for attempt in self._begun.values())
+
+    # -- as the primary goes on -------------------------------------------------------------------
+
+    def begin(self, attempt: Attempt) -> None:
+        self._begun[attempt.stamp] = attempt
+        self.latest = attempt.stamp
+        self._changed.set()
+
+    def composed(self, attempt: Attempt) -> None:
+        """It can say what it offers: what was pulled of it before is answered; what was of earlier ones is refused."""
+        for stamp in [stamp for stamp in self._parked if stamp <= attempt.stamp]:
+            for pull, reply in self._parked.pop(stamp):
+                if reply.done():
+                    continue
+                stale = stamp != attempt.stamp or self._keeper.view.term(pull.sender) != pull.sender_term
+                if stale or not attempt.answer(pull, reply):  # it comes again, patiently, and hears what is the matter
+                    reply.set_exception(Refused(Reason.STALE, f"task {self._task} is at {attempt.stamp}"))
+
+    def drop_before(self, epoch: int) -> None:
+        """`epoch` was read as committed: nobody needs what is of earlier ones."""
+        for stamp in [stamp for stamp in self._begun if stamp.epoch < epoch]:
+            self._begun.pop(stamp).drop()
+
+    def drop(self) -> None:
+        """All of them are over."""
+        for attempt in self._begun.values():
+            attempt.drop()
+        self._begun.clear()
+
+    def end(self) -> None:
+        """So is the term: nobody needs to wait for another attempt."""
+        self._ended = True
+        self.drop()
+        for parked in self._parked.values():
+            for _, reply in parked:
+                if not reply.done():
+                    reply.set_exception(self._stepped_down())
+        self._parked.clear()
+        self._changed.set()
+
+    # -- asked by other tasks ---------------------------------------------------------------------
+
+    def item(self, pull: Pull) -> Reply | asyncio.Future[Reply] | None:
+        """The item where it exists, a future of it where it is still to be made, None where neither can be said."""
+        attempt = self._begun.get(pull.stamp)
+        if attempt is not None and attempt.composed:
+            return attempt.item_now(pull)
+        if self._ended or (attempt is None and self.latest is not None and self.latest >= pull.stamp):
+            return None
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._parked.setdefault(pull.stamp, []).append((pull, reply))
+        return reply
+
+    async def at(self, stamp: Stamp) -> Attempt:
+        """The attempt at `stamp`, as soon as it began.
+
+        Raises:
+            Refused: it is over, or the primary stepped down.
+        """
+        while self.latest is None or self.latest < stamp:
+            if self._ended:
+                raise self._stepped_down()
+            self._changed.clear()
+            await self._changed.wait()
+        attempt = self._begun.get(stamp)
+        if attempt is None:
+            raise Refused(Reason.STALE, f"task {self._task} is at {self.latest}, not {stamp}")
+        return attempt
+
+    def _stepped_down(self) -> Refused:
+        return Refused(Reason.NOT_PRIMARY, f"the primary of task {self._task} in term {self._term} stepped down")
