@@ -51,7 +51,8 @@ class Walk(tg.Task, state=["place", "steps"]):
 def walk(where: Path | None, *, epochs: int = 12, **changes: Any) -> tg.Job:
     given: dict[str, Any] = {"tasks": 3, "backups": 1, "checkpoint_every": 4, "builder": Walk, **changes}
     url = f"file://{where}" if where is not None else None
-    settings = tg.Settings(admit_wait_s=5, takeover_stagger_s=0.01, **given.pop("settings", {}))
+    in_step = {"epochs_ahead": 0}  # what is to happen in an epoch happens when those before it are committed
+    settings = tg.Settings(admit_wait_s=5, takeover_stagger_s=0.01, **{**in_step, **given.pop("settings", {})})
     given |= {"topology": tg.full(), "epochs": epochs, "checkpoint": url, "settings": settings}
     return tg.Job(name="walk", **given)
 
