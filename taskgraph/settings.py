@@ -23,7 +23,8 @@ class Settings:
         lease_stall_s: a main loop stuck for longer stops the renewal of the lease.
         lost_after_s: a node whose key has been absent for this long is gone, without a launcher's word.
         min_in_sync: replicas, the primary included, that must hold a boundary before its task is done.
-        admit_wait_s: how long epoch 0 waits for the backups wished for, so that it is safe to lose a node early.
+        admit_wait_s: how long epoch 0 waits for the backups wished for, so that it is safe to lose a node early; and a
+            later one for a backup that holds a boundary already, so that it comes to hold all of them.
         epochs_ahead: how many epochs a task may work ahead of the last commit; 0: each is committed before the
             next one begins.
         gather_s: where tasks work ahead, how long short epochs wait to be committed together.

@@ -48,6 +48,7 @@ class Backups:
         self._tending: dict[str, asyncio.Task[None]] = {}
         self._tidying: set[str] = set()
         self._invitations = 0
+        self._caught_up_by: dict[str, float] = {}  # candidates that hold something: until when an epoch waits for them
         self._group: asyncio.TaskGroup | None = None
         self._moved = asyncio.Event()  # something about the set changed; waits look again
         self._poked = False
@@ -94,15 +95,15 @@ class Backups:
             self._moved.clear()
             lacking = self._insync.waits_for(key)
             holders = self._insync.holders(key)
-            wished = [n for n in self._wished() if self._insync.place(n) is not Place.MEMBER]
+            awaited = self._awaited(deadline)
             timeout: float | None = None
             if lacking:
                 self.blocked = f"the acknowledgement of {', '.join(map(self._node.name_of, lacking))}"
             elif holders < need:
                 self.blocked = f"{need - holders} more in-sync replicas (min_in_sync={need})"
-            elif wished and admit_wait_s and self._node.now() < deadline:
-                self.blocked = f"the admission of {', '.join(map(self._node.name_of, wished))}"
-                timeout = deadline - self._node.now()
+            elif awaited:
+                self.blocked = f"the admission of {', '.join(map(self._node.name_of, awaited))}"
+                timeout = max(awaited.values()) - self._node.now()
             else:
                 self.blocked = ""
                 return
@@ -111,6 +112,19 @@ class Backups:
                     await self._moved.wait()
             except TimeoutError:
                 continue
+
+    def _awaited(self, deadline: float) -> dict[str, float]:
+        """Who is to become a member before the epoch is done, and until when that is waited for.
+
+        Args:
+            deadline: until then, for whoever is wished for.
+        """
+        found = dict.fromkeys(self._wished(), deadline)
+        # Who takes longer to be told of a boundary than an epoch takes would never hold all there are.
+        for node in self._insync.candidates():
+            found[node] = max(found.get(node, 0.0), self._caught_up_by.get(node, 0.0))
+        now = self._node.now()
+        return {n: by for n, by in found.items() if by > now and self._insync.place(n) is not Place.MEMBER}
 
     @property
     def in_sync(self) -> int:
@@ -189,6 +203,7 @@ class Backups:
     async def _tend(self, node: str, invitation: int) -> None:
         """Everything about one other node, one step after another, and its release at the end."""
         backoff = Backoff()
+        self._caught_up_by.pop(node, None)
         await self._keep_in_sync(node, invitation, backoff)
         while node not in self._node.suspects:
             try:
@@ -248,7 +263,8 @@ class Backups:
         timeout_s = settings.setup_s if candidate else settings.call_s
         began = self._node.tracing.on and clock()
         call = asyncio.ensure_future(self._node.router.to_node(node, message, timeout_s=timeout_s))
-        dead = self._when(node, lambda: key not in self._insync.missing(node))
+        # A candidate's is not given up because an epoch committed: what takes longer than an epoch would never be over.
+        dead = self._when(node, lambda: not candidate and key not in self._insync.missing(node))
         both: tuple[asyncio.Future[Any], ...] = (call, dead)
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -256,6 +272,8 @@ class Backups:
                 reply = call.result()
                 if isinstance(reply, Accepted):
                     self._insync.acknowledge(node, key)
+                    if candidate:
+                        self._caught_up_by.setdefault(node, self._node.now() + settings.admit_wait_s)
                     if began:
                         made = Stamp(boundary.stamp.attempt, key[0] - 1)
                         who = self._node.name_of(node)

@@ -101,7 +101,7 @@ class LeaderRole:
             at = self._leader.stamp
             if at is not None and at.attempt == stamp.attempt:
                 reports = self._leader.reports(epoch)
-                if epoch >= at.epoch and len(reports) == self._node.job.tasks:
+                if epoch >= at.epoch and sum(report.done for report in reports.values()) == self._node.job.tasks:
                     return _rows_of(reports)
                 told = {task: report.previous or {} for task, report in self._leader.reports().items()}
                 told[0] = self._primary.replica.previous

@@ -54,7 +54,7 @@ class JobView:
         self.epoch: Versioned[EpochRecord] | None = None
         self._stamped: Versioned[EpochRecord] | None = None  # what `_stamp` was made of
         self._stamp: Stamp | None = None
-        self.attempt_revision = 0  # of the write that began the attempt at work; 0: not known, any earlier one
+        self.attempt_revision = 0  # of the write that began the attempt at work, or one before it
         self.status: Versioned[StatusRecord] | None = None
         self.generation_revision = 0
         self.checkpoint: Versioned[CheckpointRecord] | None = None
@@ -68,13 +68,13 @@ class JobView:
 
     def reset(self, revision: int, items: Iterable[KeyValue]) -> None:
         """Starts again from a listing of everything under the job's root at `revision`."""
-        known, began = self.epoch, self.attempt_revision
+        known, began, before = self.epoch, self.attempt_revision, self.revision
         self.__init__(self.keys.job)  # type: ignore[misc]
         for kv in items:
             self._put(kv)
         at = self.epoch
         if at is not None and at.mod_revision != at.create_revision:  # it was written before, perhaps in this attempt
-            self.attempt_revision = began if known is not None and _same_attempt(known, at) else 0
+            self.attempt_revision = began if known is not None and _same_attempt(known, at) else before
         self.revision = self.structure_revision = revision
 
     def apply(self, revision: int, events: Iterable[KeyEvent]) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from cluster_kit import Gated, blindable, eyes, gated, holder, job, play, told
+from cluster_kit import Counting, Gated, blindable, eyes, gated, holder, job, play, told
 
 import taskgraph as tg
 from taskgraph.jobs import JobResult
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.backoff import Backoff
 from taskgraph.node.primary import Primary
+from taskgraph.node.serving import Serving
 from taskgraph.protocol.insync import Place
-from taskgraph.protocol.messages import Release, Stamp
+from taskgraph.protocol.messages import Accepted, Offer, Release, Stamp
 from taskgraph.protocol.records import MemberRecord
 from taskgraph.protocol.transactions import TakenOver
 from taskgraph.protocol.view import JobView
@@ -145,3 +146,29 @@ def test_epoch_0_waits_for_the_backups_wished_for_and_says_for_whom() -> None:
         return ended.result()
 
     assert play(waiting, scenario, nodes=2).values == {0: 3}
+
+
+def test_a_backup_far_away_gets_in_sync_however_fast_epochs_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    offer = Serving._offer
+
+    async def from_far(self: Serving, peer: str, message: Offer) -> Accepted:
+        await asyncio.sleep(0.05)
+        return await offer(self, peer, message)
+
+    class Fast(Counting, state=["total"]):
+        async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            await asyncio.sleep(0.01)
+            await super().count(epoch, ins, outs)
+
+    async def scenario(cluster: InProcessCluster) -> int:
+        first = cluster.nodes[0]
+        await first.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch >= 5)
+        primary_node = holder(cluster, 0)
+        cluster.crash(next(node for node in cluster.nodes if node is not primary_node).id)
+        monkeypatch.setattr(Serving, "_offer", from_far)
+        joined = cluster.add()
+        await primary_node.keeper.wait_until(lambda view: joined in view.in_sync(0) or not view.running)
+        assert primary_node.keeper.view.stamp is not None
+        return primary_node.keeper.view.stamp.epoch
+
+    assert play(job(Fast, tasks=1, epochs=3000), scenario, nodes=2) < 1000
