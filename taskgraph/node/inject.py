@@ -9,8 +9,9 @@
     hold,commit,epoch=50          whoever comes there waits for as long as the file is there
 
 A process that reaches the moment of a fault removes the file, and only who removed it fails: so a fault happens once,
-however many nodes there are, and whoever waits for it sees it gone. A hold is removed by who put it there. Files may be
-put there while the job runs. Without the variable a node has no point to call at all.
+however many nodes there are, and whoever waits for it sees it gone. A hold is removed by who put it there. Epochs that
+are committed together come to `commit` one after another, and then are committed. Files may be put there while the job
+runs. Without the variable a node has no point to call at all.
 """
 
 from __future__ import annotations

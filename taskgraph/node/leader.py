@@ -201,20 +201,22 @@ class LeaderRole:
         assert stamp is not None
         numbers = range(stamp.epoch, stamp.epoch + commit.epochs)
         rows, lineage = {number: _rows_of(self._leader.reports(number)) for number in numbers}, self._lineage()
-        for number in numbers:
-            await node.point("commit", 0, number)
         writer = node.writer()
-        txn = transactions.commit(
+        txn = transactions.commit(  # of the view as it was decided from: it goes on while anything is waited for
             view,
             primary_revision=self._primary.revision,
             finished=commit.finished,
             writer=writer,
             epochs=commit.epochs,
         )
+        for number in numbers:
+            await node.point("commit", 0, number)
         sent = node.tracing.on and clock()
         revision = await node.transact(txn, key=view.keys.epoch, writer=writer)
         if sent:
-            node.tracing.add("commit" if revision else "commit refused", sent, 0, stamp, self._primary.term)
+            for number in numbers:
+                kind, of = "commit" if revision else "commit refused", Stamp(stamp.attempt, number)
+                node.tracing.add(kind, sent, 0, of, self._primary.term)
         if revision is None:
             await node.keeper.refresh()
             await self._backoff.pause()

@@ -106,7 +106,9 @@ class Running:
         status = self.until(
             f"{backups} backups for every task, in epoch {epoch}",
             lambda status: (
-                status["epoch"] == epoch and all(len(task["in_sync"]) == backups + 1 for task in status["tasks"])
+                # It may be held with epochs before this one that were to be committed with it.
+                epoch - tg.Settings().epochs_ahead <= status["epoch"] <= epoch
+                and all(len(task["in_sync"]) == backups + 1 for task in status["tasks"])
             ),
         )
         hold.unlink()
