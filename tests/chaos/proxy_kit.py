@@ -10,6 +10,7 @@ from pathlib import Path
 
 SHIM = Path(__file__).parent / "shim"
 _CHUNK = 1 << 16
+_CONNECT_S = 30.0
 
 
 class Proxy:
@@ -44,6 +45,12 @@ class Proxy:
         for task in tuple(self._passing):
             task.cancel()
         await asyncio.gather(*self._passing, return_exceptions=True)
+
+    async def until(self, ends: int) -> None:
+        """Returns when connections with so many ends stand."""
+        async with asyncio.timeout(_CONNECT_S):
+            while len(self._writers) < ends:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
     def reset(self) -> int:
         """Every connection is reset, at both ends; returns how many ends there were."""

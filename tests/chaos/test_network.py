@@ -21,7 +21,8 @@ async def test_connections_to_etcd_are_reset_slow_and_stalled_for_longer_than_a_
     ):
         await job.began()
         for _ in range(3):
-            assert proxy.reset() >= 8, "three nodes and their launcher: calls, watches and leases"
+            await proxy.until(8)  # three nodes and their launcher: calls, watches and leases
+            proxy.reset()
             await job.until_epoch(job.epoch + 2)
         proxy.delay_s = 0.03
         await job.until_epoch(job.epoch + 5)
