@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 import taskgraph as tg
@@ -30,6 +32,7 @@ class Bulk(tg.Task, state=["theta"]):
             del self.kept[:-3]
 
     def publish(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        time.sleep(0.02)  # however fast the machine is, there is time for faults
         outs.put("x", self.theta)
 
     def relay(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
