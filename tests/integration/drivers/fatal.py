@@ -32,4 +32,5 @@ class Fatal(tg.Task, state=["steps"]):
 
 @tg.job
 def fatal(tasks: int = 3, epochs: int = 6, fatal_at: int = 2) -> tg.Job:
-    return tg.Job(tasks=tasks, epochs=epochs, builder=lambda task_id: Fatal(fatal_at))
+    in_step = tg.Settings(epochs_ahead=0)  # a successor begins with the fatal epoch, before it has another backup
+    return tg.Job(tasks=tasks, epochs=epochs, builder=lambda task_id: Fatal(fatal_at), settings=in_step)
