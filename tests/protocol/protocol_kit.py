@@ -140,3 +140,12 @@ class World:
         seen = view or self.view()
         revision = seen.primaries[0].mod_revision
         return self.run(transactions.restart(seen, primary_revision=revision, writer=self.writer()))
+
+
+def two_tasks() -> World:
+    """Two tasks on two nodes, in epoch 0; nobody was replaced since it began, but for the first take-overs."""
+    world = World("a", "b")
+    for task, node in ((0, "a"), (1, "b")):
+        world.first(task, node)
+        world.admit(task, node, "b" if node == "a" else "a")
+    return world

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from protocol_kit import World, report
+from protocol_kit import World, report, two_tasks
 
 from taskgraph.protocol.commit import Action, Commit, Diverged, Leader, Restart, SealTasks, WaitFor
 from taskgraph.protocol.messages import Stamp
@@ -14,12 +14,7 @@ S = Stamp(1, 0)
 
 @pytest.fixture
 def world() -> World:
-    """Two tasks on two nodes, in epoch 0; nobody was replaced since it began, but for the first take-overs."""
-    world = World("a", "b")
-    for task, node in ((0, "a"), (1, "b")):
-        world.first(task, node)
-        world.admit(task, node, "b" if node == "a" else "a")
-    return world
+    return two_tasks()
 
 
 def led(world: World, *, epochs: int | None = 10) -> Leader:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from protocol_kit import World, report
+from protocol_kit import World, report, two_tasks
 
 from taskgraph.protocol import transactions
 from taskgraph.protocol.boundaries import Boundaries, Boundary
@@ -23,12 +23,7 @@ def done(task: int, epoch: int, *, attempt: int = 1, term: int = 1, ahead: bool 
 
 @pytest.fixture
 def world() -> World:
-    """Two tasks on two nodes, in epoch 0."""
-    world = World("a", "b")
-    for task, node in ((0, "a"), (1, "b")):
-        world.first(task, node)
-        world.admit(task, node, "b" if node == "a" else "a")
-    return world
+    return two_tasks()
 
 
 def led(ahead: int = 3, epochs: int | None = 10) -> Leader:

@@ -31,6 +31,6 @@ class Fatal(tg.Task, state=["steps"]):
 
 
 @tg.job
-def fatal(tasks: int = 3, epochs: int = 6, fatal_at: int = 2) -> tg.Job:
-    in_step = tg.Settings(epochs_ahead=0)  # a successor begins with the fatal epoch, before it has another backup
-    return tg.Job(tasks=tasks, epochs=epochs, builder=lambda task_id: Fatal(fatal_at), settings=in_step)
+def fatal(tasks: int = 3, epochs: int = 6, fatal_at: int = 2, ahead: int = tg.Settings().epochs_ahead) -> tg.Job:
+    settings = tg.Settings(epochs_ahead=ahead)
+    return tg.Job(tasks=tasks, epochs=epochs, builder=lambda task_id: Fatal(fatal_at), settings=settings)

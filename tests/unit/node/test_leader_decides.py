@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from cluster_kit import IN_STEP, Counting
 
 import taskgraph as tg
 from taskgraph.protocol.commit import Action, Commit, Leader
 from taskgraph.protocol.view import JobView
 
 EPOCHS = 40
-
-
-class Counting(tg.Task, state=["total"]):
-    total: int
-
-    def setup(self) -> None:
-        self.total = 0
-
-    def compose(self, epoch: tg.Epoch) -> None:
-        epoch.processor(self.count)
-
-    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        self.total += 1
-
-    def result(self) -> int:
-        return self.total
 
 
 def test_it_decides_once_for_an_epoch_and_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,8 +21,7 @@ def test_it_decides_once_for_an_epoch_and_now_and_then(monkeypatch: pytest.Monke
         return decisions[-1]
 
     monkeypatch.setattr(Leader, "decide", counted)
-    in_step = tg.Settings(epochs_ahead=0)
-    job = tg.Job(tasks=5, epochs=EPOCHS, builder=lambda _: Counting(), settings=in_step)
+    job = tg.Job(tasks=5, epochs=EPOCHS, builder=lambda _: Counting(), settings=IN_STEP)
     result = tg.run(job, nodes=0, timeout_s=30)
     assert result.values == dict.fromkeys(range(5), EPOCHS)
     commits = sum(isinstance(decision, Commit) for decision in decisions)
