@@ -1,8 +1,9 @@
 """What replicas say to each other.
 
 Every message is one frozen dataclass. A *call* has exactly one reply: the type named in its docstring, or a
-`Refusal`, which `Transport.call` raises as `errors.Refused`. How a message travels is the transport's business;
-in one process it travels as the object it is.
+`Refusal`, which `Transport.call` raises as `errors.Refused`. Of a *quiet* call, which a `Report` is as a rule, an
+`Accepted` at once is not told. How a message travels is the transport's business; in one process it travels as the
+object it is.
 
 `Stamp` orders everything: attempt first, then epoch. The term is compared per sending task.
 """
