@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 
 from taskgraph.coordination.api import Coordinator, WatchCompacted
@@ -40,6 +41,9 @@ _KEPT_BYTES = 64 << 20
 _CANCEL_TRIES = 5
 _OTHERS_FIRST_S = 15.0
 """How long whoever ran the job has for its results before others collect them and let the nodes go."""
+_TOLD = 8192
+"""Events that are remembered, to be told once: twice as many as a leader remembers to tell again."""
+_REST_S = 1.0
 _DAMAGED_TRIES = 3
 """What a network damaged arrives whole the next time; what a memory damaged never does."""
 
@@ -89,6 +93,8 @@ class Follower:
         self._services: list[asyncio.Task[None]] = []
         self.kept_json: str | None = None
         """The result as JSON, once it was collected and unless it is too large for that."""
+        self._on_event: Callable[[Event], None] | None = None
+        self._told: OrderedDict[tuple[float, str, str], None] = OrderedDict()
         self.unreachable: TaskGraphError | None = None
         """Why a node did not tell its results, last."""
 
@@ -97,12 +103,16 @@ class Follower:
         return self.keeper.view
 
     async def start(self, on_event: Callable[[Event], None] | None = None) -> None:
-        """Begins; `on_event` gets every event, commits too (at least once: a new leader may repeat the last)."""
+        """Begins; `on_event` gets every event, commits too (at least once: a new leader may repeat the last).
+
+        Other events come twice, from etcd and, sooner, from the leader where they are the leader's, and are told once.
+        """
         await self.keeper.load()
         loop = asyncio.get_running_loop()
         self._services.append(loop.create_task(self.keeper.run(), name="view"))
+        self._on_event = on_event
         if on_event is not None:
-            self._services.append(loop.create_task(self._follow_kept(on_event), name="events"))
+            self._services.append(loop.create_task(self._follow_kept(), name="events"))
             self._services.append(loop.create_task(self._follow_leader(on_event), name="commits"))
 
     async def broken(self) -> None:
@@ -116,9 +126,31 @@ class Follower:
             service.cancel()
         await asyncio.gather(*self._services, return_exceptions=True)
 
-    async def _follow_kept(self, on_event: Callable[[Event], None]) -> None:
+    async def _follow_kept(self) -> None:
         async for event in follow_events(self._coordinator, self._spec.name):
-            on_event(event)
+            self._tell(event)
+
+    def _tell(self, event: Event) -> None:
+        known = (event.at, event.node, event.text)
+        if self._on_event is None or known in self._told:
+            return
+        self._told[known] = None
+        if len(self._told) > _TOLD:
+            self._told.popitem(last=False)
+        self._on_event(event)
+
+    async def tell_rest(self) -> None:
+        """Tells the events that are in etcd and did not come yet: a job may end before its events are read."""
+        if self._on_event is None:
+            return
+        try:
+            async with asyncio.timeout(_REST_S):
+                found, _ = await kept_events(self._coordinator, self._spec.name)
+        except (CoordinationError, TimeoutError) as error:
+            log.warning("the last events of job %r were not read: %s", self._spec.name, error)
+            return
+        for event in found:
+            self._tell(event)
 
     async def _follow_leader(self, on_event: Callable[[Event], None]) -> None:
         """Commits come from the leader itself: they are too many for etcd."""
@@ -146,7 +178,10 @@ class Follower:
         try:
             async with client_of(record, self._token, self._tls) as client:
                 async for event, _ in client.events(follow=True):
-                    if event.kind == "commit" and (event.epoch or 0) > last:
+                    if event.kind != "commit":
+                        if not event.transient:
+                            self._tell(event)
+                    elif (event.epoch or 0) > last:
                         last = event.epoch or 0
                         on_event(event)
         except TaskGraphError as error:
@@ -178,6 +213,7 @@ class Follower:
             if complete(found, self._spec.tasks):
                 broken = damaged(found)
                 if not broken:
+                    await self.tell_rest()
                     return found
                 broken_tries += 1
                 holder = name_of(self.view.primaries[broken[0]].record.node)
@@ -202,6 +238,7 @@ class Follower:
         try:
             await asyncio.wait([collecting, over], return_when=asyncio.FIRST_COMPLETED)
             if not collecting.done():
+                await self.tell_rest()
                 return None
             found = collecting.result()
         finally:

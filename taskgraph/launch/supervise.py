@@ -166,6 +166,7 @@ class Supervisor:
     async def _to_the_end(self) -> JobResult:
         status = await self._follower.ended()
         if status.state != State.FINISHED:
+            await self._follower.tell_rest()
             raise job_failed(self._spec.name, status)
         failed = asyncio.ensure_future(self._failed_after_all())
         collecting = asyncio.ensure_future(self._follower.results())

@@ -238,7 +238,9 @@ class ControlServer:
             self._followers.discard(follower)
 
     async def _results(self, node: Controlled, request: pb.ResultsRequest) -> AsyncGenerator[pb.ResultChunk, None]:
-        for result in await node.results():
+        found = await node.results()
+        await self._events.kept()
+        for result in found:
             value = result.value
             yield pb.ResultChunk(
                 head=pb.ResultHead(

@@ -7,12 +7,13 @@ node that told them. Transient ones (a commit) are many and only reach those who
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 
 from taskgraph.coordination.api import Coordinator
@@ -79,6 +80,7 @@ class EventLog:
         self._node = node
         self._ring: deque[Event] = deque(maxlen=_RING)
         self._listeners: list[Callable[[Event], None]] = []
+        self._keepers: list[_Keeper] = []
 
     def emit(
         self,
@@ -109,6 +111,69 @@ class EventLog:
         """What this node remembers, oldest first."""
         return list(self._ring)
 
+    @contextlib.contextmanager
+    def keeping(self, keeper: _Keeper) -> Iterator[None]:
+        """Has `keeper` take every event, within a block."""
+        stop = self.listen(keeper.take)
+        self._keepers.append(keeper)
+        try:
+            yield
+        finally:
+            self._keepers.remove(keeper)
+            stop()
+
+    async def kept(self) -> None:
+        """Returns when what was told by now is in etcd, or could not be put there within a second.
+
+        Who collects a job's results looks for its events next: a job may be over before a burst is gathered.
+        """
+        try:
+            async with asyncio.timeout(_LAST_S):
+                for keeper in tuple(self._keepers):
+                    await keeper.emptied()
+        except TimeoutError:
+            log.warning("some events are not kept yet: etcd is away, or slow")
+
+
+class _Keeper:
+    """Durable events that wait to be written."""
+
+    def __init__(self, keys: Keys, node_id: str) -> None:
+        self.waiting: deque[tuple[str, Event]] = deque(maxlen=_RING)
+        self._keys = keys
+        self._node_id = node_id
+        self._numbers = itertools.count()
+        self._some = asyncio.Event()
+        self._none = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._none.set()
+
+    def take(self, event: Event) -> None:
+        if not event.transient:
+            key = self._keys.event(f"{event.at:017.6f}-{self._node_id}-{next(self._numbers)}")
+            self.waiting.append((key, event))
+            self._some.set()
+            self._none.clear()
+
+    async def burst(self) -> None:
+        """Returns when there are events to write: the first of a burst takes the others along."""
+        await self._some.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GATHER_S):
+                await self._hurry.wait()
+
+    def written(self) -> None:
+        """Nothing waits any more."""
+        self._some.clear()
+        self._hurry.clear()
+        self._none.set()
+
+    async def emptied(self) -> None:
+        """Has them written now."""
+        if self.waiting:
+            self._hurry.set()
+        await self._none.wait()
+
 
 async def keep_events(events: EventLog, coordinator: Coordinator, job: str, *, node_id: str, kept: int) -> None:
     """Writes durable events into etcd until cancelled, and prunes all but the last `kept`.
@@ -116,37 +181,27 @@ async def keep_events(events: EventLog, coordinator: Coordinator, job: str, *, n
     When cancelled it writes what is left, for a second at most.
     """
     keys = Keys(job)
-    waiting: deque[tuple[str, Event]] = deque(maxlen=_RING)
-    wake = asyncio.Event()
-    numbers = itertools.count()
-
-    def take(event: Event) -> None:
-        if not event.transient:
-            waiting.append((keys.event(f"{event.at:017.6f}-{node_id}-{next(numbers)}"), event))
-            wake.set()
-
+    keeper = _Keeper(keys, node_id)
     for event in events.recent():
-        take(event)
-    stop = events.listen(take)
-    try:
-        written = 0
-        while True:
-            await wake.wait()
-            await asyncio.sleep(_GATHER_S)  # the first of a burst takes the others along
-            wake.clear()
-            while waiting:
-                written += await _write_some(coordinator, waiting)
-            if written >= _BATCH:
-                written = 0
-                await _prune(coordinator, keys, kept)
-    finally:
-        stop()
+        keeper.take(event)
+    with events.keeping(keeper):
         try:
-            async with asyncio.timeout(_LAST_S):
-                while waiting:
-                    await _write_some(coordinator, waiting)
-        except TimeoutError:
-            log.warning("%d events could not be kept", len(waiting))
+            written = 0
+            while True:
+                await keeper.burst()
+                while keeper.waiting:
+                    written += await _write_some(coordinator, keeper.waiting)
+                keeper.written()
+                if written >= _BATCH:
+                    written = 0
+                    await _prune(coordinator, keys, kept)
+        finally:
+            try:
+                async with asyncio.timeout(_LAST_S):
+                    while keeper.waiting:
+                        await _write_some(coordinator, keeper.waiting)
+            except TimeoutError:
+                log.warning("%d events could not be kept", len(keeper.waiting))
 
 
 async def _write_some(coordinator: Coordinator, waiting: deque[tuple[str, Event]]) -> int:

@@ -313,7 +313,7 @@ async def test_launches_at_the_same_moment_name_their_nodes_apart(embedded_etcd:
         assert done.code == 0, done.err
         launches = [await cli.start("launch", "sub9", "--nodes", "2", *etcd, *token) for _ in range(3)]
         done = await launches[0].done()
-        assert "7 tasks on n1, n2, n3, n4, n5, n6;" in done.err
+        assert "7 tasks on n1, n2, n3, n4, n5, n6;" in done.err, done.err
         for launch in launches[1:]:
             assert (await launch.done()).code == 0
     await cli.nothing_left()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
 import math
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from taskgraph.launch.follow import Follower
 from taskgraph.launch.runtime import Runtime
 from taskgraph.launch.submit import submit
 from taskgraph.node.control import ControlServer
-from taskgraph.observe.events import EventLog
+from taskgraph.observe.events import Event, EventLog, keep_events
 from taskgraph.observe.status import NodeStatus, TaskResult
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
@@ -37,6 +38,8 @@ BAD = dataclasses.replace(GOOD, buffers=(memoryview(encode(np.arange(1.0, 1001.0
 
 class Holder:
     """A node that tells these results, one after another; the last one for ever."""
+
+    events: EventLog
 
     def __init__(self, *values: Encoded) -> None:
         self.values = list(values)
@@ -54,10 +57,13 @@ class Holder:
 
 
 @contextlib.asynccontextmanager
-async def following(holder: Holder, folder: Path) -> AsyncIterator[Follower]:
+async def following(
+    holder: Holder, folder: Path, on_event: Callable[[Event], None] | None = None
+) -> AsyncIterator[Follower]:
     """A follower of a job whose only task's results `holder` tells, over a socket."""
     coordinator = MemoryCoordinator(MemoryStore())
-    server = ControlServer(EventLog("n1"), TOKEN)
+    events = EventLog("n1")
+    server = ControlServer(events, TOKEN)
     job = tg.Job(tasks=1, builder=lambda task_id: tg.Task(), epochs=3, name="fit")
     spec = JobSpec.local(job)
     try:
@@ -71,8 +77,16 @@ async def following(holder: Holder, folder: Path) -> AsyncIterator[Follower]:
         puts = (Put(keys.node("n1-1"), node.to_bytes()), Put(keys.primary(0), primary.to_bytes()))
         await coordinator.txn(Txn(success=puts))
         follower = Follower(coordinator, spec, TOKEN)
-        await follower.keeper.load()
+        if on_event is None:
+            await follower.keeper.load()
+        else:
+            await follower.start(on_event)
+        keeping = asyncio.ensure_future(keep_events(events, coordinator, "fit", node_id="n1-1", kept=100))
+        holder.events = events
         yield follower
+        await follower.stop()
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
     finally:
         await server.stop()
         await coordinator.close()
@@ -92,6 +106,25 @@ async def test_a_result_that_is_damaged_for_good_is_an_error_that_names_the_node
         with pytest.raises(DecodeError, match="result of task 0 arrived damaged from node n1, 3 times"):
             await follower.results()
     assert holder.asked == 3
+
+
+async def test_what_was_told_until_the_end_is_followed_once_however_fast_the_job_was(tmp_path: Path) -> None:
+    """From the leader or from etcd, whichever comes first; a quick job ends before its events are written."""
+    told: list[str] = []
+    holder = Holder(GOOD)
+    async with following(holder, tmp_path, lambda event: told.append(event.text)) as follower:
+        holder.events.emit("began", "the job began")
+        holder.events.emit("commit", "epoch 0", epoch=0, transient=True)
+        holder.events.emit("admitted", "of no interest", transient=True)
+        async with asyncio.timeout(5):
+            while len(told) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert told == ["the job began", "epoch 0"], "from the leader, in its order"
+        await asyncio.sleep(0.2)  # etcd told it, too
+        await follower.stop()  # nothing comes by itself any more
+        holder.events.emit("finished", "the job finished")
+        await follower.results()
+    assert told == ["the job began", "epoch 0", "the job finished"]
 
 
 def test_what_was_kept_of_a_finished_job_has_its_reports_as_numbers(

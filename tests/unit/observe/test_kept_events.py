@@ -9,8 +9,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
+from taskgraph.errors import Unavailable
 from taskgraph.observe.events import Event, EventLog, keep_events
 from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import Txn
 
 JOB = "job"
 
@@ -53,3 +55,37 @@ async def test_what_was_told_before_is_kept_and_what_is_told_last_is_not_left_be
         events.emit("drain", "just before the end")
         await asyncio.sleep(0)
     assert in_etcd(store) == ["before anybody kept it", "just before the end"]
+
+
+async def test_who_waits_for_events_to_be_kept_has_them_written_at_once() -> None:
+    """A job may be over before a burst is gathered."""
+    events, store = EventLog("n1"), MemoryStore()
+    await events.kept()  # nobody keeps them: nothing to wait for
+    async with kept(events, store):
+        await asyncio.sleep(0.01)
+        for text in ("began", "finished"):
+            events.emit(text, text)
+            async with asyncio.timeout(0.08):  # they are gathered for 0.1 s
+                await events.kept()
+            assert in_etcd(store)[-1] == text
+        await events.kept()
+
+
+async def test_events_are_waited_for_a_second_at_most(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def away(txn: Txn) -> None:
+        raise Unavailable("etcd is away")
+
+    events, coordinator = EventLog("n1"), MemoryCoordinator(MemoryStore())
+    monkeypatch.setattr(coordinator, "txn", away)
+    keeping = asyncio.ensure_future(keep_events(events, coordinator, JOB, node_id="n1-1", kept=100))
+    await asyncio.sleep(0)
+    events.emit("began", "began")
+    async with asyncio.timeout(1.5):
+        await events.kept()
+    assert "some events are not kept yet" in caplog.text
+    keeping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await keeping
+    assert "1 events could not be kept" in caplog.text
