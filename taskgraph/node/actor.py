@@ -50,11 +50,10 @@ class StuckError(Exception):
 
 
 class Running(NamedTuple):
-    """User code at work: what, and since when (loop time, seconds; and as it is traced, 0 where it is not)."""
+    """User code at work: what, and since when (loop time, seconds)."""
 
     where: str
     since: float
-    began_ns: int = 0
 
 
 class Actor:
@@ -79,7 +78,7 @@ class Actor:
 
     @property
     def running(self) -> tuple[Running, ...]:
-        """User code that has begun and not returned, oldest first."""
+        """User code that has begun and not returned, oldest first, but for what the event loop runs just now."""
         return tuple(self._running.values())
 
     async def call(
@@ -102,9 +101,25 @@ class Actor:
             StuckError: cancelled, and it did not return in time.
         """
         try:
-            if is_async(function):
-                return await self._call_async(where, function, args, alone, after)  # type: ignore[arg-type]
-            return await self._call_thread(where, function, args, alone, after)
+            if not is_async(function):
+                return await self._call_thread(where, function, args, alone, after)
+            if alone and self._turn.locked():
+                await self._turn_free()
+            coroutine: Coroutine[Any, Any, R] = function(*args)  # type: ignore[assignment]
+            mark, began = self._begin(where), self._tracing.on and clock()
+            try:
+                try:
+                    waited = coroutine.send(None)
+                except StopIteration as returned:  # without a wait, as most do
+                    result: R = returned.value
+                else:
+                    self._running[mark] = Running(where, self._loop.time())
+                    result = await _Resumed(coroutine, waited, self._turn if alone else None)
+                if after is not None:
+                    after()
+                return result
+            finally:
+                self._end(mark, where, began)
         except (asyncio.CancelledError, AttemptEnded, StuckError):
             raise
         except BaseException as error:
@@ -112,33 +127,21 @@ class Actor:
 
     async def here(self, where: str, function: Callable[[], R]) -> R:
         """Calls something of ours in the task's turn, on the event loop: for what is done in microseconds."""
-        async with self._turn:
-            began = self._tracing.on and clock()
-            try:
-                return function()
-            except Exception as error:
-                raise UserCodeError(where, error) from error
-            finally:
-                if began:
-                    self._tracing.add("code", began, self.task, self.stamp, self.term, name=where)
-
-    async def _call_async(
-        self,
-        where: str,
-        function: Callable[..., Coroutine[Any, Any, R]],
-        args: tuple[Any, ...],
-        alone: bool,
-        after: Callable[[], object] | None,
-    ) -> R:
-        coroutine = function(*args)
-        mark = self._begin(where)
+        if self._turn.locked():
+            await self._turn_free()
+        began = self._tracing.on and clock()
         try:
-            result = await (_InTurns(coroutine, self._turn) if alone else coroutine)
-            if after is not None:
-                after()
-            return result
+            return function()
+        except Exception as error:
+            raise UserCodeError(where, error) from error
         finally:
-            self._end(mark)
+            if began:
+                self._tracing.add("code", began, self.task, self.stamp, self.term, name=where)
+
+    async def _turn_free(self) -> None:
+        """Returns when no thread holds the task. Nothing else takes it before the next await of who called this."""
+        async with self._turn:
+            pass
 
     async def _call_thread(
         self,
@@ -150,7 +153,8 @@ class Actor:
     ) -> R:
         if alone:
             await self._turn.acquire()
-        mark = self._begin(where)
+        mark, began = self._begin(where), self._tracing.on and clock()
+        self._running[mark] = Running(where, self._loop.time())
         try:
             future = self._threads.run(functools.partial(self._in_thread, where, alone, function, args, after))
             try:
@@ -159,7 +163,7 @@ class Actor:
                 await self._outlast(future, where)
                 raise
         finally:
-            self._end(mark)
+            self._end(mark, where, began)
             if alone:
                 self._turn.release()
 
@@ -207,14 +211,13 @@ class Actor:
 
     def _begin(self, where: str) -> int:
         self._calls += 1
-        self._running[self._calls] = Running(where, self._loop.time(), self._tracing.on and clock())
         lastwords.begin((id(self), self._calls), self.task, where)
         return self._calls
 
-    def _end(self, mark: int) -> None:
-        ended = self._running.pop(mark, None)
-        if ended is not None and ended.began_ns:
-            self._tracing.add("code", ended.began_ns, self.task, self.stamp, self.term, name=ended.where)
+    def _end(self, mark: int, where: str, began_ns: int) -> None:
+        self._running.pop(mark, None)
+        if began_ns:
+            self._tracing.add("code", began_ns, self.task, self.stamp, self.term, name=where)
         lastwords.end((id(self), mark))
 
 
@@ -225,7 +228,7 @@ def call_under_way(innermost: FrameType) -> tuple[int, str, str] | None:
     """
     stack = [frame for frame, _ in traceback.walk_stack(innermost)]
     for depth, frame in enumerate(stack):
-        if frame.f_code in (Actor._in_thread.__code__, Actor._call_async.__code__):
+        if frame.f_code in (Actor._in_thread.__code__, Actor.call.__code__):
             actor, where = frame.f_locals["self"], frame.f_locals["where"]
             below = traceback.StackSummary.extract((f, f.f_lineno) for f in reversed(stack[:depth]))
             text = "".join(traceback.format_list(_from_users(below)))
@@ -233,35 +236,39 @@ def call_under_way(innermost: FrameType) -> tuple[int, str, str] | None:
     return None
 
 
-class _InTurns:
-    """Drives a coroutine so that it holds the task's turn while it runs, and not while it awaits."""
+class _Resumed:
+    """Drives a coroutine on from its first await. It holds the task's turn while it runs, and not while it awaits.
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], turn: asyncio.Lock) -> None:
+    Args:
+        waited: what it awaits.
+        turn: None where it needs none. Only threads hold one for longer than it takes the event loop to notice.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, R], waited: Any, turn: asyncio.Lock | None) -> None:
         self._coroutine = coroutine
+        self._waited = waited
         self._turn = turn
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        coroutine, turn = self._coroutine, self._turn
-        error: BaseException | None = None
+        coroutine, waited, turn = self._coroutine, self._waited, self._turn
         try:
             while True:
-                try:
-                    yield from turn.acquire().__await__()
-                except asyncio.CancelledError as cancelled:
-                    # Cancelled before its turn came: it must hear of it, at its next turn.
-                    error = cancelled
-                    yield from turn.acquire().__await__()
-                try:
-                    waited = coroutine.send(None) if error is None else coroutine.throw(error)
-                except StopIteration as stop:
-                    return stop.value
-                finally:
-                    turn.release()
-                error = None
+                error: BaseException | None = None
                 try:
                     yield waited
                 except BaseException as raised:
                     error = raised
+                while turn is not None and turn.locked():
+                    try:
+                        yield from turn.acquire().__await__()
+                    except asyncio.CancelledError as cancelled:
+                        error = cancelled  # before its turn came: it must hear of it, at its turn
+                    else:
+                        turn.release()
+                try:
+                    waited = coroutine.send(None) if error is None else coroutine.throw(error)
+                except StopIteration as stop:
+                    return stop.value
         finally:
             coroutine.close()
 

@@ -1,0 +1,177 @@
+"""Two pieces of user code of one task never run at the same time; a coroutine that does not wait needs no queue."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from taskgraph.node.actor import Actor, UserCodeError, call_under_way
+from taskgraph.node.threads import PooledThreads
+
+
+@pytest.fixture
+def threads() -> Iterator[PooledThreads]:
+    pool = PooledThreads("turns", limit=4)
+    yield pool
+    pool.close()
+
+
+class Held:
+    """A plain function that holds its task until it is told to return."""
+
+    def __init__(self) -> None:
+        self.began = threading.Event()
+        self.go = threading.Event()
+
+    def __call__(self) -> None:
+        self.began.set()
+        assert self.go.wait(10)
+
+
+async def begun(held: Held) -> None:
+    assert await asyncio.to_thread(held.began.wait, 10)
+
+
+async def test_a_coroutine_that_does_not_wait_runs_at_once(threads: PooledThreads) -> None:
+    actor = Actor(threads, task=3, cancel_s=1)
+    ran: list[str] = []
+
+    async def compute(what: str) -> str:
+        ran.append(what)
+        return what
+
+    call = actor.call("compute", compute, "x", after=lambda: ran.append("after"))
+    with pytest.raises(StopIteration) as returned:
+        call.send(None)  # not one step of the event loop
+    assert returned.value.value == "x"
+    assert ran == ["x", "after"]
+    assert actor.running == ()
+
+
+async def test_a_coroutine_waits_for_a_function_that_holds_the_task(threads: PooledThreads) -> None:
+    actor, held = Actor(threads, task=3, cancel_s=1), Held()
+    order: list[str] = []
+
+    async def compute() -> None:
+        order.append("coroutine")
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(actor.call("held", held))
+        await begun(held)
+        waiting = group.create_task(actor.call("compute", compute))
+        alongside = group.create_task(actor.call("beside", compute, alone=False))
+        await alongside  # it declared that it shares nothing
+        assert order == ["coroutine"]
+        assert [running.where for running in actor.running] == ["held"]
+        order.append("function returns")
+        held.go.set()
+        await waiting
+    assert order == ["coroutine", "function returns", "coroutine"]
+
+
+async def test_what_a_coroutine_awaited_comes_to_it_at_its_turn(threads: PooledThreads) -> None:
+    actor, held = Actor(threads, task=3, cancel_s=1), Held()
+    order: list[str] = []
+    awaited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def compute() -> int:
+        number = await awaited
+        order.append("coroutine goes on")
+        return number
+
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(actor.call("compute", compute))
+        await asyncio.sleep(0)
+        assert [running.where for running in actor.running] == ["compute"]
+        group.create_task(actor.call("held", held))  # it awaits, so others may run
+        await begun(held)
+        awaited.set_result(7)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        order.append("function returns")
+        held.go.set()
+        assert await waiting == 7
+    assert order == ["function returns", "coroutine goes on"]
+    assert actor.running == ()
+
+
+async def test_a_cancelled_coroutine_hears_of_it_at_its_turn(threads: PooledThreads) -> None:
+    actor, held = Actor(threads, task=3, cancel_s=1), Held()
+    order: list[str] = []
+    awaited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def compute() -> None:
+        try:
+            await awaited
+        except asyncio.CancelledError:
+            order.append("coroutine unwinds")
+            raise
+
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(actor.call("compute", compute))
+        await asyncio.sleep(0)
+        group.create_task(actor.call("held", held))
+        await begun(held)
+        awaited.set_result(7)
+        await asyncio.sleep(0)  # it waits for its turn by now
+        waiting.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        order.append("function returns")
+        held.go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    assert order == ["function returns", "coroutine unwinds"]
+
+
+async def test_one_cancelled_before_it_began_never_begins(threads: PooledThreads) -> None:
+    actor, held = Actor(threads, task=3, cancel_s=1), Held()
+
+    async def compute() -> None:
+        raise AssertionError("it began")
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(actor.call("held", held))
+        await begun(held)
+        waiting = group.create_task(actor.call("compute", compute))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        held.go.set()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_what_it_raises_is_told_from_where_user_code_begins(threads: PooledThreads, waits: bool) -> None:
+    actor = Actor(threads, task=3, cancel_s=1)
+
+    async def compute() -> None:
+        if waits:
+            await asyncio.sleep(0)
+        raise ValueError("no")
+
+    with pytest.raises(UserCodeError) as told:
+        await actor.call("compute", compute)
+    assert told.value.where == "compute"
+    assert told.value.traceback_text.startswith("Traceback (most recent call last):\n  File")
+    assert "actor.py" not in told.value.traceback_text
+    assert actor.running == ()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_stack_tells_which_code_it_runs(threads: PooledThreads, waits: bool) -> None:
+    actor = Actor(threads, task=3, cancel_s=1)
+
+    async def compute() -> tuple[int, str, str] | None:
+        if waits:
+            await asyncio.sleep(0)
+        return call_under_way(sys._getframe())
+
+    found = await actor.call("compute", compute)
+    assert found is not None
+    assert found[:2] == (3, "compute")
+    assert "in compute" in found[2]
