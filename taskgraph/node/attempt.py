@@ -53,7 +53,7 @@ class Attempt:
         on_idle: Callable[[Idle], None],
         ask_restart: Callable[[str], None],
         on_composed: Callable[[Attempt], None],
-        point: Callable[[str, int, int], Awaitable[None]],
+        point: Callable[[str, int, int], Awaitable[None]] | None = None,
         recording: Recording | None = None,
     ) -> None:
         self.replica = replica
@@ -129,7 +129,8 @@ class Attempt:
             work.add_done_callback(self._look_at)
         for tag, producer in self._expected:
             self._begin_pull(tag, producer)
-        await self._point("processor", self.task, self.number)
+        if self._point is not None:
+            await self._point("processor", self.task, self.number)
         for processor in composition.ordered:
             await self._process(processor)
         for work in parallel:
@@ -138,7 +139,8 @@ class Attempt:
             if channel not in self._items:
                 await self._until_arrived(channel)
         await self._until_closed()
-        await self._point("sync", self.task, self.number)
+        if self._point is not None:
+            await self._point("sync", self.task, self.number)
         for processor in composition.sync_points:
             await self._process(processor)
         await self.quiet.until_calm()

@@ -79,8 +79,9 @@ class Backups:
 
     def pending(self, boundary: Boundary) -> None:
         """A snapshot was made: every member must hold it before the task is done."""
-        self._boundaries[boundary.key] = boundary
-        self._insync.add(boundary.key)
+        key = boundary.key
+        self._boundaries[key] = boundary
+        self._insync.add(key)
         self._poke()
 
     async def held(self, key: Key, *, admit_wait_s: float) -> None:
@@ -90,6 +91,9 @@ class Backups:
             admit_wait_s: how long to wait for the backups wished for to become members, too.
         """
         need = self._node.settings.min_in_sync
+        if need <= 1 and not admit_wait_s and self._insync.alone:
+            self.blocked = ""
+            return
         deadline = self._node.now() + admit_wait_s
         while True:
             self._moved.clear()

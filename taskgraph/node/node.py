@@ -110,6 +110,8 @@ class Node:
         self.host = host or socket.gethostname()
         self._threads = threads or PooledThreads(f"{name}-task", limit=max(64, 2 * job.tasks))
         self._point = point
+        self.injects = point is not None
+        """Whether there is anything to call at `point`: an epoch comes by five of them."""
         self.replicas: dict[int, Replica] = {}
         self.runs: dict[int, asyncio.Task[None]] = {}
         self._leading: asyncio.Task[None] | None = None

@@ -23,6 +23,7 @@ from taskgraph.node.backups import Backups
 from taskgraph.node.checkpoints import CheckpointWriter
 from taskgraph.node.deviceloss import met
 from taskgraph.node.reporter import Reporter
+from taskgraph.node.reports import Rows
 from taskgraph.node.strict import Recording, check_replay
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.boundaries import Boundary
@@ -259,52 +260,51 @@ class Primary:
             self._epoch_began = self._node.now()
             began = self._tracing.on and clock()
             try:
-                await self._work(stamp)
+                attempt, ahead = await self._work(stamp)
             finally:
                 if began:
                     self._tracing.add("epoch", began, self.task, stamp, self.term)
-            done = self._tracing.on and clock()
-            if not self._may_begin(stamp.epoch + 1):
-                await self._until_allowed(stamp.epoch + 1)
+            if not ahead and self._settled <= stamp.epoch:
+                done = self._tracing.on and clock()
+                await self._until_allowed(attempt)
                 if done:
                     self._tracing.add("commit awaited", done, self.task, stamp, self.term)
             stamp = Stamp(stamp.attempt, stamp.epoch + 1)
 
-    async def _until_allowed(self, epoch: int) -> None:
-        while not self._may_begin(epoch):
+    async def _until_allowed(self, attempt: Attempt) -> None:
+        """Returns when the epoch after that attempt's may begin: committed, or the task need not wait for that."""
+        while self._settled <= attempt.number and not self._may_be_ahead(attempt):
             self._room.clear()
             await self._room.wait()
 
-    def _may_begin(self, epoch: int) -> bool:
-        """Whether to work on that epoch now: the one before is committed, or the task need not wait for that."""
-        return epoch <= self._settled or self._may_be_ahead(epoch)
-
-    def _may_be_ahead(self, epoch: int) -> bool:
+    def _may_be_ahead(self, last: Attempt) -> bool:
+        """Whether the epoch after that attempt's may begin before the attempt's is committed."""
         node, replica = self._node, self.replica
-        latest = self.attempts.latest
-        assert latest is not None
-        last = self.attempts.of(Stamp(latest.attempt, epoch - 1))
-        if epoch > self._settled + node.settings.epochs_ahead or node.settings.strict:
+        if last.number >= self._settled + node.settings.epochs_ahead or node.settings.strict:
             return False
-        if last is None or last.last or last.finishing:
+        if last.cancelled or last.last or last.finishing:
             return False
         if replica.shape.receives or "on_commit" in replica.shape.overrides:
             return False  # the seal, and the order of its calls, are of committed epochs
-        if self._writer.due(Stamp(latest.attempt, epoch), stateful=replica.stateful):
+        checkpoints = node.spec.checkpoint is not None
+        if checkpoints and self._writer.due(Stamp(last.attempt, last.number + 1), stateful=replica.stateful):
             return False  # it is written of the committed boundary
         wish = node.wish(self.task)
         if wish is not None and wish.primary not in (None, node.id):
             return False  # handed over right after a commit
         return self.attempts.put_bytes <= _AHEAD_BYTES
 
-    async def _work(self, stamp: Stamp) -> None:
-        """One attempt, its snapshot, and the report that it is done."""
-        replica = self.replica
+    async def _work(self, stamp: Stamp) -> tuple[Attempt, bool]:
+        """One attempt, its snapshot, and the report that it is done.
+
+        Returns the attempt, and what the report says: whether the task goes on before it is committed.
+        """
+        node, replica = self._node, self.replica
         replica.actor.stamp, replica.actor.term = stamp, self.term
         if stamp.epoch == self._settled:
             await self._hand_over_if_wished(stamp)
             self._stage = ""
-            if self.task != 0:
+            if self.task != 0 and node.spec.checkpoint is not None:
                 await self._checkpoint(stamp)
         attempt = Attempt(
             replica,
@@ -313,34 +313,40 @@ class Primary:
             on_idle=partial(self._report_idle, stamp),
             on_composed=self.attempts.composed,
             ask_restart=partial(self._ask_restart, stamp),
-            point=self._node.point,
-            recording=Recording(replica, stamp) if self._node.settings.strict else None,
+            point=node.point if node.injects else None,
+            recording=Recording(replica, stamp) if node.settings.strict else None,
         )
         self.attempts.begin(attempt)
-        await self._node.point("compose", self.task, stamp.epoch)
+        if node.injects:
+            await node.point("compose", self.task, stamp.epoch)
         await attempt.run()
         if attempt.recording is not None:
             await self._replay(attempt.recording, stamp)
-        await self._node.point("snapshot", self.task, stamp.epoch)
-        self._stage = "reports of the epoch before"
-        rows = await self._node.rows_before(self.task, stamp)
+        if node.injects:
+            await node.point("snapshot", self.task, stamp.epoch)
+        rows: Rows = {}
         if self.task == 0:
-            await self._checkpoint(stamp)
+            self._stage = "reports of the epoch before"
+            rows = await node.rows_before(self.task, stamp)
+            if node.spec.checkpoint is not None:
+                await self._checkpoint(stamp)
         self._stage = "snapshot"
         value = await replica.snapshot(attempt.numbers, {stamp.epoch - 1: rows} if rows else {})
         attempt.put_bytes += value.size_bytes
         boundary = Boundary(Stamp(stamp.attempt, stamp.epoch + 1), self.term, value)
         replica.boundaries.hold(boundary, committed=False)
         self.backups.pending(boundary)
-        at = self._node.keeper.view.epoch
-        admit_wait_s = self._node.settings.admit_wait_s if at is not None and stamp.epoch == at.record.base else 0.0
+        at = node.keeper.view.epoch
+        admit_wait_s = node.settings.admit_wait_s if at is not None and stamp.epoch == at.record.base else 0.0
         self._stage = ""
         holding = self._tracing.on and clock()
         await self.backups.held(boundary.key, admit_wait_s=admit_wait_s)
         if holding:
             self._tracing.add("held by backups", holding, self.task, stamp, self.term, size=value.size_bytes)
-        await self._node.while_paused()
-        await self._node.point("done", self.task, stamp.epoch)
+        await node.while_paused()
+        if node.injects:
+            await node.point("done", self.task, stamp.epoch)
+        ahead = self._may_be_ahead(attempt)
         self._set_report(
             Report(
                 stamp,
@@ -353,10 +359,11 @@ class Primary:
                 finish=attempt.finishing,
                 numbers=attempt.numbers,
                 previous=replica.previous,
-                ahead=self._may_be_ahead(stamp.epoch + 1),
+                ahead=ahead,
             )
         )
         replica.previous = dict(attempt.numbers)
+        return attempt, ahead
 
     async def _checkpoint(self, stamp: Stamp) -> None:
         """Begins to write the committed boundary, where it is one to become a checkpoint. Task 0's has all reports."""

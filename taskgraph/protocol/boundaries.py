@@ -59,16 +59,18 @@ class Boundaries:
                 self._committed = boundary
                 self._held = {k: b for k, b in self._held.items() if b.stamp.epoch > boundary.stamp.epoch}
             return
+        key = boundary.key
         if self._committed is not None:
-            if boundary.key[0] < self._committed.key[0] or boundary.key == self._committed.key:
+            known = self._committed.key
+            if key[0] < known[0] or key == known:
                 return  # history, or the same one again
-            if boundary.key[0] == self._committed.key[0]:
-                if boundary.key < self._committed.key:
+            if key[0] == known[0]:
+                if key < known:
                     return  # never let a pending boundary near a committed one of a later term or attempt
                 # Its primary began from the boundary before, read in etcd: what is held here did not commit. It was
                 # taken for the committed one by a replica that was evicted by then, and now is asked to come back.
                 self._committed = None
-        self._held[boundary.key] = boundary
+        self._held[key] = boundary
 
     def until(self, epoch: int) -> tuple[Boundary, ...]:
         """The boundaries that a read of `epoch` as committed commits, in order, as far as they are here.

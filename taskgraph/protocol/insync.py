@@ -91,6 +91,11 @@ class InSync:
         return self._place.get(node)
 
     @property
+    def alone(self) -> bool:
+        """Whether no other node is anything: no member, no candidate, nobody evicted who still counts."""
+        return not self._place
+
+    @property
     def nodes(self) -> tuple[str, ...]:
         return tuple(sorted(self._place))
 
