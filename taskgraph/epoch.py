@@ -211,14 +211,15 @@ class Epoch:
                 f"{self._at()}: {which} says {'from' if which == 'inbound' else 'to'} whom each tag travels, as in "
                 f"{which}={{{tag!r}: {link!r}}}; it got {given!r:.100}"
             )
+        linked = self._linked
         channels = {}
         for tag, to in given.items():
-            known = self._linked.get(to) if type(to) is str else None
-            if known is None:
-                known = _task_ids(self._work, to, self._at, f"{which} {tag!r}")
-                if type(to) is str:
-                    self._linked[to] = known
-            channels[str(tag)] = known
+            if type(to) is not str:
+                channels[str(tag)] = _task_ids(self._work, to, self._at, f"{which} {tag!r}")
+                continue
+            if to not in linked:
+                linked[to] = _task_ids(self._work, to, self._at, f"{which} {tag!r}")
+            channels[str(tag)] = linked[to]
         return channels
 
     def _no_messages(self, what: str, *, composing: bool = False) -> None:

@@ -140,11 +140,14 @@ class Task:
         """The state, as a value. May return the task's own arrays: they are encoded before anything else runs."""
         state = {}
         for name in self.__taskgraph_state__:
-            if name not in vars(self) and not hasattr(type(self), name):
+            try:
+                state[name] = getattr(self, name)
+            except AttributeError:
+                if hasattr(type(self), name):
+                    raise  # a property's own
                 raise StateError(
                     f"{_title(self)} declares state {name!r}, but has no such attribute: set self.{name} in setup()"
-                )
-            state[name] = getattr(self, name)
+                ) from None
         return state or None
 
     def restore(self, state: Any) -> None:

@@ -98,12 +98,16 @@ class Topology(Mapping[str, Link]):
 
 def _checked(link: Link, what: str, task_id: int, tasks: int, epoch: int) -> tuple[int, ...]:
     given = link(task_id, tasks, epoch)
+    if type(given) is range:  # nothing is in it twice, and its ends are its extremes
+        found = tuple(given)
+        if not found or (0 <= found[0] < tasks and 0 <= found[-1] < tasks):
+            return found
     if type(given) not in _ORDERED:
         if not isinstance(given, Iterable) or isinstance(given, str | bytes):
             raise GraphError(f"task {task_id}: {what} must return task ids, as a list; it returned {given!r}")
         if isinstance(given, set | frozenset):  # it has no order of its own
             given = sorted(given)
-    found = []
+    ids = []
     for neighbor in given:
         number = neighbor
         if type(neighbor) is not int:
@@ -115,10 +119,10 @@ def _checked(link: Link, what: str, task_id: int, tasks: int, epoch: int) -> tup
                 raise GraphError(f"task {task_id}: {what} names {neighbor!r}, which is no task id")
         if not 0 <= number < tasks:
             raise GraphError(f"task {task_id}: {what} names task {number}, but the job has tasks 0 to {tasks - 1}")
-        found.append(number)
-    if len(set(found)) != len(found):
-        raise GraphError(f"task {task_id}: {what} names a task twice: {found}")
-    return tuple(found)
+        ids.append(number)
+    if len(ids) > 1 and len(set(ids)) != len(ids):
+        raise GraphError(f"task {task_id}: {what} names a task twice: {ids}")
+    return tuple(ids)
 
 
 def as_topology(links: Mapping[str, Link]) -> Topology:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
 
 from taskgraph.errors import GraphError
 
 __all__ = ["Composition", "Processor"]
 
 
-@dataclass(frozen=True, slots=True)
-class Processor:
+class Processor(NamedTuple):
     """One processor of a task in one epoch.
 
     Attributes:
@@ -38,6 +38,7 @@ class Composition:
     """What `compose` declared, in order.
 
     Attributes:
+        named: all processors, in the order declared.
         ordered: processors that run one after another before the sync points.
         parallel: those that run whenever they are ready.
         sync_points: those that run last.
@@ -45,11 +46,10 @@ class Composition:
 
     task: int
     epoch: int
-    processors: list[Processor] = field(default_factory=list)
+    named: dict[str, Processor] = field(default_factory=dict)
     ordered: list[Processor] = field(default_factory=list)
     parallel: list[Processor] = field(default_factory=list)
     sync_points: list[Processor] = field(default_factory=list)
-    _names: set[str] = field(default_factory=set)
     _takes: dict[tuple[str, int], None] = field(default_factory=dict)
     _puts: dict[tuple[str, int], str] = field(default_factory=dict)
 
@@ -67,7 +67,7 @@ class Composition:
         if not callable(compute):
             raise GraphError(f"{self._at()}: a processor's compute must be callable, not {type(compute).__name__}")
         name = name or _name_of(compute)
-        if name in self._names:
+        if name in self.named:
             raise GraphError(
                 f"{self._at()}: two processors are called {name!r}; give one of them another: "
                 f"epoch.processor(..., name='...')"
@@ -89,13 +89,17 @@ class Composition:
             for producer in producers:
                 self._takes[(tag, producer)] = None
         processor = Processor(name, compute, inbound, outbound, sync, parallel)
-        self._names.add(name)
-        self.processors.append(processor)
+        self.named[name] = processor
         (self.sync_points if sync else self.parallel if parallel else self.ordered).append(processor)
         return processor
 
     def _at(self) -> str:
         return f"task {self.task}, epoch {self.epoch}, compose"
+
+    @property
+    def processors(self) -> tuple[Processor, ...]:
+        """In the order declared."""
+        return tuple(self.named.values())
 
     def channels_in(self) -> list[tuple[str, int]]:
         """(tag, producer) of every inbound channel, each once, in the order declared."""
@@ -111,7 +115,11 @@ class Composition:
 
 
 def _name_of(compute: Callable[..., Any]) -> str:
-    inner = getattr(compute, "__func__", compute)  # of a method; a function is asked in no time for what it lacks
+    if type(compute) is MethodType:  # plain methods and functions, which most are, are asked for nothing they lack
+        compute = compute.__func__
+    if type(compute) is FunctionType and compute.__name__ != "<lambda>":
+        return compute.__name__
+    inner: Any = compute
     while hasattr(inner, "func"):  # functools.partial
         inner = inner.func
     name = getattr(inner, "__name__", type(inner).__name__)

@@ -119,6 +119,9 @@ def _write_sequence(writer: Writer, value: list[Any] | tuple[Any, ...]) -> None:
     writer.depth -= 1
 
 
+_EMPTY_DICT: Final = b"D" + _U64.pack(0)
+
+
 class _Keys(dict[str, bytes]):
     """Keys as they are written, so that a look-up is no call; nothing for one that is not kept."""
 
@@ -135,6 +138,9 @@ _keys: Final = _Keys()
 
 
 def _write_dict(writer: Writer, value: dict[Any, Any]) -> None:
+    if not value and writer.depth < MAX_DEPTH and len(writer.meta) <= _MAX_META:
+        writer.meta += _EMPTY_DICT
+        return
     items = tuple(value.items())
     meta = writer.meta
     writer.depth += 1

@@ -18,7 +18,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Coroutine, Generator
 from pathlib import Path
-from types import FrameType, FunctionType
+from types import FrameType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from taskgraph.epoch import AttemptEnded
@@ -279,9 +279,11 @@ _ASYNC: weakref.WeakKeyDictionary[FunctionType, bool] = weakref.WeakKeyDictionar
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling it gives a coroutine; looks through functools.partial and callable objects."""
-    plain = getattr(function, "__func__", function)
+    plain = function.__func__ if type(function) is MethodType else function
     if type(plain) is not FunctionType:
         return _looks_async(function)
+    if plain.__code__.co_flags & inspect.CO_COROUTINE:
+        return True
     known = _ASYNC.get(plain)
     if known is None:
         known = _ASYNC[plain] = _looks_async(function)

@@ -178,10 +178,11 @@ class Replica:
 
     def _is_small_snapshot(self) -> bool:
         """Whether the snapshot runs no code of the user's, and takes microseconds: not worth a hop to a thread."""
-        if not self.stateful:
+        assert self._built is not None
+        task, shape = self._built
+        if not shape.stateful:
             return True
-        task = self.user_task
-        if "snapshot" in self.shape.overrides:
+        if "snapshot" in shape.overrides:
             return False
         has = vars(task)
         return all(name in has and _is_small(has[name]) for name in type(task).__taskgraph_state__)

@@ -16,6 +16,7 @@ Where the sums differ the leader asks for the entries themselves, and `explain` 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 from xxhash import xxh3_128_intdigest
 
@@ -72,10 +73,18 @@ def identity(kind: str, sender: int, receiver: int, name: str, digest: bytes) ->
     The header ends with a newline that no number contains and gives the lengths of `kind` and `name`; the digest
     is the rest. So no two different entries have the same encoding.
     """
+    # Items have the same headers in every epoch; those of other kinds have names of their own.
+    header = (_known_header if kind == Kind.ITEM else _header)(kind, sender, receiver, name)
+    return xxh3_128_intdigest(header + digest)
+
+
+def _header(kind: str, sender: int, receiver: int, name: str) -> bytes:
     kind_bytes = kind.encode()
     name_bytes = name.encode("utf-8", "surrogatepass")  # any str is a tag, also one that is no Unicode text
-    header = b"%d %d %d %d\n" % (sender, receiver, len(kind_bytes), len(name_bytes))
-    return xxh3_128_intdigest(header + kind_bytes + name_bytes + digest)
+    return b"%d %d %d %d\n" % (sender, receiver, len(kind_bytes), len(name_bytes)) + kind_bytes + name_bytes
+
+
+_known_header = lru_cache(maxsize=4096)(_header)
 
 
 def total(sums: Iterable[int]) -> int:
