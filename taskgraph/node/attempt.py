@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ from taskgraph.observe.trace import clock
 from taskgraph.protocol.messages import Encoded, Item, Pull, Reason, Reply, Stamp, Wait
 from taskgraph.protocol.sums import Ledger
 
-__all__ = ["Attempt", "Idle"]
+__all__ = ["Attempt", "Idle", "first_error"]
 
 R = TypeVar("R")
 
@@ -42,7 +42,11 @@ class Idle:
 
 
 class Attempt:
-    """The attempt at work of one task; implements `taskgraph.epoch.Work` for user code."""
+    """The attempt at work of one task; implements `taskgraph.epoch.Work` for user code.
+
+    Args:
+        group: where what runs beside it belongs; there, too, an error ends all of it.
+    """
 
     def __init__(
         self,
@@ -50,6 +54,7 @@ class Attempt:
         stamp: Stamp,
         term: int,
         *,
+        group: asyncio.TaskGroup,
         on_idle: Callable[[Idle], None],
         ask_restart: Callable[[str], None],
         on_composed: Callable[[Attempt], None],
@@ -72,7 +77,7 @@ class Attempt:
         self.allocate = replica.router.allocate
         self.ledger = Ledger()
         self.put_bytes = 0  # what is kept for those who pull it, and for the backups, until it commits
-        self.mailbox = Mailbox(self)
+        self._mailbox: Mailbox | None = None  # most epochs have none
         self.numbers: dict[str, float] = {}
         self.finishing = False
         self.ask_restart = ask_restart
@@ -82,13 +87,13 @@ class Attempt:
         self.recording = recording
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
-        self._group: asyncio.TaskGroup | None = None
+        self._group: asyncio.TaskGroup | None = group  # until the attempt is over
         self._composing: Composition | None = None
         self._composed: asyncio.Future[Composition] = self._loop.create_future()
         self._slots: dict[tuple[str, int], asyncio.Future[Encoded]] = {}
         self._items: dict[tuple[str, int], Encoded] = {}
         self._expected: tuple[tuple[str, int], ...] = ()  # (tag, producer) of every item it needs
-        self._arrival = asyncio.Event()
+        self._awaited: dict[asyncio.Future[None], set[tuple[str, int]]] = {}  # who waits for items, and which it lacks
         self._pulls: dict[asyncio.Future[Reply], None] = {}  # under way, without a task
         self._hold_count = 0
         self.quiet = Quiet()
@@ -104,16 +109,12 @@ class Attempt:
             UserCodeError, GraphError, ValueNotEncodable: the job's own errors.
             AttemptEnded: user code unwound because the attempt is over.
         """
+        assert self._group is not None
         try:
-            async with asyncio.TaskGroup() as group:
-                self._group = group
-                try:
-                    await self._main(group)
-                except BaseException:
-                    self._unwind()
-                    raise
-        except BaseExceptionGroup as errors:
-            raise _first(errors) from None
+            await self._main(self._group)
+        except BaseException:
+            self._unwind()
+            raise
         finally:
             self._group = None
             for reply in tuple(self._pulls):
@@ -135,10 +136,15 @@ class Attempt:
             await self._process(processor)
         for work in parallel:
             await work
-        for channel in self._expected:
-            if channel not in self._items:
-                await self._until_arrived(channel)
-        await self._until_closed()
+        if len(self._items) < len(self._expected):
+            await self._until_arrived(set(self._expected).difference(self._items))
+        if self.replica.shape.receives:
+            await self.quiet.until_sealed(
+                lambda version: self._on_idle(Idle(version, self.ledger.sent_sum, self.ledger.received_sum))
+            )
+        else:
+            await self.quiet.until_calm()
+            self.quiet.close()
         if self._point is not None:
             await self._point("sync", self.task, self.number)
         for processor in composition.sync_points:
@@ -168,10 +174,13 @@ class Attempt:
 
     async def _process(self, processor: Processor) -> None:
         waiting = self._tracing.on and clock()
+        lacking = set()
         for tag, producers in processor.inbound.items():
             for producer in producers:
                 if (tag, producer) not in self._items:
-                    await self._until_arrived((tag, producer))
+                    lacking.add((tag, producer))
+        if lacking:
+            await self._until_arrived(lacking)
         if waiting and processor.inbound:
             self._tracing.add("wait", waiting, self.task, self.stamp, self.term, name=processor.name)
         self._states[processor.name] = "running"
@@ -186,10 +195,19 @@ class Attempt:
             await self.recording.finished(processor.name, sync=processor.sync)
         self._states[processor.name] = "done"
 
-    async def _until_arrived(self, channel: tuple[str, int]) -> None:
-        while channel not in self._items:
-            self._arrival.clear()
-            await self._arrival.wait()
+    async def _until_arrived(self, lacking: set[tuple[str, int]]) -> None:
+        """Returns when all of these items are here; whoever waits is woken once, by the last of them."""
+        arrived: asyncio.Future[None] = self._loop.create_future()
+        self._awaited[arrived] = lacking
+        await arrived
+
+    def _arrived(self, channel: tuple[str, int]) -> None:
+        for waiter, lacking in tuple(self._awaited.items()):
+            lacking.discard(channel)
+            if not lacking:
+                del self._awaited[waiter]
+                if not waiter.done():
+                    waiter.set_result(None)
 
     def _begin_pull(self, tag: str, producer: int) -> None:
         """Pulls one item without a task, where that works at the first try."""
@@ -240,7 +258,8 @@ class Attempt:
         self._items[(tag, producer)] = reply.value
         if self.recording is not None:
             self.recording.items[(tag, producer)] = reply.value
-        self._arrival.set()
+        if self._awaited:
+            self._arrived((tag, producer))
         if self._pulling_since:
             self._trace_pull("pull", tag, producer, reply)
 
@@ -253,16 +272,6 @@ class Attempt:
     def _wanted_by(self, tag: str, producer: int) -> str:
         composition = self._composed.result()
         return next(repr(p.name) for p in composition.processors if producer in p.inbound.get(tag, ()))
-
-    async def _until_closed(self) -> None:
-        """Returns when nothing runs, waits or travels any more, and no message will be taken from now on."""
-        if self.replica.shape.receives:
-            await self.quiet.until_sealed(
-                lambda version: self._on_idle(Idle(version, self.ledger.sent_sum, self.ledger.received_sum))
-            )
-        else:
-            await self.quiet.until_calm()
-            self.quiet.close()
 
     def check_open(self) -> None:
         """Raises Refused where the task takes no message any more."""
@@ -289,9 +298,22 @@ class Attempt:
     def _unwind(self) -> None:
         """Something of the attempt raised: it waits for its threads now, and they must not wait for its answers."""
         self.cancelled = True
-        self.mailbox.end()
+        if self._mailbox is not None:
+            self._mailbox.end()
 
     # -- asked by other tasks ---------------------------------------------------------------------
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """Its flags and requests. Made when first asked for."""
+        if self._mailbox is None:
+            self._mailbox = Mailbox(self)
+        return self._mailbox
+
+    @property
+    def rests_on(self) -> Mapping[int, int]:
+        """task -> term of whoever acknowledged a flag of it, or answered with effects."""
+        return self._mailbox.terms if self._mailbox is not None else {}
 
     async def ready(self) -> None:
         """Returns when compose has run; raises Refused where the attempt ended before."""
@@ -371,7 +393,8 @@ class Attempt:
         gone.cancel()
         self._slots = dict.fromkeys(self._slots, gone)
         self._items.clear()
-        self.mailbox.drop()
+        if self._mailbox is not None:
+            self._mailbox.drop()
 
     # -- Work: asked by user code, from any thread ------------------------------------------------
 
@@ -398,8 +421,12 @@ class Attempt:
         return self._composing
 
     def put(self, tag: str, consumer: int, value: Encoded) -> None:
-        self._check_alive()
-        self._on_loop(self._put, tag, consumer, value)
+        if self.cancelled:
+            raise AttemptEnded
+        if threading.get_ident() == self._thread:  # as `_on_loop`, without a call
+            self._put(tag, consumer, value)
+        else:
+            self._loop.call_soon_threadsafe(self._put, tag, consumer, value)
 
     def _put(self, tag: str, consumer: int, value: Encoded) -> None:
         slot = self._slots[(tag, consumer)]
@@ -470,7 +497,7 @@ class Attempt:
         composition = self._composed.result()
         found: list[Wait] = []
         earlier: str | None = None
-        replies = self.mailbox.awaited
+        replies = self._mailbox.awaited if self._mailbox is not None else []
         for processor in (*composition.ordered, *composition.sync_points, *composition.parallel):
             state = self._states[processor.name]
             if state == "done":
@@ -509,7 +536,7 @@ async def _raise(error: Exception) -> None:
     raise error
 
 
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     """The error to tell: the first that is no mere consequence (cancellation, unwinding)."""
     leaves: list[BaseException] = []
     stack: list[BaseException] = [errors]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from taskgraph.errors import TaskGraphError, TransportError
 from taskgraph.node.actor import StuckError, UserCodeError
-from taskgraph.node.attempt import Attempt, Idle
+from taskgraph.node.attempt import Attempt, Idle, first_error
 from taskgraph.node.attempts import Attempts
 from taskgraph.node.backups import Backups
 from taskgraph.node.checkpoints import CheckpointWriter
@@ -254,22 +254,26 @@ class Primary:
         self._room.set()
 
     async def _work_on(self, stamp: Stamp) -> None:
-        """Works on one epoch after another."""
-        while True:
-            self._epoch = stamp.epoch
-            self._epoch_began = self._node.now()
-            began = self._tracing.on and clock()
-            try:
-                attempt, ahead = await self._work(stamp)
-            finally:
-                if began:
-                    self._tracing.add("epoch", began, self.task, stamp, self.term)
-            if not ahead and self._settled <= stamp.epoch:
-                done = self._tracing.on and clock()
-                await self._until_allowed(attempt)
-                if done:
-                    self._tracing.add("commit awaited", done, self.task, stamp, self.term)
-            stamp = Stamp(stamp.attempt, stamp.epoch + 1)
+        """Works on one epoch after another. What runs beside an attempt runs in one group; an error ends all of it."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                while True:
+                    self._epoch = stamp.epoch
+                    self._epoch_began = self._node.now()
+                    began = self._tracing.on and clock()
+                    try:
+                        attempt, ahead = await self._work(stamp, group)
+                    finally:
+                        if began:
+                            self._tracing.add("epoch", began, self.task, stamp, self.term)
+                    if not ahead and self._settled <= stamp.epoch:
+                        done = self._tracing.on and clock()
+                        await self._until_allowed(attempt)
+                        if done:
+                            self._tracing.add("commit awaited", done, self.task, stamp, self.term)
+                    stamp = Stamp(stamp.attempt, stamp.epoch + 1)
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
 
     async def _until_allowed(self, attempt: Attempt) -> None:
         """Returns when the epoch after that attempt's may begin: committed, or the task need not wait for that."""
@@ -294,7 +298,7 @@ class Primary:
             return False  # handed over right after a commit
         return self.attempts.put_bytes <= _AHEAD_BYTES
 
-    async def _work(self, stamp: Stamp) -> tuple[Attempt, bool]:
+    async def _work(self, stamp: Stamp, group: asyncio.TaskGroup) -> tuple[Attempt, bool]:
         """One attempt, its snapshot, and the report that it is done.
 
         Returns the attempt, and what the report says: whether the task goes on before it is committed.
@@ -310,6 +314,7 @@ class Primary:
             replica,
             stamp,
             self.term,
+            group=group,
             on_idle=partial(self._report_idle, stamp),
             on_composed=self.attempts.composed,
             ask_restart=partial(self._ask_restart, stamp),
@@ -548,7 +553,7 @@ class Primary:
         """The view changed: an attempt that rests on a gone primary's acknowledgement cannot be completed."""
         view = self._node.keeper.view
         for attempt in self.attempts:
-            for task, term in attempt.mailbox.terms.items():
+            for task, term in attempt.rests_on.items():
                 if view.term(task) > term and not attempt.cancelled:
                     lost = f"task {task} lost a primary that took a message of task {self.task}"
                     self._ask_restart(attempt.stamp, lost)

@@ -12,7 +12,7 @@ class Quiet:
     """One task's part in finding out that nothing of an epoch runs, waits or travels any more.
 
     `version` grows with everything that begins. What the leader seals is a version: a task that has moved on since it
-    said that it was idle refuses. Lives on the event loop.
+    said that it was idle refuses. Lives on the event loop; the attempt alone waits for it, in one place at a time.
     """
 
     def __init__(self) -> None:
@@ -21,13 +21,18 @@ class Quiet:
         self._busy = 0
         self._holds: dict[int, str] = {}
         self._told = False
-        self._calm = asyncio.Event()
-        self._sealed = asyncio.Event()
+        self._sealed = False
+        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def holds(self) -> tuple[str, ...]:
         """Why user code keeps the epoch open, oldest first."""
         return tuple(self._holds.values())
+
+    @property
+    def calm(self) -> bool:
+        """Whether nothing runs and nothing is held; either may begin again."""
+        return not self._holds and not self._busy
 
     def busier(self) -> None:
         """Something began that keeps the task from being idle; `calmer` follows."""
@@ -37,7 +42,7 @@ class Quiet:
     def calmer(self) -> None:
         self._busy -= 1
         if not self._busy:
-            self._calm.set()
+            self._wake()
 
     def hold(self, mark: int, why: str) -> None:
         self._holds[mark] = why
@@ -46,17 +51,24 @@ class Quiet:
     def release(self, mark: int) -> None:
         self._holds.pop(mark, None)
         if not self._holds:
-            self._calm.set()
+            self._wake()
 
     def _moved(self) -> None:
         self.version += 1
         self._told = False
 
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _until_woken(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
     async def until_calm(self) -> None:
         """Returns when nothing runs and nothing is held; either may begin again."""
-        while self._holds or self._busy:
-            self._calm.clear()
-            await self._calm.wait()
+        while not self.calm:
+            await self._until_woken()
 
     def close(self) -> None:
         """The task takes no message of this epoch any more."""
@@ -68,18 +80,13 @@ class Quiet:
         Args:
             on_idle: is told the version, each time that the task is idle at another one.
         """
-        while not self._sealed.is_set():
+        while not self._sealed:
             await self.until_calm()
             if not self._told:
                 self._told = True
                 on_idle(self.version)
-            self._calm.clear()
-            waits = [asyncio.ensure_future(event.wait()) for event in (self._calm, self._sealed)]
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for wait in waits:
-                    wait.cancel()
+            if not self._sealed:
+                await self._until_woken()
 
     def seal(self, version: int) -> bool:
         """The leader found everything quiet. True if the task is still at `version`: it takes nothing more."""
@@ -87,6 +94,6 @@ class Quiet:
             return self.version == version
         if not self._told or self.version != version:
             return False
-        self.closed = True
-        self._sealed.set()
+        self.closed = self._sealed = True
+        self._wake()
         return True

@@ -1,0 +1,66 @@
+"""How an attempt comes to rest: calm, told, sealed."""
+
+from __future__ import annotations
+
+import asyncio
+
+from taskgraph.node.quiet import Quiet
+
+
+async def steps() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_it_is_calm_when_nothing_runs_and_nothing_is_held() -> None:
+    quiet = Quiet()
+    await quiet.until_calm()
+    quiet.busier()
+    quiet.hold(1, "why")
+    waiting = asyncio.ensure_future(quiet.until_calm())
+    quiet.calmer()
+    await steps()
+    assert not waiting.done() and quiet.holds == ("why",)
+    quiet.release(1)
+    await waiting
+    quiet.release(1)  # twice is no error
+
+
+async def test_it_is_told_again_when_something_ran_meanwhile_and_sealed_at_that_version_only() -> None:
+    quiet, told = Quiet(), list[int]()
+    waiting = asyncio.ensure_future(quiet.until_sealed(told.append))
+    await steps()
+    assert told == [0]
+    quiet.busier()
+    assert not quiet.seal(0), "it has moved on"
+    await steps()
+    assert told == [0], "it is not idle"
+    quiet.calmer()
+    await steps()
+    assert told == [0, 1]
+    assert not quiet.seal(0) and not quiet.closed
+    assert quiet.seal(1) and quiet.closed
+    await waiting
+    assert quiet.seal(1), "asked again, it says the same"
+    assert not quiet.seal(2)
+
+
+async def test_it_may_be_sealed_while_it_tells() -> None:
+    quiet = Quiet()
+
+    def seal(version: int) -> None:
+        assert quiet.seal(version)
+
+    async with asyncio.timeout(5):
+        await quiet.until_sealed(seal)
+
+
+async def test_a_wait_can_be_cancelled() -> None:
+    quiet = Quiet()
+    quiet.busier()
+    waiting = asyncio.ensure_future(quiet.until_calm())
+    await steps()
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    quiet.calmer()
+    await quiet.until_calm()
