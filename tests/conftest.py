@@ -10,9 +10,16 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from taskgraph.coordination.embedded import EmbeddedEtcd
+
+# The same examples every time: what a change did not break must not fail for it. To look for more of them:
+# pytest --hypothesis-profile=explore tests/unit/graph
+hypothesis.settings.register_profile("same", derandomize=True)
+hypothesis.settings.register_profile("explore", derandomize=False, max_examples=20_000)
+hypothesis.settings.load_profile("same")
 
 #: Processes that live as long as the session: its etcd's guard.
 _SESSION_PROCESSES: set[int] = set()

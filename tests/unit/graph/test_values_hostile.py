@@ -171,6 +171,7 @@ U64 = struct.Struct("<Q").pack
         (b"A\x0b|V999999999\x01" + U64(1), "announces"),
         (b"A\x04|V 8\x00", "not a dtype"),
         (b"A\x03f16\x00", "not a dtype"),
+        (b"A\x03>a4\x00", "not a dtype"),  # an old name, of which numpy warns
         (b"A\x04<f16\x00", "another kind of machine"),
         (b"A\xfe\x00" + U64(0) + b"\xff\xff\xff\xff", "announces 4294967295 fields"),
         (b"A\xfe\x00" + U64(1 << 62) + b"\0\0\0\0\x00", "dtype"),
@@ -181,7 +182,7 @@ U64 = struct.Struct("<Q").pack
         (b"P" + U64(1) + b"xN", "without its bytes"),
         (b"P" + U64(25) + b"google.protobuf.Timestamp" + b"B" + U64(1) + b"\xff", "not a protobuf message"),
     ],
-    ids=range(30),
+    ids=range(31),
 )
 def test_what_is_said_of_it(body: bytes, said: str) -> None:
     with pytest.raises(DecodeError) as caught:
