@@ -35,7 +35,7 @@ _REC = struct.Struct("<BQI")
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 
-_PLAIN = re.compile(r"([<>|][biufcmMSUV]\d{0,10}(?:\[\w{1,24}\])?)(/\d{1,3})?", re.ASCII)
+_PLAIN = re.compile(r"([<>|][b-zA-Z]\d{0,10}(?:\[\w{1,24}\])?)(/\d{1,3})?", re.ASCII)
 _LONG_DOUBLES: Final = frozenset((np.dtype(np.longdouble).num, np.dtype(np.clongdouble).num))
 _LONG_DOUBLE_FORM: Final = f"/{np.finfo(np.longdouble).nmant}"
 """Bits of the mantissa: 63 on x86, 112 on ARM. The same text `<f16` means other numbers there."""
