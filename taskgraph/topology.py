@@ -89,11 +89,10 @@ class Topology(Mapping[str, Link]):
         Raises:
             GraphError: no such link, or it names a task that does not exist, or one twice.
         """
-        function = self._links.get(link)
-        if function is None:
+        if link not in self._links:
             known = ", ".join(repr(name) for name in self._links) or "none"
             raise GraphError(f"task {task_id}: there is no link {link!r}; the topology's links are: {known}")
-        return _checked(function, f"link {link!r}", task_id, tasks, epoch)
+        return _checked(self._links[link], f"link {link!r}", task_id, tasks, epoch)
 
 
 def _checked(link: Link, what: str, task_id: int, tasks: int, epoch: int) -> tuple[int, ...]:

@@ -55,7 +55,8 @@ class Reader:
     def whole(self) -> Any:
         """The value, if it is all there is."""
         try:
-            found = self._value()
+            self._at += 1  # as `_value` does it, without a call
+            found = self.readers[self._meta[self._at - 1]](self)
         except (struct.error, IndexError) as error:
             raise DecodeError(f"a value ends after {len(self._meta)} bytes, within itself") from error
         except UnicodeDecodeError as error:

@@ -44,7 +44,10 @@ class Attempts:
     @property
     def put_bytes(self) -> int:
         """What all of them hold for others."""
-        return sum(attempt.put_bytes for attempt in self._begun.values())
+        found = 0
+        for attempt in self._begun.values():
+            found += attempt.put_bytes
+        return found
 
     # -- as the primary goes on -------------------------------------------------------------------
 

@@ -128,6 +128,8 @@ class Node:
         self._serving = Serving(self)
         self._suspicion = Suspicion(self, self.reconsider)
         self.registration: Registration | None = None
+        self.paused = True
+        """Whether it cannot prove its lease just now, as `Registration` says; every message asks for it."""
         self._group: asyncio.TaskGroup | None = None
         self._owned: dict[asyncio.Task[None], None] = {}
         self._dirty = asyncio.Event()
@@ -148,10 +150,6 @@ class Node:
     def name_of(self, node: str) -> str:
         """What a person calls a node: its name without the uuid of the process."""
         return node.rpartition("-")[0] or node
-
-    @property
-    def paused(self) -> bool:
-        return self.registration is None or self.registration.paused
 
     @property
     def running(self) -> bool:

@@ -288,7 +288,8 @@ class Primary:
             return False
         if last.cancelled or last.last or last.finishing:
             return False
-        if replica.shape.receives or "on_commit" in replica.shape.overrides:
+        shape = replica.shape
+        if shape.receives or "on_commit" in shape.overrides:
             return False  # the seal, and the order of its calls, are of committed epochs
         checkpoints = node.spec.checkpoint is not None
         if checkpoints and self._writer.due(Stamp(last.attempt, last.number + 1), stateful=replica.stateful):
@@ -348,7 +349,8 @@ class Primary:
         await self.backups.held(boundary.key, admit_wait_s=admit_wait_s)
         if holding:
             self._tracing.add("held by backups", holding, self.task, stamp, self.term, size=value.size_bytes)
-        await node.while_paused()
+        if node.paused:
+            await node.while_paused()
         if node.injects:
             await node.point("done", self.task, stamp.epoch)
         ahead = self._may_be_ahead(attempt)

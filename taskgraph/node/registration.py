@@ -34,9 +34,12 @@ class Registration:
         self._open = asyncio.Event()
         self.node_revision = 0
 
-    @property
-    def paused(self) -> bool:
-        return not self._open.is_set()
+    def _pause(self, paused: bool) -> None:
+        self._node.paused = paused
+        if paused:
+            self._open.clear()
+        else:
+            self._open.set()
 
     async def while_paused(self) -> None:
         """Returns at once, or when the pause ends."""
@@ -57,7 +60,7 @@ class Registration:
                 )
             await self._node.breathe()
         self.node_revision = revision
-        self._open.set()
+        self._pause(False)
         await keeper.caught_up(revision)
 
     async def _put_first(self) -> int | None:
@@ -82,11 +85,11 @@ class Registration:
             lease = self._lease
             assert lease is not None
             lease.tick()
-            if not self.paused and self._unproved(lease):
-                self._open.clear()
+            if not self._node.paused and self._unproved(lease):
+                self._pause(True)
                 self._node.events.emit("paused", "the lease could not be renewed in time: serving stops, work is kept")
                 self._node.keeper.notify_later()
-            if self.paused:
+            if self._node.paused:
                 await self._resume(lease)
             await asyncio.sleep(_TICK_S)
 
@@ -120,7 +123,7 @@ class Registration:
             self._record = record
             self.node_revision = result.revision
             await node.keeper.caught_up(result.revision)
-            self._open.set()
+            self._pause(False)
             node.events.emit("resumed", "the lease is proved again")
             node.keeper.notify_later()
 

@@ -160,32 +160,22 @@ class Replica:
 
     async def snapshot(self, numbers: dict[str, float], rows: dict[int, Any]) -> Encoded:
         """The task's state as a boundary, with the reports that travel in it."""
-        task, what = self.user_task, f"snapshot of task {self.task}"
+        assert self._built is not None
+        task, shape = self._built
 
         def take() -> Encoded:
             # Encoded before anything else of the task runs: the snapshot may be the task's own arrays.
-            state = task.snapshot() if self.stateful else None
+            state = task.snapshot() if shape.stateful else None
             try:
                 whole = {"state": state, "numbers": numbers, "log": rows}
-                return encode(whole, what=what, allocate=self.router.allocate)
+                return encode(whole, what=f"snapshot of task {self.task}", allocate=self.router.allocate)
             except ValueNotEncodable:
                 encode_fields(state, self.task)  # raises as well, and names the field
                 raise
 
-        if self._is_small_snapshot():
+        if _is_small_snapshot(task, shape):
             return await self.actor.here("snapshot", take)
         return await self.actor.call("snapshot", take)
-
-    def _is_small_snapshot(self) -> bool:
-        """Whether the snapshot runs no code of the user's, and takes microseconds: not worth a hop to a thread."""
-        assert self._built is not None
-        task, shape = self._built
-        if not shape.stateful:
-            return True
-        if "snapshot" in shape.overrides:
-            return False
-        has = vars(task)
-        return all(name in has and _is_small(has[name]) for name in type(task).__taskgraph_state__)
 
     async def restore(self, value: Encoded) -> None:
         """Puts the user's object into the state of a boundary, from a fresh decode."""
@@ -264,6 +254,16 @@ class Replica:
 
 
 _SMALL_BYTES = 16 << 10
+
+
+def _is_small_snapshot(task: Task, shape: TaskShape) -> bool:
+    """Whether the snapshot runs no code of the user's, and takes microseconds: not worth a hop to a thread."""
+    if not shape.stateful:
+        return True
+    if "snapshot" in shape.overrides:
+        return False
+    has = vars(task)
+    return all(name in has and _is_small(has[name]) for name in type(task).__taskgraph_state__)
 
 
 def _is_small(value: Any) -> bool:
