@@ -143,13 +143,15 @@ class Attempt:
                 lambda version: self._on_idle(Idle(version, self.ledger.sent_sum, self.ledger.received_sum))
             )
         else:
-            await self.quiet.until_calm()
-            self.quiet.close()
+            if not self.quiet.calm:
+                await self.quiet.until_calm()
+            self.quiet.closed = True
         if self._point is not None:
             await self._point("sync", self.task, self.number)
         for processor in composition.sync_points:
             await self._process(processor)
-        await self.quiet.until_calm()
+        if not self.quiet.calm:
+            await self.quiet.until_calm()
         self._pulling_since = 0
         if self.recording is None:
             self._items.clear()  # it may be long until this commits; what it put is still asked for
@@ -166,8 +168,7 @@ class Attempt:
             await self.recording.check("compose")
         for channel in composition.channels_out():
             self._slots[channel] = self._loop.create_future()
-        for processor in composition.processors:
-            self._states[processor.name] = "waiting"
+        self._states = dict.fromkeys(composition.named, "waiting")
         self._composed.set_result(composition)
         self._on_composed(self)
         return composition

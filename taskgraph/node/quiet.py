@@ -18,6 +18,7 @@ class Quiet:
     def __init__(self) -> None:
         self.version = 0
         self.closed = False
+        """The task takes no message of this epoch any more."""
         self._busy = 0
         self._holds: dict[int, str] = {}
         self._told = False
@@ -69,10 +70,6 @@ class Quiet:
         """Returns when nothing runs and nothing is held; either may begin again."""
         while not self.calm:
             await self._until_woken()
-
-    def close(self) -> None:
-        """The task takes no message of this epoch any more."""
-        self.closed = True
 
     async def until_sealed(self, on_idle: Callable[[int], None]) -> None:
         """Returns when the leader has found everybody idle.

@@ -65,7 +65,8 @@ class InSync:
         """A boundary more to hold."""
         if key not in self._current:
             self._current.append(key)
-            self._current.sort()
+            if len(self._current) > 1 and key < self._current[-2]:
+                self._current.sort()
 
     def keep_from(self, epoch: int) -> None:
         """`epoch` was read as committed: boundaries below it are history."""
