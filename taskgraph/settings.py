@@ -42,6 +42,8 @@ class Settings:
         cancel_s: how long a restart waits for a running compute before the node's process ends itself.
         setup_s: limit for `setup()` of a candidate, after which the offer is tried again.
         results_kept_s: how long nodes keep results nobody collects.
+        fatal_deaths: nodes whose processes may end while the same code of one task runs, in one epoch: the job fails
+            with the last of so many.
         device_failures: nodes that one task may end in one epoch by errors of CUDA devices; the next one fails the job.
         blas_threads: threads of BLAS and OpenMP in a node; the same for any number of nodes: sums are bit-equal.
         deal_devices: a launcher gives each node of its host CUDA devices of its own; False: all nodes see all of them.
@@ -77,6 +79,7 @@ class Settings:
     cancel_s: float = 60.0
     setup_s: float = 600.0
     results_kept_s: float = 300.0
+    fatal_deaths: int = 3
     device_failures: int = 2
     blas_threads: int = 1
     deal_devices: bool = True

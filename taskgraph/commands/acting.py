@@ -13,6 +13,7 @@ from taskgraph.commands.common import Reached, ended_text, find_entry, reach, se
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import JobError, PeerLost, UnknownJob
 from taskgraph.launch.follow import Follower, client_of
+from taskgraph.node import lastwords
 from taskgraph.observe.format import name_of
 from taskgraph.protocol.records import NodeRecord
 from taskgraph.protocol.view import JobView
@@ -68,7 +69,13 @@ async def _kill(options: argparse.Namespace, number: signal.Signals) -> int:
 
 def is_here(record: NodeRecord) -> bool:
     """Whether a node runs on this host."""
-    return any(endpoint.startswith(f"unix:{host_key()}:") for endpoint in record.control.split("|"))
+    return _folder(record) is not None
+
+
+def _folder(record: NodeRecord) -> Path | None:
+    """The directory of a node of this host, with its sockets."""
+    here = f"unix:{host_key()}:"
+    return next((Path(e.removeprefix(here)).parent for e in record.control.split("|") if e.startswith(here)), None)
 
 
 def signal_here(record: NodeRecord, number: signal.Signals) -> bool:
@@ -80,8 +87,11 @@ def signal_here(record: NodeRecord, number: signal.Signals) -> bool:
     Raises:
         JobError: it is gone.
     """
-    if not is_here(record):
+    folder = _folder(record)
+    if folder is None:
         return False
+    if number == signal.SIGKILL:
+        lastwords.meant(folder)
     if not signal_process(record.pid, number):
         raise JobError(f"{record.name} (process {record.pid}) does not exist any more")
     return True

@@ -176,10 +176,12 @@ class LocalNodes:
         finally:
             os.close(entry.pipe)
         folder = self._sockets / entry.node_id.rpartition("-")[2] if self._sockets is not None else None
-        if code != 0:  # 0: it left by itself, and said so
+        left = lastwords.read(folder) if folder is not None else None
+        if code != 0 or (left is not None and not left.meant):  # else it left by itself, and said so
             record = GoneRecord(
                 reason=f"killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}",
-                running=lastwords.read(folder) if folder is not None else (),
+                ran=left.ran if left is not None else (),
+                meant=self._stopping or (left is not None and left.meant),
                 writer=f"launcher {os.getpid()}",
             )
             entry.death = record

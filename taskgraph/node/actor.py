@@ -211,7 +211,7 @@ class Actor:
 
     def _begin(self, where: str) -> int:
         self._calls += 1
-        lastwords.begin((id(self), self._calls), self.task, where)
+        lastwords.begin((id(self), self._calls), self.task, self.stamp.epoch if self.stamp is not None else -1, where)
         return self._calls
 
     def _end(self, mark: int, where: str, began_ns: int) -> None:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import grpc
 
 from taskgraph.errors import TaskGraphError, TransportError
+from taskgraph.node import lastwords
 from taskgraph.node.tracing import Traced, traced
 from taskgraph.observe._proto import control_pb2 as pb
 from taskgraph.observe.control_client import SERVICE, TOKEN_KEY, credential
@@ -213,6 +214,8 @@ class ControlServer:
     async def _kill(self, node: Controlled, request: pb.KillRequest) -> pb.KillReply:
         number = signal.Signals(request.signal)
         log.warning("told to send %s to this process", number.name)
+        if number == signal.SIGKILL:
+            lastwords.mean()
         after_s = 0.0 if number == signal.SIGKILL else _SIGNAL_AFTER_S
         asyncio.get_running_loop().call_later(after_s, os.kill, os.getpid(), number)
         return pb.KillReply(pid=os.getpid())

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from taskgraph.errors import TaskGraphError
 from taskgraph.hints import hint
 from taskgraph.node.actor import UserCodeError
+from taskgraph.protocol.fatal import Fatal
 from taskgraph.protocol.records import GoneRecord, State, StatusRecord
 
-__all__ = ["culprit_text", "deaths_text", "failure_record"]
+__all__ = ["culprit_text", "deaths_text", "failure_record", "fatal_record"]
 
 _MAX_REASON, _MAX_TRACEBACK = 10_000, 200_000
 """Characters of a failure's text that are kept: etcd refuses values of more than 1.5 MiB."""
@@ -42,6 +43,24 @@ def failure_record(
         epoch=epoch,
         where=where,
         traceback=traceback[-_MAX_TRACEBACK:],  # the end of it says more than its middle
+        writer=writer,
+    )
+
+
+def fatal_record(found: Fatal, names: Mapping[str, GoneRecord], limit: int, writer: str) -> StatusRecord:
+    """Of code that ended the processes of these nodes."""
+    wheres = {ran.where for death in names.values() for ran in death.ran if found.counts(ran)}
+    reason = (
+        f"task {found.task}, epoch {found.epoch}, {' or '.join(map(repr, sorted(wheres)))}: {len(names)} nodes died "
+        f"while it ran (fatal_deaths={limit}), and the next would, too: {deaths_text(names)}. Look at that code; where "
+        f"it is not to blame, a larger Settings(fatal_deaths=...) lets more nodes try"
+    )
+    return StatusRecord(
+        state=State.FAILED,
+        reason=reason[:_MAX_REASON],
+        task=found.task,
+        epoch=found.epoch,
+        where=wheres.pop() if len(wheres) == 1 else "",
         writer=writer,
     )
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from taskgraph.errors import JobError
+from taskgraph.node import lastwords
 
 __all__ = ["STAGES", "VARIABLE", "Injection", "injected"]
 
@@ -95,6 +96,8 @@ class Injection:
         if self.action == "block":
             time.sleep(self.seconds)
         else:
+            if self.action == "kill":
+                lastwords.mean()
             os.kill(os.getpid(), signal.SIGKILL if self.action == "kill" else signal.SIGSTOP)
 
 

@@ -2,18 +2,23 @@
 
 `os._exit`, a crash in an extension or the kernel's out-of-memory killer leave no traceback. What is written here is a
 few bytes of a mapped file: no system call for each call of user code, and the kernel keeps them whatever ends the
-process.
+process. That an end is not the doing of what runs is written there, too: by the node that ends itself, and by who
+kills it (`taskgraph kill`, `taskgraph chaos`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 import os
 import struct
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["LastWords", "begin", "end", "listen", "read"]
+from taskgraph.protocol.records import Ran
+
+__all__ = ["LastWords", "Left", "begin", "end", "listen", "mean", "meant", "read"]
 
 _BYTES = mmap.PAGESIZE
 _FILE = "running"
@@ -22,12 +27,15 @@ _MOST = 4
 _SLOT_BYTES = 512
 _LONG = 100
 """Characters of one call's name."""
+_HEAD = struct.Struct("<QQq")
+"""What a slot begins with: a number that grows with every call, 0 while the slot is free; the task; its epoch."""
 _ORDER = struct.Struct("<Q")
-"""What a slot begins with: a number that grows with every call, 0 while the slot is free."""
+_MEANT_AT = _MOST * _SLOT_BYTES
+"""One byte: whether the end of the process is meant."""
 
 
 class LastWords:
-    """The calls under way in this process: `_MOST` slots in a file, each a number and a text."""
+    """The calls under way in this process: `_MOST` slots in a file, each of some numbers and a text."""
 
     def __init__(self, folder: Path) -> None:
         self._slots: dict[tuple[int, int], int] = {}  # in the order they began
@@ -40,19 +48,22 @@ class LastWords:
         finally:
             os.close(descriptor)
 
-    def began(self, call: tuple[int, int], text: bytes) -> None:
-        """`text` as `named` makes it."""
+    def began(self, call: tuple[int, int], task: int, epoch: int, where: bytes) -> None:
+        """`where` as `named` makes it."""
         slot = self._free.pop() if self._free else self._slots.pop(next(iter(self._slots)))
         self._slots[call] = slot
         self._calls += 1
         at = slot * _SLOT_BYTES
-        self._map[at : at + len(text) + 8] = _ORDER.pack(self._calls) + text
+        self._map[at : at + len(where) + _HEAD.size] = _HEAD.pack(self._calls, task, epoch) + where
 
     def ended(self, call: tuple[int, int]) -> None:
         slot = self._slots.pop(call, None)
         if slot is not None:  # else it had to make room
             self._free.append(slot)
             _ORDER.pack_into(self._map, slot * _SLOT_BYTES, 0)
+
+    def mean(self) -> None:
+        self._map[_MEANT_AT] = 1
 
 
 @functools.lru_cache(maxsize=1024)
@@ -61,19 +72,36 @@ def named(text: str) -> bytes:
     return text[:_LONG].encode() + b"\0"
 
 
-def read(folder: Path) -> tuple[str, ...]:
-    """What ran when the process ended whose folder this is; () where that is not known, or nothing did."""
+class Left(NamedTuple):
+    """What a process left: the calls under way, in the order they began, and whether its end was meant."""
+
+    ran: tuple[Ran, ...]
+    meant: bool
+
+
+def read(folder: Path) -> Left | None:
+    """What the process left that ended whose folder this is; None where it left in good order, or told nothing."""
     try:
         data = (folder / _FILE).read_bytes()
     except OSError:
-        return ()
+        return None
+    if len(data) != _BYTES:  # it ended before it came to do anything
+        return None
     found = []
-    for at in range(0, min(len(data), _MOST * _SLOT_BYTES) - 8, _SLOT_BYTES):
-        (order,) = _ORDER.unpack_from(data, at)
+    for at in range(0, _MEANT_AT, _SLOT_BYTES):
+        order, task, epoch = _HEAD.unpack_from(data, at)
         if order:
-            text = data[at + 8 : at + _SLOT_BYTES].partition(b"\0")[0]
-            found.append((order, text.decode(errors="replace")))
-    return tuple(text for _, text in sorted(found))
+            where = data[at + _HEAD.size : at + _SLOT_BYTES].partition(b"\0")[0]
+            found.append((order, Ran(where.decode(errors="replace"), task, epoch)))
+    return Left(tuple(ran for _, ran in sorted(found)), bool(data[_MEANT_AT]))
+
+
+def meant(folder: Path) -> None:
+    """Says of another process, of this host, that it is ended on purpose."""
+    # It may end, and its folder with it, at this very moment; nothing is left to say then.
+    with contextlib.suppress(FileNotFoundError), (folder / _FILE).open("r+b") as file:
+        file.seek(_MEANT_AT)
+        file.write(b"\1")
 
 
 _here: LastWords | None = None
@@ -86,13 +114,19 @@ def listen(folder: Path) -> None:
     _here = LastWords(folder)
 
 
-def begin(call: tuple[int, int], task: int, where: str) -> None:
-    """User code of a task begins."""
+def begin(call: tuple[int, int], task: int, epoch: int, where: str) -> None:
+    """User code of a task begins; epoch -1 where the task has none at work here."""
     if _here is not None:
-        _here.began(call, named(f"{where!r} of task {task}"))
+        _here.began(call, task, epoch, named(where))
 
 
 def end(call: tuple[int, int]) -> None:
     """It returned."""
     if _here is not None:
         _here.ended(call)
+
+
+def mean() -> None:
+    """This process is about to end itself, or was told to end: that is not the doing of what it runs."""
+    if _here is not None:
+        _here.mean()

@@ -31,6 +31,7 @@ from taskgraph.node.checkpoints import FILES_AT_A_TIME, CheckpointReader
 from taskgraph.node.deviceloss import DeviceLoss
 from taskgraph.node.draining import Draining
 from taskgraph.node.failing import failure_record
+from taskgraph.node.fatal import FatalCode
 from taskgraph.node.leader import LeaderRole
 from taskgraph.node.noticing import Noticing
 from taskgraph.node.primary import Primary
@@ -124,6 +125,7 @@ class Node:
         self.stepping_down: dict[int, asyncio.Task[None]] = {}
         self._wishes = Wishes(self)
         self._device_loss = DeviceLoss(self, own_process)
+        self.fatal_code = FatalCode(self)
         self._draining = Draining(self)
         self._serving = Serving(self)
         self._suspicion = Suspicion(self, self.reconsider)
@@ -441,7 +443,7 @@ class Node:
         if not self._wishes.may_start():
             return
         self._wishes.update()
-        if view.running or _finished(view.status):
+        if not self.fatal_code.look() and (view.running or _finished(view.status)):
             for task in range(self.job.tasks):
                 self.takeovers.consider(task)
         self._drop_replicas()

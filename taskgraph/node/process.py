@@ -246,6 +246,7 @@ def _follow_parent(config: NodeConfig) -> None:
 
 def _exit(code: int) -> NoReturn:
     """Ends the process now: a compute that never returns must not keep it."""
+    lastwords.mean()
     with contextlib.suppress(OSError, ValueError):  # nobody may read what we say
         sys.stdout.flush()
         sys.stderr.flush()

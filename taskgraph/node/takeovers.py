@@ -17,7 +17,7 @@ from taskgraph.node.primary import Primary
 from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
 from taskgraph.protocol.kv import Txn, TxnResult
-from taskgraph.protocol.messages import HandOver, Reason
+from taskgraph.protocol.messages import HandOver, Reason, Stamp
 from taskgraph.protocol.records import CheckpointRecord, PrimaryRecord, State, StatusRecord
 from taskgraph.protocol.takeover import Move, Succession, succession
 
@@ -123,6 +123,8 @@ class TakeOvers:
         """Tries once; `reconcile` tries again where it is still called for."""
         if decision.rank:
             await asyncio.sleep(decision.rank * self._node.settings.takeover_stagger_s)
+            if self._node.fatal_code.look():
+                return
         decision = self._decide(task)
         match decision.move:
             case Move.TAKE_OVER:
@@ -256,6 +258,7 @@ class TakeOvers:
             attempt=taken.attempt,
             transient=kind == "primary",
         )
+        replica.actor.stamp, replica.actor.term = Stamp(taken.attempt, taken.epoch), taken.term
         self._node.begin_term(Primary(self._node, replica, taken))
         return True
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from taskgraph.errors import DecodeError
 
@@ -19,6 +19,7 @@ __all__ = [
     "MemberRecord",
     "NodeRecord",
     "PrimaryRecord",
+    "Ran",
     "Record",
     "State",
     "StatusRecord",
@@ -150,19 +151,43 @@ class NodeRecord(Record):
     started_at: float = 0.0
 
 
+class Ran(NamedTuple):
+    """User code that ran when its process died: the hook, processor or handler, its task, and the epoch at work.
+
+    The epoch is -1 in a replica that never was primary: a backup's `setup`, above all.
+    """
+
+    where: str
+    task: int
+    epoch: int
+
+    def __str__(self) -> str:
+        return f"{self.where!r} of task {self.task}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoneRecord(Record):
     """`gone/{node}`: whoever started the node's process saw it end, or its absence was long enough.
 
     Attributes:
-        running: the user code that ran when the process ended, as far as its launcher knows.
+        ran: the user code that ran when the process ended, as far as its launcher knows.
+        meant: somebody said that the process was to end: what ran is not to blame.
         task, epoch: whose code met an error of its CUDA device, for which the process ended itself; None: another end.
     """
 
     reason: str
-    running: tuple[str, ...] = ()
+    ran: tuple[Ran, ...] = ()
+    meant: bool = False
     task: int | None = None
     epoch: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ran", tuple(Ran(*each) for each in self.ran))  # as lists, where they were read
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """`ran`, for people."""
+        return tuple(map(str, self.ran))
 
     @property
     def told(self) -> str:

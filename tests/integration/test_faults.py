@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_kit import Cli, Command, Done, shell
+from cli_kit import Cli, Command, Done, shell, sums
 
 import taskgraph as tg
 from taskgraph.driver import load_driver
@@ -52,8 +53,8 @@ async def started(cli: Cli, *arguments: str) -> Command:
     return command
 
 
-async def status(cli: Cli) -> dict[str, object]:
-    return json.loads((await cli("status", "steady", "--json")).out)
+async def status(cli: Cli, job: str = "steady") -> dict[str, object]:
+    return json.loads((await cli("status", job, "--json")).out)
 
 
 async def primary_pid(cli: Cli, task: int) -> int:
@@ -116,23 +117,84 @@ async def test_without_a_backup_a_lost_state_fails_the_job_and_says_so(cli: Cli)
     await cli.nothing_left()
 
 
-async def test_code_that_ends_its_process_is_named_once_it_ended_those_of_all_replicas(cli: Cli) -> None:
+FATAL = str(DRIVER.with_name("fatal.py"))
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("11", "exited with code 11"),
+        ("0", "exited with code 0"),
+        ("segfault", "was killed by SIGSEGV"),
+        ("killed", "was killed by SIGKILL"),
+    ],
+)
+async def test_code_that_ends_its_process_fails_the_job_while_nodes_are_left(cli: Cli, how: str, told: str) -> None:
+    # So long that there is another backup when the next one dies.
+    done = await cli("run", FATAL, "--nodes", "5", "-o", f"how={how}", "-o", "linger_s=0.5")
+    assert done.code == 1
+    failed = next(line for line in done.err.splitlines() if "job failed: " in line)
+    assert "task 1, epoch 2, 'crash': 3 nodes died while it ran (fatal_deaths=3)" in failed
+    died = re.findall(rf"(n\d) {told} while it ran 'crash' of task 1", failed)
+    assert len(set(died)) == len(died) == 3, "two are left"
+    assert "'crash' of task 1 ran each time: " in failed and "Settings(fatal_deaths=...)" in failed
+    assert ("dmesg" in failed) == (how == "killed")
+    record = await status(cli, "fatal")
+    assert (record["state"], record["reason"]) == ("failed", failed.partition("job failed: ")[2])
+    await cli.nothing_left()
+
+
+@pytest.mark.parametrize(("fatal_at", "where"), [(-1, "setup"), (6, "result")])
+async def test_a_setup_or_a_result_that_ends_its_process_does_so_too(cli: Cli, fatal_at: int, where: str) -> None:
+    # A node more: the first `result()` counts as of the last epoch, which is committed.
+    options = ("-o", f"fatal_at={fatal_at}", "-o", "linger_s=0.3")
+    done = await cli("run", FATAL, "--nodes", "6", *options)
+    assert done.code == 1
+    assert f"{where!r}: 3 nodes died while it ran (fatal_deaths=3)" in done.err
+    await cli.nothing_left()
+
+
+async def test_code_that_ends_its_process_at_once_is_named_as_well(cli: Cli) -> None:
+    """Its successor may die of it before there is another backup: then it is the state that is lost."""
+    done = await cli("run", FATAL, "--nodes", "5")
+    assert done.code == 1
+    assert "(fatal_deaths=3)" in done.err or "every replica in sync is gone" in done.err
+    assert "'crash' of task 1 ran each time: it may have ended the process itself, by os._exit" in done.err
+    assert "every node has ended" not in done.err
+    await cli.nothing_left()
+
+
+async def test_code_that_ended_the_processes_of_all_replicas_is_named(cli: Cli) -> None:
     # In step a successor begins with the fatal epoch, and dies of it before it has another backup.
-    done = await cli("run", str(DRIVER.with_name("fatal.py")), "--nodes", "4", "-o", "ahead=0")
+    done = await cli("run", FATAL, "--nodes", "4", "-o", "ahead=0")
     assert done.code == 1
     assert "task 1: every replica in sync is gone" in done.err
     died = [line for line in done.err.splitlines() if "exited with code 11 while it ran 'crash' of task 1; " in line]
     assert len(died) == 1
     assert "'crash' of task 1 ran each time: it may have ended the process itself, by os._exit" in died[0]
-    told = (await cli("events", "fatal")).out
-    assert "exited with code 11 while it ran 'crash' of task 1" in told
+    assert "exited with code 11 while it ran 'crash' of task 1" in (await cli("events", "fatal")).out
     await cli.nothing_left()
 
 
-async def test_code_that_ends_its_process_is_named_also_where_it_ended_every_node(cli: Cli) -> None:
-    """Where successors begin before the fatal epoch they may have another backup by then, which dies of it, too."""
-    done = await cli("run", str(DRIVER.with_name("fatal.py")), "--nodes", "4")
-    assert done.code == 1
-    assert "every replica in sync is gone" in done.err or "every node has ended" in done.err
-    assert "'crash' of task 1 ran each time: it may have ended the process itself, by os._exit" in done.err
+async def test_code_that_ended_its_process_once_is_computed_elsewhere(cli: Cli) -> None:
+    done = await cli("run", FATAL, "--nodes", "5", "--json", "-o", "once=true", "-o", f"folder={cli.root}")
+    assert done.code == 0, done.err
+    result = json.loads(done.out.splitlines()[-1])
+    assert (result["values"]["1"], result["failovers"]) == (6, 1)
+    await cli.nothing_left()
+
+
+async def test_kills_on_purpose_are_not_blamed_on_what_ran(cli: Cli) -> None:
+    """As many in one epoch, while the same code runs in it, as fail the job where nobody says that they are meant."""
+    command = await cli.paused("--nodes", "5", "--json")
+    for _ in range(3):
+        while len((await status(cli, "sums"))["tasks"][0]["in_sync"]) < 2:  # type: ignore[index]  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        assert "sent SIGKILL" in (await cli("kill", "sums", "--task", "0")).out
+        await command.until("task 0: n")  # its successor
+    cli.open()
+    done = await command.done()
+    assert done.code == 0, done.err
+    result = json.loads(done.out.splitlines()[-1])
+    assert result["values"]["0"] == sums() and result["failovers"] >= 3
     await cli.nothing_left()

@@ -39,7 +39,7 @@ from taskgraph.observe.control_client import ControlClient, control_address
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import GoneRecord, NodeRecord, State, StatusRecord
+from taskgraph.protocol.records import GoneRecord, NodeRecord, Ran, State, StatusRecord
 from taskgraph.transport.endpoints import host_key
 
 DRIVER = Path(__file__).parent / "drivers" / "held.py"
@@ -263,6 +263,25 @@ async def test_a_killed_node_is_declared_gone_at_once_and_the_result_is_the_same
 
 
 @pytest.mark.slow
+async def test_code_that_ends_its_process_fails_the_job_and_the_nodes_that_are_left_end_in_good_order(
+    embedded_etcd: EmbeddedEtcd,
+) -> None:
+    async with launched(embedded_etcd, 5, driver=DRIVER.with_name("fatal.py"), linger_s=0.5) as rig:
+        await rig.nodes.start(5)
+        for count in (2, 1, 0):
+            async with asyncio.timeout(LIMIT_S):
+                name, code = await rig.ended.get()
+            assert code == 11
+            gone = GoneRecord.from_bytes(await present(rig.etcd, rig.keys.gone(rig.nodes.ids()[name]), LIMIT_S))
+            assert (gone.ran, gone.meant) == ((Ran("crash", 1, 2),), False)
+            assert (await rig.status()).state == State.RUNNING or not count
+        await rig.nodes.wait(LIMIT_S)
+        assert sorted(rig.nodes.codes().values()) == [0, 0, 11, 11, 11]
+        status = await rig.status()
+        assert (status.state, status.task, status.epoch, status.where) == (State.FAILED, 1, 2, "crash")
+
+
+@pytest.mark.slow
 async def test_a_node_kills_itself_when_it_is_told_to(embedded_etcd: EmbeddedEtcd) -> None:
     async with launched(embedded_etcd, 2) as rig:
         rig.hold(1)
@@ -272,6 +291,8 @@ async def test_a_node_kills_itself_when_it_is_told_to(embedded_etcd: EmbeddedEtc
             await client.kill(signal.SIGKILL)
         async with asyncio.timeout(10):
             assert await rig.ended.get() == ("n2", -signal.SIGKILL)
+        gone = await present(rig.etcd, rig.keys.gone(rig.nodes.ids()["n2"]), LIMIT_S)
+        assert GoneRecord.from_bytes(gone).meant, "what it ran is not to blame"
         rig.release(1)
         assert same(await rig.results(), await calm())
 

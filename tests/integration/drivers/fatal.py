@@ -2,35 +2,81 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import time
+from pathlib import Path
 
 import taskgraph as tg
 
 
 class Fatal(tg.Task, state=["steps"]):
-    def __init__(self, fatal_at: int) -> None:
+    """Task 1 ends its process in epoch `fatal_at`, `linger_s` after it began to compute, in this way.
+
+    Where that is -1, in `setup()`; where it is the number of epochs, in `result()`.
+
+    `once`: only where the file of that name is not there yet.
+    """
+
+    def __init__(self, fatal_at: int, how: str, linger_s: float, once: Path | None) -> None:
         self.fatal_at = fatal_at
+        self.how = how
+        self.linger_s = linger_s
+        self.once = once
 
     def setup(self) -> None:
         self.steps = 0
+        if self.fatal_at == -1:
+            self.die()
 
     def compose(self, epoch: tg.Epoch) -> None:
         epoch.processor(self.crash, outbound={"step": self.task_id})
         epoch.processor(self.step, inbound={"step": self.task_id})
 
     def crash(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        if self.task_id == 1 and epoch.number == self.fatal_at:
-            os._exit(11)
+        if epoch.number == self.fatal_at:
+            self.die()
         outs.put("step", 1)
+
+    def die(self) -> None:
+        if self.task_id != 1 or (self.once and self.once.exists()):
+            return
+        if self.once:
+            self.once.touch()
+        time.sleep(self.linger_s)
+        if self.how == "segfault":
+            ctypes.string_at(0)
+        elif self.how == "killed":  # as by the kernel, where memory is short
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(int(self.how))
 
     def step(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         self.steps += ins["step"]
 
     def result(self) -> int:
+        if self.steps == self.fatal_at:
+            self.die()
         return self.steps
 
 
 @tg.job
-def fatal(tasks: int = 3, epochs: int = 6, fatal_at: int = 2, ahead: int = tg.Settings().epochs_ahead) -> tg.Job:
-    settings = tg.Settings(epochs_ahead=ahead)
-    return tg.Job(tasks=tasks, epochs=epochs, builder=lambda task_id: Fatal(fatal_at), settings=settings)
+def fatal(
+    tasks: int = 3,
+    epochs: int = 6,
+    fatal_at: int = 2,
+    how: str = "11",
+    linger_s: float = 0.0,
+    once: bool = False,
+    folder: str = "",
+    ahead: int = tg.Settings().epochs_ahead,
+    name: str = "fatal",
+) -> tg.Job:
+    done = Path(folder) / "once" if once else None
+    return tg.Job(
+        name=name,
+        tasks=tasks,
+        epochs=epochs,
+        builder=lambda task_id: Fatal(fatal_at, how, linger_s, done),
+        settings=tg.Settings(epochs_ahead=ahead),
+    )

@@ -8,34 +8,57 @@ from pathlib import Path
 
 import pytest
 
-from taskgraph.node.failing import deaths_text
-from taskgraph.node.lastwords import LastWords, named, read
-from taskgraph.protocol.records import GoneRecord
+from taskgraph.node.failing import deaths_text, fatal_record
+from taskgraph.node.lastwords import LastWords, Left, meant, named, read
+from taskgraph.protocol.fatal import Fatal
+from taskgraph.protocol.records import GoneRecord, Ran
+
+SEND, LONGER = Ran("send", 1, 3), Ran("a longer name", 2, 4)
+
+
+def begin(words: LastWords, call: tuple[int, int], ran: Ran) -> None:
+    words.began(call, ran.task, ran.epoch, named(ran.where))
 
 
 def test_what_runs_is_read_in_the_order_it_began(tmp_path: Path) -> None:
     words = LastWords(tmp_path)
-    assert read(tmp_path) == ()
-    words.began((1, 1), named("'send' of task 1"))
-    words.began((2, 1), named("'a longer name' of task 2"))
-    assert read(tmp_path) == ("'send' of task 1", "'a longer name' of task 2")
+    assert read(tmp_path) == Left((), False)
+    begin(words, (1, 1), SEND)
+    begin(words, (2, 1), LONGER)
+    assert read(tmp_path) == Left((SEND, LONGER), False)
     words.ended((2, 1))
-    assert read(tmp_path) == ("'send' of task 1",)
+    assert read(tmp_path) == Left((SEND,), False)
     words.ended((1, 1))
     words.ended((1, 1))
-    assert read(tmp_path) == ()
+    assert read(tmp_path) == Left((), False)
 
 
 def test_what_is_kept_is_bounded(tmp_path: Path) -> None:
     words = LastWords(tmp_path)
     for task in range(1000):
-        words.began((task, 1), named(f"'{'ä' * 5000}' of task {task}"))
+        begin(words, (task, 1), Ran("ä" * 5000, task, 0))
     found = read(tmp_path)
-    assert len(found) == 4 and all(set(text) <= {"'", "ä"} for text in found)
+    assert found is not None and [ran.task for ran in found.ran] == [996, 997, 998, 999]
+    assert all(set(ran.where) == {"ä"} for ran in found.ran) and not found.meant
 
 
 def test_a_node_that_told_nothing(tmp_path: Path) -> None:
-    assert read(tmp_path / "none") == ()
+    assert read(tmp_path / "none") is None
+    (tmp_path / "running").touch()  # it ended between the two steps of making it
+    assert read(tmp_path) is None
+
+
+def test_an_end_that_is_meant_by_the_process_or_by_another(tmp_path: Path) -> None:
+    for folder in (tmp_path / "one", tmp_path / "other"):
+        folder.mkdir()
+    one, other = LastWords(tmp_path / "one"), LastWords(tmp_path / "other")
+    begin(one, (1, 1), SEND)
+    begin(other, (1, 1), SEND)
+    one.mean()
+    meant(tmp_path / "other")
+    assert read(tmp_path / "one") == read(tmp_path / "other") == Left((SEND,), True)
+    meant(tmp_path / "gone")
+    assert not (tmp_path / "gone").exists()
 
 
 @pytest.mark.parametrize("end", ["os._exit(11)", "os.kill(os.getpid(), 9)", "ctypes.string_at(0)"])
@@ -44,19 +67,19 @@ def test_it_outlives_the_process_however_that_ends(tmp_path: Path, end: str) -> 
         "import ctypes, os, pathlib, sys\n"
         "from taskgraph.node import lastwords\n"
         "lastwords.listen(pathlib.Path(sys.argv[1]))\n"
-        "lastwords.begin((1, 1), 0, 'setup'); lastwords.end((1, 1))\n"
-        "lastwords.begin((1, 2), 7, 'send')\n"
+        "lastwords.begin((1, 1), 0, 0, 'setup'); lastwords.end((1, 1))\n"
+        "lastwords.begin((1, 2), 7, -1, 'send')\n"
         f"{end}\n"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode != 0
-    assert read(tmp_path) == ("'send' of task 7",)
+    assert read(tmp_path) == Left((Ran("send", 7, -1),), False)
 
 
 def test_of_several_deaths_the_code_that_ran_each_time_is_named() -> None:
-    send, add, record = "'send' of task 1", "'add' of task 2", "'record' of task 0"
-    one = GoneRecord(reason="exited with code 11", running=(send, add))
-    other = GoneRecord(reason="killed by SIGSEGV", running=(record, send))
-    killed = GoneRecord(reason="killed by SIGKILL", running=(add,))
+    send, add, record = Ran("send", 1, 3), Ran("add", 2, 3), Ran("record", 0, 3)
+    one = GoneRecord(reason="exited with code 11", ran=(send, add))
+    other = GoneRecord(reason="killed by SIGSEGV", ran=(record, send))
+    killed = GoneRecord(reason="killed by SIGKILL", ran=(add,))
     idle = GoneRecord(reason="killed by SIGKILL")
     assert deaths_text({}) == ""
     assert deaths_text({"n2": idle}) == "n2 was killed by SIGKILL"
@@ -68,3 +91,19 @@ def test_of_several_deaths_the_code_that_ran_each_time_is_named() -> None:
     assert "each time: unless somebody killed them, it may take more memory" in deaths_text({"a": killed, "b": killed})
     assert "each time" not in deaths_text({"a": killed, "b": other, "c": one})
     assert "each time" not in deaths_text({"a": killed, "b": idle})
+
+
+def test_a_job_that_fails_for_them_says_which_code_how_often_where_and_what_to_do() -> None:
+    send = Ran("send", 1, 3)
+    death = GoneRecord(reason="killed by SIGSEGV", ran=(Ran("add", 2, 3), send))
+    other = GoneRecord(reason="exited with code 11", ran=(send, Ran("add", 2, 4)))
+    found = Fatal(1, 3, {"n2-1": death, "n3-1": other})
+    status = fatal_record(found, {"n2": death, "n3": other}, 2, "a:1")
+    assert (status.state, status.task, status.epoch, status.where) == ("failed", 1, 3, "send")
+    assert status.reason == (
+        "task 1, epoch 3, 'send': 2 nodes died while it ran (fatal_deaths=2), and the next would, too: n2 was killed "
+        "by SIGSEGV while it ran 'add' of task 2 and 'send' of task 1; n3 exited with code 11 while it ran 'send' of "
+        "task 1 and 'add' of task 2. 'add' of task 2 and 'send' of task 1 ran each time: it may have ended the process "
+        "itself, by os._exit or a crash in an extension. Look at that code; where it is not to blame, a larger "
+        "Settings(fatal_deaths=...) lets more nodes try"
+    )

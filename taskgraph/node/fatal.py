@@ -1,0 +1,56 @@
+"""Fails the job where one task's code has ended the processes of several nodes, while others live; `protocol.fatal`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from taskgraph.node.failing import fatal_record
+from taskgraph.protocol import transactions
+from taskgraph.protocol.fatal import Fatal, fatal
+from taskgraph.protocol.kv import Compare
+from taskgraph.protocol.records import State
+
+if TYPE_CHECKING:
+    from taskgraph.node.node import Node
+
+__all__ = ["FatalCode"]
+
+
+class FatalCode:
+    """One node's look at it. All look, and all may say so: etcd takes the first."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._failing: asyncio.Task[None] | None = None
+
+    def look(self) -> bool:
+        """Whether the job is to fail for it. Then nobody takes over any more."""
+        node, view = self._node, self._node.keeper.view
+        if self._failing is None:
+            found = fatal(view, node.settings.fatal_deaths)
+            if found is None or node.paused or not (view.running or self._results_due()):
+                return False
+            self._failing = node.own(self._fail(found), "fail for code that ends its process")
+        return True
+
+    def _results_due(self) -> bool:
+        """Whether `result()` runs, or may have to run again; the epochs are all committed."""
+        view = self._node.keeper.view
+        return view.status is not None and view.status.record.state == State.FINISHED and not view.collected
+
+    async def _fail(self, found: Fatal) -> None:
+        node, view = self._node, self._node.keeper.view
+        names = {node.name_of(each): record for each, record in found.deaths.items()}
+        writer = node.writer()
+        status = fatal_record(found, names, node.settings.fatal_deaths, writer)
+        # As long as that epoch is not committed: then the code went through after all.
+        fences = () if view.epoch is None else (Compare(view.keys.epoch, view.epoch.mod_revision),)
+        revision = await node.transact(transactions.fail(view, status, fences), key=view.keys.status, writer=writer)
+        if revision is not None:
+            node.events.emit("failed", status.reason, task=status.task, epoch=status.epoch)
+            await node.keeper.caught_up(revision)
+        else:
+            await node.keeper.refresh()
+        self._failing = None
+        node.reconsider()

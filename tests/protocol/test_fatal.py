@@ -1,0 +1,92 @@
+"""Which deaths of nodes count as the doing of one task's code, and how many are too many."""
+
+from __future__ import annotations
+
+import pytest
+from protocol_kit import World
+
+from taskgraph.protocol import transactions
+from taskgraph.protocol.fatal import fatal
+from taskgraph.protocol.records import EpochRecord, GoneRecord, Ran
+
+SEND, ADD = "send", "add"
+
+
+@pytest.fixture
+def world() -> World:
+    """Task 1 is led by a and backed by b; its epoch 3 is at work."""
+    world = World("a", "b", "c", "d", "e")
+    world.first(1, "a")
+    assert world.admit(1, "a", "b").succeeded
+    world.put(world.keys.epoch, EpochRecord(epoch=3, attempt=1).to_bytes())
+    return world
+
+
+def die(world: World, node: str, *ran: tuple[str, int, int], meant: bool = False) -> None:
+    """The node's process ends while this ran, and its launcher says so."""
+    record = GoneRecord(reason="exited with code 11", ran=tuple(Ran(*each) for each in ran), meant=meant)
+    world.delete(world.keys.node(node))
+    assert world.run(transactions.declare_gone(world.view(), node, record)).succeeded
+
+
+def test_so_many_deaths_of_the_same_code_are_too_many(world: World) -> None:
+    assert fatal(world.view(), 1) is None
+    for node in ("c", "a", "b"):
+        assert fatal(world.view(), 3) is None
+        die(world, node, (SEND, 1, 4))
+    found = fatal(world.view(), 3)
+    assert found is not None and (found.task, found.epoch, list(found.deaths)) == (1, 4, ["c", "a", "b"])
+    assert fatal(world.view(), 4) is None
+
+
+def test_other_tasks_and_other_epochs_count_by_themselves(world: World) -> None:
+    die(world, "a", (SEND, 1, 3))
+    die(world, "b", (SEND, 1, 4))
+    die(world, "c", (SEND, 2, 3))
+    die(world, "d")
+    assert fatal(world.view(), 2) is None
+    die(world, "e", (ADD, 1, 4), (ADD, 1, 4))
+    found = fatal(world.view(), 2)
+    assert found is not None and (found.task, found.epoch, len(found.deaths)) == (1, 4, 2)
+
+
+def test_a_death_that_somebody_meant_does_not_count(world: World) -> None:
+    for node in ("a", "b", "c"):
+        die(world, node, (SEND, 1, 3), meant=True)
+    assert fatal(world.view(), 1) is None
+
+
+def test_what_was_committed_in_the_end_does_not_count(world: World) -> None:
+    die(world, "a", (SEND, 1, 3))
+    die(world, "b", (SEND, 1, 3))
+    world.put(world.keys.epoch, EpochRecord(epoch=4, attempt=1).to_bytes())
+    assert fatal(world.view(), 2) is None
+    world.put(world.keys.epoch, EpochRecord(epoch=2, attempt=2, lineage=2, base=2).to_bytes())
+    assert fatal(world.view(), 2) is not None, "the job rolled back, and comes there again"
+
+
+def test_set_ups_of_backups_count_until_one_is_admitted(world: World) -> None:
+    die(world, "c", ("setup", 1, -1))
+    die(world, "d", ("setup", 1, -1))
+    assert (found := fatal(world.view(), 2)) is not None and (found.task, found.epoch) == (1, 3)
+    assert found.counts(Ran("setup", 1, -1)) and not found.counts(Ran("setup", 0, -1))
+    assert world.admit(1, "a", "e").succeeded
+    assert fatal(world.view(), 1) is None
+    world.put(world.keys.epoch, EpochRecord(epoch=0, attempt=1).to_bytes())
+    die(world, "b", ("setup", 1, 0))
+    assert (found := fatal(world.view(), 3)) is not None, "a first primary is a member before it is set up"
+    assert list(found.deaths) == ["c", "d", "b"]
+
+
+def test_of_what_ran_beside_it_the_more_frequent_is_named(world: World) -> None:
+    die(world, "a", (ADD, 0, 3), (SEND, 1, 3))
+    die(world, "b", (SEND, 1, 3))
+    die(world, "c", (ADD, 0, 3), (SEND, 1, 3))
+    found = fatal(world.view(), 2)
+    assert found is not None and (found.task, len(found.deaths)) == (1, 3)
+
+
+def test_the_record_keeps_what_ran() -> None:
+    record = GoneRecord(reason="killed by SIGKILL", ran=(Ran(SEND, 1, 3), Ran(ADD, 0, -1)), meant=True)
+    assert GoneRecord.from_bytes(record.to_bytes()) == record
+    assert record.running == ("'send' of task 1", "'add' of task 0")
