@@ -1,9 +1,9 @@
 """What replicas say to each other.
 
 Every message is one frozen dataclass. A *call* has exactly one reply: the type named in its docstring, or a
-`Refusal`, which `Transport.call` raises as `errors.Refused`. Of a *quiet* call, which a `Report` is as a rule, an
-`Accepted` at once is not told. How a message travels is the transport's business; in one process it travels as the
-object it is.
+`Refusal`, which `Transport.call` raises as `errors.Refused`. Of a *quiet* call, which `Report` and `Reports` are as a
+rule, an `Accepted` at once is not told. How a message travels is the transport's business; in one process it travels
+as the object it is.
 
 `Stamp` orders everything: attempt first, then epoch. The term is compared per sending task.
 """
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from taskgraph.errors import DecodeError
 
 __all__ = [
     "Accepted",
@@ -30,6 +32,7 @@ __all__ = [
     "Refusal",
     "Release",
     "Report",
+    "Reports",
     "Request",
     "RequestRestart",
     "Seal",
@@ -214,6 +217,30 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
+class Reports:
+    """Several reports of one task, which went on without the commit of their epochs. Reply: `Accepted`.
+
+    Attributes:
+        reports: at least one, in the order of their epochs.
+    """
+
+    reports: tuple[Report, ...]
+
+    def __post_init__(self) -> None:
+        if not self.reports:
+            raise DecodeError("reports, and none of them")
+
+    @property
+    def stamp(self) -> Stamp:
+        """Of the last one."""
+        return self.reports[-1].stamp
+
+    @property
+    def task(self) -> int:
+        return self.reports[-1].task
+
+
+@dataclass(frozen=True, slots=True)
 class Seal:
     """Leader to primary: everything is quiet; if your version is still this one, run your sync points.
 
@@ -320,6 +347,20 @@ class WaitsPage:
     waits: tuple[Wait, ...]
 
 
-Call = Pull | Flag | Request | Offer | Release | Report | Seal | RequestRestart | HandOver | Written | Audit | Waits
+Call = (
+    Pull
+    | Flag
+    | Request
+    | Offer
+    | Release
+    | Report
+    | Reports
+    | Seal
+    | RequestRestart
+    | HandOver
+    | Written
+    | Audit
+    | Waits
+)
 Reply = Item | Answer | Accepted | LedgerPage | WaitsPage | Refusal
 Message = Call | Reply

@@ -1,4 +1,4 @@
-"""Short headers of the messages that every epoch has many of: `Pull`, `Item`, `Report`, `Accepted`.
+"""Short headers of the messages that every epoch has many of: `Pull`, `Item`, `Report`, `Reports`, `Accepted`.
 
 A fixed struct in place of protobuf: a tenth of the time, for what is most of the work in epochs of small items. They
 begin with a byte 0, which no protobuf message does, and the message's number. Whatever does not fit (numbers beyond
@@ -12,17 +12,18 @@ from collections.abc import Callable
 from typing import Final
 
 from taskgraph.errors import DecodeError
-from taskgraph.protocol.messages import Accepted, Encoded, Item, Message, Pull, Report, Stamp
+from taskgraph.protocol.messages import Accepted, Encoded, Item, Message, Pull, Report, Reports, Stamp
 
 __all__ = ["MARK", "PACK", "unpack"]
 
 MARK = 0
 """The first byte of a compact header."""
 
-_PULL, _ITEM, _REPORT, _ACCEPTED = 1, 2, 3, 4
+_PULL, _ITEM, _REPORT, _ACCEPTED, _REPORTS = 1, 2, 3, 4, 5
 _PULL_HEAD = struct.Struct("!BBqqqqq")  # attempt, epoch, sender, sender_term, task; then the tag
 _ITEM_HEAD = struct.Struct("!BBqqq16s")  # attempt, epoch, term, digest; then the tag
 _REPORT_HEAD = struct.Struct("!BBqqqqBq16s16s")  # attempt, epoch, task, term, flags, version, sent, received; numbers
+_REPORTS_HEAD = struct.Struct("!BB")  # then each as if it travelled alone
 _COUNT = struct.Struct("!H")  # of named numbers; then the numbers, the sizes of their names, and the names
 _ACCEPTED_HEAD = struct.Struct("!BBq")  # term
 _DONE, _FINISH = 1, 2
@@ -86,19 +87,44 @@ def _pack_report(message: Report) -> bytes:
 
 
 def _unpack_report(data: bytes, _: bytes) -> Report:
-    _, _, attempt, epoch, task, term, flags, version, sent, received = _REPORT_HEAD.unpack_from(data)
+    report, end = _read_report(data, 0)
+    _ends(data, end)
+    return report
+
+
+def _pack_reports(message: Reports) -> bytes:
+    return _REPORTS_HEAD.pack(MARK, _REPORTS) + b"".join(map(_pack_report, message.reports))
+
+
+def _unpack_reports(data: bytes, _: bytes) -> Reports:
+    reports, end = [], _REPORTS_HEAD.size
+    while end < len(data):
+        report, end = _read_report(data, end)
+        reports.append(report)
+    _ends(data, end)
+    return Reports(tuple(reports))
+
+
+def _ends(data: bytes, end: int) -> None:
+    if len(data) != end:
+        raise DecodeError(f"reports in {len(data)} bytes; they have {end}")
+
+
+def _read_report(data: bytes, start: int) -> tuple[Report, int]:
+    """The report that begins at `start`, and where it ends."""
+    mark, kind, attempt, epoch, task, term, flags, version, sent, received = _REPORT_HEAD.unpack_from(data, start)
+    if mark != MARK or kind != _REPORT:
+        raise DecodeError(f"something of kind {kind} among reports")
     numbers: dict[str, float] | None = {} if flags & _NUMBERS else None
     previous: dict[str, float] | None = {} if flags & _PREVIOUS else None
     if flags & ~(_DONE | _FINISH | _NUMBERS | _PREVIOUS | _NAMED | _NAMED_PREVIOUS | _AHEAD):
         raise DecodeError(f"a report with unknown flags {flags}")
-    end = _REPORT_HEAD.size
+    end = start + _REPORT_HEAD.size
     if flags & _NAMED:
         end = _unpack_numbers(data, end, numbers)
     if flags & _NAMED_PREVIOUS:
         end = _unpack_numbers(data, end, previous)
-    if len(data) != end:
-        raise DecodeError(f"a report in {len(data)} bytes; it has {end}")
-    return Report(
+    report = Report(
         Stamp(attempt, epoch),
         task,
         term,
@@ -111,6 +137,7 @@ def _unpack_report(data: bytes, _: bytes) -> Report:
         previous=previous,
         ahead=bool(flags & _AHEAD),
     )
+    return report, end
 
 
 def _pack_numbers(numbers: dict[str, float]) -> bytes:
@@ -155,6 +182,7 @@ PACK: Final[dict[type, Callable[..., bytes]]] = {
     Pull: _pack_pull,
     Item: _pack_item,
     Report: _pack_report,
+    Reports: _pack_reports,
     Accepted: _pack_accepted,
 }
 """What makes the header of a message of that class; it raises `struct.error` where something does not fit."""
@@ -163,5 +191,6 @@ _UNPACK: dict[int, Callable[[bytes, bytes], Message]] = {
     _PULL: _unpack_pull,
     _ITEM: _unpack_item,
     _REPORT: _unpack_report,
+    _REPORTS: _unpack_reports,
     _ACCEPTED: _unpack_accepted,
 }

@@ -50,6 +50,7 @@ REPLY_OF: dict[type, type] = {
     messages.Request: messages.Answer,
     messages.Offer: messages.Accepted,
     messages.Report: messages.Accepted,
+    messages.Reports: messages.Accepted,
     messages.Seal: messages.Accepted,
     messages.RequestRestart: messages.Accepted,
     messages.HandOver: messages.Accepted,

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from taskgraph.errors import DecodeError
-from taskgraph.protocol.messages import Accepted, Encoded, Item, Message, Pull, Report, Seal, Stamp
+from taskgraph.protocol.messages import Accepted, Encoded, Item, Message, Pull, Report, Reports, Seal, Stamp
 from taskgraph.transport import compact, wire
+from taskgraph.transport._proto import frame_pb2
 
 INT = st.integers(-(2**63), 2**63 - 1)
 STAMP = st.builds(Stamp, INT, INT)
@@ -16,11 +17,14 @@ SUM = st.integers(0, 2**128 - 1)
 TAG = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 VALUE = st.builds(lambda digest: Encoded(b"m", (), digest), st.binary(min_size=16, max_size=16))
 NUMBERS = st.none() | st.dictionaries(TAG, st.floats(allow_nan=False), max_size=3)
+BOOL = st.booleans()
+REPORTS = st.builds(Report, STAMP, INT, INT, BOOL, INT, SUM, SUM, BOOL, NUMBERS, NUMBERS, BOOL)
 MESSAGES = st.one_of(
     st.builds(Pull, STAMP, INT, INT, INT, TAG),
     st.builds(Item, STAMP, INT, TAG, VALUE),
     st.builds(Accepted, INT),
-    st.builds(Report, STAMP, INT, INT, st.booleans(), INT, SUM, SUM, st.booleans(), NUMBERS, NUMBERS),
+    REPORTS,
+    st.builds(Reports, st.lists(REPORTS, min_size=1, max_size=3).map(tuple)),
 )
 
 
@@ -54,20 +58,39 @@ def test_a_number_that_does_not_fit_is_an_error_as_before() -> None:
         wire.to_header(Accepted(2**63))
 
 
-REPORT = wire.to_header(Report(Stamp(1, 2), 3, 4, True, 5, 6, 7, numbers={"a": 0.5, "b": -0.0}, previous={"c": 1.0}))
+ONE = Report(Stamp(1, 2), 3, 4, True, 5, 6, 7, numbers={"a": 0.5, "b": -0.0}, previous={"c": 1.0})
+REPORT = wire.to_header(ONE)
+SEVERAL = wire.to_header(Reports((ONE, ONE)))
 
 
-@given(st.lists(st.tuples(st.integers(0, len(REPORT) - 1), st.integers(0, 255)), max_size=3), st.integers(0, 5))
-def test_a_damaged_report_is_another_one_or_a_decode_error(damage: list[tuple[int, int]], cut: int) -> None:
-    header = bytearray(REPORT[: len(REPORT) - cut])
+@given(
+    st.sampled_from([REPORT, SEVERAL]),
+    st.lists(st.tuples(st.integers(0, len(SEVERAL) - 1), st.integers(0, 255)), max_size=3),
+    st.integers(0, 5),
+)
+def test_a_damaged_report_is_another_one_or_a_decode_error(
+    whole: bytes, damage: list[tuple[int, int]], cut: int
+) -> None:
+    header = bytearray(whole[: len(whole) - cut])
     for place, byte in damage:
         header[place % len(header)] = byte
     try:
         parsed = wire.parse_header(bytes(header))
     except DecodeError:
         return
-    if parsed.cls is Report:
+    if parsed.cls in (Report, Reports):
         assert wire.to_header(parsed.message(None)) == header
+
+
+def test_reports_without_any_are_refused() -> None:
+    for header in (SEVERAL[:2], frame_pb2.Header(reports=frame_pb2.Reports()).SerializeToString()):
+        with pytest.raises(DecodeError, match="none of them"):
+            wire.parse_header(header).message(None)
+
+
+def test_nothing_else_travels_among_reports() -> None:
+    with pytest.raises(DecodeError, match="among reports"):
+        wire.parse_header(REPORT[:1] + SEVERAL[1:2] + wire.to_header(Accepted(3)) + bytes(100))
 
 
 def test_a_name_twice_is_refused() -> None:

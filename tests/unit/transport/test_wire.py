@@ -25,6 +25,7 @@ entries = st.builds(m.LedgerEntry, st.booleans(), text, int64, int64, text, st.b
 waits = st.builds(
     m.Wait, text, text, int64, text, st.floats(allow_nan=False), st.lists(st.tuples(text, int64), max_size=3).map(tuple)
 )
+reports = st.builds(m.Report, stamps, int64, int64, st.booleans(), int64, sums, sums, st.booleans(), numbers, numbers)
 BY_HINT: dict[Any, st.SearchStrategy[Any]] = {
     int: int64,
     bool: st.booleans(),
@@ -33,6 +34,7 @@ BY_HINT: dict[Any, st.SearchStrategy[Any]] = {
     m.Encoded: values,
     dict[str, float] | None: numbers,
     tuple[m.LedgerEntry, ...]: st.lists(entries, max_size=3).map(tuple),
+    tuple[m.Report, ...]: st.lists(reports, min_size=1, max_size=3).map(tuple),
     tuple[m.Wait, ...]: st.lists(waits, max_size=3).map(tuple),
 }
 

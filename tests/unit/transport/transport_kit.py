@@ -90,6 +90,7 @@ EXCHANGES: list[tuple[m.Call, m.Reply]] = [
         m.Accepted(1),
     ),
     (m.Report(m.Stamp(0, 0), 0, 0, False, 0, 0, 5), m.Accepted(1)),
+    (m.Reports((m.Report(STAMP, 3, 1, True, 0, 5, 5), m.Report(STAMP, 3, 1, True, 0, 0, 2**127))), m.Accepted(1)),
     (m.Seal(STAMP, 3, 11), m.Accepted(2)),
     (m.RequestRestart(STAMP, 3, "why not? \N{SNOWMAN}"), m.Accepted(0)),
     (m.HandOver(STAMP, 3, 1), m.Accepted(0)),
