@@ -22,6 +22,7 @@ from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.messages import (
     Accepted,
     Report,
+    Reports,
     RequestRestart,
     Seal,
     Stamp,
@@ -65,21 +66,23 @@ class LeaderRole:
 
     # -- what primaries say -----------------------------------------------------------------------
 
-    async def take_report(self, report: Report) -> Accepted:
-        await self._node.keeper.wait_until_read(partial(within_reach, report.stamp, self._ahead))
-        return self._take(report)
+    async def take_report(self, told: Report | Reports) -> Accepted:
+        await self._node.keeper.wait_until_read(partial(within_reach, told.stamp, self._ahead))
+        return self._take(told)
 
-    def report_now(self, report: Report) -> Accepted | None:
+    def report_now(self, told: Report | Reports) -> Accepted | None:
         """The same where there is nothing to wait for; else None."""
-        return self._take(report) if within_reach(report.stamp, self._ahead, self._node.keeper.view) else None
+        return self._take(told) if within_reach(told.stamp, self._ahead, self._node.keeper.view) else None
 
-    def _take(self, report: Report) -> Accepted:
+    def _take(self, told: Report | Reports) -> Accepted:
         self._begin()
-        if self._leader.report(report):
+        reports = (told,) if isinstance(told, Report) else told.reports
+        new = [report.stamp.epoch for report in reports if self._leader.report(report)]
+        if new:
             self._last_news = self._node.now()
-            if self._leader.complete(report.stamp.epoch):
-                self._wake.set()
             self._rows.set()
+            if any(map(self._leader.pressing, new)) or (self._leader.ready and not self._may_gather()):
+                self._wake.set()
         return Accepted(self._primary.term)
 
     async def take_restart(self, request: RequestRestart) -> Accepted:
@@ -89,27 +92,36 @@ class LeaderRole:
             self._wake.set()
         return Accepted(self._primary.term)
 
-    async def rows_before(self, stamp: Stamp) -> Rows:
+    async def rows_before(self, stamp: Stamp, own: dict[str, float]) -> Rows:
         """What the tasks reported in the epoch before that of `stamp`, as soon as all of it is here.
+
+        Args:
+            own: what task 0 reported in it.
+        """
+        while (rows := self.rows_now(stamp, own)) is None:
+            self._rows.clear()
+            await self._rows.wait()
+        return rows
+
+    def rows_now(self, stamp: Stamp, own: dict[str, float]) -> Rows | None:
+        """The same where all of it is here; else None.
 
         This leader committed it, or has it to commit, or is told by everybody what a leader before it committed.
         """
-        epoch, log = stamp.epoch - 1, self._primary.replica.log
         self._begin()
-        while epoch >= self._committed:
-            self._rows.clear()
-            at = self._leader.stamp
-            if at is not None and at.attempt == stamp.attempt:
-                reports = self._leader.reports(epoch)
-                if epoch >= at.epoch and sum(report.done for report in reports.values()) == self._node.job.tasks:
-                    return _rows_of(reports)
-                told = {task: report.previous or {} for task, report in self._leader.reports().items()}
-                told[0] = self._primary.replica.previous
-                if at == stamp and len(told) == self._node.job.tasks:
-                    log.add(epoch, told)
-                    break
-            await self._rows.wait()
-            self._begin()
+        epoch, log, at = stamp.epoch - 1, self._primary.replica.log, self._leader.stamp
+        if epoch < self._committed:
+            return log.of(epoch)
+        if at is None or at.attempt != stamp.attempt:
+            return None
+        if epoch >= at.epoch:
+            reports = self._leader.reports(epoch)
+            done = sum([report.done for report in reports.values()])
+            return _rows_of(reports) if done == self._node.job.tasks else None
+        told = {task: report.previous or {} for task, report in self._leader.reports().items()} | {0: own}
+        if at != stamp or len(told) < self._node.job.tasks:
+            return None
+        log.add(epoch, told)
         return log.of(epoch)
 
     _committed = 0
@@ -142,8 +154,7 @@ class LeaderRole:
                 await self._wake.wait()
         finally:
             stop()
-            if self._gathering is not None:
-                self._gathering.cancel()
+            self._stop_gathering()
 
     async def _look_again(self) -> None:
         """Nobody says that no report came for a while. Beside the role, which so arms no timer at each wait."""
@@ -182,14 +193,22 @@ class LeaderRole:
 
     def _may_wait(self, commit: Commit) -> bool:
         """Whether more epochs may come to be committed with these: nobody waits for them, and it is not for long."""
-        if commit.finished or commit.awaited or 2 * commit.epochs >= self._ahead:
-            return False
+        return not (commit.finished or commit.awaited or commit.epochs >= self._leader.enough) and self._may_gather()
+
+    def _may_gather(self) -> bool:
+        """Whether the last commit is not long ago; the role is woken when it is."""
+        if self._gathering is not None:
+            return True
         left_s = self._commit_again_at - self._node.now()
         if left_s <= 0:
             return False
-        if self._gathering is None:
-            self._gathering = asyncio.get_running_loop().call_later(left_s, self._gathered)
+        self._gathering = asyncio.get_running_loop().call_later(left_s, self._gathered)
         return True
+
+    def _stop_gathering(self) -> None:
+        if self._gathering is not None:
+            self._gathering.cancel()
+            self._gathering = None
 
     def _gathered(self) -> None:
         self._gathering = None
@@ -223,6 +242,7 @@ class LeaderRole:
             return
         self._backoff.reset()
         self._commit_again_at = node.now() + node.settings.gather_s
+        self._stop_gathering()
         if self._lineage() == lineage:  # else it was committed, and undone by a roll-back before we knew
             for number in numbers:
                 self._primary.replica.log.add(number, rows[number])
@@ -236,7 +256,7 @@ class LeaderRole:
             await node.point("committed", 0, number)
         await node.keeper.caught_up(revision)
         self._begin()
-        if self._leader.stamp is not None and self._leader.complete(self._leader.stamp.epoch):
+        if self._leader.ready:
             self._wake.set()  # tasks that are ahead have reported it already
 
     def _tell_committed(self, stamp: Stamp, rows: Rows, view: JobView) -> None:
@@ -432,4 +452,4 @@ def within_reach(stamp: Stamp, ahead: int, view: JobView) -> bool:
 
 
 def _rows_of(reports: dict[int, Report]) -> Rows:
-    return {task: dict(report.numbers or {}) for task, report in reports.items()}
+    return {task: dict(report.numbers) for task, report in reports.items() if report.numbers}

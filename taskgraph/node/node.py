@@ -208,9 +208,13 @@ class Node:
         """Executes a transaction until its outcome is known; see `Writes.transact`."""
         return await self.writes.transact(txn, key=key, writer=writer)
 
-    async def rows_before(self, task: int, stamp: Stamp) -> Rows:
-        """Task 0's snapshot carries the reports of the epoch before: its leader knows them, or will."""
-        return await self.leader.rows_before(stamp) if task == 0 and self.leader is not None else {}
+    async def rows_before(self, task: int, stamp: Stamp, own: dict[str, float]) -> Rows:
+        """Task 0's boundary carries the reports of the epoch before: its leader knows them, or will."""
+        return await self.leader.rows_before(stamp, own) if task == 0 and self.leader is not None else {}
+
+    def rows_now(self, task: int, stamp: Stamp, own: dict[str, float]) -> Rows | None:
+        """The same where it knows them; else None."""
+        return self.leader.rows_now(stamp, own) if task == 0 and self.leader is not None else {}
 
     async def fail_job(
         self,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from taskgraph.node.attempts import Attempts
 from taskgraph.node.backups import Backups
 from taskgraph.node.checkpoints import CheckpointWriter
 from taskgraph.node.deviceloss import met
+from taskgraph.node.dones import Dones, Worked
 from taskgraph.node.reporter import Reporter
 from taskgraph.node.reports import Rows
 from taskgraph.node.strict import Recording, check_replay
@@ -38,6 +40,7 @@ from taskgraph.task import BecamePrimary
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
     from taskgraph.node.replica import Replica
+    from taskgraph.node.reports import Rows
     from taskgraph.task import Event
 
 __all__ = ["Primary"]
@@ -73,7 +76,9 @@ class Primary:
         self._room = asyncio.Event()
         self._epoch = taken.epoch  # what is worked on
         self._moving: asyncio.Future[None] | None = None
-        self._reporter = Reporter(node)
+        self._reporter = Reporter(node, at_once=replica.task == 0)
+        self._dones = Dones(self._finish, self._not_done)
+        self._lacking = ""  # what an epoch that is to be done waits for, while others are worked on
         self._restart_asked: set[tuple[Stamp, str]] = set()
         self._group: asyncio.TaskGroup | None = None
         self._stage = "setup"
@@ -207,6 +212,7 @@ class Primary:
             if not work.done():
                 work.cancel()
                 await asyncio.gather(work, return_exceptions=True)
+            await self._dones.end()
             self._reporter.forget()
             if not work.cancelled() and isinstance(stuck := work.exception(), StuckError):
                 raise stuck
@@ -217,6 +223,7 @@ class Primary:
         moving = self._moving = keeper.when(moved)
         if work.done():
             self._worked(work)
+        self._not_done()
         try:
             await moving
         except (UserCodeError, TaskGraphError) as error:
@@ -240,6 +247,11 @@ class Primary:
         assert error is not None, "it ends only by being cancelled"
         if self._epoch == self._settled or not isinstance(error, UserCodeError | TaskGraphError):
             moving.set_exception(error)
+
+    def _not_done(self) -> None:
+        """An epoch that was worked through could not be brought to its done: no code of the job's was left to run."""
+        if self._dones.error is not None and self._moving is not None and not self._moving.done():
+            self._moving.set_exception(self._dones.error)
 
     def _goes_on(self, at: Stamp) -> bool:
         view = self._node.keeper.view
@@ -310,7 +322,7 @@ class Primary:
             await self._hand_over_if_wished(stamp)
             self._stage = ""
             if self.task != 0 and node.spec.checkpoint is not None:
-                await self._checkpoint(stamp)
+                await self._checkpoint(stamp, replica.previous)
         attempt = Attempt(
             replica,
             stamp,
@@ -330,21 +342,48 @@ class Primary:
             await self._replay(attempt.recording, stamp)
         if node.injects:
             await node.point("snapshot", self.task, stamp.epoch)
-        rows: Rows = {}
+        previous, replica.previous = replica.previous, dict(attempt.numbers)
+        rows: Rows | None = {}
         if self.task == 0:
-            self._stage = "reports of the epoch before"
-            rows = await node.rows_before(self.task, stamp)
             if node.spec.checkpoint is not None:
-                await self._checkpoint(stamp)
+                await self._checkpoint(stamp, previous)
+            rows = None if self._dones else node.rows_now(self.task, stamp, previous)
         self._stage = "snapshot"
         value = await replica.snapshot(attempt.numbers, {stamp.epoch - 1: rows} if rows else {})
         attempt.put_bytes += value.size_bytes
-        boundary = Boundary(Stamp(stamp.attempt, stamp.epoch + 1), self.term, value)
-        replica.boundaries.hold(boundary, committed=False)
+        self._stage = ""
+        worked = Worked(attempt, value, previous)
+        if rows is not None:
+            return attempt, await self._be_done(worked, rows)
+        self._dones.add(worked)
+        ahead = self._may_be_ahead(attempt)
+        if not ahead:
+            await self._dones.all()
+        return attempt, ahead
+
+    async def _finish(self, worked: Worked) -> None:
+        """Brings an epoch to its done whose boundary is to carry reports that were not all here when it was made."""
+        attempt, replica = worked.attempt, self.replica
+        self._lacking = f"what the tasks report in epoch {attempt.number - 1}"
+        try:
+            rows = await self._node.rows_before(self.task, attempt.stamp, worked.previous)
+        finally:
+            self._lacking = ""
+        value = await replica.with_rows(worked.value, {attempt.number - 1: rows} if rows else {})
+        await self._be_done(dataclasses.replace(worked, value=value), rows)
+
+    async def _be_done(self, worked: Worked, rows: Rows) -> bool:
+        """The boundary is complete: it is held by all it needs, and the leader is told.
+
+        Returns what it is told: whether the task goes on before the epoch is committed.
+        """
+        node, attempt, value, stamp = self._node, worked.attempt, worked.value, worked.attempt.stamp
+        log = {stamp.epoch - 1: rows} if rows else {}
+        boundary = Boundary(Stamp(stamp.attempt, stamp.epoch + 1), self.term, value, log)
+        self.replica.boundaries.hold(boundary, committed=False)
         self.backups.pending(boundary)
         at = node.keeper.view.epoch
         admit_wait_s = node.settings.admit_wait_s if at is not None and stamp.epoch == at.record.base else 0.0
-        self._stage = ""
         holding = self._tracing.on and clock()
         await self.backups.held(boundary.key, admit_wait_s=admit_wait_s)
         if holding:
@@ -365,19 +404,24 @@ class Primary:
                 received=attempt.ledger.received_sum,
                 finish=attempt.finishing,
                 numbers=attempt.numbers,
-                previous=replica.previous,
+                previous=worked.previous,
                 ahead=ahead,
             )
         )
-        replica.previous = dict(attempt.numbers)
-        return attempt, ahead
+        return ahead
 
-    async def _checkpoint(self, stamp: Stamp) -> None:
-        """Begins to write the committed boundary, where it is one to become a checkpoint. Task 0's has all reports."""
+    async def _checkpoint(self, stamp: Stamp, previous: dict[str, float]) -> None:
+        """Begins to write the committed boundary, where it is one to become a checkpoint. Task 0's has all reports.
+
+        Args:
+            previous: what the task reported in the epoch before.
+        """
         committed = self.replica.boundaries.committed
         if committed is None or committed.stamp.epoch != stamp.epoch:
             return  # undone just now
         if self._writer.due(committed.stamp, stateful=self.replica.stateful):
+            self._stage = "reports of the epoch before"
+            await self._node.rows_before(self.task, stamp, previous)
             self._stage = self._writer.stage
             await self._writer.room()
             self._stage = ""
@@ -505,7 +549,7 @@ class Primary:
     @property
     def waiting_for(self) -> str:
         """What the primary itself waits for outside user code, for `status`."""
-        return self._stage or self.backups.blocked
+        return self._stage or self._lacking or self.backups.blocked
 
     def waits(self, stamp: Stamp) -> tuple[Wait, ...]:
         """What the attempt at `stamp` waits for, and what the primary itself waits for outside user code."""

@@ -72,7 +72,7 @@ class Replica:
         self.actor = Actor(threads, task=task, cancel_s=job.settings.cancel_s, tracing=self.tracing)
         self.boundaries = Boundaries()
         self.log = ReportLog()
-        self.previous: dict[str, float] = {}  # the task's own numbers of the epoch before the committed boundary
+        self.previous: dict[str, float] = {}  # the task's own numbers of the epoch before
         self._xp = xp
         self._built: tuple[Task, TaskShape] | None = None
         self._building = asyncio.Lock()
@@ -199,7 +199,10 @@ class Replica:
         passed = self.boundaries.until(epoch) if self.task == 0 else ()
         if self.boundaries.read_epoch(epoch) is not None:
             for boundary in passed:
-                self.fold_log(boundary.value)
+                if boundary.log is not None:
+                    self.log.fold(boundary.log)
+                else:
+                    self.fold_log(boundary.value)
 
     def fold_log(self, value: Encoded) -> None:
         """Keeps the reports that travel in a boundary of task 0."""
@@ -215,6 +218,13 @@ class Replica:
         if self.task != 0 or not self.log.all():
             return lambda: value
         return partial(with_log, value, self.log.packed())
+
+    async def with_rows(self, value: Encoded, rows: dict[int, Any]) -> Encoded:
+        """The same boundary, which carried no reports yet, with these."""
+        if not rows:
+            return value
+        add = partial(with_log, value, rows)
+        return add() if value.size_bytes <= _SMALL_BYTES else await self.actor.call("reports", add, alone=False)
 
     async def on_commit(self, number: int, value: Encoded) -> None:
         """Tells the user's object that epoch `number` committed with this boundary."""

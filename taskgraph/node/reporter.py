@@ -1,14 +1,18 @@
-"""Tells the leader what a primary reports: the latest report of each epoch, once to every leader."""
+"""Tells the leader what a primary reports: the latest report of each epoch, once to every leader.
+
+Of epochs ahead of the one at work nobody waits for a report: several are gathered, and travel as one message.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from taskgraph.observe.trace import clock
-from taskgraph.protocol.messages import Reply, Report
+from taskgraph.protocol.messages import Reply, Report, Reports
 
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
@@ -23,11 +27,19 @@ class Reporter:
 
     A report is sent from where it is made, where that takes no waiting. `run` does everything else: a leader that is
     lost, new, not known yet or refuses, and a node that is paused.
+
+    Args:
+        at_once: nothing is gathered. So with task 0: the leader is at hand, and its next report takes this one.
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, *, at_once: bool = False) -> None:
         self._node = node
+        settings = node.settings
+        self._enough = 1 if at_once or not settings.gather_s else settings.epochs_ahead // 4  # half of a commit
+        self._gather_s = settings.gather_s / 2
         self._reports: dict[int, _Told] = {}  # epoch -> the latest
+        self._gathered: list[_Told] = []  # to be sent when there are enough, or at the timer
+        self._timer: asyncio.TimerHandle | None = None
         self._look = asyncio.Event()
 
     def set(self, report: Report) -> None:
@@ -35,38 +47,77 @@ class Reporter:
         epoch = report.stamp.epoch
         if (before := self._reports.get(epoch)) is not None:
             before.forget()
-        told = self._reports[epoch] = _Told(report)
-        if not self._begin(told):
-            self._look.set()
+        told = self._reports[epoch] = _Told(report, self._leader)
+        self._gathered.append(told)
+        if len(self._gathered) >= self._enough or not self._may_wait(report):
+            self._send()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._gather_s, self._send)
 
     def forget(self, before: int | None = None) -> None:
         """There is nothing to tell any more of epochs before that one; None: of any."""
         for epoch in [epoch for epoch in self._reports if before is None or epoch < before]:
-            self._reports.pop(epoch).forget()
+            told = self._reports.pop(epoch)
+            told.forget()
+            if told in self._gathered:
+                self._gathered.remove(told)
+        if self._gathered and before is not None and self._gathered[0].report.stamp.epoch <= before:
+            self._send()  # its epoch is the one at work now
+        elif not self._gathered:
+            self._stop_timer()
 
-    def _begin(self, told: _Told) -> bool:
+    def _may_wait(self, report: Report) -> bool:
+        """Whether nobody waits for it: the task goes on, and so does the job, without this epoch's commit."""
+        at = self._node.keeper.view.stamp
+        return report.ahead and not report.finish and at is not None and report.stamp > at
+
+    @property
+    def _leader(self) -> int:
         leader = self._node.keeper.view.primaries.get(0)
-        if leader is None or self._node.paused:
+        return leader.mod_revision if leader is not None else 0
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _send(self) -> None:
+        """Sends what was gathered; what cannot be sent from here is left to `run`."""
+        self._stop_timer()
+        gathered, self._gathered = self._gathered, []
+        if not self._begin(gathered):
+            for told in gathered:
+                told.leader = 0
+            self._look.set()
+
+    def _begin(self, gathered: list[_Told]) -> bool:
+        leader = self._leader
+        if not leader or self._node.paused:
             return False
         since = self._node.tracing.on and clock()
-        reply = self._node.router.begin(0, told.report, quiet=True)
+        reply = self._node.router.begin(0, _message(gathered), quiet=True)
         if reply is None:
             return False
-        told.leader, told.reply = leader.mod_revision, reply
-        reply.add_done_callback(partial(self._answered, told))
-        self._trace(told.report, since)
+        way = _Way(gathered, reply)
+        for told in gathered:
+            told.leader, told.way = leader, way
+        reply.add_done_callback(partial(self._answered, way))
+        if since:
+            self._trace(gathered, since)
         return True
 
-    def _answered(self, told: _Told, reply: asyncio.Future[Reply]) -> None:
-        """The leader has it where nothing is heard. What is heard may be that it does not."""
-        if told.reply is reply:
-            told.reply = None
-            if reply.cancelled() or reply.exception() is not None:
-                told.leader = 0
-                self._look.set()
+    def _answered(self, way: _Way, reply: asyncio.Future[Reply]) -> None:
+        """The leader has them where nothing is heard. What is heard may be that it does not."""
+        lost = reply.cancelled() or reply.exception() is not None
+        for told in way.told:
+            if told.way is way:
+                told.way = None
+                if lost:
+                    told.leader = 0
+                    self._look.set()
 
-    def _trace(self, report: Report, since: int) -> None:
-        if since:
+    def _trace(self, told: Sequence[_Told], since: int) -> None:
+        for report in (one.report for one in told):
             kind = "done" if report.done else "idle"
             self._node.tracing.add(kind, since, report.task, report.stamp, report.term, peer=0)
 
@@ -76,16 +127,18 @@ class Reporter:
             self._look.clear()
             leader = self._node.keeper.view.primaries.get(0)
             revision = leader.mod_revision if leader is not None else 0
-            told = next((told for told in self._reports.values() if told.leader != revision), None)
-            if told is None or leader is None:
+            untold = [told for told in self._reports.values() if told.leader != revision]
+            if not untold or leader is None:
                 await self._until_news(leader)
                 continue
             await self._node.while_paused()
             since = self._node.tracing.on and clock()
-            report = told.report
-            await self._node.router.to_primary(0, partial(_same, report), timeout_s=self._node.settings.call_s)
-            self._trace(report, since)
-            told.leader = revision
+            same = partial(_message, untold)
+            await self._node.router.to_primary(0, same, timeout_s=self._node.settings.call_s)
+            if since:
+                self._trace(untold, since)
+            for told in untold:
+                told.leader = revision
 
     async def _until_news(self, leader: Versioned[PrimaryRecord] | None) -> None:
         """Returns when there is something to tell in `run`, or another leader."""
@@ -101,23 +154,31 @@ class Reporter:
             self._look.set()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Told:
     """A report, and the revision of the leader that has it, or to which it is on its way; 0: nobody."""
 
     report: Report
-    leader: int = 0
-    reply: asyncio.Future[Reply] | None = None
+    leader: int
+    way: _Way | None = None
 
     def forget(self) -> None:
         """Nobody needs to hear what becomes of it."""
-        reply, self.reply = self.reply, None
-        if reply is not None:
-            reply.cancel()
+        way, self.way = self.way, None
+        if way is not None and all(other.way is not way for other in way.told):
+            way.reply.cancel()
 
 
-def _same(report: Report) -> Report:
-    return report
+@dataclass(slots=True, eq=False)
+class _Way:
+    """Reports on their way in one message."""
+
+    told: list[_Told]
+    reply: asyncio.Future[Reply]
+
+
+def _message(told: Sequence[_Told]) -> Report | Reports:
+    return told[0].report if len(told) == 1 else Reports(tuple([one.report for one in told]))
 
 
 def _other_leader(known: Versioned[PrimaryRecord] | None, view: JobView) -> bool:

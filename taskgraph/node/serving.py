@@ -31,6 +31,7 @@ from taskgraph.protocol.messages import (
     Release,
     Reply,
     Report,
+    Reports,
     Request,
     RequestRestart,
     Seal,
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from taskgraph.node.node import Node
 
 __all__ = ["Serving"]
+
+_REPORTS = (Report, Reports)
 
 
 class Serving:
@@ -65,8 +68,8 @@ class Serving:
             return None
         if type(message) is Pull:
             return self._item(message)
-        if type(message) is Report and node.leader is not None:
-            return node.leader.report_now(message)
+        if type(message) in _REPORTS and node.leader is not None:
+            return node.leader.report_now(message)  # type: ignore[arg-type]
         return None
 
     def _item(self, pull: Pull) -> Reply | asyncio.Future[Reply] | None:
@@ -124,7 +127,7 @@ class Serving:
                 await self._node.keeper.wait_until_read(lambda view: view.revision >= message.revision)
                 self._node.release(message)
                 return Accepted()
-            case Report():
+            case Report() | Reports():
                 return await self._leader().take_report(message)
             case RequestRestart():
                 return await self._leader().take_restart(message)

@@ -13,7 +13,8 @@ A boundary is freed only when a later epoch was *read* from etcd; what a peer sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from taskgraph.protocol.messages import Encoded, Stamp
 
@@ -22,11 +23,16 @@ __all__ = ["Boundaries", "Boundary"]
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A task's snapshot. `stamp.epoch` is its number, `stamp.attempt` the attempt it was made in."""
+    """A task's snapshot. `stamp.epoch` is its number, `stamp.attempt` the attempt it was made in.
+
+    Attributes:
+        log: the reports that travel in `value`, where they are at hand.
+    """
 
     stamp: Stamp
     term: int
     value: Encoded
+    log: Mapping[int, Mapping[int, Mapping[str, float]]] | None = field(default=None, compare=False, repr=False)
 
     @property
     def key(self) -> tuple[int, int, int]:

@@ -92,6 +92,7 @@ class Leader:
         self._tasks = tasks
         self._epochs = epochs
         self._ahead = ahead
+        self.enough = max(1, (ahead + 1) // 2)  # epochs for one commit; while it is written, tasks work on the others
         self.stamp: Stamp | None = None
         self._reports: dict[int, dict[int, Report]] = {}  # epoch -> task -> the latest
         self._sealed: dict[int, tuple[int, int]] = {}  # task -> (term, version) a seal was answered for
@@ -142,8 +143,23 @@ class Leader:
         return dict(self._reports.get(epoch, {}))
 
     def complete(self, epoch: int) -> bool:
-        """Whether every task has reported something of it. Before that only a restart can be decided."""
+        """Whether every task has reported something of it."""
         return len(self._reports.get(epoch, ())) == self._tasks
+
+    @property
+    def ready(self) -> bool:
+        """Whether every task has reported something of the epoch at work. Before, only a restart can be decided."""
+        return self.stamp is not None and self.complete(self.stamp.epoch)
+
+    def pressing(self, epoch: int) -> bool:
+        """Whether this epoch is reported by everybody, and there is no use in waiting for more to commit with it.
+
+        Either there is enough for a commit, or somebody does not go on without one.
+        """
+        if self.stamp is None or not self.complete(epoch):
+            return False
+        enough = self.complete(self.stamp.epoch + self.enough - 1)
+        return enough or not all(report.ahead for report in self._reports[epoch].values())
 
     def missing(self, view: JobView, epoch: int | None = None) -> tuple[int, ...]:
         """Tasks without a report of their current term."""

@@ -283,8 +283,9 @@ class World:
     def _on_message(self, sender: str, receiver: str, message: object) -> None:
         kind = type(message).__name__
         self.transcript.add("net", kind, f"{sender} > {receiver}")
-        self.moment(f"message {kind}", receiver, sender)
-        self.moment(f"answer {kind}", sender, receiver)
+        moment = "Report" if kind == "Reports" else kind  # whatever is to happen with one may happen with several
+        self.moment(f"message {moment}", receiver, sender)
+        self.moment(f"answer {moment}", sender, receiver)
 
     def _on_txn(self, process: Process, txn: Txn, when: str) -> None:
         puts = [(op.key, op.value) for op in txn.success if isinstance(op, Put)]

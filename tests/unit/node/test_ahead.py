@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ from cluster_kit import Counting, holder, play
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node import primary
+from taskgraph.protocol.view import JobView
 
 
 class Free(Counting, state=["total"]):
@@ -139,34 +142,81 @@ def test_what_uncommitted_epochs_hold_is_bounded(free: type[Free], monkeypatch: 
     assert play(job(free), scenario, nodes=2) == 1
 
 
+class Exchanging(tg.Task, state=["total"]):
+    """Each adds what the other one put, of every epoch, and reports it."""
+
+    def setup(self) -> None:  # type: ignore[override]
+        self.total = 0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.put, outbound={"x": 1 - self.task_id})
+        epoch.processor(self.take, inbound={"x": 1 - self.task_id})
+
+    async def put(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("x", self.total + self.task_id)
+
+    async def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.total += ins["x"] + epoch.number
+        epoch.report(**{f"total {self.task_id}": float(self.total % 1000)})
+
+    def result(self) -> int:
+        return self.total
+
+
 @pytest.mark.parametrize("dies", [0, 1])
-def test_a_takeover_works_through_what_others_are_ahead_with(free: type[Free], dies: int) -> None:
-    class Exchanging(free, state=["total"]):  # type: ignore[misc, valid-type]
-        """Each adds what the other one put, of every epoch."""
+def test_a_takeover_works_through_what_others_are_ahead_with(dies: int) -> None:
+    """And of every epoch the result has what both reported, also of those that were gathered, or told to a dead."""
 
-        def compose(self, epoch: tg.Epoch) -> None:
-            epoch.processor(self.put, outbound={"x": 1 - self.task_id})
-            epoch.processor(self.take, inbound={"x": 1 - self.task_id})
-
-        async def put(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            outs.put("x", self.total + self.task_id)
-
-        async def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            self.total += ins["x"] + epoch.number
-
-    async def scenario(cluster: InProcessCluster, kill: bool = True) -> tg.JobResult:
-        if kill:
-            any_node = cluster.nodes[0]
-            await any_node.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch >= 5)
-            first = holder(cluster, dies)
-            cluster.crash(first.id)
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        any_node = cluster.nodes[0]
+        await any_node.keeper.wait_until(partial(_committed, 5))
+        cluster.crash(holder(cluster, dies).id)
         return await cluster.result()
 
-    def exchanging() -> tg.Job:
-        return job(Exchanging, epochs=60, settings=tg.Settings(gather_s=0.5))
-
-    expected = play(exchanging(), result, nodes=3).values
-    found = play(exchanging(), scenario, nodes=3)
-    assert found.values == expected
+    given = job(Exchanging, epochs=60, settings=tg.Settings(gather_s=0.5))
+    expected, found = play(given, result, nodes=3), play(given, scenario, nodes=3)
+    assert found.values == expected.values
     assert found.failovers >= 1
-    assert [report.epoch for report in found.reports] == []
+    assert [report.epoch for report in found.reports] == list(range(60))
+    assert found.reports == expected.reports
+    assert all(len(report.numbers) == 2 for report in found.reports)
+
+
+def test_task_0_goes_on_while_others_gather_what_its_boundaries_are_to_carry() -> None:
+    """Else each epoch would last until the others' timers."""
+
+    async def scenario(cluster: InProcessCluster) -> float:
+        loop = asyncio.get_running_loop()
+        await cluster.nodes[0].keeper.wait_until(partial(_committed, 8))
+        began = loop.time()
+        found = await cluster.result()
+        assert len(found.reports) == 400
+        return loop.time() - began
+
+    given = job(Exchanging, epochs=400, settings=tg.Settings(gather_s=40.0, epochs_ahead=16))
+    assert play(given, scenario, nodes=2) < 10.0, "less than one timer of a gatherer"
+
+
+def _committed(epoch: int, view: JobView) -> bool:
+    return view.stamp is not None and view.stamp.epoch >= epoch
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_epochs_that_take_long_are_committed_as_they_come(slow: int) -> None:
+    """Nothing is gathered then: neither reports nor commits."""
+
+    class Slow(Exchanging, state=["total"]):
+        async def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            await super().take(epoch, ins, outs)
+            if self.task_id == slow:
+                await asyncio.sleep(1.0)
+
+    async def scenario(cluster: InProcessCluster) -> list[float]:
+        loop, at = asyncio.get_running_loop(), []
+        for number in range(2, 9):
+            await cluster.nodes[0].keeper.wait_until(partial(_committed, number))
+            at.append(loop.time())
+        return [later - earlier for earlier, later in pairwise(at)]
+
+    given = job(Slow, epochs=20, settings=tg.Settings(gather_s=0.2, epochs_ahead=16))
+    assert all(0.8 < pause < 1.2 for pause in play(given, scenario, nodes=2))

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from taskgraph.node.reporter import Reporter
-from taskgraph.protocol.messages import Accepted, Reply, Report, Stamp
+from taskgraph.protocol.messages import Accepted, Reply, Report, Reports, Stamp
 from taskgraph.protocol.records import PrimaryRecord
 from taskgraph.protocol.view import Versioned
 
@@ -16,6 +16,7 @@ class _Keeper:
 
     def __init__(self) -> None:
         self.view = self
+        self.stamp = Stamp(0, 0)
         self.primaries: dict[int, Versioned[PrimaryRecord]] = {}
         self._waits: list[tuple[asyncio.Future[None], Any]] = []
 
@@ -44,17 +45,19 @@ class _Node:
 
     class settings:
         call_s = 5.0
+        epochs_ahead = 12  # three are enough for a message
+        gather_s = 0.04
 
     def __init__(self) -> None:
         self.keeper = _Keeper()
         self.router = self
         self.paused = False
         self.resumed = asyncio.Event()
-        self.begun: list[tuple[Report, asyncio.Future[Reply]]] = []
-        self.patient: list[Report] = []
+        self.begun: list[tuple[Report | Reports, asyncio.Future[Reply]]] = []
+        self.patient: list[Report | Reports] = []
         self.reachable = True
 
-    def begin(self, task: int, message: Report, *, quiet: bool) -> asyncio.Future[Reply] | None:
+    def begin(self, task: int, message: Report | Reports, *, quiet: bool) -> asyncio.Future[Reply] | None:
         assert task == 0
         assert quiet
         if not self.reachable:
@@ -73,8 +76,12 @@ class _Node:
             await self.resumed.wait()
 
 
-def _report(epoch: int, *, done: bool = True) -> Report:
-    return Report(Stamp(0, epoch), 3, 1, done=done, version=0, sent=0, received=0)
+def _report(epoch: int, *, done: bool = True, ahead: bool = False) -> Report:
+    return Report(Stamp(0, epoch), 3, 1, done=done, version=0, sent=0, received=0, ahead=ahead)
+
+
+def _ahead(*epochs: int) -> tuple[Report, ...]:
+    return tuple(_report(epoch, ahead=True) for epoch in epochs)
 
 
 async def _turns() -> None:
@@ -179,7 +186,7 @@ async def test_a_new_leader_is_told_of_every_epoch_that_is_not_committed() -> No
     reporter.forget(before=2)
     node.keeper.lead(2)
     await _turns()
-    assert node.patient == [_report(2), _report(3)]
+    assert node.patient == [Reports((_report(2), _report(3)))]
     running.cancel()
 
 
@@ -190,4 +197,108 @@ async def test_what_the_leader_says_nothing_against_is_forgotten_with_its_epoch(
     await _turns()
     assert node.begun[0][1].cancelled()
     assert not node.patient
+    running.cancel()
+
+
+async def test_of_epochs_ahead_several_are_gathered() -> None:
+    node, reporter, running = await _started()
+    for report in _ahead(1, 2):
+        reporter.set(report)
+    assert not node.begun
+    reporter.set(*_ahead(3))
+    assert [message for message, _ in node.begun] == [Reports(_ahead(1, 2, 3))]
+    await _turns()
+    assert not node.patient
+    running.cancel()
+
+
+async def test_what_was_gathered_does_not_wait_long() -> None:
+    node, reporter, running = await _started()
+    reporter.set(*_ahead(1))
+    await asyncio.sleep(0.01)
+    assert not node.begun
+    await asyncio.sleep(0.02)
+    assert [message for message, _ in node.begun] == [*_ahead(1)]
+    running.cancel()
+
+
+async def test_a_report_that_somebody_may_wait_for_takes_with_it_what_was_gathered() -> None:
+    node, reporter, running = await _started()
+    reporter.set(*_ahead(0))
+    assert [message for message, _ in node.begun] == [*_ahead(0)], "of the epoch at work"
+    reporter.set(*_ahead(1))
+    reporter.set(_report(2))
+    assert [message for message, _ in node.begun[1:]] == [Reports((*_ahead(1), _report(2)))], "it does not go on"
+    await asyncio.sleep(0.03)
+    assert len(node.begun) == 2
+    running.cancel()
+
+
+async def test_what_was_gathered_is_told_once_its_epoch_is_the_one_at_work() -> None:
+    node, reporter, running = await _started()
+    for report in _ahead(2, 3):
+        reporter.set(report)
+    node.keeper.stamp = Stamp(0, 1)
+    reporter.forget(before=1)
+    assert not node.begun
+    node.keeper.stamp = Stamp(0, 2)
+    reporter.forget(before=2)
+    assert [message for message, _ in node.begun] == [Reports(_ahead(2, 3))]
+    running.cancel()
+
+
+async def test_what_is_forgotten_is_not_told_from_what_was_gathered() -> None:
+    node, reporter, running = await _started()
+    for report in _ahead(1, 2):
+        reporter.set(report)
+    reporter.forget()
+    await asyncio.sleep(0.03)
+    assert not node.begun
+    running.cancel()
+
+
+async def test_a_new_leader_is_told_what_was_gathered_for_another() -> None:
+    node, reporter, running = await _started()
+    for report in _ahead(1, 2):
+        reporter.set(report)
+    node.keeper.lead(2)
+    await _turns()
+    assert node.patient == [Reports(_ahead(1, 2))]
+    running.cancel()
+
+
+async def test_of_a_message_that_is_lost_all_that_is_not_committed_is_told_patiently() -> None:
+    node, reporter, running = await _started()
+    for report in _ahead(1, 2, 3):
+        reporter.set(report)
+    reporter.forget(before=2)
+    assert not node.begun[0][1].done(), "two of them are of interest still"
+    node.begun[0][1].set_exception(ConnectionResetError())
+    await _turns()
+    assert node.patient == [Reports(_ahead(2, 3))]
+    running.cancel()
+
+
+async def test_a_message_is_of_no_interest_when_none_of_it_is() -> None:
+    node, reporter, running = await _started()
+    for report in _ahead(1, 2, 3):
+        reporter.set(report)
+    reporter.forget(before=4)
+    await _turns()
+    assert node.begun[0][1].cancelled()
+    assert not node.patient
+    running.cancel()
+
+
+async def test_a_node_that_is_paused_keeps_what_was_gathered() -> None:
+    node, reporter, running = await _started()
+    reporter.set(*_ahead(1))
+    node.paused = True
+    reporter.set(_report(2))
+    await _turns()
+    assert not node.begun
+    node.paused = False
+    node.resumed.set()
+    await _turns()
+    assert node.patient == [Reports((*_ahead(1), _report(2)))]
     running.cancel()

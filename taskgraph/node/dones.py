@@ -1,0 +1,89 @@
+"""Epochs that a task has worked through and that are not done yet, while it works on the next ones.
+
+Only task 0 has such: its boundary carries what all tasks reported in the epoch before, and theirs may be gathered
+somewhere (`node/reporter.py`), which must not hold up the task that all others may wait for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from taskgraph.node.actor import StuckError
+from taskgraph.node.attempt import Attempt
+from taskgraph.protocol.messages import Encoded
+
+__all__ = ["Dones", "Worked"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Worked:
+    """An attempt whose processors have all run.
+
+    Attributes:
+        value: its snapshot, without the reports that are to travel in it.
+        previous: what the task reported in the epoch before.
+    """
+
+    attempt: Attempt
+    value: Encoded
+    previous: dict[str, float]
+
+
+class Dones:
+    """Brings one epoch after the other to its done, in their order.
+
+    Args:
+        finish: what is left to do for one.
+        failed: called once where `finish` raised; the rest is not done then.
+    """
+
+    def __init__(self, finish: Callable[[Worked], Awaitable[None]], failed: Callable[[], None]):
+        self._finish = finish
+        self._failed = failed
+        self.error: BaseException | None = None
+        self._open: deque[Worked] = deque()
+        self._finishing: asyncio.Task[None] | None = None
+
+    def __bool__(self) -> bool:
+        """Whether there are epochs that are not done."""
+        return bool(self._open)
+
+    def add(self, worked: Worked) -> None:
+        """It is finished after those before it; nobody waits for that here."""
+        self._open.append(worked)
+        if self._finishing is None:
+            self._finishing = asyncio.get_running_loop().create_task(self._finish_all())
+            self._finishing.add_done_callback(self._ended)
+
+    async def all(self) -> None:
+        """Returns when all of them are done; where one cannot be, when that is known."""
+        if self._finishing is not None:
+            await asyncio.wait([self._finishing])
+
+    async def end(self) -> None:
+        """The attempt is over: what is not done by now will not be.
+
+        Raises:
+            StuckError: a thread does not return.
+        """
+        if self._finishing is not None:
+            self._finishing.cancel()
+            await asyncio.wait([self._finishing])
+        self._open.clear()
+        error, self.error = self.error, None
+        if isinstance(error, StuckError):
+            raise error
+
+    async def _finish_all(self) -> None:
+        while self._open:
+            await self._finish(self._open[0])
+            self._open.popleft()
+
+    def _ended(self, finishing: asyncio.Task[None]) -> None:
+        self._finishing = None
+        if not finishing.cancelled() and (error := finishing.exception()) is not None:
+            self.error = error
+            self._failed()

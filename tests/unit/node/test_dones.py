@@ -1,0 +1,88 @@
+"""Epochs that are worked through are done one after the other, beside the work."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from taskgraph.node.actor import StuckError
+from taskgraph.node.dones import Dones, Worked
+
+
+def worked(number: int) -> Worked:
+    return Worked(SimpleNamespace(number=number), None, {})  # type: ignore[arg-type]
+
+
+class Finishing:
+    """What brings an epoch to its done: at once, or when the test says so."""
+
+    def __init__(self) -> None:
+        self.done: list[int] = []
+        self.may = asyncio.Event()
+        self.failed = 0
+        self.error: Exception | None = None
+        self.dones = Dones(self.finish, self.fail)
+
+    async def finish(self, one: Worked) -> None:
+        number: Any = one.attempt.number
+        await self.may.wait()
+        if self.error is not None:
+            raise self.error
+        self.done.append(number)
+
+    def fail(self) -> None:
+        self.failed += 1
+
+
+async def test_they_are_done_in_their_order_and_nobody_waits_for_that() -> None:
+    finishing = Finishing()
+    for number in range(3):
+        finishing.dones.add(worked(number))
+    assert finishing.dones
+    finishing.may.set()
+    await finishing.dones.all()
+    assert finishing.done == [0, 1, 2]
+    assert not finishing.dones
+    finishing.dones.add(worked(3))
+    await finishing.dones.all()
+    assert finishing.done == [0, 1, 2, 3]
+
+
+async def test_when_the_attempt_ends_the_rest_is_not_done() -> None:
+    finishing = Finishing()
+    finishing.dones.add(worked(0))
+    await asyncio.sleep(0)
+    await finishing.dones.end()
+    finishing.may.set()
+    assert not finishing.dones
+    finishing.dones.add(worked(5))
+    await finishing.dones.all()
+    assert finishing.done == [5], "what comes is of another attempt"
+    assert not finishing.failed
+
+
+async def test_an_error_is_kept_until_the_attempt_ends() -> None:
+    finishing = Finishing()
+    finishing.error = ValueError("no")
+    finishing.may.set()
+    finishing.dones.add(worked(0))
+    finishing.dones.add(worked(1))
+    await finishing.dones.all()
+    assert finishing.failed == 1
+    assert finishing.dones.error is finishing.error
+    assert not finishing.done
+    await finishing.dones.end()
+    assert finishing.dones.error is None
+
+
+async def test_a_thread_that_does_not_return_is_told_at_the_end() -> None:
+    finishing = Finishing()
+    finishing.error = StuckError("it does not return")
+    finishing.may.set()
+    finishing.dones.add(worked(0))
+    await finishing.dones.all()
+    with pytest.raises(StuckError):
+        await finishing.dones.end()
