@@ -106,20 +106,24 @@ class Actor:
             if alone and self._turn.locked():
                 await self._turn_free()
             coroutine: Coroutine[Any, Any, R] = function(*args)  # type: ignore[assignment]
-            mark, began = self._begin(where), self._tracing.on and clock()
+            words, began = lastwords.here, self._tracing.on and clock()
+            if words is not None:
+                words.runs(self.task, self._epoch, where)
             try:
                 try:
                     waited = coroutine.send(None)
                 except StopIteration as returned:  # without a wait, as most do
                     result: R = returned.value
                 else:
-                    self._running[mark] = Running(where, self._loop.time())
-                    result = await _Resumed(coroutine, waited, self._turn if alone else None)
+                    result = await self._resumed(where, coroutine, waited, self._turn if alone else None)
                 if after is not None:
                     after()
                 return result
             finally:
-                self._end(mark, where, began)
+                if words is not None:
+                    words.ran()
+                if began:
+                    self._tracing.add("code", began, self.task, self.stamp, self.term, name=where)
         except (asyncio.CancelledError, AttemptEnded, StuckError):
             raise
         except BaseException as error:
@@ -143,6 +147,22 @@ class Actor:
         async with self._turn:
             pass
 
+    async def _resumed(
+        self, where: str, coroutine: Coroutine[Any, Any, R], waited: Any, turn: asyncio.Lock | None
+    ) -> R:
+        """Drives a coroutine on that awaits something: from now on others can see that it is under way."""
+        words = lastwords.here
+        mark = self._begin(where)
+        if words is not None:
+            words.ran()
+        try:
+            result: R = await _Resumed(coroutine, waited, turn)
+            return result
+        finally:
+            if words is not None:
+                words.runs(self.task, self._epoch, where)
+            self._end(mark)
+
     async def _call_thread(
         self,
         where: str,
@@ -154,7 +174,6 @@ class Actor:
         if alone:
             await self._turn.acquire()
         mark, began = self._begin(where), self._tracing.on and clock()
-        self._running[mark] = Running(where, self._loop.time())
         try:
             future = self._threads.run(functools.partial(self._in_thread, where, alone, function, args, after))
             try:
@@ -163,7 +182,9 @@ class Actor:
                 await self._outlast(future, where)
                 raise
         finally:
-            self._end(mark, where, began)
+            self._end(mark)
+            if began:
+                self._tracing.add("code", began, self.task, self.stamp, self.term, name=where)
             if alone:
                 self._turn.release()
 
@@ -209,15 +230,18 @@ class Actor:
         finally:
             self._threads.block(asyncio.run_coroutine_threadsafe(self._turn.acquire(), self._loop), None)
 
+    @property
+    def _epoch(self) -> int:
+        return self.stamp.epoch if self.stamp is not None else -1
+
     def _begin(self, where: str) -> int:
         self._calls += 1
-        lastwords.begin((id(self), self._calls), self.task, self.stamp.epoch if self.stamp is not None else -1, where)
+        self._running[self._calls] = Running(where, self._loop.time())
+        lastwords.begin((id(self), self._calls), self.task, self._epoch, where)
         return self._calls
 
-    def _end(self, mark: int, where: str, began_ns: int) -> None:
+    def _end(self, mark: int) -> None:
         self._running.pop(mark, None)
-        if began_ns:
-            self._tracing.add("code", began_ns, self.task, self.stamp, self.term, name=where)
         lastwords.end((id(self), mark))
 
 

@@ -23,23 +23,25 @@ __all__ = ["LastWords", "Left", "begin", "end", "listen", "mean", "meant", "read
 _BYTES = mmap.PAGESIZE
 _FILE = "running"
 _MOST = 4
-"""Calls that are named; others may have been under way besides, and the last to begin are the likelier ones."""
+"""Calls that are named besides the one of the event loop, which has the first slot; others may have been under way, and
+the last to begin are the likelier ones."""
 _SLOT_BYTES = 512
 _LONG = 100
 """Characters of one call's name."""
 _HEAD = struct.Struct("<QQq")
 """What a slot begins with: a number that grows with every call, 0 while the slot is free; the task; its epoch."""
 _ORDER = struct.Struct("<Q")
-_MEANT_AT = _MOST * _SLOT_BYTES
+_FREE = bytes(_ORDER.size)
+_MEANT_AT = (1 + _MOST) * _SLOT_BYTES
 """One byte: whether the end of the process is meant."""
 
 
 class LastWords:
-    """The calls under way in this process: `_MOST` slots in a file, each of some numbers and a text."""
+    """The calls under way in this process: slots in a file, each of some numbers and a text."""
 
     def __init__(self, folder: Path) -> None:
         self._slots: dict[tuple[int, int], int] = {}  # in the order they began
-        self._free = list(range(_MOST))
+        self._free = list(range(1, 1 + _MOST))
         self._calls = 0
         descriptor = os.open(folder / _FILE, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
@@ -47,6 +49,15 @@ class LastWords:
             self._map = mmap.mmap(descriptor, _BYTES)
         finally:
             os.close(descriptor)
+
+    def runs(self, task: int, epoch: int, where: str) -> None:
+        """The event loop runs this, and nothing else before `ran`: most calls neither wait nor need a thread."""
+        self._calls += 1
+        text = named(where)
+        self._map[: len(text) + _HEAD.size] = _HEAD.pack(self._calls, task, epoch) + text
+
+    def ran(self) -> None:
+        self._map[: len(_FREE)] = _FREE
 
     def began(self, call: tuple[int, int], task: int, epoch: int, where: bytes) -> None:
         """`where` as `named` makes it."""
@@ -104,29 +115,29 @@ def meant(folder: Path) -> None:
         file.write(b"\1")
 
 
-_here: LastWords | None = None
+here: LastWords | None = None
 """Of this process, where it is a node's: nodes that share one have no launcher that would see it end."""
 
 
 def listen(folder: Path) -> None:
     """From now on this process writes down what it runs."""
-    global _here
-    _here = LastWords(folder)
+    global here
+    here = LastWords(folder)
 
 
 def begin(call: tuple[int, int], task: int, epoch: int, where: str) -> None:
     """User code of a task begins; epoch -1 where the task has none at work here."""
-    if _here is not None:
-        _here.began(call, task, epoch, named(where))
+    if here is not None:
+        here.began(call, task, epoch, named(where))
 
 
 def end(call: tuple[int, int]) -> None:
     """It returned."""
-    if _here is not None:
-        _here.ended(call)
+    if here is not None:
+        here.ended(call)
 
 
 def mean() -> None:
     """This process is about to end itself, or was told to end: that is not the doing of what it runs."""
-    if _here is not None:
-        _here.mean()
+    if here is not None:
+        here.mean()

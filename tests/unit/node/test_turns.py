@@ -6,11 +6,15 @@ import asyncio
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from taskgraph.node import lastwords
 from taskgraph.node.actor import Actor, UserCodeError, call_under_way
 from taskgraph.node.threads import PooledThreads
+from taskgraph.protocol.messages import Stamp
+from taskgraph.protocol.records import Ran
 
 
 @pytest.fixture
@@ -175,3 +179,35 @@ async def test_a_stack_tells_which_code_it_runs(threads: PooledThreads, waits: b
     assert found is not None
     assert found[:2] == (3, "compute")
     assert "in compute" in found[2]
+
+
+async def test_last_words_name_a_coroutine_wherever_it_is(
+    threads: PooledThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lastwords, "here", lastwords.LastWords(tmp_path))
+    actor = Actor(threads, task=3, cancel_s=1)
+    actor.stamp = Stamp(0, 7)
+    seen: list[lastwords.Left | None] = []
+    go = asyncio.Event()
+
+    async def compute() -> None:
+        seen.append(lastwords.read(tmp_path))
+        await go.wait()
+        seen.append(lastwords.read(tmp_path))
+
+    async def quick() -> None:
+        seen.append(lastwords.read(tmp_path))
+
+    def look() -> None:
+        seen.append(lastwords.read(tmp_path))
+
+    waiting = asyncio.ensure_future(actor.call("compute", compute, after=look))
+    await asyncio.sleep(0)
+    seen.append(lastwords.read(tmp_path))
+    await actor.call("quick", quick)
+    go.set()
+    await waiting
+    one, other = Ran("compute", 3, 7), Ran("quick", 3, 7)
+    expected = [(one,), (one,), (one, other), (one,), (one,)]
+    assert seen == [lastwords.Left(ran, False) for ran in expected]
+    assert lastwords.read(tmp_path) == lastwords.Left((), False)
