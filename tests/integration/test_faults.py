@@ -176,6 +176,14 @@ async def test_code_that_ended_the_processes_of_all_replicas_is_named(cli: Cli) 
     await cli.nothing_left()
 
 
+async def test_a_job_does_not_go_back_to_its_checkpoint_again_and_again_for_such_code(cli: Cli) -> None:
+    options = ("-o", "ahead=0", "-o", "fatal_at=4", "-o", f"checkpoint=file://{cli.root}/kept")
+    done = await cli("run", FATAL, "--nodes", "6", *options)
+    assert done.code == 1
+    assert "task 1, epoch 4, 'crash': 3 nodes died while it ran (fatal_deaths=3)" in done.err
+    await cli.nothing_left()
+
+
 async def test_code_that_ended_its_process_once_is_computed_elsewhere(cli: Cli) -> None:
     done = await cli("run", FATAL, "--nodes", "5", "--json", "-o", "once=true", "-o", f"folder={cli.root}")
     assert done.code == 0, done.err

@@ -70,6 +70,7 @@ def fatal(
     once: bool = False,
     folder: str = "",
     ahead: int = tg.Settings().epochs_ahead,
+    checkpoint: str | None = None,
     name: str = "fatal",
 ) -> tg.Job:
     done = Path(folder) / "once" if once else None
@@ -77,6 +78,8 @@ def fatal(
         name=name,
         tasks=tasks,
         epochs=epochs,
+        checkpoint=checkpoint,
+        checkpoint_every=1,
         builder=lambda task_id: Fatal(fatal_at, how, linger_s, done),
         settings=tg.Settings(epochs_ahead=ahead),
     )
