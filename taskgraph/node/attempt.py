@@ -19,7 +19,9 @@ from typing import Any, TypeVar
 from taskgraph.epoch import AttemptEnded, Epoch, Inputs, Outputs, Scratch
 from taskgraph.errors import GraphError, Refused
 from taskgraph.graph.compose import Composition, Processor
+from taskgraph.node.items import Items
 from taskgraph.node.mailbox import Mailbox
+from taskgraph.node.pulls import Pulls
 from taskgraph.node.quiet import Quiet
 from taskgraph.node.replica import Replica
 from taskgraph.node.strict import Recording
@@ -55,6 +57,7 @@ class Attempt:
         term: int,
         *,
         group: asyncio.TaskGroup,
+        pulls: Pulls,
         on_idle: Callable[[Idle], None],
         ask_restart: Callable[[str], None],
         on_composed: Callable[[Attempt], None],
@@ -90,11 +93,12 @@ class Attempt:
         self._group: asyncio.TaskGroup | None = group  # until the attempt is over
         self._composing: Composition | None = None
         self._composed: asyncio.Future[Composition] = self._loop.create_future()
-        self._slots: dict[tuple[str, int], asyncio.Future[Encoded]] = {}
+        self.out = Items(stamp, term)
         self._items: dict[tuple[str, int], Encoded] = {}
         self._expected: tuple[tuple[str, int], ...] = ()  # (tag, producer) of every item it needs
         self._awaited: dict[asyncio.Future[None], set[tuple[str, int]]] = {}  # who waits for items, and which it lacks
-        self._pulls: dict[asyncio.Future[Reply], None] = {}  # under way, without a task
+        self._pulls = pulls
+        self._pulling: dict[asyncio.Future[Reply], None] = {}  # under way, without a task
         self._hold_count = 0
         self.quiet = Quiet()
         self._states: dict[str, str] = {}
@@ -117,7 +121,7 @@ class Attempt:
             raise
         finally:
             self._group = None
-            for reply in tuple(self._pulls):
+            for reply in tuple(self._pulling):
                 reply.cancel()
             self.end()
 
@@ -166,8 +170,7 @@ class Attempt:
             self._composing = None
         if self.recording is not None:
             await self.recording.check("compose")
-        for channel in composition.channels_out():
-            self._slots[channel] = self._loop.create_future()
+        self.out.open(composition.channels_out())
         self._states = dict.fromkeys(composition.named, "waiting")
         self._composed.set_result(composition)
         self._on_composed(self)
@@ -212,15 +215,17 @@ class Attempt:
 
     def _begin_pull(self, tag: str, producer: int) -> None:
         """Pulls one item without a task, where that works at the first try."""
-        reply = self.replica.router.begin(producer, self._pull_of(tag, producer))
+        reply = self._pulls.begin(self.stamp, self.task, self.term, producer, tag)
         if reply is None:
             self._pull_patiently(tag, producer)
+        elif reply.done():
+            self._pulled(tag, producer, reply)
         else:
-            self._pulls[reply] = None
+            self._pulling[reply] = None
             reply.add_done_callback(partial(self._pulled, tag, producer))
 
     def _pulled(self, tag: str, producer: int, reply: asyncio.Future[Reply]) -> None:
-        self._pulls.pop(reply, None)
+        self._pulling.pop(reply, None)
         if self._group is None or self.cancelled:
             return
         if reply.cancelled() or reply.exception() is not None:
@@ -325,53 +330,9 @@ class Attempt:
                 raise Refused(Reason.ATTEMPT_GONE, f"attempt {self.attempt} is over") from None
             raise
 
-    async def item(self, pull: Pull) -> Item:
-        """The item a consumer asks for, as soon as it exists."""
-        await self.ready()
-        slot = self._slots.get((pull.tag, pull.sender))
-        if slot is None:
-            raise Refused(Reason.NOT_OFFERED, self._offers(pull.sender))
-        try:
-            value = await asyncio.shield(slot)
-        except asyncio.CancelledError:
-            if slot.cancelled():
-                raise Refused(Reason.ATTEMPT_GONE, f"attempt {self.attempt} is over") from None
-            raise
-        return Item(self.stamp, self.term, pull.tag, value)
-
     @property
     def composed(self) -> bool:
         return self._composed.done() and not self._composed.cancelled()
-
-    def item_now(self, pull: Pull) -> Item | asyncio.Future[Reply] | None:
-        """The item where it exists, a future of it where it is still to be put, None where neither can be said."""
-        slot = self._slots.get((pull.tag, pull.sender))
-        if slot is not None and slot.done() and not slot.cancelled():
-            return Item(self.stamp, self.term, pull.tag, slot.result())
-        reply: asyncio.Future[Reply] = self._loop.create_future()
-        return reply if self.answer(pull, reply) else None
-
-    def answer(self, pull: Pull, reply: asyncio.Future[Reply]) -> bool:
-        """Gives `reply` the item, as soon as it exists. False where it is not offered, or not any more."""
-        slot = self._slots.get((pull.tag, pull.sender))
-        if slot is None or slot.cancelled():
-            return False
-        slot.add_done_callback(partial(self._deliver, pull, reply))
-        return True
-
-    def _deliver(self, pull: Pull, reply: asyncio.Future[Reply], slot: asyncio.Future[Encoded]) -> None:
-        if reply.done():
-            return
-        if slot.cancelled():
-            reply.set_exception(Refused(Reason.ATTEMPT_GONE, f"attempt {self.attempt} is over"))
-        else:
-            reply.set_result(Item(self.stamp, self.term, pull.tag, slot.result()))
-
-    def _offers(self, consumer: int) -> str:
-        mine = sorted({tag for tag, to in self._slots if to == consumer})
-        others = sorted({tag for tag, to in self._slots if to != consumer})
-        text = f"to task {consumer} it offers: {', '.join(map(repr, mine)) or 'nothing'}"
-        return text + (f"; to others: {', '.join(map(repr, others))}" if others else "")
 
     def end(self) -> None:
         """The attempt is over (finished attempts keep their items until the primary drops them)."""
@@ -387,12 +348,8 @@ class Attempt:
                     self._trace_pull("pull, given up", tag, producer, None)
             self._pulling_since = 0
         self._composed.cancel()
-        for slot in self._slots.values():
-            slot.cancel()
         # Whatever still refers to this attempt must not keep its values: their memory takes those of the next one.
-        gone: asyncio.Future[Encoded] = self._loop.create_future()
-        gone.cancel()
-        self._slots = dict.fromkeys(self._slots, gone)
+        self.out.drop()
         self._items.clear()
         if self._mailbox is not None:
             self._mailbox.drop()
@@ -430,17 +387,17 @@ class Attempt:
             self._loop.call_soon_threadsafe(self._put, tag, consumer, value)
 
     def _put(self, tag: str, consumer: int, value: Encoded) -> None:
-        slot = self._slots[(tag, consumer)]
-        if not slot.done():
-            self.ledger.sent("item", self.task, consumer, tag, value.digest)
-            self.put_bytes += value.size_bytes
-            if self._tracing.on:
-                self._tracing.moment(
-                    "put", self.task, self.stamp, self.term, name=tag, peer=consumer, size=value.size_bytes
-                )
-            slot.set_result(value)
-            if self.recording is not None:
-                self.recording.puts[(tag, consumer)] = value
+        if not self.out.lacks(tag, consumer):
+            return  # the attempt is over
+        self.ledger.sent("item", self.task, consumer, tag, value.digest)
+        self.put_bytes += value.size_bytes
+        if self._tracing.on:
+            self._tracing.moment(
+                "put", self.task, self.stamp, self.term, name=tag, peer=consumer, size=value.size_bytes
+            )
+        if self.recording is not None:
+            self.recording.puts[(tag, consumer)] = value
+        self.out.put(tag, consumer, value)
 
     def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None:
         self._check_alive()
@@ -504,7 +461,7 @@ class Attempt:
             if state == "done":
                 continue
             provides = tuple(
-                (tag, to) for tag, ids in processor.outbound.items() for to in ids if not self._slots[(tag, to)].done()
+                (tag, to) for tag, ids in processor.outbound.items() for to in ids if self.out.lacks(tag, to)
             )
 
             def wait(kind: str, task: int, name: str, p: Processor = processor, gives: Any = provides) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import Refused
-from taskgraph.protocol.messages import Pull, Reason, Reply, Stamp
+from taskgraph.protocol.messages import Item, Pull, Reason, Refusal, Stamp
+from taskgraph.transport.api import Coming
 
 if TYPE_CHECKING:
     from taskgraph.coordination.viewkeeper import ViewKeeper
@@ -29,7 +30,7 @@ class Attempts:
         self._term = term
         self._begun: dict[Stamp, Attempt] = {}
         self._changed = asyncio.Event()
-        self._parked: dict[Stamp, list[tuple[Pull, asyncio.Future[Reply]]]] = {}  # for attempts yet to come
+        self._parked: dict[Stamp, list[tuple[Pull, Coming]]] = {}  # for attempts yet to come
         self._ended = False
         self.latest: Stamp | None = None
         """Of the one that began last; it may be over."""
@@ -59,12 +60,13 @@ class Attempts:
     def composed(self, attempt: Attempt) -> None:
         """It can say what it offers: what was pulled of it before is answered; what was of earlier ones is refused."""
         for stamp in [stamp for stamp in self._parked if stamp <= attempt.stamp]:
-            for pull, reply in self._parked.pop(stamp):
-                if reply.done():
+            for pull, coming in self._parked.pop(stamp):
+                if coming.done:
                     continue
                 stale = stamp != attempt.stamp or self._keeper.view.term(pull.sender) != pull.sender_term
-                if stale or not attempt.answer(pull, reply):  # it comes again, patiently, and hears what is the matter
-                    reply.set_exception(Refused(Reason.STALE, f"task {self._task} is at {attempt.stamp}"))
+                if stale or attempt.out.promise(pull, coming) is not None:
+                    # It comes again, patiently, and hears what is the matter.
+                    coming.settle(Refusal(Reason.STALE, f"task {self._task} is at {attempt.stamp}"))
 
     def drop_before(self, epoch: int) -> None:
         """`epoch` was read as committed: nobody needs what is of earlier ones."""
@@ -82,24 +84,23 @@ class Attempts:
         self._ended = True
         self.drop()
         for parked in self._parked.values():
-            for _, reply in parked:
-                if not reply.done():
-                    reply.set_exception(self._stepped_down())
+            for _, coming in parked:
+                coming.settle(Refusal(Reason.NOT_PRIMARY, self._stepped_down))
         self._parked.clear()
         self._changed.set()
 
     # -- asked by other tasks ---------------------------------------------------------------------
 
-    def item(self, pull: Pull) -> Reply | asyncio.Future[Reply] | None:
-        """The item where it exists, a future of it where it is still to be made, None where neither can be said."""
+    def item(self, pull: Pull) -> Item | Coming | Refusal | None:
+        """The item where it exists, a promise of it where it is still to be made, None where neither can be said."""
         attempt = self._begun.get(pull.stamp)
         if attempt is not None and attempt.composed:
-            return attempt.item_now(pull)
+            return attempt.out.ask(pull)
         if self._ended or (attempt is None and self.latest is not None and self.latest >= pull.stamp):
             return None
-        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._parked.setdefault(pull.stamp, []).append((pull, reply))
-        return reply
+        coming = Coming()
+        self._parked.setdefault(pull.stamp, []).append((pull, coming))
+        return coming
 
     async def at(self, stamp: Stamp) -> Attempt:
         """The attempt at `stamp`, as soon as it began.
@@ -109,7 +110,7 @@ class Attempts:
         """
         while self.latest is None or self.latest < stamp:
             if self._ended:
-                raise self._stepped_down()
+                raise Refused(Reason.NOT_PRIMARY, self._stepped_down)
             self._changed.clear()
             await self._changed.wait()
         attempt = self._begun.get(stamp)
@@ -117,5 +118,6 @@ class Attempts:
             raise Refused(Reason.STALE, f"task {self._task} is at {self.latest}, not {stamp}")
         return attempt
 
-    def _stepped_down(self) -> Refused:
-        return Refused(Reason.NOT_PRIMARY, f"the primary of task {self._task} in term {self._term} stepped down")
+    @property
+    def _stepped_down(self) -> str:
+        return f"the primary of task {self._task} in term {self._term} stepped down"

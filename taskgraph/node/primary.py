@@ -24,6 +24,7 @@ from taskgraph.node.backups import Backups
 from taskgraph.node.checkpoints import CheckpointWriter
 from taskgraph.node.deviceloss import met
 from taskgraph.node.dones import Dones, Worked
+from taskgraph.node.pulls import Pulls
 from taskgraph.node.reporter import Reporter
 from taskgraph.node.reports import Rows
 from taskgraph.node.strict import Recording, check_replay
@@ -72,6 +73,9 @@ class Primary:
             node, replica, term=taken.term, epoch=taken.epoch, primary_revision=taken.revision, insync=insync
         )
         self.attempts = Attempts(node.keeper, replica.task, taken.term)
+        settings = node.settings
+        ahead = 1 if settings.strict else max(1, settings.epochs_ahead)
+        self._pulls = Pulls(node.router, ahead=ahead, epochs=replica.job.epochs)
         self._settled = taken.epoch  # the committed boundary, once everything that follows from its commit is done
         self._room = asyncio.Event()
         self._epoch = taken.epoch  # what is worked on
@@ -209,6 +213,7 @@ class Primary:
                 at = Stamp(at.attempt, self._settled)
         finally:
             self.attempts.drop()
+            self._pulls.drop()
             if not work.done():
                 work.cancel()
                 await asyncio.gather(work, return_exceptions=True)
@@ -328,6 +333,7 @@ class Primary:
             stamp,
             self.term,
             group=group,
+            pulls=self._pulls,
             on_idle=partial(self._report_idle, stamp),
             on_composed=self.attempts.composed,
             ask_restart=partial(self._ask_restart, stamp),

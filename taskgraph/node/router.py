@@ -14,7 +14,7 @@ from functools import partial
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import PeerLost, Refused, TransportError
 from taskgraph.node.backoff import Backoff
-from taskgraph.protocol.messages import Call, Reason, Reply
+from taskgraph.protocol.messages import Call, Pull, Reason, Reply
 from taskgraph.protocol.records import NodeRecord
 from taskgraph.protocol.view import JobView
 from taskgraph.transport.api import Peer, Transport
@@ -35,6 +35,10 @@ _TRY_AGAIN = frozenset(
 )
 
 
+_SWEEP_AT = 64
+"""Calls that are remembered before those that ended are looked for."""
+
+
 def peer_of(node: str, record: NodeRecord) -> Peer:
     return Peer(node, record.endpoints)
 
@@ -53,6 +57,7 @@ class Router:
         self._addresses: dict[str, Peer] = {}
         self._looked_at = -1
         self._in_flight: dict[asyncio.Timeout, Callable[[JobView], bool]] = {}
+        self._sweep_at = _SWEEP_AT
         self._begun: dict[asyncio.Future[Reply], Callable[[JobView], bool]] = {}  # the same, without a task
         keeper.on_change(self._abandon, structure=True)
 
@@ -66,6 +71,7 @@ class Router:
         for scope in [scope for scope, in_vain in self._in_flight.items() if in_vain(view)]:
             del self._in_flight[scope]  # each is told once: a timeout that expires cannot be moved again
             scope.reschedule(now)
+        self._begun = {reply: in_vain for reply, in_vain in self._begun.items() if not reply.done()}
         for reply in [reply for reply, in_vain in self._begun.items() if in_vain(view)]:
             reply.cancel()
 
@@ -118,17 +124,35 @@ class Router:
         except TransportError:
             return None
 
+    def begin_all(self, task: int, pull: Pull) -> list[asyncio.Future[Reply]] | None:
+        """`begin` for each of the epochs that `pull` is of; None also where that would save nothing."""
+        primary = self._keeper.view.primaries.get(task)
+        peer = self.peer(primary.record.node) if primary else None
+        if primary is None or peer is None:
+            return None
+        try:
+            begun = self._transport.calls_now(peer, pull)
+        except TransportError:
+            return None
+        in_vain = partial(_replaced, task, primary.mod_revision)
+        for reply in begun or ():
+            self._watch(reply, in_vain)
+        return begun
+
     def _begin(
         self, peer: Peer, message: Call, in_vain: Callable[[JobView], bool], *, quiet: bool = False
     ) -> asyncio.Future[Reply] | None:
         reply = self._transport.call_now(peer, message, quiet=quiet)
         if reply is not None and not reply.done():
-            self._begun[reply] = in_vain
-            reply.add_done_callback(self._ended)
+            self._watch(reply, in_vain)
         return reply
 
-    def _ended(self, reply: asyncio.Future[Reply]) -> None:
-        self._begun.pop(reply, None)
+    def _watch(self, reply: asyncio.Future[Reply], in_vain: Callable[[JobView], bool]) -> None:
+        """Has a call ended once the view shows that it is in vain. Those that ended by themselves go in passing."""
+        self._begun[reply] = in_vain
+        if len(self._begun) >= self._sweep_at:
+            self._begun = {reply: in_vain for reply, in_vain in self._begun.items() if not reply.done()}
+            self._sweep_at = _SWEEP_AT + 2 * len(self._begun)
 
     async def _call(
         self, peer: Peer, message: Call, timeout_s: float | None, in_vain: Callable[[JobView], bool]

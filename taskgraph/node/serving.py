@@ -40,6 +40,7 @@ from taskgraph.protocol.messages import (
     WaitsPage,
     Written,
 )
+from taskgraph.transport.api import Coming
 
 if TYPE_CHECKING:
     from taskgraph.node.leader import LeaderRole
@@ -48,6 +49,9 @@ if TYPE_CHECKING:
 __all__ = ["Serving"]
 
 _REPORTS = (Report, Reports)
+_PULLED_AHEAD = 4
+"""Pulls of epochs to come may wait here. Who makes them is ahead of the commit, asks for several epochs, and may have
+read a commit that was not read here yet: so each of these may be as much as tasks may be ahead."""
 
 
 class Serving:
@@ -58,7 +62,7 @@ class Serving:
         self._under_way = 0
         self._ahead = node.settings.epochs_ahead
 
-    def now(self, peer: str, message: Call) -> Reply | asyncio.Future[Reply] | None:
+    def now(self, peer: str, message: Call) -> Reply | Coming | None:
         """The answer to what most calls are, where the view and the attempt are where the caller is.
 
         Everything else, and every doubt, is left to the call itself.
@@ -72,19 +76,21 @@ class Serving:
             return node.leader.report_now(message)  # type: ignore[arg-type]
         return None
 
-    def _item(self, pull: Pull) -> Reply | asyncio.Future[Reply] | None:
+    def _item(self, pull: Pull) -> Reply | Coming | None:
         primary, view = self._node.primaries.get(pull.task), self._node.keeper.view
         if primary is None or view.term(pull.sender) != pull.sender_term:
             return None
-        if view.stamp is None or pull.stamp < view.stamp or not within_reach(pull.stamp, self._ahead, view):
+        if view.stamp is None or pull.stamp < view.stamp:
+            return None
+        if not within_reach(pull.stamp, _PULLED_AHEAD * self._ahead, view):
             return None
         reply = primary.attempts.item(pull)
-        if isinstance(reply, asyncio.Future):
+        if type(reply) is Coming:
             self._under_way += 1
-            reply.add_done_callback(self._parked)
+            reply.over = self._came
         return reply
 
-    def _parked(self, _: asyncio.Future[Reply]) -> None:
+    def _came(self) -> None:
         self._under_way -= 1
 
     async def __call__(self, peer: str, message: Call) -> Reply:
@@ -112,7 +118,9 @@ class Serving:
         match message:
             case Pull():
                 attempt = await self._attempt(message.task, message.stamp, message.sender, message.sender_term)
-                return await attempt.item(message)
+                await attempt.ready()
+                item = attempt.out.ask(message)
+                return await item if isinstance(item, Coming) else item
             case Flag():
                 attempt = await self._attempt(message.task, message.stamp, message.sender, message.sender_term)
                 await attempt.ready()

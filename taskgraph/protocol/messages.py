@@ -103,13 +103,23 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Consumer to producer: the item of `tag` for me. Waits at the producer until it exists. Reply: `Item`."""
+    """Consumer to producer: the item of `tag` for me. Waits at the producer until it exists. Reply: `Item`.
+
+    With `count` it stands for as many calls (see `Transport.calls_now`): of this epoch and of those that follow it in
+    the same attempt. What serves a call sees each of them by itself.
+    """
 
     stamp: Stamp
     sender: int  # the consuming task
     sender_term: int
     task: int  # the producing task
     tag: str
+    count: int = 1
+
+    def each(self, number: int) -> Pull:
+        """The one of the `number`-th epoch, counted from 0."""
+        stamp = Stamp(self.stamp.attempt, self.stamp.epoch + number)
+        return Pull(stamp, self.sender, self.sender_term, self.task, self.tag)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,14 @@ Two implementations: `stream.StreamTransport` (unix sockets on one host, TCP bet
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from taskgraph.graph.blocks import Block
-from taskgraph.protocol.messages import Call, Reply
+from taskgraph.protocol.messages import Call, Pull, Reply
 
-__all__ = ["OnLost", "Peer", "Serve", "ServeNow", "Transport"]
+__all__ = ["Coming", "OnLost", "Peer", "Serve", "ServeNow", "Transport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,72 @@ It is cancelled when the caller cancels its call or its session breaks.
 
 It may have an attribute `now`, a `ServeNow`: most calls of an epoch need no task of their own."""
 
-ServeNow = Callable[[str, Call], "Reply | asyncio.Future[Reply] | None"]
-"""(node of the caller, call) -> the reply, or a future of it where that is all there is to wait for, or None: `Serve`
-has to be asked. It raises as `Serve` does, and so does the future, which never gives a `Refusal` as its result and is
-cancelled where `Serve` would be."""
+
+class Coming:
+    """A reply that is still to be made. Who makes it settles it; who wants it listens, awaits it, or cancels it.
+
+    In place of a future: its one listener is called where it is settled, without a turn of the event loop in between,
+    and a reply may be a `Refusal`. Lives on the event loop.
+    """
+
+    __slots__ = ("_listener", "_number", "done", "over", "reply")
+
+    def __init__(self) -> None:
+        self.reply: Reply | None = None
+        self.done = False
+        self.over: Callable[[], object] | None = None
+        """Called once, when it is settled or cancelled."""
+        self._listener: Callable[[int, Reply], object] | None = None
+        self._number = 0
+
+    def settle(self, reply: Reply) -> None:
+        """This is the reply. Nothing happens where there is one, or nobody wants it any more."""
+        if self.done:
+            return
+        self.reply = reply
+        self._end()
+        if self._listener is not None:
+            self._listener(self._number, reply)
+
+    def cancel(self) -> None:
+        """Nobody wants it any more."""
+        if not self.done:
+            self._listener = None
+            self._end()
+
+    def _end(self) -> None:
+        self.done = True
+        if self.over is not None:
+            self.over()
+
+    def listen(self, listener: Callable[[int, Reply], object], number: int = 0) -> None:
+        """Calls `listener(number, reply)` once there is one, and at once where there is. It must not raise."""
+        if self.reply is not None:
+            listener(number, self.reply)
+        else:
+            self._listener, self._number = listener, number
+
+    def __await__(self) -> Generator[Any, None, Reply]:
+        if self.reply is None:
+            there: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+            def settled(_: int, reply: Reply) -> None:
+                if not there.done():
+                    there.set_result(None)
+
+            self.listen(settled)
+            try:
+                yield from there.__await__()
+            except BaseException:
+                self.cancel()
+                raise
+        assert self.reply is not None
+        return self.reply
+
+
+ServeNow = Callable[[str, Call], "Reply | Coming | None"]
+"""(node of the caller, call) -> the reply, or one that is coming where that is all there is to wait for, or None:
+`Serve` has to be asked. It raises as `Serve` does. What is coming is cancelled where `Serve` would be."""
 
 OnLost = Callable[[str], None]
 """(node): the last session with that node broke without a goodbye. Called on the event loop, must not block."""
@@ -81,6 +143,12 @@ class Transport(Protocol):
 
         Raises:
             Refused, PeerLost: it cannot be sent.
+        """
+
+    def calls_now(self, peer: Peer, message: Pull) -> list[asyncio.Future[Reply]] | None:
+        """As many calls as the pull's `count`, told to the peer at once: `call_now` for each of them.
+
+        None also where nothing is saved by it.
         """
 
     async def probe(self, peer: Peer, *, timeout_s: float) -> None:

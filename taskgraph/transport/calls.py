@@ -9,10 +9,10 @@ from typing import Any, NoReturn, TypeVar
 
 from taskgraph.errors import Refused, TransportError
 from taskgraph.protocol.messages import Accepted, Call, Reason, Refusal, Reply
-from taskgraph.transport.api import Serve, ServeNow
+from taskgraph.transport.api import Coming, Serve, ServeNow
 from taskgraph.transport.wire import REPLY_OF
 
-__all__ = ["OwnedTasks", "answer", "answer_later", "answer_now", "answer_quietly", "answered", "describe", "unwrap"]
+__all__ = ["OwnedTasks", "answer", "answer_later", "answer_now", "answer_quietly", "describe", "unwrap"]
 
 log = logging.getLogger("taskgraph.transport")
 T = TypeVar("T")
@@ -27,7 +27,7 @@ def describe(call: Call) -> str:
     return f"{what} to task {call.task}{at}"
 
 
-def answer_now(serve: Serve, caller: str, call: Call) -> Reply | asyncio.Future[Reply] | None:
+def answer_now(serve: Serve, caller: str, call: Call) -> Reply | Coming | None:
     """What `serve.now` has for this call, where there is one; a refusal in place of what it raises."""
     now: ServeNow | None = getattr(serve, "now", None)
     if now is None:
@@ -38,17 +38,7 @@ def answer_now(serve: Serve, caller: str, call: Call) -> Reply | asyncio.Future[
         return _refusal(error, caller, call)
     if type(reply) is REPLY_OF[type(call)]:
         return reply  # as a rule
-    return reply if reply is None or isinstance(reply, asyncio.Future) else _checked(reply, caller, call)
-
-
-def answered(future: asyncio.Future[Reply], caller: str, call: Call) -> Reply:
-    """The reply out of a future of `answer_now` that is done, and was not cancelled."""
-    error = future.exception()
-    if error is None:
-        return _checked(future.result(), caller, call)
-    if isinstance(error, Exception):
-        return _refusal(error, caller, call)
-    raise error
+    return reply if reply is None or isinstance(reply, Coming) else _checked(reply, caller, call)
 
 
 async def answer(serve: Serve, caller: str, call: Call) -> Reply:
@@ -62,14 +52,14 @@ async def answer_quietly(serve: Serve, caller: str, call: Call) -> Reply | None:
     return None if type(reply) is Accepted else await _complete(serve, caller, call, reply)
 
 
-async def _complete(serve: Serve, caller: str, call: Call, reply: Reply | asyncio.Future[Reply] | None) -> Reply:
-    if reply is not None and not isinstance(reply, asyncio.Future):
+async def _complete(serve: Serve, caller: str, call: Call, reply: Reply | Coming | None) -> Reply:
+    if reply is not None and not isinstance(reply, Coming):
         return reply
     return await answer_later(serve, caller, call, coming=reply)
 
 
 async def answer_later(serve: Serve, caller: str, call: Call, *, coming: Awaitable[Reply] | None = None) -> Reply:
-    """The same where `answer_now` was asked already, and had nothing or a future (`coming`)."""
+    """The same where `answer_now` was asked already, and had nothing or one that is `coming`."""
     try:
         reply = await (serve(caller, call) if coming is None else coming)
     except asyncio.CancelledError:

@@ -20,7 +20,7 @@ MARK = 0
 """The first byte of a compact header."""
 
 _PULL, _ITEM, _REPORT, _ACCEPTED, _REPORTS = 1, 2, 3, 4, 5
-_PULL_HEAD = struct.Struct("!BBqqqqq")  # attempt, epoch, sender, sender_term, task; then the tag
+_PULL_HEAD = struct.Struct("!BBqqqqqH")  # attempt, epoch, sender, sender_term, task, count; then the tag
 _ITEM_HEAD = struct.Struct("!BBqqq16s")  # attempt, epoch, term, digest; then the tag
 _REPORT_HEAD = struct.Struct("!BBqqqqBq16s16s")  # attempt, epoch, task, term, flags, version, sent, received; numbers
 _REPORTS_HEAD = struct.Struct("!BB")  # then each as if it travelled alone
@@ -49,13 +49,13 @@ def unpack(data: bytes, meta: bytes = b"") -> tuple[Message, Encoded | None]:
 
 
 def _pack_pull(message: Pull) -> bytes:
-    (attempt, epoch), tag = message.stamp, message.tag.encode()
-    return _PULL_HEAD.pack(MARK, _PULL, attempt, epoch, message.sender, message.sender_term, message.task) + tag
+    (attempt, epoch), whose = message.stamp, (message.sender, message.sender_term, message.task)
+    return _PULL_HEAD.pack(MARK, _PULL, attempt, epoch, *whose, message.count) + message.tag.encode()
 
 
 def _unpack_pull(data: bytes, _: bytes) -> Pull:
-    _, _, attempt, epoch, sender, sender_term, task = _PULL_HEAD.unpack_from(data)
-    return Pull(Stamp(attempt, epoch), sender, sender_term, task, data[_PULL_HEAD.size :].decode())
+    _, _, attempt, epoch, sender, sender_term, task, count = _PULL_HEAD.unpack_from(data)
+    return Pull(Stamp(attempt, epoch), sender, sender_term, task, data[_PULL_HEAD.size :].decode(), count)
 
 
 def _pack_item(message: Item) -> bytes:

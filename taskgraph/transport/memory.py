@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from taskgraph.errors import PeerGone, PeerLost, TransportError
 from taskgraph.graph.blocks import Block
-from taskgraph.protocol.messages import Call, Reply
+from taskgraph.protocol.messages import Call, Pull, Reply
 from taskgraph.transport.api import OnLost, Peer, Serve
 from taskgraph.transport.calls import OwnedTasks, answer, answer_quietly, describe, unwrap
 
@@ -178,6 +178,10 @@ class MemoryTransport:
         if self._down:
             return None
         return self._tasks.spawn(self._begun(peer, message, quiet), name=f"call {peer.node} from {self.node}")
+
+    def calls_now(self, peer: Peer, message: Pull) -> list[asyncio.Future[Reply]] | None:
+        begun = [self.call_now(peer, message.each(number)) for number in range(message.count)]
+        return [call for call in begun if call is not None] or None  # all of them, or none: it is closed
 
     async def _begun(self, peer: Peer, message: Call, quiet: bool) -> Reply:
         return unwrap(await self._exchange(peer.node, message, quiet=quiet))

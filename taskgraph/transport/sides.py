@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any, cast
 
 from taskgraph.errors import DecodeError, PeerLost, Refused, TransportError
-from taskgraph.protocol.messages import Accepted, Call, Encoded, Reason, Refusal, Reply
+from taskgraph.protocol.messages import Accepted, Call, Encoded, Pull, Reason, Refusal, Reply
 from taskgraph.transport import wire
-from taskgraph.transport.calls import answer, answer_later, answer_now, answered, describe
+from taskgraph.transport.api import Coming
+from taskgraph.transport.calls import answer, answer_later, answer_now, describe
 from taskgraph.transport.frames import Head, Kind
 from taskgraph.transport.hello import Answering, Dialling
 from taskgraph.transport.incoming import Incoming
@@ -23,6 +24,8 @@ log = logging.getLogger("taskgraph.transport")
 
 #: Calls of one session that are being received or served at a time; more are refused as PAUSED.
 MAX_CALLS = 1 << 17
+#: Calls that one frame may stand for.
+MAX_COUNT = 1 << 10
 #: How often a call is made that carries, or brings, memory that cannot be opened: as bytes from the second time on.
 _TRIES = 4
 
@@ -93,6 +96,22 @@ class DialledSession(Session):
         pending.session, pending.message, pending.quiet, pending.tries = self, message, quiet, 0
         self._send_call(pending, value)
         return pending
+
+    def begin_all(self, message: Pull) -> list[asyncio.Future[Reply]]:
+        """The same for every epoch that a pull is of, in one frame: their calls' numbers follow each other."""
+        if not self.open:
+            raise PeerLost(f"node {self.peer}: {self.why or 'no hello yet'}")
+        header = wire.to_header(message)
+        first, self._last_call = self._last_call + 1, self._last_call + message.count
+        begun: list[asyncio.Future[Reply]] = []
+        for number in range(message.count):
+            pending = _Pending(loop=self._loop)
+            pending.session, pending.message, pending.quiet, pending.tries = self, message.each(number), False, 1
+            pending.number = first + number
+            self._pending[pending.number] = pending
+            begun.append(pending)
+        self._outbox.send(Kind.CALL, first, header)
+        return begun
 
     def _send_call(self, pending: _Pending, value: Encoded | None) -> None:
         header = wire.to_header(pending.message)  # raises ValueError or TypeError: the caller's mistake
@@ -179,7 +198,9 @@ class AcceptedSession(Session):
 
     def __init__(self, owner: Owner, hello: Answering, *, hello_s: float) -> None:
         super().__init__(owner, hello, hello_s=hello_s)
-        self._calls: dict[int, asyncio.Future[Any] | None] = {}  # who makes the reply; None: still being received
+        self._calls: dict[
+            int, asyncio.Future[Any] | Coming | None
+        ] = {}  # who makes the reply; None: still being received
 
     def _admits(self, call: int, cls: type) -> bool:
         if self.probe:
@@ -210,27 +231,36 @@ class AcceptedSession(Session):
             self._spawn(call, partial(self._receive_and_answer, incoming))
 
     def _take(self, kind: Kind, call: int, message: Call) -> None:
+        if type(message) is Pull and message.count != 1:
+            self._take_all(kind, call, message)
+            return
         reply = answer_now(self._owner.serve, self.peer, message)
         if reply is None:
             self._spawn(call, partial(answer_later, self._owner.serve, self.peer, message))
-        elif isinstance(reply, asyncio.Future):
+        elif isinstance(reply, Coming):
             self._calls[call] = reply
-            reply.add_done_callback(partial(self._answered, call, message))
+            reply.listen(self._answered, call)
         else:
             del self._calls[call]
             if type(reply) is not Accepted or kind is not Kind.TELL:
                 self._reply(call, reply)
+
+    def _take_all(self, kind: Kind, first: int, message: Pull) -> None:
+        """One frame for several calls: each is a call like any other, by its own number."""
+        if not 0 < message.count <= MAX_COUNT:
+            raise DecodeError(f"a frame of {message.count} calls")
+        for number in range(message.count):
+            if number == 0 or self._admits(first + number, Pull):
+                self._take(kind, first + number, message.each(number))
 
     def _spawn(self, number: int, answers: Callable[[], Coroutine[Any, Any, Reply]]) -> None:
         task = self._owner.tasks.spawn(self._serve(number, answers), name=f"serve {self.peer} {number}")
         self._calls[number] = task
         task.add_done_callback(lambda _: self._calls.pop(number, None))
 
-    def _answered(self, number: int, call: Call, future: asyncio.Future[Reply]) -> None:
-        if self._calls.pop(number, None) is not None and not future.cancelled():
-            self._reply(number, answered(future, self.peer, call))
-        elif not future.cancelled():
-            future.exception()  # nobody wants it any more
+    def _answered(self, number: int, reply: Reply) -> None:
+        if self._calls.pop(number, None) is not None:
+            self._reply(number, reply)
 
     async def _receive_and_answer(self, incoming: Incoming) -> Reply:
         call = await self._received(incoming)

@@ -11,16 +11,16 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
 from taskgraph.graph.blocks import Block
-from taskgraph.protocol.messages import Call, Encoded, Refusal, Reply
+from taskgraph.protocol.messages import Call, Encoded, Pull, Refusal, Reply
 from taskgraph.settings import Settings
 from taskgraph.tls import Tls, check_listener
 from taskgraph.transport import endpoints
 from taskgraph.transport.accepting import CLOSE_S, TlsListener
-from taskgraph.transport.api import OnLost, Peer, Serve
+from taskgraph.transport.api import Coming, OnLost, Peer, Serve
 from taskgraph.transport.calls import OwnedTasks, answer, answer_now, describe, unwrap
 from taskgraph.transport.hello import Answering, Dialling
 from taskgraph.transport.incoming import Digesting
@@ -65,6 +65,26 @@ def _idle_bytes() -> int:
     except (ValueError, OSError):  # not known on this system
         memory = 0
     return max(_LEAST_IDLE_BYTES, memory // 32)
+
+
+class _OwnCall(asyncio.Future[Reply]):
+    """A node's call to itself, which its caller may cancel."""
+
+    coming: Coming | None = None
+
+    def answered(self, _: int, reply: Reply) -> None:
+        if self.done():
+            return
+        if isinstance(reply, Refusal):
+            self.set_exception(Refused(reply.reason, reply.text))
+            self.exception()  # seen, even if nobody looks
+        else:
+            self.set_result(reply)
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        if self.coming is not None:
+            self.coming.cancel()
+        return super().cancel(msg)
 
 
 async def _not_started(caller: str, call: Call) -> Reply:
@@ -122,7 +142,7 @@ class StreamTransport:
         self._insecure = insecure
 
         self.tasks = OwnedTasks()
-        self._own_calls: dict[asyncio.Future[Reply], None] = {}  # to this node itself
+        self._own_calls: dict[_OwnCall, None] = {}  # to this node itself
         self.serve: Serve = _not_started
         self.max_value_bytes = settings.max_value_bytes
         self._node = ""
@@ -255,25 +275,26 @@ class StreamTransport:
         session = self._dialled.get(peer.node)
         return session.begin(message, quiet=quiet) if session is not None and session.open else None
 
+    def calls_now(self, peer: Peer, message: Pull) -> list[asyncio.Future[Reply]] | None:
+        session = self._dialled.get(peer.node) if self._state == "running" else None
+        return session.begin_all(message) if session is not None and session.open else None
+
     def _call_self_now(self, message: Call) -> asyncio.Future[Reply] | None:
         reply = answer_now(self.serve, self._node, message)
-        if reply is None or isinstance(reply, asyncio.Future):
-            if reply is not None:
-                self._own_calls[reply] = None
-                reply.add_done_callback(self._own_call_over)
-            return reply
-        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        if isinstance(reply, Refusal):
-            future.set_exception(Refused(reply.reason, reply.text))
-            future.exception()  # seen, even if nobody looks
+        if reply is None:
+            return None
+        call = _OwnCall(loop=asyncio.get_running_loop())
+        if isinstance(reply, Coming):
+            call.coming = reply
+            self._own_calls[call] = None
+            call.add_done_callback(self._own_call_over)
+            reply.listen(call.answered)
         else:
-            future.set_result(reply)
-        return future
+            call.answered(0, reply)
+        return call
 
-    def _own_call_over(self, reply: asyncio.Future[Reply]) -> None:
-        self._own_calls.pop(reply, None)
-        if not reply.cancelled():
-            reply.exception()
+    def _own_call_over(self, call: asyncio.Future[Reply]) -> None:
+        self._own_calls.pop(cast(_OwnCall, call), None)
 
     async def _call(self, peer: Peer, message: Call) -> Reply:
         self._check_running()

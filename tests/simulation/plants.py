@@ -5,7 +5,6 @@ A plant changes the decisions and the transactions of `taskgraph`; of the simula
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -106,28 +105,31 @@ def digests_are_reported_only_for_producers_whose_term_changed(patch: pytest.Mon
     said: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
 
     def set_report(original: Any, self: Primary, report: Report) -> None:
-        assert self._attempt is not None
+        attempt = self.attempts.of(report.stamp)
+        assert attempt is not None
         view = self._node.keeper.view
         began = view.epoch.mod_revision if view.epoch else 0
         changed = {t for t, p in view.primaries.items() if p.mod_revision > began and p.record.term > 1}
-        entries = self._attempt.ledger.entries()
+        entries = attempt.ledger.entries()
         taken = [e for e in entries if not e.sent and (e.kind != "item" or e.sender in changed)]
         put = {(e.kind, e.sender, e.receiver, e.name): e.digest for e in entries if e.sent}
         said[(report.stamp, report.task, report.term, report.version, report.done)] = (put, taken)
         original(self, report)
 
     def decide(original: Any, self: Leader, view: Any, *, settled: bool = False) -> Any:
-        reports = self._reports
+        every = self._reports
+        reports = self.reports()
         pages = {r.task: said.get((r.stamp, r.task, r.term, r.version, r.done)) for r in reports.values()}
         if all(pages.values()):
             puts = {key: digest for page in pages.values() if page for key, digest in page[0].items()}
             taken = [e for page in pages.values() if page for e in page[1]]
             if all(puts.get((e.kind, e.sender, e.receiver, e.name)) == e.digest for e in taken):
-                self._reports = {t: dataclasses.replace(r, sent=0, received=0) for t, r in reports.items()}
+                agreed = {t: dataclasses.replace(r, sent=0, received=0) for t, r in reports.items()}
+                self._reports = {**every, self.stamp.epoch: agreed} if self.stamp is not None else every
         try:
             return original(self, view, settled=settled)
         finally:
-            self._reports = reports
+            self._reports = every
 
     _changed(patch, Primary, "_set_report", set_report)
     _changed(patch, Leader, "decide", decide)
@@ -145,7 +147,10 @@ def a_take_over_does_not_put_generation(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def a_done_of_an_old_term_counts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Leader, "missing", lambda self, view: tuple(t for t in range(self._tasks) if t not in self._reports))
+    def missing(self: Leader, view: Any, epoch: int | None = None) -> tuple[int, ...]:
+        return tuple(t for t in range(self._tasks) if t not in self.reports(epoch))
+
+    patch.setattr(Leader, "missing", missing)
 
 
 @plant
@@ -162,10 +167,10 @@ def the_status_is_written_after_the_last_commit(patch: pytest.MonkeyPatch) -> No
         txn: Txn = original(view, **{**kwargs, "finished": False})
         return txn
 
-    async def and_then(original: Any, self: LeaderRole, finished: bool) -> None:
-        await original(self, finished)
+    async def and_then(original: Any, self: LeaderRole, committing: Any) -> None:
+        await original(self, committing)
         node = self._node
-        if finished and node.keeper.view.running:
+        if committing.finished and node.keeper.view.running:
             record = StatusRecord(state=State.FINISHED, writer=node.writer())
             await node.transact(
                 Txn(success=(Put(node.keeper.view.keys.status, record.to_bytes()),)), key="", writer=record.writer
@@ -507,10 +512,9 @@ def a_flag_that_is_sent_again_runs_again(patch: pytest.MonkeyPatch) -> None:
 def items_are_dropped_when_the_task_is_done(patch: pytest.MonkeyPatch) -> None:
     def set_report(original: Any, self: Primary, report: Report) -> None:
         original(self, report)
-        if report.done and self._attempt is not None:
-            gone = asyncio.get_running_loop().create_future()
-            gone.cancel()
-            self._attempt._slots = dict.fromkeys(self._attempt._slots, gone)
+        attempt = self.attempts.of(report.stamp)
+        if report.done and attempt is not None:
+            attempt.out.drop()
 
     _changed(patch, Primary, "_set_report", set_report)
 
@@ -519,13 +523,12 @@ def items_are_dropped_when_the_task_is_done(patch: pytest.MonkeyPatch) -> None:
 def items_are_freed_when_the_commit_is_sent(patch: pytest.MonkeyPatch) -> None:
     """On a hint, that is, instead of on a read: the commit may fail, since somebody was replaced who needs them."""
 
-    async def commit(original: Any, self: LeaderRole, finished: bool) -> None:
-        gone = asyncio.get_running_loop().create_future()
-        gone.cancel()
+    async def commit(original: Any, self: LeaderRole, commit: Any) -> None:
         for primary in self._node.primaries.values():
-            if primary.attempt is not None and primary.attempt.stamp == self._leader.stamp:
-                primary.attempt._slots = dict.fromkeys(primary.attempt._slots, gone)
-        await original(self, finished)
+            for attempt in primary.attempts:
+                if self._leader.stamp is not None and attempt.stamp.epoch <= self._leader.stamp.epoch:
+                    attempt.out.drop()
+        await original(self, commit)
 
     _changed(patch, LeaderRole, "_commit", commit)
 
@@ -572,7 +575,7 @@ def an_item_is_given_at_once_whatever_epoch_is_asked_for(patch: pytest.MonkeyPat
         attempt = primary.attempt if primary is not None else None
         if attempt is None or attempt.cancelled:
             return None
-        reply = attempt.item_now(pull)
+        reply = attempt.out.ask(pull)
         return dataclasses.replace(reply, stamp=pull.stamp) if isinstance(reply, Item) else reply
 
     patch.setattr(Serving, "_item", item)

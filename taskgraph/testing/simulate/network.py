@@ -16,7 +16,7 @@ from typing import Any
 
 from taskgraph.errors import PeerGone, PeerLost, TransportError
 from taskgraph.graph.blocks import Block
-from taskgraph.protocol.messages import Call, Reply
+from taskgraph.protocol.messages import Call, Pull, Reply
 from taskgraph.settings import Settings
 from taskgraph.testing.simulate.loop import Process
 from taskgraph.transport.api import OnLost, Peer, Serve
@@ -281,6 +281,12 @@ class SimTransport:
         if self._down or (peer.node != self.node and peer.node not in self._dialled):
             return None
         return self._tasks.spawn(self._begun(peer, message, quiet), name=f"call {peer.node} from {self.node}")
+
+    def calls_now(self, peer: Peer, message: Pull) -> list[asyncio.Future[Reply]] | None:
+        if peer.node == self.node:
+            return None
+        begun = [self.call_now(peer, message.each(number)) for number in range(message.count)]
+        return [call for call in begun if call is not None] or None  # all of them, or none
 
     async def _begun(self, peer: Peer, message: Call, quiet: bool) -> Reply:
         if peer.node == self.node or not quiet:

@@ -188,6 +188,8 @@ class World:
             self.transcript.state("a node ended itself")
             if node.id not in self.invariants.view.gone:
                 self.violated(Violation(f"{node.id} ended: {error}"))
+        except Exception as error:  # a bug: not even a process that is being killed may end by one
+            self.violated(Violation(f"{node.id} broke down: {error!r}"))
         finally:
             await self.nodes[node.id].coordinator.close()
 

@@ -77,18 +77,20 @@ class Accepted(_message.Message):
     def __init__(self, term: _Optional[int] = ...) -> None: ...
 
 class Pull(_message.Message):
-    __slots__ = ("stamp", "sender", "sender_term", "task", "tag")
+    __slots__ = ("stamp", "sender", "sender_term", "task", "tag", "count")
     STAMP_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
     SENDER_TERM_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     TAG_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
     stamp: Stamp
     sender: int
     sender_term: int
     task: int
     tag: str
-    def __init__(self, stamp: _Optional[_Union[Stamp, _Mapping]] = ..., sender: _Optional[int] = ..., sender_term: _Optional[int] = ..., task: _Optional[int] = ..., tag: _Optional[str] = ...) -> None: ...
+    count: int
+    def __init__(self, stamp: _Optional[_Union[Stamp, _Mapping]] = ..., sender: _Optional[int] = ..., sender_term: _Optional[int] = ..., task: _Optional[int] = ..., tag: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class Item(_message.Message):
     __slots__ = ("stamp", "term", "tag", "value")

@@ -11,6 +11,7 @@ from transport_kit import EXCHANGES, Cluster, Node, encoded, item, pull
 from taskgraph.errors import PeerGone, PeerLost, Refused
 from taskgraph.protocol import messages as m
 from taskgraph.transport import wire
+from taskgraph.transport.api import Coming
 
 
 class Gate:
@@ -171,31 +172,26 @@ async def test_what_is_answered_at_once_needs_no_handler(cluster: Cluster) -> No
         assert len(target.served) == 1
 
 
-async def test_what_is_answered_by_a_future_needs_no_handler(cluster: Cluster) -> None:
+async def test_what_is_still_coming_needs_no_handler(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
     for target in (b, a):
         asked = asyncio.Event()
-        futures: list[asyncio.Future[m.Reply]] = []
+        coming: list[Coming] = []
 
-        def later(
-            caller: str,
-            call: m.Call,
-            futures: list[asyncio.Future[m.Reply]] = futures,
-            asked: asyncio.Event = asked,
-        ) -> asyncio.Future[m.Reply]:
-            futures.append(asyncio.get_running_loop().create_future())
+        def later(caller: str, call: m.Call, coming: list[Coming] = coming, asked: asyncio.Event = asked) -> Coming:
+            coming.append(Coming())
             asked.set()
-            return futures[-1]
+            return coming[-1]
 
         target.at_once = later
         waiting = asyncio.ensure_future(a.call(target, m.Seal(m.Stamp(1, 1), 1, 1)))
         await waits(asked)
-        futures[0].set_result(m.Accepted(7))
+        coming[0].settle(m.Accepted(7))
         assert await waiting == m.Accepted(7)
         asked.clear()
         waiting = asyncio.ensure_future(a.call(target, m.Seal(m.Stamp(1, 1), 1, 1)))
         await waits(asked)
-        futures[1].set_exception(Refused(m.Reason.ATTEMPT_GONE, "over"))
+        coming[1].settle(m.Refusal(m.Reason.ATTEMPT_GONE, "over"))
         with pytest.raises(Refused, match="over"):
             await waiting
         asked.clear()
@@ -205,9 +201,100 @@ async def test_what_is_answered_by_a_future_needs_no_handler(cluster: Cluster) -
         with pytest.raises(asyncio.CancelledError):
             await waiting
         async with asyncio.timeout(5):
-            await asyncio.wait([futures[2]])
-        assert futures[2].cancelled()
+            while not coming[2].done:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        assert coming[2].reply is None, "it was cancelled"
+        coming[2].settle(m.Accepted(8))  # nobody wants it any more
         assert target.served == []
+
+
+class Shelf:
+    """Gives items when told to; says which epochs were asked for, and which are not wanted any more."""
+
+    def __init__(self) -> None:
+        self.asked: dict[int, Coming] = {}
+        self.gone: set[int] = set()
+        self.changed = asyncio.Event()
+
+    def __call__(self, caller: str, call: m.Call) -> Coming | None:
+        if not isinstance(call, m.Pull):
+            return None
+        assert call.count == 1, "each call is served by itself"
+        coming = self.asked[call.stamp.epoch] = Coming()
+        epoch = call.stamp.epoch
+
+        def over() -> None:
+            if coming.reply is None:
+                self.gone.add(epoch)
+            self.changed.set()
+
+        coming.over = over
+        self.changed.set()
+        return coming
+
+    async def until(self, count: int, *, gone: bool = False) -> None:
+        async with asyncio.timeout(5):
+            while len(self.gone if gone else self.asked) < count:
+                self.changed.clear()
+                await self.changed.wait()
+
+
+def several(count: int) -> m.Pull:
+    one = pull()
+    return m.Pull(one.stamp, one.sender, one.sender_term, one.task, one.tag, count)
+
+
+async def test_one_pull_of_several_epochs_is_as_many_calls(cluster: Cluster) -> None:
+    a, b = await cluster.node(), await cluster.node()
+    await a.call(b, SEAL)  # a session is open now
+    b.at_once = shelf = Shelf()
+    wanted = several(5)
+    begun = a.transport.calls_now(b.peer, wanted)
+    assert begun is not None and len(begun) == 5
+    await shelf.until(5)
+    first = wanted.stamp.epoch
+    assert sorted(shelf.asked) == list(range(first, first + 5))
+    large = encoded(b"x", bytes(2_000_000))
+    items = [item(wanted.each(n), large if n == 3 else encoded(bytes([n]))) for n in range(5)]
+    for number in (3, 0):  # in any order
+        shelf.asked[first + number].settle(items[number])
+        assert await asyncio.wait_for(begun[number], 5) == items[number]
+    shelf.asked[first + 1].settle(m.Refusal(m.Reason.STALE, "behind"))
+    with pytest.raises(Refused, match="behind"):
+        await begun[1]
+    begun[2].cancel()  # one of them, and no other
+    await shelf.until(1, gone=True)
+    assert shelf.gone == {first + 2} and not begun[4].done()
+    shelf.asked[first + 4].settle(items[4])
+    assert await begun[4] == items[4]
+    assert await a.call(b, SEAL) == m.Accepted(1), "later calls have numbers of their own"
+
+
+async def test_a_pull_of_several_epochs_is_lost_with_its_peer_and_forgotten_with_its_caller(cluster: Cluster) -> None:
+    a, b = await cluster.node(), await cluster.node()
+    for crashes, stays in ((b, a), (a, b)):
+        target = b
+        if not stays.transport.endpoints:
+            break
+        await a.call(target, SEAL)
+        target.at_once = shelf = Shelf()
+        begun = a.transport.calls_now(target.peer, several(3))
+        assert begun is not None
+        await shelf.until(3)
+        cluster.crash(crashes)
+        for reply in begun:
+            with pytest.raises((PeerLost, asyncio.CancelledError)):
+                await asyncio.wait_for(reply, 5)
+        if crashes is a:
+            await shelf.until(3, gone=True)
+        else:
+            b = await cluster.node()
+
+
+async def test_several_calls_are_not_begun_where_a_session_has_to_be_made(cluster: Cluster) -> None:
+    a, b = await cluster.node(), await cluster.node()
+    await a.transport.close()
+    assert a.transport.calls_now(b.peer, several(2)) is None
 
 
 async def test_what_is_answered_at_once_is_checked_as_well(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
@@ -331,11 +418,11 @@ async def test_a_quiet_call_is_answered_where_there_is_more_to_say(cluster: Clus
         await (await begun(a, b, REPORT))
     b.at_once = lambda caller, call: None  # a task answers
     assert await (await begun(a, b, REPORT)) == m.Accepted(1)
-    later: asyncio.Future[m.Reply] = asyncio.get_running_loop().create_future()
+    later = Coming()
     b.at_once = lambda caller, call: later if call == REPORT else None
     reply = await begun(a, b, REPORT)
     await time_passes(a, b)
-    later.set_result(m.Accepted(2))
+    later.settle(m.Accepted(2))
     assert await reply == m.Accepted(2)
     a.at_once = Heard(m.Accepted(1))
     own = await begun(a, a, REPORT)

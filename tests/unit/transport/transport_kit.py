@@ -20,7 +20,7 @@ from taskgraph.settings import Settings
 from taskgraph.testing.simulate.loop import Process
 from taskgraph.testing.simulate.network import SimNetwork, SimTransport
 from taskgraph.tls import CA, CERT, KEY, Tls
-from taskgraph.transport.api import Peer, ServeNow, Transport
+from taskgraph.transport.api import Coming, Peer, ServeNow, Transport
 from taskgraph.transport.memory import MemoryNetwork, MemoryTransport
 from taskgraph.transport.stream import StreamTransport
 
@@ -118,7 +118,7 @@ class Node:
     async def _accept(self, caller: str, call: m.Call) -> m.Reply:
         return m.Accepted(1)
 
-    def now(self, caller: str, call: m.Call) -> m.Reply | asyncio.Future[m.Reply] | None:
+    def now(self, caller: str, call: m.Call) -> m.Reply | Coming | None:
         return self.at_once(caller, call)
 
     async def __call__(self, caller: str, call: m.Call) -> m.Reply:

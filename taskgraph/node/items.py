@@ -1,0 +1,88 @@
+"""The items that one attempt puts, and who waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from taskgraph.protocol.messages import Encoded, Item, Pull, Reason, Refusal, Stamp
+from taskgraph.transport.api import Coming
+
+__all__ = ["Items"]
+
+Channel = tuple[str, int]
+"""(tag, consumer)."""
+
+
+class Items:
+    """One attempt's outbound channels. An item is kept from its `put` until `drop`, and given to whoever asks for it.
+
+    Lives on the event loop.
+    """
+
+    def __init__(self, stamp: Stamp, term: int) -> None:
+        self._stamp = stamp
+        self._term = term
+        self._there: dict[Channel, Encoded] = {}
+        self._awaited: dict[Channel, list[Coming]] = {}  # every channel without an item
+        self._dropped = False
+
+    def open(self, channels: Iterable[Channel]) -> None:
+        """These are the channels of the epoch."""
+        for channel in channels:
+            self._awaited[channel] = []
+
+    def put(self, tag: str, consumer: int, value: Encoded) -> bool:
+        """Gives an item to those who wait for it; False where there is one already, or none is wanted any more."""
+        waiting = self._awaited.pop((tag, consumer), None)
+        if waiting is None:
+            return False
+        self._there[(tag, consumer)] = value
+        for coming in waiting:
+            coming.settle(Item(self._stamp, self._term, tag, value))
+        return True
+
+    def lacks(self, tag: str, consumer: int) -> bool:
+        """Whether that channel's item is still to be put."""
+        return (tag, consumer) in self._awaited
+
+    def ask(self, pull: Pull) -> Item | Coming | Refusal:
+        """The item, or a promise of it; a refusal where no such channel leads to who asks, or not any more."""
+        value = self._there.get((pull.tag, pull.sender))
+        if value is not None:
+            return Item(self._stamp, self._term, pull.tag, value)
+        coming = Coming()
+        refusal = self.promise(pull, coming)
+        return coming if refusal is None else refusal
+
+    def promise(self, pull: Pull, coming: Coming) -> Refusal | None:
+        """Settles `coming` as soon as there is the item; where there will not be, it says why."""
+        channel = (pull.tag, pull.sender)
+        value = self._there.get(channel)
+        if value is not None:
+            coming.settle(Item(self._stamp, self._term, pull.tag, value))
+        elif self._dropped:
+            return self._over()
+        elif (waiting := self._awaited.get(channel)) is not None:
+            waiting.append(coming)
+        else:
+            return Refusal(Reason.NOT_OFFERED, self._offers(pull.sender))
+        return None
+
+    def drop(self) -> None:
+        """Nothing of the attempt is needed any more."""
+        self._dropped = True
+        self._there.clear()
+        awaited, self._awaited = self._awaited, {}
+        for waiting in awaited.values():
+            for coming in waiting:
+                coming.settle(self._over())
+
+    def _over(self) -> Refusal:
+        return Refusal(Reason.ATTEMPT_GONE, f"attempt {self._stamp.attempt} of epoch {self._stamp.epoch} is over")
+
+    def _offers(self, consumer: int) -> str:
+        channels = [*self._there, *self._awaited]
+        mine = sorted({tag for tag, to in channels if to == consumer})
+        others = sorted({tag for tag, to in channels if to != consumer})
+        text = f"to task {consumer} it offers: {', '.join(map(repr, mine)) or 'nothing'}"
+        return text + (f"; to others: {', '.join(map(repr, others))}" if others else "")

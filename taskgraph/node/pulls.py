@@ -1,0 +1,73 @@
+"""What one task pulls: each item of its epoch, and in the same call those of the next epochs."""
+
+from __future__ import annotations
+
+import asyncio
+
+from taskgraph.node.router import Router
+from taskgraph.protocol.messages import Pull, Reply, Stamp
+
+__all__ = ["Pulls"]
+
+Channel = tuple[str, int]
+"""(tag, producer)."""
+
+
+class Pulls:
+    """One task's pulls in one term.
+
+    Most tasks pull the same channels in every epoch. So what was pulled in two epochs running is asked for in advance:
+    one frame tells its producer that the items of the next epochs are wanted, and each comes when it is put. That is
+    all there is to it: they are calls like others, which fail when the producer is lost, and whose items count for
+    nothing unless the attempt of their epoch takes them.
+
+    Args:
+        ahead: how many epochs are asked for at a time; 1: no more than the one at work.
+        epochs: of the job, where that is known.
+    """
+
+    def __init__(self, router: Router, *, ahead: int, epochs: int | None) -> None:
+        self._router = router
+        self._ahead = ahead
+        self._epochs = epochs
+        self._attempt = -1
+        self._latest: dict[Channel, int] = {}  # the epoch it was pulled in last
+        self._early: dict[Channel, dict[int, asyncio.Future[Reply]]] = {}  # asked for, and not wanted yet
+
+    def begin(self, stamp: Stamp, sender: int, term: int, producer: int, tag: str) -> asyncio.Future[Reply] | None:
+        """Asks for one item, unless it was asked for; None where that takes more than one try.
+
+        The future is the caller's: it ends as that of `Router.begin`.
+        """
+        if stamp.attempt != self._attempt:
+            self.drop()
+            self._attempt = stamp.attempt
+        channel, epoch = (tag, producer), stamp.epoch
+        before, self._latest[channel] = self._latest.get(channel), epoch
+        early = self._early.get(channel)
+        if early:
+            reply = early.pop(epoch, None)
+            if reply is not None and not _failed(reply):
+                return reply
+            self._forget(channel)
+        count = self._ahead if self._epochs is None else min(self._ahead, self._epochs - epoch)
+        if count > 1 and before == epoch - 1:
+            replies = self._router.begin_all(producer, Pull(stamp, sender, term, producer, tag, count))
+            if replies:
+                self._early[channel] = {epoch + after: reply for after, reply in enumerate(replies) if after}
+                return replies[0]
+        return self._router.begin(producer, Pull(stamp, sender, term, producer, tag))
+
+    def _forget(self, channel: Channel) -> None:
+        for reply in self._early.pop(channel).values():
+            reply.cancel()
+
+    def drop(self) -> None:
+        """The attempt is over: what was asked for in advance is not wanted any more."""
+        for channel in tuple(self._early):
+            self._forget(channel)
+        self._latest.clear()
+
+
+def _failed(reply: asyncio.Future[Reply]) -> bool:
+    return reply.done() and (reply.cancelled() or reply.exception() is not None)
