@@ -57,13 +57,12 @@ class Work(Protocol):
     cancelled: bool
     scratch: Scratch
     xp_device: str
+    composing: Composition | None
+    """The graph being composed; None outside compose."""
 
     def neighbors(self, link: str) -> tuple[int, ...]: ...
     def links(self) -> tuple[str, ...]: ...
     def tasks(self) -> int: ...
-    def composition(self) -> Composition | None:
-        """The graph being composed, or None outside compose."""
-
     def allocate(self, nbytes: int) -> Block | None:
         """Memory that travels well, where there is some."""
 
@@ -150,7 +149,7 @@ class Epoch:
         Raises:
             GraphError: it does not fit the graph; the message says how.
         """
-        composition = self._work.composition()
+        composition = self._work.composing
         if composition is None:
             raise GraphError(f"{self._at()}: processors are declared in compose(), and only there")
         composition.add(
@@ -228,7 +227,7 @@ class Epoch:
                 f"{self._at()}: a sync point runs when the epoch is quiet and cannot send a {what}; "
                 f"send it from a processor with an outbound channel, or in the next epoch"
             )
-        if self._work.composition() is not None and not composing:
+        if self._work.composing is not None and not composing:
             raise GraphError(
                 f"{self._at()}: compose() cannot wait for an answer: send a {what} from a processor (a flag, also here)"
             )

@@ -91,7 +91,7 @@ class Attempt:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._group: asyncio.TaskGroup | None = group  # until the attempt is over
-        self._composing: Composition | None = None
+        self.composing: Composition | None = None
         self._composed: asyncio.Future[Composition] = self._loop.create_future()
         self.out = Items(stamp, term)
         self._items: dict[tuple[str, int], Encoded] = {}
@@ -163,11 +163,11 @@ class Attempt:
     async def _compose(self) -> Composition:
         if self.recording is not None:
             await self.recording.begin()
-        composition = self._composing = Composition(self.task, self.number)
+        composition = self.composing = Composition(self.task, self.number)
         try:
             await self.replica.actor.call("compose", self.replica.user_task.compose, Epoch(self, "compose"))
         finally:
-            self._composing = None
+            self.composing = None
         if self.recording is not None:
             await self.recording.check("compose")
         self.out.open(composition.channels_out())
@@ -374,9 +374,6 @@ class Attempt:
 
     def tasks(self) -> int:
         return self.replica.job.tasks
-
-    def composition(self) -> Composition | None:
-        return self._composing
 
     def put(self, tag: str, consumer: int, value: Encoded) -> None:
         if self.cancelled:

@@ -273,7 +273,10 @@ def _is_small_snapshot(task: Task, shape: TaskShape) -> bool:
     if "snapshot" in shape.overrides:
         return False
     has = vars(task)
-    return all(name in has and _is_small(has[name]) for name in type(task).__taskgraph_state__)
+    for name in type(task).__taskgraph_state__:  # noqa: SIM110 - once an epoch: a generator would cost more than it
+        if name not in has or not _is_small(has[name]):
+            return False
+    return True
 
 
 def _is_small(value: Any) -> bool:

@@ -195,9 +195,6 @@ class _Replay:
     def tasks(self) -> int:
         return self._fresh.job.tasks
 
-    def composition(self) -> Composition | None:
-        return self.composing
-
     def allocate(self, nbytes: int) -> Block | None:
         return None  # only digests are compared
 

@@ -86,6 +86,7 @@ class _Alone:
     last = False
     cancelled = False
     xp_device = "host"
+    composing: Composition | None = None
 
     def __init__(
         self,
@@ -111,9 +112,6 @@ class _Alone:
 
     def tasks(self) -> int:
         return 1 << 31
-
-    def composition(self) -> Composition | None:
-        return None
 
     def allocate(self, nbytes: int) -> Block | None:
         return None

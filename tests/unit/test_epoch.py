@@ -45,9 +45,6 @@ class Work:
     def tasks(self) -> int:
         return 7
 
-    def composition(self) -> Composition | None:
-        return self.composing
-
     def allocate(self, nbytes: int) -> None:
         return None
 
