@@ -10,7 +10,7 @@ import asyncio
 import concurrent.futures
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, Generic, Protocol, TypeVar, cast, overload
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast, overload
 
 import numpy as np
 import xxhash
@@ -279,6 +279,26 @@ class Reply:
         return decode(self._work.wait_in_thread(self._future, timeout_s), device=self._work.xp_device)
 
 
+class _Given(NamedTuple):
+    """An array as it was handed to user code, which cannot write to it, but may have set its shape or dtype since."""
+
+    array: NDArray[Any]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+    encoded: Encoded
+
+    def is_still(self, value: object) -> bool:
+        array = self.array
+        return (
+            value is array
+            and not array.flags.writeable
+            and array.shape == self.shape
+            and array.strides == self.strides
+            and array.dtype is self.dtype
+        )
+
+
 class Inputs:
     """What a processor's inbound channels brought. Received values are read-only."""
 
@@ -287,6 +307,8 @@ class Inputs:
         self._processor = processor
         self._inbound = processor.inbound
         self._items = items
+        self.given: dict[int, _Given] = {}
+        """Large arrays that were handed to user code, by `id`: whoever passes one on need not encode it again."""
 
     @overload
     def __getitem__(self, tag: Tag[T]) -> T: ...
@@ -303,7 +325,7 @@ class Inputs:
                 f"{self._at()}: {name!r} comes from {len(producers)} tasks "
                 f"({', '.join(map(str, producers)) or 'none'}); use ins.all({name!r})"
             )
-        return decode(self._items[(name, producers[0])], device=self._work.xp_device)
+        return self._value((name, producers[0]))
 
     @overload
     def all(self, tag: Tag[T]) -> dict[int, T]: ...
@@ -317,8 +339,15 @@ class Inputs:
             raise self._not_declared(name)
         values = {}
         for producer in producers:
-            values[producer] = decode(self._items[(name, producer)], device=self._work.xp_device)
+            values[producer] = self._value((name, producer))
         return values
+
+    def _value(self, channel: tuple[str, int]) -> Any:
+        encoded = self._items[channel]
+        value = decode(encoded, device=self._work.xp_device)
+        if encoded.buffers and type(value) is np.ndarray:
+            self.given[id(value)] = _Given(value, value.shape, value.strides, value.dtype, encoded)
+        return value
 
     def __contains__(self, tag: object) -> bool:
         return bool(self._inbound.get(cast(str, tag)))
@@ -337,9 +366,10 @@ class Inputs:
 class Outputs:
     """Where a processor puts what its outbound channels carry: each channel exactly once."""
 
-    def __init__(self, work: Work, processor: Processor) -> None:
+    def __init__(self, work: Work, processor: Processor, inputs: Inputs | None = None) -> None:
         self._work = work
         self._processor = processor
+        self._given: Mapping[int, _Given] = inputs.given if inputs is not None else {}
         self._put: set[tuple[str, int]] = set()
         self._filling: list[tuple[str, tuple[int, ...], NDArray[Any]]] = []
 
@@ -350,14 +380,20 @@ class Outputs:
     def put(self, tag: str, value: Any, to: To | None = None) -> None:
         """Puts `value` into channel `tag`, to all of its consumers or to those in `to`. The value is copied.
 
+        An array that an input gave is passed on as it came, without a look at its bytes.
+
         Raises:
             GraphError: the channel is not declared, or was put already.
             ValueNotEncodable: the value cannot travel; the message names the way out.
         """
         consumers = self._claim(tag, to)
         if consumers:
-            what = f"channel {str(tag)!r} of task {self._work.task}"
-            encoded = encode(value, what=what, allocate=self._work.allocate)
+            given = self._given.get(id(value)) if self._given else None
+            if given is not None and given.is_still(value):
+                encoded = given.encoded
+            else:
+                what = f"channel {str(tag)!r} of task {self._work.task}"
+                encoded = encode(value, what=what, allocate=self._work.allocate)
             for consumer in consumers:
                 self._work.put(str(tag), consumer, encoded)
 

@@ -189,7 +189,8 @@ class Attempt:
             self._tracing.add("wait", waiting, self.task, self.stamp, self.term, name=processor.name)
         self._states[processor.name] = "running"
         epoch = Epoch(self, processor.name, sync=processor.sync)
-        inputs, outputs = Inputs(self, processor, self._items), Outputs(self, processor)
+        inputs = Inputs(self, processor, self._items)
+        outputs = Outputs(self, processor, inputs)
         if self.recording is not None:
             self.recording.started(processor.name, processor)
         await self.replica.actor.call(

@@ -141,7 +141,8 @@ async def _run_step(fresh: Replica, work: _Replay, step: _Step, by_name: dict[st
     processor = by_name.get(step.processor.name)
     if processor is None:
         return  # compose came out differently, which what was not put will show
-    inputs, outputs = Inputs(work, processor, recording_items(work)), Outputs(work, processor)
+    inputs = Inputs(work, processor, recording_items(work))
+    outputs = Outputs(work, processor, inputs)
     await fresh.actor.call(step.where, processor.compute, Epoch(work, step.where, sync=processor.sync), inputs, outputs)
     await fresh.actor.call(step.where, outputs.close)
 

@@ -57,7 +57,8 @@ def compute(
     outbound: Mapping[str, tuple[int, ...]]
     outbound = _Anything() if outs is None else {str(tag): (_CONSUMER,) for tag in outs}
     processor = Processor("processor", function, inbound, outbound, sync=False, parallel=False)
-    inputs, outputs = Inputs(work, processor, items), Outputs(work, processor)
+    inputs = Inputs(work, processor, items)
+    outputs = Outputs(work, processor, inputs)
     try:
         if is_async(function):
             asyncio.run(function(Epoch(work, "processor"), inputs, outputs))

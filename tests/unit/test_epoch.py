@@ -204,3 +204,28 @@ def test_an_array_to_fill_has_the_shape_asked_for(shape: Any) -> None:
     assert work.composing is not None
     array = Outputs(work, work.composing.processors[0]).empty("x", shape, "<i2")
     assert (array.shape, array.dtype) == (np.empty(shape).shape, np.dtype("<i2"))
+
+
+def test_an_array_that_came_is_passed_on_as_it_came_unless_it_was_looked_at_in_another_way() -> None:
+    work = Work()
+    Epoch(work, "compose").processor(
+        no_op, inbound={"x": 1, "small": 1}, outbound=dict.fromkeys(("same", "part", "shaped", "small", "other"), 5)
+    )
+    assert work.composing is not None
+    (processor,) = work.composing.processors
+    came = encode(np.arange(100_000.0))
+    ins = Inputs(work, processor, {("x", 1): came, ("small", 1): encode(np.zeros(2))})
+    outs = Outputs(work, processor, ins)
+    x = ins["x"]
+    outs.put("same", x)
+    outs.put("part", x[1:])
+    outs.put("small", ins["small"])
+    outs.put("other", x.copy())
+    x.shape = (100, 1000)
+    outs.put("shaped", x)
+    outs.close()
+    assert work.put_values[("same", 5)] is came
+    values = {tag: decode(item) for (tag, _), item in work.put_values.items()}
+    assert values["part"].shape == (99_999,) and values["shaped"].shape == (100, 1000)
+    assert np.array_equal(values["other"], np.arange(100_000.0)) and values["small"].shape == (2,)
+    assert work.put_values[("shaped", 5)].digest != came.digest == work.put_values[("other", 5)].digest
