@@ -8,6 +8,7 @@ cannot change by trying again is raised.
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -58,7 +59,8 @@ class Router:
         self._looked_at = -1
         self._in_flight: dict[asyncio.Timeout, Callable[[JobView], bool]] = {}
         self._sweep_at = _SWEEP_AT
-        self._begun: dict[asyncio.Future[Reply], Callable[[JobView], bool]] = {}  # the same, without a task
+        # The same without a task. Weak: a reply's value is its caller's alone, and its memory takes the next one.
+        self._begun: list[tuple[weakref.ref[asyncio.Future[Reply]], Callable[[JobView], bool]]] = []
         keeper.on_change(self._abandon, structure=True)
 
     def _abandon(self) -> None:
@@ -71,9 +73,10 @@ class Router:
         for scope in [scope for scope, in_vain in self._in_flight.items() if in_vain(view)]:
             del self._in_flight[scope]  # each is told once: a timeout that expires cannot be moved again
             scope.reschedule(now)
-        self._begun = {reply: in_vain for reply, in_vain in self._begun.items() if not reply.done()}
-        for reply in [reply for reply, in_vain in self._begun.items() if in_vain(view)]:
-            reply.cancel()
+        self._sweep()
+        for begun, in_vain in tuple(self._begun):
+            if (reply := begun()) is not None and in_vain(view):
+                reply.cancel()
 
     def peer(self, node: str) -> Peer | None:
         """How to reach a node; also one whose key is absent just now, if it was ever seen."""
@@ -149,10 +152,13 @@ class Router:
 
     def _watch(self, reply: asyncio.Future[Reply], in_vain: Callable[[JobView], bool]) -> None:
         """Has a call ended once the view shows that it is in vain. Those that ended by themselves go in passing."""
-        self._begun[reply] = in_vain
+        self._begun.append((weakref.ref(reply), in_vain))
         if len(self._begun) >= self._sweep_at:
-            self._begun = {reply: in_vain for reply, in_vain in self._begun.items() if not reply.done()}
-            self._sweep_at = _SWEEP_AT + 2 * len(self._begun)
+            self._sweep()
+
+    def _sweep(self) -> None:
+        self._begun = [(begun, in_vain) for begun, in_vain in self._begun if _is_open(begun())]
+        self._sweep_at = _SWEEP_AT + 2 * len(self._begun)
 
     async def _call(
         self, peer: Peer, message: Call, timeout_s: float | None, in_vain: Callable[[JobView], bool]
@@ -221,6 +227,10 @@ class Router:
                 await self._keeper.wait_until(lambda view: _revision(view, task) != known)
         except TimeoutError:
             pass
+
+
+def _is_open(reply: asyncio.Future[Reply] | None) -> bool:
+    return reply is not None and not reply.done()
 
 
 def _replaced(task: int, known: int, view: JobView) -> bool:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
+from collections.abc import Callable
 from typing import NoReturn
 
+import numpy as np
 import pytest
 from cluster_kit import holder, job, play
 
@@ -12,7 +15,11 @@ import taskgraph as tg
 from taskgraph.errors import PeerLost
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.backoff import Backoff
-from taskgraph.protocol.messages import Release
+from taskgraph.node.router import Router
+from taskgraph.protocol.messages import Call, Encoded, Item, Pull, Refusal, Release, Reply, Stamp
+from taskgraph.protocol.records import PrimaryRecord
+from taskgraph.protocol.view import Versioned
+from taskgraph.transport.api import Peer
 
 
 class Idle(tg.Task):
@@ -84,3 +91,88 @@ def test_a_call_to_a_primary_that_does_not_answer_ends_when_another_takes_over(m
         await asyncio.gather(*others, return_exceptions=True)
 
     play(job(Idle), scenario, nodes=2)
+
+
+class Wire:
+    """A transport to one node, whose replies are this test's."""
+
+    def __init__(self) -> None:
+        self.replies: list[asyncio.Future[Reply]] = []
+
+    def allocate(self, nbytes: int) -> None:
+        return None
+
+    def call_now(self, peer: Peer, message: Call, *, quiet: bool = False) -> asyncio.Future[Reply]:
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self.replies.append(reply)
+        return reply
+
+    def calls_now(self, peer: Peer, message: Pull) -> list[asyncio.Future[Reply]]:
+        return [self.call_now(peer, message.each(number)) for number in range(message.count)]
+
+
+class View:
+    """A view in which n1 is primary of task 0, until another is."""
+
+    structure_revision = 1
+
+    def __init__(self) -> None:
+        primary = PrimaryRecord(node="n1-1", term=1, stateful=False)
+        self.primaries = {0: Versioned(primary, 3, 3)}
+        self.nodes: dict[str, object] = {}
+
+
+class Keeper:
+    def __init__(self) -> None:
+        self.view = View()
+        self.changed: list[Callable[[], None]] = []
+
+    def on_change(self, listener: Callable[[], None], *, structure: bool) -> None:
+        self.changed.append(listener)
+
+
+def routed() -> tuple[Router, Wire, Keeper]:
+    wire, keeper = Wire(), Keeper()
+    router = Router(wire, keeper)  # type: ignore[arg-type]
+    router._addresses["n1-1"] = Peer("n1-1", ())
+    return router, wire, keeper
+
+
+PULL = Pull(Stamp(1, 4), 1, 1, 0, "x", 3)
+
+
+async def test_what_a_reply_brought_is_not_kept_by_who_made_the_call() -> None:
+    """Its memory is lent, or takes the next item: an epoch of large items would fill fresh memory every time."""
+    router, wire, _ = routed()
+    taken = [router.begin(0, PULL.each(0)), *(router.begin_all(0, PULL) or ())]
+    assert len(taken) == 4
+    arrays = [np.full(10_000, float(number)) for number in range(4)]
+    gone = [weakref.ref(array) for array in arrays]
+    for reply, array in zip(wire.replies, arrays, strict=True):
+        reply.set_result(Item(Stamp(1, 4), 1, "x", Encoded(b"", (memoryview(array),), bytes(16))))
+    del arrays, array, reply
+    taken.clear()
+    wire.replies.clear()
+    assert [ref() for ref in gone] == [None] * 4
+
+
+async def test_calls_that_ended_by_themselves_are_forgotten_in_passing() -> None:
+    router, wire, _ = routed()
+    for _ in range(1000):
+        router.begin(0, PULL.each(0))
+        wire.replies.pop().set_result(Refusal("no"))
+    assert len(router._begun) <= 64
+
+
+async def test_calls_that_are_in_vain_are_ended_and_no_others() -> None:
+    router, wire, keeper = routed()
+    router.begin_all(0, PULL)
+    wire.replies[0].set_result(Refusal("no"))
+    keeper.view.structure_revision = 2
+    (changed,) = keeper.changed
+    changed()
+    assert not any(reply.cancelled() for reply in wire.replies)
+    keeper.view.primaries[0] = Versioned(PrimaryRecord(node="n2-1", term=2, stateful=False), 3, 9)
+    keeper.view.structure_revision = 3
+    changed()
+    assert [reply.cancelled() for reply in wire.replies] == [False, True, True]
