@@ -77,11 +77,11 @@ class LeaderRole:
     def _take(self, told: Report | Reports) -> Accepted:
         self._begin()
         reports = (told,) if isinstance(told, Report) else told.reports
-        new = [report.stamp.epoch for report in reports if self._leader.report(report)]
-        if new:
+        count = [self._leader.report(report) for report in reports]
+        if any(count):
             self._last_news = self._node.now()
             self._rows.set()
-            if any(map(self._leader.pressing, new)) or (self._leader.ready and not self._may_gather()):
+            if self._leader.pressing or (self._leader.ready and not self._may_gather()):
                 self._wake.set()
         return Accepted(self._primary.term)
 
@@ -228,8 +228,9 @@ class LeaderRole:
             writer=writer,
             epochs=commit.epochs,
         )
-        for number in numbers:
-            await node.point("commit", 0, number)
+        if node.injects:
+            for number in numbers:
+                await node.point("commit", 0, number)
         sent = node.tracing.on and clock()
         revision = await node.transact(txn, key=view.keys.epoch, writer=writer)
         if sent:
@@ -252,8 +253,9 @@ class LeaderRole:
             self._tell_committed(Stamp(stamp.attempt, number), rows[number], view)
         if commit.finished:
             node.events.emit("finished", f"the job finished after epoch {numbers[-1]}", epoch=numbers[-1])
-        for number in numbers:
-            await node.point("committed", 0, number)
+        if node.injects:
+            for number in numbers:
+                await node.point("committed", 0, number)
         await node.keeper.caught_up(revision)
         self._begin()
         if self._leader.ready:

@@ -95,6 +95,7 @@ class Leader:
         self.enough = max(1, (ahead + 1) // 2)  # epochs for one commit; while it is written, tasks work on the others
         self.stamp: Stamp | None = None
         self._reports: dict[int, dict[int, Report]] = {}  # epoch -> task -> the latest
+        self._awaited: set[int] = set()  # epochs whose commit somebody waits for
         self._sealed: dict[int, tuple[int, int]] = {}  # task -> (term, version) a seal was answered for
         self._restart: tuple[int, str] | None = None  # the epoch that cannot be completed, and why
 
@@ -103,10 +104,11 @@ class Leader:
         if self.stamp == stamp:
             return
         if self.stamp is None or stamp.attempt != self.stamp.attempt:
-            self._reports, self._restart = {}, None
+            self._reports, self._awaited, self._restart = {}, set(), None
         self.stamp = stamp
         self._sealed = {}
         self._reports = {epoch: reports for epoch, reports in self._reports.items() if epoch >= stamp.epoch}
+        self._awaited = {epoch for epoch in self._awaited if epoch >= stamp.epoch}
         if self._restart is not None and self._restart[0] < stamp.epoch:
             self._restart = None
 
@@ -123,6 +125,8 @@ class Leader:
         known = reports.get(report.task)
         if known is None or report.term > known.term or (report.term == known.term and _later(report, known)):
             reports[report.task] = report
+            if not report.ahead:
+                self._awaited.add(report.stamp.epoch)
         return True
 
     def request_restart(self, stamp: Stamp, why: str) -> bool:
@@ -151,20 +155,20 @@ class Leader:
         """Whether every task has reported something of the epoch at work. Before, only a restart can be decided."""
         return self.stamp is not None and self.complete(self.stamp.epoch)
 
-    def pressing(self, epoch: int) -> bool:
-        """Whether this epoch is reported by everybody, and there is no use in waiting for more to commit with it.
+    @property
+    def pressing(self) -> bool:
+        """Whether there is no use in waiting for more to commit with what everybody has reported.
 
-        Either there is enough for a commit, or somebody does not go on without one.
+        Either that is enough for a commit, or somebody does not go on without one.
         """
-        if self.stamp is None or not self.complete(epoch):
+        if self.stamp is None:
             return False
-        enough = self.complete(self.stamp.epoch + self.enough - 1)
-        return enough or not all(report.ahead for report in self._reports[epoch].values())
+        return self.complete(self.stamp.epoch + self.enough - 1) or any(map(self.complete, self._awaited))
 
     def missing(self, view: JobView, epoch: int | None = None) -> tuple[int, ...]:
         """Tasks without a report of their current term."""
         reports = self.reports(epoch)
-        return tuple(t for t in range(self._tasks) if (r := reports.get(t)) is None or r.term != view.term(t))
+        return tuple([t for t in range(self._tasks) if (r := reports.get(t)) is None or r.term != view.term(t)])
 
     def decide(self, view: JobView, *, settled: bool = False) -> Action:
         """What to do now, from the reports and a view of etcd.
@@ -198,10 +202,10 @@ class Leader:
         """The epoch at work can be committed; so can those after it that are complete, up to the job's last one."""
         assert self.stamp is not None
         last = self.stamp.epoch
-        while not self._is_last(last) and self._can_commit(view, last + 1):
+        while not (finished := self._is_last(last)) and self._can_commit(view, last + 1):
             last += 1
         awaited = not all(report.ahead for report in self._reports[last].values())
-        return Commit(self._is_last(last), last - self.stamp.epoch + 1, awaited)
+        return Commit(finished, last - self.stamp.epoch + 1, awaited)
 
     def _can_commit(self, view: JobView, epoch: int) -> bool:
         reports = list(self._reports.get(epoch, {}).values())
@@ -219,4 +223,4 @@ class Leader:
 
 def _agree(reports: list[Report]) -> bool:
     """Whether everything that was sent was received, as it was sent."""
-    return sum(r.sent for r in reports) & _MASK == sum(r.received for r in reports) & _MASK
+    return sum([r.sent for r in reports]) & _MASK == sum([r.received for r in reports]) & _MASK

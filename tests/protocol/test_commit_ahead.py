@@ -149,6 +149,36 @@ def test_a_restart_may_be_asked_for_an_epoch_ahead_and_is_moot_once_that_is_comm
     assert not leader.request_restart(at(4, attempt=2), "another attempt")
 
 
+def test_what_presses_is_enough_for_a_commit_or_somebody_who_waits() -> None:
+    leader = led(ahead=4)
+    assert leader.enough == 2
+    told(leader, done(0, 0), done(1, 0), done(0, 1))
+    assert leader.ready
+    assert not leader.pressing
+    told(leader, done(1, 1))
+    assert leader.pressing
+    leader.begin(at(2))
+    assert not leader.pressing
+    assert not leader.ready
+    told(leader, done(0, 2, ahead=False))
+    assert not leader.pressing, "not all have reported it"
+    told(leader, done(1, 2))
+    assert leader.pressing
+    leader.begin(at(3))
+    assert not leader.pressing
+    told(leader, done(0, 3, ahead=False))
+    leader.begin(at(3, attempt=2))
+    told(leader, done(0, 3, attempt=2), done(1, 3, attempt=2))
+    assert leader.ready
+    assert not leader.pressing, "who waited did so in another attempt"
+
+
+def test_in_step_every_complete_epoch_presses() -> None:
+    leader = told(led(ahead=0), done(0, 0, ahead=False))
+    assert not leader.pressing
+    assert told(leader, done(1, 0, ahead=False)).pressing
+
+
 def test_a_commit_of_several_epochs_is_one_write(world: World) -> None:
     revision = world.store.revision
     view = world.view()
