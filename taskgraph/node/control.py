@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,6 +38,8 @@ log = logging.getLogger("taskgraph.control")
 
 _CHUNK_BYTES = 1 << 20
 """A message of a stream: well below the 4 MiB that gRPC clients take unless told otherwise."""
+_REPLY_BYTES = 256 << 10
+"""Events that wait for one who follows go in one message up to about that size."""
 _QUEUE = 10_000
 """Events a slow follower may be behind; older ones are left out, and it is told how many."""
 _CLOSE_S = 0.5
@@ -234,8 +237,8 @@ class ControlServer:
         stop = self._events.listen(follower.take)
         try:
             while (item := await follower.next()) is not None:
-                event, lost = item
-                yield pb.EventReply(json=event.to_bytes().decode(), lost=lost)
+                (first, *more), lost = item
+                yield pb.EventReply(json=first, lost=lost, more=more)
         finally:
             stop()
             self._followers.discard(follower)
@@ -273,26 +276,36 @@ class _Follower:
     """What one caller of Events has not been sent yet."""
 
     def __init__(self) -> None:
-        self._queue: asyncio.Queue[Event | None] = asyncio.Queue()  # bounded by `take`
+        self._queue: deque[Event] = deque()  # bounded by `take`
         self._lost = 0
+        self._over = False
+        self._look = asyncio.Event()
 
     def take(self, event: Event) -> None:
-        if self._queue.qsize() >= _QUEUE:
-            self._queue.get_nowait()
+        if len(self._queue) >= _QUEUE:
+            self._queue.popleft()
             self._lost += 1
-        self._queue.put_nowait(event)
+        self._queue.append(event)
+        self._look.set()
 
     def end(self) -> None:
         """Nothing follows what was taken."""
-        self._queue.put_nowait(None)
+        self._over = True
+        self._look.set()
 
-    async def next(self) -> tuple[Event, int] | None:
-        """The next event, and how many were left out before it; None at the end."""
-        event = await self._queue.get()
-        if event is None:
-            return None
-        lost, self._lost = self._lost, 0
-        return event, lost
+    async def next(self) -> tuple[list[str], int] | None:
+        """The next events, as JSON, and how many were left out before the first; None at the end."""
+        while not self._queue:
+            if self._over:
+                return None
+            self._look.clear()
+            await self._look.wait()
+        found: list[str] = []
+        size, lost, self._lost = 0, self._lost, 0
+        while self._queue and size < _REPLY_BYTES:
+            found.append(self._queue.popleft().to_bytes().decode())
+            size += len(found[-1])
+        return found, lost
 
 
 def _bind(server: grpc.aio.Server, address: str, tls: Tls | None) -> int:

@@ -158,6 +158,8 @@ class ControlClient:
         """(event, how many were left out before it)."""
         async for reply in self._stream("Events", pb.EventsRequest(follow=follow), pb.EventReply, None):
             yield Event.from_bytes(reply.json.encode()), reply.lost
+            for event in reply.more:
+                yield Event.from_bytes(event.encode()), 0
 
     async def results(self, timeout_s: float | None = None) -> list[TaskResult]:
         """Results of the tasks this node is primary of; waits until they are computed."""

@@ -95,12 +95,14 @@ class EventsRequest(_message.Message):
     def __init__(self, follow: bool = ...) -> None: ...
 
 class EventReply(_message.Message):
-    __slots__ = ("json", "lost")
+    __slots__ = ("json", "lost", "more")
     JSON_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     json: str
     lost: int
-    def __init__(self, json: _Optional[str] = ..., lost: _Optional[int] = ...) -> None: ...
+    more: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, json: _Optional[str] = ..., lost: _Optional[int] = ..., more: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ResultsRequest(_message.Message):
     __slots__ = ()

@@ -15,6 +15,7 @@ import pytest
 
 from taskgraph.errors import PeerGone, PeerLost, TaskGraphError, TransportError
 from taskgraph.graph.values import decode, encode, verify
+from taskgraph.node import control
 from taskgraph.node.control import ControlServer
 from taskgraph.observe.control_client import ControlClient, control_address
 from taskgraph.observe.events import EventLog
@@ -216,6 +217,29 @@ async def test_events_that_were_and_events_that_come(service: Service) -> None:
             assert (event.text, event.epoch, event.fields, lost) == ("after", 2, {"loss": 0.5}, 0)
 
 
+async def test_events_that_come_together_go_in_one_message(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    replies: list[int] = []
+    following_next = control._Follower.next
+
+    async def counted(self: control._Follower) -> tuple[list[str], int] | None:
+        found = await following_next(self)
+        replies.append(len(found[0]) if found is not None else 0)
+        return found
+
+    monkeypatch.setattr(control._Follower, "next", counted)
+    async with service.client() as client, contextlib.aclosing(client.events(follow=True)) as following:
+        service.events.emit("commit", "first")
+        assert (await anext(following))[0].text == "first"
+        for number in range(8):
+            service.events.emit("commit", "small", epoch=number)
+        for number in range(8, 12):
+            service.events.emit("commit", "large", epoch=number, fields={"x" * 200_000: 1.0})
+        async with asyncio.timeout(5):
+            found = [(await anext(following))[0].epoch for _ in range(12)]
+    assert found == list(range(12))
+    assert replies == [1, 10, 2], "no message is much larger than it has to be"
+
+
 async def test_a_follower_hears_the_last_event_and_does_not_delay_the_end(service: Service) -> None:
     async with service.client() as client:
         following = client.events(follow=True)
@@ -262,6 +286,6 @@ async def test_a_follower_that_leaves_is_not_told_any_more(service: Service) -> 
 def test_an_address_that_cannot_be_used_here_says_what_would() -> None:
     assert control_address(f"unix:{host_key()}:/run/x/c|tcp:h:12", host_key()) == "unix:/run/x/c"
     assert control_address("unix:elsewhere:/run/x/c|tcp:[::1]:12", host_key()) == "[::1]:12"
-    for control in ("", "unix:elsewhere:/run/x/c"):
+    for told in ("", "unix:elsewhere:/run/x/c"):
         with pytest.raises(TaskGraphError, match="--listen HOST"):
-            control_address(control, host_key())
+            control_address(told, host_key())
