@@ -108,7 +108,7 @@ class Actor:
             coroutine: Coroutine[Any, Any, R] = function(*args)  # type: ignore[assignment]
             words, began = lastwords.here, self._tracing.on and clock()
             if words is not None:
-                words.runs(self.task, self._epoch, where)
+                words.runs(self.task, self.stamp, where)
             try:
                 try:
                     waited = coroutine.send(None)
@@ -160,7 +160,7 @@ class Actor:
             return result
         finally:
             if words is not None:
-                words.runs(self.task, self._epoch, where)
+                words.runs(self.task, self.stamp, where)
             self._end(mark)
 
     async def _call_thread(
@@ -230,14 +230,10 @@ class Actor:
         finally:
             self._threads.block(asyncio.run_coroutine_threadsafe(self._turn.acquire(), self._loop), None)
 
-    @property
-    def _epoch(self) -> int:
-        return self.stamp.epoch if self.stamp is not None else -1
-
     def _begin(self, where: str) -> int:
         self._calls += 1
         self._running[self._calls] = Running(where, self._loop.time())
-        lastwords.begin((id(self), self._calls), self.task, self._epoch, where)
+        lastwords.begin((id(self), self._calls), self.task, self.stamp, where)
         return self._calls
 
     def _end(self, mark: int) -> None:

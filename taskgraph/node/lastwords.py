@@ -16,6 +16,7 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
+from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import Ran
 
 __all__ = ["LastWords", "Left", "begin", "end", "listen", "mean", "meant", "read"]
@@ -50,10 +51,10 @@ class LastWords:
         finally:
             os.close(descriptor)
 
-    def runs(self, task: int, epoch: int, where: str) -> None:
+    def runs(self, task: int, stamp: Stamp | None, where: str) -> None:
         """The event loop runs this, and nothing else before `ran`: most calls neither wait nor need a thread."""
         self._calls += 1
-        text = named(where)
+        text, epoch = named(where), stamp.epoch if stamp is not None else -1
         self._map[: len(text) + _HEAD.size] = _HEAD.pack(self._calls, task, epoch) + text
 
     def ran(self) -> None:
@@ -125,10 +126,10 @@ def listen(folder: Path) -> None:
     here = LastWords(folder)
 
 
-def begin(call: tuple[int, int], task: int, epoch: int, where: str) -> None:
-    """User code of a task begins; epoch -1 where the task has none at work here."""
+def begin(call: tuple[int, int], task: int, stamp: Stamp | None, where: str) -> None:
+    """User code of a task begins; None where the task has no epoch at work here."""
     if here is not None:
-        here.began(call, task, epoch, named(where))
+        here.began(call, task, stamp.epoch if stamp is not None else -1, named(where))
 
 
 def end(call: tuple[int, int]) -> None:
