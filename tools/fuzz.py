@@ -84,7 +84,7 @@ def _frames() -> tuple[Target, list[bytes]]:
             value = None if parsed.digest is None else m.Encoded(incoming.meta(), incoming.buffers(), parsed.digest)
             parsed.message(value)
 
-        def on_whole(kind: Kind, call: int, header: bytes, meta: bytes) -> None:
+        def on_whole(kind: Kind, call: int, sizes: tuple[int, ...], header: bytes, meta: bytes) -> None:
             wire.parse_whole(header, meta)
 
         reader = FrameReader(

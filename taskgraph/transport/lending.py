@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, cast
@@ -142,6 +143,7 @@ class Borrowing:
         self._send = send
         self._pid = 0
         self._mappings: Mappings | None = None
+        self._thread = threading.get_ident()
         self._last = 0
         self._back: deque[int] = deque()
         self._asked = False
@@ -197,7 +199,11 @@ class Borrowing:
         self._back.append(lease | _SPOILED if spoiled else lease)
         if not self._asked:
             self._asked = True
-            if not self._loop.is_closed():
+            if self._loop.is_closed():
+                return
+            if threading.get_ident() == self._thread:
+                self._loop.call_soon(self._flush)
+            else:
                 self._loop.call_soon_threadsafe(self._flush)
 
     def _flush(self) -> None:

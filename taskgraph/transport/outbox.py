@@ -94,8 +94,10 @@ class Outbox:
             frame = pack_whole(kind, call, header, value.meta)
         else:
             self._queue_value(kind, call, header, value)
-            self._pump()
             return
+        self._send_small(call, frame)
+
+    def _send_small(self, call: int, frame: bytes) -> None:
         if self._paused or self._small:
             self._small.append((call, frame))
             self._pump()
@@ -115,10 +117,11 @@ class Outbox:
         head = Head(kind, call, len(header), len(sizes), inline, payload, len(value.meta))
         opening = pack_frame(head, sizes, header)
         if inline or not payload:
-            self._small.append((call, b"".join((opening, value.meta, *carried))))
+            self._send_small(call, b"".join((opening, value.meta, *carried)))
         else:
             parts = [memoryview(value.meta), *carried]
             self._waiting.append(_Large(call, opening, parts, payload))
+            self._pump()
 
     def drop(self, call: int) -> bool:
         """Sends nothing more of that call. Returns whether the peer has seen, or will see, some of it."""

@@ -45,8 +45,8 @@ class FrameReader:
             bounded and nothing is allocated yet. Returns the `Incoming` that takes the payload, or None: the payload
             is skipped then. Raises DecodeError.
         on_complete: called with an `Incoming` that has all of its payload.
-        on_whole: called with (kind, call, header, meta) of a message that came whole, in place of `on_open` and
-            `on_complete`. Its value, if it has one, has no buffers. Raises DecodeError.
+        on_whole: called with (kind, call, sizes, header, meta) of a message that came whole, in place of `on_open` and
+            `on_complete`. Of its value, if it has one, all buffers are lent: `sizes` are theirs. Raises DecodeError.
         on_control: called with (head, header) of any other frame but chunks.
 
     Attributes:
@@ -61,7 +61,7 @@ class FrameReader:
         *,
         on_open: Callable[[Head, tuple[int, ...], bytes], Incoming | None],
         on_complete: Callable[[Incoming], None],
-        on_whole: Callable[[Kind, int, bytes, bytes], None],
+        on_whole: Callable[[Kind, int, tuple[int, ...], bytes, bytes], None],
         on_control: Callable[[Head, bytes], None],
     ) -> None:
         self.limits = limits
@@ -159,16 +159,22 @@ class FrameReader:
         magic, version, kind, call, header, buffers, body, payload, meta = HEAD.unpack_from(self._memory, start)
         if kind not in self.whole or magic != MAGIC or version != PROTOCOL_VERSION or call in self._partial:
             return False
-        start += HEAD_BYTES
+        start += HEAD_BYTES + 8 * buffers
         middle = start + header
         end = middle + meta
-        if buffers or body != meta or payload != meta or end > self._end or end - start > _WHOLE_BYTES:
+        if body != meta or payload != meta or end > self._end or end - self._start > _WHOLE_BYTES:
             return False
-        if header > self.limits.header or payload > self.limits.payload:
+        if header > self.limits.header or payload > self.limits.payload or buffers > self.limits.buffers:
             return False
+        sizes: tuple[int, ...] = ()
+        if buffers:
+            sizes = struct.unpack_from(f"!{buffers}Q", self._memory, self._start + HEAD_BYTES)
+            if not all(size & LENT for size in sizes):
+                return False  # an empty one may be carried
         self._start = end
         data = self._memory  # used again: what is handed on is a copy
-        self._on_whole(KINDS[kind], call, bytes(data[start:middle]), bytes(data[middle:end]) if meta else b"")
+        header, meta = bytes(data[start:middle]), bytes(data[middle:end]) if meta else b""
+        self._on_whole(KINDS[kind], call, sizes, header, meta)
         return True
 
     def _step(self) -> bool:

@@ -253,22 +253,49 @@ class Session(asyncio.BufferedProtocol):
                 head, sizes, parsed, lent=lent, allocate=self._owner.allocate, digesting=self._owner.digesting
             )
         except CannotBorrow as error:
-            log.warning("what node %s lends cannot be used here, and travels as bytes: %s", self.peer, error)
-            self._outbox.send(Kind.DECLINE, head.call, _FOR_GOOD if error.for_good else b"")
-            self._cannot_borrow(head)
+            self._decline(head.call, error)
             return None
         except MemoryError:
             self._no_memory(head)
             return None
 
-    def _on_whole(self, kind: Kind, call: int, header: bytes, meta: bytes) -> None:
-        """A small message, without a stop between its header and its value: `_on_open` and `_on_complete` in one."""
+    def _decline(self, call: int, error: CannotBorrow) -> None:
+        log.warning("what node %s lends cannot be used here, and travels as bytes: %s", self.peer, error)
+        self._outbox.send(Kind.DECLINE, call, _FOR_GOOD if error.for_good else b"")
+        self._cannot_borrow(call)
+
+    def _on_whole(self, kind: Kind, call: int, sizes: tuple[int, ...], header: bytes, meta: bytes) -> None:
+        """A message without a stop between its header and its value: `_on_open` and `_on_complete` in one."""
+        if sizes:
+            self._on_lent(kind, call, sizes, header, meta)
+            return
         message, value = wire.parse_whole(header, meta)
         if not self._admits(call, type(message)):
             return
         if value is not None and not self._owner.verified_now(value):
             raise _corrupted(type(message), value)
         self._take(kind, call, message)
+
+    def _on_lent(self, kind: Kind, call: int, sizes: tuple[int, ...], header: bytes, meta: bytes) -> None:
+        """The same with a value all of whose buffers stay where they are."""
+        lengths = [size ^ LENT for size in sizes]
+        references, header = self._borrowing.read(header, lengths)
+        if (whole := len(meta) + sum(lengths)) > self._reader.limits.payload:
+            raise DecodeError(f"a value of {whole} bytes; the limit is {self._reader.limits.payload}")
+        message, value = wire.parse_whole(header, meta)
+        if value is None:
+            raise DecodeError(f"a {type(message).__name__} with a payload")
+        if not self._admits(call, type(message)):
+            self._borrowing.refuse(references)
+            return
+        try:
+            blocks = self._borrowing.take(references)
+        except CannotBorrow as error:
+            self._decline(call, error)
+            return
+        buffers = tuple([block.data.toreadonly() for block in blocks])
+        # What never left the host's memory is what its producer digested.
+        self._take(kind, call, wire.with_value(message, Encoded(meta, buffers, value.digest)))
 
     def _admits(self, call: int, cls: type) -> bool:
         """Whether to receive this message (False: skip it). Raises DecodeError."""
@@ -281,7 +308,7 @@ class Session(asyncio.BufferedProtocol):
     def _no_memory(self, head: Head) -> None:
         raise NotImplementedError
 
-    def _cannot_borrow(self, head: Head) -> None:
+    def _cannot_borrow(self, call: int) -> None:
         """A message that was admitted does not come: its sender was told, and sends bytes from now on."""
         raise NotImplementedError
 

@@ -142,8 +142,8 @@ class DialledSession(Session):
         text = f"no memory for a reply of {head.payload} bytes"
         self._pending.pop(head.call).fail(Refused(Reason.BAD_MESSAGE, text))
 
-    def _cannot_borrow(self, head: Head) -> None:
-        self._on_decline(head.call)
+    def _cannot_borrow(self, call: int) -> None:
+        self._on_decline(call)
 
     def _on_decline(self, call: int) -> None:
         pending = self._pending.pop(call, None)
@@ -220,8 +220,8 @@ class AcceptedSession(Session):
         log.error("no memory for a call of %d bytes from node %s", head.payload, self.peer)
         self._reply(head.call, Refusal(Reason.BAD_MESSAGE, f"no memory for a call of {head.payload} bytes"))
 
-    def _cannot_borrow(self, head: Head) -> None:
-        del self._calls[head.call]
+    def _cannot_borrow(self, call: int) -> None:
+        del self._calls[call]
 
     def _on_complete(self, incoming: Incoming) -> None:
         call = incoming.head.call

@@ -233,6 +233,16 @@ def value_of(message: Message) -> Encoded | None:
     return None if name is None else getattr(message, name)
 
 
+def with_value(message: Message, value: Encoded) -> Message:
+    """The same message with another value in place of the one it carries."""
+    if type(message) is messages.Item:  # as a rule
+        return messages.Item(message.stamp, message.term, message.tag, value)
+    name = _VALUE_FIELD[type(message)]
+    assert name is not None
+    changed: dict[str, Any] = {name: value}
+    return dataclasses.replace(message, **changed)
+
+
 def to_header(message: Message) -> bytes:
     """The header of `message`: everything but the meta and the buffers of its value.
 

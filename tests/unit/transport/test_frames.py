@@ -49,7 +49,9 @@ class Reading:
         value = None if digest is None else m.Encoded(incoming.meta(), incoming.buffers(), digest)
         self.messages.append((incoming.head.call, incoming.parsed.message(value)))
 
-    def _whole(self, kind: Kind, call: int, header: bytes, meta: bytes) -> None:
+    def _whole(self, kind: Kind, call: int, sizes: tuple[int, ...], header: bytes, meta: bytes) -> None:
+        if sizes:
+            raise DecodeError("nothing is lent here")
         message, _ = wire.parse_whole(header, meta)
         if call not in self.skip:
             self.messages.append((call, message))
