@@ -22,6 +22,7 @@ from taskgraph.node.leader import LeaderRole
 from taskgraph.node.mailbox import Mailbox
 from taskgraph.node.primary import Primary
 from taskgraph.node.replica import Replica
+from taskgraph.node.reporter import Reporter
 from taskgraph.node.serving import Serving
 from taskgraph.protocol import checkpointing, transactions
 from taskgraph.protocol.boundaries import Boundaries, Boundary
@@ -662,3 +663,16 @@ def what_a_task_put_goes_as_soon_as_it_is_done(patch: pytest.MonkeyPatch) -> Non
         self.drop()
 
     _changed(patch, Attempt, "run", run)
+
+
+@plant
+def reports_that_came_after_the_snapshot_are_left_out_of_the_boundary(patch: pytest.MonkeyPatch) -> None:
+    async def with_rows(self: Replica, value: Any, rows: Any) -> Any:
+        return value
+
+    patch.setattr(Replica, "with_rows", with_rows)
+
+
+@plant
+def reports_that_were_on_their_way_count_as_told_whatever_became_of_them(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Reporter, "_answered", lambda self, way, reply: reply.cancelled() or reply.exception())
