@@ -64,6 +64,7 @@ class Invariants:
         self._made: dict[int, int] = {}  # boundary -> the attempt in which it was made
         self._checkpoints: dict[str, int] = {}  # those that may be gone back to -> boundary
         self._undone: dict[int, list[dict[int, int]]] = {}  # boundary -> states it had before a roll-back
+        self._unlogged = 0  # task 0 keeps the reports; those of epochs before this one went with all who held it
         self._filed: set[int] = set()  # tasks whose committed boundary is in a file, and perhaps nowhere else
 
     # -- after every write ------------------------------------------------------------------------
@@ -182,6 +183,8 @@ class Invariants:
         assert view.epoch is not None
         if present := [name for name in held if name not in view.gone or name in view.nodes]:
             raise Violation(f"task {task} began from nothing, although {present} held it")
+        if task == 0 and not view.covered:
+            self._unlogged = view.epoch.record.epoch
         if view.epoch.record.epoch > 0 and task not in self._stateless:
             if not view.covered:
                 raise Violation(f"task {task} began from nothing, and no checkpoint has boundary {view.epoch.record}")
@@ -261,7 +264,7 @@ class Invariants:
             known = told.get(epoch, {})
             expected = {task: {f"t{task}": reported(state)} for task, state in self.states[epoch + 1].items()}
             # Who keeps nothing may lose them, with the leader and everybody who had its boundary.
-            lost = expected.keys() - known.keys() - self._stateless
+            lost = expected.keys() - known.keys() - self._stateless if epoch >= self._unlogged else ()
             if lost or any(known[task] != expected[task] for task in known):
                 raise Violation(f"the reports of epoch {epoch} are {known}, and not {expected}")
 
