@@ -261,6 +261,7 @@ class Attempt:
 
     def _take(self, tag: str, producer: int, reply: Reply) -> None:
         assert isinstance(reply, Item)
+        self._pulls.came(tag, producer, reply.value)
         self.ledger.received("item", producer, self.task, tag, reply.value.digest)
         self._items[(tag, producer)] = reply.value
         if self.recording is not None:

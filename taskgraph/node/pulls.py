@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 
 from taskgraph.node.router import Router
-from taskgraph.protocol.messages import Pull, Reply, Stamp
+from taskgraph.protocol.messages import Encoded, Pull, Reply, Stamp
 
 __all__ = ["Pulls"]
 
 Channel = tuple[str, int]
 """(tag, producer)."""
+
+_EARLY_BYTES = 32 << 20
+"""What comes before its epoch may be that much: each producer bounds what it puts ahead of the commit, and a task may
+have many producers."""
 
 
 class Pulls:
@@ -32,6 +36,7 @@ class Pulls:
         self._epochs = epochs
         self._attempt = -1
         self._latest: dict[Channel, int] = {}  # the epoch it was pulled in last
+        self._large: dict[Channel, int] = {}  # bytes of its last item, where that was large
         self._early: dict[Channel, dict[int, asyncio.Future[Reply]]] = {}  # asked for, and not wanted yet
 
     def begin(self, stamp: Stamp, sender: int, term: int, producer: int, tag: str) -> asyncio.Future[Reply] | None:
@@ -51,12 +56,21 @@ class Pulls:
                 return reply
             self._forget(channel)
         count = self._ahead if self._epochs is None else min(self._ahead, self._epochs - epoch)
+        if self._large:
+            count = min(count, _EARLY_BYTES // sum(self._large.values()))
         if count > 1 and before == epoch - 1:
             replies = self._router.begin_all(producer, Pull(stamp, sender, term, producer, tag, count))
             if replies:
                 self._early[channel] = {epoch + after: reply for after, reply in enumerate(replies) if after}
                 return replies[0]
         return self._router.begin(producer, Pull(stamp, sender, term, producer, tag))
+
+    def came(self, tag: str, producer: int, value: Encoded) -> None:
+        """This was the item of its epoch: how many more are asked for in advance depends on their size."""
+        if value.buffers:
+            self._large[(tag, producer)] = value.size_bytes
+        elif self._large:
+            self._large.pop((tag, producer), None)
 
     def _forget(self, channel: Channel) -> None:
         for reply in self._early.pop(channel).values():
@@ -67,6 +81,7 @@ class Pulls:
         for channel in tuple(self._early):
             self._forget(channel)
         self._latest.clear()
+        self._large.clear()
 
 
 def _failed(reply: asyncio.Future[Reply]) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
+
 from taskgraph.errors import PeerLost
 from taskgraph.graph.values import encode
 from taskgraph.node.items import Items
@@ -106,6 +108,28 @@ async def test_an_epoch_that_was_left_out_gives_up_what_was_asked_for_in_advance
     assert not two.cancelled(), "it may still be there: nobody takes it"
     begin(asks, 9)
     assert two.cancelled()
+
+
+async def test_large_items_are_asked_for_in_advance_as_far_as_they_are_not_too_many() -> None:
+    """A task may have many producers, each of which may be ahead of it."""
+    router = Asked()
+    asks = pulls(router, ahead=16)
+    for producer in range(3):
+        asks.came("x", producer, encode(np.zeros(1 << 20, np.uint8)))
+    begin(asks, 0)
+    for producer in range(3):
+        asks.came("x", producer, encode(np.zeros(1 << 20, np.uint8)))
+    begin(asks, 1)
+    assert router.calls[-1] == (0, 1, 10), "10 epochs of 3 MiB each"
+    for epoch in range(2, 11):
+        begin(asks, epoch)
+    asks.came("x", 1, encode(np.zeros(40 << 20, np.uint8)))
+    begin(asks, 11)
+    assert router.calls[-1] == (0, 11, 1)
+    for producer in range(3):
+        asks.came("x", producer, VALUE)  # small again
+    begin(asks, 12)
+    assert router.calls[-1] == (0, 12, 16)
 
 
 async def test_where_nothing_is_saved_each_is_asked_for_by_itself() -> None:
