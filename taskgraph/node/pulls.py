@@ -15,6 +15,8 @@ Channel = tuple[str, int]
 _EARLY_BYTES = 32 << 20
 """What comes before its epoch may be that much: each producer bounds what it puts ahead of the commit, and a task may
 have many producers."""
+_EARLY_CALLS = 256
+"""So many calls of one task wait at its producers, besides those of the epoch at work."""
 
 
 class Pulls:
@@ -55,15 +57,22 @@ class Pulls:
             if reply is not None and not _failed(reply):
                 return reply
             self._forget(channel)
-        count = self._ahead if self._epochs is None else min(self._ahead, self._epochs - epoch)
-        if self._large:
-            count = min(count, _EARLY_BYTES // sum(self._large.values()))
+        count = self._count(epoch)
         if count > 1 and before == epoch - 1:
             replies = self._router.begin_all(producer, Pull(stamp, sender, term, producer, tag, count))
             if replies:
                 self._early[channel] = {epoch + after: reply for after, reply in enumerate(replies) if after}
                 return replies[0]
         return self._router.begin(producer, Pull(stamp, sender, term, producer, tag))
+
+    def _count(self, epoch: int) -> int:
+        """Of how many epochs to ask for an item at a time."""
+        count = min(self._ahead, _EARLY_CALLS // len(self._latest))
+        if self._epochs is not None:
+            count = min(count, self._epochs - epoch)
+        if self._large:
+            count = min(count, _EARLY_BYTES // sum(self._large.values()))
+        return count
 
     def came(self, tag: str, producer: int, value: Encoded) -> None:
         """This was the item of its epoch: how many more are asked for in advance depends on their size."""

@@ -132,6 +132,16 @@ async def test_large_items_are_asked_for_in_advance_as_far_as_they_are_not_too_m
     assert router.calls[-1] == (0, 12, 16)
 
 
+async def test_of_many_channels_fewer_epochs_are_asked_for_in_advance() -> None:
+    router = Asked()
+    asks = pulls(router, ahead=16)
+    for epoch in range(3):
+        for producer in range(100):
+            asks.begin(Stamp(0, epoch), 1, 1, producer, "x")
+    assert {count for _, epoch, count in router.calls if epoch > 0} == {2}
+    assert sum(count - 1 for *_, count in router.calls) <= 256
+
+
 async def test_where_nothing_is_saved_each_is_asked_for_by_itself() -> None:
     router = Asked()
     router.none_at_once = True
