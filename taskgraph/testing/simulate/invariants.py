@@ -196,6 +196,8 @@ class Invariants:
         self.states[stamp.epoch + 1] = after
         self._made[stamp.epoch + 1] = stamp.attempt
         self._filed = set()
+        if self._expected is not None and stamp.epoch + 1 >= len(self._expected):
+            raise Violation(f"epoch {stamp.epoch} committed, and the job has {len(self._expected) - 1}")
         if self._expected is not None and [after[t] for t in range(self._tasks)] != self._expected[stamp.epoch + 1]:
             wrong = [t for t in range(self._tasks) if after[t] != self._expected[stamp.epoch + 1][t]]
             raise Violation(f"epoch {stamp.epoch} committed with other states than without failures: tasks {wrong}")
