@@ -47,24 +47,25 @@ class Reporter:
         epoch = report.stamp.epoch
         if (before := self._reports.get(epoch)) is not None:
             before.forget()
-        told = self._reports[epoch] = _Told(report, self._leader)
+        told = self._reports[epoch] = _Told(report)
         self._gathered.append(told)
         if len(self._gathered) >= self._enough or not self._may_wait(report):
             self._send()
-        elif self._timer is None:
+            return
+        told.leader = self._leader
+        if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._gather_s, self._send)
 
     def forget(self, before: int | None = None) -> None:
         """There is nothing to tell any more of epochs before that one; None: of any."""
         for epoch in [epoch for epoch in self._reports if before is None or epoch < before]:
-            told = self._reports.pop(epoch)
-            told.forget()
-            if told in self._gathered:
-                self._gathered.remove(told)
-        if self._gathered and before is not None and self._gathered[0].report.stamp.epoch <= before:
-            self._send()  # its epoch is the one at work now
-        elif not self._gathered:
-            self._stop_timer()
+            self._reports.pop(epoch).forget()
+        if self._gathered:
+            self._gathered = [told for told in self._gathered if told.report.stamp.epoch in self._reports]
+            if not self._gathered:
+                self._stop_timer()
+            elif before is not None and self._gathered[0].report.stamp.epoch <= before:
+                self._send()  # its epoch is the one at work now
 
     def _may_wait(self, report: Report) -> bool:
         """Whether nobody waits for it: the task goes on, and so does the job, without this epoch's commit."""
@@ -98,7 +99,7 @@ class Reporter:
         reply = self._node.router.begin(0, _message(gathered), quiet=True)
         if reply is None:
             return False
-        way = _Way(gathered, reply)
+        way = _Way(gathered, reply, len(gathered))
         for told in gathered:
             told.leader, told.way = leader, way
         reply.add_done_callback(partial(self._answered, way))
@@ -159,22 +160,29 @@ class _Told:
     """A report, and the revision of the leader that has it, or to which it is on its way; 0: nobody."""
 
     report: Report
-    leader: int
+    leader: int = 0
     way: _Way | None = None
 
     def forget(self) -> None:
         """Nobody needs to hear what becomes of it."""
         way, self.way = self.way, None
-        if way is not None and all(other.way is not way for other in way.told):
-            way.reply.cancel()
+        if way is not None:
+            way.open -= 1
+            if not way.open:
+                way.reply.cancel()
 
 
 @dataclass(slots=True, eq=False)
 class _Way:
-    """Reports on their way in one message."""
+    """Reports on their way in one message.
+
+    Attributes:
+        open: how many of them somebody needs to hear of.
+    """
 
     told: list[_Told]
     reply: asyncio.Future[Reply]
+    open: int
 
 
 def _message(told: Sequence[_Told]) -> Report | Reports:
