@@ -45,6 +45,7 @@ class NodeTrace:
         spool: what it told, chunk after chunk.
         readings: of its clock: the best of several at the beginning, and of several at the end.
         epoch: the one it was at when it was heard last; -1: none.
+        untraced: the latest that its tasks had begun before it told anything; -1: none.
         lost: spans it left out, since it made more than it may keep.
         missing: what else is not here, and why; "": nothing.
     """
@@ -54,6 +55,7 @@ class NodeTrace:
     spool: Path
     readings: list[ClockReading] = field(default_factory=list)
     epoch: int = -1
+    untraced: int = -1
     lost: int = 0
     missing: str = ""
 
@@ -163,7 +165,7 @@ class Tracer:
         if not told:
             why = "; ".join(trace.missing for trace in self.nodes.values()) or "it has none at the moment"
             raise JobError(f"none of the job's nodes can be traced: {why}")
-        self.first = max(trace.epoch for trace in told) + 1
+        self.first = max(trace.untraced for trace in told) + 1
         self.until = self.first + self._epochs
         self._say(f"tracing epochs {self.first} to {self.until - 1} on {len(told)} nodes")
         self._window.set()
@@ -208,6 +210,8 @@ class Tracer:
         """Spools what the node tells, until it says that this was all."""
         with trace.spool.open("wb") as file:
             while (chunk := await call.next()) is not None:
+                if not self._heard[trace.node].is_set():
+                    trace.untraced = chunk.epoch
                 trace.epoch = chunk.epoch
                 trace.lost += chunk.lost
                 _spool(file, chunk)

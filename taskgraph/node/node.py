@@ -573,6 +573,12 @@ class Node:
         """The epoch at work as it was read; -1: none yet."""
         return self.keeper.view.stamp.epoch if self.keeper.view.stamp else -1
 
+    @property
+    def latest(self) -> int:
+        """The latest epoch that a task here has begun, or the one at work; -1: none."""
+        begun = (primary.attempts.latest for primary in self.primaries.values())
+        return max(self.epoch, *(stamp.epoch for stamp in begun if stamp is not None), -1)
+
     async def epoch_read(self, epoch: int) -> None:
         """Returns when the view has come to `epoch`, or the job does not run any more."""
         await self.keeper.wait_until(lambda v: not v.running or (v.stamp is not None and v.stamp.epoch >= epoch))

@@ -22,19 +22,21 @@ _SETTLE_S = 0.05
 
 
 class Traced(Protocol):
-    """What is needed of a node. `epoch` is the one it is at, -1 where none was read."""
+    """What is needed of a node. `epoch` is the one it is at, -1: none was read; its tasks may be at `latest` already."""
 
     tracing: Tracing
 
     @property
     def epoch(self) -> int: ...
+    @property
+    def latest(self) -> int: ...
     async def epoch_read(self, epoch: int) -> None: ...
 
 
 async def traced(
     node: Traced, events: EventLog, requests: AsyncIterator[pb.TraceRequest], ending: asyncio.Event
 ) -> AsyncGenerator[pb.TraceChunk, None]:
-    """Spans of `node`, from now on.
+    """Spans of `node`, from now on. First comes a chunk with none, which tells the latest epoch that began before.
 
     Args:
         events: told in between.
@@ -48,7 +50,7 @@ async def traced(
     tracing.start(events)
     over = asyncio.ensure_future(_first_of(ending, node, requests))
     try:
-        yield packer.pack((), epoch=node.epoch)
+        yield packer.pack((), epoch=node.latest)
         while True:
             last = over.done()
             if last:

@@ -39,7 +39,7 @@ async def test_every_node_dies_and_others_go_on_from_the_checkpoint(tmp_path: Pa
     """The job is still submitted: nobody has to begin it again."""
     async with etcds(tmp_path) as etcd, shell() as cli:
         where = ("--etcd", etcd.endpoints, "--token-file", str(tmp_path / "token"))
-        options = {"pace_s": 0.02, "finish": cli.root / "finish", "checkpoint": tmp_path.as_uri(), "every": 5}
+        options = {"pace_s": 0.02, "finish": cli.root / "finish", "checkpoint": tmp_path.as_uri(), "every": 20}
         words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
         submitted = await cli("submit", str(DRIVER), *words, *where)
         assert submitted.code == 0, submitted.err

@@ -15,6 +15,8 @@ from cli_kit import DRIVER, LIMIT_S, Cli, shell
 pytestmark = pytest.mark.slow
 
 STEADY = DRIVER.with_name("steady.py")
+IN_STEP = ("-o", "ahead=0")
+"""No task is ahead of the commit: which epoch is traced first can be told in advance."""
 
 
 @pytest.fixture
@@ -142,7 +144,7 @@ async def test_a_node_that_is_killed_and_one_that_joins_are_named(cli: Cli) -> N
 
 
 async def test_a_job_that_fails_meanwhile_leaves_what_was_seen(cli: Cli) -> None:
-    run = await cli.paused("--nodes", "2", "-o", "fail_at=4")
+    run = await cli.paused("--nodes", "2", "-o", "fail_at=4", *IN_STEP)
     tracing = await cli.start("trace", "sums", "--epochs", "20", "-o", "t.json")
     await tracing.until("tracing epochs 3 to 22 on 2 nodes")
     cli.open()
@@ -158,7 +160,7 @@ async def test_a_job_that_fails_meanwhile_leaves_what_was_seen(cli: Cli) -> None
 
 
 async def test_an_interrupted_trace_leaves_no_half_a_file(cli: Cli) -> None:
-    run = await cli.paused("--nodes", "2")
+    run = await cli.paused("--nodes", "2", *IN_STEP)
     (cli.cwd / "t.json").write_text("of yesterday")
     tracing = await cli.start("trace", "sums", "-o", "t.json")
     await tracing.until("tracing epochs 3 to 22")

@@ -49,6 +49,7 @@ def sums(
     min_nodes: int = 1,
     blas_threads: int = 1,
     lease_ttl_s: float = 5.0,
+    ahead: int = tg.Settings().epochs_ahead,
 ) -> tg.Job:
     return tg.Job(
         tasks=tasks,
@@ -56,7 +57,7 @@ def sums(
         builder=lambda task_id: Sums(pause_at, gate, fail_at),
         topology=tg.tree(),
         min_nodes=min_nodes,
-        settings=tg.Settings(blas_threads=blas_threads, lease_ttl_s=lease_ttl_s),
+        settings=tg.Settings(blas_threads=blas_threads, lease_ttl_s=lease_ttl_s, epochs_ahead=ahead),
     )
 
 

@@ -28,7 +28,7 @@ class Node:
 
     def __init__(self) -> None:
         self.tracing = Tracing(room=5_000)
-        self.epoch = 7
+        self.epoch = self.latest = 7
         self._moved = asyncio.Event()
 
     async def epoch_read(self, epoch: int) -> None:
