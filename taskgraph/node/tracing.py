@@ -22,7 +22,7 @@ _SETTLE_S = 0.05
 
 
 class Traced(Protocol):
-    """What is needed of a node. `epoch` is the one it is at, -1: none was read; its tasks may be at `latest` already."""
+    """What is needed of a node. `epoch` is the one it is at, -1: none was read; its tasks may be at `latest`."""
 
     tracing: Tracing
 
