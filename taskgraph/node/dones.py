@@ -55,12 +55,15 @@ class Dones:
         """It is finished after those before it; nobody waits for that here."""
         self._open.append(worked)
         if self._finishing is None:
-            self._finishing = asyncio.get_running_loop().create_task(self._finish_all())
-            self._finishing.add_done_callback(self._ended)
+            self._begin()
+
+    def _begin(self) -> None:
+        self._finishing = asyncio.get_running_loop().create_task(self._finish_all())
+        self._finishing.add_done_callback(self._ended)
 
     async def all(self) -> None:
         """Returns when all of them are done; where one cannot be, when that is known."""
-        if self._finishing is not None:
+        while self._finishing is not None:
             await asyncio.wait([self._finishing])
 
     async def end(self) -> None:
@@ -69,7 +72,7 @@ class Dones:
         Raises:
             StuckError: a thread does not return.
         """
-        if self._finishing is not None:
+        while self._finishing is not None:
             self._finishing.cancel()
             await asyncio.wait([self._finishing])
         self._open.clear()
@@ -84,6 +87,10 @@ class Dones:
 
     def _ended(self, finishing: asyncio.Task[None]) -> None:
         self._finishing = None
-        if not finishing.cancelled() and (error := finishing.exception()) is not None:
+        if finishing.cancelled():
+            return
+        if (error := finishing.exception()) is not None:
             self.error = error
             self._failed()
+        elif self._open:  # added when the last one was done, and this was not known yet
+            self._begin()

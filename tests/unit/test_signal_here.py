@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from taskgraph.transport.endpoints import unix_endpoint
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "taskgraph"]) as process:
+        command = Path(f"/proc/{process.pid}/cmdline")
+        while b"taskgraph" not in command.read_bytes():  # it has none for a moment while it begins
+            time.sleep(0.01)
         yield process
         process.kill()
 

@@ -86,3 +86,32 @@ async def test_a_thread_that_does_not_return_is_told_at_the_end() -> None:
     await finishing.dones.all()
     with pytest.raises(StuckError):
         await finishing.dones.end()
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_what_is_added_is_done_whenever_it_is_added(turns: int) -> None:
+    """Also in the very turn of the event loop in which the one before was done, and nobody knew that yet."""
+    finishing = Finishing()
+    finishing.may.set()
+    for number in range(6):
+        finishing.dones.add(worked(number))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+    await finishing.dones.all()
+    assert finishing.done == list(range(6)) and not finishing.dones
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_the_attempt_may_end_in_any_turn(turns: int) -> None:
+    finishing = Finishing()
+    finishing.may.set()
+    finishing.dones.add(worked(0))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    finishing.may.clear()
+    finishing.dones.add(worked(1))
+    async with asyncio.timeout(5):
+        await finishing.dones.end()
+    finishing.may.set()
+    await asyncio.sleep(0)
+    assert 1 not in finishing.done and not finishing.dones and not finishing.failed
