@@ -277,7 +277,7 @@ async def test_code_that_ends_its_process_fails_the_job_and_the_nodes_that_are_l
             assert (await rig.status()).state == State.RUNNING or not count
         await rig.nodes.wait(LIMIT_S)
         codes = sorted(rig.nodes.codes().values())
-        assert codes in ([0, 0, 11, 11, 11], [0, 11, 11, 11, 11]), "who takes over may be faster than the launcher tells"
+        assert codes in ([0, 0, 11, 11, 11], [0, 11, 11, 11, 11]), "who takes over may be faster than the word of it"
         status = await rig.status()
         assert (status.state, status.task, status.epoch, status.where) == (State.FAILED, 1, 2, "crash")
 
