@@ -64,7 +64,7 @@ class Settings:
     min_in_sync: int = 1
     admit_wait_s: float = 10.0
     epochs_ahead: int = 16
-    gather_s: float = 0.05
+    gather_s: float = 0.02
     start_wait_s: float = 15.0
     hand_over_s: float = 2.0
     drain_s: float = 60.0
