@@ -29,6 +29,7 @@ from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.node.inject import VARIABLE
+from taskgraph.protocol.placement import Holding, Seat, place
 from taskgraph.protocol.records import NodeRecord
 from taskgraph.protocol.view import JobView
 from taskgraph.results import plain_value
@@ -176,19 +177,34 @@ class Chaos:
         await self.until(f"epoch {number}", lambda view: view.epoch is not None and view.epoch.record.epoch >= number)
 
     async def settled(self, nodes: int | None = None) -> None:
-        """Waits until every task has all its replicas in sync on nodes that live, and so many nodes are there."""
+        """Waits until every task has all its replicas in sync on nodes that live, so many nodes are there, and
+        nothing moves any more: whoever is primary then stays it until the next fault."""
         replicas = 1 + self.options.get("backups", 1)
 
         def is_so(view: JobView) -> bool:
             if nodes is not None and len(view.nodes) != nodes:
                 return False
-            return len(view.primaries) == self.options.get("tasks", 7) and all(
-                primary.record.node in view.nodes
-                and len([n for n in view.in_sync(task) if n in view.nodes]) >= min(replicas, len(view.nodes))
-                for task, primary in view.primaries.items()
+            return (
+                len(view.primaries) == self.options.get("tasks", 7)
+                and all(
+                    primary.record.node in view.nodes
+                    and len([n for n in view.in_sync(task) if n in view.nodes]) >= min(replicas, len(view.nodes))
+                    for task, primary in view.primaries.items()
+                )
+                and self._placed(view)
             )
 
-        await self.until("all replicas in sync", is_so)
+        await self.until("all replicas in sync, where they stay", is_so)
+
+    def _placed(self, view: JobView) -> bool:
+        """Whether placement wishes for nothing that is not so."""
+        seats = [Seat(n, v.record.host, v.record.devices) for n, v in view.nodes.items() if not v.record.draining]
+        held = {t: Holding(view.primary_node(t), tuple(view.in_sync(t))) for t in view.primaries}
+        wishes = place(seats, len(held), self.options.get("backups", 1), held)
+        return all(
+            (wish.primary, {wish.primary, *wish.backups}) == (now.primary, {now.primary, *now.members})
+            for task, wish, now in ((task, wish, held[task]) for task, wish in wishes.items())
+        )
 
     async def began(self) -> None:
         """Waits for the job's first epochs, and begins to follow it."""
