@@ -42,6 +42,8 @@ __all__ = ["LeaderRole", "within_reach"]
 _SETTLE_S = 0.5
 """Idle tasks with unequal sums are taken as diverged when no report came for this long: by far longer than a report
 that is under way needs, far shorter than a person waits."""
+_REFUSALS = 20
+"""Commits refused in a row, each time with a view that was read again since, a second in all: no lag explains it."""
 
 
 class LeaderRole:
@@ -60,6 +62,8 @@ class LeaderRole:
         self._cycle_found: tuple[Stamp, object] | None = None
         self.waits: tuple[str, ...] = ()
         self._audit_waits: tuple[str, ...] = ()
+        self._refused: tuple[tuple[Compare, ...], int] = ((), 0)
+        """What was read after a commit was refused, and how many times that was the same."""
         self.checkpointer = Checkpointer(node, primary)
         self._commit_again_at = node.now()
         self._gathering: asyncio.TimerHandle | None = None
@@ -239,9 +243,12 @@ class LeaderRole:
                 node.tracing.add(kind, sent, 0, of, self._primary.term)
         if revision is None:
             await node.keeper.refresh()
+            seen = self._fences()
+            self._refused = (seen, self._refused[1] + 1 if self._refused[0] == seen else 1)
             await self._backoff.pause()
             return
         self._backoff.reset()
+        self._refused = ((), 0)
         self._commit_again_at = node.now() + node.settings.gather_s
         self._stop_gathering()
         if self._lineage() == lineage:  # else it was committed, and undone by a roll-back before we knew
@@ -395,6 +402,12 @@ class LeaderRole:
             await self._node.fail_job(error, None, stamp.epoch, fence)
             return
         lines = [*describe_waits(gathered), *self._unreachable(gathered), *self._audit_waits]
+        if self._refused[0] == fence and self._refused[1] >= _REFUSALS:
+            lines.append(
+                f"etcd refused its commit {self._refused[1]} times, though all that it asks for is as etcd tells: "
+                "members of the etcd cluster disagree (3.5.0 to 3.5.2 may, once one was killed): compare "
+                "`etcdctl endpoint hashkv --cluster`, and replace the one that differs"
+            )
         self.waits = tuple(lines)
         if self._waits_told != stamp and lines:
             self._waits_told = stamp

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from etcd_kit import free_port
 
-from taskgraph.coordination.embedded import find_etcd
+from taskgraph.coordination.embedded import find_etcd, keeping_options, version_of
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.errors import Unavailable
 
@@ -36,6 +36,7 @@ class Etcds:
 
     async def start(self, *members: int) -> None:
         """Starts members, and waits until the cluster answers."""
+        options = keeping_options(await version_of(find_etcd()))
         cluster = ",".join(f"m{i}=http://{self._host}:{peer}" for i, (_, peer) in enumerate(self._ports))
         for i in members:
             client, peer = (f"http://{self._host}:{port}" for port in self._ports[i])
@@ -45,6 +46,7 @@ class Etcds:
                     *("--listen-client-urls", client, "--advertise-client-urls", client),
                     *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
                     *("--initial-cluster", cluster, "--log-level", "warn", "--unsafe-no-fsync"),
+                    *options,
                     stdout=log,
                     stderr=log,
                     env={name: value for name, value in os.environ.items() if not name.startswith("ETCD_")},

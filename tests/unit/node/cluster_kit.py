@@ -118,6 +118,7 @@ class Blindable(MemoryCoordinator):
         self._sees.set()
         self._blind_at = ""
         self._late_keys: set[str] = set()
+        self._refused = ""
         self.written = asyncio.Event()
         self._answer = asyncio.Event()
 
@@ -128,7 +129,13 @@ class Blindable(MemoryCoordinator):
     def answer(self) -> None:
         self._answer.set()
 
+    def refuse(self, key: str) -> None:
+        """Transactions that put `key` are refused from now on, whatever they compare; none: "" as `key`."""
+        self._refused = key
+
     async def txn(self, txn: Txn) -> TxnResult:
+        if any(isinstance(op, Put) and op.key == self._refused for op in txn.success):
+            return TxnResult(False, (await super().txn(Txn())).revision, ())
         result = await super().txn(txn)
         late = {op.key for op in txn.success if isinstance(op, Put)} & self._late_keys
         if result.succeeded and late:

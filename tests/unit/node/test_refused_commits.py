@@ -1,0 +1,34 @@
+"""An etcd whose members disagree refuses what it tells to be so: the job stands still, and says why."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from cluster_kit import Gated, blindable, eyes, gated, holder, job, play, told
+
+from taskgraph.launch.inprocess import InProcessCluster
+
+__all__ = ["blindable", "gated"]
+
+
+@pytest.mark.usefixtures("blindable")
+def test_a_leader_whose_commits_are_refused_for_no_reason_says_so(gated: type[Gated]) -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        ended = asyncio.ensure_future(cluster.result())
+        await gated.reached.wait()
+        leader = holder(cluster, 0)
+        eyes(leader).refuse(leader.keeper.view.keys.epoch)
+        gated.gate.set()
+        await asyncio.sleep(30)
+        assert not ended.done()
+        assert leader.leader is not None
+        (line,) = leader.leader.waits
+        assert "etcd refused its commit" in line and "endpoint hashkv --cluster" in line
+        (waits,) = told(cluster, "waits")
+        assert waits == f"epoch 1 waits: {line}" or "etcd refused its commit" in waits
+        eyes(leader).refuse("")
+        assert (await ended).values == {0: 3, 1: 3}
+        assert leader.leader is None or not leader.leader.waits
+
+    play(job(gated), scenario, nodes=2)
