@@ -53,6 +53,9 @@ class Etcds:
                 )
         async with asyncio.timeout(_LIMIT_S):
             while True:
+                for i in members:
+                    text = f"etcd m{i} did not start: {(self._folder / f'm{i}.log').read_text()[-2000:]}"
+                    assert self._running[i].returncode is None, text
                 with contextlib.suppress(Unavailable):
                     async with await EtcdCoordinator.connect(self.endpoints, timeout_s=1.0) as etcd:
                         await etcd.members()
@@ -76,7 +79,8 @@ class Etcds:
 
     async def kill(self, member: int) -> None:
         process = self._running.pop(member)
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):  # it did not start
+            process.kill()
         await process.wait()
 
     @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -20,10 +21,21 @@ from taskgraph.coordination.embedded import EmbeddedEtcd, find_etcd
 from taskgraph.protocol.kv import KeyEvent
 
 
+_PORTS = range(15000, 32000)
+"""Below those that a system gives to connections (32768 and up on Linux): none of them takes one meanwhile."""
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on and that was not given before."""
+    while True:
+        port = random.choice(_PORTS)
+        if port in _given:
+            continue
+        _given.add(port)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 async def kill(pid: int) -> None:
