@@ -20,7 +20,6 @@ from taskgraph.coordination.api import Coordinator
 from taskgraph.coordination.embedded import EmbeddedEtcd, find_etcd
 from taskgraph.protocol.kv import KeyEvent
 
-
 _PORTS = range(15000, 32000)
 """Below those that a system gives to connections (32768 and up on Linux): none of them takes one meanwhile."""
 _given: set[int] = set()
