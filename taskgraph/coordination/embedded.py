@@ -40,8 +40,8 @@ _NAME_POLL_S = 0.02
 _LAST_LINES = 8
 #: Of the directory for temporary files: some kernels take 104 bytes for a unix socket's path.
 _FOLDER_PATH = 60
-#: History kept for watches that reconnect, of a job that may write hundreds of times a second; etcd compacts as often. Who
-#: was away for longer lists everything anew.
+#: History kept for watches that reconnect, of a job that may write hundreds of times a second; etcd compacts as often.
+#: Whoever was away for longer lists everything anew.
 _HISTORY = "1m"
 
 _NO_BINARY = (
