@@ -450,6 +450,7 @@ class Node:
         if not self.fatal_code.look() and (view.running or _finished(view.status)):
             for task in range(self.job.tasks):
                 self.takeovers.consider(task)
+            self.takeovers.tell_unseated()
         self._drop_replicas()
         self._follow_leadership()
         self._noticing.look()

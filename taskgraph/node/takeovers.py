@@ -14,6 +14,7 @@ from taskgraph.errors import Refused, TaskGraphError
 from taskgraph.node.actor import UserCodeError
 from taskgraph.node.failing import deaths_text
 from taskgraph.node.primary import Primary
+from taskgraph.observe.format import ids_text
 from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
 from taskgraph.protocol.kv import Txn, TxnResult
@@ -35,6 +36,8 @@ class TakeOvers:
         self._node = node
         self._under_way: dict[int, asyncio.Task[None]] = {}
         self._orphans: dict[int, str] = {}
+        self._unseated: set[int] = set()  # no node may hold them
+        self._unseated_told: tuple[str, frozenset[int]] = ("", frozenset())
 
     def __contains__(self, task: int) -> bool:
         """Whether a try for `task` is under way."""
@@ -59,7 +62,8 @@ class TakeOvers:
     @property
     def waits(self) -> tuple[str, ...]:
         """Why tasks have no primary, where this node tells it, for `status`."""
-        return tuple(why for _, why in sorted(self._orphans.items()))
+        unseated = [self._unseated_text()] if self._unseated else []
+        return (*unseated, *(why for _, why in sorted(self._orphans.items())))
 
     def consider(self, task: int) -> None:
         """Looks at one task, and begins a take-over where it is called for."""
@@ -70,24 +74,28 @@ class TakeOvers:
             or self._node.paused
             or self._node.keeper.view.collected  # all leave, and nobody needs their tasks any more
         ):
-            self._orphans.pop(task, None)
+            self._name_none(task)
             return
         decision = self._decide(task)
         if decision.move is not Move.NOTHING:
-            self._orphans.pop(task, None)
+            self._name_none(task)
             self._begin(task, self._take_over(task, decision))
         else:
             self._name_orphan(task)
 
     def _name_orphan(self, task: int) -> None:
-        """Says, once, why a task has no primary and nobody may take over; the first node by name speaks."""
+        """Says, once, why a task has no primary and nobody may take over; the first node by name speaks.
+
+        Of tasks that no node may hold there may be many, for one reason: `tell_unseated` says it for all.
+        """
+        self._unseated.discard(task)
         view = self._node.keeper.view
         primary = view.primaries.get(task)
         wish = self._node.wish(task)
         why = ""
         if primary is None or all(n in self._node.gone for n in (primary.record.node, *view.in_sync(task))):
-            if wish is not None and wish.primary is None:
-                why = f"task {task} waits for a node that may hold it: {self._why_unseated()}"
+            if wish is not None and wish.primary is None and self._node.speaks():
+                self._unseated.add(task)
         elif primary.record.node in self._node.suspects and all(n in self._node.suspects for n in view.in_sync(task)):
             absent = [self._node.name_of(n) for n in view.in_sync(task) if n not in self._node.gone]
             if absent:
@@ -101,13 +109,33 @@ class TakeOvers:
             self._orphans[task] = why
             self._node.events.emit("waits", why, task=task)
 
+    def _name_none(self, task: int) -> None:
+        self._orphans.pop(task, None)
+        self._unseated.discard(task)
+
+    def tell_unseated(self) -> None:
+        """Says what tasks wait for a node that may hold them, when there are more of them, or for another reason."""
+        tasks, (why_told, told) = frozenset(self._unseated), self._unseated_told
+        why = self._why_unseated() if tasks else ""
+        if not tasks <= told or why != why_told:
+            self._unseated_told = (why, tasks)
+            if tasks:
+                self._node.events.emit("waits", self._unseated_text())
+
+    def _unseated_text(self) -> str:
+        tasks = sorted(self._unseated)
+        if len(tasks) == 1:
+            return f"task {tasks[0]} waits for a node that may hold it: {self._why_unseated()}"
+        return f"tasks {ids_text(tasks)} wait for nodes that may hold them: {self._why_unseated()}"
+
     def _why_unseated(self) -> str:
         live = self._node.keeper.view.live_nodes(self._node.spec.run)
         staying = [record for record in live.values() if not record.draining]
         if not staying:
             return f"all {len(live)} nodes of the job are leaving" if len(live) > 1 else "its only node is leaving"
         who = f"none of the {len(staying)} nodes that stay" if len(staying) > 1 else "not the one node that stays"
-        return f"it needs a CUDA device (requires_gpu), and {who} has one"
+        needs = "it needs" if len(self._unseated) == 1 else "they need"
+        return f"{needs} a CUDA device (requires_gpu), and {who} has one"
 
     def _begin(self, task: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         running = self._under_way[task] = self._node.own(work, f"take over task {task}")

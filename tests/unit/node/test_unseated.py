@@ -59,21 +59,22 @@ def test_a_task_that_needs_a_device_waits_for_one_and_says_so(monkeypatch: pytes
     monkeypatch.setattr(node_module, "array_module", lambda devices: (np, "host"))  # also where there is no CuPy
 
     async def scenario(cluster: InProcessCluster) -> None:
-        await cluster.nodes[0].keeper.wait_until(lambda _: len(told(cluster, "waits")) == 2)
+        await cluster.nodes[0].keeper.wait_until(lambda _: len(told(cluster, "waits")) == 1)
         cluster._devices = 1  # of the nodes added from now on
         first = cluster.add()
         await Stateless.reached.wait()
         assert holder(cluster, 0).id == first
         cluster.crash(first)
         survivor = cluster.nodes[0]
-        await survivor.keeper.wait_until(lambda _: len(told(cluster, "waits")) == 4)
+        await survivor.keeper.wait_until(lambda _: len(told(cluster, "waits")) == 2)
         why = (
-            "task {} waits for a node that may hold it: it needs a CUDA device (requires_gpu), "
+            "tasks 0-1 wait for nodes that may hold them: they need a CUDA device (requires_gpu), "
             "and none of the 2 nodes that stay has one"
         )
-        assert survivor.status().waits == (why.format(0), why.format(1))
+        assert survivor.status().waits == (why,)
+        assert told(cluster, "waits") == [why, why]
         assert cluster.nodes[1].status().waits == ()
-        assert "task 0 waits for a node that may hold it" in cluster.waits()
+        assert "tasks 0-1 wait for nodes that may hold them" in cluster.waits()
         Stateless.gate.set()
         cluster.add()
         assert (await cluster.result()).values == {0: 0, 1: 1}
