@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chaos_kit import DRIVER, NAME, chaos, judge, kill
@@ -48,7 +49,10 @@ async def test_every_node_dies_and_others_go_on_from_the_checkpoint(tmp_path: Pa
         async with asyncio.timeout(30):
             while not any(tmp_path.rglob("manifest.json")):  # noqa: ASYNC110, ASYNC240
                 await asyncio.sleep(0.05)
-        nodes = json.loads((await cli("status", NAME, "--json", *where)).out)["nodes"]
+        nodes: list[dict[str, Any]] = []
+        async with asyncio.timeout(30):
+            while len(nodes) < 3:  # the job begins with the first of them
+                nodes = json.loads((await cli("status", NAME, "--json", *where)).out)["nodes"]
         for node in nodes:
             os.kill(node["pid"], signal.SIGKILL)
         ended = await first.done()
