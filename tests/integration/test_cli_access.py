@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -33,6 +34,11 @@ async def everything(cli: Cli, name: str, *access: str) -> None:
     launch = await cli.start(*("2" if word == "N" else word for word in told[1:]))
     by_hand = await cli.start("node", "--job", name, "--name", "hand", *access, *token)
     await launch.until("epoch 1/")
+    names = set[str]()
+    async with asyncio.timeout(30):
+        while not names >= {"n1", "n2", "hand"}:  # the job begins with the first of them
+            found = json.loads((await cli("status", name, "--json", *access, *token)).out)
+            names = {node["name"] for node in found["nodes"]}
     elsewhere = cli.root / "elsewhere"
     elsewhere.mkdir()
     cli.cwd, here = elsewhere, cli.cwd
