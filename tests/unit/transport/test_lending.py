@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import gc
 import os
@@ -288,6 +289,30 @@ async def test_what_cannot_be_opened_travels_as_bytes(
         assert await pulled(b, a) == value if direction == "reply" else await a.call(b, offer)
         assert lent(a) == 2
         b.served.clear()
+
+
+async def test_of_pulls_in_one_frame_each_is_made_again_by_itself_where_its_item_cannot_be_opened(
+    host: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made again as the frame it came in, it would take the numbers of other calls."""
+    a, b = await host.node(), await host.node()
+
+    def refuse(pid: int, reference: Reference) -> mappings._Mapping:
+        raise CannotBorrow("hidden", for_good=True)
+
+    monkeypatch.setattr(mappings, "_open", refuse)
+    Holder(a, encoded(b"small"))
+    await pulled(b, a)  # a session is open now
+    value = pooled(a, MIB, fill=8)
+    Holder(a, value)
+    several = dataclasses.replace(pull(), count=3)
+    begun = b.transport.calls_now(a.peer, several)
+    assert begun is not None
+    a.served.clear()
+    assert await asyncio.gather(*begun) == [item(several.each(number), value) for number in range(3)]
+    assert {call.count for _, call in a.served if isinstance(call, m.Pull)} == {1}
+    assert await pulled(b, a) == value, "later calls have numbers of their own"
+    assert b.lost.empty() and a.lost.empty()
 
 
 async def test_a_peer_that_goes_on_lending_what_cannot_be_opened_is_given_up(
