@@ -70,15 +70,16 @@ def test_and_no_further(free: type[Free]) -> None:
     assert play(job(free, settings=tg.Settings(epochs_ahead=3)), scenario, nodes=2) == 3
 
 
-def test_the_result_is_the_last_committed_state_of_a_task_that_was_further(free: type[Free]) -> None:
+@pytest.mark.parametrize("further", [1, 3])
+def test_the_result_is_the_last_committed_state_of_a_task_that_was_further(free: type[Free], further: int) -> None:
     class Finishing(free, state=["total"]):  # type: ignore[misc, valid-type]
         def then(self, epoch: tg.Epoch) -> None:
             if self.task_id == 0 and epoch.number == 2:
                 epoch.finish()
 
-    free.shared.waits = {2: 5}
-    found = play(job(Finishing, epochs=None), result, nodes=2)
-    assert free.shared.begun >= 5
+    free.shared.waits = {2: 2 + further}
+    found = play(job(Finishing, epochs=None, settings=tg.Settings(epochs_ahead=further)), result, nodes=2)
+    assert free.shared.begun == 2 + further
     assert found.values == {0: 3, 1: 3}
     assert found.epochs == 3
     assert found.restarts == 0

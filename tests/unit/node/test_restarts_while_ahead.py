@@ -1,0 +1,126 @@
+"""Restarts while tasks work ahead of the commit: what belongs to the attempt that is over must not last."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import pytest
+from cluster_kit import Counting, blindable, eyes, holder, play
+
+import taskgraph as tg
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.protocol.messages import RequestRestart, Stamp
+from taskgraph.protocol.view import JobView
+
+__all__ = ["blindable"]
+
+AHEAD = tg.Settings(epochs_ahead=4)
+EPOCHS = 6
+
+
+class Reporting(Counting, state=["total"]):
+    """Tasks that need nothing of each other, and report their epoch."""
+
+    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        await self.before(epoch.number)
+        await super().count(epoch, ins, outs)
+        epoch.report(number=epoch.number)
+
+    async def before(self, epoch: int) -> None:
+        """What a test adds."""
+
+
+def job(builder: type[Reporting]) -> tg.Job:
+    return tg.Job(tasks=2, epochs=EPOCHS, builder=lambda _: builder(), backups=1, settings=AHEAD)
+
+
+def _in_attempt(attempt: int, view: JobView) -> bool:
+    return view.stamp is not None and view.stamp.attempt >= attempt
+
+
+async def restart(cluster: InProcessCluster, stamp: Stamp) -> None:
+    """Somebody asks for it, and the leader has written it."""
+    leader = holder(cluster, 0)
+    await leader.router.to_primary(0, lambda: RequestRestart(stamp, 1, "a test asks for it"), timeout_s=1.0)
+    await leader.keeper.wait_until(partial(_in_attempt, stamp.attempt + 1))
+
+
+def test_an_epoch_that_is_worked_through_and_not_done_is_not_waited_for_after_a_restart() -> None:
+    """Task 0's boundary 2 lacks what task 1 never reports in that attempt; those of the next attempt come after it."""
+    begun, gate = asyncio.Event(), asyncio.Event()
+
+    class Fresh(Reporting, state=["total"]):
+        async def before(self, epoch: int) -> None:
+            if self.task_id == 1:
+                await gate.wait()
+            elif epoch == 2:
+                begun.set()
+
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        await begun.wait()
+        await restart(cluster, Stamp(1, 0))
+        gate.set()
+        return await cluster.result()
+
+    found = play(job(Fresh), scenario, nodes=2)
+    assert found.restarts == 1
+    assert found.values == {0: EPOCHS, 1: EPOCHS}
+    assert [each.numbers["number"] for each in found.reports] == list(range(EPOCHS))
+
+
+@pytest.mark.usefixtures("blindable")
+def test_who_reads_a_commit_and_a_restart_at_once_goes_back_to_the_boundary() -> None:
+    """Task 1 has begun epoch 2 when it reads that epoch 0 is committed, and epoch 1 starts again."""
+    ahead, asked = asyncio.Event(), asyncio.Event()
+
+    class Fresh(Reporting, state=["total"]):
+        async def before(self, epoch: int) -> None:
+            if self.task_id == 0 and epoch == 0:
+                await ahead.wait()
+            if self.task_id == 0 and epoch == 1:
+                await asked.wait()
+
+        async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            await super().count(epoch, ins, outs)
+            if self.task_id == 1 and epoch.number == 2:
+                ahead.set()
+
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        await ahead.wait()
+        late = holder(cluster, 1)
+        assert late is not holder(cluster, 0)
+        eyes(late).blind()
+        leader = holder(cluster, 0).keeper
+        await leader.wait_until(lambda view: view.stamp is not None and view.stamp >= Stamp(1, 1))
+        await restart(cluster, Stamp(1, 1))
+        assert late.keeper.view.stamp == Stamp(1, 0)
+        eyes(late).see()
+        asked.set()
+        return await cluster.result()
+
+    found = play(job(Fresh), scenario, nodes=2)
+    assert found.restarts == 1
+    assert found.values == {0: EPOCHS, 1: EPOCHS}
+
+
+def test_a_mistake_after_a_takeover_of_the_attempt_restarts_it_though_an_epoch_was_committed_since() -> None:
+    """Task 0 was in epoch 3 when task 1 was taken over in epoch 2: what it met may have come of that."""
+    met: list[int] = []
+
+    class Fresh(Reporting, state=["total"]):
+        async def before(self, epoch: int) -> None:
+            if self.task_id == 0 and epoch == 3 and not met:
+                met.append(epoch)
+                raise ValueError("as it is while somebody is replaced")
+
+    async def die(cluster: InProcessCluster, node: str) -> None:
+        cluster.crash(node)
+
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        return await cluster.result()
+
+    found = play(job(Fresh), scenario, nodes=2, stages={("compose", 1, 2): die})
+    assert met
+    assert (found.failovers, found.restarts) == (1, 1)
+    assert found.values == {0: EPOCHS, 1: EPOCHS}
