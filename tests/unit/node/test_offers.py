@@ -14,7 +14,7 @@ from taskgraph.jobs import JobResult
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
 from taskgraph.protocol.boundaries import Boundary
-from taskgraph.protocol.messages import Accepted, Offer, Reason, Stamp
+from taskgraph.protocol.messages import Accepted, Offer, Reason, Release, Stamp
 from taskgraph.protocol.placement import Wish
 
 __all__ = ["gated"]
@@ -119,5 +119,24 @@ def test_what_is_offered_by_others_than_the_primary_or_of_a_dead_attempt_is_refu
         assert "still stepping down" in await refused(primary, primary, Stamp(1, 2), 1)
         assert held.pending == ()
         assert held.holds(1)
+
+    play(job(gated, tasks=1), scenario, nodes=2)
+
+
+def test_a_release_waits_until_everything_was_read_that_was_written_before_it(gated: type[Gated]) -> None:
+    """Who was released may forget what it holds: not before it could see that it is a member."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        primary = holder(cluster, 0)
+        backup = next(node for node in cluster.nodes if node is not primary)
+        view = primary.keeper.view
+        await backup.keeper.wait_until(lambda read: read.revision >= view.revision)
+        released = Release(0, view.term(0), 99, view.revision + 1)
+        releasing = asyncio.ensure_future(primary.router.to_node(backup.id, released, timeout_s=None))
+        await asyncio.sleep(1.0)
+        assert not releasing.done() and not backup.replicas[0].may_go(view.term(0))
+        gated.gate.set()  # something is written: a commit
+        assert await releasing == Accepted()
 
     play(job(gated, tasks=1), scenario, nodes=2)

@@ -1,0 +1,49 @@
+"""A request that comes after its task was sealed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from cluster_kit import Counting, holder, job, play
+
+import taskgraph as tg
+from taskgraph.errors import Refused
+from taskgraph.graph.values import encode
+from taskgraph.jobs import JobResult
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.protocol.messages import Reason, Request, Stamp
+
+
+@pytest.mark.parametrize("pure", [False, True])
+def test_no_handler_runs_once_the_task_takes_its_snapshot(pure: bool) -> None:
+    """What it did would be missing in the boundary, or be half of it."""
+    asked: list[int] = []
+    reached, gate = asyncio.Event(), asyncio.Event()
+
+    class Asked(Counting, state=["total"]):
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.processor(self.count)
+            epoch.processor(self.settle)
+
+        async def settle(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            if self.task_id == 1 and epoch.number == 1:
+                reached.set()
+                await gate.wait()
+
+        @tg.handles("ask", pure=pure)
+        def ask(self, epoch: tg.Epoch, sender: int, payload: int) -> int:
+            asked.append(payload)
+            return payload
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        await reached.wait()
+        late = Request(Stamp(1, 1), 0, 1, 1, "ask", 5, encode(7))
+        with pytest.raises(Refused) as caught:
+            await holder(cluster, 0).router.to_node(holder(cluster, 1).id, late, timeout_s=None)
+        assert caught.value.reason == Reason.DONE
+        gate.set()
+        return await cluster.result()
+
+    assert play(job(Asked), scenario, nodes=2).values == {0: 3, 1: 3}
+    assert not asked
