@@ -7,7 +7,7 @@ from protocol_kit import World, report, two_tasks
 
 from taskgraph.protocol import transactions
 from taskgraph.protocol.boundaries import Boundaries, Boundary
-from taskgraph.protocol.commit import Action, Commit, Diverged, Leader, Restart, WaitFor
+from taskgraph.protocol.commit import Action, Commit, Diverged, Leader, Restart, SealTasks, WaitFor
 from taskgraph.protocol.messages import Encoded, Report, Stamp
 
 FIRST = Stamp(1, 0)
@@ -204,3 +204,13 @@ def test_of_epochs_committed_at_once_each_boundary_is_found() -> None:
     assert held.read_epoch(3) == boundary(3, term=2)
     assert held.until(3) == ()
     assert held.pending == (boundary(4),)
+
+
+def test_a_seal_of_an_epoch_is_none_of_the_next(world: World) -> None:
+    leader = told(led(), done(0, 0), done(1, 0, done=False, version=2))
+    assert decide(leader, world) == SealTasks(((1, 2),))
+    leader.sealed(1, 1, 2)
+    world.commit()
+    leader.begin(at(1))
+    told(leader, done(0, 1), done(1, 1, done=False, version=2))
+    assert decide(leader, world) == SealTasks(((1, 2),))
