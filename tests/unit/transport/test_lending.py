@@ -18,6 +18,7 @@ from transport_kit import Cluster, Node, cluster_of, digest_of, encoded, item, p
 from taskgraph.errors import DecodeError, PeerLost
 from taskgraph.graph.blocks import block_behind
 from taskgraph.protocol import messages as m
+from taskgraph.settings import Settings
 from taskgraph.transport import lending, mappings
 from taskgraph.transport.frames import LENT, Head, Kind, pack_frame
 from taskgraph.transport.lending import MAX_LENT, Borrowing, Lending
@@ -180,6 +181,16 @@ async def test_what_a_lost_reader_did_not_give_back_is_never_written_again(host:
     assert bytes(got.buffers[0]) == bytes([5]) * MIB
     assert len(pool(a)) == 3
     del got
+
+
+async def test_a_lent_value_beyond_the_readers_limit_ends_the_session(host: Cluster) -> None:
+    a, b = await host.node(), await host.node(settings=Settings(max_value_bytes=MIB - 1))
+    Holder(a, pooled(a, MIB))
+    with pytest.raises(PeerLost):
+        await b.call(a, pull())
+    small = pooled(a, MIB // 2)
+    Holder(a, small)
+    assert await pulled(b, a) == small, "over the next session"
 
 
 async def test_what_is_lent_on_goes_back_the_way_it_came(host: Cluster) -> None:
