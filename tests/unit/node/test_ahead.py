@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cluster_kit import Counting, holder, play
+from cluster_kit import Counting, holder, play, told
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
@@ -130,6 +132,18 @@ def test_on_commit_is_called_before_anything_of_the_next_epoch(free: type[Free])
     found = play(job(lambda task: Listening() if task == 1 else free()), result, nodes=2)
     assert found.values == {0: 6, 1: 6}
     assert seen == [(kind, number) for number in range(6) for kind in ("epoch", "commit")]
+
+
+def test_every_checkpoint_that_is_due_is_written_however_far_tasks_might_go(free: type[Free], tmp_path: Path) -> None:
+    """It is written of the committed boundary: whoever is further by then has none of it."""
+
+    async def scenario(cluster: InProcessCluster) -> list[str]:
+        await cluster.result()
+        return told(cluster, "checkpoint")
+
+    given = job(free, epochs=9, checkpoint=f"file://{tmp_path}", checkpoint_every=2)
+    written = play(given, scenario, nodes=2)
+    assert [int(number) for text in written for number in re.findall(r"epoch (\d+)", text)] == [2, 4, 6, 8], written
 
 
 def test_what_uncommitted_epochs_hold_is_bounded(free: type[Free], monkeypatch: pytest.MonkeyPatch) -> None:
