@@ -16,6 +16,7 @@ from cluster_kit import Counting, holder, play, told
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node import primary
+from taskgraph.node.actor import UserCodeError
 from taskgraph.protocol.view import JobView
 
 
@@ -144,6 +145,21 @@ def test_every_checkpoint_that_is_due_is_written_however_far_tasks_might_go(free
     given = job(free, epochs=9, checkpoint=f"file://{tmp_path}", checkpoint_every=2)
     written = play(given, scenario, nodes=2)
     assert [int(number) for text in written for number in re.findall(r"epoch (\d+)", text)] == [2, 4, 6, 8], written
+
+
+def test_an_epoch_that_cannot_be_done_fails_the_job_though_a_commit_is_read_in_that_very_moment(
+    free: type[Free],
+) -> None:
+    """Nobody waits for a move of the view then, to be told: whoever waits for the next one looks first."""
+
+    async def met(cluster: InProcessCluster, node: str) -> None:
+        cluster.node(node).primaries[0]._dones.error = UserCodeError("snapshot", ValueError("it is not there"))
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        with pytest.raises(tg.JobFailed, match="it is not there"):
+            await cluster.result()
+
+    play(job(free, epochs=40), scenario, nodes=2, stages={("compose", 0, 3): met})
 
 
 def test_what_uncommitted_epochs_hold_is_bounded(free: type[Free], monkeypatch: pytest.MonkeyPatch) -> None:
