@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cli_kit import Cli, Command, Done, shell
+from cli_kit import Cli, Command, Done, kill_at_once, shell
 
 import taskgraph as tg
 from taskgraph.coordination.etcd import EtcdCoordinator
@@ -365,5 +365,9 @@ def frozen(*nodes: NodeRecord) -> Iterator[None]:
 
 def kill(*nodes: NodeRecord, number: signal.Signals = signal.SIGKILL) -> None:
     """All of them at once."""
-    for pid in {node.pid for node in nodes}:
+    pids = {node.pid for node in nodes}
+    if number == signal.SIGKILL:
+        kill_at_once(pids)
+        return
+    for pid in pids:
         os.kill(pid, number)

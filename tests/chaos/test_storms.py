@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chaos_kit import DRIVER, NAME, chaos, judge, kill
-from cli_kit import shell
+from cli_kit import kill_at_once, shell
 from etcds_kit import etcds
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -53,8 +52,7 @@ async def test_every_node_dies_and_others_go_on_from_the_checkpoint(tmp_path: Pa
         async with asyncio.timeout(30):
             while len(nodes) < 3:  # the job begins with the first of them
                 nodes = json.loads((await cli("status", NAME, "--json", *where)).out)["nodes"]
-        for node in nodes:
-            os.kill(node["pid"], signal.SIGKILL)
+        kill_at_once(node["pid"] for node in nodes)
         ended = await first.done()
         assert ended.code == 1 and "the job may go on elsewhere" in ended.err
         second = await cli.start("launch", NAME, "--nodes", "2", *where)

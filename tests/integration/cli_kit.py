@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +27,15 @@ def sums(tasks: int = 7, epochs: int = 6) -> list[int]:
 def printed(epochs: int = 6) -> str:
     """The same as a run prints it."""
     return "".join(f"{value}\n" for value in sums(epochs=epochs))
+
+
+def kill_at_once(pids: Iterable[int]) -> None:
+    """SIGKILL for all: none of them does anything more once another is gone, though this process may be held up."""
+    pids = list(pids)
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
 
 @dataclass

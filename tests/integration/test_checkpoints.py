@@ -9,7 +9,6 @@ import json
 import os
 import resource
 import shutil
-import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_kit import LIMIT_S, Cli, Command, Done, shell
+from cli_kit import LIMIT_S, Cli, Command, Done, kill_at_once, shell
 from etcd_kit import becomes
 from safetensors.numpy import load_file, save_file
 
@@ -99,16 +98,10 @@ async def holders(cli: Cli, task: int) -> list[int]:
     return [node["pid"] for node in now["nodes"] if node["name"] in names]
 
 
-def kill(pids: list[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
 @pytest.mark.parametrize("task", [0, 3])
 async def test_every_replica_of_a_task_is_killed(cli: Cli, tmp_path: Path, task: int) -> None:
     command = await started(cli, tmp_path, "--nodes", "4", *standing(cli, 50))
-    kill(await holders(cli, task))
+    kill_at_once(await holders(cli, task))
     go_on(cli)
     result = check(await command.done())
     assert result["restarts"] == 1
@@ -126,7 +119,7 @@ async def test_everything_is_killed_and_the_job_is_resumed_on_another_number_of_
 ) -> None:
     command = await started(cli, tmp_path, "--nodes", "3")
     command.process.kill()
-    kill(list(cli.processes()))
+    kill_at_once(list(cli.processes()))
     await command.process.communicate()
     await becomes(lambda: not cli.processes(), 5)
     arguments = ("run", str(DRIVER), "--json", "-o", f"where=file://{tmp_path}", "--nodes", nodes)
@@ -250,7 +243,7 @@ async def test_a_running_job_refuses_too(cli: Cli, tmp_path: Path) -> None:
     command = await started(cli, tmp_path, "--nodes", "4", *standing(cli, 50, epochs=100))
     assert [epoch_of(found) for found in complete(tmp_path)] == [20, 40]
     path, text = corrupt(complete(tmp_path)[-1])
-    kill(await holders(cli, 1))
+    kill_at_once(await holders(cli, 1))
     go_on(cli)
     result = check(await command.done(), epochs=100)
     assert result["restarts"] == 1
@@ -263,7 +256,7 @@ async def test_a_running_job_refuses_too(cli: Cli, tmp_path: Path) -> None:
 
 async def test_every_node_is_killed_and_the_launcher_says_how_to_go_on(cli: Cli, tmp_path: Path) -> None:
     command = await started(cli, tmp_path, "--nodes", "3", *standing(cli, 50))
-    kill(await node_pids(cli))
+    kill_at_once(await node_pids(cli))
     done = await command.done()
     assert done.code == 1
     assert "every node has ended" in done.err
@@ -324,7 +317,7 @@ async def test_a_node_that_cannot_write_its_files(cli: Cli, tmp_path: Path) -> N
     go_on(cli)
     await told(cli, "File too large; the job goes on with the one before")
     assert [epoch_of(found) for found in complete(tmp_path)] == [20, 40]
-    kill(await holders(cli, 2))
+    kill_at_once(await holders(cli, 2))
     go_on(cli, 70)
     check(await command.done(), **options)
     story = (await cli("events", "kept")).out
@@ -339,7 +332,7 @@ async def test_a_writer_that_is_killed_half_way(cli: Cli, tmp_path: Path) -> Non
     async with asyncio.timeout(LIMIT_S):
         while not (half := half_written(tmp_path, "*-e000000020-*/.task-000001.*.tmp")):  # noqa: ASYNC110 - short
             await asyncio.sleep(0)
-    kill(killed := [pid for pid in cli.processes() if open_in(pid, half[0])])
+    kill_at_once(killed := [pid for pid in cli.processes() if open_in(pid, half[0])])
     assert killed and half_written(tmp_path)
     check(await command.done(), **options)
     assert "takeover" in (await cli("events", "kept")).out
@@ -363,7 +356,7 @@ def open_in(pid: int, path: Path) -> bool:
 async def test_any_place_that_fsspec_opens(cli: Cli, tmp_path: Path) -> None:
     """A scheme that the driver registers: lost, and resumed."""
     command = await started(cli, tmp_path, "--nodes", "4", *standing(cli, 50, epochs=100), scheme="disk")
-    kill(await holders(cli, 3))
+    kill_at_once(await holders(cli, 3))
     go_on(cli)
     assert check(await command.done(), epochs=100)["restarts"] == 1
     newest = complete(tmp_path)[-1]
