@@ -273,8 +273,8 @@ def keeping_options(version: str) -> list[str]:
     """What etcd needs in order to find all that it has acknowledged when it starts again after SIGKILL.
 
     etcd 3.5.0 to 3.5.2 may write to its store that an entry of the log was applied before it is (etcd's issue 13766):
-    killed just then, it never applies it, and a member of a cluster disagrees with the others from then on. It reads
-    all of its log again where its store was not written meanwhile, as it is ten times a second otherwise.
+    killed just then, it never applies it, and a member of a cluster disagrees with the others from then on. So the
+    store is written when the log is cut, and not ten times a second: etcd applies all of the log since then again.
     """
     if not (3, 5, 0) <= tuple(int(part) for part in version.split(".")[:3]) < (3, 5, 3):
         return []

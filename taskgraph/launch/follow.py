@@ -299,12 +299,14 @@ def _event(value: bytes) -> Event | None:
 
 
 async def follow_events(coordinator: Coordinator, job: str) -> AsyncIterator[Event]:
-    """Events kept in etcd, those there and those to come."""
+    """Events kept in etcd, those there and those to come. What history no longer has is read from what is there."""
     keys = Keys(job)
-    found, revision = await kept_events(coordinator, job)
-    for event in found:
-        yield event
+    listing, revision = await coordinator.list(keys.events), 0
     while True:
+        for kv in listing.items:
+            if kv.mod_revision > revision and (told := _event(kv.value)) is not None:
+                yield told
+        revision = max(revision, listing.revision)
         try:
             async for batch in coordinator.watch(keys.events, revision + 1):
                 revision = batch.revision
@@ -312,5 +314,5 @@ async def follow_events(coordinator: Coordinator, job: str) -> AsyncIterator[Eve
                     if change.kind == "put" and (told := _event(change.kv.value)) is not None:
                         yield told
         except WatchCompacted:
-            with contextlib.suppress(CoordinationError):
-                revision = (await coordinator.list(keys.events)).revision
+            with contextlib.suppress(CoordinationError):  # tried again: the watch is refused as before
+                listing = await coordinator.list(keys.events)

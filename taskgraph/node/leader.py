@@ -404,9 +404,9 @@ class LeaderRole:
         lines = [*describe_waits(gathered), *self._unreachable(gathered), *self._audit_waits]
         if self._refused[0] == fence and self._refused[1] >= _REFUSALS:
             lines.append(
-                f"etcd refused its commit {self._refused[1]} times, though all that it asks for is as etcd tells: "
-                "members of the etcd cluster disagree (3.5.0 to 3.5.2 may, once one was killed): compare "
-                "`etcdctl endpoint hashkv --cluster`, and replace the one that differs"
+                f"etcd refused its commit {self._refused[1]} times, though all that it asks for is as etcd told: "
+                "members of its cluster disagree, or it lost what it had acknowledged (3.5.0 to 3.5.2 may, once "
+                "killed): compare `etcdctl endpoint hashkv --cluster`, and replace the member that differs"
             )
         self.waits = tuple(lines)
         if self._waits_told != stamp and lines:

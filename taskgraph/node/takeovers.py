@@ -74,11 +74,11 @@ class TakeOvers:
             or self._node.paused
             or self._node.keeper.view.collected  # all leave, and nobody needs their tasks any more
         ):
-            self._name_none(task)
+            self._not_orphaned(task)
             return
         decision = self._decide(task)
         if decision.move is not Move.NOTHING:
-            self._name_none(task)
+            self._not_orphaned(task)
             self._begin(task, self._take_over(task, decision))
         else:
             self._name_orphan(task)
@@ -109,7 +109,8 @@ class TakeOvers:
             self._orphans[task] = why
             self._node.events.emit("waits", why, task=task)
 
-    def _name_none(self, task: int) -> None:
+    def _not_orphaned(self, task: int) -> None:
+        """There is nothing to say of it any more: it is taken over, or is not this node's to name."""
         self._orphans.pop(task, None)
         self._unseated.discard(task)
 

@@ -54,8 +54,9 @@ class Etcds:
         async with asyncio.timeout(_LIMIT_S):
             while True:
                 for i in members:
-                    text = f"etcd m{i} did not start: {(self._folder / f'm{i}.log').read_text()[-2000:]}"
-                    assert self._running[i].returncode is None, text
+                    if self._running[i].returncode is not None:
+                        log_text = (self._folder / f"m{i}.log").read_text()
+                        raise AssertionError(f"etcd m{i} did not start: {log_text[-2000:]}")
                 with contextlib.suppress(Unavailable):
                     async with await EtcdCoordinator.connect(self.endpoints, timeout_s=1.0) as etcd:
                         await etcd.members()

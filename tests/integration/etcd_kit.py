@@ -27,14 +27,14 @@ _given: set[int] = set()
 
 def free_port() -> int:
     """A port that nobody listens on and that was not given before."""
-    while True:
-        port = random.choice(_PORTS)
+    for port in random.sample(_PORTS, len(_PORTS)):
         if port in _given:
             continue
         _given.add(port)
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
             return port
+    raise AssertionError(f"no port of {_PORTS} is free")
 
 
 async def kill(pid: int) -> None:

@@ -15,7 +15,7 @@ import pytest
 from etcd_kit import becomes, free_port, gone, running
 
 import taskgraph
-from taskgraph.coordination.embedded import EmbeddedEtcd, find_etcd
+from taskgraph.coordination.embedded import EmbeddedEtcd, find_etcd, keeping_options
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.errors import CoordinationError
 from taskgraph.protocol.kv import Put, Txn
@@ -299,3 +299,16 @@ async def test_a_guard_whose_parent_is_another_gives_up() -> None:
         await process.wait()
     await gone(child)
     await process.communicate()
+
+
+async def test_an_etcd_that_keeps_its_data_writes_its_store_only_with_its_log_where_it_could_lose_some(
+    tmp_path: Path,
+) -> None:
+    """etcd 3.5.0 to 3.5.2 may take an entry for applied that it had not applied when it was killed."""
+    affected = {"3.4.23": False, "3.5.0": True, "3.5.2": True, "3.5.3": False, "3.6.0": False}
+    assert {version: bool(keeping_options(version)) for version in affected} == affected
+    for data_dir in (None, tmp_path / "data"):
+        async with EmbeddedEtcd(data_dir=data_dir) as etcd:
+            words = Path(f"/proc/{etcd.pid}/cmdline").read_text().split("\0")  # noqa: ASYNC240
+            wanted = keeping_options(etcd.version) if data_dir is not None else []
+            assert [word for word in words if "--backend-batch" in word] == wanted[::2]

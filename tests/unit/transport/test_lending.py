@@ -266,6 +266,10 @@ async def test_over_tcp_nothing_is_lent_and_what_arrives_lies_in_reused_memory(f
 # Memory that cannot be opened.
 
 
+def hidden(pid: int, reference: Reference) -> mappings._Mapping:
+    raise CannotBorrow("hidden", for_good=True)
+
+
 @pytest.mark.parametrize("direction", ["reply", "call"])
 @pytest.mark.parametrize("for_good", [True, False])
 async def test_what_cannot_be_opened_travels_as_bytes(
@@ -307,11 +311,7 @@ async def test_of_pulls_in_one_frame_each_is_made_again_by_itself_where_its_item
 ) -> None:
     """Made again as the frame it came in, it would take the numbers of other calls."""
     a, b = await host.node(), await host.node()
-
-    def refuse(pid: int, reference: Reference) -> mappings._Mapping:
-        raise CannotBorrow("hidden", for_good=True)
-
-    monkeypatch.setattr(mappings, "_open", refuse)
+    monkeypatch.setattr(mappings, "_open", hidden)
     Holder(a, encoded(b"small"))
     await pulled(b, a)  # a session is open now
     value = pooled(a, MIB, fill=8)
@@ -330,11 +330,7 @@ async def test_a_peer_that_goes_on_lending_what_cannot_be_opened_is_given_up(
     host: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = await host.node(), await host.node()
-
-    def refuse(pid: int, reference: Reference) -> mappings._Mapping:
-        raise CannotBorrow("hidden", for_good=True)
-
-    monkeypatch.setattr(mappings, "_open", refuse)
+    monkeypatch.setattr(mappings, "_open", hidden)
     monkeypatch.setattr(Lending, "stop", lambda self, *, for_good: None)
     Holder(a, pooled(a, MIB))
     with pytest.raises(PeerLost, match="goes on lending"):
