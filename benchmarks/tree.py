@@ -21,6 +21,7 @@ class Tree(tg.Task, state=["count"]):
         self.count = np.zeros(1)
         self._clock: dict[str, float] = {}  # of this process, not of the task: no state
 
+    @tg.stateless
     async def compose(self, epoch: tg.Epoch) -> None:
         self._compose(epoch)
 
@@ -32,12 +33,15 @@ class Tree(tg.Task, state=["count"]):
             epoch.processor(self.relay, inbound={"x": "parents"}, outbound={"x": "children"})
             epoch.processor(self.add, inbound={"x": "parents", "sum": "children"}, outbound={"sum": "parents"})
 
+    @tg.stateless
     async def publish(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         self._publish(epoch, outs)
 
+    @tg.stateless
     async def relay(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         outs.put("x", ins["x"])
 
+    @tg.stateless
     async def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         self._add(ins, outs)
 
@@ -69,15 +73,19 @@ class Tree(tg.Task, state=["count"]):
 class ThreadedTree(Tree):
     """The same with plain functions, each run in a worker thread."""
 
+    @tg.stateless
     def compose(self, epoch: tg.Epoch) -> None:  # type: ignore[override]
         self._compose(epoch)
 
+    @tg.stateless
     def publish(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:  # type: ignore[override]
         self._publish(epoch, outs)
 
+    @tg.stateless
     def relay(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:  # type: ignore[override]
         outs.put("x", ins["x"])
 
+    @tg.stateless
     def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:  # type: ignore[override]
         self._add(ins, outs)
 
@@ -93,6 +101,7 @@ def tree(
     backups: int = 1,
     threads: bool = False,
     ahead: int = tg.Settings().epochs_ahead,
+    in_flight: int = 1,
 ) -> tg.Job:
     """A tree regression of `n` float64 values (8 n bytes an item)."""
     kind = ThreadedTree if threads else Tree
@@ -102,5 +111,5 @@ def tree(
         builder=lambda _: kind(n),
         topology=tg.tree(),
         backups=backups,
-        settings=tg.Settings(epochs_ahead=ahead),
+        settings=tg.Settings(epochs_ahead=ahead, epochs_in_flight=in_flight),
     )

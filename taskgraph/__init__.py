@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         Task,
         handles,
         shard,
+        stateless,
     )
     from taskgraph.topology import Topology, bipartite, edges, full, grid, inverse, ring, star, tree
 
@@ -118,6 +119,7 @@ __all__ = [
     "run",
     "shard",
     "star",
+    "stateless",
     "testing",
     "tree",
 ]
@@ -138,6 +140,7 @@ _MODULES = {
         "Task",
         "handles",
         "shard",
+        "stateless",
     ),
     "topology": ("Topology", "bipartite", "edges", "full", "grid", "inverse", "ring", "star", "tree"),
 }

@@ -27,6 +27,8 @@ class Settings:
             later one for a backup that holds a boundary already, so that it comes to hold all of them.
         epochs_ahead: how many epochs a task may work ahead of the last commit; 0: each is committed before the
             next one begins.
+        epochs_in_flight: how many epochs of a task may be worked on at a time, where its methods are marked
+            `@tg.stateless`; 1: one after another.
         gather_s: where tasks work ahead, how long short epochs wait to be committed together.
         start_wait_s: how long a job waits for all the nodes its launcher started, beyond `min_nodes`.
         hand_over_s: how long a primary waits for the backup it handed over to before it goes on itself.
@@ -64,6 +66,7 @@ class Settings:
     min_in_sync: int = 1
     admit_wait_s: float = 10.0
     epochs_ahead: int = 16
+    epochs_in_flight: int = 4
     gather_s: float = 0.02
     start_wait_s: float = 15.0
     hand_over_s: float = 2.0

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from taskgraph.errors import JobError
 
-__all__ = ["GIVEN", "HandlerInfo", "TaskShape", "checked_state", "handles", "make_shape"]
+__all__ = ["GIVEN", "HandlerInfo", "TaskShape", "checked_state", "handles", "is_stateless", "make_shape", "stateless"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -53,12 +53,15 @@ class TaskShape:
         receives: it can take flags or requests: the epoch must grow quiet before its sync points.
         overrides: names of the hooks it defines.
         handlers: request method -> handler.
+        in_flight: epochs may begin while earlier ones are worked on: `compose` is stateless, and nothing else of the
+            task has an order among committed epochs.
     """
 
     stateful: bool
     receives: bool
     overrides: frozenset[str]
     handlers: Mapping[str, HandlerInfo]
+    in_flight: bool
 
 
 def handles(name: str, *, pure: bool = False) -> Callable[[F], F]:
@@ -81,6 +84,28 @@ def handles(name: str, *, pure: bool = False) -> Callable[[F], F]:
         return function
 
     return mark
+
+
+def stateless(function: F) -> F:
+    """Marks a `compose` or a compute that may run before earlier epochs of its task are through.
+
+    It neither reads nor changes what any method changes after `setup`, declared as state or not. It depends on the
+    epoch, on what `setup` made, on its inputs, and on `epoch.scratch`. Where `compose` is marked, up to
+    `Settings.epochs_in_flight` epochs of the task are worked on at a time; what is not marked waits for its turn. A
+    subclass that overrides the method marks it again, where that still holds.
+
+    Raises:
+        JobError: it is given something else than a function.
+    """
+    if not inspect.isfunction(function):
+        raise JobError(f"@tg.stateless stands before a method, without parentheses; it was given {function!r}")
+    function.__taskgraph_stateless__ = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_stateless(function: Callable[..., Any]) -> bool:
+    """Whether it was marked with `@tg.stateless`."""
+    return getattr(function, "__taskgraph_stateless__", False) is True
 
 
 def checked_state(cls: type, state: Sequence[str]) -> Sequence[str]:
@@ -116,13 +141,26 @@ def make_shape(cls: type, base: type, state: Sequence[str]) -> TaskShape:
         one, other = ("snapshot", "restore") if "snapshot" in overrides else ("restore", "snapshot")
         raise JobError(f"class {cls.__name__} overrides {one} but not {other}: one undoes the other, define both")
     handlers = _handlers(cls)
+    _check_stateless(cls, {info.method_name for info in handlers.values()})
     _check_spelling(cls, overrides, {info.method_name for info in handlers.values()})
     return TaskShape(
         stateful=bool(state) or "snapshot" in overrides,
         receives=bool(handlers) or "on_flag" in overrides,
         overrides=overrides,
         handlers=MappingProxyType(handlers),
+        in_flight=is_stateless(cls.compose) and not handlers and not overrides & {"on_flag", "on_commit"},  # type: ignore[attr-defined]
     )
+
+
+def _check_stateless(cls: type, handlers: set[str]) -> None:
+    """Only what belongs to an epoch can be early for it."""
+    for name in sorted(_HOOKS.keys() - {"compose"} | handlers):
+        if is_stateless(getattr(cls, name)):
+            kind = "a handler" if name in handlers else "a hook"
+            raise JobError(
+                f"class {cls.__name__}: {name} is {kind}, which no epoch calls early: @tg.stateless marks compose and "
+                f"computes"
+            )
 
 
 def _check_spelling(cls: type, overrides: frozenset[str], handlers: set[str]) -> None:

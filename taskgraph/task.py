@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from taskgraph.errors import JobError, StateError
-from taskgraph.shape import HandlerInfo, TaskShape, checked_state, handles, make_shape
+from taskgraph.shape import HandlerInfo, TaskShape, checked_state, handles, make_shape, stateless
 
 if TYPE_CHECKING:
     from taskgraph.epoch import Epoch
@@ -27,6 +27,7 @@ __all__ = [
     "handles",
     "shape_of",
     "shard",
+    "stateless",
 ]
 
 

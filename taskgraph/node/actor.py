@@ -60,7 +60,7 @@ class Actor:
     """Calls one task's user code."""
 
     stamp: Stamp | None = None
-    """What the task works on, and in which term, for who traces."""
+    """What the next call is of, and in which term, for who traces and for last words. A call keeps what was there."""
     term = 0
 
     def __init__(self, threads: Threads, *, task: int, cancel_s: float, tracing: Tracing | None = None) -> None:
@@ -100,6 +100,7 @@ class Actor:
             AttemptEnded: it unwound because its attempt is over.
             StuckError: cancelled, and it did not return in time.
         """
+        stamp = self.stamp
         try:
             if not is_async(function):
                 return await self._call_thread(where, function, args, alone, after)
@@ -108,14 +109,14 @@ class Actor:
             coroutine: Coroutine[Any, Any, R] = function(*args)  # type: ignore[assignment]
             words, began = lastwords.here, self._tracing.on and clock()
             if words is not None:
-                words.runs(self.task, self.stamp, where)
+                words.runs(self.task, stamp, where)
             try:
                 try:
                     waited = coroutine.send(None)
                 except StopIteration as returned:  # without a wait, as most do
                     result: R = returned.value
                 else:
-                    result = await self._resumed(where, coroutine, waited, self._turn if alone else None)
+                    result = await self._resumed(where, stamp, coroutine, waited, self._turn if alone else None)
                 if after is not None:
                     after()
                 return result
@@ -123,7 +124,7 @@ class Actor:
                 if words is not None:
                     words.ran()
                 if began:
-                    self._tracing.add("code", began, self.task, self.stamp, self.term, name=where)
+                    self._tracing.add("code", began, self.task, stamp, self.term, name=where)
         except (asyncio.CancelledError, AttemptEnded, StuckError):
             raise
         except BaseException as error:
@@ -148,11 +149,11 @@ class Actor:
             pass
 
     async def _resumed(
-        self, where: str, coroutine: Coroutine[Any, Any, R], waited: Any, turn: asyncio.Lock | None
+        self, where: str, stamp: Stamp | None, coroutine: Coroutine[Any, Any, R], waited: Any, turn: asyncio.Lock | None
     ) -> R:
         """Drives a coroutine on that awaits something: from now on others can see that it is under way."""
         words = lastwords.here
-        mark = self._begin(where)
+        mark = self._begin(where, stamp)
         if words is not None:
             words.ran()
         try:
@@ -160,7 +161,7 @@ class Actor:
             return result
         finally:
             if words is not None:
-                words.runs(self.task, self.stamp, where)
+                words.runs(self.task, stamp, where)
             self._end(mark)
 
     async def _call_thread(
@@ -171,9 +172,10 @@ class Actor:
         alone: bool,
         after: Callable[[], object] | None,
     ) -> R:
+        stamp = self.stamp
         if alone:
             await self._turn.acquire()
-        mark, began = self._begin(where), self._tracing.on and clock()
+        mark, began = self._begin(where, stamp), self._tracing.on and clock()
         try:
             future = self._threads.run(functools.partial(self._in_thread, where, alone, function, args, after))
             try:
@@ -184,7 +186,7 @@ class Actor:
         finally:
             self._end(mark)
             if began:
-                self._tracing.add("code", began, self.task, self.stamp, self.term, name=where)
+                self._tracing.add("code", began, self.task, stamp, self.term, name=where)
             if alone:
                 self._turn.release()
 
@@ -230,10 +232,10 @@ class Actor:
         finally:
             self._threads.block(asyncio.run_coroutine_threadsafe(self._turn.acquire(), self._loop), None)
 
-    def _begin(self, where: str) -> int:
+    def _begin(self, where: str, stamp: Stamp | None) -> int:
         self._calls += 1
         self._running[self._calls] = Running(where, self._loop.time())
-        lastwords.begin((id(self), self._calls), self.task, self.stamp, where)
+        lastwords.begin((id(self), self._calls), self.task, stamp, where)
         return self._calls
 
     def _end(self, mark: int) -> None:

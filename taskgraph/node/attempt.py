@@ -25,9 +25,11 @@ from taskgraph.node.pulls import Pulls
 from taskgraph.node.quiet import Quiet
 from taskgraph.node.replica import Replica
 from taskgraph.node.strict import Recording
+from taskgraph.node.turns import Turns
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.messages import Encoded, Item, Pull, Reason, Reply, Stamp, Wait
 from taskgraph.protocol.sums import Ledger
+from taskgraph.shape import is_stateless
 
 __all__ = ["Attempt", "Idle", "first_error"]
 
@@ -48,6 +50,7 @@ class Attempt:
 
     Args:
         group: where what runs beside it belongs; there, too, an error ends all of it.
+        turns: of the task's epochs, where several are in flight: what is not stateless waits for that of this one.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Attempt:
         on_composed: Callable[[Attempt], None],
         point: Callable[[str, int, int], Awaitable[None]] | None = None,
         recording: Recording | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self.replica = replica
         self.stamp = stamp
@@ -80,6 +84,7 @@ class Attempt:
         self.allocate = replica.router.allocate
         self.ledger = Ledger()
         self.put_bytes = 0  # what is kept for those who pull it, and for the backups, until it commits
+        self.taken_bytes = 0  # what it pulled
         self._mailbox: Mailbox | None = None  # most epochs have none
         self.numbers: dict[str, float] = {}
         self.finishing = False
@@ -88,6 +93,7 @@ class Attempt:
         self._on_composed = on_composed
         self._point = point
         self.recording = recording
+        self._turns = turns
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._group: asyncio.TaskGroup | None = group  # until the attempt is over
@@ -164,11 +170,13 @@ class Attempt:
         if self.recording is not None:
             await self.recording.begin()
         composition = self.composing = Composition(self.task, self.number)
+        self.replica.actor.stamp = self.stamp
         try:
             await self.replica.actor.call("compose", self.replica.user_task.compose, Epoch(self, "compose"))
         finally:
             self.composing = None
         if self.recording is not None:
+            self.recording.composed = composition.processors
             await self.recording.check("compose")
         self.out.open(composition.channels_out())
         self._states = dict.fromkeys(composition.named, "waiting")
@@ -185,6 +193,8 @@ class Attempt:
                     lacking.add((tag, producer))
         if lacking:
             await self._until_arrived(lacking)
+        if self._turns is not None and self._turns.at < self.number and not is_stateless(processor.compute):
+            await self._turns.wait(self.number)
         if waiting and processor.inbound:
             self._tracing.add("wait", waiting, self.task, self.stamp, self.term, name=processor.name)
         self._states[processor.name] = "running"
@@ -193,6 +203,7 @@ class Attempt:
         outputs = Outputs(self, processor, inputs)
         if self.recording is not None:
             self.recording.started(processor.name, processor)
+        self.replica.actor.stamp = self.stamp
         await self.replica.actor.call(
             processor.name, processor.compute, epoch, inputs, outputs, alone=not processor.parallel, after=outputs.close
         )
@@ -264,6 +275,7 @@ class Attempt:
         self._pulls.came(tag, producer, reply.value)
         self.ledger.received("item", producer, self.task, tag, reply.value.digest)
         self._items[(tag, producer)] = reply.value
+        self.taken_bytes += reply.value.size_bytes
         if self.recording is not None:
             self.recording.items[(tag, producer)] = reply.value
         if self._awaited:

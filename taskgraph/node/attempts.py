@@ -60,6 +60,8 @@ class Attempts:
     def composed(self, attempt: Attempt) -> None:
         """It can say what it offers: what was pulled of it before is answered; what was of earlier ones is refused."""
         for stamp in [stamp for stamp in self._parked if stamp <= attempt.stamp]:
+            if stamp != attempt.stamp and stamp in self._begun:
+                continue  # in flight, and not composed yet
             for pull, coming in self._parked.pop(stamp):
                 if coming.done:
                     continue

@@ -12,23 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from functools import partial
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import TaskGraphError, TransportError
 from taskgraph.node.actor import StuckError, UserCodeError
-from taskgraph.node.attempt import Attempt, Idle, first_error
+from taskgraph.node.attempt import Attempt, Idle
 from taskgraph.node.attempts import Attempts
 from taskgraph.node.backups import Backups
 from taskgraph.node.checkpoints import CheckpointWriter
 from taskgraph.node.deviceloss import met
-from taskgraph.node.dones import Dones, Worked
+from taskgraph.node.lanes import Lanes
 from taskgraph.node.pulls import Pulls
 from taskgraph.node.reporter import Reporter
-from taskgraph.node.reports import Rows
-from taskgraph.node.strict import Recording, check_replay
-from taskgraph.observe.trace import clock
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync
 from taskgraph.protocol.kv import Compare
@@ -41,23 +37,18 @@ from taskgraph.task import BecamePrimary
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
     from taskgraph.node.replica import Replica
-    from taskgraph.node.reports import Rows
     from taskgraph.task import Event
 
 __all__ = ["Primary"]
-
-_AHEAD_BYTES = 32 << 20
-"""A task whose uncommitted epochs hold more than that is not ahead: items and boundaries stay until they commit."""
 
 
 class Primary:
     """One task, one term."""
 
     def __init__(self, node: Node, replica: Replica, taken: TakenOver) -> None:
-        self._node = node
+        self.node = node
         self.replica = replica
         self.task = replica.task
-        self._tracing = node.tracing
         self.term = taken.term
         self.revision = taken.revision
         self._taken = taken
@@ -75,20 +66,16 @@ class Primary:
         self.attempts = Attempts(node.keeper, replica.task, taken.term)
         settings = node.settings
         ahead = 1 if settings.strict else max(1, settings.epochs_ahead)
-        self._pulls = Pulls(node.router, ahead=ahead, epochs=replica.job.epochs)
-        self._settled = taken.epoch  # the committed boundary, once everything that follows from its commit is done
-        self._room = asyncio.Event()
-        self._epoch = taken.epoch  # what is worked on
+        self.pulls = Pulls(node.router, ahead=ahead, epochs=replica.job.epochs)
+        self._lanes: Lanes | None = None  # of the attempt at work
+        self._began = node.now()
         self._moving: asyncio.Future[None] | None = None
         self._reporter = Reporter(node, at_once=replica.task == 0)
-        self._dones = Dones(self._finish, self._not_done)
-        self._lacking = ""  # what an epoch that is to be done waits for, while others are worked on
         self._restart_asked: set[tuple[Stamp, str]] = set()
         self._group: asyncio.TaskGroup | None = None
-        self._stage = "setup"
-        self._writer = CheckpointWriter(node, self.task)
+        self.stage = "setup"
+        self.writer = CheckpointWriter(node, self.task)
         self._lineage = taken.lineage
-        self._epoch_began = node.now()
         self.final: tuple[Stamp, Encoded | None] | None = None  # after the last commit
 
     # -- life -------------------------------------------------------------------------------------
@@ -100,9 +87,9 @@ class Primary:
                 self._group = group
                 group.create_task(self.backups.run(), name=f"backups of task {self.task}")
                 group.create_task(self._reporter.run(), name=f"reports of task {self.task}")
-                if self._node.spec.checkpoint is not None:
-                    group.create_task(self._writer.write(), name=f"checkpoints of task {self.task}")
-                    group.create_task(self._writer.tell(), name=f"checkpoints of task {self.task}, told")
+                if self.node.spec.checkpoint is not None:
+                    group.create_task(self.writer.write(), name=f"checkpoints of task {self.task}")
+                    group.create_task(self.writer.tell(), name=f"checkpoints of task {self.task}, told")
                 await self._main()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -111,7 +98,7 @@ class Primary:
             self.attempts.end()
 
     async def _main(self) -> None:
-        keeper = self._node.keeper
+        keeper = self.node.keeper
         await keeper.caught_up(self.revision)
         fence = keeper.view.epoch.mod_revision if keeper.view.epoch else 0
         try:
@@ -139,7 +126,7 @@ class Primary:
         await replica.set_up()
         await self._unless_replaced()
         replica.user_task.primary = True
-        view = self._node.keeper.view
+        view = self.node.keeper.view
         assert view.epoch is not None
         # No epoch committed since the take-over, without this task: but the job may have been rolled back.
         at = view.epoch.record
@@ -158,9 +145,9 @@ class Primary:
         """The committed boundary where no replica holds it: out of the checkpoint, or made anew."""
         replica, boundary = self.replica, None
         if at.epoch > 0 and (replica.stateful or self.task == 0):
-            self._stage = f"its file of the checkpoint of epoch {at.epoch}"
-            boundary = await self._node.checkpoints.boundary_of(self.task, self.term)
-            self._stage = ""
+            self.stage = f"its file of the checkpoint of epoch {at.epoch}"
+            boundary = await self.node.checkpoints.boundary_of(self.task, self.term)
+            self.stage = ""
         if boundary is None:
             if at.epoch > 0 and replica.stateful:
                 raise AssertionError(f"task {self.task}: a member without boundary {at.epoch} took over")
@@ -171,24 +158,24 @@ class Primary:
 
     def _undone(self) -> bool:
         """Whether the view shows a roll-back that this primary has not followed yet."""
-        epoch = self._node.keeper.view.epoch
+        epoch = self.node.keeper.view.epoch
         return epoch is not None and epoch.record.lineage > self._lineage
 
     async def _roll_back(self) -> None:
         """The job went back to a checkpoint, since all members of some task are gone: this task goes there, too."""
         await self._unless_replaced()
-        view, replica = self._node.keeper.view, self.replica
+        view, replica = self.node.keeper.view, self.replica
         assert view.epoch is not None
         at, fence = view.epoch.record, view.epoch.mod_revision
         replica.follow(at)
         try:
             boundary = await self._boundary_anew(at)
-            self._stage = "restore"
+            self.stage = "restore"
             await replica.restore(boundary.value)
         except (UserCodeError, TaskGraphError) as error:
             await self._fail(error, fence)  # where that is moot by now, it is tried again
             return
-        self._stage = ""
+        self.stage = ""
         self._lineage = at.lineage
         if not self._undone():
             self.backups.rolled_back(boundary)
@@ -198,33 +185,36 @@ class Primary:
 
         Returns where it was by then: the epoch at work, and the attempt that is over.
         """
-        keeper = self._node.keeper
-        at = keeper.view.stamp
+        at = self.node.keeper.view.stamp
         assert at is not None
-        self._settled = at.epoch
-        work = asyncio.get_running_loop().create_task(self._work_on(at))
+        lanes = self._lanes = Lanes(self, at, self._not_done)
+        work = asyncio.get_running_loop().create_task(lanes.run())
         work.add_done_callback(self._worked)
         try:
             while True:
                 await self._until_moved(at, work)
                 if not self._goes_on(at):
                     return at
-                await self._settle(at)
-                at = Stamp(at.attempt, self._settled)
+                try:
+                    lanes.settle(await self._moved(at))  # epochs were committed, and the attempt goes on
+                except (UserCodeError, TaskGraphError) as error:
+                    await self._fail(error)
+                at = Stamp(at.attempt, lanes.settled)
         finally:
             self.attempts.drop()
-            self._pulls.drop()
+            self.pulls.drop()
             if not work.done():
                 work.cancel()
                 await asyncio.gather(work, return_exceptions=True)
-            await self._dones.end()
+            await lanes.end()
+            self._lanes = None
             self._reporter.forget()
             if not work.cancelled() and isinstance(stuck := work.exception(), StuckError):
                 raise stuck
 
     async def _until_moved(self, at: Stamp, work: asyncio.Task[None]) -> None:
         """Returns when the view shows another stamp than `at`, or that the job ended."""
-        keeper, moved = self._node.keeper, partial(_moved_on, at)
+        keeper, moved = self.node.keeper, partial(_moved_on, at)
         moving = self._moving = keeper.when(moved)
         if work.done():
             self._worked(work)
@@ -232,11 +222,11 @@ class Primary:
         try:
             await moving
         except (UserCodeError, TaskGraphError) as error:
-            replaced = keeper.view.term_changed(in_attempt=self._node.settings.epochs_ahead > 0)
+            replaced = keeper.view.term_changed(in_attempt=self.node.settings.epochs_ahead > 0)
             if replaced and met(error) is None:
                 # A replaced primary may have taken messages that this attempt knows nothing of. If it is a mistake
                 # of the job, it comes again in the next attempt, in which nobody was replaced.
-                self._ask_restart(at, f"task {self.task} failed after a primary was replaced: {error}")
+                self.ask_restart(at, f"task {self.task} failed after a primary was replaced: {error}")
             else:
                 await self._fail(error)
             await keeper.wait_until(moved)
@@ -245,203 +235,23 @@ class Primary:
 
     def _worked(self, work: asyncio.Task[None]) -> None:
         """The work failed: told where its epoch is the one at work. It is nothing yet in one that may be undone."""
-        moving = self._moving
-        if work.cancelled() or moving is None or moving.done():
+        moving, lanes = self._moving, self._lanes
+        if work.cancelled() or moving is None or moving.done() or lanes is None:
             return
         error = work.exception()
         assert error is not None, "it ends only by being cancelled"
-        if self._epoch == self._settled or not isinstance(error, UserCodeError | TaskGraphError):
+        if lanes.failed_in == lanes.settled or not isinstance(error, UserCodeError | TaskGraphError):
             moving.set_exception(error)
 
     def _not_done(self) -> None:
         """An epoch that was worked through could not be brought to its done: no code of the job's was left to run."""
-        if self._dones.error is not None and self._moving is not None and not self._moving.done():
-            self._moving.set_exception(self._dones.error)
+        error = self._lanes.done_error if self._lanes is not None else None
+        if error is not None and self._moving is not None and not self._moving.done():
+            self._moving.set_exception(error)
 
     def _goes_on(self, at: Stamp) -> bool:
-        view = self._node.keeper.view
+        view = self.node.keeper.view
         return view.running and view.stamp is not None and view.stamp.attempt == at.attempt and not self._undone()
-
-    async def _settle(self, at: Stamp) -> None:
-        """Epochs were committed, and the attempt goes on."""
-        try:
-            self._settled = await self._moved(at)
-        except (UserCodeError, TaskGraphError) as error:
-            await self._fail(error)
-        self._room.set()
-
-    async def _work_on(self, stamp: Stamp) -> None:
-        """Works on one epoch after another. What runs beside an attempt runs in one group; an error ends all of it."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                while True:
-                    self._epoch = stamp.epoch
-                    self._epoch_began = self._node.now()
-                    began = self._tracing.on and clock()
-                    try:
-                        attempt, ahead = await self._work(stamp, group)
-                    finally:
-                        if began:
-                            self._tracing.add("epoch", began, self.task, stamp, self.term)
-                    if not ahead and self._settled <= stamp.epoch:
-                        done = self._tracing.on and clock()
-                        await self._until_allowed(attempt)
-                        if done:
-                            self._tracing.add("commit awaited", done, self.task, stamp, self.term)
-                    stamp = Stamp(stamp.attempt, stamp.epoch + 1)
-        except BaseExceptionGroup as errors:
-            raise first_error(errors) from None
-
-    async def _until_allowed(self, attempt: Attempt) -> None:
-        """Returns when the epoch after that attempt's may begin: committed, or the task need not wait for that."""
-        while self._settled <= attempt.number and not self._may_be_ahead(attempt):
-            self._room.clear()
-            await self._room.wait()
-
-    def _may_be_ahead(self, last: Attempt) -> bool:
-        """Whether the epoch after that attempt's may begin before the attempt's is committed."""
-        node, replica = self._node, self.replica
-        if last.number >= self._settled + node.settings.epochs_ahead or node.settings.strict:
-            return False
-        if last.cancelled or last.last or last.finishing:
-            return False
-        shape = replica.shape
-        if shape.receives or "on_commit" in shape.overrides:
-            return False  # the seal, and the order of its calls, are of committed epochs
-        checkpoints = node.spec.checkpoint is not None
-        if checkpoints and self._writer.due(Stamp(last.attempt, last.number + 1), stateful=replica.stateful):
-            return False  # it is written of the committed boundary
-        wish = node.wish(self.task)
-        if wish is not None and wish.primary not in (None, node.id):
-            return False  # handed over right after a commit
-        return self.attempts.put_bytes <= _AHEAD_BYTES
-
-    async def _work(self, stamp: Stamp, group: asyncio.TaskGroup) -> tuple[Attempt, bool]:
-        """One attempt, its snapshot, and the report that it is done.
-
-        Returns the attempt, and what the report says: whether the task goes on before it is committed.
-        """
-        node, replica = self._node, self.replica
-        replica.actor.stamp, replica.actor.term = stamp, self.term
-        if stamp.epoch == self._settled:
-            await self._hand_over_if_wished(stamp)
-            self._stage = ""
-            if self.task != 0 and node.spec.checkpoint is not None:
-                await self._checkpoint(stamp, replica.previous)
-        attempt = Attempt(
-            replica,
-            stamp,
-            self.term,
-            group=group,
-            pulls=self._pulls,
-            on_idle=partial(self._report_idle, stamp),
-            on_composed=self.attempts.composed,
-            ask_restart=partial(self._ask_restart, stamp),
-            point=node.point if node.injects else None,
-            recording=Recording(replica, stamp) if node.settings.strict else None,
-        )
-        self.attempts.begin(attempt)
-        if node.injects:
-            await node.point("compose", self.task, stamp.epoch)
-        await attempt.run()
-        if attempt.recording is not None:
-            await self._replay(attempt.recording, stamp)
-        if node.injects:
-            await node.point("snapshot", self.task, stamp.epoch)
-        previous, replica.previous = replica.previous, dict(attempt.numbers)
-        rows: Rows | None = {}
-        if self.task == 0:
-            if node.spec.checkpoint is not None:
-                await self._checkpoint(stamp, previous)
-            rows = None if self._dones else node.rows_now(self.task, stamp, previous)
-        self._stage = "snapshot"
-        value = await replica.snapshot(attempt.numbers, {stamp.epoch - 1: rows} if rows else {})
-        attempt.put_bytes += value.size_bytes
-        self._stage = ""
-        worked = Worked(attempt, value, previous)
-        if rows is not None:
-            return attempt, await self._be_done(worked, rows)
-        self._dones.add(worked)
-        ahead = self._may_be_ahead(attempt)
-        if not ahead:
-            await self._dones.all()
-        return attempt, ahead
-
-    async def _finish(self, worked: Worked) -> None:
-        """Brings an epoch to its done whose boundary is to carry reports that were not all here when it was made."""
-        attempt, replica = worked.attempt, self.replica
-        self._lacking = f"what the tasks report in epoch {attempt.number - 1}"
-        try:
-            rows = await self._node.rows_before(self.task, attempt.stamp, worked.previous)
-        finally:
-            self._lacking = ""
-        value = await replica.with_rows(worked.value, {attempt.number - 1: rows} if rows else {})
-        await self._be_done(dataclasses.replace(worked, value=value), rows)
-
-    async def _be_done(self, worked: Worked, rows: Rows) -> bool:
-        """The boundary is complete: it is held by all it needs, and the leader is told.
-
-        Returns what it is told: whether the task goes on before the epoch is committed.
-        """
-        node, attempt, value, stamp = self._node, worked.attempt, worked.value, worked.attempt.stamp
-        log = {stamp.epoch - 1: rows} if rows else {}
-        boundary = Boundary(Stamp(stamp.attempt, stamp.epoch + 1), self.term, value, log)
-        self.replica.boundaries.hold(boundary, committed=False)
-        self.backups.pending(boundary)
-        at = node.keeper.view.epoch
-        admit_wait_s = node.settings.admit_wait_s if at is not None and stamp.epoch == at.record.base else 0.0
-        holding = self._tracing.on and clock()
-        await self.backups.held(boundary.key, admit_wait_s=admit_wait_s)
-        if holding:
-            self._tracing.add("held by backups", holding, self.task, stamp, self.term, size=value.size_bytes)
-        if node.paused:
-            await node.while_paused()
-        if node.injects:
-            await node.point("done", self.task, stamp.epoch)
-        ahead = self._may_be_ahead(attempt)
-        self._set_report(
-            Report(
-                stamp,
-                self.task,
-                self.term,
-                done=True,
-                version=0,
-                sent=attempt.ledger.sent_sum,
-                received=attempt.ledger.received_sum,
-                finish=attempt.finishing,
-                numbers=attempt.numbers,
-                previous=worked.previous,
-                ahead=ahead,
-            )
-        )
-        return ahead
-
-    async def _checkpoint(self, stamp: Stamp, previous: dict[str, float]) -> None:
-        """Begins to write the committed boundary, where it is one to become a checkpoint. Task 0's has all reports.
-
-        Args:
-            previous: what the task reported in the epoch before.
-        """
-        committed = self.replica.boundaries.committed
-        if committed is None or committed.stamp.epoch != stamp.epoch:
-            return  # undone just now
-        if self._writer.due(committed.stamp, stateful=self.replica.stateful):
-            self._stage = "reports of the epoch before"
-            await self._node.rows_before(self.task, stamp, previous)
-            self._stage = self._writer.stage
-            await self._writer.room()
-            self._stage = ""
-            self._writer.begin(committed.stamp, self.replica.adding_log(committed.value))
-
-    async def _replay(self, recording: Recording, stamp: Stamp) -> None:
-        """Strict mode: the epoch again, on a fresh object restored from the boundary."""
-        boundary = self.replica.boundaries.committed
-        assert boundary is not None
-        fresh = self.replica.twin()
-        try:
-            await check_replay(self.replica, fresh, boundary.value, recording, stamp)
-        finally:
-            await fresh.tear_down()
 
     async def _moved(self, stamp: Stamp) -> int:
         """The view shows another stamp than `stamp`: commits, a restart, or commits and then restarts.
@@ -450,7 +260,7 @@ class Primary:
             The epoch at work by then.
         """
         await self._unless_replaced()
-        replica, view = self.replica, self._node.keeper.view
+        replica, view = self.replica, self.node.keeper.view
         now = view.stamp
         assert now is not None
         if now.epoch > stamp.epoch:
@@ -461,15 +271,15 @@ class Primary:
         if now.attempt > stamp.attempt:
             replica.boundaries.drop_pending()
             self.backups.drop_pending()
-            self._stage = "restore"
+            self.stage = "restore"
             await replica.restore(committed.value)
         self._reporter.forget(before=now.epoch)
         self.attempts.drop_before(now.epoch)
         self.backups.committed(committed)
         if now.epoch > stamp.epoch:
-            self._stage = "on_commit"
+            self.stage = "on_commit"
             await replica.on_commit(now.epoch - 1, committed.value)
-        self._stage = ""
+        self.stage = ""
         return now.epoch
 
     async def _unless_replaced(self) -> None:
@@ -477,8 +287,8 @@ class Primary:
 
         Its successors may have committed since, by the same view: that their boundary is not here is no mistake then.
         """
-        if not self._node.keeper.view.is_primary(self.task, self._node.id, self.term):
-            self._stage = "the end of its term: another primary was read"
+        if not self.node.keeper.view.is_primary(self.task, self.node.id, self.term):
+            self.stage = "the end of its term: another primary was read"
             await asyncio.Event().wait()
 
     async def _conclude(self) -> None:
@@ -487,11 +297,11 @@ class Primary:
         The node ends this term, once the results were collected. Until then the job may be rolled back, and go on: the
         same transaction makes it a running one again.
         """
-        keeper, stamp = self._node.keeper, self._node.keeper.view.stamp
+        keeper, stamp = self.node.keeper, self.node.keeper.view.stamp
         status, committed = keeper.view.status, self.replica.boundaries.committed
         if status is not None and status.record.state == State.FINISHED:
             assert stamp is not None and committed is not None
-            self._stage = "result"
+            self.stage = "result"
             try:
                 if (
                     self.attempts.latest is not None and self.attempts.latest >= stamp
@@ -499,32 +309,34 @@ class Primary:
                     await self.replica.restore(committed.value)
                 value = await self.replica.result()
             except (UserCodeError, TaskGraphError) as error:
-                await self._node.fail_job(error, self.task, stamp.epoch, (), finished=True)
+                await self.node.fail_job(error, self.task, stamp.epoch, (), finished=True)
             else:
                 self.final = (stamp, value)
                 keeper.notify_later()
-        self._stage = ""
+        self.stage = ""
         await keeper.wait_until(lambda view: view.running)
 
-    async def _hand_over_if_wished(self, stamp: Stamp) -> None:
+    async def hand_over_if_wished(self, stamp: Stamp) -> None:
         """Right after a commit: where placement wants another primary, and it is in sync, it takes over now."""
-        wish = self._node.wish(self.task)
-        if wish is None or wish.primary in (None, self._node.id):
+        self.stage = ""
+        wish = self.node.wish(self.task)
+        if wish is None or wish.primary in (None, self.node.id):
             return
         heir = wish.primary
         assert heir is not None
-        view = self._node.keeper.view
-        if heir not in view.in_sync(self.task) or heir in self._node.suspects or heir not in view.nodes:
+        view = self.node.keeper.view
+        if heir not in view.in_sync(self.task) or heir in self.node.suspects or heir not in view.nodes:
             return
-        self._stage = f"hand-over to {self._node.name_of(heir)}"
-        settings = self._node.settings
+        self.stage = f"hand-over to {self.node.name_of(heir)}"
+        settings = self.node.settings
         with contextlib.suppress(TransportError, TimeoutError):
             async with asyncio.timeout(settings.hand_over_s):
-                await self._node.router.to_node(
+                await self.node.router.to_node(
                     heir, HandOver(stamp, self.task, self.term), timeout_s=settings.hand_over_s
                 )
-                await self._node.keeper.wait_until(lambda v: v.term(self.task) > self.term)
+                await self.node.keeper.wait_until(lambda v: v.term(self.task) > self.term)
                 await asyncio.Event().wait()  # the node ends this term as soon as it sees that view
+        self.stage = ""
 
     async def _fail(self, error: UserCodeError | TaskGraphError, epoch_revision: int | None = None) -> None:
         """The job fails with this error, if this is still the task's primary and the epoch is still that one.
@@ -532,16 +344,16 @@ class Primary:
         Args:
             epoch_revision: of the epoch at which it was raised; None: the one at work in the view.
         """
-        keys, view = self._node.keeper.view.keys, self._node.keeper.view
+        keys, view = self.node.keeper.view.keys, self.node.keeper.view
         if epoch_revision is None:
             epoch_revision = view.epoch.mod_revision if view.epoch else 0
         fences = (Compare(keys.primary(self.task), self.revision), Compare(keys.epoch, epoch_revision))
         epoch = view.epoch.record.epoch if view.epoch else None
-        if await self._node.fail_job(error, self.task, epoch, fences):
-            await self._node.keeper.wait_until(lambda v: not v.running)
+        if await self.node.fail_job(error, self.task, epoch, fences):
+            await self.node.keeper.wait_until(lambda v: not v.running)
         else:
             # A restart or a take-over came first: what happened in a dead attempt counts for nothing.
-            await self._node.keeper.wait_until_read(
+            await self.node.keeper.wait_until_read(
                 lambda v: v.epoch is None or v.epoch.mod_revision != epoch_revision or not v.running
             )
 
@@ -555,14 +367,15 @@ class Primary:
     @property
     def waiting_for(self) -> str:
         """What the primary itself waits for outside user code, for `status`."""
-        return self._stage or self._lacking or self.backups.blocked
+        lacking = self._lanes.lacking if self._lanes is not None else ""
+        return self.stage or lacking or self.backups.blocked
 
     def waits(self, stamp: Stamp) -> tuple[Wait, ...]:
         """What the attempt at `stamp` waits for, and what the primary itself waits for outside user code."""
         attempt = self.attempts.of(stamp)
         found = attempt.waits() if attempt is not None and not attempt.cancelled else ()
         if self.waiting_for:
-            since_s = self._node.now() - self._epoch_began
+            since_s = self.node.now() - (self._lanes.began if self._lanes is not None else self._began)
             found += (Wait("", "outside", self.task, self.waiting_for, since_s),)
         return found
 
@@ -572,7 +385,7 @@ class Primary:
             self._group.create_task(self._tell_event(event))
 
     async def _tell_event(self, event: Event) -> None:
-        view = self._node.keeper.view
+        view = self.node.keeper.view
         fence = view.epoch.mod_revision if view.epoch else 0
         try:
             await self.replica.tell(event)
@@ -581,8 +394,8 @@ class Primary:
 
     # -- reports to the leader --------------------------------------------------------------------
 
-    def _report_idle(self, stamp: Stamp, idle: Idle) -> None:
-        self._set_report(
+    def report_idle(self, stamp: Stamp, idle: Idle) -> None:
+        self.report(
             Report(
                 stamp,
                 self.task,
@@ -595,23 +408,23 @@ class Primary:
             )
         )
 
-    def _set_report(self, report: Report) -> None:
+    def report(self, report: Report) -> None:
         self._reporter.set(report)
 
     async def _tell(self, request: RequestRestart) -> None:
-        await self._node.router.to_primary(0, lambda: request, timeout_s=self._node.settings.call_s)
+        await self.node.router.to_primary(0, lambda: request, timeout_s=self.node.settings.call_s)
 
     def check_terms(self) -> None:
         """The view changed: an attempt that rests on a gone primary's acknowledgement cannot be completed."""
-        view = self._node.keeper.view
+        view = self.node.keeper.view
         for attempt in self.attempts:
             for task, term in attempt.rests_on.items():
                 if view.term(task) > term and not attempt.cancelled:
                     lost = f"task {task} lost a primary that took a message of task {self.task}"
-                    self._ask_restart(attempt.stamp, lost)
+                    self.ask_restart(attempt.stamp, lost)
                     return
 
-    def _ask_restart(self, stamp: Stamp, why: str) -> None:
+    def ask_restart(self, stamp: Stamp, why: str) -> None:
         if (stamp, why) in self._restart_asked or self._group is None:
             return
         self._restart_asked = {(stamp, why)}

@@ -3,13 +3,15 @@
 Two mistakes of a task show only after a failure, and then as wrong numbers: state that changes outside a sync point,
 and state that `snapshot()` forgets. Strict mode finds both without a failure: it compares the state before and after
 every processor and handler, and after the epoch it builds the task anew, restores the boundary, runs the same code
-with the same inputs, and compares what comes out.
+with the same inputs, and compares what comes out. What is marked `@tg.stateless` it runs before it restores anything,
+where it must do the same and leave the object as it was: epochs in flight rest on that.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +20,10 @@ from taskgraph.errors import StateError, ValueNotEncodable
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor
 from taskgraph.graph.values import decode, encode
+from taskgraph.node.actor import UserCodeError
 from taskgraph.node.replica import Replica, encode_fields
 from taskgraph.protocol.messages import Encoded, Stamp
+from taskgraph.shape import is_stateless
 
 __all__ = ["Recording", "check_replay"]
 
@@ -44,6 +48,7 @@ class Recording:
         self._replica = replica
         self._stamp = stamp
         self._before: Fields = {}
+        self.composed: tuple[Processor, ...] = ()
         self.steps: list[_Step] = []
         self.answers: dict[tuple[str, int, str, int], Encoded] = {}
         self.items: dict[tuple[str, int], Encoded] = {}
@@ -106,6 +111,8 @@ async def check_replay(replica: Replica, fresh: Replica, boundary: Encoded, reco
     if recording.interleaved:
         return  # async hooks that ran into each other: their order cannot be replayed step by step
     await fresh.set_up()
+    if fresh.shape.in_flight:
+        await _check_stateless(replica, fresh, recording, stamp)
     await fresh.restore(boundary)
     work = _Replay(fresh, recording, stamp)
     work.composing = Composition(fresh.task, stamp.epoch)
@@ -131,6 +138,71 @@ async def check_replay(replica: Replica, fresh: Replica, boundary: Encoded, reco
         )
 
 
+async def _check_stateless(replica: Replica, fresh: Replica, recording: Recording, stamp: Stamp) -> None:
+    """Runs `compose` and what may run early, on the object as `setup` made it.
+
+    Raises:
+        StateError: it came out differently, failed, or changed the object.
+    """
+    work = _Replay(fresh, recording, stamp)
+    work.composing = composition = Composition(fresh.task, stamp.epoch)
+    compose = fresh.actor.call("compose", fresh.user_task.compose, Epoch(work, "compose"))
+    await _stateless(replica, fresh, stamp, "compose", compose)
+    work.composing = None
+    here = {processor.name: processor for processor in composition.processors}
+    if [_graph_of(p) for p in here.values()] != [_graph_of(p) for p in recording.composed]:
+        raise _not_stateless(replica, fresh, stamp, "compose", "declares another graph")
+    for step in recording.steps:
+        if step.processor is None or not is_stateless(step.processor.compute):
+            return  # what follows is not run early
+        await _stateless(replica, fresh, stamp, step.where, _run_step(fresh, work, step, here))
+        for (tag, to), digest in work.digests.items():
+            if recording.puts[(tag, to)].digest != digest:
+                raise _not_stateless(replica, fresh, stamp, step.where, f"puts another {tag!r} to task {to}")
+
+
+async def _stateless(
+    replica: Replica, fresh: Replica, stamp: Stamp, where: str, call: Coroutine[Any, Any, object]
+) -> None:
+    before = _attributes(fresh)
+    try:
+        await call
+    except UserCodeError as error:
+        raise _not_stateless(replica, fresh, stamp, where, f"fails ({error})") from error
+    after = _attributes(fresh)
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    if changed:
+        raise StateError(
+            f"task {replica.task}, epoch {stamp.epoch}: {where!r} is marked @tg.stateless, and changed "
+            f"{', '.join(f'self.{name}' for name in changed)}: another epoch may run between this and who reads it; "
+            f"hand values on through epoch.scratch, make what stays in setup(), or leave the mark out"
+        )
+
+
+def _not_stateless(replica: Replica, fresh: Replica, stamp: Stamp, where: str, what: str) -> StateError:
+    now, made = _attributes(replica), _attributes(fresh)
+    differing = sorted(name for name in now.keys() | made.keys() if now.get(name) != made.get(name))
+    hint = f"; since setup() changed: {', '.join(f'self.{name}' for name in differing[:5])}" if differing else ""
+    return StateError(
+        f"task {replica.task}, epoch {stamp.epoch}: {where!r} is marked @tg.stateless, but on the object as setup() "
+        f"makes it, it {what}: it reads what other methods change{hint}; leave the mark out"
+    )
+
+
+def _graph_of(processor: Processor) -> tuple[object, ...]:
+    return (processor.name, processor.inbound, processor.outbound, processor.parallel)
+
+
+def _attributes(replica: Replica) -> dict[str, bytes]:
+    """Digests of the user object's attributes, as far as they can travel."""
+    digests = {}
+    for name, value in vars(replica.user_task).items():
+        if name not in ("log", "xp", "primary"):
+            with contextlib.suppress(ValueNotEncodable):
+                digests[name] = encode(value, what="").digest
+    return digests
+
+
 async def _run_step(fresh: Replica, work: _Replay, step: _Step, by_name: dict[str, Processor]) -> None:
     if step.processor is None:
         assert step.payload is not None
@@ -153,20 +225,10 @@ def recording_items(work: _Replay) -> dict[tuple[str, int], Encoded]:
 
 def _suspects(replica: Replica, fresh: Replica) -> list[str]:
     """Attributes outside the snapshot that differ between the object that ran on and the one restored."""
-    found = []
     state = replica.user_task.snapshot() if replica.stateful else None
     held = set(state) if isinstance(state, dict) else set()
-    one, other = vars(replica.user_task), vars(fresh.user_task)
-    for name in sorted(one.keys() | other.keys()):
-        if name in held or name in ("log", "xp", "primary"):
-            continue
-        try:
-            digests = [encode(o[name], what="").digest if name in o else b"" for o in (one, other)]
-        except ValueNotEncodable:
-            continue
-        if digests[0] != digests[1]:
-            found.append(name)
-    return found
+    one, other = _attributes(replica), _attributes(fresh)
+    return sorted(name for name in (one.keys() | other.keys()) - held if one.get(name) != other.get(name))
 
 
 class _Replay:

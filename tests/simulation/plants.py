@@ -132,7 +132,7 @@ def digests_are_reported_only_for_producers_whose_term_changed(patch: pytest.Mon
         finally:
             self._reports = every
 
-    _changed(patch, Primary, "_set_report", set_report)
+    _changed(patch, Primary, "report", set_report)
     _changed(patch, Leader, "decide", decide)
 
 
@@ -517,7 +517,7 @@ def items_are_dropped_when_the_task_is_done(patch: pytest.MonkeyPatch) -> None:
         if report.done and attempt is not None:
             attempt.out.drop()
 
-    _changed(patch, Primary, "_set_report", set_report)
+    _changed(patch, Primary, "report", set_report)
 
 
 @plant

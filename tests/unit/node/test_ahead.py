@@ -15,7 +15,7 @@ from cluster_kit import Counting, holder, play, told
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node import primary
+from taskgraph.node import lanes
 from taskgraph.node.actor import UserCodeError
 from taskgraph.protocol.view import JobView
 
@@ -153,7 +153,7 @@ def test_an_epoch_that_cannot_be_done_fails_the_job_though_a_commit_is_read_in_t
     """Nobody waits for a move of the view then, to be told: whoever waits for the next one looks first."""
 
     async def met(cluster: InProcessCluster, node: str) -> None:
-        cluster.node(node).primaries[0]._dones.error = UserCodeError("snapshot", ValueError("it is not there"))
+        cluster.node(node).primaries[0]._lanes._dones.error = UserCodeError("snapshot", ValueError("it is not there"))
 
     async def scenario(cluster: InProcessCluster) -> None:
         with pytest.raises(tg.JobFailed, match="it is not there"):
@@ -163,7 +163,7 @@ def test_an_epoch_that_cannot_be_done_fails_the_job_though_a_commit_is_read_in_t
 
 
 def test_what_uncommitted_epochs_hold_is_bounded(free: type[Free], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(primary, "_AHEAD_BYTES", 1)
+    monkeypatch.setattr(lanes, "_AHEAD_BYTES", 1)
     free.shared.waits = {1: 3}
 
     async def scenario(cluster: InProcessCluster) -> int:

@@ -1,0 +1,326 @@
+"""The epochs a primary works on in one attempt of the job: one after another, or several in flight.
+
+Each epoch is worked on in a lane: its attempt, its snapshot, the boundary held by all it needs, its done. Most tasks
+have one lane. Where `compose` is `@tg.stateless` there are `Settings.epochs_in_flight`, each for every so manieth
+epoch. Epochs begin in their order, are snapshotted in their order, and told in their order; in between, what is
+stateless of a later one may run before what is left of an earlier one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from taskgraph.errors import TaskGraphError
+from taskgraph.node.actor import UserCodeError
+from taskgraph.node.attempt import Attempt, first_error
+from taskgraph.node.dones import Dones, Worked
+from taskgraph.node.strict import Recording, check_replay
+from taskgraph.node.turns import Turns
+from taskgraph.observe.trace import clock
+from taskgraph.protocol.boundaries import Boundary
+from taskgraph.protocol.messages import Report, Stamp
+
+if TYPE_CHECKING:
+    from taskgraph.node.primary import Primary
+    from taskgraph.node.reports import Rows
+
+__all__ = ["Lanes"]
+
+_AHEAD_BYTES = 32 << 20
+"""A task whose uncommitted epochs hold more than that begins no other: items and boundaries stay until they commit."""
+
+
+class Lanes:
+    """The work of one primary from one committed epoch on, until its attempt is over: `run` is cancelled then.
+
+    Args:
+        at: the epoch at work, and the attempt.
+        not_done: called where an epoch that was worked through cannot be brought to its done; see `done_error`.
+    """
+
+    def __init__(self, primary: Primary, at: Stamp, not_done: Callable[[], None]) -> None:
+        self._primary = primary
+        self._node = primary.node
+        self._replica = primary.replica
+        self._task = primary.task
+        self._term = primary.term
+        self._tracing = primary.node.tracing
+        self._at = at
+        self._count = _lanes_of(primary)
+        self.settled = at.epoch
+        """The committed boundary, once everything that follows from its commit is done."""
+        self.failed_in = -1
+        """The epoch whose work failed."""
+        self.lacking = ""
+        """What an epoch that is to be done waits for, while others are worked on."""
+        self.began = self._node.now()
+        """When the last epoch began that did."""
+        self._room = asyncio.Event()  # an epoch may begin, perhaps
+        self._next = at.epoch  # the first epoch that has not begun
+        self._turns = Turns(at.epoch)  # whose snapshot is the next to be taken
+        self._told = Turns(at.epoch)  # whose done is the next to be told
+        self._finishing = False  # an epoch said that the job ends with it
+        self._epoch_bytes: int | None = None  # what the epoch held and pulled that was snapshotted last
+        self._dones = Dones(self._finish, not_done)
+
+    @property
+    def done_error(self) -> BaseException | None:
+        """Why an epoch that was worked through could not be brought to its done."""
+        return self._dones.error
+
+    def settle(self, epoch: int) -> None:
+        """`epoch` is the committed boundary now, and all that follows from that is done."""
+        self.settled = epoch
+        self._room.set()
+
+    async def end(self) -> None:
+        """The attempt is over, and `run` has ended: so does what it left to do.
+
+        Raises:
+            StuckError: a thread does not return.
+        """
+        await self._dones.end()
+
+    # -- one epoch after another ------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Works until cancelled; raises the job's error of the first epoch that has one, or one of ours."""
+        first = self._at
+        if self._count == 1:
+            await self._lane(first)
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for after in range(self._count):
+                    group.create_task(self._lane(Stamp(first.attempt, first.epoch + after)))
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+
+    async def _lane(self, stamp: Stamp) -> None:
+        """Works on the epoch of `stamp`, and then on the next one that is no other lane's.
+
+        What runs beside an attempt runs in one group; an error ends all of it.
+        """
+        goes_on = False
+        try:
+            async with asyncio.TaskGroup() as group:
+                while True:
+                    if not goes_on or self._count > 1:
+                        await self._until_allowed(stamp)
+                    self.began = self._node.now()
+                    began = self._tracing.on and clock()
+                    try:
+                        goes_on = await self._work(stamp, group)
+                    finally:
+                        if began:
+                            self._tracing.add("epoch", began, self._task, stamp, self._term)
+                    stamp = Stamp(stamp.attempt, stamp.epoch + self._count)
+        except BaseExceptionGroup as errors:
+            error = first_error(errors)
+        lane = asyncio.current_task()
+        if isinstance(error, UserCodeError | TaskGraphError) and lane is not None and not lane.cancelling():
+            await self._told.wait(stamp.epoch)  # those before it may still be done, and are first
+        self.failed_in = stamp.epoch
+        raise error from None
+
+    async def _until_allowed(self, stamp: Stamp) -> None:
+        """Returns when that epoch is the next one to begin, and may."""
+        waiting = 0
+        while self._next < stamp.epoch or not self._may_begin(stamp):
+            waiting = waiting or (self._next == stamp.epoch and self._tracing.on and clock())
+            self._room.clear()
+            await self._room.wait()
+        if waiting:
+            last = Stamp(stamp.attempt, stamp.epoch - 1)
+            self._tracing.add("commit awaited", waiting, self._task, last, self._term)
+
+    def _may_begin(self, stamp: Stamp) -> bool:
+        """Whether that epoch, the first one that has not begun, may begin as far as earlier ones are concerned."""
+        node, replica, epoch = self._node, self._replica, stamp.epoch
+        if epoch == self.settled:
+            return True
+        if epoch > self.settled + node.settings.epochs_ahead or node.settings.strict:
+            return False
+        if self._finishing or (replica.job.epochs is not None and epoch >= replica.job.epochs):
+            return False
+        shape = replica.shape
+        if shape.receives or "on_commit" in shape.overrides:
+            return False  # the seal, and the order of its calls, are of committed epochs
+        checkpoints = node.spec.checkpoint is not None
+        if checkpoints and self._primary.writer.due(stamp, stateful=replica.stateful):
+            return False  # it is written of the committed boundary
+        wish = node.wish(self._task)
+        if wish is not None and wish.primary not in (None, node.id):
+            return False  # handed over right after a commit
+        held = self._primary.attempts.put_bytes
+        if in_flight := epoch - self._turns.at:
+            if self._epoch_bytes is None:
+                return False  # how large its epochs are is found out with one
+            held += in_flight * self._epoch_bytes
+        return held <= _AHEAD_BYTES
+
+    # -- one epoch --------------------------------------------------------------------------------
+
+    async def _work(self, stamp: Stamp, group: asyncio.TaskGroup) -> bool:
+        """One attempt, its snapshot, and the report that it is done.
+
+        Returns whether the task goes on before it is committed.
+        """
+        primary, node, replica = self._primary, self._node, self._replica
+        if stamp.epoch == self.settled:
+            await primary.hand_over_if_wished(stamp)
+            if self._task != 0 and node.spec.checkpoint is not None:
+                await self._checkpoint(stamp, replica.previous)
+        several = self._count > 1
+        replica.actor.term = self._term
+        attempt = Attempt(
+            replica,
+            stamp,
+            self._term,
+            group=group,
+            pulls=primary.pulls,
+            on_idle=partial(primary.report_idle, stamp),
+            on_composed=primary.attempts.composed,
+            ask_restart=partial(primary.ask_restart, stamp),
+            point=node.point if node.injects else None,
+            recording=Recording(replica, stamp) if node.settings.strict else None,
+            turns=self._turns if several else None,
+        )
+        primary.attempts.begin(attempt)
+        self._next = stamp.epoch + 1
+        if several:
+            self._room.set()  # for the lane of that one
+        if node.injects:
+            await node.point("compose", self._task, stamp.epoch)
+        await attempt.run()
+        if attempt.recording is not None:
+            await self._replay(attempt.recording, stamp)
+        if several:
+            await self._turns.wait(stamp.epoch)
+        if node.injects:
+            await node.point("snapshot", self._task, stamp.epoch)
+        previous, replica.previous = replica.previous, dict(attempt.numbers)
+        rows: Rows | None = {}
+        if self._task == 0:
+            if node.spec.checkpoint is not None:
+                await self._checkpoint(stamp, previous)
+            rows = None if self._dones else node.rows_now(self._task, stamp, previous)
+        primary.stage, replica.actor.stamp = "snapshot", stamp
+        value = await replica.snapshot(attempt.numbers, {stamp.epoch - 1: rows} if rows else {})
+        attempt.put_bytes += value.size_bytes
+        self._epoch_bytes = attempt.put_bytes + attempt.taken_bytes
+        self._finishing |= attempt.finishing
+        primary.stage = ""
+        worked = Worked(attempt, value, previous)
+        if rows is not None:
+            return await self._be_done(worked, rows)
+        self._dones.add(worked)
+        self._snapshotted(stamp)
+        goes_on = self._goes_on_after(attempt)
+        if not goes_on:
+            await self._dones.all()
+        return goes_on
+
+    def _snapshotted(self, stamp: Stamp) -> None:
+        """The next epoch may change the state."""
+        self._turns.passed(stamp.epoch)
+        if self._count > 1:
+            self._room.set()  # there is memory for another one, perhaps
+
+    def _goes_on_after(self, attempt: Attempt) -> bool:
+        """Whether the task goes on before that attempt is committed."""
+        return not attempt.cancelled and self._may_begin(Stamp(attempt.attempt, self._next))
+
+    async def _finish(self, worked: Worked) -> None:
+        """Brings an epoch to its done whose boundary is to carry reports that were not all here when it was made."""
+        attempt, replica = worked.attempt, self._replica
+        self.lacking = f"what the tasks report in epoch {attempt.number - 1}"
+        try:
+            rows = await self._node.rows_before(self._task, attempt.stamp, worked.previous)
+        finally:
+            self.lacking = ""
+        value = await replica.with_rows(worked.value, {attempt.number - 1: rows} if rows else {})
+        await self._be_done(dataclasses.replace(worked, value=value), rows)
+
+    async def _be_done(self, worked: Worked, rows: Rows) -> bool:
+        """The boundary is complete: it is held by all it needs, and the leader is told.
+
+        Returns what it is told: whether the task goes on before the epoch is committed.
+        """
+        primary, node = self._primary, self._node
+        attempt, value, stamp = worked.attempt, worked.value, worked.attempt.stamp
+        log = {stamp.epoch - 1: rows} if rows else {}
+        boundary = Boundary(Stamp(stamp.attempt, stamp.epoch + 1), self._term, value, log)
+        self._replica.boundaries.hold(boundary, committed=False)
+        primary.backups.pending(boundary)
+        if self._turns.at == stamp.epoch:
+            self._snapshotted(stamp)
+        at = node.keeper.view.epoch
+        admit_wait_s = node.settings.admit_wait_s if at is not None and stamp.epoch == at.record.base else 0.0
+        holding = self._tracing.on and clock()
+        await primary.backups.held(boundary.key, admit_wait_s=admit_wait_s)
+        if holding:
+            self._tracing.add("held by backups", holding, self._task, stamp, self._term, size=value.size_bytes)
+        if node.paused:
+            await node.while_paused()
+        if node.injects:
+            await node.point("done", self._task, stamp.epoch)
+        await self._told.wait(stamp.epoch)
+        ahead = self._goes_on_after(attempt)
+        primary.report(
+            Report(
+                stamp,
+                self._task,
+                self._term,
+                done=True,
+                version=0,
+                sent=attempt.ledger.sent_sum,
+                received=attempt.ledger.received_sum,
+                finish=attempt.finishing,
+                numbers=attempt.numbers,
+                previous=worked.previous,
+                ahead=ahead,
+            )
+        )
+        self._told.passed(stamp.epoch)
+        return ahead
+
+    async def _checkpoint(self, stamp: Stamp, previous: dict[str, float]) -> None:
+        """Begins to write the committed boundary, where it is one to become a checkpoint. Task 0's has all reports.
+
+        Args:
+            previous: what the task reported in the epoch before.
+        """
+        primary, replica = self._primary, self._replica
+        committed = replica.boundaries.committed
+        if committed is None or committed.stamp.epoch != stamp.epoch:
+            return  # undone just now
+        if primary.writer.due(committed.stamp, stateful=replica.stateful):
+            primary.stage = "reports of the epoch before"
+            await self._node.rows_before(self._task, stamp, previous)
+            primary.stage = primary.writer.stage
+            await primary.writer.room()
+            primary.stage = ""
+            primary.writer.begin(committed.stamp, replica.adding_log(committed.value))
+
+    async def _replay(self, recording: Recording, stamp: Stamp) -> None:
+        """Strict mode: the epoch again, on a fresh object restored from the boundary."""
+        boundary = self._replica.boundaries.committed
+        assert boundary is not None
+        fresh = self._replica.twin()
+        try:
+            await check_replay(self._replica, fresh, boundary.value, recording, stamp)
+        finally:
+            await fresh.tear_down()
+
+
+def _lanes_of(primary: Primary) -> int:
+    """How many epochs of the task may be in flight."""
+    settings = primary.node.settings
+    if not primary.replica.shape.in_flight or settings.strict:
+        return 1
+    return min(settings.epochs_in_flight, 1 + settings.epochs_ahead)
