@@ -1,6 +1,7 @@
 """The work on our own framework: a job on node processes of this host, its commits counted as they are read from etcd.
 
-    python benchmarks/ours.py [--tasks 7] [--n 1] [--nodes 7] [--backups 0] [--threads] [--seconds 2]
+    python benchmarks/ours.py [--tasks 7] [--n 1] [--nodes 7] [--backups 0] [--threads] [--in-flight 1]
+                              [--seconds 2]
 
 Prints one JSON line: committed epochs per second, microseconds per task and epoch, and the most memory a node held.
 The root checks every sum; an epoch that is wrong fails the job, and with it the benchmark.
@@ -27,6 +28,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, default=0, help="0: one for every task")
     parser.add_argument("--backups", type=int, default=0)
     parser.add_argument("--threads", action="store_true", help="computes are `def`, in worker threads")
+    parser.add_argument("--in-flight", type=int, default=1, help="epochs of a task that are under way at once")
     parser.add_argument("--settle-s", type=float, default=60.0, help="how long the first epoch may take to commit")
 
 
@@ -46,7 +48,14 @@ def largest_node_mib(given: argparse.Namespace, nodes: int) -> float:
 
 async def main(given: argparse.Namespace) -> None:
     nodes = given.nodes or given.tasks
-    job = tree(tasks=given.tasks, epochs=_NEVER, n=given.n, backups=given.backups, threads=given.threads)
+    job = tree(
+        tasks=given.tasks,
+        epochs=_NEVER,
+        n=given.n,
+        backups=given.backups,
+        threads=given.threads,
+        in_flight=given.in_flight,
+    )
     async with RunningJob(job, nodes=nodes) as running:
         await running.until_settled(nodes, timeout_s=given.settle_s)
         view = running.view

@@ -88,8 +88,24 @@ def _peers(tasks: int, n: int) -> tuple[Contender, ...]:
     )
 
 
+_IN_FLIGHT = "ours, 4 in flight"
+
+
+def _in_flight(tasks: int, n: int) -> tuple[Contender, tuple[Row, ...]]:
+    """Ours with several epochs under way at once: against itself, and against peers that do the same."""
+    rows = (
+        Row(_IN_FLIGHT, "ours", bar=1.0),
+        Row(_IN_FLIGHT, "Ray graphs, 2 in flight"),
+        Row(_IN_FLIGHT, "Ray actors, 4 ahead"),
+    )
+    return _ours(tasks, n, "--in-flight", "4", name=_IN_FLIGHT), rows
+
+
 def _tree(key: str, tasks: int, n: int, bars: dict[str, float], *extra: Contender, rows: tuple[Row, ...] = ()) -> Work:
     size = f"{8 * n} B" if n < 1000 else f"{8 * n >> 20} MiB"
+    if n < 1_000_000:  # larger ones are not in flight together: memory is bounded
+        several, more = _in_flight(tasks, n)
+        extra, rows = (*extra, several), rows + more
     contenders = (_ours(tasks, n), *_peers(tasks, n), *extra)
     unknown = bars.keys() - {one.name for one in contenders}
     assert not unknown, unknown
