@@ -14,6 +14,7 @@ from taskgraph.errors import GraphError, TransportError
 from taskgraph.node import audits
 from taskgraph.node.backoff import Backoff
 from taskgraph.node.checkpoints import Checkpointer
+from taskgraph.node.gathering import Gathering
 from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
 from taskgraph.protocol.commit import Commit, Diverged, Leader, Restart, SealTasks, WaitFor
@@ -65,7 +66,7 @@ class LeaderRole:
         self._refused: tuple[tuple[Compare, ...], int] = ((), 0)
         """What was read after a commit was refused, and how many times that was the same."""
         self.checkpointer = Checkpointer(node, primary)
-        self._commit_again_at = node.now()
+        self._gathered = Gathering(node.settings.gather_s)
         self._gathering: asyncio.TimerHandle | None = None
 
     # -- what primaries say -----------------------------------------------------------------------
@@ -200,13 +201,15 @@ class LeaderRole:
         return not (commit.finished or commit.awaited or commit.epochs >= self._leader.enough) and self._may_gather()
 
     def _may_gather(self) -> bool:
-        """Whether the last commit is not long ago; the role is woken when it is."""
+        """Whether the last commit is not long ago, nor before a takeover; the role is woken when it is."""
+        if self._node.keeper.view.generation_revision != self._gathered.generation:
+            return False
         if self._gathering is not None:
             return True
-        left_s = self._commit_again_at - self._node.now()
+        left_s = self._gathered.left_s(self._node.now())
         if left_s <= 0:
             return False
-        self._gathering = asyncio.get_running_loop().call_later(left_s, self._gathered)
+        self._gathering = asyncio.get_running_loop().call_later(left_s, self._enough_gathered)
         return True
 
     def _stop_gathering(self) -> None:
@@ -214,7 +217,7 @@ class LeaderRole:
             self._gathering.cancel()
             self._gathering = None
 
-    def _gathered(self) -> None:
+    def _enough_gathered(self) -> None:
         self._gathering = None
         self._wake.set()
 
@@ -249,7 +252,7 @@ class LeaderRole:
             return
         self._backoff.reset()
         self._refused = ((), 0)
-        self._commit_again_at = node.now() + node.settings.gather_s
+        self._gathered.committed(node.now(), commit.epochs, view.generation_revision)
         self._stop_gathering()
         if self._lineage() == lineage:  # else it was committed, and undone by a roll-back before we knew
             for number in numbers:

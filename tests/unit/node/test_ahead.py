@@ -251,3 +251,28 @@ def test_epochs_that_take_long_are_committed_as_they_come(slow: int) -> None:
 
     given = job(Slow, epochs=20, settings=tg.Settings(gather_s=0.2, epochs_ahead=16))
     assert all(0.8 < pause < 1.2 for pause in play(given, scenario, nodes=2))
+
+
+def test_the_first_commit_after_a_takeover_gathers_nothing() -> None:
+    """Whoever watches the job sees at once that it goes on."""
+
+    class Slow(Exchanging, state=["total"]):
+        async def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            await super().take(epoch, ins, outs)
+            await asyncio.sleep(1.0)
+
+    async def scenario(cluster: InProcessCluster) -> float:
+        loop = asyncio.get_running_loop()
+        await cluster.nodes[0].keeper.wait_until(partial(_committed, 9))
+        keeper = holder(cluster, 0).keeper
+        at = keeper.view.stamp
+        assert at is not None
+        term = keeper.view.term(1)
+        cluster.crash(holder(cluster, 1).id)
+        await keeper.wait_until(lambda view: view.term(1) > term)
+        began = loop.time()
+        await keeper.wait_until(partial(_committed, at.epoch + 1))
+        return loop.time() - began
+
+    given = job(Slow, epochs=60, settings=tg.Settings(gather_s=30.0, epochs_ahead=16))
+    assert play(given, scenario, nodes=2) < 2.5, "an epoch takes a second, and eight would be enough for a commit"
