@@ -1,7 +1,7 @@
 """The work on our own framework: a job on node processes of this host, its commits counted as they are read from etcd.
 
     python benchmarks/ours.py [--tasks 7] [--n 1] [--nodes 7] [--backups 0] [--threads] [--in-flight 1]
-                              [--seconds 2]
+                              [--wait-ms 0] [--seconds 2]
 
 Prints one JSON line: committed epochs per second, microseconds per task and epoch, and the most memory a node held.
 The root checks every sum; an epoch that is wrong fails the job, and with it the benchmark.
@@ -29,6 +29,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backups", type=int, default=0)
     parser.add_argument("--threads", action="store_true", help="computes are `def`, in worker threads")
     parser.add_argument("--in-flight", type=int, default=1, help="epochs of a task that are under way at once")
+    parser.add_argument("--wait-ms", type=float, default=0.0, help="each task's sum waits that long, as for a device")
     parser.add_argument("--settle-s", type=float, default=60.0, help="how long the first epoch may take to commit")
 
 
@@ -55,6 +56,7 @@ async def main(given: argparse.Namespace) -> None:
         backups=given.backups,
         threads=given.threads,
         in_flight=given.in_flight,
+        wait_ms=given.wait_ms,
     )
     async with RunningJob(job, nodes=nodes) as running:
         await running.until_settled(nodes, timeout_s=given.settle_s)

@@ -6,6 +6,7 @@ children's sums and passes the sum up; the root checks the sum exactly. `work.py
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import numpy as np
@@ -16,8 +17,9 @@ import taskgraph as tg
 class Tree(tg.Task, state=["count"]):
     """Coroutines: on the event loop, without a hop to a thread."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, wait_s: float) -> None:
         self.n = n
+        self.wait_s = wait_s
         self.count = np.zeros(1)
         self._clock: dict[str, float] = {}  # of this process, not of the task: no state
 
@@ -43,6 +45,8 @@ class Tree(tg.Task, state=["count"]):
 
     @tg.stateless
     async def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        if self.wait_s:
+            await asyncio.sleep(self.wait_s)
         self._add(ins, outs)
 
     async def check(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
@@ -102,13 +106,18 @@ def tree(
     threads: bool = False,
     ahead: int = tg.Settings().epochs_ahead,
     in_flight: int = 1,
+    wait_ms: float = 0.0,
 ) -> tg.Job:
-    """A tree regression of `n` float64 values (8 n bytes an item)."""
+    """A tree regression of `n` float64 values (8 n bytes an item).
+
+    Args:
+        wait_ms: each `add` waits that long, as for a device (not with `threads`).
+    """
     kind = ThreadedTree if threads else Tree
     return tg.Job(
         tasks=tasks,
         epochs=epochs,
-        builder=lambda _: kind(n),
+        builder=lambda _: kind(n, wait_ms / 1e3),
         topology=tg.tree(),
         backups=backups,
         settings=tg.Settings(epochs_ahead=ahead, epochs_in_flight=in_flight),

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from taskgraph.children import tell_child
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.errors import CoordinationError, Unavailable
 
@@ -162,8 +163,7 @@ class EmbeddedEtcd:
             async with asyncio.timeout(_STOP_S):
                 await guard.communicate()
         except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                guard.kill()  # on Linux etcd dies with it
+            tell_child(guard, signal.SIGKILL)  # on Linux etcd dies with it
             await guard.communicate()
 
     async def _start_once(self, binary: Path) -> str:
@@ -295,8 +295,7 @@ async def version_of(binary: Path) -> str:
         async with asyncio.timeout(_START_S):
             said, complained = await process.communicate()
     except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+        tell_child(process, signal.SIGKILL)
         await process.wait()
         raise
     found = re.search(r"etcd Version: (\d+\.\d+\.\d+)", said.decode(errors="replace"))

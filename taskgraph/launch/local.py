@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from taskgraph.children import tell_child
 from taskgraph.coordination.api import Coordinator
 from taskgraph.errors import CoordinationError, OutcomeUnknown
 from taskgraph.launch.devices import deal, host_devices
@@ -260,8 +261,7 @@ class LocalNodes:
     def _signal(self, number: signal.Signals) -> None:
         for entry in self._processes.values():
             if entry.code is None:
-                with contextlib.suppress(ProcessLookupError):
-                    entry.process.send_signal(number)
+                tell_child(entry.process, number)
 
 
 def _signal_name(number: int) -> str:

@@ -11,11 +11,13 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from taskgraph.children import tell_child
 from taskgraph.launch.threads_env import thread_env
 from taskgraph.node.config import NodeConfig
 
@@ -80,10 +82,8 @@ class WarmProcess:
         except TimeoutError:
             pass
         finally:  # slow, or whoever waits is cancelled: it must not be left behind
-            if self.process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    self.process.kill()
-                await self.process.wait()
+            tell_child(self.process, signal.SIGKILL)
+            await self.process.wait()
 
 
 class WarmNodes:
