@@ -125,8 +125,13 @@ class Actor:
                     words.ran()
                 if began:
                     self._tracing.add("code", began, self.task, stamp, self.term, name=where)
-        except (asyncio.CancelledError, AttemptEnded, StuckError):
+        except (AttemptEnded, StuckError):
             raise
+        except asyncio.CancelledError as error:
+            caller = asyncio.current_task()
+            if not is_async(function) or (caller is not None and caller.cancelling()):
+                raise
+            raise UserCodeError(where, error) from error  # of something of its own: nobody cancelled the call
         except BaseException as error:
             raise UserCodeError(where, error) from error
 
@@ -204,8 +209,8 @@ class Actor:
             if after is not None:
                 after()
             return result
-        except StopIteration as error:  # a future cannot carry it
-            raise RuntimeError("StopIteration left the function") from error
+        except (StopIteration, asyncio.CancelledError) as error:  # no future can carry it as what it is
+            raise RuntimeError(f"{type(error).__name__} left the function") from error
 
     async def _outlast(self, future: asyncio.Future[R], where: str) -> None:
         """The caller was cancelled; the thread cannot be. The task stays held until it returns or is left behind."""

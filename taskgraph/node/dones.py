@@ -52,9 +52,9 @@ class Dones:
         return bool(self._open)
 
     def add(self, worked: Worked) -> None:
-        """It is finished after those before it; nobody waits for that here."""
+        """It is finished after those before it; nobody waits for that here. After one that cannot be, it is not."""
         self._open.append(worked)
-        if self._finishing is None:
+        if self._finishing is None and self.error is None:
             self._begin()
 
     def _begin(self) -> None:

@@ -115,3 +115,18 @@ async def test_the_attempt_may_end_in_any_turn(turns: int) -> None:
     finishing.may.set()
     await asyncio.sleep(0)
     assert 1 not in finishing.done and not finishing.dones and not finishing.failed
+
+
+async def test_nothing_is_done_after_one_that_could_not_be() -> None:
+    """Whoever is ahead goes on until the attempt is over, and adds to them."""
+    finishing = Finishing()
+    finishing.error = ValueError("no")
+    finishing.may.set()
+    finishing.dones.add(worked(0))
+    await finishing.dones.all()
+    finishing.error = None
+    finishing.dones.add(worked(1))
+    await finishing.dones.all()
+    assert not finishing.done
+    assert finishing.failed == 1
+    assert isinstance(finishing.dones.error, ValueError)

@@ -166,6 +166,25 @@ async def test_what_it_raises_is_told_from_where_user_code_begins(threads: Poole
     assert actor.running == ()
 
 
+@pytest.mark.parametrize("threaded", [False, True])
+async def test_what_user_code_cancelled_itself_is_its_mistake(threads: PooledThreads, threaded: bool) -> None:
+    """Nobody cancelled the call: taken for the end of the attempt, it would end nothing, and be told to nobody."""
+    actor = Actor(threads, task=3, cancel_s=1)
+
+    async def compute() -> None:
+        given_up = asyncio.get_running_loop().create_future()
+        given_up.cancel()
+        await given_up
+
+    def plain() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(UserCodeError, match="CancelledError") as told:
+        await actor.call("compute", plain if threaded else compute)
+    assert "in plain" in told.value.traceback_text or "await given_up" in told.value.traceback_text
+    assert actor.running == ()
+
+
 @pytest.mark.parametrize("waits", [False, True])
 async def test_a_stack_tells_which_code_it_runs(threads: PooledThreads, waits: bool) -> None:
     actor = Actor(threads, task=3, cancel_s=1)
