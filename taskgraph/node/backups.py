@@ -7,6 +7,7 @@ write may be sent, is decided by `protocol.insync.InSync`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,12 @@ class Backups:
         self._moved = asyncio.Event()  # something about the set changed; waits look again
         self._poked = False
         self._waits: dict[asyncio.Future[None], Callable[[], bool]] = {}  # tenders, and what each waits for
-        self.blocked = ""  # what a done waits for, for `status`
+        self._blocked: dict[Key, str] = {}  # boundaries that a done waits for -> what is lacking
+
+    @property
+    def blocked(self) -> str:
+        """What the earliest done waits for that waits, for `status`."""
+        return self._blocked[min(self._blocked)] if self._blocked else ""
 
     # -- boundaries -------------------------------------------------------------------------------
 
@@ -92,30 +98,30 @@ class Backups:
         """
         need = self._node.settings.min_in_sync
         if need <= 1 and not admit_wait_s and self._insync.alone:
-            self.blocked = ""
             return
         deadline = self._node.now() + admit_wait_s
-        while True:
-            self._moved.clear()
-            lacking = self._insync.waits_for(key)
-            holders = self._insync.holders(key)
-            awaited = self._awaited(deadline)
-            timeout: float | None = None
-            if lacking:
-                self.blocked = f"the acknowledgement of {', '.join(map(self._node.name_of, lacking))}"
-            elif holders < need:
-                self.blocked = f"{need - holders} more in-sync replicas (min_in_sync={need})"
-            elif awaited:
-                self.blocked = f"the admission of {', '.join(map(self._node.name_of, awaited))}"
-                timeout = max(awaited.values()) - self._node.now()
-            else:
-                self.blocked = ""
-                return
-            try:
-                async with asyncio.timeout(timeout):
-                    await self._moved.wait()
-            except TimeoutError:
-                continue
+        try:
+            while True:
+                self._moved.clear()
+                lacking = self._insync.waits_for(key)
+                holders = self._insync.holders(key)
+                awaited = self._awaited(deadline)
+                timeout: float | None = None
+                if lacking:
+                    blocked = f"the acknowledgement of {', '.join(map(self._node.name_of, lacking))}"
+                elif holders < need:
+                    blocked = f"{need - holders} more in-sync replicas (min_in_sync={need})"
+                elif awaited:
+                    blocked = f"the admission of {', '.join(map(self._node.name_of, awaited))}"
+                    timeout = max(awaited.values()) - self._node.now()
+                else:
+                    return
+                self._blocked[key] = blocked
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(timeout):
+                        await self._moved.wait()
+        finally:
+            self._blocked.pop(key, None)
 
     def _awaited(self, deadline: float) -> dict[str, float]:
         """Who is to become a member before the epoch is done, and until when that is waited for.

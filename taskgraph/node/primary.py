@@ -368,7 +368,7 @@ class Primary:
     def waiting_for(self) -> str:
         """What the primary itself waits for outside user code, for `status`."""
         lacking = self._lanes.lacking if self._lanes is not None else ""
-        return self.stage or lacking or self.backups.blocked
+        return self.stage or self.backups.blocked or lacking  # it may lack what itself would report, were it done
 
     def waits(self, stamp: Stamp) -> tuple[Wait, ...]:
         """What the attempt at `stamp` waits for, and what the primary itself waits for outside user code."""

@@ -14,7 +14,7 @@ from taskgraph.node.backoff import Backoff
 from taskgraph.node.primary import Primary
 from taskgraph.node.serving import Serving
 from taskgraph.protocol.insync import Place
-from taskgraph.protocol.messages import Accepted, Offer, Release, Stamp
+from taskgraph.protocol.messages import Accepted, Offer, Release, RequestRestart, Stamp
 from taskgraph.protocol.records import MemberRecord
 from taskgraph.protocol.transactions import TakenOver
 from taskgraph.protocol.view import JobView
@@ -117,6 +117,32 @@ def test_a_task_below_min_in_sync_waits_and_says_for_how_many(gated: type[Gated]
         return await ended
 
     assert play(safe, scenario, nodes=2).values == {0: 3}
+
+
+def test_what_a_done_waited_for_is_not_told_after_a_restart() -> None:
+    """Nothing was done in that attempt, and nothing is in the next one: what it waits for is at work."""
+    gate = asyncio.Event()
+
+    class Again(Counting, state=["total"]):
+        async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            if epoch.attempt > 1:
+                await gate.wait()
+            await super().count(epoch, ins, outs)
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        await asyncio.sleep(5)
+        node = holder(cluster, 0)
+        assert node.primaries[0].waiting_for == "1 more in-sync replicas (min_in_sync=2)"
+        await node.router.to_primary(0, lambda: RequestRestart(Stamp(1, 0), 0, "a test asks for it"), timeout_s=1.0)
+        await asyncio.sleep(5)
+        assert truth(cluster).stamp == Stamp(2, 0)
+        assert node.primaries[0].waiting_for == ""
+        gate.set()
+        cluster.add()
+        return await cluster.result()
+
+    safe = job(Again, tasks=1, backups=1, settings=tg.Settings(min_in_sync=2, admit_wait_s=0.0))
+    assert play(safe, scenario, nodes=1).values == {0: 3}
 
 
 def test_epoch_0_waits_for_the_backups_wished_for_and_says_for_whom() -> None:
