@@ -226,7 +226,7 @@ async def test_a_job_that_finished_and_then_lost_a_task_goes_back_and_finishes_a
     finished: list[int] = []
 
     async def then_die(self: Primary) -> None:
-        view = self._node.keeper.view
+        view = self.node.keeper.view
         if self.task == 1 and not view.running and not finished:
             finished.append(view.epoch.record.epoch if view.epoch is not None else 0)
             for holder in view.in_sync(1):
