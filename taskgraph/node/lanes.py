@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import TaskGraphError
-from taskgraph.node.actor import UserCodeError
+from taskgraph.node.actor import StuckError, UserCodeError
 from taskgraph.node.attempt import Attempt, first_error
 from taskgraph.node.dones import Dones, Worked
 from taskgraph.node.strict import Recording, check_replay
@@ -55,6 +55,8 @@ class Lanes:
         """The committed boundary, once everything that follows from its commit is done."""
         self.failed_in = -1
         """The epoch whose work failed."""
+        self.stuck: BaseException | None = None
+        """A thread that does not return: of an epoch that was given up, which is not what `run` raises."""
         self.lacking = ""
         """What an epoch that is to be done waits for, while others are worked on."""
         self.began = self._node.now()
@@ -121,10 +123,13 @@ class Lanes:
                     stamp = Stamp(stamp.attempt, stamp.epoch + self._count)
         except BaseExceptionGroup as errors:
             error = first_error(errors)
+            if (stuck := errors.subgroup(StuckError)) is not None:
+                self.stuck = first_error(stuck)
         lane = asyncio.current_task()
         if isinstance(error, UserCodeError | TaskGraphError) and lane is not None and not lane.cancelling():
             await self._told.wait(stamp.epoch)  # those before it may still be done, and are first
-        self.failed_in = stamp.epoch
+        if self.failed_in < 0:  # what those raise that are given up for it is not what `run` raises
+            self.failed_in = stamp.epoch
         raise error from None
 
     async def _until_allowed(self, stamp: Stamp) -> None:

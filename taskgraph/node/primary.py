@@ -211,6 +211,8 @@ class Primary:
             self._reporter.forget()
             if not work.cancelled() and isinstance(stuck := work.exception(), StuckError):
                 raise stuck
+            if lanes.stuck is not None and self._counts():
+                raise lanes.stuck
 
     async def _until_moved(self, at: Stamp, work: asyncio.Task[None]) -> None:
         """Returns when the view shows another stamp than `at`, or that the job ended."""
@@ -248,6 +250,11 @@ class Primary:
         error = self._lanes.done_error if self._lanes is not None else None
         if error is not None and self._moving is not None and not self._moving.done():
             self._moving.set_exception(error)
+
+    def _counts(self) -> bool:
+        """Whether anything of the task may still run that counts: the job goes on, or its result is wanted."""
+        status = self.node.keeper.view.status
+        return status is not None and status.record.state in (State.RUNNING, State.FINISHED)
 
     def _goes_on(self, at: Stamp) -> bool:
         view = self.node.keeper.view
