@@ -86,7 +86,7 @@ def handles(name: str, *, pure: bool = False) -> Callable[[F], F]:
     return mark
 
 
-def stateless(function: F) -> F:
+def stateless(function: F = None) -> F:  # type: ignore[assignment]  # without it: `@tg.stateless()`, which is told
     """Marks a `compose` or a compute that may run before earlier epochs of its task are through.
 
     It neither reads nor changes what any method changes after `setup`, declared as state or not. It depends on the

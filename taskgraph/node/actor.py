@@ -137,6 +137,7 @@ class Actor:
 
     async def here(self, where: str, function: Callable[[], R]) -> R:
         """Calls something of ours in the task's turn, on the event loop: for what is done in microseconds."""
+        stamp = self.stamp
         if self._turn.locked():
             await self._turn_free()
         began = self._tracing.on and clock()
@@ -146,7 +147,7 @@ class Actor:
             raise UserCodeError(where, error) from error
         finally:
             if began:
-                self._tracing.add("code", began, self.task, self.stamp, self.term, name=where)
+                self._tracing.add("code", began, self.task, stamp, self.term, name=where)
 
     async def _turn_free(self) -> None:
         """Returns when no thread holds the task. Nothing else takes it before the next await of who called this."""

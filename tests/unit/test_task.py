@@ -329,3 +329,84 @@ def test_shards_of_numpys_integers_do_not_overflow() -> None:
 def test_shards_of_nothing_sensible_are_refused(arguments: tuple[Any, ...], complaint: str) -> None:
     with pytest.raises(tg.JobError, match=complaint):
         tg.shard(*arguments)
+
+
+# -- what is stateless --------------------------------------------------------------------------------
+
+
+def works(self: Any, epoch: Any, *rest: Any) -> None:
+    """A hook or a handler."""
+
+
+def marked(self: Any, epoch: Any, *rest: Any) -> None:
+    """A hook or a handler, marked."""
+
+
+tg.stateless(marked)
+
+
+@pytest.mark.parametrize("given", [None, "early", 3, staticmethod(works), classmethod(works), Any])
+def test_the_mark_stands_before_a_method(given: Any) -> None:
+    with pytest.raises(tg.JobError, match=r"@tg\.stateless stands before a method, without parentheses; it was given"):
+        tg.stateless(given)
+
+
+def test_the_mark_takes_no_parentheses() -> None:
+    with pytest.raises(tg.JobError, match="without parentheses"):
+
+        @tg.stateless()
+        def early(self: Any, epoch: Any) -> None:
+            """It is never marked."""
+
+
+@pytest.mark.parametrize(
+    ("name", "hook"),
+    [
+        ("setup", lambda self: None),
+        ("snapshot", lambda self: None),
+        ("restore", lambda self, state: None),
+        ("result", lambda self: None),
+        ("on_flag", lambda self, epoch, sender, meta: None),
+        ("on_commit", lambda self, number, state: None),
+        ("on_event", lambda self, event: None),
+        ("teardown", lambda self: None),
+    ],
+)
+def test_a_hook_that_no_epoch_calls_early_cannot_be_marked(name: str, hook: Any) -> None:
+    both = (
+        {"snapshot": lambda self: None, "restore": lambda self, state: None} if name in ("snapshot", "restore") else {}
+    )
+    with pytest.raises(tg.JobError) as refused:
+        make(**{**both, name: tg.stateless(hook)})
+    assert str(refused.value) == (
+        f"class Fit: {name} is a hook, which no epoch calls early: @tg.stateless marks compose and computes"
+    )
+
+
+@pytest.mark.parametrize("inherited", [False, True])
+def test_a_handler_cannot_be_marked(inherited: bool) -> None:
+    def push(self: Any, epoch: Any, sender: int, payload: Any) -> None:
+        """In the subclass it stays a handler, by the mark of its base."""
+
+    bases = (make(push=tg.handles("push")(lambda self, epoch, sender, payload: None)),) if inherited else (tg.Task,)
+    given = tg.stateless(push) if inherited else tg.stateless(tg.handles("push")(push))
+    with pytest.raises(tg.JobError, match="class Fit: push is a handler, which no epoch calls early"):
+        make(bases=bases, push=given)
+
+
+def test_epochs_are_in_flight_where_compose_is_marked_and_nothing_has_an_order_among_them() -> None:
+    handler = tg.handles("push")(lambda self, epoch, sender, payload: None)
+    assert not shape_of(tg.Task).in_flight
+    assert not shape_of(make(compose=works)).in_flight
+    assert not shape_of(make(compose=works, early=marked)).in_flight, "computes alone are not enough"
+    flying = make(compose=marked)
+    assert shape_of(flying).in_flight
+    assert shape_of(make(compose=marked, setup=lambda self: None, on_event=lambda self, event: None)).in_flight
+    assert not shape_of(make(compose=marked, push=handler)).in_flight
+    assert not shape_of(make(compose=marked, on_flag=lambda self, epoch, sender, meta: None)).in_flight
+    assert not shape_of(make(compose=marked, on_commit=lambda self, number, state: None)).in_flight
+    # A subclass inherits the mark with the method, and not where it writes another one.
+    assert shape_of(make(bases=(flying,))).in_flight
+    assert not shape_of(make(bases=(flying,), push=handler)).in_flight
+    assert not shape_of(make(bases=(flying,), compose=works)).in_flight
+    assert shape_of(make(bases=(make(bases=(flying,), compose=works),), compose=marked)).in_flight

@@ -13,6 +13,7 @@ import pytest
 from taskgraph.node import lastwords
 from taskgraph.node.actor import Actor, UserCodeError, call_under_way
 from taskgraph.node.threads import PooledThreads
+from taskgraph.observe.trace import Tracing
 from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import Ran
 
@@ -230,3 +231,22 @@ async def test_last_words_name_a_coroutine_wherever_it_is(
     expected = [(one,), (one,), (one, other), (one,), (one,)]
     assert seen == [lastwords.Left(ran, False) for ran in expected]
     assert lastwords.read(tmp_path) == lastwords.Left((), False)
+
+
+async def test_a_span_names_the_epoch_it_was_begun_for(threads: PooledThreads) -> None:
+    """Though another epoch of the task goes on while it waits for its turn."""
+    tracing = Tracing()
+    actor, held = Actor(threads, task=3, cancel_s=1, tracing=tracing), Held()
+    tracing.start()
+    async with asyncio.TaskGroup() as group:
+        actor.stamp = Stamp(1, 7)
+        group.create_task(actor.call("held", held))
+        await begun(held)
+        actor.stamp = Stamp(1, 8)
+        snapshot = group.create_task(actor.here("snapshot", lambda: None))
+        await asyncio.sleep(0)
+        actor.stamp = Stamp(1, 9)
+        held.go.set()
+        await snapshot
+    epochs = {span[1]: span[6] for span in tracing._spans}
+    assert epochs == {"held": 7, "snapshot": 8}
