@@ -108,7 +108,7 @@ def digests_are_reported_only_for_producers_whose_term_changed(patch: pytest.Mon
     def set_report(original: Any, self: Primary, report: Report) -> None:
         attempt = self.attempts.of(report.stamp)
         assert attempt is not None
-        view = self._node.keeper.view
+        view = self.node.keeper.view
         began = view.epoch.mod_revision if view.epoch else 0
         changed = {t for t, p in view.primaries.items() if p.mod_revision > began and p.record.term > 1}
         entries = attempt.ledger.entries()
