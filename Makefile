@@ -1,13 +1,13 @@
 # Everything a clone needs: a Python (3.11 or newer), make, and a package registry that pip can reach.
 # Environments are made by the first target that needs one, in .venv; `make clean` throws them away.
 #
-# `make help` lists the targets. Variables: PYTHON=/path/to/python3, VENV=.venv, NODES=4, TESTS=tests, PYTEST_ARGS=...,
-# BENCH_ARGS=... (see `benchmarks/bench.py --help`)
+# `make help` lists the targets. Variables: PYTHON=/path/to/python3, VENV=.venv, NODES=4, TESTS=tests/unit (all),
+# PYTEST_ARGS=..., BENCH_ARGS=... (see `benchmarks/bench.py --help`)
 
 VENV ?= .venv
 VENV_BENCH ?= .venv-bench
 NODES ?= 4
-TESTS ?= tests
+TESTS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 PYTHON ?=
@@ -57,11 +57,20 @@ setup: $(VENV)/.installed-dev ## Make .venv with everything for development
 run: $(VENV)/.installed-run ## Run the linear regression on 4 local nodes, with an etcd of its own
 	$(BIN)/taskgraph run examples/linear_regression.py --nodes $(NODES)
 
+# These share nothing and have clocks of their own. Others start processes, look at what is left of them, and at the time.
+SIDE_BY_SIDE := tests/protocol tests/simulation
+
 test: $(VENV)/.installed-dev ## Run all tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS) $(TESTS)
+	@failed=0; \
+	if [ -n '$(TESTS)' ]; then \
+	    $(BIN)/python -m pytest $(PYTEST_ARGS) $(TESTS) || failed=1; \
+	else \
+	    $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS) $(SIDE_BY_SIDE) || failed=1; \
+	    $(BIN)/python -m pytest $(PYTEST_ARGS) $(SIDE_BY_SIDE:%=--ignore=%) tests || failed=1; \
+	fi; exit $$failed
 
 test-fast: $(VENV)/.installed-dev ## Run the tests that take less than a second each
-	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS) $(TESTS)
+	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS) $(or $(TESTS),tests)
 
 test-all-pythons: ## Run all tests on Python 3.11, 3.12 and 3.13, each in an environment of its own
 	@set -e; for version in $(PYTHONS); do sh tools/find_python.sh $$version >/dev/null; done
