@@ -66,7 +66,10 @@ class Encoded:
 
     @property
     def size_bytes(self) -> int:
-        return len(self.meta) + sum(b.nbytes for b in self.buffers) if self.buffers else len(self.meta)
+        size = len(self.meta)
+        for buffer in self.buffers:  # no generator: it is asked for many times an epoch
+            size += buffer.nbytes
+        return size
 
 
 class Reason:

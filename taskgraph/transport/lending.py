@@ -37,6 +37,12 @@ _PAUSE_S: Final = 5.0
 _REFERENCE: Final = struct.Struct("!QQQQQI")
 _LEASE: Final = struct.Struct("!Q")
 _SPOILED: Final = 1 << 63
+_TOGETHER: Final = 4
+"""Leases that are given back in one message: each wakes the process of the lender up."""
+_LARGE_BYTES: Final = 4 << 20
+"""Of that much nothing waits: its memory takes other values."""
+_LATE_S: Final = 0.005
+"""Nor longer than this."""
 
 
 class _Shared(Protocol):
@@ -146,7 +152,10 @@ class Borrowing:
         self._thread = threading.get_ident()
         self._last = 0
         self._back: deque[int] = deque()
-        self._asked = False
+        self._back_bytes = 0  # about: threads may count at the same time
+        self._asked = False  # to flush as soon as the loop comes to it
+        self._late: asyncio.TimerHandle | None = None  # to flush after a while
+        self._closed = False
 
     def start(self, pid: int, mappings: Mappings) -> None:
         """The other side is process `pid` of this host."""
@@ -190,26 +199,45 @@ class Borrowing:
         return blocks
 
     def refuse(self, references: Sequence[Reference]) -> None:
-        """Gives back what was never looked at."""
+        """Gives back what was never looked at: the lender sends it in another way."""
         for reference in references:
-            self.give_back(reference.lease, False)
+            self.give_back(reference, False)
+        self._flush_soon()
 
-    def give_back(self, lease: int, spoiled: bool) -> None:
+    def give_back(self, reference: Reference, spoiled: bool) -> None:
         """Called by whatever thread found the garbage, at any time: it only notes it and wakes the loop."""
-        self._back.append(lease | _SPOILED if spoiled else lease)
-        if not self._asked:
+        self._back.append(reference.lease | _SPOILED if spoiled else reference.lease)
+        self._back_bytes += reference.length
+        if self._asked or self._closed or self._loop.is_closed():
+            return
+        if threading.get_ident() != self._thread:
             self._asked = True
-            if self._loop.is_closed():
-                return
-            if threading.get_ident() == self._thread:
-                self._loop.call_soon(self._flush)
-            else:
-                self._loop.call_soon_threadsafe(self._flush)
+            self._loop.call_soon_threadsafe(self.flush)
+        elif len(self._back) >= _TOGETHER or self._back_bytes >= _LARGE_BYTES:
+            self._flush_soon()
+        elif self._late is None:
+            self._late = self._loop.call_later(_LATE_S, self.flush)
 
-    def _flush(self) -> None:
-        self._asked = False
+    def _flush_soon(self) -> None:
+        self._asked = True
+        self._loop.call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Gives back now what is to be given back."""
+        self._asked, self._back_bytes = False, 0
+        self._stop_waiting()
         leases = []
         while self._back:
             leases.append(_LEASE.pack(self._back.popleft()))
         if leases:
             self._send(b"".join(leases))
+
+    def close(self) -> None:
+        """The session is over: there is nobody to give anything back to."""
+        self._closed = True
+        self._stop_waiting()
+
+    def _stop_waiting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None

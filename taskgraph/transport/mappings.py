@@ -104,8 +104,8 @@ class Mappings:
     def __len__(self) -> int:
         return len(self._known)
 
-    def borrow(self, pid: int, reference: Reference, give_back: Callable[[int, bool], None]) -> Block:
-        """The piece, read-only. `give_back(lease, spoiled)` is called, by any thread, when its last view is garbage.
+    def borrow(self, pid: int, reference: Reference, give_back: Callable[[Reference, bool], None]) -> Block:
+        """The piece, read-only. `give_back(reference, spoiled)` is called, in any thread, when no view is left.
 
         Raises:
             CannotBorrow: it is not to be had; `give_back` is not called.
@@ -120,12 +120,14 @@ class Mappings:
         mapping.loans += 1
         block = Block((reference.length,), np.uint8, mapping.memory, reference.offset)
         block.origin = loan = Loan(mapping)
-        weakref.finalize(block, self._returned, mapping, loan, reference.lease, give_back).atexit = False
+        weakref.finalize(block, self._returned, mapping, loan, reference, give_back).atexit = False
         return block
 
-    def _returned(self, mapping: _Mapping, loan: Loan, lease: int, give_back: Callable[[int, bool], None]) -> None:
+    def _returned(
+        self, mapping: _Mapping, loan: Loan, reference: Reference, give_back: Callable[[Reference, bool], None]
+    ) -> None:
         self._garbage.append(mapping)
-        give_back(lease, loan.spoiled)
+        give_back(reference, loan.spoiled)
 
     def _collect(self) -> None:
         while self._garbage:

@@ -377,6 +377,7 @@ class Session(asyncio.BufferedProtocol):
             self._timer.cancel()
         self._reader.stop()
         self._outbox.close()
+        self._borrowing.close()
         self._lending.broken()
         if self._transport is not None:
             if flush:
@@ -390,6 +391,7 @@ class Session(asyncio.BufferedProtocol):
     def goodbye(self) -> None:
         """Ends the session on purpose: the peer sees no loss."""
         if self.open:
+            self._borrowing.flush()
             self._outbox.close()
             self._write(Head(Kind.GOODBYE, 0).pack())
             self.clean = True

@@ -349,7 +349,7 @@ def test_nothing_but_sealed_anonymous_memory_of_ours_is_opened(tmp_path: Path) -
     assert block is not None
     region = block.origin.region  # type: ignore[union-attr]
     ours = Mappings(limit=4)
-    back: list[tuple[int, bool]] = []
+    back: list[tuple[Reference, bool]] = []
     good = reference_to(region.fd)
     refused: list[Reference] = [
         reference_to(region.fd, ino=region.ino + 1),
@@ -378,7 +378,7 @@ def test_nothing_but_sealed_anonymous_memory_of_ours_is_opened(tmp_path: Path) -
             ours.borrow(os.getpid(), reference_to(region.fd, size=2 * MIB), lambda *told: back.append(told))
         assert not view.flags.writeable
         del view
-        assert back == [(1, False)]
+        assert back == [(good, False)]
     finally:
         for fd in files:
             os.close(fd)
@@ -470,6 +470,68 @@ async def test_a_process_that_cannot_be_seen_lends_nothing() -> None:
     assert caught.value.for_good
     await asyncio.sleep(0)
     assert back == [struct.pack("!QQ", 1, 2)]
+
+
+def given(lease: int, length: int = 4096) -> Reference:
+    return Reference(lease, 3, 1, 1, 1 << 30, 0, length)
+
+
+def packed(*leases: int) -> bytes:
+    return struct.pack(f"!{len(leases)}Q", *leases)
+
+
+async def test_some_are_given_back_together_and_none_waits_for_long() -> None:
+    """Each message of theirs wakes the process of the lender up."""
+    back: list[bytes] = []
+    ours = Borrowing(asyncio.get_running_loop(), back.append)
+    for lease in (1, 2, 3):
+        ours.give_back(given(lease), False)
+    await asyncio.sleep(0)
+    assert back == []
+    ours.give_back(given(4), True)
+    await asyncio.sleep(0)
+    assert back == [packed(1, 2, 3, 4 | 1 << 63)]
+    ours.give_back(given(5), False)
+    await turns_until(lambda: len(back) == 2)
+    assert back[1] == packed(5)
+
+
+async def test_large_ones_are_given_back_at_once() -> None:
+    back: list[bytes] = []
+    ours = Borrowing(asyncio.get_running_loop(), back.append)
+    ours.give_back(given(1), False)
+    ours.give_back(given(2, 8 * MIB), False)
+    await asyncio.sleep(0)
+    assert back == [packed(1, 2)]
+    ours.give_back(given(3), False)
+    await asyncio.sleep(0)
+    assert back == [packed(1, 2)], "it is counted anew"
+
+
+async def test_what_another_thread_gives_back_does_not_wait() -> None:
+    back: list[bytes] = []
+    ours = Borrowing(asyncio.get_running_loop(), back.append)
+    await asyncio.to_thread(ours.give_back, given(1), False)
+    await turns_until(lambda: back)
+    assert back == [packed(1)]
+
+
+async def test_a_goodbye_gives_back_what_waits(host: Cluster) -> None:
+    """Else what the one who leaves does not read any more would never be written again."""
+    a, b = await host.node(), await host.node()
+    holder = Holder(a, pooled(a, MIB))
+    first = place(holder.values[0].buffers[0])
+    got = await pulled(b, a)
+    holder.drop()
+    a.served.clear()
+    del got
+    gc.collect()
+    (session,) = sessions(b)
+    await turns_until(lambda: session._borrowing._back or not lent(a))
+    session.goodbye()
+    await turns_until(lambda: lent(a) == 0)
+    found = [pooled(a, MIB) for _ in range(3)]
+    assert first in [place(one.buffers[0]) for one in found]
 
 
 def test_leases_that_were_never_lent_are_refused() -> None:
