@@ -193,10 +193,10 @@ class Attempt:
                     lacking.add((tag, producer))
         if lacking:
             await self._until_arrived(lacking)
-        if self._turns is not None and self._turns.at < self.number and not is_stateless(processor.compute):
-            await self._turns.wait(self.number)
         if waiting and processor.inbound:
             self._tracing.add("wait", waiting, self.task, self.stamp, self.term, name=processor.name)
+        if self._turns is not None and not is_stateless(processor.compute):
+            await self.turn(processor.name)
         self._states[processor.name] = "running"
         epoch = Epoch(self, processor.name, sync=processor.sync)
         inputs = Inputs(self, processor, self._items)
@@ -210,6 +210,15 @@ class Attempt:
         if self.recording is not None:
             await self.recording.finished(processor.name, sync=processor.sync)
         self._states[processor.name] = "done"
+
+    async def turn(self, where: str) -> None:
+        """Returns when all earlier epochs are snapshotted: `where` rests on the state, or changes it."""
+        if self._turns is None or self._turns.at >= self.number:
+            return
+        waiting = self._tracing.on and clock()
+        await self._turns.wait(self.number)
+        if waiting:
+            self._tracing.add("turn", waiting, self.task, self.stamp, self.term, name=where)
 
     async def _until_arrived(self, lacking: set[tuple[str, int]]) -> None:
         """Returns when all of these items are here; whoever waits is woken once, by the last of them."""

@@ -65,6 +65,7 @@ class Lanes:
         self._next = at.epoch  # the first epoch that has not begun
         self._turns = Turns(at.epoch)  # whose snapshot is the next to be taken
         self._told = Turns(at.epoch)  # whose done is the next to be told
+        self._told_at = 0  # when one was told last, while somebody traces
         self._finishing = False  # an epoch said that the job ends with it
         self._epoch_bytes: int | None = None  # what the epoch held and pulled that was snapshotted last
         self._dones = Dones(self._finish, not_done)
@@ -139,9 +140,9 @@ class Lanes:
             waiting = waiting or (self._next == stamp.epoch and self._tracing.on and clock())
             self._room.clear()
             await self._room.wait()
-        if waiting:
+        if waiting and self._told.at == stamp.epoch:
             last = Stamp(stamp.attempt, stamp.epoch - 1)
-            self._tracing.add("commit awaited", waiting, self._task, last, self._term)
+            self._tracing.add("commit awaited", max(waiting, self._told_at), self._task, last, self._term)
 
     def _may_begin(self, stamp: Stamp) -> bool:
         """Whether that epoch, the first one that has not begun, may begin as far as earlier ones are concerned."""
@@ -204,8 +205,7 @@ class Lanes:
         await attempt.run()
         if attempt.recording is not None:
             await self._replay(attempt.recording, stamp)
-        if several:
-            await self._turns.wait(stamp.epoch)
+        await attempt.turn("snapshot")
         if node.injects:
             await node.point("snapshot", self._task, stamp.epoch)
         previous, replica.previous = replica.previous, dict(attempt.numbers)
@@ -292,6 +292,7 @@ class Lanes:
             )
         )
         self._told.passed(stamp.epoch)
+        self._told_at = self._tracing.on and clock()
         return ahead
 
     async def _checkpoint(self, stamp: Stamp, previous: dict[str, float]) -> None:

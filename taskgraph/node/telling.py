@@ -44,12 +44,13 @@ def _replica_status(node: Node, replica: Replica) -> ReplicaStatus:
     if primary is not None:
         if primary.waiting_for:
             waits.append(primary.waiting_for)
-        if primary.attempt is not None and not primary.attempt.cancelled:
-            waits += [
-                f"{w.processor} waits for {w.name!r} from task {w.task}"
-                for w in primary.attempt.waits()
-                if w.kind in ("item", "reply")
-            ]
+        # Of the earliest epoch that waits: those after it may not be seen to wait for that.
+        open_waits = (attempt.waits() for attempt in primary.attempts if not attempt.cancelled)
+        waits += [
+            f"{w.processor} waits for {w.name!r} from task {w.task}"
+            for w in next(filter(None, open_waits), ())
+            if w.kind in ("item", "reply")
+        ]
     return ReplicaStatus(
         task=replica.task,
         role="primary" if primary else ("backup" if replica.ready else "setup"),

@@ -2,7 +2,8 @@
 
 A process is a node. Its tracks are its tasks (what each does, one thing after another or within another), their pulls,
 reports, offers and what is held for others, the leader's writes, and what the node told. What would overlap without
-nesting goes to another track of the same name. Arrows lead from where an item was put to where its pull ended.
+nesting goes to another track of the same name; so does what a task does in another epoch meanwhile. Arrows lead from
+where an item was put to where its pull ended.
 """
 
 from __future__ import annotations
@@ -115,7 +116,11 @@ class TraceFile:
             args[_PEERS.get(kind, "to")] = peer
         if size >= 0:
             args["bytes"] = size
-        tid = process.track(_track(kind, task), begin, end, flat=kind in _TRACKS or kind in _LEADER)
+        track = _track(kind, task)
+        flat = kind in _TRACKS or kind in _LEADER
+        tid = process.track(track, begin, end, flat=flat, of=(attempt, epoch) if epoch >= 0 and not flat else None)
+        if kind == "epoch":
+            process.over(track, (attempt, epoch))
         event = {"ph": "X", "pid": process.pid, "tid": tid, "ts": begin / 1000, "dur": (end - begin) / 1000}
         self._put(event | {"name": text, "cat": category, "args": args})
         self.written += 1
@@ -146,6 +151,11 @@ _PEERS = {"pull": "from", "pull, given up": "from", "hold": "from"}
 
 Track = tuple[str, int, str]
 """(what, task, which of it)"""
+Work = tuple[int, int]
+"""(attempt, epoch)"""
+_NOTHING: Work = (-1, -1)
+_UNDER_WAY = 64
+"""Epochs before the one that is over: one so far behind has lost its end."""
 
 
 def _track(kind: str, task: int) -> Track:
@@ -163,6 +173,8 @@ def _label(kind: str, name: str) -> tuple[str, str]:
         return f"{kind.partition(',')[0]} {name}" + (", given up" if "," in kind else ""), kind.partition(",")[0]
     if kind == "wait":
         return f"waits for {name}'s items", "wait"
+    if kind == "turn":
+        return f"{name} waits for its turn", "wait"
     return kind, kind.removesuffix(" refused")
 
 
@@ -174,28 +186,46 @@ class _Process:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._lanes: dict[Track, list[_Lane]] = {}
+        self._rows: dict[Track, list[_Row]] = {}
+        self._over: dict[Track, Work] = {}  # the last that is
         self._spare = _SPARE
 
-    def track(self, track: Track, begin: int, end: int, *, flat: bool) -> int:
-        """The number of the first part of a track that has room for a span."""
-        lanes = self._lanes.setdefault(track, [])
-        for lane in lanes:
-            if lane.takes(begin, end, flat=flat):
-                return lane.tid
-        tid = _number(track) + len(lanes)
-        if len(lanes) >= _PARTS:
-            self._spare = tid = self._spare + 1
-        lanes.append(_Lane(tid))
-        lanes[-1].takes(begin, end, flat=flat)
-        return tid
+    def track(self, track: Track, begin: int, end: int, *, flat: bool, of: Work | None = None) -> int:
+        """The number of the first part of a track that has room for a span.
+
+        Args:
+            of: what it belongs to. While that is under way, which it is until `over`, its part is for nothing else:
+                what is within its time would be drawn as if it were within it.
+        """
+        rows = self._rows.setdefault(track, [])
+        its = next((row for row in rows if of is not None and row.of == of), None)
+        if its is not None and its.takes(begin, end, flat=flat):
+            return its.tid
+        found = next((row for row in rows if row.of is None and row.takes(begin, end, flat=flat)), None)
+        if found is None:
+            tid = _number(track) + len(rows)
+            if len(rows) >= _PARTS:
+                self._spare = tid = self._spare + 1
+            found = _Row(tid)
+            rows.append(found)
+            found.takes(begin, end, flat=flat)
+        if its is None and of is not None and of > self._over.get(track, _NOTHING):
+            found.of = of
+        return found.tid
+
+    def over(self, track: Track, of: Work) -> None:
+        """Nothing else of it is under way. What may come of it later is apart from it."""
+        self._over[track] = max(self._over.get(track, _NOTHING), of)
+        for row in self._rows[track]:
+            if row.of is not None and (row.of == of or row.of < (of[0], of[1] - _UNDER_WAY)):
+                row.of = None
 
     def tracks(self) -> Iterable[tuple[int, str]]:
         """(tid, name) of every part."""
-        for (what, task, which), lanes in self._lanes.items():
+        for (what, task, which), rows in self._rows.items():
             name = (f"task {task}" + (f": {which}" if which else "")) if what == "task" else what
-            for number, lane in enumerate(lanes):
-                yield lane.tid, name if number == 0 else f"{name} ({number + 1})"
+            for number, row in enumerate(rows):
+                yield row.tid, name if number == 0 else f"{name} ({number + 1})"
 
 
 _PARTS = 500
@@ -211,11 +241,16 @@ def _number(track: Track) -> int:
     return 2_000_000 + ((task + 1) * len(_ORDER) + _ORDER.index(which)) * _PARTS
 
 
-class _Lane:
-    """One row: spans of it nest, or do not touch."""
+class _Row:
+    """Spans of it nest, or do not touch.
+
+    Attributes:
+        of: what is under way in it.
+    """
 
     def __init__(self, tid: int) -> None:
         self.tid = tid
+        self.of: Work | None = None
         self._last: deque[tuple[int, int]] = deque(maxlen=_LOOK_BACK)
 
     def takes(self, begin: int, end: int, *, flat: bool) -> bool:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 
 import pytest
 from cluster_kit import Counting, holder, play
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.node import Node
+from taskgraph.node.telling import node_status
+from taskgraph.observe.clocks import ClockReading, NodeClock
+from taskgraph.observe.trace import Span
+from taskgraph.observe.trace_file import TraceFile
 
 
 async def result(cluster: InProcessCluster) -> tg.JobResult:
@@ -78,3 +85,66 @@ def test_what_the_earliest_done_waits_for_is_told_however_many_others_are_held()
         return ended.result()
 
     assert play(waiting, scenario, nodes=3).values == {0: 9, 1: 9}
+
+
+def test_status_tells_what_the_earliest_epoch_waits_for() -> None:
+    """What is pulled in epoch 2 does not come; what is in the later ones is here."""
+    gate = asyncio.Event()
+
+    class Pair(InFlight, state=["total"]):
+        @tg.stateless
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.processor(self.early, outbound={"x": 1 - self.task_id})
+            epoch.processor(self.count, inbound={"x": 1 - self.task_id})
+
+        @tg.stateless
+        async def early(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            if (self.task_id, epoch.number) == (1, 2):
+                await gate.wait()
+            outs.put("x", epoch.number)
+
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        await asyncio.sleep(5)
+        node = holder(cluster, 0)
+        assert [attempt.number for attempt in node.primaries[0].attempts] == [2, 3, 4, 5]
+        (told,) = [replica for replica in node_status(node).replicas if replica.role == "primary" and not replica.task]
+        assert told.waits == ("count waits for 'x' from task 1",)
+        gate.set()
+        return await cluster.result()
+
+    assert play(tg.Job(tasks=2, epochs=9, builder=lambda _: Pair()), scenario, nodes=1).values == {0: 9, 1: 9}
+
+
+def test_a_trace_shows_each_epoch_on_a_row_of_its_own() -> None:
+    """Of this there are four at a time: whatever is within an epoch's time and on its row is the epoch's."""
+
+    class Slow(InFlight, state=["total"]):
+        @tg.stateless
+        async def early(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            await asyncio.sleep(0.1)
+            await super().early(epoch, ins, outs)
+
+    async def traced(cluster: InProcessCluster, name: str) -> None:
+        node.append(cluster.node(name))
+        node[0].tracing.start()
+
+    async def scenario(cluster: InProcessCluster) -> list[Span]:
+        await cluster.result()
+        return node[0].tracing.fetch()[0]
+
+    node: list[Node] = []
+    job = tg.Job(tasks=1, epochs=30, builder=lambda _: Slow())
+    spans = play(job, scenario, nodes=1, stages={("compose", 0, 0): traced})
+    file = io.BytesIO()
+    out = TraceFile(file, (1, 30), base_ns=0)
+    out.node("n1", "", NodeClock([ClockReading(0, 0, 10, "here")], "here"), spans)
+    out.close({})
+    events = json.loads(file.getvalue())["traceEvents"]
+    tasks = {e["tid"] for e in events if e.get("name") == "thread_name" and e["args"]["name"].startswith("task 0")}
+    shown = [(e["tid"], e["name"], e["args"]["epoch"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
+    epochs = [one for one in shown if one[1] == "epoch"]
+    assert len(epochs) == 29
+    pairs = [(one, other) for one in epochs for other in shown if other[0] == one[0] in tasks and other[2] != one[2]]
+    assert len({tid for tid, *_ in epochs}) == 4
+    assert not [(one, other) for one, other in pairs if other[3] < one[4] and one[3] < other[4]]
+    assert {name for _, name, *_ in shown} >= {"epoch", "early", "count", "count waits for its turn"}

@@ -95,6 +95,49 @@ def test_what_would_overlap_goes_to_another_track_of_that_name() -> None:
     }
 
 
+def test_epochs_that_are_worked_on_at_a_time_are_on_tracks_of_their_own() -> None:
+    """Spans come as they end. What is of epoch 8 is within epoch 7's time, and nothing of it."""
+    spans = [
+        span("code", 2_000, 2_100, name="compose", epoch=7),
+        span("code", 2_200, 2_300, name="compose", epoch=8),
+        span("turn", 2_300, 3_000, name="add", epoch=8),
+        span("code", 2_400, 3_000, name="add", epoch=7),
+        span("epoch", 2_000, 3_100, epoch=7),
+        span("code", 3_200, 3_300, name="compose", epoch=9),
+        span("held by backups", 3_150, 3_350, epoch=7),
+        span("epoch", 2_200, 3_400, epoch=8),
+        span("code", 3_500, 3_600, name="compose", epoch=10),
+        span("epoch", 3_200, 3_800, epoch=9),
+    ]
+    found = written(("n1", OURS, spans))
+    tracks = named(found, "thread_name")
+    where = {(e["name"], e["args"]["epoch"]): tracks[1, e["tid"]] for e in rows(found)}
+    assert where == {
+        ("compose", 7): "task 3",
+        ("add", 7): "task 3",
+        ("epoch", 7): "task 3",
+        ("compose", 8): "task 3 (2)",
+        ("add waits for its turn", 8): "task 3 (2)",
+        ("epoch", 8): "task 3 (2)",
+        ("compose", 9): "task 3",
+        ("epoch", 9): "task 3",
+        ("held by backups", 7): "task 3 (3)",  # it is over, and others are under way
+        ("compose", 10): "task 3 (2)",
+    }
+
+
+def test_an_epoch_whose_end_was_lost_keeps_its_track_for_a_while() -> None:
+    spans = [span("code", 2_000, 2_100, name="lost", epoch=7)]
+    for epoch in range(8, 90):
+        at = 3_000 + 100 * epoch
+        spans += [span("code", at, at + 10, name=str(epoch), epoch=epoch), span("epoch", at, at + 50, epoch=epoch)]
+    found = written(("n1", OURS, spans))
+    tracks = named(found, "thread_name")
+    where = {e["name"]: tracks[1, e["tid"]] for e in rows(found) if e["cat"] == "processor"}
+    assert where["8"] == where["71"] == "task 3 (2)"
+    assert where["lost"] == where["73"] == where["89"] == "task 3"
+
+
 def test_a_nodes_times_are_put_on_our_clock() -> None:
     found = written(("n1", AHEAD, [span("code", 1_002_000, 1_003_000, name="add")]))
     assert [(e["ts"], e["dur"]) for e in rows(found)] == [(1.0, 1.0)]
