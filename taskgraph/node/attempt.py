@@ -24,7 +24,7 @@ from taskgraph.node.mailbox import Mailbox
 from taskgraph.node.pulls import Pulls
 from taskgraph.node.quiet import Quiet
 from taskgraph.node.replica import Replica
-from taskgraph.node.strict import Recording
+from taskgraph.node.strict import Recording, left_by
 from taskgraph.node.turns import Turns
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.messages import Encoded, Item, Pull, Reason, Reply, Stamp, Wait
@@ -208,6 +208,8 @@ class Attempt:
             processor.name, processor.compute, epoch, inputs, outputs, alone=not processor.parallel, after=outputs.close
         )
         if self.recording is not None:
+            if self.replica.shape.in_flight:
+                self.recording.left[processor.name] = left_by(self)
             await self.recording.finished(processor.name, sync=processor.sync)
         self._states[processor.name] = "done"
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from taskgraph.epoch import Epoch, Inputs, Outputs, Scratch
 from taskgraph.errors import StateError, ValueNotEncodable
@@ -25,7 +25,10 @@ from taskgraph.node.replica import Replica, encode_fields
 from taskgraph.protocol.messages import Encoded, Stamp
 from taskgraph.shape import is_stateless
 
-__all__ = ["Recording", "check_replay"]
+if TYPE_CHECKING:
+    from taskgraph.node.attempt import Attempt
+
+__all__ = ["Recording", "check_replay", "left_by"]
 
 Fields = dict[str, bytes]
 
@@ -53,6 +56,7 @@ class Recording:
         self.answers: dict[tuple[str, int, str, int], Encoded] = {}
         self.items: dict[tuple[str, int], Encoded] = {}
         self.puts: dict[tuple[str, int], Encoded] = {}
+        self.left: dict[str, Fields] = {}  # processor -> what there was by then, besides what was put
         self._open = 0
         self.interleaved = False
 
@@ -154,11 +158,16 @@ async def _check_stateless(replica: Replica, fresh: Replica, recording: Recordin
         raise _not_stateless(replica, fresh, stamp, "compose", "declares another graph")
     for step in recording.steps:
         if step.processor is None or not is_stateless(step.processor.compute):
+            if step.processor is not None and step.processor.parallel:
+                continue  # nobody waits for it
             return  # what follows is not run early
         await _stateless(replica, fresh, stamp, step.where, _run_step(fresh, work, step, here))
         for (tag, to), digest in work.digests.items():
             if recording.puts[(tag, to)].digest != digest:
                 raise _not_stateless(replica, fresh, stamp, step.where, f"puts another {tag!r} to task {to}")
+        left, then = left_by(work), recording.left[step.where]
+        if differing := sorted(name for name in left.keys() | then.keys() if left.get(name) != then.get(name)):
+            raise _not_stateless(replica, fresh, stamp, step.where, f"leaves another {differing[0]}")
 
 
 async def _stateless(
@@ -193,14 +202,26 @@ def _graph_of(processor: Processor) -> tuple[object, ...]:
     return (processor.name, processor.inbound, processor.outbound, processor.parallel)
 
 
-def _attributes(replica: Replica) -> dict[str, bytes]:
+def _attributes(replica: Replica) -> Fields:
     """Digests of the user object's attributes, as far as they can travel."""
+    return _digests({name: v for name, v in vars(replica.user_task).items() if name not in ("log", "xp", "primary")})
+
+
+def _digests(values: Mapping[str, object]) -> Fields:
     digests = {}
-    for name, value in vars(replica.user_task).items():
-        if name not in ("log", "xp", "primary"):
-            with contextlib.suppress(ValueNotEncodable):
-                digests[name] = encode(value, what="").digest
+    for name, value in values.items():
+        with contextlib.suppress(ValueNotEncodable):
+            digests[name] = encode(value, what="").digest
     return digests
+
+
+def left_by(work: Attempt | _Replay) -> Fields:
+    """Digests of what an epoch's processors hand on so far, besides what they put."""
+    left: dict[str, object] = {f"epoch.scratch.{name}": value for name, value in vars(work.scratch).items()}
+    left |= {f"reported {name!r}": number for name, number in work.numbers.items()}
+    if work.finishing:
+        left["epoch.finish()"] = True
+    return _digests(left)
 
 
 async def _run_step(fresh: Replica, work: _Replay, step: _Step, by_name: dict[str, Processor]) -> None:
@@ -246,6 +267,8 @@ class _Replay:
         self.xp_device = fresh.xp_device
         self.composing: Composition | None = None
         self.digests: dict[tuple[str, int], bytes] = {}
+        self.numbers: dict[str, float] = {}
+        self.finishing = False
         self._fresh = fresh
         self._counts: dict[tuple[str, int, str], int] = {}
 
@@ -289,7 +312,7 @@ class _Replay:
         return lambda: None
 
     def report(self, where: str, numbers: dict[str, float]) -> None:
-        pass
+        self.numbers |= numbers
 
     def finish(self, where: str) -> None:
-        pass
+        self.finishing = True

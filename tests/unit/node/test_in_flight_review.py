@@ -148,3 +148,59 @@ def test_a_trace_shows_each_epoch_on_a_row_of_its_own() -> None:
     assert len({tid for tid, *_ in epochs}) == 4
     assert not [(one, other) for one, other in pairs if other[3] < one[4] and one[3] < other[4]]
     assert {name for _, name, *_ in shown} >= {"epoch", "early", "count", "count waits for its turn"}
+
+
+class Marked(tg.Task, state=["total"]):
+    """Its first compute reads the state, though it is marked; what it puts does not show that."""
+
+    how: str
+
+    def setup(self) -> None:
+        self.total = 1
+
+    @tg.stateless
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.beside, outbound={"y": self.task_id}, parallel=True)
+        epoch.processor(self.give, outbound={"z": self.task_id})
+        epoch.processor(self.early, inbound={"z": self.task_id}, outbound={"x": self.task_id})
+        epoch.processor(self.late, inbound={"x": self.task_id, "y": self.task_id})
+
+    async def beside(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("y", None)  # not marked, but those behind it do not wait for it: it is parallel
+
+    @tg.stateless
+    async def give(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("z", None)
+
+    @tg.stateless
+    async def early(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        if self.how == "scratch":
+            epoch.scratch.seen = self.total
+        elif self.how == "report":
+            epoch.report(seen=self.total)
+        elif self.how == "finish" and self.total > 1:
+            epoch.finish()
+        outs.put("x", self.total if self.how == "put" else 0)
+
+    async def late(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.total += 1 + getattr(epoch.scratch, "seen", 0)
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("put", "puts another 'x' to task 0"),
+        ("scratch", "leaves another epoch.scratch.seen"),
+        ("report", "leaves another reported 'seen'"),
+        ("finish", "leaves another epoch.finish()"),
+    ],
+)
+def test_strict_mode_compares_all_that_comes_of_what_may_be_early(how: str, what: str) -> None:
+    class Fresh(Marked, state=["total"]):
+        pass
+
+    Fresh.how = how
+    with pytest.raises(tg.JobFailed) as caught:
+        tg.testing.run(tg.Job(tasks=1, epochs=3, builder=lambda _: Fresh()), timeout_s=20.0)
+    assert caught.value.epoch == 1
+    assert f"'early' is marked @tg.stateless, but on the object as setup() makes it, it {what}" in str(caught.value)
