@@ -8,18 +8,23 @@ import re
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cluster_kit import holder, play, told
 
 import taskgraph as tg
-from taskgraph.graph.values import decode
+from taskgraph.graph.values import decode, encode
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node import lanes
+from taskgraph.node import lanes, lastwords
+from taskgraph.node.attempts import Attempts
+from taskgraph.node.items import Items
 from taskgraph.node.primary import Primary
-from taskgraph.protocol.messages import Report, RequestRestart, Stamp
+from taskgraph.protocol.messages import Item, Pull, Reason, Refusal, Report, RequestRestart, Stamp
+from taskgraph.protocol.records import Ran
 from taskgraph.protocol.view import JobView
+from taskgraph.transport.api import Coming
 
 
 class Script:
@@ -889,3 +894,130 @@ def test_a_done_that_takes_long_holds_up_those_behind_it_and_no_work(
 
     whole(play(job(early), scenario, nodes=2, stages={("done", task, 3): held}))
     assert dones == {0: list(range(12)), 1: list(range(12))}
+
+
+# -- what others ask of it ----------------------------------------------------------------------------
+
+
+class View:
+    """Of it, only terms are asked for."""
+
+    def term(self, task: int) -> int:
+        return 1
+
+
+def attempt(epoch: int, *, attempt: int = 1, put: bool = False) -> Any:
+    """One that can say what it offers: 'x' to task 1."""
+    stamp = Stamp(attempt, epoch)
+    out = Items(stamp, 1)
+    out.open([("x", 1)])
+    if put:
+        out.put("x", 1, encode(epoch))
+    return SimpleNamespace(stamp=stamp, out=out, composed=True, drop=out.drop, put_bytes=0)
+
+
+def pull(epoch: int, *, attempt: int = 1) -> Pull:
+    return Pull(Stamp(attempt, epoch), 1, 1, 0, "x")
+
+
+async def test_what_is_asked_of_an_epoch_in_flight_waits_until_that_one_is_composed() -> None:
+    """Also where a later one is composed before: its compose may await something."""
+    attempts = Attempts(SimpleNamespace(view=View()), 0, 1)  # type: ignore[arg-type]
+    over, one, other, yet = (attempts.item(given) for given in (pull(9, attempt=0), pull(5), pull(6), pull(7)))
+    earlier, later = attempt(5), attempt(6, put=True)
+    earlier.composed = later.composed = False
+    attempts.begin(earlier)
+    attempts.begin(later)
+    again = attempts.item(pull(5))
+    later.composed = True
+    attempts.composed(later)
+    assert all(isinstance(coming, Coming) for coming in (over, one, other, yet, again))
+    assert isinstance(over.reply, Refusal) and over.reply.reason == Reason.STALE  # type: ignore[union-attr]
+    assert isinstance(other.reply, Item)  # type: ignore[union-attr]
+    assert not one.done and not again.done and not yet.done  # type: ignore[union-attr]
+    earlier.composed = True
+    attempts.composed(earlier)
+    assert not one.done and not again.done, "it is offered, and not there yet"  # type: ignore[union-attr]
+    earlier.out.put("x", 1, encode(5))
+    assert isinstance(one.reply, Item) and one.reply == again.reply  # type: ignore[union-attr]
+    assert one.reply.stamp == Stamp(1, 5)  # type: ignore[union-attr]
+    assert not yet.done  # type: ignore[union-attr]
+
+
+async def test_what_was_asked_of_an_epoch_in_flight_that_a_restart_ended_is_refused() -> None:
+    attempts = Attempts(SimpleNamespace(view=View()), 0, 1)  # type: ignore[arg-type]
+    for epoch in (5, 6):
+        begun = attempt(epoch)
+        begun.composed = False
+        attempts.begin(begun)
+    old, new = attempts.item(pull(6)), attempts.item(pull(5, attempt=2))
+    attempts.drop()
+    again = attempt(5, attempt=2)
+    attempts.begin(again)
+    attempts.composed(again)
+    assert isinstance(old, Coming) and isinstance(old.reply, Refusal)
+    assert isinstance(new, Coming) and not new.done
+
+
+def test_a_graph_that_is_composed_late_is_waited_for(early: type[Early]) -> None:
+    """Though that of the next epoch is there: the items of each go to that one."""
+
+    class Late(early, state=["seen"]):  # type: ignore[misc, valid-type]
+        @tg.stateless
+        async def compose(self, epoch: tg.Epoch) -> None:  # type: ignore[override]
+            await self.script.at("compose", self.task_id, epoch.number)
+            super().compose(epoch)
+            if self.task_id == 0:
+                epoch.processor(self.give, outbound={"z": 1})
+            else:
+                epoch.processor(self.take, inbound={"z": 0})
+
+        @tg.stateless
+        async def give(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            outs.put("z", epoch.number)
+
+        async def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            await self.script.at("take", self.task_id, epoch.number)
+            assert ins["z"] == epoch.number
+
+    script = early.script
+    gate = script.hold("compose", 0, 2)
+
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        await asyncio.sleep(3)
+        assert script.epochs("early", 0) == [0, 1, 3, 4, 5]
+        assert script.epochs("take", 1) == [0, 1]
+        gate.set()
+        return await cluster.result()
+
+    whole(play(job(Late), scenario, nodes=2))
+
+
+def test_last_words_and_waits_name_the_epoch_of_each_call(
+    early: type[Early], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lastwords, "here", lastwords.LastWords(tmp_path))
+    script = early.script
+    gates = [script.hold("early", 0, epoch) for epoch in (2, 4)]
+
+    def ran() -> list[Ran]:
+        left = lastwords.read(tmp_path)
+        assert left is not None
+        return list(left.ran)
+
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        await asyncio.sleep(3)
+        assert ran() == [Ran("early", 0, 2), Ran("early", 0, 4)]
+        primary = holder(cluster, 0).primaries[0]
+        waits = {epoch: [(w.processor, w.kind, w.name) for w in primary.waits(Stamp(1, epoch))] for epoch in range(7)}
+        unfinished = [("early", "running", "early"), ("late", "item", "x"), ("late", "order", "early")]
+        assert waits == {0: [], 1: [], 2: unfinished, 3: [], 4: unfinished, 5: [], 6: []}
+        gates[0].set()
+        await asyncio.sleep(3)
+        assert ran() == [Ran("early", 0, 4)]
+        assert at_work(cluster) == Stamp(1, 4)
+        gates[1].set()
+        return await cluster.result()
+
+    whole(play(job(early), scenario, nodes=2))
+    assert ran() == []
