@@ -202,10 +202,10 @@ class Plain(Early, state=["seen"]):
         super().restore(state)
 
 
-def boundaries(cluster: InProcessCluster, task: int) -> dict[int, list[int]]:
+def boundaries(cluster: InProcessCluster, task: int) -> dict[int, Any]:
     """epoch -> the state in the boundaries that the task's primary keeps."""
     kept = holder(cluster, task).primaries[task].backups._boundaries.values()
-    return {boundary.stamp.epoch: decode(boundary.value)["state"]["seen"] for boundary in kept}
+    return {boundary.stamp.epoch: decode(boundary.value)["state"] for boundary in kept}
 
 
 @pytest.mark.parametrize("kind", [Early, Middle, Parallel, Unmarked, Plain])
@@ -220,7 +220,7 @@ def test_what_is_not_stateless_waits_until_the_epochs_before_it_are_snapshotted(
 
     async def before_snapshot(cluster: InProcessCluster, node: str) -> None:
         await asyncio.sleep(3)
-        assert boundaries(cluster, 0) == {2: [0, 1]}
+        assert boundaries(cluster, 0) == {2: {"seen": [0, 1]}}
         assert script.epochs(first, 0) == [0, 1, 2], "the state of epoch 2 is complete, and not taken yet"
         assert script.epochs("early", 0) == ([] if kind is Unmarked else list(range(6)))
         gate.set()
@@ -229,7 +229,7 @@ def test_what_is_not_stateless_waits_until_the_epochs_before_it_are_snapshotted(
         await asyncio.sleep(3)
         kept = boundaries(cluster, 0)
         assert 5 in kept
-        assert kept == {epoch: list(range(epoch)) for epoch in kept}
+        assert kept == {epoch: {"seen": list(range(epoch))} for epoch in kept}
 
     async def scenario(cluster: InProcessCluster) -> tg.JobResult:
         await gate.wait()
@@ -876,6 +876,41 @@ def test_dones_are_told_in_their_order_though_the_boundaries_of_later_ones_are_h
     assert dones == {0: list(range(12)), 1: list(range(12))}
 
 
+def test_epochs_that_are_through_before_those_before_them_are_snapshotted_and_told_in_their_order(
+    dones: dict[int, list[int]],
+) -> None:
+    """Of a task that has nothing which waits for its turn."""
+
+    class Relay(tg.Task):
+        script = Script()
+
+        @tg.stateless
+        async def compose(self, epoch: tg.Epoch) -> None:
+            epoch.processor(self.early)
+
+        @tg.stateless
+        async def early(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            await self.script.at("early", self.task_id, epoch.number)
+            epoch.report(**{f"task {self.task_id}": epoch.number})
+            self.script.came.append(("through", self.task_id, epoch.number))
+
+    script = Relay.script
+    gates = [script.hold("early", task, epoch) for task in (0, 1) for epoch in (3, 1)]
+
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        await asyncio.sleep(3)
+        assert script.epochs("through", 0) == script.epochs("through", 1) == [0, 2, 4]
+        assert dones == {0: [0], 1: [0]}
+        assert list(boundaries(cluster, 1)) == [1]
+        for gate in gates:
+            gate.set()
+        return await cluster.result()
+
+    found = play(job(Relay), scenario, nodes=2)
+    assert dones == {0: list(range(12)), 1: list(range(12))}
+    assert [dict(row.numbers) for row in found.reports] == [{"task 0": e, "task 1": e} for e in range(12)]
+
+
 @pytest.mark.parametrize("task", [0, 1])
 def test_a_done_that_takes_long_holds_up_those_behind_it_and_no_work(
     early: type[Early], dones: dict[int, list[int]], task: int
@@ -1021,3 +1056,26 @@ def test_last_words_and_waits_name_the_epoch_of_each_call(
 
     whole(play(job(early), scenario, nodes=2))
     assert ran() == []
+
+
+def test_a_trace_names_the_epoch_of_each_call(early: type[Early]) -> None:
+    """Of each epoch all of it is there once, also of those that ran before an earlier one was through."""
+    gate = early.script.hold("early", 0, 3)
+    spans: list[tuple[Any, ...]] = []
+
+    async def begin(cluster: InProcessCluster, node: str) -> None:
+        cluster.node(node).tracing.start()
+
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        await asyncio.sleep(3)
+        gate.set()
+        found = await cluster.result()
+        spans.extend(holder(cluster, 0).tracing._spans)
+        return found
+
+    given = job(early, tasks=1, backups=0)
+    found = play(given, scenario, nodes=1, stages={("compose", 0, 0): begin})
+    assert found.values == {0: list(range(12))}
+    for kind, name in (("code", "compose"), ("code", "early"), ("code", "late"), ("code", "snapshot"), ("epoch", "")):
+        epochs = [span[6] for span in spans if span[:2] == (kind, name)]
+        assert sorted(epochs) == list(range(kind == "epoch", 12)), (kind, name)  # of 0 it began before the trace
