@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import inspect
 import keyword
 from collections.abc import Callable, Mapping, Sequence
@@ -104,7 +105,9 @@ def stateless(function: F = None) -> F:  # type: ignore[assignment]  # without i
 
 
 def is_stateless(function: Callable[..., Any]) -> bool:
-    """Whether it was marked with `@tg.stateless`."""
+    """Whether it was marked with `@tg.stateless`, or is what `functools.partial` makes of such a method."""
+    while isinstance(function, functools.partial):
+        function = function.func
     return getattr(function, "__taskgraph_stateless__", False) is True
 
 

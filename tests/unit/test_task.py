@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import taskgraph as tg
-from taskgraph.shape import HandlerInfo
+from taskgraph.shape import HandlerInfo, is_stateless
 from taskgraph.task import shape_of
 
 
@@ -332,6 +333,21 @@ def test_shards_of_nothing_sensible_are_refused(arguments: tuple[Any, ...], comp
 
 
 # -- what is stateless --------------------------------------------------------------------------------
+
+
+def test_what_partial_makes_of_a_stateless_compute_is_stateless() -> None:
+    """A compute for each of several shards is no other code than the method it is made of."""
+
+    class Fit(tg.Task):
+        @tg.stateless
+        def early(self, shard: int, epoch: Any, ins: Any, outs: Any) -> None:
+            pass
+
+        def late(self, shard: int, epoch: Any, ins: Any, outs: Any) -> None:
+            pass
+
+    assert is_stateless(functools.partial(Fit().early, 1))
+    assert not is_stateless(functools.partial(Fit().late, 1))
 
 
 def works(self: Any, epoch: Any, *rest: Any) -> None:
