@@ -8,6 +8,7 @@ of its producer put. This is compared with what the tasks themselves saw, not wi
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +30,8 @@ class Run:
     task: int
     stamp: Stamp
     term: int
-    began: int  # the state it began from
     steps: tuple[Step, ...]
+    saw: set[int] = field(default_factory=set)  # states that it worked from
     ran: Counter[str] = field(default_factory=Counter)
     consumed: dict[tuple[str, int], int] = field(default_factory=dict)
     puts: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -45,32 +46,48 @@ class Run:
 
 
 class Runs:
-    """`workload.Recorder`."""
+    """`workload.Recorder`.
 
-    def __init__(self) -> None:
+    Args:
+        overlapped: called where code of an epoch ran while an earlier one of the same task was not through.
+    """
+
+    def __init__(self, overlapped: Callable[[], None]) -> None:
+        self._overlapped = overlapped
         self._runs: dict[tuple[int, Stamp, int], Run] = {}
+        self._composed: dict[tuple[int, int, int], int] = {}  # (task, attempt, term) -> the last epoch
         self._told: list[tuple[int, int, int]] = []
 
     # -- told by user code ------------------------------------------------------------------------
 
-    def composed(self, epoch: Any, state: int, steps: tuple[Step, ...]) -> None:
+    def composed(self, epoch: Any, steps: tuple[Step, ...]) -> None:
         work = epoch._work
         if not isinstance(work, Attempt):
             return
         key = (work.task, work.stamp, work.term)
         if key in self._runs:
             raise Violation(f"{self._runs[key]} was composed twice")
-        self._runs[key] = Run(*key, state, steps)
+        of = (work.task, work.stamp.attempt, work.term)
+        if work.number < (last := self._composed.get(of, work.number)):
+            raise Violation(f"task {work.task}, term {work.term}: epoch {last} began before epoch {work.number}")
+        self._composed[of] = work.number
+        self._runs[key] = Run(*key, steps)
 
     def _of(self, epoch: Any) -> Run:
         work = epoch._work
         if not isinstance(work, Attempt):
-            return Run(work.task, Stamp(0, 0), 0, 0, ())  # strict mode's replay counts for nothing
+            return Run(work.task, Stamp(0, 0), 0, ())  # strict mode's replay counts for nothing
         return self._runs[(work.task, work.stamp, work.term)]
+
+    def saw(self, epoch: Any, state: int) -> None:
+        self._of(epoch).saw.add(state)
 
     def ran(self, epoch: Any, step: Step, consumed: dict[tuple[str, int], int]) -> None:
         run = self._of(epoch)
         run.ran[step.name] += 1
+        before = self._runs.get((run.task, Stamp(run.stamp.attempt, run.stamp.epoch - 1), run.term))
+        if before is not None and before.ended is None:
+            self._overlapped()
         for channel, value in consumed.items():
             if channel in run.consumed:
                 raise Violation(f"{run}: {step.name} consumed {channel} again")
@@ -120,8 +137,8 @@ class Runs:
                 raise Violation(f"epoch {stamp.epoch} committed without a run of task {task} in term {term}")
             runs[task] = run
         for run in runs.values():
-            if run.began != states[run.task]:
-                raise Violation(f"{run} began from state {run.began:x}, not from the boundary {states[run.task]:x}")
+            for state in sorted(run.saw - {states[run.task]}):
+                raise Violation(f"{run} worked from state {state:x}, not from the boundary {states[run.task]:x}")
             _check_whole(run)
             for (tag, producer), value in run.consumed.items():
                 put = runs[producer].puts.get((tag, run.task))

@@ -37,6 +37,8 @@ CHECKPOINTS = 0.25
 """Share of the seeds whose job keeps checkpoints."""
 AHEAD = 0.5
 """Share of the seeds whose tasks may be ahead of the last commit."""
+IN_FLIGHT = 0.7
+"""Share of those whose tasks may be in several epochs at a time, where they have no handlers."""
 
 LIMIT_CPU_S = 10.0
 """What a seed may cost, by far; one that takes longer has met a loop that does not end."""
@@ -143,6 +145,7 @@ def _settings(rng: random.Random, workload: Workload) -> tg.Settings:
         cancel_s=30.0,
         setup_s=5.0,
         epochs_ahead=workload.epochs_ahead,
+        epochs_in_flight=workload.epochs_in_flight,
         gather_s=workload.gather_s,
         results_kept_s=60.0,
         strict=rng.random() < 0.04 and not workload.erratic,
@@ -153,7 +156,10 @@ async def _run(outcome: Outcome) -> None:
     rng, keeps = random.Random(outcome.seed), random.Random(f"checkpoints of {outcome.seed}")
     keeping = keeps.random() < CHECKPOINTS
     hurries = random.Random(f"epochs ahead of {outcome.seed}")
-    workload = Workload.draw(rng, keeps if keeping else None, hurries if hurries.random() < AHEAD else None)
+    hurrying = hurries.random() < AHEAD
+    flies = random.Random(f"epochs in flight of {outcome.seed}")
+    flying = hurrying and flies.random() < IN_FLIGHT
+    workload = Workload.draw(rng, keeps if keeping else None, hurries if hurrying else None, flies if flying else None)
     nodes = rng.randint(1, 4) if rng.random() < 0.2 else workload.backups + rng.randint(1, 3)
     planned = draw(rng, talks=workload.talks, erratic=bool(workload.erratic))
     settings = _settings(rng, workload)
@@ -164,6 +170,8 @@ async def _run(outcome: Outcome) -> None:
     outcome.described = f"{workload.tasks} tasks, {workload.epochs} epochs, {workload.backups} backups, {nodes} nodes"
     if workload.epochs_ahead:
         outcome.described += f", up to {workload.epochs_ahead} epochs ahead"
+    if workload.flying:
+        outcome.described += f", up to {workload.epochs_in_flight} in flight"
     if keeping:
         outcome.described += f", a checkpoint every {workload.checkpoint_every} epochs"
     world.loop.set_exception_handler(lambda _, context: world.violated(_unhandled(context)))

@@ -6,10 +6,11 @@ stale changes the result. `Workload.expected` computes that result without the f
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -49,12 +50,15 @@ class Step:
     parallel: bool = False
     waits: bool = False  # an `async def`
     bulk: bool = False  # values travel in arrays
+    early: bool = False  # it is `@tg.stateless`
+    lasts_s: float = 0.0  # what it awaits, where it is an `async def`
 
 
 class Recorder(Protocol):
     """Is told what user code saw; see `invariants.py`."""
 
-    def composed(self, epoch: Any, state: int, steps: tuple[Step, ...]) -> None: ...
+    def composed(self, epoch: Any, steps: tuple[Step, ...]) -> None: ...
+    def saw(self, epoch: Any, state: int) -> None: ...
     def ran(self, epoch: Any, step: Step, consumed: dict[tuple[str, int], int]) -> None: ...
     def put(self, epoch: Any, tag: str, to: int, value: int) -> None: ...
     def flagged(self, epoch: Any, to: int, value: int) -> None: ...
@@ -83,14 +87,21 @@ class Workload:
     epochs_ahead: int = 0
     gather_s: float = 0.0
     listening: frozenset[int] = frozenset()  # tasks with an `on_commit`: they are never ahead
+    epochs_in_flight: int = 1
+    flying: frozenset[int] = frozenset()  # tasks whose `compose` is `@tg.stateless`
 
     @classmethod
     def draw(
-        cls, rng: random.Random, keeps: random.Random | None = None, hurries: random.Random | None = None
+        cls,
+        rng: random.Random,
+        keeps: random.Random | None = None,
+        hurries: random.Random | None = None,
+        flies: random.Random | None = None,
     ) -> Workload:
         """Args:
         keeps: of a job that keeps checkpoints, what that adds; with the same `rng` all else is the same.
         hurries: likewise, of a job whose tasks may be ahead of the last commit.
+        flies: likewise, of one whose tasks may be in several epochs at a time; one with handlers is in none.
         """
         tasks = rng.choice((1, 2, 2, 3, 3, 4))
         epochs = rng.choice((2, 3, 3, 4, 5, 6))
@@ -107,8 +118,16 @@ class Workload:
             listening = frozenset(task for task in range(tasks) if hurries.random() < 0.15)
             plan += tuple(tuple(_draw_epoch(hurries, tasks, talks)) for _ in range(hurries.randrange(0, 8)))
             epochs = len(plan)
-        erratic = frozenset({rng.randrange(tasks)}) if rng.random() < 0.3 else frozenset()
-        return cls(
+        in_flight, flying = 1, frozenset[int]()
+        if flies is not None and not talks:
+            in_flight = flies.choice((1, 2, 2, 4, 4, 8))
+            flying = frozenset(task for task in range(tasks) if task not in listening and flies.random() < 0.8)
+            plan += tuple(tuple(_draw_epoch(flies, tasks, talks)) for _ in range(flies.randrange(2, 10)))
+            epochs = len(plan)
+        erratic = frozenset({rng.randrange(tasks)}) if rng.random() < 0.3 else frozenset[int]()
+        if flying and flies is not None and flies.random() < 0.5:
+            erratic |= {flies.choice(sorted(flying))}  # so that more of them are restarted
+        drawn = cls(
             seed=rng.getrandbits(32),
             tasks=tasks,
             epochs=epochs,
@@ -123,7 +142,18 @@ class Workload:
             epochs_ahead=ahead,
             gather_s=gather_s,
             listening=listening,
+            epochs_in_flight=in_flight,
+            flying=flying,
         )
+        if flies is not None:
+            drawn.plan = tuple(
+                tuple(
+                    _draw_early(flies, steps, keeps_nothing=task in drawn.stateless) if task in flying else steps
+                    for task, steps in enumerate(epoch)
+                )
+                for epoch in plan
+            )
+        return drawn
 
     def steps(self, epoch: int, task: int) -> tuple[Step, ...]:
         # Of a job that ends when a task says so the others may be ahead of its last epoch, in vain.
@@ -135,6 +165,8 @@ class Workload:
 
     def job(self, recorder: Recorder, settings: tg.Settings, min_nodes: int) -> tg.Job:
         def build(task: int) -> tg.Task:
+            if task in self.flying:
+                return (_FlyingStateless if task in self.stateless else _Flying)(self, recorder)
             return _KINDS[self.talks, task not in self.stateless, task in self.listening](self, recorder)
 
         return tg.Job(
@@ -169,7 +201,7 @@ class Workload:
             if not step.outbound:
                 inputs[task], last[task] = read, step
                 continue
-            value = mix(self.seed, before[task], epoch, task, step.index, *read)
+            value = mix(self.seed, 0 if step.early else before[task], epoch, task, step.index, *read)
             if not step.parallel:
                 trail[task] = mix(trail[task], step.index)
             for to in step.looks:
@@ -241,6 +273,19 @@ def _draw_epoch(rng: random.Random, tasks: int, talks: bool) -> list[tuple[Step,
     return plans
 
 
+def _draw_early(rng: random.Random, steps: tuple[Step, ...], *, keeps_nothing: bool) -> tuple[Step, ...]:
+    """What of a task's epoch is `@tg.stateless`, and how long what awaits does so: long enough for others to begin."""
+    found = []
+    for step in steps:
+        if step.outbound:
+            lasts_s = rng.choice((0.0, 0.003, 0.03, 0.2)) * rng.random()
+            found.append(replace(step, early=rng.random() < 0.7, waits=rng.random() < 0.6, lasts_s=lasts_s))
+        else:
+            early, lasts_s = keeps_nothing and rng.random() < 0.5, rng.choice((0.0, 0.0, 0.01, 0.2)) * rng.random()
+            found.append(replace(step, early=early, waits=lasts_s > 0, lasts_s=lasts_s))
+    return tuple(found)
+
+
 class _Stateless(tg.Task):
     """Channels only; what it begins with is what it has."""
 
@@ -254,17 +299,25 @@ class _Stateless(tg.Task):
         self.value = np.array([self._workload.first(self.task_id)], dtype=np.uint64)
 
     def compose(self, epoch: Any) -> None:
+        self._compose(epoch)
+        self._recorder.saw(epoch, int(self.value[0]))
+
+    def _compose(self, epoch: Any) -> None:
         steps = self._workload.steps(epoch.number, self.task_id)
-        self._recorder.composed(epoch, int(self.value[0]), steps)
+        self._recorder.composed(epoch, steps)
         for step in steps:
-            compute: Callable[..., Any] = self.sync if not step.outbound else self.wait if step.waits else self.run
             epoch.processor(
-                functools.partial(compute, step),
+                functools.partial(self._compute(step), step),
                 inbound={tag: list(producers) for tag, producers in step.inbound},
                 outbound={tag: list(consumers) for tag, consumers in step.outbound},
                 name=step.name,
                 parallel=step.parallel,
             )
+
+    def _compute(self, step: Step) -> Callable[..., Any]:
+        if step.outbound:
+            return self.wait if step.waits else self.run
+        return self.slow_sync if step.waits else self.sync
 
     def _read(self, step: Step, ins: Any) -> dict[tuple[str, int], int]:
         return {
@@ -275,11 +328,24 @@ class _Stateless(tg.Task):
 
     def _value(self, step: Step, epoch: Any, consumed: dict[tuple[str, int], int]) -> int:
         work = self._workload
+        if step.early:
+            self._check_counts(epoch)
         self._recorder.ran(epoch, step, consumed)
         if not step.parallel:  # those share nothing
             epoch.scratch.trail = mix(getattr(epoch.scratch, "trail", 0), step.index)
-        value = mix(work.seed, int(self.value[0]), epoch.number, self.task_id, step.index, *consumed.values())
+        state = 0 if step.early else self._state(epoch)
+        value = mix(work.seed, state, epoch.number, self.task_id, step.index, *consumed.values())
         return value ^ work.chaos.getrandbits(60) if self.task_id in work.erratic else value
+
+    def _check_counts(self, epoch: Any) -> None:
+        """A task in flight fails in epochs that come after the last one, and count for nothing."""
+        if self.task_id in self._workload.flying and epoch.number >= self._workload.epochs:
+            raise ArithmeticError(f"task {self.task_id} in epoch {epoch.number}, after the end")
+
+    def _state(self, epoch: Any) -> int:
+        state = int(self.value[0])
+        self._recorder.saw(epoch, state)
+        return state
 
     def _put(self, step: Step, epoch: Any, outs: Any, value: int) -> None:
         for to in step.flags:
@@ -303,13 +369,29 @@ class _Stateless(tg.Task):
             answer = await epoch.request(to, "ask", ask)
             self._recorder.asked(epoch, to, ask, answer)
             value = mix(value, answer)
+        if step.lasts_s:
+            await asyncio.sleep(step.lasts_s)
+            if not step.early:
+                self._state(epoch)  # it is what it was
         self._put(step, epoch, outs, value)
 
     def sync(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
+        self._end(epoch, self._after(step, epoch, ins))
+
+    async def slow_sync(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
+        after = self._after(step, epoch, ins)
+        await asyncio.sleep(step.lasts_s)
+        self._end(epoch, after)
+
+    def _after(self, step: Step, epoch: Any, ins: Any) -> int:
         work, consumed = self._workload, self._read(step, ins)
+        self._check_counts(epoch)
         self._recorder.ran(epoch, step, consumed)
         seen = mix(getattr(epoch.scratch, "heard", 0), getattr(epoch.scratch, "trail", 0))
-        after = work.next_state(int(self.value[0]), epoch.number, self.task_id, seen, list(consumed.values()))
+        return work.next_state(self._state(epoch), epoch.number, self.task_id, seen, list(consumed.values()))
+
+    def _end(self, epoch: Any, after: int) -> None:
+        work = self._workload
         self.value[0] = after  # in place: a restored state must be the task's own
         self._recorder.ended(epoch, after)
         epoch.report(**{f"t{self.task_id}": reported(after)})
@@ -369,6 +451,41 @@ class _ListeningStatelessTalking(_Listening, _StatelessTalking):
 
 class _ListeningTalking(_Listening, _Talking):
     """With a state, flags and requests."""
+
+
+class _FlyingStateless(_Stateless):
+    """Channels only, several epochs at a time."""
+
+    @tg.stateless
+    def compose(self, epoch: Any) -> None:
+        self._compose(epoch)
+
+    def _compute(self, step: Step) -> Callable[..., Any]:
+        if not step.early:
+            return super()._compute(step)
+        if step.outbound:
+            return self.early_wait if step.waits else self.early_run
+        return self.early_slow_sync if step.waits else self.early_sync
+
+    @tg.stateless
+    def early_run(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
+        self.run(step, epoch, ins, outs)
+
+    @tg.stateless
+    async def early_wait(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
+        await self.wait(step, epoch, ins, outs)
+
+    @tg.stateless
+    def early_sync(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
+        self.sync(step, epoch, ins, outs)  # of a task that keeps nothing: its state is what `setup` made
+
+    @tg.stateless
+    async def early_slow_sync(self, step: Step, epoch: Any, ins: Any, outs: Any) -> None:
+        await self.slow_sync(step, epoch, ins, outs)
+
+
+class _Flying(_FlyingStateless, state=["value"]):
+    """With a state."""
 
 
 _KINDS: dict[tuple[bool, bool, bool], Callable[[Workload, Recorder], _Stateless]] = {  # talks, stateful, listens

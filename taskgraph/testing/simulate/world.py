@@ -81,7 +81,7 @@ class World:
         self.workload = workload
         self.settings = settings
         self.transcript = Transcript(loop.time)
-        self.runs = Runs()
+        self.runs = Runs(lambda: self.transcript.state("epochs in flight"))
         self.job = workload.job(self.runs, settings, min_nodes)
         self.spec = dataclasses.replace(JobSpec.local(self.job), run="run", submitted_at=0.0)
         self.keys = Keys(self.spec.name)
