@@ -5,7 +5,9 @@ A plant changes the decisions and the transactions of `taskgraph`; of the simula
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,15 +17,18 @@ from taskgraph.checkpoint.store import Store
 from taskgraph.coordination.memory import MemoryStore
 from taskgraph.errors import Refused
 from taskgraph.graph.values import decode
+from taskgraph.node import attempt as attempt_module
 from taskgraph.node import replica as replica_module
 from taskgraph.node.attempt import Attempt
 from taskgraph.node.backups import Backups
+from taskgraph.node.lanes import Lanes
 from taskgraph.node.leader import LeaderRole
 from taskgraph.node.mailbox import Mailbox
 from taskgraph.node.primary import Primary
 from taskgraph.node.replica import Replica
 from taskgraph.node.reporter import Reporter
 from taskgraph.node.serving import Serving
+from taskgraph.node.turns import Turns
 from taskgraph.protocol import checkpointing, transactions
 from taskgraph.protocol.boundaries import Boundaries, Boundary
 from taskgraph.protocol.commit import Leader
@@ -676,3 +681,97 @@ def reports_that_came_after_the_snapshot_are_left_out_of_the_boundary(patch: pyt
 @plant
 def reports_that_were_on_their_way_count_as_told_whatever_became_of_them(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Reporter, "_answered", lambda self, way, reply: reply.cancelled() or reply.exception())
+
+
+# -- epochs in flight ---------------------------------------------------------------------------------
+
+
+def _without_turns(patch: pytest.MonkeyPatch, which: str, in_: str) -> None:
+    """In that method of `Lanes` everybody passes as they come."""
+
+    class Hasty(Turns):
+        async def wait(self, epoch: int) -> None:
+            if sys._getframe(1).f_code.co_name != in_:
+                await super().wait(epoch)
+
+        def passed(self, epoch: int) -> None:
+            if epoch >= self.at:
+                self.at = epoch
+                super().passed(epoch)
+
+    def init(original: Any, self: Lanes, primary: Any, at: Stamp, *args: Any) -> None:
+        original(self, primary, at, *args)
+        setattr(self, which, Hasty(at.epoch))
+
+    _changed(patch, Lanes, "__init__", init)
+
+
+@plant
+def a_compute_that_is_not_stateless_does_not_wait_for_its_turn(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(attempt_module, "is_stateless", lambda function: True)
+
+
+@plant
+def the_next_epoch_gets_its_turn_before_the_snapshot(patch: pytest.MonkeyPatch) -> None:
+    async def run(original: Any, self: Attempt) -> None:
+        await original(self)
+        if self._turns is not None:
+            await self._turns.wait(self.number)
+            self._turns.passed(self.number)
+            await asyncio.sleep(0)
+
+    def passed(original: Any, self: Turns, epoch: int) -> None:
+        if epoch == self.at:
+            original(self, epoch)
+
+    _changed(patch, Attempt, "run", run)
+    _changed(patch, Turns, "passed", passed)
+
+
+@plant
+def epochs_in_flight_are_snapshotted_in_any_order(patch: pytest.MonkeyPatch) -> None:
+    _without_turns(patch, "_turns", "_work")
+
+
+@plant
+def an_error_in_a_later_epoch_ends_the_earlier_ones(patch: pytest.MonkeyPatch) -> None:
+    """Whoever fails does not wait until the dones of those before it are told."""
+    _without_turns(patch, "_told", "_lane")
+
+
+@plant
+def an_error_of_a_later_epoch_is_told_at_once(patch: pytest.MonkeyPatch) -> None:
+    def worked(original: Any, self: Primary, work: asyncio.Task[None]) -> None:
+        if self._lanes is not None:
+            self._lanes.failed_in = self._lanes.settled
+        original(self, work)
+
+    _changed(patch, Primary, "_worked", worked)
+
+
+@plant
+def a_restart_leaves_lanes_running(patch: pytest.MonkeyPatch) -> None:
+    async def run(original: Any, self: Lanes) -> None:
+        if self._count == 1:
+            await original(self)
+            return
+        first = self._at
+        lanes = [
+            asyncio.ensure_future(self._lane(Stamp(first.attempt, first.epoch + after))) for after in range(self._count)
+        ]
+        for lane in lanes:
+            lane.add_done_callback(lambda done: done.cancelled() or done.exception())
+        done, _ = await asyncio.wait(lanes, return_when=asyncio.FIRST_COMPLETED)
+        done.pop().result()
+
+    _changed(patch, Lanes, "run", run)
+
+
+@plant
+def epochs_in_flight_begin_in_any_order(patch: pytest.MonkeyPatch) -> None:
+    async def until_allowed(self: Lanes, stamp: Stamp) -> None:
+        while not self._may_begin(stamp):
+            self._room.clear()
+            await self._room.wait()
+
+    patch.setattr(Lanes, "_until_allowed", until_allowed)
