@@ -41,7 +41,7 @@ LIMIT_S = 60.0
 _LOOK_S = 2.0
 _AHEAD = 200
 """Epochs of the failure-free run that are computed at a time."""
-_OF_THE_NUMBERS = ("tasks", "talk", "ballast")
+_OF_THE_NUMBERS = ("tasks", "talk", "flying", "ballast")
 """Options that change the result."""
 
 
@@ -55,7 +55,7 @@ def driver() -> ModuleType:
 
 
 class Calm:
-    """The run without faults, made in one process: what every task has after every epoch."""
+    """The run without faults, made in one process, in step: what every task has after every epoch."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = options
@@ -72,7 +72,7 @@ class Calm:
     def _run(self, epochs: int) -> None:
         module, values = driver(), self._values
 
-        class Told(module.Talking if self._options["talk"] else module.Ledgered):  # type: ignore[misc]
+        class Told(module.kind(talk=self._options["talk"], flying=self._options["flying"])):  # type: ignore[misc]
             ballast = self._options["ballast"]
 
             def on_commit(self, number: int, state: dict[str, Any]) -> None:
@@ -90,10 +90,13 @@ def calm(options: frozenset[tuple[str, Any]]) -> Calm:
     return Calm(dict(options))
 
 
-def judge(result: dict[str, Any], *, tasks: int = 7, talk: bool = False, ballast: int = 0) -> None:
+def judge(
+    result: dict[str, Any], *, tasks: int = 7, talk: bool = False, flying: bool = False, ballast: int = 0
+) -> None:
     """The bits of the failure-free run, and a ledger in which every item is once, in its order."""
     epochs = result["epochs"]
-    values, reports = calm(frozenset({"tasks": tasks, "talk": talk, "ballast": ballast}.items())).after(epochs)
+    options = {"tasks": tasks, "talk": talk, "flying": flying, "ballast": ballast}
+    values, reports = calm(frozenset(options.items())).after(epochs)
     for task in range(tasks):
         got = result["values"][str(task)]
         names, consumed = driver().expected_names(task, tasks, epochs, talk=talk)

@@ -1,7 +1,8 @@
 """A job that keeps a ledger: every task says of every item what it was, from whom, in which epoch, and in what order.
 
 Items go down and up a tree, and round a ring that is another one in every epoch. In `Talking`, flags and requests go
-round it, too. Whoever consumed an item twice, missed one, or took them in another order has another ledger.
+round it, too; in `Flying`, several epochs are worked on at a time. Whoever consumed an item twice, missed one, or took
+them in another order has another ledger.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -129,6 +131,42 @@ class Talking(Ledgered):
         return [("flag", *scratch.flagged), ("ask", *scratch.asked), ("answer", *scratch.answer)]
 
 
+class Flying(Ledgered):
+    """The same with several epochs in flight: only what `settle` keeps has an order. All tiers take their time."""
+
+    seen = ""
+
+    @tg.stateless
+    def compose(self, epoch: tg.Epoch) -> None:
+        super().compose(epoch)
+
+    @tg.stateless
+    async def down(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self._look(epoch)
+        await asyncio.sleep(self.pace_s)
+        if not self.task_id and self.finish and os.path.exists(self.finish):  # noqa: ASYNC240
+            epoch.finish()
+        outs.put("theta", ins["theta"] + 1.0 if self.task_id else np.cos(np.arange(16.0) * epoch.number))
+
+    def _look(self, epoch: tg.Epoch) -> None:
+        """Leaves word where an earlier epoch is not through. It looks at the state for nothing else."""
+        if self.seen and epoch.number > self.next:
+            Path(self.seen, f"{self.task_id} is {epoch.number - self.next} ahead").touch()
+
+    @tg.stateless
+    async def around(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("hello", np.sin(np.arange(16.0 + self.ballast) * (epoch.number + self.task_id)))
+
+    @tg.stateless
+    def up(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        time.sleep(self.pace_s / 4)
+        outs.put("grad", np.sin(ins["theta"]) + self.task_id + sum(ins.all("grad").values()))
+
+
+def kind(*, talk: bool, flying: bool) -> type[Ledgered]:
+    return Talking if talk else Flying if flying else Ledgered
+
+
 @tg.job
 def ledgered(  # `finish`: a file; the epoch in which it is there is the last
     tasks: int = 7,
@@ -136,6 +174,8 @@ def ledgered(  # `finish`: a file; the epoch in which it is there is the last
     backups: int = 1,
     pace_s: float = 0.0,
     talk: bool = False,
+    flying: bool = False,
+    seen: str = "",
     finish: str = "",
     block: str = "",
     ballast: int = 0,
@@ -146,7 +186,9 @@ def ledgered(  # `finish`: a file; the epoch in which it is there is the last
     ping_s: float = 5.0,
 ) -> tg.Job:
     def build(task_id: int) -> Ledgered:
-        task = Talking() if talk else Ledgered()
+        task = kind(talk=talk, flying=flying)()
+        if isinstance(task, Flying):
+            task.seen = seen
         task.pace_s, task.finish, task.block, task.ballast = pace_s, finish, block, ballast
         return task
 
