@@ -203,13 +203,14 @@ class Attempt:
         outputs = Outputs(self, processor, inputs)
         if self.recording is not None:
             self.recording.started(processor.name, processor)
+            before = left_by(self) if self.replica.shape.in_flight else {}
         self.replica.actor.stamp = self.stamp
         await self.replica.actor.call(
             processor.name, processor.compute, epoch, inputs, outputs, alone=not processor.parallel, after=outputs.close
         )
         if self.recording is not None:
             if self.replica.shape.in_flight:
-                self.recording.left[processor.name] = left_by(self)
+                self.recording.left[processor.name] = (before, left_by(self))
             await self.recording.finished(processor.name, sync=processor.sync)
         self._states[processor.name] = "done"
 

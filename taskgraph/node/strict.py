@@ -56,7 +56,7 @@ class Recording:
         self.answers: dict[tuple[str, int, str, int], Encoded] = {}
         self.items: dict[tuple[str, int], Encoded] = {}
         self.puts: dict[tuple[str, int], Encoded] = {}
-        self.left: dict[str, Fields] = {}  # processor -> what there was by then, besides what was put
+        self.left: dict[str, tuple[Fields, Fields]] = {}  # processor -> what there was before and after it, but items
         self._open = 0
         self.interleaved = False
 
@@ -161,13 +161,22 @@ async def _check_stateless(replica: Replica, fresh: Replica, recording: Recordin
             if step.processor is not None and step.processor.parallel:
                 continue  # nobody waits for it
             return  # what follows is not run early
+        had = left_by(work)
         await _stateless(replica, fresh, stamp, step.where, _run_step(fresh, work, step, here))
         for (tag, to), digest in work.digests.items():
             if recording.puts[(tag, to)].digest != digest:
                 raise _not_stateless(replica, fresh, stamp, step.where, f"puts another {tag!r} to task {to}")
-        left, then = left_by(work), recording.left[step.where]
-        if differing := sorted(name for name in left.keys() | then.keys() if left.get(name) != then.get(name)):
+        left, (before, then) = left_by(work), recording.left[step.where]
+        # What something beside it left, that is not run here, is not its doing.
+        names = {
+            name for old, new in ((had, left), (before, then)) for name in _changed(old, new)
+        }  # it, nothing beside
+        if differing := sorted(name for name in names if left.get(name) != then.get(name)):
             raise _not_stateless(replica, fresh, stamp, step.where, f"leaves another {differing[0]}")
+
+
+def _changed(before: Fields, after: Fields) -> list[str]:
+    return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 
 async def _stateless(
@@ -179,8 +188,7 @@ async def _stateless(
     except UserCodeError as error:
         raise _not_stateless(replica, fresh, stamp, where, f"fails ({error})") from error
     after = _attributes(fresh)
-    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-    if changed:
+    if changed := _changed(before, after):
         raise StateError(
             f"task {replica.task}, epoch {stamp.epoch}: {where!r} is marked @tg.stateless, and changed "
             f"{', '.join(f'self.{name}' for name in changed)}: another epoch may run between this and who reads it; "

@@ -224,3 +224,32 @@ def test_where_compose_is_not_marked_no_mark_is_relied_on() -> None:
             return self.total + 1
 
     assert run(job(Reading, epochs=3)).values == {0: 26, 1: 26}
+
+
+@pytest.mark.parametrize("way", ["def", "async def"])
+def test_what_runs_beside_it_and_is_not_marked_is_not_taken_for_its_doing(way: str) -> None:
+    """It may report, and leave something in scratch, before what is marked begins."""
+
+    class Beside(Sum):
+        def declare(self, epoch: tg.Epoch) -> None:
+            compute = self.beside if way == "def" else self.awaited
+            epoch.processor(compute, outbound={"own": self.task_id}, parallel=True, name="beside")
+            epoch.processor(self.first, outbound={"y": "all"})
+            epoch.processor(self.early, inbound={"y": "all"}, outbound={"x": "all"})
+            epoch.processor(self.late, inbound={"x": "all", "own": self.task_id})
+
+        @tg.stateless
+        async def first(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            outs.put("y", epoch.number)
+
+        def beside(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            epoch.scratch.beside = self.total
+            epoch.report(**{f"total {self.task_id}": self.total})
+            outs.put("own", None)
+
+        async def awaited(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.beside(epoch, ins, outs)
+
+    given = job(Beside, epochs=4)
+    for order in range(4):
+        assert run(given, order=order).values == run(given, strict=False).values
