@@ -168,9 +168,7 @@ async def _check_stateless(replica: Replica, fresh: Replica, recording: Recordin
                 raise _not_stateless(replica, fresh, stamp, step.where, f"puts another {tag!r} to task {to}")
         left, (before, then) = left_by(work), recording.left[step.where]
         # What something beside it left, that is not run here, is not its doing.
-        names = {
-            name for old, new in ((had, left), (before, then)) for name in _changed(old, new)
-        }  # it, nothing beside
+        names = {*_changed(had, left), *_changed(before, then)}
         if differing := sorted(name for name in names if left.get(name) != then.get(name)):
             raise _not_stateless(replica, fresh, stamp, step.where, f"leaves another {differing[0]}")
 
