@@ -686,26 +686,6 @@ def reports_that_were_on_their_way_count_as_told_whatever_became_of_them(patch: 
 # -- epochs in flight ---------------------------------------------------------------------------------
 
 
-def _without_turns(patch: pytest.MonkeyPatch, which: str, in_: str) -> None:
-    """In that method of `Lanes` everybody passes as they come."""
-
-    class Hasty(Turns):
-        async def wait(self, epoch: int) -> None:
-            if sys._getframe(1).f_code.co_name != in_:
-                await super().wait(epoch)
-
-        def passed(self, epoch: int) -> None:
-            if epoch >= self.at:
-                self.at = epoch
-                super().passed(epoch)
-
-    def init(original: Any, self: Lanes, primary: Any, at: Stamp, *args: Any) -> None:
-        original(self, primary, at, *args)
-        setattr(self, which, Hasty(at.epoch))
-
-    _changed(patch, Lanes, "__init__", init)
-
-
 @plant
 def a_compute_that_is_not_stateless_does_not_wait_for_its_turn(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(attempt_module, "is_stateless", lambda function: True)
@@ -730,13 +710,33 @@ def the_next_epoch_gets_its_turn_before_the_snapshot(patch: pytest.MonkeyPatch) 
 
 @plant
 def epochs_in_flight_are_snapshotted_in_any_order(patch: pytest.MonkeyPatch) -> None:
-    _without_turns(patch, "_turns", "_work")
+    async def turn(original: Any, self: Attempt, where: str) -> None:
+        if where != "snapshot":
+            await original(self, where)
+
+    def passed(original: Any, self: Turns, epoch: int) -> None:
+        if epoch >= self.at:
+            self.at = epoch
+            original(self, epoch)
+
+    _changed(patch, Attempt, "turn", turn)
+    _changed(patch, Turns, "passed", passed)
 
 
 @plant
 def an_error_in_a_later_epoch_ends_the_earlier_ones(patch: pytest.MonkeyPatch) -> None:
     """Whoever fails does not wait until the dones of those before it are told."""
-    _without_turns(patch, "_told", "_lane")
+
+    class Hasty(Turns):
+        async def wait(self, epoch: int) -> None:
+            if sys._getframe(1).f_code.co_name != "_lane":
+                await super().wait(epoch)
+
+    def init(original: Any, self: Lanes, primary: Any, at: Stamp, *args: Any) -> None:
+        original(self, primary, at, *args)
+        self._told = Hasty(at.epoch)
+
+    _changed(patch, Lanes, "__init__", init)
 
 
 @plant
