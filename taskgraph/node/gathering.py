@@ -16,8 +16,9 @@ class Gathering:
     """Times in seconds, of one clock.
 
     A commit costs etcd and every node the same, of however many epochs it is. Where many nodes share few cores, epochs
-    are longer because of that, and `gather_s` holds fewer of them: so it is counted in epochs there, within limits. A
-    pause of one epoch (a takeover, a slow compute) changes nothing: of the last two commits the quicker one counts.
+    are longer because of that, and `gather_s` does not hold two of them: so it is counted in epochs there, within
+    limits. A pause of one epoch (a takeover, a slow compute) changes nothing: of the last two commits the quicker one
+    counts.
     """
 
     def __init__(self, gather_s: float) -> None:
@@ -34,8 +35,8 @@ class Gathering:
             each_s = (now - self._committed_at) / epochs
             quicker_s, self._each_s = min(each_s, self._each_s), each_s
             longest_s = _LONGEST * self._gather_s
-            if 2 * quicker_s <= longest_s:  # else no second one would come
-                wait_s = min(max(wait_s, _EPOCHS * quicker_s), longest_s)
+            if wait_s < 2 * quicker_s <= longest_s:  # beyond that no second one would come
+                wait_s = min(_EPOCHS * quicker_s, longest_s)
         self._committed_at, self.generation = now, generation
         self._again_at = now + wait_s
 

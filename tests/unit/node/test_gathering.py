@@ -21,6 +21,10 @@ def test_short_epochs_wait_for_gather_s() -> None:
     assert waits((0.0, 1), (0.02, 8), (0.02, 8)) == pytest.approx(0.02)
 
 
+def test_as_long_as_that_holds_two() -> None:
+    assert waits((0.0, 1), (0.02, 2), (0.02, 2)) == pytest.approx(0.02)
+
+
 def test_longer_ones_wait_for_four() -> None:
     assert waits((0.0, 1), (0.026, 2), (0.026, 2)) == pytest.approx(0.052)
 
