@@ -29,8 +29,7 @@ class Settings:
             next one begins.
         epochs_in_flight: how many epochs of a task may be worked on at a time, where its methods are marked
             `@tg.stateless`; 1: one after another.
-        gather_s: where tasks work ahead, how long short epochs wait to be committed together; up to three times as long
-            where it does not hold two of them.
+        gather_s: where tasks work ahead, how long short epochs wait to be committed together.
         start_wait_s: how long a job waits for all the nodes its launcher started, beyond `min_nodes`.
         hand_over_s: how long a primary waits for the backup it handed over to before it goes on itself.
         drain_s: how long a node that was told to leave tries to hand everything over.

@@ -14,7 +14,6 @@ from taskgraph.errors import GraphError, TransportError
 from taskgraph.node import audits
 from taskgraph.node.backoff import Backoff
 from taskgraph.node.checkpoints import Checkpointer
-from taskgraph.node.gathering import Gathering
 from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
 from taskgraph.protocol.commit import Commit, Diverged, Leader, Restart, SealTasks, WaitFor
@@ -66,7 +65,8 @@ class LeaderRole:
         self._refused: tuple[tuple[Compare, ...], int] = ((), 0)
         """What was read after a commit was refused, and how many times that was the same."""
         self.checkpointer = Checkpointer(node, primary)
-        self._gathered = Gathering(node.settings.gather_s)
+        self._commit_again_at = node.now()
+        self._commit_of = 0  # the revision of `generation` that the last commit rests on
         self._gathering: asyncio.TimerHandle | None = None
 
     # -- what primaries say -----------------------------------------------------------------------
@@ -202,11 +202,11 @@ class LeaderRole:
 
     def _may_gather(self) -> bool:
         """Whether the last commit is not long ago, nor before a takeover; the role is woken when it is."""
-        if self._node.keeper.view.generation_revision != self._gathered.generation:
+        if self._node.keeper.view.generation_revision != self._commit_of:
             return False
         if self._gathering is not None:
             return True
-        left_s = self._gathered.left_s(self._node.now())
+        left_s = self._commit_again_at - self._node.now()
         if left_s <= 0:
             return False
         self._gathering = asyncio.get_running_loop().call_later(left_s, self._enough_gathered)
@@ -252,7 +252,7 @@ class LeaderRole:
             return
         self._backoff.reset()
         self._refused = ((), 0)
-        self._gathered.committed(node.now(), commit.epochs, view.generation_revision)
+        self._commit_again_at, self._commit_of = node.now() + node.settings.gather_s, view.generation_revision
         self._stop_gathering()
         if self._lineage() == lineage:  # else it was committed, and undone by a roll-back before we knew
             for number in numbers:
