@@ -1,8 +1,8 @@
 """The epochs a primary works on in one attempt of the job: one after another, or several in flight.
 
 Each epoch is worked on in a lane: its attempt, its snapshot, the boundary held by all it needs, its done. Most tasks
-have one lane. Where `compose` is `@tg.stateless` there are `Settings.epochs_in_flight`, each for every so manieth
-epoch. Epochs begin in their order, are snapshotted in their order, and told in their order; in between, what is
+have one lane. Where `compose` is `@tg.stateless` there are `Settings.epochs_in_flight`, which take the epochs in turns.
+Epochs begin in their order, are snapshotted in their order, and told in their order; in between, what is
 stateless of a later one may run before what is left of an earlier one.
 """
 

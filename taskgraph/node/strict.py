@@ -84,9 +84,7 @@ class Recording:
         """Raises StateError where the state is not what it was when the epoch began."""
         if not self._before:
             return
-        now = await fields_of(self._replica)
-        changed = sorted(name for name in now.keys() | self._before.keys() if now.get(name) != self._before.get(name))
-        if changed:
+        if changed := _changed(self._before, await fields_of(self._replica)):
             raise StateError(
                 f"task {self._replica.task}, epoch {self._stamp.epoch}: {where!r} changed state "
                 f"({', '.join(changed)}) outside a sync point; change state only in a processor without outbound "
@@ -195,8 +193,7 @@ async def _stateless(
 
 
 def _not_stateless(replica: Replica, fresh: Replica, stamp: Stamp, where: str, what: str) -> StateError:
-    now, made = _attributes(replica), _attributes(fresh)
-    differing = sorted(name for name in now.keys() | made.keys() if now.get(name) != made.get(name))
+    differing = _changed(_attributes(fresh), _attributes(replica))
     hint = f"; since setup() changed: {', '.join(f'self.{name}' for name in differing[:5])}" if differing else ""
     return StateError(
         f"task {replica.task}, epoch {stamp.epoch}: {where!r} is marked @tg.stateless, but on the object as setup() "
@@ -254,8 +251,7 @@ def _suspects(replica: Replica, fresh: Replica) -> list[str]:
     """Attributes outside the snapshot that differ between the object that ran on and the one restored."""
     state = replica.user_task.snapshot() if replica.stateful else None
     held = set(state) if isinstance(state, dict) else set()
-    one, other = _attributes(replica), _attributes(fresh)
-    return sorted(name for name in (one.keys() | other.keys()) - held if one.get(name) != other.get(name))
+    return [name for name in _changed(_attributes(fresh), _attributes(replica)) if name not in held]
 
 
 class _Replay:
