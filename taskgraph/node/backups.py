@@ -2,6 +2,9 @@
 
 One coroutine tends each other node, from the first offer to the eviction. What must be acknowledged, and when a
 write may be sent, is decided by `protocol.insync.InSync`.
+
+A pending boundary is offered to members right where it is made, and their acknowledgements are taken where they arrive:
+so it goes in all epochs in which nothing happens. Whatever does not succeed like that is left to the tenders.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from taskgraph.errors import Refused, TransportError
@@ -17,7 +21,7 @@ from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync, Place
-from taskgraph.protocol.messages import Accepted, Offer, Reason, Release, Stamp
+from taskgraph.protocol.messages import Accepted, Offer, Reason, Release, Reply, Stamp
 
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
@@ -49,17 +53,20 @@ class Backups:
         self._tending: dict[str, asyncio.Task[None]] = {}
         self._tidying: set[str] = set()
         self._invitations = 0
+        self._invited: dict[str, int] = {}  # the number of each node's latest invitation
         self._caught_up_by: dict[str, float] = {}  # candidates that hold something: until when an epoch waits for them
         self._group: asyncio.TaskGroup | None = None
         self._moved = asyncio.Event()  # something about the set changed; waits look again
         self._poked = False
         self._waits: dict[asyncio.Future[None], Callable[[], bool]] = {}  # tenders, and what each waits for
-        self._blocked: dict[Key, str] = {}  # boundaries that a done waits for -> what is lacking
+        self._offered: dict[str, dict[Key, asyncio.Future[Reply]]] = {}  # offers under way that no tender made
+        self._idle: dict[str, None] = {}  # nodes whose tenders wait for something to do
+        self._blocked: dict[Key, Callable[[], str]] = {}  # boundaries that a done waits for -> what is lacking
 
     @property
     def blocked(self) -> str:
         """What the earliest done waits for that waits, for `status`."""
-        return self._blocked[min(self._blocked)] if self._blocked else ""
+        return self._blocked[min(self._blocked)]() if self._blocked else ""
 
     # -- boundaries -------------------------------------------------------------------------------
 
@@ -70,7 +77,9 @@ class Backups:
         self._boundaries[boundary.key] = boundary
         self._insync.keep_from(boundary.stamp.epoch)
         self._insync.add(boundary.key)
-        self._poke()
+        self._withdraw_history()
+        if not self._nothing_to_do:
+            self._poke()
 
     def rolled_back(self, boundary: Boundary) -> None:
         """The job went back to a checkpoint: `boundary` is the committed one, all others were undone."""
@@ -82,13 +91,73 @@ class Backups:
         """The attempt the pending boundaries were made in is over."""
         self._insync.drop_pending(self._committed_epoch)
         self._boundaries = {k: b for k, b in self._boundaries.items() if k[0] <= self._committed_epoch}
+        self._withdraw_history()
 
     def pending(self, boundary: Boundary) -> None:
         """A snapshot was made: every member must hold it before the task is done."""
         key = boundary.key
         self._boundaries[key] = boundary
         self._insync.add(key)
-        self._poke()
+        if not (self._insync.alone or (self._nothing_to_do and self._offered_now(boundary))):
+            self._poke()
+
+    @property
+    def _nothing_to_do(self) -> bool:
+        """Whether all other nodes that hold something are members, with tenders that have nothing to do."""
+        insync, members = self._insync, self._node.keeper.view.members_of(self._task)
+        known = len(insync)
+        return len(self._idle) == known and len(members) == known + 1 and insync.steady
+
+    def _offered_now(self, boundary: Boundary) -> bool:
+        for node in self._idle:  # noqa: SIM110 - every epoch: a generator would cost more than it
+            if not self._offer_now(node, boundary):
+                return False
+        return True
+
+    def _offer_now(self, node: str, boundary: Boundary) -> bool:
+        """Offers a member a pending boundary, where that takes no waiting."""
+        message = Offer(boundary.stamp, self._term, self._task, False, False, self._invited[node], boundary.value)
+        began = self._node.tracing.on and clock()
+        reply = None if node in self._node.suspects else self._node.router.begin_at(node, message)
+        if reply is None:
+            return False
+        self._offered.setdefault(node, {})[boundary.key] = reply
+        late = asyncio.get_running_loop().call_later(self._node.settings.call_s, reply.cancel)
+        reply.add_done_callback(partial(self._answered, node, boundary, late, began))
+        return True
+
+    def _answered(
+        self, node: str, boundary: Boundary, late: asyncio.TimerHandle, began: int, reply: asyncio.Future[Reply]
+    ) -> None:
+        """What is not accepted, or not answered in time, the tender offers again."""
+        late.cancel()
+        offered = self._offered.get(node, {})
+        if offered.get(boundary.key) is not reply:
+            return  # withdrawn meanwhile
+        del offered[boundary.key]
+        if reply.cancelled() or reply.exception() is not None or type(reply.result()) is not Accepted:
+            self._poke()
+            return
+        self._insync.acknowledge(node, boundary.key)
+        if began:
+            self._trace_offer(began, node, boundary)
+        if self._insync.steady:
+            self._moved.set()
+        else:
+            self._poke()
+
+    def _withdraw(self, node: str) -> None:
+        """Nothing counts that is answered to what was offered, and not by its tender."""
+        for reply in tuple(self._offered.pop(node, {}).values()):
+            reply.cancel()
+
+    def _withdraw_history(self) -> None:
+        """Nobody needs to hear any more of offers of what is history, or was never committed."""
+        current = self._insync.current
+        for offered in self._offered.values():
+            if offered:
+                for reply in [reply for key, reply in offered.items() if key not in current]:
+                    reply.cancel()
 
     async def held(self, key: Key, *, admit_wait_s: float) -> None:
         """Returns when every member holds the boundary, and enough of them.
@@ -104,24 +173,31 @@ class Backups:
             while True:
                 self._moved.clear()
                 lacking = self._insync.waits_for(key)
-                holders = self._insync.holders(key)
-                awaited = self._awaited(deadline)
-                timeout: float | None = None
                 if lacking:
-                    blocked = f"the acknowledgement of {', '.join(map(self._node.name_of, lacking))}"
-                elif holders < need:
-                    blocked = f"{need - holders} more in-sync replicas (min_in_sync={need})"
-                elif awaited:
-                    blocked = f"the admission of {', '.join(map(self._node.name_of, awaited))}"
-                    timeout = max(awaited.values()) - self._node.now()
-                else:
+                    self._blocked[key] = partial(self._lacks, "the acknowledgement of", lacking)
+                    await self._moved.wait()
+                    continue
+                if self._insync.holders(key) < need:
+                    self._blocked[key] = partial(self._lacks_holders, key, need)
+                    await self._moved.wait()
+                    continue
+                if not admit_wait_s and self._insync.steady:
                     return
-                self._blocked[key] = blocked
+                awaited = self._awaited(deadline)
+                if not awaited:
+                    return
+                self._blocked[key] = partial(self._lacks, "the admission of", tuple(awaited))
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(timeout):
+                    async with asyncio.timeout(max(awaited.values()) - self._node.now()):
                         await self._moved.wait()
         finally:
             self._blocked.pop(key, None)
+
+    def _lacks(self, what: str, nodes: tuple[str, ...]) -> str:
+        return f"{what} {', '.join(map(self._node.name_of, nodes))}"
+
+    def _lacks_holders(self, key: Key, need: int) -> str:
+        return f"{need - self._insync.holders(key)} more in-sync replicas (min_in_sync={need})"
 
     def _awaited(self, deadline: float) -> dict[str, float]:
         """Who is to become a member before the epoch is done, and until when that is waited for.
@@ -147,13 +223,15 @@ class Backups:
         """Invites and tends other nodes until cancelled."""
         async with asyncio.TaskGroup() as group:
             self._group = group
-            stop = self._node.keeper.on_change(self._look)
+            stop = self._node.keeper.on_change(self._look, structure=True)
             try:
                 self._look()
                 await asyncio.Event().wait()  # until the term ends; every tender says what it waits for
             finally:
                 stop()
                 self._group = None
+                for node in tuple(self._offered):
+                    self._withdraw(node)
 
     def _poke(self) -> None:
         """Something about the set changed that the view does not show: looked at once, after the caller is through."""
@@ -189,6 +267,7 @@ class Backups:
             known = self._tending.get(node)
             if known is None or known.done():
                 self._invitations += 1
+                self._invited[node] = self._invitations
                 work = self._tend(node, self._invitations)
                 self._tending[node] = self._group.create_task(work, name=f"tend {self._task} on {node}")
         for node, member in self._node.keeper.view.members_of(self._task).items():
@@ -215,6 +294,7 @@ class Backups:
         backoff = Backoff()
         self._caught_up_by.pop(node, None)
         await self._keep_in_sync(node, invitation, backoff)
+        self._withdraw(node)
         while node not in self._node.suspects:
             try:
                 release = Release(self._task, self._term, invitation, self._node.keeper.view.revision)
@@ -232,13 +312,22 @@ class Backups:
                     return
                 await self._evict(node, backoff)
                 continue
-            missing = self._insync.missing(node)
-            if missing:
-                await self._offer(node, missing[0], invitation, backoff, candidate=place is Place.CANDIDATE)
+            missing = self._to_offer(node)
+            if missing is not None:
+                await self._offer(node, missing, invitation, backoff, candidate=place is Place.CANDIDATE)
             elif self._admissible(node):
                 await self._admit(node, backoff)
             else:
-                await self._when(node, lambda: bool(self._insync.missing(node)) or self._admissible(node))
+                self._idle[node] = None
+                try:
+                    await self._when(node, lambda: self._to_offer(node) is not None or self._admissible(node))
+                finally:
+                    self._idle.pop(node, None)
+
+    def _to_offer(self, node: str) -> Key | None:
+        """The first boundary that it has yet to acknowledge and that is not on its way to it."""
+        offered = self._offered.get(node, ())
+        return next((key for key in self._insync.missing(node) if key not in offered), None)
 
     def _admissible(self, node: str) -> bool:
         """Whether the admitting write may be sent. Where its key just vanished, that is waited for."""
@@ -285,11 +374,7 @@ class Backups:
                     if candidate:
                         self._caught_up_by.setdefault(node, self._node.now() + settings.admit_wait_s)
                     if began:
-                        made = Stamp(boundary.stamp.attempt, key[0] - 1)
-                        who = self._node.name_of(node)
-                        self._node.tracing.add(
-                            "offer", began, self._task, made, self._term, peer=who, size=value.size_bytes
-                        )
+                        self._trace_offer(began, node, boundary)
                     backoff.reset()
                     self._poke()
         except Refused as refused:
@@ -303,6 +388,11 @@ class Backups:
             for one in both:
                 one.cancel()
             await asyncio.gather(*both, return_exceptions=True)
+
+    def _trace_offer(self, began: int, node: str, boundary: Boundary) -> None:
+        made, who = Stamp(boundary.stamp.attempt, boundary.stamp.epoch - 1), self._node.name_of(node)
+        size = boundary.value.size_bytes
+        self._node.tracing.add("offer", began, self._task, made, self._term, peer=who, size=size)
 
     async def _admit(self, node: str, backoff: Backoff) -> None:
         """Writes the candidate into the in-sync set."""
@@ -350,6 +440,7 @@ class Backups:
             if node not in self._node.keeper.view.members_of(self._task):
                 self._insync.evicting(node)
                 self._insync.evicted(node, True)
+                self._withdraw(node)
                 self._poke()
             return
         writer = self._node.writer()
@@ -365,6 +456,8 @@ class Backups:
         self._insync.evicting(node)
         revision = await self._node.transact(txn, key=key, writer=writer)
         self._insync.evicted(node, revision is not None)
+        if revision is not None:
+            self._withdraw(node)
         self._poke()
         if revision is None:
             await self._node.keeper.refresh()

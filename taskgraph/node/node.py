@@ -113,6 +113,8 @@ class Node:
         self._point = point
         self.injects = point is not None
         """Whether there is anything to call at `point`: an epoch comes by five of them."""
+        self.injects_held = self.injects and own_process
+        """Whether `held` is one of its stages: only for nodes that are processes of their own (`inject.STAGES`)."""
         self.replicas: dict[int, Replica] = {}
         self.runs: dict[int, asyncio.Task[None]] = {}
         self._leading: asyncio.Task[None] | None = None

@@ -142,6 +142,16 @@ class Router:
             self._watch(reply, in_vain)
         return begun
 
+    def begin_at(self, node: str, message: Call) -> asyncio.Future[Reply] | None:
+        """One try to call that node, where that takes no waiting; None where it does. Cancelled once its lease ends."""
+        peer = self.peer(node)
+        if peer is None or node not in self._keeper.view.nodes:
+            return None
+        try:
+            return self._begin(peer, message, partial(_unregistered, node))
+        except TransportError:
+            return None
+
     def _begin(
         self, peer: Peer, message: Call, in_vain: Callable[[JobView], bool], *, quiet: bool = False
     ) -> asyncio.Future[Reply] | None:
@@ -231,6 +241,10 @@ class Router:
 
 def _is_open(reply: asyncio.Future[Reply] | None) -> bool:
     return reply is not None and not reply.done()
+
+
+def _unregistered(node: str, view: JobView) -> bool:
+    return node not in view.nodes
 
 
 def _replaced(task: int, known: int, view: JobView) -> bool:

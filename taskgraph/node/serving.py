@@ -45,6 +45,7 @@ from taskgraph.transport.api import Coming
 if TYPE_CHECKING:
     from taskgraph.node.leader import LeaderRole
     from taskgraph.node.node import Node
+    from taskgraph.node.replica import Replica
 
 __all__ = ["Serving"]
 
@@ -74,7 +75,7 @@ class Serving:
             return self._item(message)
         if type(message) in _REPORTS and node.leader is not None:
             return node.leader.report_now(message)  # type: ignore[arg-type]
-        return None
+        return self._offer_now(peer, message) if type(message) is Offer else None
 
     def _item(self, pull: Pull) -> Reply | Coming | None:
         primary, view = self._node.primaries.get(pull.task), self._node.keeper.view
@@ -92,6 +93,21 @@ class Serving:
 
     def _came(self) -> None:
         self._under_way -= 1
+
+    def _offer_now(self, peer: str, offer: Offer) -> Accepted | None:
+        """A pending boundary for a replica that is set up: all that a member is offered."""
+        node, view = self._node, self._node.keeper.view
+        replica = node.replicas.get(offer.task)
+        if replica is None or not replica.ready or offer.committed or node.injects_held:
+            return None
+        if view.term(offer.task) < offer.term or view.stamp is None or view.stamp.attempt < offer.stamp.attempt:
+            return None  # what it was made in has to be read here, too
+        self._check_offer(peer, offer)
+        began = node.tracing.on and clock()
+        self._hold(replica, offer)
+        if began:
+            self._trace_hold(began, peer, offer)
+        return Accepted(offer.term)
 
     async def __call__(self, peer: str, message: Call) -> Reply:
         """Answers one call; raises Refused."""
@@ -214,17 +230,26 @@ class Serving:
             # Placement wished it away meanwhile and wishes for it again: what is acknowledged must be held by the
             # replica that stays, or a member would have nothing to take over with.
             raise Refused(Reason.STALE, f"{node.name} dropped its replica of task {offer.task} while it was set up")
+        self._hold(replica, offer)
+        if node.injects_held:
+            await node.point("held", offer.task, offer.stamp.epoch)
+        if began:
+            self._trace_hold(began, peer, offer)
+        return Accepted(offer.term)
+
+    def _hold(self, replica: Replica, offer: Offer) -> None:
+        epoch = self._node.keeper.view.epoch
         replica.boundaries.hold(Boundary(offer.stamp, offer.term, offer.value), committed=offer.committed)
         if offer.committed:
             replica.fold_log(offer.value)
         replica.promise(offer.term, offer.invitation)
-        if keeper.view.epoch is not None:
-            replica.follow(keeper.view.epoch.record)
-        await node.point("held", offer.task, offer.stamp.epoch)
-        if began:
-            made, size = Stamp(offer.stamp.attempt, offer.stamp.epoch - 1), offer.value.size_bytes
-            node.tracing.add("hold", began, offer.task, made, offer.term, peer=node.name_of(peer), size=size)
-        return Accepted(offer.term)
+        if epoch is not None:
+            replica.follow(epoch.record)
+
+    def _trace_hold(self, began: int, peer: str, offer: Offer) -> None:
+        made, size = Stamp(offer.stamp.attempt, offer.stamp.epoch - 1), offer.value.size_bytes
+        who = self._node.name_of(peer)
+        self._node.tracing.add("hold", began, offer.task, made, offer.term, peer=who, size=size)
 
     def _check_offer(self, peer: str, offer: Offer) -> None:
         view = self._node.keeper.view

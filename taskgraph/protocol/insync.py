@@ -91,10 +91,22 @@ class InSync:
     def place(self, node: str) -> Place | None:
         return self._place.get(node)
 
+    def __len__(self) -> int:
+        """How many other nodes are anything."""
+        return len(self._place)
+
     @property
     def alone(self) -> bool:
         """Whether no other node is anything: no member, no candidate, nobody evicted who still counts."""
         return not self._place
+
+    @property
+    def steady(self) -> bool:
+        """Whether every other node is a member: nobody is on the way in or out."""
+        for place in self._place.values():  # noqa: SIM110 - several times an epoch: a generator would cost more than it
+            if place is not Place.MEMBER:
+                return False
+        return True
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -133,11 +145,20 @@ class InSync:
 
     def waits_for(self, key: Key) -> tuple[str, ...]:
         """Nodes whose acknowledgement of `key` is needed and not there."""
-        return tuple(sorted(n for n, p in self._place.items() if p in _COUNTS and key not in self._acked[n]))
+        lacking = []
+        for node, place in self._place.items():
+            if place in _COUNTS and key not in self._acked[node]:
+                lacking.append(node)
+        lacking.sort()
+        return tuple(lacking)
 
     def holders(self, key: Key) -> int:
         """How many replicas, the primary included, hold `key` and are known to be members."""
-        return 1 + sum(1 for n, p in self._place.items() if p is Place.MEMBER and key in self._acked[n])
+        found = 1
+        for node, place in self._place.items():
+            if place is Place.MEMBER and key in self._acked[node]:
+                found += 1
+        return found
 
     # -- admission and eviction -------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Short headers of the messages that every epoch has many of: `Pull`, `Item`, `Report`, `Reports`, `Accepted`.
+"""Short headers of the messages that every epoch has many of: `Pull`, `Item`, `Offer`, `Report`, `Reports`, `Accepted`.
 
 A fixed struct in place of protobuf: a tenth of the time, for what is most of the work in epochs of small items. They
 begin with a byte 0, which no protobuf message does, and the message's number. Whatever does not fit (numbers beyond
@@ -12,20 +12,22 @@ from collections.abc import Callable
 from typing import Final
 
 from taskgraph.errors import DecodeError
-from taskgraph.protocol.messages import Accepted, Encoded, Item, Message, Pull, Report, Reports, Stamp
+from taskgraph.protocol.messages import Accepted, Encoded, Item, Message, Offer, Pull, Report, Reports, Stamp
 
 __all__ = ["MARK", "PACK", "unpack"]
 
 MARK = 0
 """The first byte of a compact header."""
 
-_PULL, _ITEM, _REPORT, _ACCEPTED, _REPORTS = 1, 2, 3, 4, 5
+_PULL, _ITEM, _REPORT, _ACCEPTED, _REPORTS, _OFFER = 1, 2, 3, 4, 5, 6
 _PULL_HEAD = struct.Struct("!BBqqqqqH")  # attempt, epoch, sender, sender_term, task, count; then the tag
 _ITEM_HEAD = struct.Struct("!BBqqq16s")  # attempt, epoch, term, digest; then the tag
 _REPORT_HEAD = struct.Struct("!BBqqqqBq16s16s")  # attempt, epoch, task, term, flags, version, sent, received; numbers
 _REPORTS_HEAD = struct.Struct("!BB")  # then each as if it travelled alone
 _COUNT = struct.Struct("!H")  # of named numbers; then the numbers, the sizes of their names, and the names
 _ACCEPTED_HEAD = struct.Struct("!BBq")  # term
+_OFFER_HEAD = struct.Struct("!BBqqqqBq16s")  # attempt, epoch, term, task, flags, invitation, digest
+_COMMITTED, _CANDIDATE = 1, 2
 _DONE, _FINISH = 1, 2
 _NUMBERS, _PREVIOUS = 4, 8  # they are a dict, where they are None otherwise
 _NAMED, _NAMED_PREVIOUS = 16, 32  # which is not empty, and stands behind the head
@@ -45,7 +47,7 @@ def unpack(data: bytes, meta: bytes = b"") -> tuple[Message, Encoded | None]:
         message = _UNPACK[kind](data, meta)
     except (struct.error, UnicodeDecodeError) as error:
         raise DecodeError(f"a compact header of kind {kind} that cannot be read: {error}") from None
-    return message, message.value if type(message) is Item else None
+    return message, message.value if type(message) in _WITH_VALUE else None  # type: ignore[union-attr]
 
 
 def _pack_pull(message: Pull) -> bytes:
@@ -173,6 +175,23 @@ def _unpack_accepted(data: bytes, _: bytes) -> Accepted:
     return Accepted(_ACCEPTED_HEAD.unpack(data)[2])
 
 
+def _pack_offer(message: Offer) -> bytes:
+    (attempt, epoch), flags = message.stamp, 0
+    flags |= _COMMITTED if message.committed else 0
+    flags |= _CANDIDATE if message.candidate else 0
+    whose = message.term, message.task, flags, message.invitation
+    return _OFFER_HEAD.pack(MARK, _OFFER, attempt, epoch, *whose, message.value.digest)
+
+
+def _unpack_offer(data: bytes, meta: bytes) -> Offer:
+    _exactly(data, _OFFER_HEAD)
+    _, _, attempt, epoch, term, task, flags, invitation, digest = _OFFER_HEAD.unpack(data)
+    if flags & ~(_COMMITTED | _CANDIDATE):
+        raise DecodeError(f"an offer with unknown flags {flags}")
+    committed, candidate = bool(flags & _COMMITTED), bool(flags & _CANDIDATE)
+    return Offer(Stamp(attempt, epoch), term, task, committed, candidate, invitation, Encoded(meta, (), digest))
+
+
 def _exactly(data: bytes, head: struct.Struct) -> None:
     if len(data) != head.size:
         raise DecodeError(f"a compact header of {len(data)} bytes; that kind has {head.size}")
@@ -184,6 +203,7 @@ PACK: Final[dict[type, Callable[..., bytes]]] = {
     Report: _pack_report,
     Reports: _pack_reports,
     Accepted: _pack_accepted,
+    Offer: _pack_offer,
 }
 """What makes the header of a message of that class; it raises `struct.error` where something does not fit."""
 
@@ -193,4 +213,7 @@ _UNPACK: dict[int, Callable[[bytes, bytes], Message]] = {
     _REPORT: _unpack_report,
     _REPORTS: _unpack_reports,
     _ACCEPTED: _unpack_accepted,
+    _OFFER: _unpack_offer,
 }
+
+_WITH_VALUE: Final = frozenset({Item, Offer})
