@@ -91,7 +91,6 @@ class Backups:
         """The attempt the pending boundaries were made in is over."""
         self._insync.drop_pending(self._committed_epoch)
         self._boundaries = {k: b for k, b in self._boundaries.items() if k[0] <= self._committed_epoch}
-        self._withdraw_history()
 
     def pending(self, boundary: Boundary) -> None:
         """A snapshot was made: every member must hold it before the task is done."""
@@ -103,10 +102,8 @@ class Backups:
 
     @property
     def _nothing_to_do(self) -> bool:
-        """Whether all other nodes that hold something are members, with tenders that have nothing to do."""
-        insync, members = self._insync, self._node.keeper.view.members_of(self._task)
-        known = len(insync)
-        return len(self._idle) == known and len(members) == known + 1 and insync.steady
+        """Whether all other nodes that are anything are members, with tenders that have nothing to do."""
+        return len(self._idle) == len(self._insync) and self._insync.steady
 
     def _offered_now(self, boundary: Boundary) -> bool:
         for node in self._idle:  # noqa: SIM110 - every epoch: a generator would cost more than it
@@ -118,7 +115,7 @@ class Backups:
         """Offers a member a pending boundary, where that takes no waiting."""
         message = Offer(boundary.stamp, self._term, self._task, False, False, self._invited[node], boundary.value)
         began = self._node.tracing.on and clock()
-        reply = None if node in self._node.suspects else self._node.router.begin_at(node, message)
+        reply = self._node.router.begin_at(node, message)
         if reply is None:
             return False
         self._offered.setdefault(node, {})[boundary.key] = reply
@@ -439,9 +436,7 @@ class Backups:
             await self._node.keeper.caught_up(self._primary_revision)
             if node not in self._node.keeper.view.members_of(self._task):
                 self._insync.evicting(node)
-                self._insync.evicted(node, True)
-                self._withdraw(node)
-                self._poke()
+                self._evicted(node, True)
             return
         writer = self._node.writer()
         txn = transactions.evict(
@@ -455,10 +450,7 @@ class Backups:
         )
         self._insync.evicting(node)
         revision = await self._node.transact(txn, key=key, writer=writer)
-        self._insync.evicted(node, revision is not None)
-        if revision is not None:
-            self._withdraw(node)
-        self._poke()
+        self._evicted(node, revision is not None)
         if revision is None:
             await self._node.keeper.refresh()
             await backoff.pause()
@@ -473,6 +465,13 @@ class Backups:
             transient=not self._node.keeper.view.running,  # the job ended, and so nodes leave: no news
         )
         await self._node.keeper.caught_up(revision)
+
+    def _evicted(self, node: str, written: bool) -> None:
+        """It is known whether the evicting write happened: who is invited again acknowledges everything anew."""
+        self._insync.evicted(node, written)
+        if written:
+            self._withdraw(node)
+        self._poke()
 
     async def _tidy(self, node: str) -> None:
         """Deletes the key of a member that was evicted before the committed boundary, and is gone."""

@@ -326,6 +326,24 @@ def a_candidate_is_admitted_without_the_pending_boundary(patch: pytest.MonkeyPat
     _changed(patch, InSync, "missing", missing)
 
 
+@plant
+def an_offer_counts_whatever_became_of_it(patch: pytest.MonkeyPatch) -> None:
+    def answered(original: Any, self: Backups, node: str, boundary: Any, *rest: Any) -> None:
+        self._insync.acknowledge(node, boundary.key)
+        original(self, node, boundary, *rest)
+
+    _changed(patch, Backups, "_answered", answered)
+
+
+@plant
+def a_backup_accepts_what_it_does_not_hold(patch: pytest.MonkeyPatch) -> None:
+    def hold(original: Any, self: Serving, replica: Any, offer: Any) -> None:
+        if offer.committed or offer.stamp.epoch % 3:
+            original(self, replica, offer)
+
+    _changed(patch, Serving, "_hold", hold)
+
+
 def _waits_for(*places: Place) -> Callable[[InSync, Any], tuple[str, ...]]:
     def waits_for(self: InSync, key: Any) -> tuple[str, ...]:
         return tuple(sorted(n for n, p in self._place.items() if p in places and key not in self._acked[n]))

@@ -192,6 +192,7 @@ def test_a_backup_far_away_gets_in_sync_however_fast_epochs_are(monkeypatch: pyt
         primary_node = holder(cluster, 0)
         cluster.crash(next(node for node in cluster.nodes if node is not primary_node).id)
         monkeypatch.setattr(Serving, "_offer", from_far)
+        monkeypatch.setattr(Serving, "_offer_now", lambda *_: None)
         joined = cluster.add()
         await primary_node.keeper.wait_until(lambda view: joined in view.in_sync(0) or not view.running)
         assert primary_node.keeper.view.stamp is not None

@@ -64,6 +64,26 @@ def test_a_call_to_a_node_that_does_not_answer_ends_with_its_lease(monkeypatch: 
     play(job(Idle), scenario, nodes=2)
 
 
+def test_a_call_begun_to_a_node_ends_with_its_lease_and_none_begins_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        caller, silent = cluster.nodes[:2]
+        await caller.keeper.wait_until(lambda view: silent.id in view.nodes)
+        monkeypatch.setattr(silent.transport, "_serve", never)
+        message = Release(0, 1, 1, 0)
+        reply = caller.router.begin_at(silent.id, message)
+        assert reply is not None
+        await asyncio.sleep(10)
+        assert not reply.done()
+        cluster.store.revoke(silent.keeper.view.nodes[silent.id].record.lease)
+        await asyncio.wait([reply], timeout=1)
+        assert reply.cancelled()
+        assert caller.router.peer(silent.id) is not None
+        assert caller.router.begin_at(silent.id, message) is None
+        assert caller.router.begin_at("nobody", message) is None
+
+    play(job(Idle), scenario, nodes=3)
+
+
 def test_a_call_to_a_primary_that_does_not_answer_ends_when_another_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lease ended, and its key is still there: whoever waits for that waits for longer than needed."""
 

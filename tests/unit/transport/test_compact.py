@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from taskgraph.errors import DecodeError
-from taskgraph.protocol.messages import Accepted, Encoded, Item, Message, Pull, Report, Reports, Seal, Stamp
+from taskgraph.protocol.messages import Accepted, Encoded, Item, Message, Offer, Pull, Report, Reports, Seal, Stamp
 from taskgraph.transport import compact, wire
 from taskgraph.transport._proto import frame_pb2
 
@@ -23,6 +23,7 @@ MESSAGES = st.one_of(
     st.builds(Pull, STAMP, INT, INT, INT, TAG),
     st.builds(Item, STAMP, INT, TAG, VALUE),
     st.builds(Accepted, INT),
+    st.builds(Offer, STAMP, INT, INT, BOOL, BOOL, INT, VALUE),
     REPORTS,
     st.builds(Reports, st.lists(REPORTS, min_size=1, max_size=3).map(tuple)),
 )
@@ -33,7 +34,7 @@ def test_the_same_message_comes_back(message: Message) -> None:
     header = wire.to_header(message)
     assert header[0] == compact.MARK
     parsed = wire.parse_header(header)
-    value = message.value if isinstance(message, Item) else None
+    value = message.value if isinstance(message, Item | Offer) else None
     assert parsed.cls is type(message)
     assert parsed.digest == (value.digest if value else None)
     assert parsed.message(value) == message
@@ -91,6 +92,15 @@ def test_reports_without_any_are_refused() -> None:
 def test_nothing_else_travels_among_reports() -> None:
     with pytest.raises(DecodeError, match="among reports"):
         wire.parse_header(REPORT[:1] + SEVERAL[1:2] + wire.to_header(Accepted(3)) + bytes(100))
+
+
+def test_an_offer_with_flags_nobody_knows_is_refused() -> None:
+    offer = bytearray(wire.to_header(Offer(Stamp(1, 2), 3, 4, True, False, 5, Encoded(b"", (), bytes(16)))))
+    assert offer[34] == 1
+    for flags in (4, 129):
+        offer[34] = flags
+        with pytest.raises(DecodeError, match=f"unknown flags {flags}"):
+            wire.parse_header(bytes(offer))
 
 
 def test_a_name_twice_is_refused() -> None:

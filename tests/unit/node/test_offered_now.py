@@ -1,0 +1,294 @@
+"""Boundaries that members are offered where they are made: acknowledged where the answer arrives, or offered again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from cluster_kit import IN_STEP, Counting, holder, job, play, told
+
+import taskgraph as tg
+from taskgraph.errors import PeerLost, Refused
+from taskgraph.jobs import JobResult
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.backups import Backups
+from taskgraph.node.node import Node
+from taskgraph.node.router import Router
+from taskgraph.node.serving import Serving
+from taskgraph.protocol.insync import Place
+from taskgraph.protocol.messages import Accepted, Call, Offer, Reason, Reply, RequestRestart, Stamp
+
+Answer = Callable[["asyncio.Future[Reply]"], "asyncio.Future[Reply]"]
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What tenders offered: (to whom, which boundary)."""
+    offers: list[tuple[str, int]] = []
+    offer = Backups._offer
+
+    async def counted(self: Backups, node: str, key: Any, *args: Any, **kwargs: Any) -> None:
+        offers.append((self._node.name_of(node), key[0]))
+        await offer(self, node, key, *args, **kwargs)
+
+    monkeypatch.setattr(Backups, "_offer", counted)
+    return offers
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Node, Offer], Awaitable[Reply] | None]) -> None:
+    """What becomes of an offer that was made at once: `answer(...)`, or what would come anyway where that is None."""
+    begin_at = Router.begin_at
+
+    def begun(self: Router, node: str, message: Call) -> asyncio.Future[Reply] | None:
+        assert isinstance(message, Offer)
+        coming = answer(self, message)  # type: ignore[arg-type]
+        return begin_at(self, node, message) if coming is None else asyncio.ensure_future(coming)
+
+    monkeypatch.setattr(Router, "begin_at", begun)
+
+
+async def at_epoch_2(cluster: InProcessCluster) -> Node:
+    """The primary's node, as soon as it read that epoch 1 is committed."""
+    await cluster.nodes[0].keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch >= 2)
+    node = holder(cluster, 0)
+    await node.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch >= 2)
+    return node
+
+
+def never(begun: list[asyncio.Future[Any]]) -> Awaitable[Reply]:
+    """An answer that does not come; it is noted that it was asked for."""
+    begun.append(asyncio.ensure_future(asyncio.Event().wait()))
+    return begun[-1]
+
+
+async def raising(error: Exception) -> Reply:
+    raise error
+
+
+def test_a_member_is_offered_every_boundary_at_once(slow: list[tuple[str, int]]) -> None:
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        return await cluster.result()
+
+    waiting = job(Counting, tasks=1, epochs=20, settings=tg.Settings(epochs_ahead=0, admit_wait_s=30.0))
+    assert play(waiting, scenario, nodes=2).values == {0: 20}
+    assert [epoch for _, epoch in slow] == [0, 1], "a candidate's, by its tender; then it is a member"
+
+
+@pytest.mark.parametrize(
+    "error", [PeerLost("cut"), Refused(Reason.STALE, "behind"), Refused(Reason.USER_ERROR, "its setup")]
+)
+def test_what_is_not_accepted_the_tender_offers_again(
+    slow: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        node = await at_epoch_2(cluster)
+        began = node.now()
+        result = await cluster.result()
+        assert node.now() - began < 0.5, "at once, and not when something else is looked at"
+        return result
+
+    answering(monkeypatch, lambda _, offer: raising(error) if offer.stamp.epoch % 4 == 0 else None)
+    waiting = job(Counting, tasks=1, epochs=12, settings=tg.Settings(epochs_ahead=0, admit_wait_s=30.0))
+    assert play(waiting, scenario, nodes=2).values == {0: 12}
+    assert [epoch for _, epoch in slow] == [0, 1, 4, 8, 12]
+
+
+def test_what_is_not_answered_in_time_is_offered_again(
+    slow: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(cluster: InProcessCluster) -> float:
+        node = await at_epoch_2(cluster)
+        began = node.now()
+        await asyncio.sleep(0.5)
+        assert node.primaries[0].waiting_for == "the acknowledgement of n2"
+        await cluster.result()
+        return node.now() - began
+
+    answering(monkeypatch, lambda _, offer: never([]) if offer.stamp.epoch == 3 else None)
+    settings = tg.Settings(epochs_ahead=0, admit_wait_s=30.0, call_s=2.0)
+    took = play(job(Counting, tasks=1, epochs=6, settings=settings), scenario, nodes=2)
+    assert [epoch for _, epoch in slow] == [0, 1, 3]
+    assert 1.99 < took < 2.5
+
+
+def test_an_answer_that_comes_after_the_eviction_counts_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node is invited anew, and has to acknowledge everything under that invitation."""
+    accepted = asyncio.Event()
+    offered: list[asyncio.Future[Reply]] = []
+
+    async def late(offer: Offer) -> Reply:
+        await accepted.wait()
+        return Accepted(offer.term)
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        node = await at_epoch_2(cluster)
+        await asyncio.sleep(0.1)
+        backups = node.primaries[0].backups
+        (other,) = backups._insync.nodes
+        offered.extend(backups._offered[other].values())
+        insync = backups._insync
+        insync.evicting(other)
+        backups._evicted(other, True)
+        insync.invite(other)
+        accepted.set()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert insync.place(other) is Place.CANDIDATE
+        assert insync.missing(other) == insync.current
+        assert all(reply.cancelled() for reply in offered)
+
+    answering(monkeypatch, lambda _, offer: late(offer) if offer.stamp.epoch == 3 else None)
+    play(job(Counting, tasks=1, epochs=6, settings=tg.Settings(epochs_ahead=0, admit_wait_s=30.0)), scenario, nodes=2)
+    assert offered
+
+
+def test_an_answer_on_its_way_to_who_was_evicted_meanwhile_counts_for_nobody() -> None:
+    """It is there already, and was not looked at yet."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        node = await at_epoch_2(cluster)
+        backups = node.primaries[0].backups
+        (other,) = backups._insync.nodes
+        boundary = backups._boundaries[backups._insync.current[-1]]
+        backups._insync._acked[other].clear()
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        backups._offered[other] = {boundary.key: reply}
+        reply.set_result(Accepted(1))
+        backups._withdraw(other)
+        timer = asyncio.get_running_loop().call_later(60, reply.cancel)
+        backups._answered(other, boundary, timer, 0, reply)
+        assert boundary.key in backups._insync.missing(other)
+        assert timer.cancelled()
+
+    class Slow(Counting, state=["total"]):
+        async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            await asyncio.sleep(1)
+
+    play(job(Slow, tasks=1, epochs=6, settings=tg.Settings(epochs_ahead=0, admit_wait_s=30.0)), scenario, nodes=2)
+
+
+def test_offers_of_an_attempt_that_is_over_are_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[asyncio.Future[Any]] = []
+    gate = asyncio.Event()
+
+    class Again(Counting, state=["total"]):
+        async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            if epoch.attempt > 1:
+                await gate.wait()
+            await super().count(epoch, ins, outs)
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        node = await at_epoch_2(cluster)
+        await asyncio.sleep(0.1)
+        assert [offer.done() for offer in begun] == [False]
+        await node.router.to_primary(0, lambda: RequestRestart(Stamp(1, 2), 0, "a test asks for it"), timeout_s=1.0)
+        await asyncio.sleep(0.1)
+        assert node.keeper.view.stamp == Stamp(2, 2)
+        assert [offer.cancelled() for offer in begun] == [True]
+        gate.set()
+        return await cluster.result()
+
+    answering(monkeypatch, lambda _, offer: never(begun) if offer.stamp == Stamp(1, 3) else None)
+    result = play(job(Again, tasks=1, epochs=6, settings=IN_STEP), scenario, nodes=2)
+    assert result.values == {0: 6}
+
+
+def test_a_member_that_dies_while_it_is_offered_something_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        node = await at_epoch_2(cluster)
+        await asyncio.sleep(0.1)
+        (other,) = node.primaries[0].backups._insync.nodes
+        cluster.crash(other)
+        result = await cluster.result()
+        assert [text for text in told(cluster, "evicted") if "n2" in text]
+        return result
+
+    answering(monkeypatch, lambda _, offer: never([]) if offer.stamp.epoch == 3 else None)
+    settings = tg.Settings(epochs_ahead=0, admit_wait_s=30.0, call_s=1000.0)
+    assert play(job(Counting, tasks=1, epochs=6, settings=settings), scenario, nodes=2).values == {0: 6}
+
+
+def test_offers_end_with_the_term(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[asyncio.Future[Any]] = []
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        node = await at_epoch_2(cluster)
+        await asyncio.sleep(0.1)
+        assert [offer.done() for offer in begun] == [False]
+        node.runs[0].cancel()
+        await asyncio.sleep(0.1)
+        assert [offer.cancelled() for offer in begun] == [True]
+
+    answering(monkeypatch, lambda _, offer: never(begun) if offer.stamp.epoch == 3 else None)
+    settings = tg.Settings(epochs_ahead=0, admit_wait_s=30.0, call_s=1000.0)
+    play(job(Counting, tasks=1, epochs=6, settings=settings), scenario, nodes=2)
+    assert begun
+
+
+def test_an_offer_names_the_invitation_under_which_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `Release` of it must free what was offered at once, too, and one of an earlier invitation must not."""
+    named: list[tuple[int | str, int]] = []
+
+    def noted(router: Any, offer: Offer) -> None:
+        named.append((offer.stamp.epoch, offer.invitation))
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        node = await at_epoch_2(cluster)
+        (other,) = node.primaries[0].backups._insync.nodes
+        cluster.crash(other)
+        joined = cluster.add()
+        await node.keeper.wait_until(lambda view: joined in view.in_sync(0))
+        named.append(("joined", node.primaries[0].backups._invited[joined]))
+        return await cluster.result()
+
+    class Slow(Counting, state=["total"]):
+        async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            await asyncio.sleep(1)
+            await super().count(epoch, ins, outs)
+
+    answering(monkeypatch, noted)
+    settings = tg.Settings(epochs_ahead=0, admit_wait_s=30.0)
+    assert play(job(Slow, tasks=1, epochs=30, settings=settings), scenario, nodes=2).values == {0: 30}
+    at = named.index(("joined", 2))
+    assert {invitation for _, invitation in named[:at]} == {1}
+    assert {invitation for _, invitation in named[at + 1 :]} == {2}
+
+
+def test_an_offer_is_answered_at_once_or_left_to_the_call() -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        node = await at_epoch_2(cluster)
+        await asyncio.sleep(0.1)
+        (other,) = (n for n in cluster.nodes if n is not node)
+        await other.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch >= 2)
+        right = node.replicas[0].boundaries.committed
+        assert right is not None
+        serving = Serving(other)
+
+        def now(attempt: int = 1, *, term: int = 1, task: int = 0, committed: bool = False) -> object:
+            return serving.now(node.id, Offer(Stamp(attempt, 3), term, task, committed, False, 1, right.value))
+
+        assert now() == Accepted(1)
+        assert [b.stamp for b in other.replicas[0].boundaries.pending] == [Stamp(1, 3)]
+        assert now(committed=True) is None
+        assert now(term=2) is None, "the take-over was not read here yet"
+        assert now(2) is None, "nor was that attempt"
+        assert now(task=1) is None, "no replica of it is here"
+        other.replicas[0].ready = False
+        assert now() is None
+        other.replicas[0].ready = True
+        with pytest.raises(Refused, match="attempt 0 is over"):
+            now(0)
+        other.injects_held = True
+        assert now() is None
+        other.injects_held = False
+        other.paused = True
+        assert now() is None
+        other.paused = False
+
+    class Slow(Counting, state=["total"]):
+        async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            await asyncio.sleep(1)
+
+    play(job(Slow, tasks=1, epochs=6, settings=tg.Settings(epochs_ahead=0, admit_wait_s=30.0)), scenario, nodes=2)
