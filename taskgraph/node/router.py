@@ -55,7 +55,7 @@ class Router:
         self.allocate = transport.allocate
         self._transport = transport
         self._keeper = keeper
-        self._addresses: dict[str, Peer] = {}
+        self._addresses: dict[str, tuple[NodeRecord, Peer]] = {}
         self._looked_at = -1
         self._in_flight: dict[asyncio.Timeout, Callable[[JobView], bool]] = {}
         self._sweep_at = _SWEEP_AT
@@ -80,10 +80,10 @@ class Router:
 
     def peer(self, node: str) -> Peer | None:
         """How to reach a node; also one whose key is absent just now, if it was ever seen."""
-        registered = self._keeper.view.nodes.get(node)
-        if registered is not None:
-            self._addresses[node] = peer_of(node, registered.record)
-        return self._addresses.get(node)
+        registered, known = self._keeper.view.nodes.get(node), self._addresses.get(node)
+        if registered is not None and (known is None or known[0] is not registered.record):
+            known = self._addresses[node] = registered.record, peer_of(node, registered.record)
+        return None if known is None else known[1]
 
     async def to_primary(self, task: int, message: Callable[[], Call], *, timeout_s: float | None = None) -> Reply:
         """Calls the primary of `task` until it answers. `message()` is made anew for every try.

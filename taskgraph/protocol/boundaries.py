@@ -27,16 +27,18 @@ class Boundary:
 
     Attributes:
         log: the reports that travel in `value`, where they are at hand.
+        key: its (epoch, attempt, term).
     """
 
     stamp: Stamp
     term: int
     value: Encoded
     log: Mapping[int, Mapping[int, Mapping[str, float]]] | None = field(default=None, compare=False, repr=False)
+    key: tuple[int, int, int] = field(init=False, compare=False, repr=False)
 
-    @property
-    def key(self) -> tuple[int, int, int]:
-        return (self.stamp.epoch, self.stamp.attempt, self.term)
+    def __post_init__(self) -> None:
+        attempt, epoch = self.stamp
+        object.__setattr__(self, "key", (epoch, attempt, self.term))  # once: it is asked for many times an epoch
 
 
 class Boundaries:

@@ -52,8 +52,8 @@ class JobView:
         self.spec: bytes | None = None
         self.spec_revision = 0
         self.epoch: Versioned[EpochRecord] | None = None
-        self._stamped: Versioned[EpochRecord] | None = None  # what `_stamp` was made of
-        self._stamp: Stamp | None = None
+        self.stamp: Stamp | None = None
+        """(attempt, epoch) at work, or None before the job was submitted."""
         self.attempt_revision = 0  # of the write that began the attempt at work, or one before it
         self.status: Versioned[StatusRecord] | None = None
         self.generation_revision = 0
@@ -95,6 +95,7 @@ class JobView:
     def _put(self, kv: KeyValue) -> None:
         if kv.key == self.keys.epoch:  # first, and not taken apart: one in every epoch, at every node
             before, self.epoch = self.epoch, _versioned(EpochRecord, kv)
+            self.stamp = Stamp(self.epoch.record.attempt, self.epoch.record.epoch)
             if before is None or not _same_attempt(before, self.epoch):
                 self.attempt_revision = kv.mod_revision
             return
@@ -125,7 +126,7 @@ class JobView:
             case ["spec"]:
                 self.spec, self.spec_revision = None, 0
             case ["epoch"]:
-                self.epoch = None
+                self.epoch = self.stamp = None
             case ["status"]:
                 self.status = None
             case ["generation"]:
@@ -149,15 +150,6 @@ class JobView:
         return key[len(self.keys.root) :].split("/")
 
     # -- reading ----------------------------------------------------------------------------------
-
-    @property
-    def stamp(self) -> Stamp | None:
-        """(attempt, epoch) at work, or None before the job was submitted."""
-        if self.epoch is not self._stamped:  # asked for many times an epoch
-            self._stamped = self.epoch
-            at = self.epoch.record if self.epoch is not None else None
-            self._stamp = Stamp(at.attempt, at.epoch) if at is not None else None
-        return self._stamp
 
     @property
     def running(self) -> bool:

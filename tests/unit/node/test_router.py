@@ -15,9 +15,9 @@ import taskgraph as tg
 from taskgraph.errors import PeerLost
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.backoff import Backoff
-from taskgraph.node.router import Router
+from taskgraph.node.router import Router, peer_of
 from taskgraph.protocol.messages import Call, Encoded, Item, Pull, Refusal, Release, Reply, Stamp
-from taskgraph.protocol.records import PrimaryRecord
+from taskgraph.protocol.records import NodeRecord, PrimaryRecord
 from taskgraph.protocol.view import Versioned
 from taskgraph.transport.api import Peer
 
@@ -154,7 +154,8 @@ class Keeper:
 def routed() -> tuple[Router, Wire, Keeper]:
     wire, keeper = Wire(), Keeper()
     router = Router(wire, keeper)  # type: ignore[arg-type]
-    router._addresses["n1-1"] = Peer("n1-1", ())
+    record = NodeRecord(name="n1", run="", host="h", pid=1, endpoints=(), control="", fingerprint="", lease=1)
+    router._addresses["n1-1"] = record, peer_of("n1-1", record)
     return router, wire, keeper
 
 
