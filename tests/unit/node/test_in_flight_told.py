@@ -8,6 +8,7 @@ import json
 
 import pytest
 from cluster_kit import Counting, holder, play
+from flight_kit import result
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
@@ -16,10 +17,6 @@ from taskgraph.node.telling import node_status
 from taskgraph.observe.clocks import ClockReading, NodeClock
 from taskgraph.observe.trace import Span
 from taskgraph.observe.trace_file import TraceFile
-
-
-async def result(cluster: InProcessCluster) -> tg.JobResult:
-    return await cluster.result()
 
 
 class GivesUp(Counting, state=["total"]):
