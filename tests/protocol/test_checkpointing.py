@@ -27,7 +27,7 @@ def written(epoch: int, task: int, attempt: int = 1) -> Written:
 
 @pytest.fixture
 def world() -> World:
-    """Tasks 0 (stateless) and 1 (with state) on "a", with "b" in sync; 2 on "a" and 3 on "e" alone; "c" holds nothing.
+    """Tasks 0 (without state) and 1 (with state) on "a", "b" in sync; 2 on "a", 3 on "e", alone; "c" holds nothing.
 
     Epoch 6 is at work.
     """
@@ -76,10 +76,10 @@ def test_what_is_older_than_the_checkpoint_is_not_written_again(world: World) ->
 def test_tasks_with_state_and_task_0_have_files(world: World) -> None:
     assert files_needed(world.view(), 2) == {0, 1}
     assert files_needed(world.view(), 5) is None, "nobody knows whether task 4 has state"
-    stateless = World("a")
+    without = World("a")
     for task in (0, 1):
-        stateless.first(task, "a", stateful=False)
-    assert files_needed(stateless.view(), 2) == {0}
+        without.first(task, "a", stateful=False)
+    assert files_needed(without.view(), 2) == {0}
 
 
 def test_complete_when_every_file_of_one_boundary_is_written(world: World) -> None:

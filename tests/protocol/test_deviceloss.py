@@ -111,10 +111,10 @@ def test_also_the_other_tasks_of_the_node_are_kept(world: World) -> None:
     assert follows(world, "b", 1) == Outcome(wait="another node to hold the state of task 0, 1")
 
 
-@pytest.mark.parametrize("why", ["stateless", "epoch 0", "checkpoint"])
+@pytest.mark.parametrize("why", ["without state", "epoch 0", "checkpoint"])
 def test_what_can_be_made_anew_need_not_be_held(why: str) -> None:
     world = World("a", "c")
-    world.first(0, "a", stateful=why != "stateless")
+    world.first(0, "a", stateful=why != "without state")
     if why == "checkpoint":
         world.put(world.keys.checkpoint, CheckpointRecord(epoch=2, attempt=1, name="x").to_bytes())
     assert follows(world, epoch=0 if why == "epoch 0" else 3, backups=0) == Outcome()

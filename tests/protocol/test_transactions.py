@@ -436,7 +436,7 @@ def test_of_two_first_primaries_one_is_it() -> None:
     assert [world.run(txn).succeeded for txn in txns] == [True, False]
 
 
-def test_a_stateless_task_is_taken_over_from_nobody(world: World) -> None:
+def test_a_task_without_state_is_taken_over_from_nobody(world: World) -> None:
     lost(world, "a", "b")
     result = world.run(from_nothing(world, world.view()))
     assert result.succeeded

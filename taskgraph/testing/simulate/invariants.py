@@ -46,7 +46,7 @@ class Invariants:
         *,
         living: Callable[[], Mapping[str, Node]],
         expected: list[list[int]] | None,
-        stateless: frozenset[int],
+        without_state: frozenset[int],
         files: Callable[[CheckpointRecord], Mapping[int, Encoded] | None],
         ahead: int = 0,
     ) -> None:
@@ -55,7 +55,7 @@ class Invariants:
         self._runs = runs
         self._living = living
         self._expected = expected
-        self._stateless = stateless
+        self._without_state = without_state
         self._keys: dict[int, Key] = {}  # task -> key of its committed boundary; none for boundary 0
         self.states: dict[int, dict[int, int]] = {0: dict(first)}  # boundary -> task -> state
         self._decoded: dict[bytes, int] = {}
@@ -148,7 +148,7 @@ class Invariants:
         lost = [
             task
             for task, holders in held.items()
-            if task not in self._stateless and not any(name in self._living() for name in holders)
+            if task not in self._without_state and not any(name in self._living() for name in holders)
         ]
         if not any(view.keys.primary(task) in written for task in lost):
             raise Violation(f"a roll-back, although somebody holds each task: {held}")
@@ -169,7 +169,7 @@ class Invariants:
             raise Violation(f"{record} names checkpoints before it that are none: {unknown}")
         files = self._files(record)
         for task in range(self._tasks):
-            if files is None or task in self._stateless:
+            if files is None or task in self._without_state:
                 continue
             if task not in files:
                 raise Violation(f"{record} is complete without a file of task {task}")
@@ -185,7 +185,7 @@ class Invariants:
             raise Violation(f"task {task} began from nothing, although {present} held it")
         if task == 0 and not view.covered:
             self._unlogged = view.epoch.record.epoch
-        if view.epoch.record.epoch > 0 and task not in self._stateless:
+        if view.epoch.record.epoch > 0 and task not in self._without_state:
             if not view.covered:
                 raise Violation(f"task {task} began from nothing, and no checkpoint has boundary {view.epoch.record}")
             self._filed.add(task)
@@ -212,7 +212,7 @@ class Invariants:
             return
         epoch, living = view.stamp.epoch, self._living()
         for task in range(self._tasks):
-            if task in self._stateless:
+            if task in self._without_state:
                 continue  # made anew by whoever takes over
             if task in self._filed:
                 continue  # whoever needs it reads the checkpoint
@@ -266,7 +266,7 @@ class Invariants:
             known = told.get(epoch, {})
             expected = {task: {f"t{task}": reported(state)} for task, state in self.states[epoch + 1].items()}
             # Who keeps nothing may lose them, with the leader and everybody who had its boundary.
-            lost = expected.keys() - known.keys() - self._stateless if epoch >= self._unlogged else ()
+            lost = expected.keys() - known.keys() - self._without_state if epoch >= self._unlogged else ()
             if lost or any(known[task] != expected[task] for task in known):
                 raise Violation(f"the reports of epoch {epoch} are {known}, and not {expected}")
 

@@ -80,7 +80,7 @@ class Workload:
     plan: tuple[tuple[tuple[Step, ...], ...], ...]  # epoch, task
     talks: bool  # flags or requests
     erratic: frozenset[int]  # tasks that compute something else each time
-    stateless: frozenset[int]  # tasks that keep nothing
+    without_state: frozenset[int]  # tasks that keep nothing
     finishes: bool  # the job's length is decided by a task
     chaos: random.Random = field(repr=False)
     checkpoint_every: int = 0  # 0: no checkpoints
@@ -135,7 +135,7 @@ class Workload:
             plan=plan,
             talks=talks,
             erratic=erratic,
-            stateless=frozenset({rng.randrange(tasks)}) if rng.random() < 0.15 else frozenset(),
+            without_state=frozenset({rng.randrange(tasks)}) if rng.random() < 0.15 else frozenset(),
             finishes=rng.random() < 0.2,
             chaos=random.Random(rng.getrandbits(32)),
             checkpoint_every=every,
@@ -148,7 +148,7 @@ class Workload:
         if flies is not None:
             drawn.plan = tuple(
                 tuple(
-                    _draw_early(flies, steps, keeps_nothing=task in drawn.stateless) if task in flying else steps
+                    _draw_early(flies, steps, keeps_nothing=task in drawn.without_state) if task in flying else steps
                     for task, steps in enumerate(epoch)
                 )
                 for epoch in plan
@@ -166,8 +166,8 @@ class Workload:
     def job(self, recorder: Recorder, settings: tg.Settings, min_nodes: int) -> tg.Job:
         def build(task: int) -> tg.Task:
             if task in self.flying:
-                return (_FlyingStateless if task in self.stateless else _Flying)(self, recorder)
-            return _KINDS[self.talks, task not in self.stateless, task in self.listening](self, recorder)
+                return (_FlyingNoState if task in self.without_state else _Flying)(self, recorder)
+            return _KINDS[self.talks, task not in self.without_state, task in self.listening](self, recorder)
 
         return tg.Job(
             tasks=self.tasks,
@@ -219,7 +219,7 @@ class Workload:
 
     def next_state(self, state: int, epoch: int, task: int, seen: int, read: list[int]) -> int:
         """A task's state after an epoch."""
-        if task in self.stateless:
+        if task in self.without_state:
             return state
         return (state + mix(self.seed, state, epoch, task, seen, *read)) & _MASK
 
@@ -286,7 +286,7 @@ def _draw_early(rng: random.Random, steps: tuple[Step, ...], *, keeps_nothing: b
     return tuple(found)
 
 
-class _Stateless(tg.Task):
+class _NoState(tg.Task):
     """Channels only; what it begins with is what it has."""
 
     value: Any
@@ -402,7 +402,7 @@ class _Stateless(tg.Task):
         return int(self.value[0])
 
 
-class _StatelessTalking(_Stateless):
+class _NoStateTalking(_NoState):
     """Flags and requests, too."""
 
     def on_flag(self, epoch: Any, sender: int, meta: Any) -> None:
@@ -421,15 +421,15 @@ class _StatelessTalking(_Stateless):
         return mix(int(self.value[0]), payload, 5)
 
 
-class _Plain(_Stateless, state=["value"]):
+class _Plain(_NoState, state=["value"]):
     """With a state."""
 
 
-class _Talking(_StatelessTalking, state=["value"]):
+class _Talking(_NoStateTalking, state=["value"]):
     """With a state, flags and requests."""
 
 
-class _Listening(_Stateless):
+class _Listening(_NoState):
     """Is told what committed."""
 
     def on_commit(self, number: int, state: Any) -> None:
@@ -437,7 +437,7 @@ class _Listening(_Stateless):
             self._recorder.told_committed(self.task_id, number, int(state["value"][0]))
 
 
-class _ListeningStateless(_Listening):
+class _ListeningNoState(_Listening):
     """Channels only."""
 
 
@@ -445,7 +445,7 @@ class _ListeningPlain(_Listening, _Plain):
     """With a state."""
 
 
-class _ListeningStatelessTalking(_Listening, _StatelessTalking):
+class _ListeningNoStateTalking(_Listening, _NoStateTalking):
     """Flags and requests, too."""
 
 
@@ -453,7 +453,7 @@ class _ListeningTalking(_Listening, _Talking):
     """With a state, flags and requests."""
 
 
-class _FlyingStateless(_Stateless):
+class _FlyingNoState(_NoState):
     """Channels only, several epochs at a time."""
 
     @tg.stateless
@@ -484,17 +484,17 @@ class _FlyingStateless(_Stateless):
         await self.slow_sync(step, epoch, ins, outs)
 
 
-class _Flying(_FlyingStateless, state=["value"]):
+class _Flying(_FlyingNoState, state=["value"]):
     """With a state."""
 
 
-_KINDS: dict[tuple[bool, bool, bool], Callable[[Workload, Recorder], _Stateless]] = {  # talks, stateful, listens
-    (False, False, False): _Stateless,
-    (False, False, True): _ListeningStateless,
+_KINDS: dict[tuple[bool, bool, bool], Callable[[Workload, Recorder], _NoState]] = {  # talks, stateful, listens
+    (False, False, False): _NoState,
+    (False, False, True): _ListeningNoState,
     (False, True, False): _Plain,
     (False, True, True): _ListeningPlain,
-    (True, False, False): _StatelessTalking,
-    (True, False, True): _ListeningStatelessTalking,
+    (True, False, False): _NoStateTalking,
+    (True, False, True): _ListeningNoStateTalking,
     (True, True, False): _Talking,
     (True, True, True): _ListeningTalking,
 }

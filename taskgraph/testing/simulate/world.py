@@ -114,7 +114,7 @@ class World:
             {task: workload.first(task) for task in range(workload.tasks)},
             living=self._living,
             expected=None if workload.erratic else workload.expected(),
-            stateless=workload.stateless,
+            without_state=workload.without_state,
             files=self._files,
             ahead=settings.epochs_ahead,
         )

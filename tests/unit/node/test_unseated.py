@@ -14,7 +14,7 @@ from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node import node as node_module
 
 
-class Stateless(tg.Task):
+class NoState(tg.Task):
     """Its epoch 1 waits for `gate`."""
 
     reached: asyncio.Event
@@ -34,7 +34,7 @@ class Stateless(tg.Task):
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    for task in (Gated, Stateless):
+    for task in (Gated, NoState):
         task.reached, task.gate = asyncio.Event(), asyncio.Event()
 
 
@@ -62,7 +62,7 @@ def test_a_task_that_needs_a_device_waits_for_one_and_says_so(monkeypatch: pytes
         await cluster.nodes[0].keeper.wait_until(lambda _: len(told(cluster, "waits")) == 1)
         cluster._devices = 1  # of the nodes added from now on
         first = cluster.add()
-        await Stateless.reached.wait()
+        await NoState.reached.wait()
         assert holder(cluster, 0).id == first
         cluster.crash(first)
         survivor = cluster.nodes[0]
@@ -75,8 +75,8 @@ def test_a_task_that_needs_a_device_waits_for_one_and_says_so(monkeypatch: pytes
         assert told(cluster, "waits") == [why, why]
         assert cluster.nodes[1].status().waits == ()
         assert "tasks 0-1 wait for nodes that may hold them" in cluster.waits()
-        Stateless.gate.set()
+        NoState.gate.set()
         cluster.add()
         assert (await cluster.result()).values == {0: 0, 1: 1}
 
-    play(job(Stateless, backups=0, requires_gpu=True), scenario, nodes=2)
+    play(job(NoState, backups=0, requires_gpu=True), scenario, nodes=2)
