@@ -2,7 +2,8 @@
 
 Every run has a folder of its own for temporary files, and a session of its own, so that a Ctrl-C reaches only us. On
 Linux all descendants stay ours to find, daemons too (we adopt orphans): whatever is left when the contender has ended,
-ran out of time, or was interrupted, is killed and reaped, and its folder removed.
+ran out of time, or was interrupted, is killed and reaped, and its folder removed. So are the named semaphores of Ray's
+channels, which outlive the processes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -30,6 +32,10 @@ _GONE_S = 30.0
 """Killed processes get this long to be gone: gigabytes of memory take a busy machine seconds to give back."""
 _PR_SET_CHILD_SUBREAPER = 36
 _TAIL = 400
+_SHARED = Path("/dev/shm")
+"""Where Linux keeps named semaphores."""
+_SEMAPHORE = re.compile(r"sem\.(?:hdr|obj)(\d+)-\d+")
+"""Those of the channels of Ray's compiled graphs: the process that made one, and when."""
 
 
 @dataclass
@@ -65,7 +71,7 @@ def descendants() -> set[int]:
 
 def run(command: list[str], *, env: dict[str, str], timeout_s: float) -> Outcome:
     """Runs a contender to its end, whose last line of output is JSON."""
-    before = descendants()
+    before, shared = descendants(), _semaphores()
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="tgb-"))
     try:
@@ -89,6 +95,7 @@ def run(command: list[str], *, env: dict[str, str], timeout_s: float) -> Outcome
             return outcome
     finally:
         _sweep(before)
+        _remove_semaphores(_semaphores() - shared)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -130,6 +137,21 @@ def _sweep(before: set[int]) -> None:
         time.sleep(0.01)
     if left:
         print(f"processes {sorted(left)} cannot be killed", file=sys.stderr)
+
+
+def _semaphores() -> set[str]:
+    return {entry.name for entry in _SHARED.glob("sem.*") if _SEMAPHORE.fullmatch(entry.name)}
+
+
+def _remove_semaphores(appeared: set[str]) -> None:
+    """Those of ours whose maker is dead. Who lives is no contender's: somebody else uses Ray on this machine."""
+    for name in appeared:
+        path, made = _SHARED / name, _SEMAPHORE.fullmatch(name)
+        if made is None or Path("/proc", made[1]).exists():
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            if path.lstat().st_uid == os.getuid():
+                path.unlink()
 
 
 def _outcome(code: int | None, folder: Path, timeout_s: float) -> Outcome:

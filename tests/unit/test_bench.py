@@ -17,6 +17,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import bench as bench_command
+import contest
 import figures
 import install
 import suite
@@ -175,16 +176,25 @@ match sys.argv[1]:
     case "leaves a daemon":
         subprocess.Popen(["sh", "-c", "sleep 60 & sleep 60"], start_new_session=True)
         print('{"rate": 1.5}')
+    case "leaves semaphores":
+        child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        living = os.getppid()  # whoever runs contenders: in its stead, somebody else who uses Ray
+        made = [f"sem.hdr{child.pid}-1", f"sem.obj{os.getpid()}-1", f"sem.hdr{living}-1", "sem.hdr1000000000", "x"]
+        for name in made:
+            open(os.path.join(os.environ["SHARED"], name), "w").close()
+        print('{"rate": 0.5}', flush=True)
+        time.sleep(60)
 """
 
 RUNNER = """
-import json, sys
+import json, pathlib, os, sys
 sys.path.insert(0, sys.argv[1])
 import contest
+contest._SHARED = pathlib.Path(os.environ["SHARED"])
 contest._END_S = 1.0
 contest.adopt_orphans()
 found = {}
-for how in ("hangs", "hangs at its end", "fails", "leaves a daemon"):
+for how in ("hangs", "hangs at its end", "fails", "leaves a daemon", "leaves semaphores"):
     outcome = contest.run([sys.executable, sys.argv[2], how], env={}, timeout_s=1.0)
     found[how] = [outcome.figures, outcome.why_not, len(contest.descendants())]
 print(json.dumps(found))
@@ -193,19 +203,37 @@ print(json.dumps(found))
 
 @pytest.mark.slow
 def test_a_contender_that_hangs_or_fails_is_named_and_nothing_of_it_is_left(tmp_path: Path) -> None:
-    script = tmp_path / "contender.py"
+    script, shared = tmp_path / "contender.py", tmp_path / "shm"
     script.write_text(CONTENDERS)
+    shared.mkdir()
+    (shared / "sem.hdr1000000000-1").touch()  # of a process that died before
     command = [sys.executable, "-c", RUNNER, str(BENCHMARKS), str(script)]
-    env = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {
+    env = {**os.environ, "TMPDIR": str(tmp_path), "SHARED": str(shared)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as runner:
+        told, errors = runner.communicate(timeout=60)
+    assert runner.returncode == 0, errors
+    assert json.loads(told) == {
         "hangs": [{}, "hung: killed after 1 s", 0],
         "hangs at its end": [{"rate": 2.5}, "did not end by itself", 0],
         "fails": [{}, "ended with code 1; its last line: the sum is 3, not 4", 0],
         "leaves a daemon": [{"rate": 1.5}, "", 0],
+        "leaves semaphores": [{"rate": 0.5}, "did not end by itself", 0],
     }
-    assert os.listdir(tmp_path) == [script.name]
+    assert sorted(os.listdir(tmp_path)) == [script.name, shared.name]
+    not_its = {"sem.hdr1000000000-1", f"sem.hdr{runner.pid}-1", "sem.hdr1000000000", "x"}
+    assert set(os.listdir(shared)) == not_its
+
+
+def test_a_semaphore_of_another_user_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (name := tmp_path / "sem.hdr1000000000-1").touch()
+    monkeypatch.setattr(contest, "_SHARED", tmp_path)
+    appeared = contest._semaphores()
+    with monkeypatch.context() as patch:
+        patch.setattr(contest.os, "getuid", lambda: os.stat(name).st_uid + 1)
+        contest._remove_semaphores(appeared)
+    assert name.exists()
+    contest._remove_semaphores(appeared | {"sem.hdr1000000000-2"})  # which its maker's peer has removed since
+    assert not name.exists()
 
 
 def test_works_can_be_reduced_to_what_has_a_bar() -> None:
