@@ -21,11 +21,15 @@ from taskgraph.protocol.records import Ran
 
 __all__ = ["LastWords", "Left", "begin", "end", "listen", "mean", "meant", "read"]
 
-_BYTES = mmap.PAGESIZE
 _FILE = "running"
-_MOST = 4
-"""Calls that are named besides the one of the event loop, which has the first slot; others may have been under way, and
-the last to begin are the likelier ones."""
+_THREADS = 64
+"""Calls in threads that are named: as many as the threads of a node with few tasks. Where there are more, the last to
+begin are the likelier ones."""
+_WAITING = 16
+"""Coroutines that are named while they wait, likewise. There may be one for every task and epoch in flight: their slots
+are their own, so that they take none from what threads run, which is likelier to end a process than what waits."""
+_SLOTS = 1 + _THREADS + _WAITING
+"""The first one is of the call that the event loop runs."""
 _SLOT_BYTES = 512
 _LONG = 100
 """Characters of one call's name."""
@@ -33,16 +37,24 @@ _HEAD = struct.Struct("<QQq")
 """What a slot begins with: a number that grows with every call, 0 while the slot is free; the task; its epoch."""
 _ORDER = struct.Struct("<Q")
 _FREE = bytes(_ORDER.size)
-_MEANT_AT = (1 + _MOST) * _SLOT_BYTES
+_MEANT_AT = _SLOTS * _SLOT_BYTES
 """One byte: whether the end of the process is meant."""
+_BYTES = _MEANT_AT + 1
+
+
+class _Slots(NamedTuple):
+    """Those for one kind of call."""
+
+    taken: dict[tuple[int, int], int]  # in the order their calls began
+    free: list[int]
 
 
 class LastWords:
     """The calls under way in this process: slots in a file, each of some numbers and a text."""
 
     def __init__(self, folder: Path) -> None:
-        self._slots: dict[tuple[int, int], int] = {}  # in the order they began
-        self._free = list(range(1, 1 + _MOST))
+        self._threads = _Slots({}, list(range(1, 1 + _THREADS)))
+        self._waiting = _Slots({}, list(range(1 + _THREADS, _SLOTS)))
         self._calls = 0
         descriptor = os.open(folder / _FILE, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
@@ -61,18 +73,19 @@ class LastWords:
         self._map[: len(_FREE)] = _FREE
 
     def began(self, call: tuple[int, int], task: int, epoch: int, where: bytes) -> None:
-        """`where` as `named` makes it."""
-        slot = self._free.pop() if self._free else self._slots.pop(next(iter(self._slots)))
-        self._slots[call] = slot
+        """A call in a thread; or what the event loop runs begins to wait. `where` as `named` makes it."""
+        taken, free = self._threads if self._map[: len(_FREE)] == _FREE else self._waiting
+        slot = taken[call] = free.pop() if free else taken.pop(next(iter(taken)))
         self._calls += 1
         at = slot * _SLOT_BYTES
         self._map[at : at + len(where) + _HEAD.size] = _HEAD.pack(self._calls, task, epoch) + where
 
     def ended(self, call: tuple[int, int]) -> None:
-        slot = self._slots.pop(call, None)
-        if slot is not None:  # else it had to make room
-            self._free.append(slot)
-            _ORDER.pack_into(self._map, slot * _SLOT_BYTES, 0)
+        for taken, free in (self._threads, self._waiting):
+            slot = taken.pop(call, None)
+            if slot is not None:  # else it is of the other kind, or had to make room
+                free.append(slot)
+                _ORDER.pack_into(self._map, slot * _SLOT_BYTES, 0)
 
     def mean(self) -> None:
         self._map[_MEANT_AT] = 1

@@ -186,8 +186,8 @@ class GoneRecord(Record):
 
     @property
     def running(self) -> tuple[str, ...]:
-        """`ran`, for people."""
-        return tuple(map(str, self.ran))
+        """`ran`, for people: each once, in however many epochs it ran."""
+        return tuple(dict.fromkeys(map(str, self.ran)))
 
     @property
     def told(self) -> str:

@@ -90,3 +90,8 @@ def test_the_record_keeps_what_ran() -> None:
     record = GoneRecord(reason="killed by SIGKILL", ran=(Ran(SEND, 1, 3), Ran(ADD, 0, -1)), meant=True)
     assert GoneRecord.from_bytes(record.to_bytes()) == record
     assert record.running == ("'send' of task 1", "'add' of task 0")
+
+
+def test_what_ran_in_several_epochs_is_told_once() -> None:
+    ran = (Ran(SEND, 1, 3), Ran(ADD, 0, 3), Ran(SEND, 1, 4))
+    assert GoneRecord(reason="killed by SIGKILL", ran=ran).running == ("'send' of task 1", "'add' of task 0")

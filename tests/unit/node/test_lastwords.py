@@ -11,13 +11,28 @@ import pytest
 from taskgraph.node.failing import deaths_text, fatal_record
 from taskgraph.node.lastwords import LastWords, Left, meant, named, read
 from taskgraph.protocol.fatal import Fatal
+from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import GoneRecord, Ran
 
 SEND, LONGER = Ran("send", 1, 3), Ran("a longer name", 2, 4)
 
 
 def begin(words: LastWords, call: tuple[int, int], ran: Ran) -> None:
+    """In a thread."""
     words.began(call, ran.task, ran.epoch, named(ran.where))
+
+
+def wait(words: LastWords, call: tuple[int, int], ran: Ran) -> None:
+    """A coroutine comes to its first await."""
+    words.runs(ran.task, Stamp(1, ran.epoch), ran.where)
+    begin(words, call, ran)
+    words.ran()
+
+
+def ran(folder: Path) -> list[Ran]:
+    left = read(folder)
+    assert left is not None and not left.meant
+    return list(left.ran)
 
 
 def test_what_runs_is_read_in_the_order_it_began(tmp_path: Path) -> None:
@@ -37,9 +52,31 @@ def test_what_is_kept_is_bounded(tmp_path: Path) -> None:
     words = LastWords(tmp_path)
     for task in range(1000):
         begin(words, (task, 1), Ran("ä" * 5000, task, 0))
-    found = read(tmp_path)
-    assert found is not None and [ran.task for ran in found.ran] == [996, 997, 998, 999]
-    assert all(set(ran.where) == {"ä"} for ran in found.ran) and not found.meant
+    assert [one.task for one in ran(tmp_path)] == list(range(1000 - 64, 1000))
+    assert all(set(one.where) == {"ä"} for one in ran(tmp_path))
+    for task in range(1000):
+        wait(words, (task, 2), Ran("b", task, 0))
+    assert [one.task for one in ran(tmp_path) if one.where == "b"] == list(range(1000 - 16, 1000))
+    for task in range(1000):
+        for n in (1, 2):
+            words.ended((task, n))
+    assert ran(tmp_path) == []
+
+
+def test_what_runs_in_threads_is_kept_however_many_coroutines_wait(tmp_path: Path) -> None:
+    """It may run for long, and they wait: whatever ends the process is the likelier one."""
+    words = LastWords(tmp_path)
+    threads = [Ran("early", task, 3) for task in range(64)]
+    for one in threads[:32]:
+        begin(words, (one.task, 1), one)
+    for task in range(1000):
+        wait(words, (task, 2), Ran("waits", task, 4))
+    for one in threads[32:]:
+        begin(words, (one.task, 1), one)
+    assert [one for one in ran(tmp_path) if one.where == "early"] == threads
+    words.ended((40, 1))
+    begin(words, (1000, 1), LONGER)
+    assert [one for one in ran(tmp_path) if one.where != "waits"] == [*threads[:40], *threads[41:], LONGER]
 
 
 def test_a_node_that_told_nothing(tmp_path: Path) -> None:

@@ -233,6 +233,33 @@ async def test_last_words_name_a_coroutine_wherever_it_is(
     assert lastwords.read(tmp_path) == lastwords.Left((), False)
 
 
+async def test_last_words_name_what_a_thread_runs_however_many_coroutines_wait(
+    threads: PooledThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of several epochs in flight, of several tasks."""
+    monkeypatch.setattr(lastwords, "here", lastwords.LastWords(tmp_path))
+    held, go = Held(), asyncio.Event()
+
+    async def wait() -> None:
+        await go.wait()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(Actor(threads, task=0, cancel_s=1).call("held", held))
+        await begun(held)
+        for task in range(1, 6):
+            actor = Actor(threads, task=task, cancel_s=1)
+            for epoch in range(4):
+                actor.stamp = Stamp(1, epoch)
+                group.create_task(actor.call("wait", wait))
+                await asyncio.sleep(0)
+        left = lastwords.read(tmp_path)
+        assert left is not None and left.ran[0] == Ran("held", 0, -1)
+        assert left.ran[-16:] == tuple(Ran("wait", task, epoch) for task in range(2, 6) for epoch in range(4))
+        held.go.set()
+        go.set()
+    assert lastwords.read(tmp_path) == lastwords.Left((), False)
+
+
 async def test_a_span_names_the_epoch_it_was_begun_for(threads: PooledThreads) -> None:
     """Though another epoch of the task goes on while it waits for its turn."""
     tracing = Tracing()
