@@ -89,12 +89,16 @@ def test_one_seed_is_told_in_full(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_tasks_are_in_several_epochs_at_once() -> None:
     """Of what is drawn as in flight, code of an epoch really runs before an earlier one is through."""
-    outcomes = [run_seed(seed) for seed in range(100)]
+    outcomes = [run_seed(seed) for seed in range(150)]
     together = [o for o in outcomes if o.transcript.states["epochs in flight"]]
     assert all("in flight" in outcome.described for outcome in together), "nobody else is in two epochs"
     assert len(together) >= 10
     assert max(outcome.transcript.states["epochs in flight"] for outcome in together) >= 20
     assert sum(outcome.transcript.states["takeover"] > 0 for outcome in together) >= 5
+    flying = [outcome for outcome in outcomes if "in flight" in outcome.described]
+    restarted = [outcome for outcome in flying if outcome.transcript.states["restart"]]
+    assert len(restarted) >= 0.05 * len(flying)
+    assert any(outcome.transcript.states["restart in flight"] for outcome in restarted)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["KINDS", "Fault", "draw", "draw_around_checkpoints", "draw_one"]
+__all__ = ["KINDS", "Fault", "draw", "draw_around_checkpoints", "draw_in_flight", "draw_one"]
 
 KINDS = (
     "crash",
@@ -219,6 +219,19 @@ def _recomputed(rng: random.Random) -> list[Fault]:
     fault.moment = rng.choice(("answer Item", "answer Item", "message Pull", "point snapshot", "answer Report"))
     fault.lasts_s, fault.count = 3.0, rng.choice((1, 1, 2, 3, 5))
     return [fault]
+
+
+def draw_in_flight(rng: random.Random, *, erratic: bool) -> list[Fault]:
+    """What is added to the failures of a seed whose tasks may be in several epochs at a time.
+
+    Nobody there takes flags or requests. So an epoch restarts where a successor puts something else than what others
+    have taken, which takes a task that is erratic; and later epochs are under way then, if it dies after the first one.
+    """
+    faults: list[Fault] = []
+    for _ in range(rng.choice((0, 1, 2, 2)) if erratic else 0):
+        faults += _recomputed(rng)
+        faults[-1].count = rng.choice((3, 6, 10, 16, 25))
+    return faults
 
 
 def draw_around_checkpoints(rng: random.Random) -> list[Fault]:

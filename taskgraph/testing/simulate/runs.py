@@ -8,7 +8,7 @@ of its producer put. This is compared with what the tasks themselves saw, not wi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,6 +113,20 @@ class Runs:
 
     def told_committed(self, task: int, number: int, state: int) -> None:
         self._told.append((task, number, state))
+
+    # -- asked when an epoch restarts -------------------------------------------------------------
+
+    def several_under_way(self, stamp: Stamp, terms: Mapping[int, int]) -> bool:
+        """Whether a task has begun several epochs at this stamp or after it, in its current term, and ended none."""
+        under_way = Counter(
+            run.task
+            for run in self._runs.values()
+            if run.ended is None
+            and run.term == terms.get(run.task)
+            and run.stamp.attempt == stamp.attempt
+            and run.stamp.epoch >= stamp.epoch
+        )
+        return max(under_way.values(), default=0) > 1
 
     # -- asked by the checks ----------------------------------------------------------------------
 

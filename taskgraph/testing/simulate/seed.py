@@ -19,7 +19,7 @@ from types import FrameType
 
 import taskgraph as tg
 from taskgraph.protocol.records import State
-from taskgraph.testing.simulate.drawing import draw, draw_around_checkpoints
+from taskgraph.testing.simulate.drawing import draw, draw_around_checkpoints, draw_in_flight
 from taskgraph.testing.simulate.faults import Faults
 from taskgraph.testing.simulate.loop import Nothing, SimLoop
 from taskgraph.testing.simulate.runs import Violation
@@ -186,6 +186,8 @@ async def _run(outcome: Outcome) -> None:
     faults = Faults(world, planned, chance, ruthless=ruthless)
     if keeping:
         faults.add_around_checkpoints(draw_around_checkpoints(keeps))
+    if workload.flying:
+        faults.add(draw_in_flight(flies, erratic=bool(workload.erratic)))
     try:
         await world.start(nodes)
         outcome.ended = await _until_over(world, faults)

@@ -300,7 +300,11 @@ class World:
             return
         puts = [(e.kv.key, e.kv.value) for e in events if e.kind == "put"]
         kind = kind_of(self.invariants.view, puts)
-        root = len(self.keys.root)
+        view, root = self.invariants.view, len(self.keys.root)
+        if kind == "restart" and view.stamp is not None:
+            terms = {task: known.record.term for task, known in view.primaries.items()}
+            if self.runs.several_under_way(view.stamp, terms):
+                self.transcript.state("restart in flight")
         for event in events:
             key = event.kv.key[root:]
             if key != "spec":
