@@ -17,7 +17,7 @@ from taskgraph.jobs import Job
 from taskgraph.loading import DriverRef, check_not_importing, load_driver, reference_of
 from taskgraph.settings import Settings
 from taskgraph.sources import fingerprint
-from taskgraph.version import VERSION
+from taskgraph.version import PROTOCOL, VERSION
 
 __all__ = ["DriverRef", "JobSpec", "fingerprint", "load_driver", "reference_of"]
 
@@ -34,6 +34,7 @@ class JobSpec:
         checkpoint, checkpoint_every: as in the job.
         checkpoint_series: one more for every start from the beginning, so that older checkpoints are told from newer.
         submitted_at: unix time, seconds.
+        version, protocol: of the taskgraph that submitted it.
     """
 
     name: str
@@ -53,6 +54,7 @@ class JobSpec:
     checkpoint_series: int = 1
     submitted_at: float = 0.0
     version: str = VERSION
+    protocol: int = PROTOCOL
 
     @classmethod
     def of(cls, job: Job, *, name: str = "", expected_nodes: int = 0) -> JobSpec:
@@ -99,9 +101,19 @@ class JobSpec:
             names = {f.name for f in dataclasses.fields(cls)}
             driver = raw.get("driver")
             known = {k: v for k, v in raw.items() if k in names}
+            known.setdefault("protocol", 1)  # which did not say so
             return cls(**{**known, "driver": DriverRef(**driver) if driver else None})
         except (ValueError, TypeError, AttributeError) as error:
             raise DecodeError(f"not a job's spec: {data[:200]!r} ({error})") from error
+
+    def check_protocol(self) -> None:
+        """Raises FingerprintMismatch where this process cannot take part in the job, or read what its nodes say."""
+        if self.protocol != PROTOCOL:
+            raise FingerprintMismatch(
+                f"job {self.name!r} was submitted by taskgraph {self.version}, whose nodes speak protocol "
+                f"{self.protocol}; taskgraph {VERSION} here speaks {PROTOCOL}. Bring both to the same version, or "
+                f"submit the job again"
+            )
 
     def load_job(self) -> Job:
         """Imports the driver and makes the job, as the submitter did.
@@ -110,6 +122,7 @@ class JobSpec:
             JobError: the driver cannot be imported here.
             FingerprintMismatch: it is another one, or another version.
         """
+        self.check_protocol()
         if self.driver is None:
             raise JobError(f"job {self.name!r} lives in the process that made it")
         function = self.driver.load()

@@ -32,7 +32,7 @@ from taskgraph.protocol.messages import Encoded
 
 __all__ = ["FileInfo", "Label", "pack", "unpack"]
 
-_FORMAT: Final = "taskgraph checkpoint 1"
+_FORMAT: Final = "taskgraph checkpoint 2"
 _VALUE: Final = "taskgraph.value"
 _NO_DIGEST: Final = "0" * 32
 _ALIGN: Final = 64

@@ -8,7 +8,7 @@ out. `docs/values.md` tells it to users.
 The format. Meta is a version byte, the value, and a trailer. A value is a tag byte and what the tag's writer puts
 (`encoding`). Bulk of more than 4 KiB is not in meta but in a buffer; buffers come in the order of their tags. The
 trailer lists which arrays, by number, lived on a device: a u32 each, then a u32 that counts them. It is left out of
-the digest, which is of the value alone. All numbers are little-endian.
+the digest (`digests`), which is of the value alone. All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
-import xxhash
 
 from taskgraph.errors import DecodeError
-from taskgraph.graph import arrays
+from taskgraph.graph import arrays, digests
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.codecs import codec, message
 from taskgraph.graph.decoding import Reader
@@ -34,7 +33,6 @@ __all__ = ["codec", "decode", "digest_of", "digesting", "encode", "message", "va
 _VERSION: Final = 1
 _START: Final = bytes((_VERSION,))
 _U32 = struct.Struct("<I")
-_U64 = struct.Struct("<Q")
 _NOTHING_ON_DEVICE: Final = _U32.pack(0)
 _NONE: Final[frozenset[int]] = frozenset()
 
@@ -64,7 +62,7 @@ def encode(value: Any, *, what: str = "value", adopt: bool = False, allocate: Al
         too_deep = CannotTravel(value, "it is nested deeper than what is left of this thread's stack allows")
         raise too_deep.told(what) from error
     meta, flags = writer.meta, writer.on_device
-    ready, digest = _seal(writer, value) if writer.buffers else ((), xxhash.xxh3_128_digest(meta))
+    ready, digest = _seal(writer, value) if writer.buffers else ((), digests.without_buffers(meta))
     meta += struct.pack(f"<{len(flags) + 1}I", *flags, len(flags)) if flags else _NOTHING_ON_DEVICE
     return Encoded(bytes(meta), ready, digest)
 
@@ -76,15 +74,11 @@ def _seal(writer: Writer, value: Any) -> tuple[tuple[memoryview, ...], bytes]:
         known = arrays.known_digest(value, bytes(writer.meta))
         if known is not None:
             return (waiting[0],), known
-    hasher = _begin(writer.meta, [buffer.nbytes for buffer in waiting])
-    ready = []
     for buffer in waiting:
-        if isinstance(buffer, memoryview):
-            hasher.update(buffer)
-            ready.append(buffer)
-        else:
-            ready.append(buffer.made(hasher.update))
-    return tuple(ready), hasher.digest()
+        if not isinstance(buffer, memoryview):
+            buffer.begin()
+    digest = digests.digest(writer.meta, waiting)
+    return tuple([buffer if isinstance(buffer, memoryview) else buffer.sealed() for buffer in waiting]), digest
 
 
 def decode(encoded: Encoded, *, device: str = "host", writable: bool = False) -> Any:
@@ -112,29 +106,13 @@ def decode(encoded: Encoded, *, device: str = "host", writable: bool = False) ->
 
 
 def digest_of(meta: bytes, buffers: Sequence[memoryview]) -> bytes:
-    """xxh3-128 over the value and its buffers with their lengths, 16 bytes; where arrays lived is left out."""
-    return _digest(memoryview(meta)[: value_end(meta)], buffers)
+    """The digest of a value, 16 bytes (`digests`); where arrays lived is left out."""
+    return digests.digest(memoryview(meta)[: value_end(meta)], buffers)
 
 
-def _digest(value: bytearray | memoryview, buffers: Sequence[memoryview]) -> bytes:
-    if not buffers:
-        return xxhash.xxh3_128_digest(value)
-    hasher = _begin(value, [buffer.nbytes for buffer in buffers])
-    for buffer in buffers:
-        hasher.update(buffer)
-    return hasher.digest()
-
-
-def digesting(meta: bytes, sizes: Sequence[int]) -> xxhash.xxh3_128:
+def digesting(meta: bytes, sizes: Sequence[int]) -> digests.Streaming:
     """`digest_of` a value with buffers, to be updated with what is in them as it comes."""
-    return _begin(memoryview(meta)[: value_end(meta)], sizes)
-
-
-def _begin(value: bytearray | memoryview, sizes: Sequence[int]) -> xxhash.xxh3_128:
-    hasher = xxhash.xxh3_128(value)
-    for size in (len(value), *sizes):
-        hasher.update(_U64.pack(size))
-    return hasher
+    return digests.Streaming(memoryview(meta)[: value_end(meta)], sizes)
 
 
 def verify(encoded: Encoded) -> bool:

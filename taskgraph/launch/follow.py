@@ -199,7 +199,9 @@ class Follower:
 
         Raises:
             DecodeError: values arrive damaged, again and again.
+            FingerprintMismatch: the nodes' digests are not those of this version.
         """
+        self._spec.check_protocol()
         broken_tries = 0
         while True:
             holders = {view_primary.record.node for view_primary in self.view.primaries.values()}

@@ -41,7 +41,7 @@ __all__ = [
     "unpack_head",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 #: A payload up to this size travels in the frame that opens the message, copied into one write.
 INLINE_BYTES = 64 << 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 import taskgraph as tg
 from taskgraph.driver import DriverRef, JobSpec, fingerprint, load_driver, reference_of
+from taskgraph.version import PROTOCOL
 
 HEAD = "import taskgraph as tg\n"
 FIT = """
@@ -290,6 +292,18 @@ def test_another_version_of_the_driver_is_refused_with_both_fingerprints(tmp_pat
     text = str(refused.value)
     assert spec.fingerprint in text and fingerprint(load_driver("fit_s.py")) in text
     assert "submit the job again" in text
+
+
+def test_a_job_of_another_protocol_is_refused_and_both_are_named(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path)
+    raw = json.loads(spec.to_bytes())
+    del raw["protocol"]  # as it was written before there was a second one
+    old = JobSpec.from_bytes(json.dumps(raw).encode())
+    assert (spec.protocol, old.protocol) == (PROTOCOL, 1)
+    for call in (old.load_job, old.check_protocol):
+        with pytest.raises(tg.FingerprintMismatch, match=f"speak protocol 1; taskgraph .* here speaks {PROTOCOL}"):
+            call()
+    spec.check_protocol()
 
 
 def test_a_job_of_one_process_needs_no_driver() -> None:

@@ -144,6 +144,14 @@ def test_another_tools_file_is_foreign() -> None:
         unpack(memoryview(data), LABEL, FileInfo(2, len(data), "0" * 32), path="f")
 
 
+def test_a_file_of_an_earlier_format_is_foreign() -> None:
+    """Its digest was taken in another way: it must not be called corrupt."""
+    info, data = packed({"theta": np.ones(3000)})
+    earlier = data.replace(b'"taskgraph checkpoint 2"', b'"taskgraph checkpoint 1"')
+    with pytest.raises(CheckpointError, match="f is foreign: not a file of a checkpoint of this version"):
+        unpack(memoryview(earlier), LABEL, info, path="f")
+
+
 def test_a_file_of_the_same_label_and_size_is_another() -> None:
     info, _ = packed({"theta": np.ones(3)})
     other, data = packed({"theta": np.zeros(3)})

@@ -148,6 +148,15 @@ def test_another_jobs_checkpoint_is_foreign(store: Store, tmp_path: Path, origin
     assert text in found.refused[0]
 
 
+def test_a_checkpoint_of_an_earlier_format_is_foreign(tmp_path: Path) -> None:
+    store = Store(f"file://{tmp_path}", ORIGIN)
+    manifest = save(store, 10)
+    for file in (tmp_path / "fit" / manifest.name).glob("manifest*.json"):
+        file.write_text(file.read_text().replace("taskgraph checkpoint 2", "taskgraph checkpoint 1"))
+    with pytest.raises(CheckpointError, match=r"is foreign: its format is 'taskgraph checkpoint 1', not '.* 2'"):
+        store.open(manifest.name)
+
+
 def test_a_checkpoint_under_anothers_name_is_foreign(tmp_path: Path) -> None:
     store = Store(f"file://{tmp_path}", ORIGIN)
     name = save(store, 10).name

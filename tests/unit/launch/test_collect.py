@@ -108,6 +108,15 @@ async def test_a_result_that_is_damaged_for_good_is_an_error_that_names_the_node
     assert holder.asked == 3
 
 
+async def test_results_of_nodes_of_another_protocol_are_not_called_damaged(tmp_path: Path) -> None:
+    holder = Holder(BAD)
+    async with following(holder, tmp_path) as follower:
+        follower._spec = dataclasses.replace(follower._spec, protocol=1)
+        with pytest.raises(tg.FingerprintMismatch, match="nodes speak protocol 1"):
+            await follower.results()
+    assert holder.asked == 0
+
+
 async def test_what_was_told_until_the_end_is_followed_once_however_fast_the_job_was(tmp_path: Path) -> None:
     """From the leader or from etcd, whichever comes first; a quick job ends before its events are written."""
     told: list[str] = []

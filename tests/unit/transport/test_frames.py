@@ -117,7 +117,7 @@ def test_byte_by_byte() -> None:
 @settings(deadline=None, max_examples=300)
 @given(st.binary(max_size=300))
 def test_garbage_is_a_decode_error_or_not_yet_a_frame(data: bytes) -> None:
-    for prefix in (b"", pack_frame(Head(Kind.GOODBYE, 0)), b"TG\x01", b"TG\x01\x10"):
+    for prefix in (b"", pack_frame(Head(Kind.GOODBYE, 0)), b"TG\x02", b"TG\x02\x10"):
         with contextlib.suppress(DecodeError):
             Reading().feed(prefix + data)
 
@@ -149,7 +149,7 @@ FLAG = wire.to_header(m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded()))
     [
         ("not a frame", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(20)),
         ("version 9", b"TG\x09" + bytes(37)),
-        ("unknown kind", b"TG\x01\xff" + bytes(36)),
+        ("unknown kind", b"TG\x02\xff" + bytes(36)),
         ("header of 4294967295", pack_frame(Head(Kind.CALL, 1, header=2**32 - 1))),
         ("buffers", pack_frame(Head(Kind.CALL, 1, buffers=2**32 - 1))),
         ("value of 18446744073709551615", pack_frame(Head(Kind.CALL, 1, payload=2**64 - 1))),

@@ -60,7 +60,7 @@ def test_any_head_costs_no_more_than_its_limits(limits: Limits, head: bytes, res
 @settings(deadline=None, max_examples=150)
 @given(st.binary(max_size=500), st.lists(st.integers(1, 50), max_size=20))
 def test_whatever_a_stranger_sends_costs_a_receive_buffer(data: bytes, cuts: list[int]) -> None:
-    for prefix in (b"", b"TG\x01", pack_frame(Head(Kind.HELLO_OPEN, 0, header=4096))):
+    for prefix in (b"", b"TG\x02", pack_frame(Head(Kind.HELLO_OPEN, 0, header=4096))):
         with at_most(200_000), contextlib.suppress(DecodeError):
             Reading(HELLO_LIMITS).feed(prefix + data, cuts)
 

@@ -1,0 +1,117 @@
+"""The digest of an encoded value, and the only place that says what it is.
+
+Without buffers: xxh3-128 of the value (meta up to the trailer). With buffers: xxh3-128 of
+
+    the value
+    its length, and that of each buffer: 8 bytes each, little-endian
+    the xxh3-128 of every block of every buffer, in order: 16 bytes each, big-endian as everywhere
+
+A buffer's blocks have `BLOCK_BYTES` each, the last one what is left; an empty buffer has none. So the blocks of a value
+can be digested in any order: by several threads while they copy them, or where an array lives. The lengths keep buffers
+apart.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import xxhash
+
+from taskgraph.graph import worksharing
+
+__all__ = ["BLOCK_BYTES", "Source", "Streaming", "digest", "without_buffers"]
+
+BLOCK_BYTES: Final = 1 << 20
+"""Some 0.1 ms of copying and digesting: enough that it costs little to share blocks between threads, and so little that
+nobody waits long for the last one; half and a quarter of it were no faster. To change it is to change digests: raise
+`version.PROTOCOL`, `transport.frames.PROTOCOL_VERSION` and the format of checkpoints."""
+
+without_buffers: Final = xxhash.xxh3_128_digest
+"""The digest of a value that has no buffers."""
+
+
+class Source(Protocol):
+    """A buffer that is made while it is digested."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def digest(self, begin: int, end: int) -> bytes:
+        """The xxh3-128 of these bytes; may be asked for in any order and from any thread, once for each."""
+
+
+def digest(value: bytes | bytearray | memoryview, buffers: Sequence[memoryview | Source]) -> bytes:
+    """The digest of a value: 16 bytes. Idle cores take part where there is much of it."""
+    if not buffers:
+        return without_buffers(value)
+    sizes = [buffer.nbytes for buffer in buffers]
+    whole = _begin(value, sizes)
+    if sum(sizes) >= worksharing.LEAST_BYTES:
+        _shared(whole, buffers)
+    else:
+        for buffer in buffers:
+            for begin in range(0, buffer.nbytes, BLOCK_BYTES):
+                whole.update(_block(buffer, begin))
+    return whole.digest()
+
+
+def _shared(whole: xxhash.xxh3_128, buffers: Sequence[memoryview | Source]) -> None:
+    blocks = [(buffer, begin) for buffer in buffers for begin in range(0, buffer.nbytes, BLOCK_BYTES)]
+    digests = [b""] * len(blocks)
+
+    def work(number: int) -> None:
+        digests[number] = _block(*blocks[number])
+
+    worksharing.for_each(work, len(blocks))
+    whole.update(b"".join(digests))
+
+
+def _block(buffer: memoryview | Source, begin: int) -> bytes:
+    if isinstance(buffer, memoryview):
+        return xxhash.xxh3_128_digest(buffer[begin : begin + BLOCK_BYTES])
+    return buffer.digest(begin, min(begin + BLOCK_BYTES, buffer.nbytes))
+
+
+def _begin(value: bytes | bytearray | memoryview, sizes: Sequence[int]) -> xxhash.xxh3_128:
+    whole = xxhash.xxh3_128(value)
+    whole.update(struct.pack(f"<{len(sizes) + 1}Q", len(value), *sizes))
+    return whole
+
+
+class Streaming:
+    """The digest of a value with buffers, which come piece by piece, however they are cut."""
+
+    __slots__ = ("_block", "_left", "_sizes", "_whole")
+
+    def __init__(self, value: bytes | memoryview, sizes: Sequence[int]) -> None:
+        self._whole = _begin(value, sizes)
+        self._block = xxhash.xxh3_128()
+        self._sizes = [size for size in reversed(sizes) if size]  # what is left of each buffer, the next one last
+        self._left = self._next_block()  # how much of the block is still to come
+
+    def _next_block(self) -> int:
+        return min(self._sizes[-1], BLOCK_BYTES) if self._sizes else 0
+
+    def update(self, data: memoryview, /) -> None:
+        """Raises ValueError where there is more than the buffers have."""
+        at, end = 0, data.nbytes
+        while at < end:
+            if not self._left:
+                raise ValueError(f"{end - at} bytes more than the value's buffers have")
+            count = min(end - at, self._left)
+            self._block.update(data[at : at + count])
+            at += count
+            self._left -= count
+            self._sizes[-1] -= count
+            if not self._left:
+                self._whole.update(self._block.digest())
+                self._block.reset()
+                if not self._sizes[-1]:
+                    self._sizes.pop()
+                self._left = self._next_block()
+
+    def digest(self) -> bytes:
+        """Of the whole, once all of it came."""
+        return self._whole.digest()

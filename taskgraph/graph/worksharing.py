@@ -1,0 +1,174 @@
+"""Passes over large memory, shared block by block with threads that would find a core idle.
+
+Whoever has such a pass to make works on it, and a few helper threads of the process take blocks from the same queue. So
+with no core to spare the caller does nearly all of it alone, and loses next to nothing. Which thread took which block
+makes no difference to the result.
+
+The caller waits for blocks that helpers have taken, and never for a helper: one that has not begun has taken none, and
+finds none left when it comes. A helper that loses its core in the middle of a block delays the caller until it has it
+again, and by the rest of that block.
+
+What is done with a block must release the interpreter's lock: numpy's copies do, and xxhash's digests of more than
+100 kB. It should do so rarely, since each time two threads may have to wait for each other, for as long as it takes to
+copy 256 KiB.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+__all__ = ["LEAST_BYTES", "cores", "for_each"]
+
+LEAST_BYTES: Final = 8 << 20
+"""Less is not worth sharing. Measured with a core to spare: copied and digested, 8 MiB gain a fifth, 4 MiB nothing, and
+2 MiB lose by waking a helper."""
+_MOST_HELPERS: Final = 3
+"""A few cores use up what memory gives."""
+_IDLE_S: Final = 1.0
+"""How long a helper waits for the next pass before it ends."""
+
+Work = Callable[[int], object]
+
+
+def for_each(work: Work, blocks: int) -> None:
+    """Calls `work` with each number below `blocks`, in this thread and in helpers, and returns when all have returned.
+
+    Raises:
+        what `work` raised first, wherever it did; blocks that nobody had taken by then are left out.
+    """
+    helpers = min(blocks, cores()) - 1
+    if helpers > 0:
+        _team.share(work, blocks, min(helpers, _MOST_HELPERS))
+    else:
+        for block in range(blocks):
+            work(block)
+
+
+if hasattr(os, "sched_getaffinity"):
+
+    def cores() -> int:
+        """How many cores this process may use."""
+        return len(os.sched_getaffinity(0))
+
+else:
+
+    def cores() -> int:
+        """How many cores this process may use."""
+        return os.cpu_count() or 1
+
+
+class _Pass:
+    """One pass: the blocks that nobody has taken yet, and those that helpers are through with.
+
+    A helper refers to `work` within a block only: what it works on is free as soon as the pass is over.
+    """
+
+    __slots__ = ("_blocks", "_count", "_ended", "_error", "_work")
+
+    def __init__(self, work: Work, blocks: int) -> None:
+        self._work: Work | None = work
+        self._count = blocks
+        self._blocks = deque(range(blocks))
+        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()  # an entry for each block of a helper
+        self._error: BaseException | None = None
+
+    def make(self) -> None:
+        """In the caller's thread."""
+        mine = 0
+        try:
+            while self._next():
+                mine += 1
+            for _ in range(self._count - mine):
+                self._ended.get()
+        finally:
+            self._work = None
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to this frame
+
+    def help(self) -> None:
+        """In a helper."""
+        while self._next():
+            self._ended.put(None)
+
+    def _next(self) -> bool:
+        """Takes a block, if one is left, and works on it."""
+        try:
+            block = self._blocks.popleft()
+        except IndexError:
+            return False
+        work = self._work
+        if self._error is None and work is not None:
+            try:
+                work(block)
+            except BaseException as error:
+                self._error = self._error or error
+        return True
+
+
+class _Team:
+    """The helpers of this process. They are daemons, and end when there was nothing to help with for a while."""
+
+    def __init__(self) -> None:
+        self._open: dict[_Pass, None] = {}
+        self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._counting = threading.Lock()
+        self._helpers = 0
+
+    def share(self, work: Work, blocks: int, helpers: int) -> None:
+        shared = _Pass(work, blocks)
+        self._open[shared] = None  # before they are called: who comes late must find it, and no older one
+        try:
+            self._call(helpers)
+            shared.make()
+        finally:
+            del self._open[shared]
+
+    def _call(self, helpers: int) -> None:
+        # No lock that a helper may hold while it has no core: a thread too few, or a call too many, does no harm.
+        if self._helpers < helpers and self._counting.acquire(blocking=False):
+            try:
+                while self._helpers < helpers:
+                    name = f"taskgraph-helper_{self._helpers}"
+                    threading.Thread(target=self._serve, name=name, daemon=True).start()
+                    self._helpers += 1
+            except RuntimeError:
+                pass  # no thread can be started any more: the caller makes the pass alone
+            finally:
+                self._counting.release()
+        for _ in range(helpers - self._calls.qsize()):
+            self._calls.put(None)
+
+    def _serve(self) -> None:
+        while self._called():
+            for shared in tuple(self._open):
+                shared.help()
+
+    def _called(self) -> bool:
+        try:
+            self._calls.get(timeout=_IDLE_S)
+        except queue.Empty:
+            with self._counting:
+                self._helpers -= 1
+            return False
+        return True
+
+
+_team = _Team()
+
+
+def _after_fork() -> None:
+    """A child has none of the helpers, and a lock of theirs may be held for ever."""
+    global _team
+    _team = _Team()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,320 @@
+"""Passes that are shared with idle cores: every block once, errors reach the caller, and nobody waits for nobody."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import xxhash
+
+from taskgraph.graph import arrays, worksharing
+from taskgraph.graph.digests import BLOCK_BYTES
+from taskgraph.graph.values import encode
+from taskgraph.graph.worksharing import for_each
+
+WAIT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def team(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Helpers of the test's own, which end soon; and two cores, whatever the machine has."""
+    monkeypatch.setattr(worksharing, "_team", worksharing._Team())
+    monkeypatch.setattr(worksharing, "_IDLE_S", 0.2)
+    monkeypatch.setattr(worksharing, "cores", lambda: 2)
+    yield
+    for helper in helpers():
+        helper.join(WAIT_S)
+
+
+def helpers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("taskgraph-helper")]
+
+
+def in_thread(function: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=function)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 16])
+@pytest.mark.parametrize("blocks", [0, 1, 2, 3, 64])
+def test_every_block_once(blocks: int, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worksharing, "cores", lambda: cores)
+    for _ in range(20):
+        done: list[int] = []
+        for_each(done.append, blocks)
+        assert sorted(done) == list(range(blocks))
+    assert len(helpers()) <= max(0, min(blocks, cores, 4) - 1)
+
+
+def test_a_helper_takes_part() -> None:
+    """Each of the two blocks is ended by the other: one thread alone would wait for ever."""
+    together = threading.Barrier(2)
+    for _ in range(5):
+        for_each(lambda _: together.wait(WAIT_S), 2)
+    assert len(helpers()) == 1
+
+
+def test_as_many_helpers_as_there_are_cores_but_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worksharing, "cores", lambda: 3)
+    three = threading.Barrier(3)
+    for_each(lambda _: three.wait(WAIT_S), 3)
+    assert len(helpers()) == 2
+    monkeypatch.setattr(worksharing, "cores", lambda: 100)
+    four = threading.Barrier(4)
+    for_each(lambda _: four.wait(WAIT_S), 100)
+    assert len(helpers()) == 3
+
+
+def test_nobody_waits_for_a_helper_that_has_not_begun() -> None:
+    """The only helper is busy elsewhere; it comes when this pass is over, and finds nothing to do."""
+    busy, free = threading.Barrier(3), threading.Event()
+
+    def work(_: int) -> None:
+        busy.wait(WAIT_S)
+        free.wait(WAIT_S)
+
+    other = in_thread(lambda: for_each(work, 2))
+    busy.wait(WAIT_S)
+    for _ in range(3):
+        by: list[int] = []
+        for_each(lambda _: by.append(threading.get_ident()), 10)  # noqa: B023
+        assert by == [threading.get_ident()] * 10
+    assert other.is_alive()
+    free.set()
+    other.join()
+    for _ in range(3):  # and it is of use again
+        together = threading.Barrier(2)
+        for_each(lambda _: together.wait(WAIT_S), 2)  # noqa: B023
+
+
+def test_where_no_thread_can_be_started_the_caller_does_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    for _ in range(3):
+        done: list[int] = []
+        for_each(done.append, 10)
+        assert done == list(range(10))
+
+
+@pytest.mark.parametrize("where", ["caller", "helper"])
+def test_an_error_reaches_the_caller_and_no_further_block_is_begun(where: str) -> None:
+    caller = threading.get_ident()
+    both, raised = threading.Barrier(2), threading.Event()
+    begun: list[int] = []
+
+    def work(block: int) -> None:
+        begun.append(block)
+        both.wait(WAIT_S)
+        if (threading.get_ident() == caller) == (where == "caller"):
+            raised.set()
+            raise ValueError(f"block {block}")
+        raised.wait(WAIT_S)
+        time.sleep(0.05)  # so that the error is known
+
+    for _ in range(3):
+        raised.clear()
+        begun.clear()
+        with pytest.raises(ValueError, match=r"block [01]") as found:
+            for_each(work, 10)
+        assert sorted(begun) == [0, 1]
+        assert found.traceback[-1].name == "work"
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_when_it_raises_nobody_works_any_more(error: type[BaseException]) -> None:
+    """What a helper has begun is waited for: it may write to memory that the caller is to use for something else."""
+    caller = threading.get_ident()
+    both = threading.Barrier(2)
+    ended: list[int] = []
+
+    def work(block: int) -> None:
+        both.wait(WAIT_S)
+        if threading.get_ident() == caller:
+            raise error
+        time.sleep(0.2)
+        ended.append(block)
+
+    with pytest.raises(error):
+        for_each(work, 10)
+    assert len(ended) == 1
+
+
+def test_whoever_is_thrown_out_of_the_wait_leaves_no_work_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C while the last block of a helper is waited for: that block ends, and no other is begun."""
+    shared = worksharing._Pass(lambda block: done.append(block), 3)
+    done: list[int] = []
+
+    class Thrown:
+        def get(self) -> None:
+            raise KeyboardInterrupt
+
+        def put(self, _: None) -> None:
+            pass
+
+    shared._blocks.popleft()  # as a helper would
+    monkeypatch.setattr(shared, "_ended", Thrown())
+    with pytest.raises(KeyboardInterrupt):
+        shared.make()
+    assert done == [1, 2]
+    shared._blocks.append(0)
+    shared.help()
+    assert done == [1, 2]
+
+
+def test_passes_of_several_threads_at_once() -> None:
+    results: dict[int, list[int]] = {}
+
+    def many(number: int) -> None:
+        for _ in range(30):
+            done: list[int] = []
+            for_each(done.append, 50)
+            results.setdefault(number, []).append(sum(done))
+        with pytest.raises(KeyError, match=str(number)):
+            for_each(lambda _: {}[number], 5)
+
+    callers = [in_thread(lambda number=number: many(number)) for number in range(4)]  # type: ignore[misc]
+    for caller in callers:
+        caller.join()
+    assert results == {number: [sum(range(50))] * 30 for number in range(4)}
+
+
+def test_a_helper_keeps_nothing_of_what_it_worked_on() -> None:
+    together = threading.Barrier(2)
+    array = np.zeros(10)
+
+    def work(block: int, array: np.ndarray[tuple[int], np.dtype[np.float64]] = array) -> None:
+        together.wait(WAIT_S)
+
+    seen, work_seen = weakref.ref(array), weakref.ref(work)
+    for_each(work, 2)
+    del array, work
+    assert seen() is None and work_seen() is None
+    assert helpers()
+
+
+def test_the_error_is_kept_by_nobody() -> None:
+    class Noticed(Exception):
+        pass
+
+    def fail() -> weakref.ref[Noticed]:
+        def work(_: int) -> None:
+            raise Noticed
+
+        try:
+            for_each(work, 5)
+        except Noticed as error:
+            return weakref.ref(error)
+        raise AssertionError("nothing was raised")
+
+    assert fail()() is None
+
+
+def test_helpers_end_when_there_is_nothing_to_do() -> None:
+    together = threading.Barrier(2)
+    for _ in range(2):
+        for_each(lambda _: together.wait(WAIT_S), 2)
+        (helper,) = helpers()
+        assert helper.daemon
+        helper.join(WAIT_S)
+        assert not helpers()
+
+
+def test_little_is_not_shared() -> None:
+    least = worksharing.LEAST_BYTES
+    assert encode([np.zeros(least // 2 - 8, "u1"), np.zeros(least // 2 - 8, "u1")])
+    assert not helpers()
+    assert encode([np.zeros(least // 2, "u1"), np.zeros(least // 2, "u1")])
+    assert len(helpers()) == 1
+
+
+def test_one_core_means_no_helper() -> None:
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("no affinity here")
+    before = os.sched_getaffinity(0)
+    code = "from taskgraph.graph.worksharing import cores; print(cores())"
+    assert run(code) == str(len(before))
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert run(code) == "1"
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+SCRIPT = """
+    import os, sys, threading
+    import numpy as np
+    from taskgraph.graph import worksharing
+    from taskgraph.graph.values import encode, verify
+
+    worksharing.cores = lambda: 2
+    worksharing._IDLE_S = 1000.0
+    array = np.arange(2 << 20)
+    assert verify(encode(array))
+    assert any(thread.name.startswith("taskgraph-helper") for thread in threading.enumerate())
+"""
+
+
+def run(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.strip()
+
+
+def test_a_process_ends_at_once() -> None:
+    assert run(SCRIPT + "    print('end')") == "end"
+
+
+def test_a_forked_process_has_helpers_of_its_own() -> None:
+    text = run(
+        SCRIPT
+        + """
+    worksharing._team._counting.acquire()  # as a thread may hold it while another one forks
+    child = os.fork()
+    if child == 0:
+        barrier = threading.Barrier(2)
+        worksharing.for_each(lambda _: barrier.wait(20), 2)
+        assert verify(encode(array))
+        os.write(1, b"child ")
+        os._exit(0)
+    print("parent", os.waitpid(child, 0)[1])
+    """
+    )
+    assert text == "child parent 0"
+
+
+@pytest.mark.parametrize("size", [arrays._CHUNK_BYTES, BLOCK_BYTES])
+@pytest.mark.parametrize("what", ["copy", "update", "digest"])
+def test_what_is_done_with_a_block_lets_other_threads_run(what: str, size: int) -> None:
+    """With this interval a thread gets the interpreter's lock only where it is released."""
+    source, target, hasher = np.ones(size, "u1"), np.ones(size, "u1"), xxhash.xxh3_128()
+    works: dict[str, Callable[[], object]] = {
+        "copy": lambda: np.copyto(target, source),
+        "update": lambda: hasher.update(source.data),
+        "digest": lambda: xxhash.xxh3_128_digest(source.data),
+    }
+    work = works[what]
+    ran: list[bool] = []
+    before = sys.getswitchinterval()
+    deadline = time.monotonic() + WAIT_S
+    try:
+        sys.setswitchinterval(1000.0)
+        _thread.start_new_thread(ran.append, (True,))
+        while not ran and time.monotonic() < deadline:
+            work()
+    finally:
+        sys.setswitchinterval(before)
+    assert ran
