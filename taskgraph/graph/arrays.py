@@ -112,15 +112,18 @@ class Copy:
 
     def digest(self, begin: int, end: int) -> bytes:
         """Copies these bytes, and digests each piece of them while it is in the cache."""
-        target, source = self._target, self._source
+        if end - begin <= _CHUNK_BYTES:
+            return xxhash.xxh3_128_digest(self._piece(begin, end))
         hasher = xxhash.xxh3_128()
         for at in range(begin, end, _CHUNK_BYTES):
-            part = slice(at, min(at + _CHUNK_BYTES, end))
-            piece = target[part]
-            if source is not None:
-                np.copyto(piece, source[part])
-            hasher.update(piece.data)
+            hasher.update(self._piece(at, min(at + _CHUNK_BYTES, end)))
         return hasher.digest()
+
+    def _piece(self, begin: int, end: int) -> memoryview:
+        piece = self._target[begin:end]
+        if self._source is not None:
+            np.copyto(piece, self._source[begin:end])
+        return piece.data
 
     def sealed(self) -> memoryview:
         """The copy, once all of it was digested."""

@@ -71,7 +71,8 @@ def _shared(whole: xxhash.xxh3_128, buffers: Sequence[memoryview | Source]) -> N
 def _block(buffer: memoryview | Source, begin: int) -> bytes:
     if isinstance(buffer, memoryview):
         return xxhash.xxh3_128_digest(buffer[begin : begin + BLOCK_BYTES])
-    return buffer.digest(begin, min(begin + BLOCK_BYTES, buffer.nbytes))
+    end = begin + BLOCK_BYTES
+    return buffer.digest(begin, end if end < buffer.nbytes else buffer.nbytes)
 
 
 def _begin(value: bytes | bytearray | memoryview, sizes: Sequence[int]) -> xxhash.xxh3_128:

@@ -15,6 +15,7 @@ copy 256 KiB.
 
 from __future__ import annotations
 
+import _thread
 import os
 import queue
 import threading
@@ -137,8 +138,7 @@ class _Team:
         if self._helpers < helpers and self._counting.acquire(blocking=False):
             try:
                 while self._helpers < helpers:
-                    name = f"taskgraph-helper_{self._helpers}"
-                    threading.Thread(target=self._serve, name=name, daemon=True).start()
+                    _thread.start_new_thread(self._start, (f"taskgraph-helper_{self._helpers}",))
                     self._helpers += 1
             except RuntimeError:
                 pass  # no thread can be started any more: the caller makes the pass alone
@@ -146,6 +146,17 @@ class _Team:
                 self._counting.release()
         for _ in range(helpers - self._calls.qsize()):
             self._calls.put(None)
+
+    def _start(self, name: str) -> None:
+        """In a thread of its own, since `Thread.start` waits until the new thread has a core."""
+        try:
+            threading.Thread(target=self._serve, name=name, daemon=True).start()
+        except RuntimeError:
+            self._ended()
+
+    def _ended(self) -> None:
+        with self._counting:
+            self._helpers -= 1
 
     def _serve(self) -> None:
         while self._called():
@@ -156,8 +167,7 @@ class _Team:
         try:
             self._calls.get(timeout=_IDLE_S)
         except queue.Empty:
-            with self._counting:
-                self._helpers -= 1
+            self._ended()
             return False
         return True
 

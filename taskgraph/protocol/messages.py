@@ -57,7 +57,7 @@ class Encoded:
     Attributes:
         meta: the structure (types, shapes, small values); decoded by `taskgraph.graph.values`.
         buffers: the bulk, each a C-contiguous read-only buffer of bytes, in the order meta names them.
-        digest: xxh3-128 of meta and buffers, 16 bytes.
+        digest: of meta and buffers, 16 bytes; what it is, `taskgraph.graph.digests` says.
     """
 
     meta: bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -50,9 +50,10 @@ def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setattr(worksharing, "_IDLE_S", 0.05)
     monkeypatch.setattr(worksharing, "cores", lambda: request.param)
     yield request.param
-    for thread in threading.enumerate():
-        if thread.name.startswith("taskgraph-helper"):
-            thread.join()
+    deadline = time.monotonic() + 20
+    while worksharing._team._helpers and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not worksharing._team._helpers
 
 
 @pytest.fixture
