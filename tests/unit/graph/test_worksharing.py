@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,14 +23,16 @@ from taskgraph.graph.values import encode
 from taskgraph.graph.worksharing import for_each
 
 WAIT_S = 20.0
+idle_here = worksharing.idle
 
 
 @pytest.fixture(autouse=True)
 def team(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Helpers of the test's own, which end soon; and two cores, whatever the machine has."""
+    """Helpers of the test's own, which end soon; and two cores, whatever the machine has, one of them idle."""
     monkeypatch.setattr(worksharing, "_team", worksharing._Team())
     monkeypatch.setattr(worksharing, "_IDLE_S", 0.2)
     monkeypatch.setattr(worksharing, "cores", lambda: 2)
+    monkeypatch.setattr(worksharing, "idle", lambda: 99)
     yield
     assert until(lambda: worksharing._team._helpers == 0 and not helpers())
 
@@ -247,6 +250,48 @@ def test_little_is_not_shared() -> None:
     assert worksharing._team._helpers == 1
 
 
+@pytest.mark.parametrize(("idle", "helping"), [(-5, 0), (0, 0), (1, 1), (2, 2), (9, 3)])
+def test_only_idle_cores_help(idle: int, helping: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worksharing, "cores", lambda: 8)
+    monkeypatch.setattr(worksharing, "idle", lambda: idle)
+    together = threading.Barrier(1 + helping)
+    for_each(lambda _: together.wait(WAIT_S), 12)
+    assert len(helpers()) == worksharing._team._helpers == helping
+
+
+@pytest.mark.parametrize(
+    ("text", "idle"),
+    [("0.20 0.18 0.12 1/80 11206\n", 7), ("9.20 0.18 0.12 8/80 1", 0), ("20 18 12 30/80 1", -22)],
+)
+def test_cores_that_run_nothing_are_idle(text: str, idle: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "loadavg"
+    file.write_text(text)
+    monkeypatch.setattr(worksharing, "_RUNNING", str(file))
+    monkeypatch.setattr(worksharing, "_MACHINE", 8)
+    before = len(os.listdir("/dev/fd"))
+    for _ in range(5):
+        assert idle_here() == idle
+    assert len(os.listdir("/dev/fd")) == before
+
+
+@pytest.mark.parametrize("text", [None, "", "1 2 3", "1 2 3 x/y 5", "\0\0\0"])
+def test_where_nothing_is_told_cores_count_as_idle(
+    text: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "loadavg"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setattr(worksharing, "_RUNNING", str(file))
+    monkeypatch.setattr(worksharing, "_MACHINE", 8)
+    assert idle_here() == 7
+
+
+def test_a_thread_that_runs_is_told_by_the_kernel() -> None:
+    if not os.path.exists(worksharing._RUNNING):
+        pytest.skip("the kernel does not tell")
+    assert idle_here() < worksharing._MACHINE
+
+
 def test_one_core_means_no_helper() -> None:
     if not hasattr(os, "sched_setaffinity"):
         pytest.skip("no affinity here")
@@ -267,8 +312,9 @@ SCRIPT = """
     from taskgraph.graph.values import encode, verify
 
     worksharing.cores = lambda: 2
+    worksharing.idle = lambda: 1
     worksharing._IDLE_S = 1000.0
-    array = np.arange(2 << 20)
+    array = np.arange(3 << 20)
     assert verify(encode(array))
     together = threading.Barrier(2)
     worksharing.for_each(lambda _: together.wait(20), 2)
