@@ -4,9 +4,9 @@ Whoever has such a pass to make works on it. Where the kernel says that cores ar
 process take blocks from the same queue. Which thread took which block makes no difference to the result.
 
 The caller waits for blocks that helpers have taken, and never for a helper: one that has not begun has taken none, and
-finds none left when it comes. So with no core to spare the caller does all of it alone, or nearly all, where a core that
-was idle a moment ago is not. A helper that loses its core in the middle of a block delays the caller until it has one
-again, and by the rest of that block: some milliseconds on a busy machine, which is why helpers are not called there.
+finds none left when it comes. So with no core to spare the caller does all of it alone, or nearly all, where a core
+that was idle a moment ago is not. A helper that loses its core in the middle of a block delays the caller until it has
+one again, and by the rest of that block: on a busy machine some milliseconds, so helpers are not called there.
 
 What is done with a block must release the interpreter's lock: numpy's copies do, and xxhash's digests of more than
 100 kB. It should do so rarely, since each time two threads may have to wait for each other, for as long as it takes to
@@ -26,7 +26,7 @@ from typing import Final
 __all__ = ["LEAST_BYTES", "cores", "for_each"]
 
 LEAST_BYTES: Final = 16 << 20
-"""Less is not worth sharing. Measured with a core to spare: of the time of a copy with its digest 16 MiB gain a seventh,
+"""Less is not worth sharing. Measured with a core to spare, a copy with its digest: 16 MiB gain a seventh of the time,
 8 MiB a fiftieth, and 2 MiB lose by waking a helper."""
 _MOST_HELPERS: Final = 3
 """A few cores use up what memory gives."""
