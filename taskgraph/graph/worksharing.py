@@ -21,6 +21,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 __all__ = ["LEAST_BYTES", "cores", "for_each"]
@@ -33,6 +34,8 @@ _MOST_HELPERS: Final = 3
 _IDLE_S: Final = 1.0
 """How long a helper waits for the next pass before it ends."""
 
+_LOOK_BLOCKS: Final = 8
+"""After how many blocks the caller looks again for an idle core: an epoch begins with a rush on all nodes."""
 _RUNNING: Final = "/proc/loadavg"
 _MACHINE: Final = os.cpu_count() or 1
 
@@ -46,7 +49,7 @@ def for_each(work: Work, blocks: int) -> None:
         what `work` raised first, wherever it did; blocks that nobody had taken by then are left out.
     """
     helpers = min(blocks - 1, cores() - 1, _MOST_HELPERS)
-    if helpers > 0 and (helpers := min(helpers, idle())) > 0:
+    if helpers > 0:
         _team.share(work, blocks, helpers)
     else:
         for block in range(blocks):
@@ -94,12 +97,14 @@ class _Pass:
         self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()  # an entry for each block of a helper
         self._error: BaseException | None = None
 
-    def make(self) -> None:
-        """In the caller's thread."""
-        mine = 0
+    def make(self, call: Callable[[], bool]) -> None:
+        """In the caller's thread. `call` calls helpers, if there are idle cores for them."""
+        mine, called = 0, False
         try:
-            while self._next():
-                mine += 1
+            while self._blocks:
+                if not called and mine % _LOOK_BLOCKS == 0:
+                    called = call()
+                mine += self._next()
             for _ in range(self._count - mine):
                 self._ended.get()
         finally:
@@ -140,16 +145,18 @@ class _Team:
         self._counting = threading.Lock()
         self._helpers = 0
 
-    def share(self, work: Work, blocks: int, helpers: int) -> None:
+    def share(self, work: Work, blocks: int, most: int) -> None:
         shared = _Pass(work, blocks)
         self._open[shared] = None  # before they are called: who comes late must find it, and no older one
         try:
-            self._call(helpers)
-            shared.make()
+            shared.make(partial(self._call, most))
         finally:
             del self._open[shared]
 
-    def _call(self, helpers: int) -> None:
+    def _call(self, most: int) -> bool:
+        helpers = min(most, idle())
+        if helpers <= 0:
+            return False
         # No lock that a helper may hold while it has no core: a thread too few, or a call too many, does no harm.
         if self._helpers < helpers and self._counting.acquire(blocking=False):
             try:
@@ -162,6 +169,7 @@ class _Team:
                 self._counting.release()
         for _ in range(helpers - self._calls.qsize()):
             self._calls.put(None)
+        return True
 
     def _start(self, name: str) -> None:
         """In a thread of its own, since `Thread.start` waits until the new thread has a core."""

@@ -177,7 +177,7 @@ def test_whoever_is_thrown_out_of_the_wait_leaves_no_work_behind(monkeypatch: py
     shared._blocks.popleft()  # as a helper would
     monkeypatch.setattr(shared, "_ended", Thrown())
     with pytest.raises(KeyboardInterrupt):
-        shared.make()
+        shared.make(lambda: False)
     assert done == [1, 2]
     shared._blocks.append(0)
     shared.help()
@@ -257,6 +257,32 @@ def test_only_idle_cores_help(idle: int, helping: int, monkeypatch: pytest.Monke
     together = threading.Barrier(1 + helping)
     for_each(lambda _: together.wait(WAIT_S), 12)
     assert len(helpers()) == worksharing._team._helpers == helping
+
+
+def test_cores_that_become_idle_help_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([0, -1, 1])
+    monkeypatch.setattr(worksharing, "idle", lambda: next(looks))
+    rest = threading.Barrier(2)
+    began: list[tuple[int, int]] = []
+
+    def work(block: int) -> None:
+        began.append((block, threading.get_ident()))
+        if block >= 2 * worksharing._LOOK_BLOCKS:
+            rest.wait(WAIT_S)
+
+    for_each(work, 2 * worksharing._LOOK_BLOCKS + 20)
+    mine = [block for block, thread in began if thread == threading.get_ident()]
+    assert mine[: 2 * worksharing._LOOK_BLOCKS] == list(range(2 * worksharing._LOOK_BLOCKS))
+    assert len(mine) == len(began) - 10
+
+
+def test_looking_for_idle_cores_is_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[None] = []
+    monkeypatch.setattr(worksharing, "idle", lambda: looks.append(None) or 0)
+    done: list[int] = []
+    for_each(done.append, 64)
+    assert done == list(range(64)) and len(looks) == 8
+    assert not worksharing._team._helpers
 
 
 @pytest.mark.parametrize(
