@@ -34,6 +34,7 @@ def team(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(worksharing, "cores", lambda: 2)
     monkeypatch.setattr(worksharing, "idle", lambda: 99)
     yield
+    assert not worksharing._team._open
     assert until(lambda: worksharing._team._helpers == 0 and not helpers())
 
 
