@@ -296,7 +296,7 @@ INSIDE_TLS = [*PLAIN, without_tls, without_a_certificate, silent_before_tls]
 
 
 async def at_rest(door: Door) -> int:
-    """How many files the node has open once it makes no more of its own: a thread for user code has two."""
+    """How many files the node has open once it opens no more of its own."""
     async with asyncio.timeout(20):
         known, since = door.descriptors(), time.monotonic()
         while time.monotonic() - since < 0.5:
