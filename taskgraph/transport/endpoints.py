@@ -19,6 +19,7 @@ import resource
 import socket
 import stat
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 from taskgraph.errors import PeerGone, PeerLost, TransportError
@@ -27,6 +28,7 @@ from taskgraph.settings import Settings
 __all__ = [
     "connect",
     "descriptors",
+    "handed_over",
     "host_key",
     "listen_tcp",
     "listen_unix",
@@ -192,6 +194,21 @@ async def connect(endpoint: str, settings: Settings) -> socket.socket:
         raise PeerGone(f"{endpoint}: nobody listens ({error.strerror or error})") from error
     except OSError as error:
         raise PeerLost(f"{endpoint}: {error}") from error
+
+
+@contextlib.contextmanager
+def handed_over(sock: socket.socket) -> Iterator[None]:
+    """Within, a connected socket is given to the event loop, which closes it from then on.
+
+    uvloop closes its descriptor, and takes it from the socket then; but not where the connection breaks in the turn in
+    which it is made: a `write` in `connection_made` to a peer that is gone. The socket would close that number once more
+    when it is garbage, and by then it may be anybody's.
+    """
+    try:
+        yield
+    finally:
+        if type(asyncio.get_running_loop()).__module__.startswith("uvloop"):
+            sock.detach()
 
 
 async def _connect_unix(path: str) -> socket.socket:

@@ -400,19 +400,21 @@ class StreamTransport:
         session = DialledSession(self, hello, wanted=peer.node, hello_s=self._settings.connect_s)
         session.where = endpoint
         try:
-            if sock.family == socket.AF_UNIX:
-                await loop.create_unix_connection(lambda: session, sock=sock)
-            elif self._tls is None:
-                await loop.create_connection(lambda: session, sock=sock)
-            else:
-                await loop.create_connection(
-                    lambda: session,
-                    sock=sock,
-                    ssl=self._tls.context(server=False),
-                    server_hostname="",  # whom we reached, the hello tells
-                    ssl_handshake_timeout=self._settings.connect_s,
-                    ssl_shutdown_timeout=CLOSE_S,
-                )
+            context = self._tls.context(server=False) if self._tls and sock.family != socket.AF_UNIX else None
+            with endpoints.handed_over(sock):
+                if sock.family == socket.AF_UNIX:
+                    await loop.create_unix_connection(lambda: session, sock=sock)
+                elif context is None:
+                    await loop.create_connection(lambda: session, sock=sock)
+                else:
+                    await loop.create_connection(
+                        lambda: session,
+                        sock=sock,
+                        ssl=context,
+                        server_hostname="",  # whom we reached, the hello tells
+                        ssl_handshake_timeout=self._settings.connect_s,
+                        ssl_shutdown_timeout=CLOSE_S,
+                    )
             await session.hello_done
         except PeerLost as error:
             if not session.cut_off:

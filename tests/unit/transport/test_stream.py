@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -54,6 +56,39 @@ async def hung_up(writer: asyncio.StreamWriter) -> AsyncIterator[None]:
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
+
+
+async def test_a_descriptor_is_closed_once_though_the_peer_is_gone_when_it_is_dialled(
+    streams: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = await streams.node(), await streams.node()
+    connect, dialled = endpoints.connect, []
+
+    async def connect_to_the_dying(endpoint: str, settings: Settings) -> socket.socket:
+        family = socket.AF_UNIX if endpoint.startswith("unix:") else socket.AF_INET
+        with tempfile.TemporaryDirectory(prefix="tg") as folder, socket.socket(family) as listener:
+            listener.bind(f"{folder}/s" if family == socket.AF_UNIX else ("127.0.0.1", 0))
+            listener.listen()
+            sock = socket.socket(family)
+            sock.connect(listener.getsockname())
+        sock.setblocking(False)
+        dialled.append(sock.fileno())
+        return sock
+
+    monkeypatch.setattr(endpoints, "connect", connect_to_the_dying)
+    with pytest.raises(PeerLost):
+        await a.call(b, SEAL)
+    monkeypatch.setattr(endpoints, "connect", connect)
+    pipes = [os.pipe() for _ in dialled]  # others have its number now
+    try:
+        assert set(dialled) & {end for pipe in pipes for end in pipe}
+        gc.collect()
+        for pipe in pipes:
+            os.write(pipe[1], b"x")
+            assert os.read(pipe[0], 1) == b"x"
+    finally:
+        for end in (end for pipe in pipes for end in pipe):
+            os.close(end)
 
 
 # Who may talk.
