@@ -34,6 +34,13 @@ __all__ = ["Actor", "Running", "StuckError", "UserCodeError", "call_under_way", 
 
 R = TypeVar("R")
 
+_BRIEF_S = 100e-6
+"""What takes no longer takes no longer than a hop to a thread and back: beside others it would gain nothing."""
+_BRIEF_NAMES = 1000
+"""So many functions are known to be brief, at most."""
+_BRIEF_FOR = 3
+"""A function that was brief is not once it took long so many times in a row."""
+
 
 class UserCodeError(Exception):
     """User code raised. `where` is the hook, processor or handler; `traceback_text` begins in user code."""
@@ -74,6 +81,7 @@ class Actor:
         self._in_turn = threading.local()
         self._running: dict[int, Running] = {}
         self._calls = 0
+        self._brief: dict[str, int] = {}  # what is brief, and how often it may take long before it is not
         self.abandoned = False
 
     @property
@@ -181,20 +189,46 @@ class Actor:
         stamp = self.stamp
         if alone:
             await self._turn.acquire()
-        mark, began = self._begin(where, stamp), self._tracing.on and clock()
+        began, mark = self._tracing.on and clock(), 0
+        call = functools.partial(self._in_thread, where, alone, function, args, after)
         try:
-            future = self._threads.run(functools.partial(self._in_thread, where, alone, function, args, after))
+            if where in self._brief:
+                words = lastwords.here
+                if words is not None:
+                    words.runs(self.task, stamp, where)
+                try:
+                    work = self._threads.start(call, brief=True)
+                finally:
+                    if words is not None:
+                        words.ran()
+                if not work.over:
+                    mark = self._begin(where, stamp)
+            else:
+                mark = self._begin(where, stamp)
+                work = self._threads.start(call, brief=False)
             try:
-                return await asyncio.shield(future)
+                result = work.result() if work.over else await work.future()
             except asyncio.CancelledError:
-                await self._outlast(future, where)
+                await self._outlast(work.future(), where)
                 raise
+            self._took(where, work.took_s)
+            return result
         finally:
-            self._end(mark)
+            if mark:
+                self._end(mark)
             if began:
                 self._tracing.add("code", began, self.task, stamp, self.term, name=where)
             if alone:
                 self._turn.release()
+
+    def _took(self, where: str, took_s: float) -> None:
+        """What ran briefly is taken to do so again; a few may take long before it is not, as on a busy machine."""
+        if took_s <= _BRIEF_S:
+            if len(self._brief) == _BRIEF_NAMES:
+                self._brief.clear()  # processors may have other names in every epoch
+            self._brief[where] = _BRIEF_FOR
+        elif (left := self._brief.pop(where, 0)) > 1:
+            self._brief[where] = left - 1
 
     def _in_thread(
         self,
@@ -232,7 +266,7 @@ class Actor:
             raise JobError("reply.wait() would block the event loop: in an `async def`, write `await reply`")
         if not getattr(self._in_turn, "held", False):
             return self._threads.block(future, timeout_s)
-        self._loop.call_soon_threadsafe(self._turn.release)
+        self._threads.tell(self._turn.release)
         try:
             return self._threads.block(future, timeout_s)
         finally:

@@ -96,6 +96,7 @@ class Attempt:
         self._turns = turns
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
+        self._tell = replica.threads.tell
         self._group: asyncio.TaskGroup | None = group  # until the attempt is over
         self.composing: Composition | None = None
         self._composed: asyncio.Future[Composition] = self._loop.create_future()
@@ -387,7 +388,7 @@ class Attempt:
         if threading.get_ident() == self._thread:
             function(*args)
         else:
-            self._loop.call_soon_threadsafe(function, *args)
+            self._tell(function, *args)
 
     def _check_alive(self) -> None:
         if self.cancelled:
@@ -408,7 +409,7 @@ class Attempt:
         if threading.get_ident() == self._thread:  # as `_on_loop`, without a call
             self._put(tag, consumer, value)
         else:
-            self._loop.call_soon_threadsafe(self._put, tag, consumer, value)
+            self._tell(self._put, tag, consumer, value)
 
     def _put(self, tag: str, consumer: int, value: Encoded) -> None:
         if not self.out.lacks(tag, consumer):

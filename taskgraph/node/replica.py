@@ -67,7 +67,7 @@ class Replica:
         self.router = router
         self.topology: Topology = as_topology(job.topology)
         self.xp_device = xp_device
-        self._threads = threads
+        self.threads = threads
         self.tracing = tracing or Tracing()
         self.actor = Actor(threads, task=task, cancel_s=job.settings.cancel_s, tracing=self.tracing)
         self.boundaries = Boundaries()
@@ -104,7 +104,7 @@ class Replica:
 
     def twin(self) -> Replica:
         """A replica of the same task with an object of its own."""
-        return Replica(self.task, self.job, self.router, self._threads, xp=self._xp, xp_device=self.xp_device)
+        return Replica(self.task, self.job, self.router, self.threads, xp=self._xp, xp_device=self.xp_device)
 
     @property
     def user_task(self) -> Task:

@@ -5,21 +5,52 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import queue
+import os
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
-__all__ = ["PooledThreads", "Threads"]
+__all__ = ["Begun", "PooledThreads", "Threads", "Work"]
 
 R = TypeVar("R")
+
+
+class Work(Protocol[R]):
+    """A function on its way through a thread and back. For the event loop's thread."""
+
+    over: bool
+    """It ended before `start` returned, and all that it told was done by then."""
+    took_s: float
+    """How long it ran; of one that ended."""
+
+    def result(self) -> R:
+        """What it returned, or raises what it raised; of one that is over, once."""
+
+    def future(self) -> asyncio.Future[R]:
+        """Has its result once it ends. Cancelling that stops nothing: there may be another future then."""
 
 
 class Threads(Protocol):
     """Runs functions outside the event loop. `taskgraph.testing` has one that runs them in lock-step with it."""
 
+    def start(self, function: Callable[[], R], *, brief: bool) -> Work[R]:
+        """Starts `function` in a thread.
+
+        Args:
+            brief: it seems to take no longer than the way to a thread and back: the event loop waits for it for a
+                moment, and may find it over.
+        """
+
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
-        """Starts `function` in a thread; the future belongs to the running loop. Cancelling it stops nothing."""
+        """Starts `function` in a thread. Cancelling the future stops nothing that has begun."""
+
+    def tell(self, function: Callable[..., object], *args: object) -> None:
+        """In any thread: calls `function` on the event loop, in the order told.
+
+        What is told before a function ends is done before anybody hears of its end.
+        """
 
     def block(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
         """In a worker thread: waits for `future`. Every wait of a worker thread goes through here."""
@@ -31,92 +62,245 @@ class Threads(Protocol):
         """No more work is accepted; idle threads end."""
 
 
+class Begun(Generic[R]):
+    """`Work` that a future stands for."""
+
+    over = False
+    took_s = 0.0
+
+    def __init__(self, future: asyncio.Future[R]) -> None:
+        self._future = future
+
+    def result(self) -> R:
+        return self._future.result()
+
+    def future(self) -> asyncio.Future[R]:
+        return asyncio.shield(self._future)
+
+
+_GIVES_WAY_S = 200e-6
+"""How long the event loop waits for a brief function. Some of it is for a thread that wakes up on another processor."""
+
+
 class PooledThreads:
     """Threads that are made when needed and reused.
 
     They are daemons, unlike those of `concurrent.futures`, which the interpreter joins at its exit: a compute that
     never returns must not keep the process.
+
+    A hop to a thread and back is switches between threads, and many of these are of one that wakes up only to wait for
+    the GIL. So an idle thread waits in `read`, and is woken by a `write`, which leaves it the GIL. And the event loop
+    waits for a brief function, with the GIL free: that saves a future and a round of the loop, and what the function
+    told is done at once. It waits for `_GIVES_WAY_S` at most: of what is not over by then, it hears as of any other.
     """
 
     def __init__(self, name: str, limit: int) -> None:
         self._name = name
         self._limit = limit
+        self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[_Work[Any] | None] = queue.SimpleQueue()
         self._threads = 0
-        self._idle = 0  # threads that wait for work, less the work that is on its way; below 0: work waits
+        self._idle: list[_Thread] = []  # the last is the one whose memory is warm
+        self._waiting: deque[_Work[Any]] = deque()  # for a thread
         self._closed = False
-        self._futures: dict[asyncio.Future[Any], None] = {}
+        self.awaited: dict[_Work[Any], None] = {}  # of which somebody waits for a future
+        self._told: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
+        self._heard = False  # the loop is about to look at what is told
+
+    def start(self, function: Callable[[], R], *, brief: bool) -> Work[R]:
+        return self._start(function, brief)
 
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[R] = loop.create_future()
+        work = self._start(function, False)
+        future = work.future()
+        future.add_done_callback(work.waited)
+        return future
+
+    def _start(self, function: Callable[[], R], brief: bool) -> _Work[R]:
+        work = _Work(self, self._loop, function)
         with self._lock:
             if self._closed:
                 raise RuntimeError("the node's threads are closed")
-            if self._idle <= 0 and self._threads < self._limit:
-                threading.Thread(target=self._serve, name=f"{self._name}_{self._threads}", daemon=True).start()
-                self._threads += 1
-            else:
-                self._idle -= 1
-            self._queue.put(_Work(loop, future, function))
-        self._futures[future] = None
-        future.add_done_callback(self._forget)
-        return future
+            thread = self._idle.pop() if self._idle else None
+            if thread is None:
+                if self._threads == self._limit:
+                    self._waiting.append(work)
+                else:
+                    _Thread(self._serve, f"{self._name}_{self._threads}", work)
+                    self._threads += 1
+                return work
+        if not brief:
+            thread.wake(work)
+            return work
+        ended = work.ending = threading.Lock()
+        ended.acquire()
+        heard, self._heard = self._heard, True
+        try:
+            thread.wake(work)
+            over = ended.acquire(timeout=_GIVES_WAY_S)
+        finally:
+            self._heard = heard  # from now on, who tells something wakes the loop again
+        if self._told:
+            self._hear()
+        work.over = over
+        return work
 
-    def _forget(self, done: asyncio.Future[Any]) -> None:
-        self._futures.pop(done, None)
+    def tell(self, function: Callable[..., object], *args: object) -> None:
+        self._told.append((function, args))
+        if not self._heard:
+            self._heard = True
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits
+                self._loop.call_soon_threadsafe(self._hear)
 
-    def _serve(self) -> None:
-        while (work := self._queue.get()) is not None:
+    def _hear(self) -> None:
+        """On the loop."""
+        self._heard = False
+        told = self._told
+        while told:
+            function, args = told.popleft()
+            try:
+                function(*args)
+            except Exception as error:
+                self._loop.call_exception_handler({"message": f"Exception in {function!r}", "exception": error})
+
+    def _serve(self, thread: _Thread) -> None:
+        """In the thread."""
+        while (work := thread.work) is not None:
+            thread.work = None
             work.do()
-            del work  # an idle thread keeps nothing of what it did
             with self._lock:
-                self._idle += 1
+                idle = not self._waiting and not self._closed
+                if idle:
+                    self._idle.append(thread)
+                elif self._waiting:
+                    thread.work = self._waiting.popleft()
+            work.end()
+            del work  # an idle thread keeps nothing of what it did
+            if idle:
+                thread.wait()
+        thread.close()
 
     def block(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
         return future.result(timeout_s)
 
     def abandon(self) -> None:
-        for future in tuple(self._futures):
-            future.cancel()
+        for work in tuple(self.awaited):
+            work.give_up()
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            for _ in range(self._threads):
-                self._queue.put(None)  # after what was accepted; a thread at work takes it when its function ends
+            for thread in self._idle:  # one at work ends after what was accepted
+                thread.wake(None)
+            self._idle.clear()
+
+
+class _Thread:
+    """A thread, and what wakes it."""
+
+    __slots__ = ("_read", "_write", "work")
+
+    def __init__(self, serve: Callable[[_Thread], None], name: str, work: _Work[Any]) -> None:
+        self.work: _Work[Any] | None = work
+        self._read, self._write = os.pipe()
+        threading.Thread(target=serve, args=(self,), name=name, daemon=True).start()
+
+    def wake(self, work: _Work[Any] | None) -> None:
+        """It is idle, and has this to do."""
+        self.work = work
+        os.write(self._write, b"\0")
+
+    def wait(self) -> None:
+        os.read(self._read, 1)
+
+    def close(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
 
 
 class _Work(Generic[R]):
-    """A function on its way through a thread and back."""
+    __slots__ = (
+        "_error",
+        "_function",
+        "_future",
+        "_given_up",
+        "_loop",
+        "_pool",
+        "_result",
+        "ended",
+        "ending",
+        "over",
+        "took_s",
+    )
 
-    __slots__ = ("_function", "_future", "_loop")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[R], function: Callable[[], R]) -> None:
+    def __init__(self, pool: PooledThreads, loop: asyncio.AbstractEventLoop, function: Callable[[], R]) -> None:
+        self._pool = pool
         self._loop = loop
-        self._future = future
         self._function = function
+        self._result: R | None = None
+        self._error: BaseException | None = None
+        self._future: asyncio.Future[R] | None = None
+        self._given_up = False
+        self.ending: threading.Lock | None = None
+        """Released at the end, where the loop gives way to it."""
+        self.ended = False
+        self.over = False
+        self.took_s = 0.0
+
+    # -- in the thread ----------------------------------------------------------------------------
 
     def do(self) -> None:
-        """In the thread."""
-        if self._future.cancelled():
-            return  # given up before its turn came
+        if self._given_up:
+            return  # before its turn came
+        began = time.perf_counter()
         try:
-            result = self._function()
+            self._result = self._function()
         except BaseException as error:
-            self._tell(self._failed, error)
+            self._error = error
+        self.took_s = time.perf_counter() - began
+
+    def end(self) -> None:
+        self.ended = True
+        if self._future is not None:  # else who makes one sees that it ended
+            self._pool.tell(self._settle)
+        if self.ending is not None:
+            self.ending.release()
+
+    # -- on the loop ------------------------------------------------------------------------------
+
+    def result(self) -> R:
+        if self._error is not None:
+            error, self._error = self._error, None  # its traceback refers to us
+            raise error
+        return cast(R, self._result)
+
+    def future(self) -> asyncio.Future[R]:
+        future = self._future = self._loop.create_future()
+        self._pool.awaited[self] = None
+        if self._given_up:
+            self._settle()
+        elif self.ended:
+            self._pool.tell(self._settle)  # after what it told before
+        return future
+
+    def _settle(self) -> None:
+        self._pool.awaited.pop(self, None)
+        future = self._future
+        if future is None or future.done():
+            return
+        if self._given_up:
+            future.cancel()
+        elif self._error is not None:
+            error, self._error = self._error, None
+            future.set_exception(error)
         else:
-            self._tell(self._returned, result)
+            future.set_result(cast(R, self._result))
 
-    def _tell(self, how: Callable[[Any], None], what: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits
-            self._loop.call_soon_threadsafe(how, what)
+    def waited(self, future: asyncio.Future[R]) -> None:
+        """Nobody asks for another future: if this one was cancelled, it need not begin any more."""
+        if future.cancelled():
+            self._given_up = True
 
-    def _returned(self, result: R) -> None:
-        if not self._future.done():
-            self._future.set_result(result)
-
-    def _failed(self, error: BaseException) -> None:
-        if not self._future.done():
-            self._future.set_exception(error)
+    def give_up(self) -> None:
+        self._given_up = True
+        self._settle()

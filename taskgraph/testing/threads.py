@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from taskgraph.node.threads import Begun
 from taskgraph.testing.clock import Turn
 
 __all__ = ["LockStepThreads"]
@@ -95,13 +96,17 @@ class LockStepThreads:
 
     def __init__(self, turn: Turn | None = None) -> None:
         self._turn = turn or Turn()
+        self._loop = asyncio.get_running_loop()
         self._local = threading.local()
         self._idle: list[_Worker] = []
         self._closed = False
         self._futures: dict[asyncio.Future[Any], None] = {}
 
+    def start(self, function: Callable[[], R], *, brief: bool) -> Begun[R]:
+        return Begun(self.run(function))
+
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         future: asyncio.Future[R] = loop.create_future()
         worker = self._idle.pop() if self._idle else _Worker(self._local)
         worker.give(function)
@@ -127,6 +132,9 @@ class LockStepThreads:
         self._futures[future] = None
         future.add_done_callback(lambda done: self._futures.pop(done, None))
         return future
+
+    def tell(self, function: Callable[..., object], *args: object) -> None:
+        self._loop.call_soon_threadsafe(function, *args)
 
     def block(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
         worker: _Worker = self._local.worker

@@ -201,8 +201,8 @@ def handed_over(sock: socket.socket) -> Iterator[None]:
     """Within, a connected socket is given to the event loop, which closes it from then on.
 
     uvloop closes its descriptor, and takes it from the socket then; but not where the connection breaks in the turn in
-    which it is made: a `write` in `connection_made` to a peer that is gone. The socket would close that number once more
-    when it is garbage, and by then it may be anybody's.
+    which it is made, by a `write` in `connection_made` to a peer that is gone. The socket would close that number once
+    more when it is garbage, and by then it may be anybody's.
     """
     try:
         yield

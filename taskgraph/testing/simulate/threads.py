@@ -8,6 +8,8 @@ import random
 from collections.abc import Callable
 from typing import TypeVar
 
+from taskgraph.node.threads import Begun
+
 __all__ = ["InlineThreads"]
 
 R = TypeVar("R")
@@ -19,6 +21,9 @@ class InlineThreads:
     def __init__(self, rng: random.Random, compute_s: float) -> None:
         self._rng = rng
         self._compute_s = compute_s
+
+    def start(self, function: Callable[[], R], *, brief: bool) -> Begun[R]:
+        return Begun(self.run(function))
 
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
         loop = asyncio.get_running_loop()
@@ -36,6 +41,9 @@ class InlineThreads:
 
         loop.call_later(self._compute_s * self._rng.random() ** 2, step)
         return future
+
+    def tell(self, function: Callable[..., object], *args: object) -> None:
+        raise RuntimeError("there is no thread here but the event loop's")
 
     def block(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
         raise RuntimeError("a simulated thread cannot wait: write an `async def`")

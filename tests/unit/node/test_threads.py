@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 
+from taskgraph.node import threads as threads_module
 from taskgraph.node.threads import PooledThreads
 
 
@@ -70,3 +76,209 @@ async def test_what_is_abandoned_runs_on_and_nobody_waits_for_it() -> None:
     assert await threads.run(lambda: 3) == 3
     assert did == ["first"]
     threads.close()
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[PooledThreads]:
+    """One whose thread is idle."""
+    made = PooledThreads("t", limit=1)
+    await made.run(lambda: None)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop waits for a brief function for as long as a busy machine may need for it."""
+    monkeypatch.setattr(threads_module, "_GIVES_WAY_S", 10.0)
+
+
+@pytest.mark.usefixtures("patient")
+async def test_a_brief_function_is_over_at_once_and_what_it_told_is_done(pool: PooledThreads) -> None:
+    told: list[object] = []
+
+    def brief() -> int:
+        pool.tell(told.append, 1)
+        pool.tell(told.append, threading.get_ident())
+        pool.tell(lambda: told.append(threading.get_ident()))
+        return threading.get_ident()
+
+    for _ in range(3):
+        work = pool.start(brief, brief=True)
+        assert work.over
+        thread, here = work.result(), threading.get_ident()
+        assert told == [1, thread, here]
+        assert thread != here
+        told.clear()
+
+
+@pytest.mark.usefixtures("patient")
+async def test_the_loop_that_gives_way_is_not_woken(pool: PooledThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, woken = asyncio.get_running_loop(), []
+    monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *call: woken.append(call))
+    assert pool.start(lambda: pool.tell(int), brief=True).over
+    assert woken == []
+    pool.tell(int)
+    assert len(woken) == 1, "nor does it give way any more"
+    pool.tell(int)
+    assert len(woken) == 1, "it is woken already"
+
+
+@pytest.mark.usefixtures("patient")
+async def test_a_loop_that_is_interrupted_while_it_gives_way_hears_what_is_told(pool: PooledThreads) -> None:
+    """Ctrl-C, the second time."""
+    told, go, loops = asyncio.Event(), threading.Event(), threading.get_ident()
+
+    def interrupts() -> None:
+        signal.pthread_kill(loops, signal.SIGUSR1)
+        assert go.wait(10)
+
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pool.start(interrupts, brief=True)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    pool.tell(told.set)
+    await asyncio.wait_for(told.wait(), 10)
+    go.set()
+
+
+@pytest.mark.usefixtures("patient")
+async def test_what_a_brief_function_raises(pool: PooledThreads) -> None:
+    def fails() -> None:
+        raise KeyError("zz")
+
+    work = pool.start(fails, brief=True)
+    assert work.over
+    with pytest.raises(KeyError, match="zz"):
+        work.result()
+
+
+async def test_the_loop_does_not_wait_for_what_takes_long_after_all(pool: PooledThreads) -> None:
+    told: list[str] = []
+    early, may_end = asyncio.Event(), threading.Event()
+
+    def takes() -> int:
+        pool.tell(told.append, "early")
+        pool.tell(early.set)
+        assert may_end.wait(10)
+        pool.tell(told.append, "late")
+        return 7
+
+    began = time.monotonic()
+    work = pool.start(takes, brief=True)
+    assert time.monotonic() - began < 5
+    assert not work.over
+    await asyncio.wait_for(early.wait(), 10)  # what it tells travels before it ends
+    assert told == ["early"]
+    result = work.future()
+    may_end.set()
+    assert await result == 7
+    assert told == ["early", "late"]
+
+
+def stand_until_ended(work: Any) -> None:
+    """Not one step of the event loop."""
+    while not work.ended:
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("brief", [False, True])
+async def test_nobody_hears_of_an_end_before_what_was_told(
+    pool: PooledThreads, brief: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it is over before anybody asks."""
+    monkeypatch.setattr(threads_module, "_GIVES_WAY_S", 0.0)
+    told: list[int] = []
+    go = threading.Event()
+
+    def function() -> int:
+        assert go.wait(10)
+        pool.tell(told.append, 1)
+        return 2
+
+    work = pool.start(function, brief=brief)
+    assert not work.over
+    go.set()
+    stand_until_ended(work)
+    assert await work.future() == 2
+    assert told == [1]
+
+
+async def test_another_future_has_the_result_where_one_was_cancelled(pool: PooledThreads) -> None:
+    go = threading.Event()
+    work = pool.start(lambda: go.wait(10), brief=False)
+    work.future().cancel()
+    await asyncio.sleep(0)
+    other = work.future()
+    go.set()
+    assert await other
+
+
+async def test_one_that_nobody_waits_for_any_more_does_not_begin(pool: PooledThreads) -> None:
+    go, did = threading.Event(), []
+    first, second = pool.run(lambda: go.wait(10)), pool.run(lambda: did.append("second"))
+    second.cancel()
+    await asyncio.sleep(0)  # it hears of it
+    go.set()
+    assert await first
+    await pool.run(lambda: did.append("third"))
+    assert did == ["third"]
+
+
+async def test_what_was_told_and_fails_hinders_nothing_else(pool: PooledThreads) -> None:
+    failed: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
+    told: list[int] = []
+
+    def function() -> None:
+        pool.tell(lambda: 1 / 0)
+        pool.tell(told.append, 1)
+
+    await pool.run(function)
+    assert told == [1]
+    assert [type(context["exception"]) for context in failed] == [ZeroDivisionError]
+
+
+async def test_nothing_told_is_lost_while_the_loop_gives_way_again_and_again() -> None:
+    """Who tells something while the loop is about to look does not wake it: it must look then."""
+    pool, count, told = PooledThreads("t", limit=5), 2000, [0]
+    over = asyncio.Event()
+
+    def one() -> None:
+        told[0] += 1
+        if told[0] == 4 * count:
+            over.set()
+
+    def tells() -> None:
+        for _ in range(count):
+            pool.tell(one)
+
+    telling = [pool.run(tells) for _ in range(4)]
+    await pool.run(lambda: None)
+    while not all(future.done() for future in telling):
+        for _ in range(20):
+            pool.start(lambda: None, brief=True)
+        await asyncio.sleep(0)
+    await asyncio.wait_for(over.wait(), 10)
+    pool.close()
+
+
+async def test_an_idle_thread_keeps_nothing_of_what_it_did(pool: PooledThreads) -> None:
+    class Large:
+        pass
+
+    def make() -> tuple[Callable[[], object], Any]:
+        large = Large()
+        return (lambda: large), weakref.ref(large)
+
+    function, large = make()
+    work = pool.start(function, brief=False)
+    await work.future()
+    del function, work
+    for _ in range(100):
+        if large() is None:
+            break
+        await asyncio.sleep(0.01)
+    assert large() is None

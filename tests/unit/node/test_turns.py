@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from taskgraph.epoch import AttemptEnded
+from taskgraph.node import actor as actor_module
 from taskgraph.node import lastwords
+from taskgraph.node import threads as threads_module
 from taskgraph.node.actor import Actor, UserCodeError, call_under_way
 from taskgraph.node.threads import PooledThreads
 from taskgraph.observe.trace import Tracing
@@ -19,7 +23,7 @@ from taskgraph.protocol.records import Ran
 
 
 @pytest.fixture
-def threads() -> Iterator[PooledThreads]:
+async def threads() -> AsyncIterator[PooledThreads]:
     pool = PooledThreads("turns", limit=4)
     yield pool
     pool.close()
@@ -277,3 +281,131 @@ async def test_a_span_names_the_epoch_it_was_begun_for(threads: PooledThreads) -
         await snapshot
     epochs = {span[1]: span[6] for span in tracing._spans}
     assert epochs == {"held": 7, "snapshot": 8}
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine makes no function long, and no wait for a brief one too short."""
+    monkeypatch.setattr(threads_module, "_GIVES_WAY_S", 10.0)
+    monkeypatch.setattr(actor_module, "_BRIEF_S", 10.0)
+
+
+@pytest.mark.usefixtures("brief")
+async def test_a_function_that_was_brief_runs_at_once_the_next_time(threads: PooledThreads) -> None:
+    """In its thread, and without a step of the event loop."""
+    actor = Actor(threads, task=3, cancel_s=1)
+    ran: list[object] = []
+
+    def compute(what: str) -> str:
+        ran.append(threading.get_ident() == here)
+        return what
+
+    here = threading.get_ident()
+    assert await actor.call("compute", compute, "x") == "x"
+    call = actor.call("compute", compute, "y", after=lambda: ran.append("after"))
+    with pytest.raises(StopIteration) as returned:
+        call.send(None)
+    assert returned.value.value == "y"
+    assert ran == [False, False, "after"]
+    assert actor.running == ()
+    assert not actor._turn.locked()
+
+
+async def test_the_loop_waits_for_no_function_that_takes_long(
+    threads: PooledThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor = Actor(threads, task=3, cancel_s=1)
+    waited: list[bool] = []
+    start = threads.start
+    monkeypatch.setattr(threads, "start", lambda function, brief: waited.append(brief) or start(function, brief=brief))
+    took_s = [0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0]  # it is taken at its word three times
+    monkeypatch.setattr(threads_module.time, "perf_counter", iter([t for s in took_s for t in (0.0, s)]).__next__)
+    for _ in took_s:
+        await actor.call("compute", lambda: None)
+    assert waited == [False, True, True, True, False, True, True, True]
+
+
+@pytest.mark.usefixtures("brief")
+async def test_functions_with_ever_new_names_are_not_all_remembered(
+    threads: PooledThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor_module, "_BRIEF_NAMES", 5)
+    actor = Actor(threads, task=3, cancel_s=1)
+    for epoch in range(23):
+        await actor.call(f"compute {epoch}", lambda: None)
+        assert len(actor._brief) <= 5
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_brief_function_that_takes_long_for_once_holds_its_task(
+    threads: PooledThreads, cancelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor_module, "_BRIEF_S", 10.0)
+    actor, held = Actor(threads, task=3, cancel_s=10), Held()
+    order: list[str] = []
+    held.go.set()
+    await actor.call("held", held)
+    held.go.clear()
+    held.began.clear()
+    async with asyncio.TaskGroup() as group:
+        holding = group.create_task(actor.call("held", held))
+        await begun(held)
+        assert [running.where for running in actor.running] == ["held"]
+        first = group.create_task(actor.call("first", lambda: order.append("first")))
+        await asyncio.sleep(0)
+        second = group.create_task(actor.call("second", lambda: order.append("second")))
+        if cancelled:
+            holding.cancel()
+        await asyncio.sleep(0.01)
+        assert order == []
+        assert not holding.done()
+        order.append("returns")
+        held.go.set()
+        await asyncio.gather(first, second)
+    assert order == ["returns", "first", "second"]
+    assert holding.cancelled() == cancelled
+    assert actor.running == ()
+
+
+@pytest.mark.usefixtures("brief")
+async def test_a_brief_function_raises_as_any_other(threads: PooledThreads) -> None:
+    actor = Actor(threads, task=3, cancel_s=1)
+    errors: list[BaseException] = [ValueError("no"), AttemptEnded(), asyncio.CancelledError(), StopIteration()]
+    expected = [UserCodeError, AttemptEnded, UserCodeError, UserCodeError]
+
+    def compute(error: BaseException | None) -> None:
+        if error is not None:
+            raise error
+
+    await actor.call("compute", compute, None)
+    for error, told in zip(errors, expected, strict=True):
+        call = actor.call("compute", compute, error)
+        with pytest.raises(told) as raised:
+            call.send(None)
+        if isinstance(raised.value, UserCodeError):
+            assert raised.value.where == "compute"
+            assert "in compute" in raised.value.traceback_text
+    assert not actor._turn.locked()
+
+
+@pytest.mark.usefixtures("brief")
+async def test_last_words_name_a_function_that_is_brief(
+    threads: PooledThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = lastwords.LastWords(tmp_path)
+    monkeypatch.setattr(lastwords, "here", words)
+    actor = Actor(threads, task=3, cancel_s=1)
+    actor.stamp = Stamp(0, 7)
+    looks = functools.partial(lastwords.read, tmp_path)
+    compute = lastwords.Left((Ran("compute", 3, 7),), False)
+    assert await actor.call("compute", looks) == compute
+    assert await actor.call("compute", looks) == compute
+    monkeypatch.setattr(threads_module, "_GIVES_WAY_S", 0.0)
+    held = Held()
+    calling = asyncio.ensure_future(actor.call("compute", held))
+    await begun(held)
+    assert looks() == compute
+    assert len(words._threads.taken) == 1, "it is no coroutine that waits"
+    held.go.set()
+    await calling
+    assert looks() == lastwords.Left((), False)
