@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,8 @@ import figures
 import install
 import suite
 import work
+
+from taskgraph.graph.devices import device_count
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 WORK = suite.Work(
@@ -108,10 +111,10 @@ def test_requirements_have_ranges_and_say_what_disk_they_want() -> None:
 
 
 @contextlib.contextmanager
-def bench(tmp_path: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """`benchmarks/bench.py`, told by its environment to keep to a folder of its own."""
+def bench(tmp_path: Path, *arguments: str, script: str = "bench.py") -> Iterator[subprocess.Popen[str]]:
+    """A script of ours, told by its environment to keep to a folder of its own."""
     env = {**os.environ, "TMPDIR": str(tmp_path)}
-    command = [sys.executable, str(BENCHMARKS / "bench.py"), *arguments]
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             yield process
@@ -129,6 +132,23 @@ def left(tmp_path: Path) -> list[str]:
             if str(tmp_path).encode() in (entry / "environ").read_bytes():
                 found.append((entry / "cmdline").read_text().replace("\0", " "))
     return found
+
+
+def test_without_a_device_nothing_is_measured_of_one(tmp_path: Path) -> None:
+    with bench(tmp_path, "overhead", script="gpu.py") as process:
+        text, _ = process.communicate(timeout=60)
+    assert device_count() or (process.returncode == 1 and "no CUDA device can be used here" in text), text
+
+
+@pytest.mark.slow
+def test_what_is_measured_of_a_device_can_be_measured_of_the_host(tmp_path: Path) -> None:
+    small = ("--side", "64", "--mib", "2", "--rounds", "1", "--seconds", "0.2", "--compute-ms", "1")
+    with bench(tmp_path, "overhead", "array", "snapshot", "--host", *small, script="gpu.py") as process:
+        text, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, text
+    assert len(re.findall(r"median \d+\.\d{3} ", text)) == 3, text
+    assert left(tmp_path) == []
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
 
 
 @pytest.mark.slow
