@@ -1,0 +1,1 @@
+"""Arrays that live on a device: what is done with them there."""
