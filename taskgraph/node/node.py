@@ -135,6 +135,7 @@ class Node:
         self.paused = True
         """Whether it cannot prove its lease just now, as `Registration` says; every message asks for it."""
         self._group: asyncio.TaskGroup | None = None
+        self._leaving = False
         self._owned: dict[asyncio.Task[None], None] = {}
         self._dirty = asyncio.Event()
         self._failure: asyncio.Future[None] | None = None
@@ -158,7 +159,7 @@ class Node:
     @property
     def running(self) -> bool:
         """Whether it still takes on anything; a node that leaves answers for a moment longer."""
-        return self._group is not None
+        return self._group is not None and not self._leaving
 
     @property
     def node_revision(self) -> int:
@@ -311,6 +312,7 @@ class Node:
             self._group = None
 
     async def _stop_everything(self, services: list[asyncio.Task[None]]) -> None:
+        self._leaving = True  # nobody would end what is begun from now on
         setups = [r.setting_up for r in self.replicas.values() if r.setting_up is not None]
         tasks = [*services, *self._owned, *setups]
         pending, rounds = set(tasks), 0
@@ -402,7 +404,7 @@ class Node:
     # -- reacting ---------------------------------------------------------------------------------
 
     def _on_lost(self, node: str) -> None:
-        if self._group is not None:
+        if self.running:
             self._suspicion.lost(node)
 
     def _view_changed(self) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from cluster_kit import job, play
 
 import taskgraph as tg
+from taskgraph.errors import Refused
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.protocol.kv import Put, Txn
+from taskgraph.protocol.messages import HandOver
 
 tearing_down: list[int] = []
 
@@ -47,3 +50,45 @@ def test_an_offer_that_comes_while_tasks_are_torn_down_does_not_end_the_node_wit
         assert [run.exception() for run in runs] == [None] * 4
 
     play(job(Slow, tasks=8, epochs=2), scenario, nodes=4)
+
+
+def test_a_node_that_leaves_is_asked_to_leave() -> None:
+    """SIGTERM, of a launcher that has waited for it for some seconds: it must not take `drain_s` for that."""
+    tearing_down.clear()
+
+    async def scenario(cluster: InProcessCluster) -> float:
+        await cluster.result()
+        runs = [member.run for member in cluster._members.values()]
+        tearing_down.clear()
+        cluster.store.execute(Txn(success=(Put(cluster.keys.collected, b"{}"),)))
+        while len(tearing_down) < len(runs):  # noqa: ASYNC110 (no event tells)
+            await asyncio.sleep(0.01)
+        began = asyncio.get_running_loop().time()
+        for node in cluster.nodes:
+            node.drain("SIGTERM")
+        await asyncio.wait(runs)
+        assert [run.exception() for run in runs] == [None] * 2
+        return asyncio.get_running_loop().time() - began
+
+    assert play(job(Slow, tasks=2, epochs=2), scenario, nodes=2) < 5
+
+
+def test_a_node_that_leaves_takes_nothing_over() -> None:
+    """The primary has not read yet that the job ended, and wishes to hand over: there is nobody to end that term."""
+    tearing_down.clear()
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        runs = [member.run for member in cluster._members.values()]
+        node, primary = cluster.nodes
+        await node.keeper.wait_until(lambda view: node.id in view.in_sync(1) and view.primary_node(1) == primary.id)
+        cluster._end_job()
+        while not tearing_down:  # noqa: ASYNC110 (no event tells)
+            await asyncio.sleep(0.01)
+        view = node.keeper.view
+        assert view.stamp is not None
+        with pytest.raises(Refused):
+            await node._serving(primary.id, HandOver(view.stamp, 1, view.term(1)))
+        await asyncio.wait(runs)
+        assert [run.exception() for run in runs] == [None] * 2
+
+    play(job(Slow, tasks=2, epochs=10_000), scenario, nodes=2)
