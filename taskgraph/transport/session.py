@@ -402,6 +402,9 @@ class Session(asyncio.BufferedProtocol):
         self.end("this node closed it")
         if self._transport is not None:
             self._transport.abort()
+            if not self._transport.is_closing():
+                # uvloop closed it without a word, since who dialled was cancelled: there is nothing left to abort.
+                self.connection_lost(None)
 
     def tune(self, settings: Settings) -> None:
         """Sets the options of an accepted TCP socket."""

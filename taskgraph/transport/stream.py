@@ -481,8 +481,9 @@ class StreamTransport:
 
     def disconnected(self, session: Session) -> None:
         self._strangers.pop(session, None)
-        closed = self._connections.pop(session)
-        closed.set_result(None)
+        closed = self._connections.pop(session, None)
+        if closed is not None:  # else it was told before
+            closed.set_result(None)
 
     def _refused(self, where: str, why: str) -> None:
         if self._refusals is not None and self._state == "running":

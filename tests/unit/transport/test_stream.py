@@ -25,6 +25,7 @@ from taskgraph.transport import endpoints, incoming, stream, wire
 from taskgraph.transport._proto import frame_pb2
 from taskgraph.transport.api import Peer
 from taskgraph.transport.frames import CHUNK_BYTES, Head, Kind, pack_frame, pack_whole
+from taskgraph.transport.sides import DialledSession
 from taskgraph.transport.stream import StreamTransport
 
 SEAL = m.Seal(m.Stamp(1, 1), 1, 1)
@@ -89,6 +90,30 @@ async def test_a_descriptor_is_closed_once_though_the_peer_is_gone_when_it_is_di
     finally:
         for end in (end for pipe in pipes for end in pipe):
             os.close(end)
+
+
+async def test_a_dial_that_is_given_up_right_when_it_is_made_leaves_no_session(
+    streams: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`close` would wait for it for ever."""
+    a, b = await streams.node(), await streams.node()
+    made: list[DialledSession] = []
+
+    class GivenUp(DialledSession):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)
+            made.append(self)
+            a.transport.forget(b.name)
+
+    monkeypatch.setattr(stream, "DialledSession", GivenUp)
+    with pytest.raises(PeerLost, match="given up"):
+        await a.call(b, SEAL)
+    await turns_until(lambda: not sessions_of(a.transport))
+    assert len(made) == 1 and made[0].why
+    made[0].abort()  # once more
+    await turns_until(lambda: not sessions_of(b.transport))
+    monkeypatch.undo()
+    assert await a.call(b, SEAL) == m.Accepted(1)
 
 
 # Who may talk.
