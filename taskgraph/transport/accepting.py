@@ -7,7 +7,6 @@ handshake failed.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 from collections.abc import Callable
@@ -22,9 +21,9 @@ log = logging.getLogger("taskgraph.transport")
 
 #: How long an ended session waits for the peer's goodbye inside TLS.
 CLOSE_S = 1.0
-#: Without a free descriptor there is no connection to accept; somebody else has to let go of one.
-_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_FULL_PAUSE_S = 1.0
+#: Where no connection can be accepted: without a free descriptor, until somebody else lets go of one; or for what a
+#: firewall, or the network, did to one that waited.
+_PAUSE_S = 1.0
 
 
 class TlsListener:
@@ -78,10 +77,8 @@ class TlsListener:
             except ConnectionAbortedError:  # it left before we came
                 continue
             except OSError as error:
-                if error.errno not in _FULL:
-                    raise TransportError(f"cannot accept connections any more: {error}") from error
                 log.error("cannot accept a connection: %s", error)
-                await asyncio.sleep(_FULL_PAUSE_S)
+                await asyncio.sleep(_PAUSE_S)
                 continue
             self._begin(sock, str(address))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -188,6 +189,26 @@ async def test_silent_connections_are_bounded_and_the_node_goes_on(
         for sock in silent:
             sock.close()
     assert len([text for text in warnings_of(caplog) if "without a TLS handshake" in text]) == 1
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.EPERM, errno.EHOSTUNREACH])
+async def test_what_cannot_be_accepted_keeps_nobody_else_out(
+    cluster: Cluster, error: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`accept` also tells what a firewall refuses, and what the network did to a connection that was waiting."""
+    monkeypatch.setattr(accepting, "_PAUSE_S", 0.01)
+    loop = asyncio.get_running_loop()
+    failing, accept = [OSError(error, os.strerror(error))], loop.sock_accept
+
+    async def fails_once(listener: socket.socket) -> tuple[socket.socket, object]:
+        if failing:
+            raise failing.pop()
+        return await accept(listener)
+
+    monkeypatch.setattr(loop, "sock_accept", fails_once, raising=False)
+    a, b = await cluster.node(), await cluster.node()
+    assert await a.call(b, SEAL) == await b.call(a, SEAL) == m.Accepted(1)
+    assert not failing and any(os.strerror(error) in text for text in warnings_of(caplog))
 
 
 async def test_a_silent_connection_is_closed_in_time(cluster: Cluster) -> None:
