@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 import time
@@ -49,6 +50,27 @@ def test_a_child_that_runs_gets_the_signal() -> None:
         return code
 
     assert asyncio.run(scenario()) == -signal.SIGKILL
+
+
+@linux
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="no other thread waits for children there")
+def test_a_number_that_is_free_again_gets_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of asyncio's has taken the exit code, and the event loop has not heard of it."""
+    told: list[int] = []
+
+    async def scenario() -> int:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", "raise SystemExit(3)")
+        until = time.monotonic() + 20.0
+        while Path(f"/proc/{process.pid}").exists():
+            time.sleep(0.01)  # noqa: ASYNC251 - the event loop must not learn of it
+            assert time.monotonic() < until
+        assert process.returncode is None
+        monkeypatch.setattr(os, "kill", lambda pid, number: told.append(pid))
+        tell_child(process, signal.SIGTERM)
+        return await process.wait()
+
+    assert asyncio.run(scenario()) == 3
+    assert told == []
 
 
 def _run_with_pidfds(main: object) -> int:
