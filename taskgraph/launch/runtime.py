@@ -168,7 +168,10 @@ class Runtime:
     def _forget_stale(self) -> None:
         stale = sorted(((e.created, folder) for folder, e in self._entries() if e.stale), reverse=True)
         for _, folder in stale[_STALE_KEPT:]:
-            shutil.rmtree(folder, ignore_errors=True)
+            with self.claim(folder.name) as alone:  # else the job begins again just now
+                entry = self._read(folder / "job.json") if alone else None
+                if entry is not None and entry.stale:
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def _read(self, path: Path) -> JobEntry | None:
         try:

@@ -90,6 +90,25 @@ def test_what_killed_launchers_left_is_forgotten_but_for_the_last(runtime: Runti
     assert sorted(path.name for path in (runtime.root / "jobs").iterdir()) == ["new", "old4", "old5", "old6", "old7"]
 
 
+def test_what_a_killed_launcher_left_is_not_removed_where_the_job_begins_again_meanwhile(
+    runtime: Runtime, ended_pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(5):
+        runtime.put(replace(entry(f"old{number}", ended_pid), created=float(number + 1)))
+    found = list(runtime._entries())
+    monkeypatch.setattr(runtime, "_entries", lambda: iter(found))  # what is read before the others begin
+    with runtime.claim("old0") as ours:
+        assert ours
+        runtime.remove("old0")
+        (runtime.folder("old0") / "n1.log").write_text("it begins")  # there is no entry yet
+        runtime.put(entry("new"))
+        assert (runtime.folder("old0") / "n1.log").exists()
+    runtime.put(entry("old0"))
+    runtime.put(entry("newer"))
+    assert runtime.find("old0") is not None
+    assert not list((runtime.root / "jobs").glob("*.lock"))
+
+
 @pytest.mark.parametrize("name", ["", "..", ".hidden", "a/b", "../../etc", "a\0b", "x" * 101])
 def test_a_name_that_is_none_touches_no_file(runtime: Runtime, name: str) -> None:
     assert runtime.find(name) is None and runtime.finished(name) is None
