@@ -61,7 +61,7 @@ def test_a_number_that_is_free_again_gets_no_signal(monkeypatch: pytest.MonkeyPa
     async def scenario() -> int:
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", "raise SystemExit(3)")
         until = time.monotonic() + 20.0
-        while Path(f"/proc/{process.pid}").exists():
+        while Path(f"/proc/{process.pid}").exists():  # noqa: ASYNC240
             time.sleep(0.01)  # noqa: ASYNC251 - the event loop must not learn of it
             assert time.monotonic() < until
         assert process.returncode is None
