@@ -205,15 +205,17 @@ async def keep_events(events: EventLog, coordinator: Coordinator, job: str, *, n
 
 
 async def _write_some(coordinator: Coordinator, waiting: deque[tuple[str, Event]]) -> int:
-    """Writes the oldest; they go back where etcd is away. Returns how many were written."""
+    """Writes the oldest; they go back where etcd is away, or the node ends. Returns how many were written."""
     batch = [waiting.popleft() for _ in range(min(_BATCH, len(waiting)))]
     try:
         await coordinator.txn(Txn(success=tuple(Put(key, event.to_bytes()) for key, event in batch)))
-    except CoordinationError as error:  # perhaps written, perhaps not: the keys are unique, and twice is once
+    except BaseException as error:  # perhaps written, perhaps not: the keys are unique, and twice is once
         room = _RING - len(waiting)
         if room < len(batch):
             log.warning("%d events were left out: etcd is away for too long", len(batch) - room)
         waiting.extendleft(reversed(batch[len(batch) - min(room, len(batch)) :]))
+        if not isinstance(error, CoordinationError):
+            raise
         log.warning("events wait for etcd: %s", error)
         await asyncio.sleep(_RETRY_S)
         return 0

@@ -12,7 +12,7 @@ from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.errors import Unavailable
 from taskgraph.observe.events import Event, EventLog, keep_events
 from taskgraph.protocol.keys import Keys
-from taskgraph.protocol.kv import Txn
+from taskgraph.protocol.kv import Txn, TxnResult
 
 JOB = "job"
 
@@ -89,3 +89,25 @@ async def test_events_are_waited_for_a_second_at_most(
     with pytest.raises(asyncio.CancelledError):
         await keeping
     assert "1 events could not be kept" in caplog.text
+
+
+async def test_what_is_on_its_way_to_etcd_when_the_node_ends_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    events, store = EventLog("n1"), MemoryStore()
+    coordinator, written = MemoryCoordinator(store), asyncio.Event()
+    write = coordinator.txn
+
+    async def slow(txn: Txn) -> TxnResult:
+        if not written.is_set():
+            written.set()
+            await asyncio.Event().wait()
+        return await write(txn)
+
+    monkeypatch.setattr(coordinator, "txn", slow)
+    events.emit("began", "began")
+    keeping = asyncio.ensure_future(keep_events(events, coordinator, JOB, node_id="n1-1", kept=100))
+    await written.wait()
+    events.emit("finished", "finished")
+    keeping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await keeping
+    assert in_etcd(store) == ["began", "finished"]
