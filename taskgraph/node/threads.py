@@ -123,11 +123,8 @@ class PooledThreads:
                 raise RuntimeError("the node's threads are closed")
             thread = self._idle.pop() if self._idle else None
             if thread is None:
-                if self._threads == self._limit:
+                if self._threads == self._limit or not self._made_for(work):
                     self._waiting.append(work)
-                else:
-                    _Thread(self._serve, f"{self._name}_{self._threads}", work)
-                    self._threads += 1
                 return work
         if not brief:
             thread.wake(work)
@@ -144,6 +141,17 @@ class PooledThreads:
             self._hear()
         work.over = over
         return work
+
+    def _made_for(self, work: _Work[Any]) -> bool:
+        """Whether there is another thread now, which does this."""
+        try:
+            _Thread(self._serve, f"{self._name}_{self._threads}", work)
+        except (OSError, RuntimeError):  # no descriptor, or no thread, is to be had at the moment
+            if not self._threads:
+                raise
+            return False
+        self._threads += 1
+        return True
 
     def tell(self, function: Callable[..., object], *args: object) -> None:
         self._told.append((function, args))
@@ -203,7 +211,11 @@ class _Thread:
     def __init__(self, serve: Callable[[_Thread], None], name: str, work: _Work[Any]) -> None:
         self.work: _Work[Any] | None = work
         self._read, self._write = os.pipe()
-        threading.Thread(target=serve, args=(self,), name=name, daemon=True).start()
+        try:
+            threading.Thread(target=serve, args=(self,), name=name, daemon=True).start()
+        except BaseException:
+            self.close()
+            raise
 
     def wake(self, work: _Work[Any] | None) -> None:
         """It is idle, and has this to do."""

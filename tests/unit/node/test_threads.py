@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -262,6 +265,37 @@ async def test_nothing_told_is_lost_while_the_loop_gives_way_again_and_again() -
             pool.start(lambda: None, brief=True)
         await asyncio.sleep(0)
     await asyncio.wait_for(over.wait(), 10)
+    pool.close()
+
+
+@pytest.mark.parametrize("lacking", ["a descriptor", "a thread"])
+async def test_where_no_more_threads_can_be_made_those_there_are_do_it_all(
+    lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, go = PooledThreads("t", limit=4), threading.Event()
+    first = pool.run(lambda: go.wait(10))
+    open_before = set(os.listdir("/proc/self/fd")) if sys.platform == "linux" else set()
+
+    def pipe() -> tuple[int, int]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        if lacking == "a descriptor":
+            patched.setattr(os, "pipe", pipe)
+        else:
+            patched.setattr(threading.Thread, "start", start)
+        second = pool.run(lambda: 2)
+        with pytest.raises((OSError, RuntimeError), match=r"Too many|can't start"):
+            PooledThreads("none", limit=4).run(lambda: 3)
+    if sys.platform == "linux":
+        assert set(os.listdir("/proc/self/fd")) == open_before, "each that failed took its descriptors along"
+    assert not second.done()
+    go.set()
+    assert await first
+    assert await second == 2
     pool.close()
 
 
