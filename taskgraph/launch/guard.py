@@ -23,6 +23,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 KILL_AFTER_S = 2.0
 #: The pipe tells of the parent's death at once, unless a process that the parent forked still holds it.
@@ -42,6 +43,13 @@ def _signal_group(child: subprocess.Popen[bytes], number: signal.Signals) -> Non
         os.killpg(child.pid, number)
 
 
+def _ended(child: subprocess.Popen[bytes]) -> bool:
+    """Whether the command has ended. As long as it is not waited for, its number, and its group, are nobody else's."""
+    if not hasattr(os, "waitid"):  # elsewhere than on Linux
+        return child.poll() is not None
+    return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 def _wait(child: subprocess.Popen[bytes], parent: int, wake: int) -> bool:
     """Until the command ends by itself (True) or must be ended (False)."""
     poll = select.poll()
@@ -53,18 +61,20 @@ def _wait(child: subprocess.Popen[bytes], parent: int, wake: int) -> bool:
                 return False
             if descriptor == wake and signal.SIGTERM in os.read(wake, 4096):
                 return False
-        if child.poll() is not None:
+        if _ended(child):
             return True
         if os.getppid() != parent:
             return False
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def _end(child: subprocess.Popen[bytes], wake: int) -> None:
     """SIGTERM, time to obey, SIGKILL. The group is killed in any case: the command may have left children behind."""
-    if child.poll() is None:
+    if not _ended(child):
         _signal_group(child, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(KILL_AFTER_S)
+        until = time.monotonic() + KILL_AFTER_S
+        while not _ended(child) and (left := until - time.monotonic()) > 0:
+            if select.select([wake], [], [], left)[0]:
+                os.read(wake, 4096)
     _signal_group(child, signal.SIGKILL)
     child.wait()
 
@@ -109,13 +119,13 @@ def main() -> int:
                 return 127
         os.write(1, f"{child.pid}\n".encode())
         by_itself = _wait(child, options.parent, wake)
-        _end(child)
+        _end(child, wake)
         if by_itself and options.log:
             _show_log(options.log)
         return child.returncode if child.returncode >= 0 else 128 - child.returncode
     finally:
         if child is not None and child.returncode is None:
-            _end(child)
+            _end(child, wake)
         for directory in options.remove:
             shutil.rmtree(directory, ignore_errors=True)
 

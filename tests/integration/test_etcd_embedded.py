@@ -279,6 +279,38 @@ async def test_sigterm_to_the_guard_ends_its_command() -> None:
     await gone(child)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
+@pytest.mark.parametrize("command", ["exit 3", "sleep 1000"])
+async def test_the_group_of_the_command_is_ended_while_its_number_is_not_free(command: str) -> None:
+    """Once its command was waited for, that number may be the group of somebody else's processes."""
+    script = textwrap.dedent(f"""
+        import importlib.util, os, sys
+        spec = importlib.util.spec_from_file_location("guard", {str(GUARD)!r})
+        guard = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(guard)
+        killpg = os.killpg
+        def told(group, number):
+            os.write(2, b"%d " % os.path.exists(f"/proc/{{group}}"))
+            killpg(group, number)
+        os.killpg = told
+        sys.exit(guard.main())
+    """)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", script, "--parent", str(os.getpid()), "--", "sh", "-c", command),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    await child_of(process)
+    if command == "exit 3":
+        await process.wait()  # it ends by itself
+    assert process.stdin is not None
+    process.stdin.close()
+    _, said = await process.communicate()
+    assert said and set(said.split()) == {b"1"}
+    assert process.returncode == (3 if command == "exit 3" else 128 + signal.SIGTERM)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
 async def test_a_killed_guard_takes_its_command_with_it() -> None:
     process = await guard("--", "sleep", "1000")
