@@ -116,6 +116,33 @@ async def test_a_dial_that_is_given_up_right_when_it_is_made_leaves_no_session(
     assert await a.call(b, SEAL) == m.Accepted(1)
 
 
+async def test_sessions_that_end_while_they_are_dialled_leave_nothing(streams: Cluster) -> None:
+    """Given up by either side, or broken, in each of the first turns of the event loop."""
+    a, b = await streams.node(), await streams.node()
+    assert isinstance(a.transport, StreamTransport) and isinstance(b.transport, StreamTransport)
+    for turns in range(14):
+        for ends in ("caller", "callee", "call", "sockets"):
+            a.transport.forget(b.name)
+            call = asyncio.ensure_future(a.call(b, SEAL))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            if ends == "caller":
+                a.transport.forget(b.name)
+            elif ends == "callee":
+                b.transport.forget(a.name)
+            elif ends == "call":
+                call.cancel()
+            else:
+                for session in sessions_of(b.transport):
+                    session.abort()
+            await asyncio.wait([call])
+            if not call.cancelled() and (error := call.exception()) is not None:
+                assert isinstance(error, PeerLost)
+    a.transport.forget(b.name)
+    await turns_until(lambda: not sessions_of(a.transport) and not sessions_of(b.transport))
+    assert await a.call(b, SEAL) == m.Accepted(1)
+
+
 # Who may talk.
 
 
