@@ -6,11 +6,13 @@ import asyncio
 import concurrent.futures
 import contextlib
 import os
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 __all__ = ["Begun", "PooledThreads", "Threads", "Work"]
 
@@ -82,6 +84,18 @@ _GIVES_WAY_S = 200e-6
 """How long the event loop waits for a brief function. Some of it is for a thread that wakes up on another processor."""
 
 
+_forks = 0
+"""How many forks lie between this process and the first one that imported this: dearer to ask for is its number."""
+
+
+def _after_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 class PooledThreads:
     """Threads that are made when needed and reused.
 
@@ -97,6 +111,7 @@ class PooledThreads:
     def __init__(self, name: str, limit: int) -> None:
         self._name = name
         self._limit = limit
+        self._forks = _forks
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._threads = 0
@@ -176,6 +191,8 @@ class PooledThreads:
         while (work := thread.work) is not None:
             thread.work = None
             work.do()
+            if _forks != self._forks:
+                work.end_child()
             with self._lock:
                 idle = not self._waiting and not self._closed
                 if idle:
@@ -270,6 +287,15 @@ class _Work(Generic[R]):
         except BaseException as error:
             self._error = error
         self.took_s = time.perf_counter() - began
+
+    def end_child(self) -> NoReturn:
+        """The function forked, and returned in the child, too: that has the pipes of the threads, and would be woken
+        in their place."""
+        if self._error is not None:
+            traceback.print_exception(self._error)
+        name = threading.current_thread().name
+        print(f"{name}: a function forked this process and returned from it: it ends here", file=sys.stderr, flush=True)
+        os._exit(1)
 
     def end(self) -> None:
         self.ended = True

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -316,3 +317,35 @@ async def test_an_idle_thread_keeps_nothing_of_what_it_did(pool: PooledThreads) 
             break
         await asyncio.sleep(0.01)
     assert large() is None
+
+
+_FORKS = """
+import asyncio, os
+from taskgraph.node.threads import PooledThreads
+
+def forks():
+    child = os.fork()
+    if not child:
+        raise RuntimeError("it did not come to its os._exit")
+    return child
+
+async def main():
+    pool = PooledThreads("t", limit=1)
+    await pool.run(int)
+    child = await pool.run(forks)
+    for number in range(20):
+        async with asyncio.timeout(10):
+            assert await pool.run(lambda: number) == number
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+asyncio.run(main())
+"""
+
+
+def test_a_child_that_a_function_forks_and_that_returns_from_it_takes_no_work() -> None:
+    """It has the same pipes: what wakes a thread would wake one of the two."""
+    script = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _FORKS]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "1\n", done.stderr
+    assert "it did not come to its os._exit" in done.stderr
+    assert "t_0: a function forked this process" in done.stderr
