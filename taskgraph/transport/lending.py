@@ -10,6 +10,7 @@ on: the borrower keeps it for its own borrower, and gives it back, as spoiled wh
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
 import threading
 from collections import deque
@@ -212,7 +213,8 @@ class Borrowing:
             return
         if threading.get_ident() != self._thread:
             self._asked = True
-            self._loop.call_soon_threadsafe(self.flush)
+            with contextlib.suppress(RuntimeError):  # the loop was closed just now
+                self._loop.call_soon_threadsafe(self.flush)
         elif len(self._back) >= _TOGETHER or self._back_bytes >= _LARGE_BYTES:
             self._flush_soon()
         elif self._late is None:

@@ -10,6 +10,7 @@ import os
 import struct
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -590,3 +591,16 @@ async def test_nothing_is_left_open_or_mapped(folder: Path) -> None:
     del a, b
     gc.collect()
     assert traces() == before
+
+
+async def test_garbage_that_another_thread_finds_just_as_the_loop_is_closed_is_nobodys_error() -> None:
+    """A finalizer has nobody to tell: what it raises is printed in the middle of anything."""
+
+    class Closing:
+        is_closed = staticmethod(lambda: False)
+
+        def call_soon_threadsafe(self, *_: object) -> None:
+            raise RuntimeError("Event loop is closed")
+
+    borrowing = Borrowing(cast(asyncio.AbstractEventLoop, Closing()), lambda leases: None)
+    await asyncio.to_thread(borrowing.give_back, Reference(1, 3, 1, 1, 8, 0, 8), False)
