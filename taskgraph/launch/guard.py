@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import os
 import select
 import shutil
@@ -32,10 +33,12 @@ LOG_TAIL_BYTES = 2000
 PR_SET_PDEATHSIG = 1
 
 
-def _die_with_guard() -> None:
-    """Last resort, in the child before it becomes the command: Linux kills it if we are killed."""
+def _die_with_guard(guard: int) -> None:
+    """Last resort, in the child before it becomes the command: Linux kills it if we are killed, or were just now."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != guard:
+        os._exit(1)
 
 
 def _signal_group(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
@@ -112,7 +115,7 @@ def main() -> int:
                     stdout=log,
                     stderr=log,
                     process_group=0,
-                    preexec_fn=_die_with_guard if sys.platform == "linux" else None,
+                    preexec_fn=functools.partial(_die_with_guard, os.getpid()) if sys.platform == "linux" else None,
                 )
             except OSError as error:
                 os.write(2, f"cannot start {options.command[0]}: {error.strerror}\n".encode())

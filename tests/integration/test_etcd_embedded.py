@@ -320,6 +320,37 @@ async def test_a_killed_guard_takes_its_command_with_it() -> None:
     await gone(child)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
+async def test_a_guard_that_is_killed_while_its_command_starts_takes_it_with_it(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    script = textwrap.dedent(f"""
+        import importlib.util, os, sys, time
+        spec = importlib.util.spec_from_file_location("guard", {str(GUARD)!r})
+        guard = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(guard)
+        load = guard.ctypes.CDLL
+        def slow(name):
+            os.write(2, b"%d\\n" % os.getpid())
+            time.sleep(0.5)
+            return load(name)
+        guard.ctypes.CDLL = slow
+        sys.exit(guard.main())
+    """)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", script, "--parent", str(os.getpid()), "--log", str(log), "--", "sleep", "1000"),
+        stdin=asyncio.subprocess.PIPE,
+    )
+    await becomes(lambda: log.exists() and log.read_text().endswith("\n"))
+    child = int(log.read_text())
+    process.kill()
+    await process.wait()
+    try:
+        await gone(child, 3.0)
+    finally:
+        if running(child):
+            os.kill(child, signal.SIGKILL)
+
+
 async def test_a_guard_whose_parent_is_another_gives_up() -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", str(GUARD), "--parent", "1", "--", "sleep", "1000"),
