@@ -77,9 +77,7 @@ async def _launch(options: argparse.Namespace) -> int:
             node_tls=reached.entry.node_tls,
         )
         runtime = Runtime()
-        if runtime.find(reached.name) is None:
-            runtime.remove(reached.name)  # what a launcher that was killed left
-            runtime.put(entry)
+        runtime.join(entry)
         follower = Follower(reached.coordinator, reached.spec, entry.token_bytes, entry.node_access)
         progress = Progress(reached.name, reached.spec.tasks, reached.spec.epochs, reached.spec.backups)
         progress.follow(follower.view)
@@ -123,9 +121,7 @@ async def _launch(options: argparse.Namespace) -> int:
                 tail.close()
             progress.end()
             await follower.stop()
-            found = runtime.find(reached.name)
-            if found is not None and found.pid == os.getpid():
-                runtime.remove(reached.name)
+            runtime.leave(entry)
     if status.state == State.FINISHED:
         if result is not None:
             print_result(result, as_json=False)

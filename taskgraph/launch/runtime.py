@@ -1,6 +1,7 @@
 """The user's runtime directory: by what a job of this host is found from any shell, and what is kept of finished ones.
 
 {runtime}/jobs/{name}/job.json    endpoints and token; only the owner can read it
+{runtime}/jobs/{name}/launcher-*  the same, of further launchers of nodes for it
 {runtime}/jobs/{name}/*.log       what its nodes print, and its embedded etcd
 {runtime}/s/*/                    sockets of one launcher's nodes: their paths must be short
 {runtime}/finished/{name}.json    result and events of the last jobs
@@ -141,35 +142,79 @@ class Runtime:
     def put(self, entry: JobEntry) -> None:
         """Makes a job findable. Forgets what launchers left that were killed, but for the last few."""
         self._forget_stale()
+        self._write(entry, "job.json")
+
+    def _write(self, entry: JobEntry, file: str) -> None:
         entry = replace(entry, started=_started(entry.pid), created=entry.created or time.time())
-        write_whole(self.folder(entry.name) / "job.json", json.dumps(asdict(entry)).encode())
+        write_whole(self.folder(entry.name) / file, json.dumps(asdict(entry)).encode())
+
+    def join(self, entry: JobEntry) -> None:
+        """The process of `entry` launches nodes for a job, and others of this host may do so, too."""
+        with self._joining(entry.name):
+            found = self.find(entry.name)
+            if found is None:
+                self.remove(entry.name)  # what a launcher that was killed left
+                self.put(entry)
+            elif not found.embedded:  # else the job ends with who launched it first
+                self._write(entry, f"launcher-{entry.pid}.json")
+
+    def leave(self, entry: JobEntry) -> None:
+        """It launches no more: the last one that goes takes the job and its logs with it."""
+        with self._joining(entry.name):
+            ours = False
+            for path in self._files(self._folder(entry.name)):
+                known = self._read(path)
+                if known is not None and known.pid == entry.pid:
+                    path.unlink(missing_ok=True)
+                    ours = True
+            if ours and self.find(entry.name) is None:
+                self.remove(entry.name)
+
+    @contextlib.contextmanager
+    def _joining(self, name: str) -> Iterator[None]:
+        """Within, nobody else joins or leaves any job. The kernel lets go of it when the process ends."""
+        folder = os.open(self._made(self._folder(name).parent), os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)
 
     def find(self, name: str) -> JobEntry | None:
-        """The entry of a job of this host, unless its launcher is gone."""
+        """The entry of a job of this host, unless its launchers are gone."""
         if not _NAME.fullmatch(name):
             return None
-        entry = self._read(self._folder(name) / "job.json")
+        entry = self._entry(self._folder(name))
         return entry if entry is not None and not entry.stale else None
 
     def jobs(self) -> list[JobEntry]:
-        """Jobs whose launcher lives."""
+        """Jobs of which a launcher lives."""
         return [entry for _, entry in self._entries() if not entry.stale]
 
     def _entries(self) -> Iterator[tuple[Path, JobEntry]]:
-        for path in sorted((self.root / "jobs").glob("*/job.json")):
+        for folder in sorted(path for path in (self.root / "jobs").glob("*") if path.is_dir()):
             try:
-                entry = self._read(path)
+                entry = self._entry(folder)
             except TaskGraphError as error:  # one broken file hides no other job
                 log.warning("%s", error)
                 continue
             if entry is not None:
-                yield path.parent, entry
+                yield folder, entry
+
+    def _entry(self, folder: Path) -> JobEntry | None:
+        """The first of a job whose launcher lives, else the first."""
+        entries = [entry for path in self._files(folder) if (entry := self._read(path)) is not None]
+        return next((entry for entry in entries if not entry.stale), entries[0] if entries else None)
+
+    @staticmethod
+    def _files(folder: Path) -> list[Path]:
+        return [folder / "job.json", *sorted(folder.glob("launcher-*.json"))]
 
     def _forget_stale(self) -> None:
         stale = sorted(((e.created, folder) for folder, e in self._entries() if e.stale), reverse=True)
         for _, folder in stale[_STALE_KEPT:]:
             with self.claim(folder.name) as alone:  # else the job begins again just now
-                entry = self._read(folder / "job.json") if alone else None
+                entry = self._entry(folder) if alone else None
                 if entry is not None and entry.stale:
                     shutil.rmtree(folder, ignore_errors=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -274,6 +275,29 @@ async def test_ctrl_c_of_launch_that_ends_the_last_nodes_says_what_is_lost(
     assert done.code == 130
     assert "no node of job sub8 is left, and what they computed is gone with them" in done.err, done.err
     await cli("shutdown", "sub8", *etcd)
+
+
+async def test_of_two_launchers_on_a_host_one_leaves_the_others_job_and_logs(
+    embedded_etcd: EmbeddedEtcd, cli: Cli
+) -> None:
+    etcd, gate = ("--etcd", embedded_etcd.endpoint), ("-o", "pause_at=2", "-o", f"gate={cli.gate}")
+    token = ("--token-file", "sub9.token")
+    assert (await cli("submit", str(DRIVER), "--name", "sub9", "-o", "min_nodes=2", *gate, *etcd)).code == 0
+    first = await cli.start("launch", "sub9", "--nodes", "1", *etcd, *token)
+    while not (await status(cli, "sub9", *etcd))["nodes"]:  # noqa: ASYNC110 (another process)
+        await asyncio.sleep(0.1)
+    second = await cli.start("launch", "sub9", "--nodes", "1", *etcd, *token)
+    await first.until("epoch 1/")
+    first.process.send_signal(signal.SIGINT)
+    assert (await first.done(20.0)).code == 130
+    text = (await cli("status", "sub9")).out
+    assert "job sub9: running" in text, text
+    logs = Path(text.split("logs of the nodes started here: ")[1].splitlines()[0])
+    assert (logs / "n2.log").exists()
+    cli.open()
+    done = await second.done()
+    assert done.code == 0 and done.out == printed(), done.err
+    await cli.nothing_left()
 
 
 async def test_submit_needs_an_etcd(cli: Cli) -> None:

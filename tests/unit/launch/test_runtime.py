@@ -24,6 +24,11 @@ def entry(name: str = "fit", pid: int | None = None) -> JobEntry:
     return JobEntry(name=name, etcd="127.0.0.1:1", token=TOKEN, pid=pid or os.getpid(), embedded=True, tls={})
 
 
+def launcher(pid: int | None = None) -> JobEntry:
+    """Of who launches nodes for a job on an etcd of its own."""
+    return replace(entry("fit", pid), embedded=False)
+
+
 @pytest.fixture
 def runtime(tmp_path: Path) -> Runtime:
     return Runtime(tmp_path / "taskgraph")
@@ -41,6 +46,14 @@ def zombie() -> Iterator[int]:
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it ended, and stays until it is waited for
     yield process.pid
     process.wait()
+
+
+@pytest.fixture
+def another() -> Iterator[int]:
+    """The id of another process, which lives."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process.pid
+    process.communicate(b"\n")
 
 
 def test_a_job_is_found_by_name_and_only_its_owner_can_read_it(runtime: Runtime) -> None:
@@ -61,6 +74,47 @@ def test_a_job_whose_launcher_ended_is_not_found(runtime: Runtime, ended_pid: in
     runtime.put(entry("ended", ended_pid))
     runtime.put(entry("zombie", zombie))
     assert runtime.find("ended") is None and runtime.find("zombie") is None and runtime.jobs() == []
+
+
+def test_the_last_of_several_launchers_takes_the_job_with_it(runtime: Runtime, another: int) -> None:
+    runtime.join(launcher())
+    (runtime.folder("fit") / "n1.log").write_text("of the first")
+    runtime.join(launcher(another))
+    (runtime.folder("fit") / "n2.log").write_text("of the second")
+    assert [job.name for job in runtime.jobs()] == ["fit"]
+    runtime.leave(launcher())
+    found = runtime.find("fit")
+    assert found is not None and found.pid == another
+    assert sorted(path.name for path in runtime.folder("fit").glob("*.log")) == ["n1.log", "n2.log"]
+    assert runtime.logs("fit") == runtime.folder("fit")
+    runtime.join(launcher())
+    runtime.leave(launcher(another))
+    found = runtime.find("fit")
+    assert found is not None and found.pid == os.getpid()
+    runtime.leave(launcher())
+    assert runtime.find("fit") is None and not (runtime.root / "jobs" / "fit").exists()
+
+
+def test_a_launcher_is_found_though_the_first_was_killed(runtime: Runtime, another: int, ended_pid: int) -> None:
+    runtime.put(entry("fit", ended_pid))
+    runtime._write(launcher(another), f"launcher-{another}.json")
+    found = runtime.find("fit")
+    assert found is not None and found.pid == another
+    runtime.put(entry("new"))
+    assert [job.name for job in runtime.jobs()] == ["fit", "new"]
+
+
+def test_a_launcher_beside_a_run_with_its_own_etcd_leaves_that_alone(runtime: Runtime, another: int) -> None:
+    runtime.put(entry("fit", another))
+    runtime.join(launcher())
+    assert [path.name for path in runtime.folder("fit").iterdir()] == ["job.json"]
+    runtime.leave(launcher())
+    found = runtime.find("fit")
+    assert found is not None and found.pid == another
+    runtime.remove("fit")
+    (runtime.folder("fit") / "etcd.log").write_text("of a run that just begins again")
+    runtime.leave(launcher())
+    assert (runtime.folder("fit") / "etcd.log").exists()
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only Linux tells when a process began")
