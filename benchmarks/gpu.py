@@ -33,7 +33,7 @@ from failover import fail, replace
 from running import RunningJob
 
 import taskgraph as tg
-from taskgraph.graph.devices import array_module, device_count
+from taskgraph.device.cuda import array_module, device_count
 
 CASES = ("overhead", "array", "snapshot", "failover")
 _WARM_S = 1.0

@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 from numpy.typing import DTypeLike, NDArray
 
+from taskgraph.device.api import Device
 from taskgraph.errors import GraphError, JobError
 from taskgraph.graph.arrays import empty
 from taskgraph.graph.blocks import Block
@@ -56,7 +57,7 @@ class Work(Protocol):
     seed: int
     cancelled: bool
     scratch: Scratch
-    xp_device: str
+    device: Device | None
     composing: Composition | None
     """The graph being composed; None outside compose."""
 
@@ -268,7 +269,7 @@ class Reply:
 
     def __await__(self) -> Generator[Any, None, Any]:
         encoded = yield from asyncio.wrap_future(self._future).__await__()
-        return decode(encoded, device=self._work.xp_device)
+        return decode(encoded, device=self._work.device)
 
     def wait(self, timeout_s: float | None = None) -> Any:
         """Waits in a worker thread; other hooks of the task may run meanwhile.
@@ -276,7 +277,7 @@ class Reply:
         Raises:
             TimeoutError: no answer within `timeout_s`.
         """
-        return decode(self._work.wait_in_thread(self._future, timeout_s), device=self._work.xp_device)
+        return decode(self._work.wait_in_thread(self._future, timeout_s), device=self._work.device)
 
 
 class _Given(NamedTuple):
@@ -344,7 +345,7 @@ class Inputs:
 
     def _value(self, channel: tuple[str, int]) -> Any:
         encoded = self._items[channel]
-        value = decode(encoded, device=self._work.xp_device)
+        value = decode(encoded, device=self._work.device)
         if encoded.buffers and type(value) is np.ndarray:
             self.given[id(value)] = _Given(value, value.shape, value.strides, value.dtype, encoded)
         return value

@@ -18,8 +18,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from taskgraph.device.api import OnDevice
 from taskgraph.graph.codecs import codec
-from taskgraph.graph.devices import OnDevice
 from taskgraph.graph.refusals import CannotTravel
 
 __all__: list[str] = []

@@ -1,1 +1,7 @@
-"""Arrays that live on a device: what is done with them there."""
+"""Devices that compute beside the host: what the framework asks of one, and what speaks CUDA.
+
+api       the interface
+cuda      CuPy: the only module that imports it
+lookup    which device an array is on
+visible   which devices a process may use, as CUDA is told
+"""

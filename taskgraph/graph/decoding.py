@@ -8,8 +8,9 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
+from taskgraph.device.api import Device
 from taskgraph.errors import DecodeError
-from taskgraph.graph import arrays, codecs, devices, dtypes
+from taskgraph.graph import arrays, codecs, dtypes
 from taskgraph.graph.encoding import ALIGN, MAX_DEPTH
 from taskgraph.protocol.messages import Encoded
 
@@ -39,7 +40,7 @@ class Reader:
     __slots__ = ("_arrays", "_at", "_buffers", "_depth", "_device", "_end", "_meta", "_next", "_on_device", "_writable")
 
     def __init__(
-        self, encoded: Encoded, at: int, end: int, on_device: frozenset[int], device: str, writable: bool
+        self, encoded: Encoded, at: int, end: int, on_device: frozenset[int], device: Device | None, writable: bool
     ) -> None:
         self._meta = encoded.meta
         self._buffers = encoded.buffers
@@ -261,7 +262,7 @@ class Reader:
         self._arrays = number + 1
         try:
             found = self.view(data, at, dtype, shape, writable=self._writable)
-            return devices.to_device(found) if number in self._on_device and self._device != "host" else found
+            return self._device.to_device(found) if self._device is not None and number in self._on_device else found
         except (ValueError, TypeError, OverflowError) as error:
             raise DecodeError(f"not an array of shape {shape} and dtype {dtype}: {error}") from error
 

@@ -10,7 +10,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from taskgraph.graph import arrays, codecs, devices, dtypes
+from taskgraph.device.api import OnDevice
+from taskgraph.device.lookup import device_of
+from taskgraph.graph import arrays, codecs, dtypes
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.libraries import codec_of_library
 from taskgraph.graph.refusals import CannotTravel, key_step, way_out
@@ -186,7 +188,7 @@ def _write_array(writer: Writer, value: NDArray[Any], adopt: bool = False) -> No
             writer.buffers.append(shared)
 
 
-def _write_on_device(writer: Writer, value: devices.OnDevice) -> None:
+def _write_on_device(writer: Writer, value: OnDevice) -> None:
     writer.on_device.append(writer.arrays)
     _write_array(writer, value.host, adopt=True)
 
@@ -253,8 +255,8 @@ def _write_other(writer: Writer, value: Any) -> None:
         _write_coded(writer, value, coded)
     elif isinstance(value, np.generic):
         _write_scalar(writer, value)
-    elif (on_device := devices.to_host(value)) is not None:
-        _write_on_device(writer, on_device)
+    elif (device := device_of(value)) is not None:
+        _write_on_device(writer, OnDevice(device.to_host(value)))
     elif library := codec_of_library(value):
         _write_coded(writer, value, library)
     elif _is_protobuf(value):
@@ -312,7 +314,7 @@ WRITERS: Final = _Writers(
         tuple: _write_sequence,
         dict: _write_dict,
         np.ndarray: _write_array,
-        devices.OnDevice: _write_on_device,
+        OnDevice: _write_on_device,
     }
 )
 codecs.reserve(WRITERS)

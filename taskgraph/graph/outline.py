@@ -54,7 +54,7 @@ class _Outline(Reader):
     __slots__ = ("_path", "found")
 
     def __init__(self, encoded: Encoded) -> None:
-        super().__init__(encoded, 1, value_end(encoded.meta), frozenset(), "host", False)
+        super().__init__(encoded, 1, value_end(encoded.meta), frozenset(), None, False)
         self._path: list[str] = []
         self.found: list[Named] = []
 

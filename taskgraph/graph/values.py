@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from taskgraph.device.api import Device
 from taskgraph.errors import DecodeError
 from taskgraph.graph import arrays, digests
 from taskgraph.graph.blocks import Allocate
@@ -81,11 +82,12 @@ def _seal(writer: Writer, value: Any) -> tuple[tuple[memoryview, ...], bytes]:
     return tuple([buffer if isinstance(buffer, memoryview) else buffer.sealed() for buffer in waiting]), digest
 
 
-def decode(encoded: Encoded, *, device: str = "host", writable: bool = False) -> Any:
+def decode(encoded: Encoded, *, device: Device | None = None, writable: bool = False) -> Any:
     """The value. Its arrays are read-only views on the encoded bytes; they live as long as you keep them.
 
     Args:
-        device: "cuda" gives CuPy arrays where CuPy arrays were encoded; "host" gives numpy arrays always.
+        device: where arrays go that were on a device when they were encoded, as its arrays, behind what is queued on
+            the current stream; None gives numpy arrays always.
         writable: fresh arrays that are yours to write.
 
     Raises:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from taskgraph.graph.devices import VISIBLE, visible
+from taskgraph.device.visible import VISIBLE, visible
 
 __all__ = ["deal", "host_devices"]
 

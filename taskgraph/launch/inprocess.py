@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
+from taskgraph.device.cuda import device_count
 from taskgraph.driver import JobSpec
 from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError
-from taskgraph.graph.devices import device_count
 from taskgraph.jobs import Job, JobResult
 from taskgraph.launch.collect import assemble, complete
 from taskgraph.launch.resuming import plan

@@ -80,7 +80,7 @@ class Attempt:
         self.seed = replica.job.seed
         self.cancelled = False
         self.scratch = Scratch()
-        self.xp_device = replica.xp_device
+        self.device = replica.device
         self.allocate = replica.router.allocate
         self.ledger = Ledger()
         self.put_bytes = 0  # what is kept for those who pull it, and for the backups, until it commits

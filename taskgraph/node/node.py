@@ -18,13 +18,14 @@ from typing import Any
 from taskgraph.checkpoint.places import Place
 from taskgraph.coordination.api import Coordinator
 from taskgraph.coordination.viewkeeper import ViewKeeper
+from taskgraph.device.cuda import array_module
+from taskgraph.device.visible import device_ids
 from taskgraph.driver import JobSpec
 from taskgraph.errors import (
     FingerprintMismatch,
     JobError,
     TaskGraphError,
 )
-from taskgraph.graph.devices import array_module, device_ids
 from taskgraph.jobs import Job
 from taskgraph.node.actor import UserCodeError
 from taskgraph.node.checkpoints import FILES_AT_A_TIME, CheckpointReader
@@ -516,7 +517,7 @@ class Node:
         if known is None:
             xp, device = array_module(self._devices)
             known = self.replicas[task] = Replica(
-                task, self.job, self.router, self._threads, xp=xp, xp_device=device, tracing=self.tracing
+                task, self.job, self.router, self._threads, xp=xp, device=device, tracing=self.tracing
             )
             if self.keeper.view.epoch is not None:
                 known.follow(self.keeper.view.epoch.record)

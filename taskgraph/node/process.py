@@ -30,9 +30,10 @@ import uvloop
 
 from taskgraph.coordination.api import Coordinator, WatchCompacted
 from taskgraph.coordination.etcd import EtcdCoordinator
+from taskgraph.device.cuda import device_count
+from taskgraph.device.visible import VISIBLE
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, FingerprintMismatch, TaskGraphError, Unavailable
-from taskgraph.graph.devices import VISIBLE, device_count
 from taskgraph.graph.values import digesting, verify
 from taskgraph.jobs import Job
 from taskgraph.node import lastwords

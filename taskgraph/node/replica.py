@@ -31,6 +31,7 @@ from taskgraph.topology import Topology, as_topology
 if TYPE_CHECKING:
     from types import ModuleType
 
+    from taskgraph.device.api import Device
     from taskgraph.node.router import Router
     from taskgraph.task import Event
 
@@ -59,14 +60,14 @@ class Replica:
         threads: Threads,
         *,
         xp: ModuleType,
-        xp_device: str,
+        device: Device | None,
         tracing: Tracing | None = None,
     ) -> None:
         self.task = task
         self.job = job
         self.router = router
         self.topology: Topology = as_topology(job.topology)
-        self.xp_device = xp_device
+        self.device = device
         self.threads = threads
         self.tracing = tracing or Tracing()
         self.actor = Actor(threads, task=task, cancel_s=job.settings.cancel_s, tracing=self.tracing)
@@ -104,7 +105,7 @@ class Replica:
 
     def twin(self) -> Replica:
         """A replica of the same task with an object of its own."""
-        return Replica(self.task, self.job, self.router, self.threads, xp=self._xp, xp_device=self.xp_device)
+        return Replica(self.task, self.job, self.router, self.threads, xp=self._xp, device=self.device)
 
     @property
     def user_task(self) -> Task:
@@ -187,7 +188,7 @@ class Replica:
                     f"the boundary of task {self.task} lies in memory shared with other processes of this host, and "
                     "is not what was snapshotted any more: native code wrote where it should not"
                 )
-            raw: dict[str, Any] = decode(value, writable=True, device=self.xp_device)
+            raw: dict[str, Any] = decode(value, writable=True, device=self.device)
             if self.stateful:
                 task.restore(raw["state"])
             return dict(raw["numbers"])
@@ -235,8 +236,8 @@ class Replica:
 
     async def arrived(self, value: Encoded, *, writable: bool = False) -> Any:
         """A value for this task's code. What is copied to a device is so in a thread: no event loop waits for one."""
-        read = partial(decode, value, writable=writable, device=self.xp_device)
-        return read() if self.xp_device == "host" else await self.actor.call("arrival", read, alone=False)
+        read = partial(decode, value, writable=writable, device=self.device)
+        return read() if self.device is None else await self.actor.call("arrival", read, alone=False)
 
     async def tell(self, event: Event) -> None:
         """Hands an event to the user's object."""

@@ -231,7 +231,7 @@ async def _run_step(fresh: Replica, work: _Replay, step: _Step, by_name: dict[st
     if step.processor is None:
         assert step.payload is not None
         function = fresh.user_task.on_flag if step.method == "on_flag" else getattr(fresh.user_task, step.method)
-        payload = decode(step.payload, device=fresh.xp_device)
+        payload = decode(step.payload, device=fresh.device)
         await fresh.actor.call(step.where, function, Epoch(work, step.where), step.sender, payload)
         return
     processor = by_name.get(step.processor.name)
@@ -266,7 +266,7 @@ class _Replay:
         self.seed = fresh.job.seed
         self.cancelled = False
         self.scratch = Scratch()
-        self.xp_device = fresh.xp_device
+        self.device = fresh.device
         self.composing: Composition | None = None
         self.digests: dict[tuple[str, int], bytes] = {}
         self.numbers: dict[str, float] = {}

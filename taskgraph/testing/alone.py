@@ -7,6 +7,7 @@ import concurrent.futures
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from taskgraph.device.api import Device
 from taskgraph.epoch import Epoch, Inputs, Outputs, Scratch
 from taskgraph.errors import JobError
 from taskgraph.graph.blocks import Block
@@ -86,7 +87,7 @@ class _Alone:
     attempt = 1
     last = False
     cancelled = False
-    xp_device = "host"
+    device: Device | None = None
     composing: Composition | None = None
 
     def __init__(

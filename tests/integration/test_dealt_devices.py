@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cli_kit import Cli, shell
 
-from taskgraph.graph.devices import PRETEND, VISIBLE
+from taskgraph.device.visible import PRETEND, VISIBLE
 
 pytestmark = pytest.mark.slow
 

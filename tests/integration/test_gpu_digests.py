@@ -9,7 +9,7 @@ import pytest
 import xxhash
 
 from taskgraph.device import digest
-from taskgraph.graph.devices import device_count
+from taskgraph.device.cuda import device_count
 from taskgraph.graph.digests import BLOCK_BYTES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")]

@@ -24,7 +24,7 @@ import install
 import suite
 import work
 
-from taskgraph.graph.devices import device_count
+from taskgraph.device.cuda import device_count
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 WORK = suite.Work(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import taskgraph as tg
+from taskgraph.device.api import Device
 from taskgraph.epoch import Epoch, Inputs, Outputs, Scratch
 from taskgraph.graph.compose import Composition
 from taskgraph.graph.values import decode, encode
@@ -26,7 +27,7 @@ class Work:
     last = False
     seed = 0
     cancelled = False
-    xp_device = "host"
+    device: Device | None = None
 
     def __init__(self, links: dict[str, Any] | None = None) -> None:
         self.scratch = Scratch()

@@ -47,7 +47,7 @@ def module(example: str) -> ModuleType:
 @pytest.fixture
 def nodes_have_a_strict_array_api(monkeypatch: pytest.MonkeyPatch) -> None:
     tg.arrays(strict)
-    monkeypatch.setattr(node_module, "array_module", lambda devices: (strict, "host"))
+    monkeypatch.setattr(node_module, "array_module", lambda devices: (strict, None))
 
 
 def on_host(value: Any) -> Any:

@@ -1,0 +1,89 @@
+"""What the framework asks of a device.
+
+Work on a device is *queued* on a stream: it is done in the order of the stream, later than the call that queued it, and
+in no order with what is queued on other streams, unless one follows an event of the other. Every thread has a current
+stream, on which the arrays' own operations are queued. Only `wait` and `to_host` block, and belong into a worker
+thread; everything else may be called anywhere.
+
+Memory belongs to the stream that was current when it was allocated: freed, it is given to the next who allocates on
+that stream, without any wait. So who reads an array on another stream has to see to it that the owner's stream follows
+that reading before the array is freed.
+
+An array, a stream and an event are whatever the device's library has for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Array", "Device", "Event", "OnDevice", "Stream"]
+
+Array = Any
+"""An array on a device: it has `shape`, `dtype` (numpy's), `nbytes`."""
+Stream = Hashable
+"""Equal to another where both are the same queue."""
+Event = Any
+"""A place in a stream."""
+
+
+class Device(Protocol):
+    """One device. Every method may be called from any thread."""
+
+    @property
+    def kind(self) -> str:
+        """For messages: "cuda"."""
+
+    # Order.
+
+    def stream(self) -> Stream:
+        """A new stream."""
+
+    def current(self) -> Stream:
+        """This thread's current stream."""
+
+    def use(self, stream: Stream) -> Stream:
+        """Makes this the current stream of this thread; returns what was."""
+
+    def record(self, stream: Stream) -> Event:
+        """An event of what is queued on `stream` by now."""
+
+    def follow(self, stream: Stream, event: Event) -> None:
+        """What is queued on `stream` from now on is done after `event`."""
+
+    def wait(self, event: Event) -> None:
+        """Blocks this thread until `event`, without using the processor."""
+
+    # Memory. What is queued is so on the current stream.
+
+    def keeps(self, array: Array) -> bool:
+        """Whether it is in this device's memory, and can be copied within it."""
+
+    def copy(self, array: Array) -> Array:
+        """Queues a copy in C order, which owns its memory."""
+
+    def view(self, array: Array, dtype: np.dtype[Any], shape: tuple[int, ...], owner: object) -> Array:
+        """An array on the memory of `array`, which is one in C order. It, and all views of it, keep `owner` alive."""
+
+    def digests(self, array: Array, block_bytes: int) -> Callable[[], Sequence[bytes]]:
+        """Queues taking the xxh3-128 of every block of an array in C order. To be called once that was waited for."""
+
+    def to_device(self, host: NDArray[Any]) -> Array:
+        """Queues a copy of a host's array, which may change or go as soon as this returns."""
+
+    def fetch(self, array: Array, target: NDArray[np.uint8]) -> None:
+        """Queues a copy of the elements of an array in C order to memory of the host, which stays until it is done."""
+
+    def to_host(self, array: Array) -> NDArray[Any]:
+        """A new array of the host with the same elements, in C order, after what is queued on the current stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """A fresh host copy of an array that lived on a device; for codecs of other libraries' device arrays."""
+
+    host: NDArray[Any]

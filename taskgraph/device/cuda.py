@@ -1,0 +1,150 @@
+"""CUDA devices, where there are any, by CuPy: the only module that imports it, and only when asked.
+
+Every method of `CudaDevice` is a few calls of CuPy. What rests on their order is elsewhere, and is tested with a device
+in software (`taskgraph.testing.softdevice`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from types import ModuleType
+from typing import Any, Final
+
+import numpy
+import xxhash
+from numpy.typing import NDArray
+
+from taskgraph.device.api import Array, Device, Event, Stream
+from taskgraph.device.visible import PRETEND, VISIBLE, visible
+
+__all__ = ["CudaDevice", "array_module", "device_count", "device_of"]
+
+log = logging.getLogger("taskgraph.devices")
+
+_FIRST: Final = 0
+"""A node computes on the first device its process has."""
+
+
+def device_count() -> int:
+    """How many CUDA devices this process can use; 0 without cupy, without a driver, or with none visible."""
+    if PRETEND in os.environ:
+        return len(visible(os.environ.get(VISIBLE, "")))
+    if importlib.util.find_spec("cupy") is None:
+        return 0
+    try:
+        import cupy
+
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except Exception as error:  # cupy raises its own classes, and ImportError where CUDA's libraries are missing
+        log.warning("cupy is installed, but no CUDA device can be used: %s", error)
+        return 0
+
+
+def array_module(devices: int) -> tuple[ModuleType, Device | None]:
+    """What `Task.xp` is on a node with that many devices, and where its arrays live: None is the host."""
+    if devices and PRETEND not in os.environ:
+        import cupy
+
+        return cupy, _first()
+    return numpy, None
+
+
+def device_of(value: Any) -> Device | None:
+    """The device of a CuPy array; None for everything else."""
+    cupy = sys.modules.get("cupy")
+    if cupy is None or type(value) is not getattr(cupy, "ndarray", None):
+        return None
+    return _first()
+
+
+@cache
+def _first() -> CudaDevice:
+    return CudaDevice(sys.modules["cupy"], _FIRST)
+
+
+class CudaDevice:
+    """`taskgraph.device.api.Device`. Making one asks nothing of CUDA.
+
+    Args:
+        cupy: the module.
+        number: the device's, among those that this process sees.
+    """
+
+    kind = "cuda"
+
+    def __init__(self, cupy: Any, number: int) -> None:
+        self._cupy = cupy
+        self._number = number
+
+    # -- order ------------------------------------------------------------------------------------
+
+    def stream(self) -> Stream:
+        # Not non_blocking: what other libraries queue on CUDA's default stream is in order with what is queued on it.
+        with self._cupy.cuda.Device(self._number):
+            return self._cupy.cuda.Stream()  # type: ignore[no-any-return]
+
+    def current(self) -> Stream:
+        return self._cupy.cuda.get_current_stream(self._number)  # type: ignore[no-any-return]
+
+    def use(self, stream: Stream) -> Stream:
+        self._cupy.cuda.Device(self._number).use()  # code that ran in this thread may have left it at another one
+        before: Any = self._cupy.cuda.get_current_stream(self._number)
+        stream.use()  # type: ignore[attr-defined]
+        return before  # type: ignore[no-any-return]
+
+    def record(self, stream: Stream) -> Event:
+        with self._cupy.cuda.Device(self._number):
+            return stream.record(self._cupy.cuda.Event(block=True, disable_timing=True))  # type: ignore[attr-defined]
+
+    def follow(self, stream: Stream, event: Event) -> None:
+        stream.wait_event(event)  # type: ignore[attr-defined]
+
+    def wait(self, event: Event) -> None:
+        event.synchronize()
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def keeps(self, array: Array) -> bool:
+        return bool(array.device.id == self._number)
+
+    def copy(self, array: Array) -> Array:
+        with self._cupy.cuda.Device(self._number):
+            return array.copy(order="C")
+
+    def view(self, array: Array, dtype: numpy.dtype[Any], shape: tuple[int, ...], owner: object) -> Array:
+        cuda = self._cupy.cuda
+        memory = cuda.UnownedMemory(array.data.ptr, array.nbytes, owner, self._number)
+        return self._cupy.ndarray(shape, dtype, cuda.MemoryPointer(memory, 0))
+
+    def digests(self, array: Array, block_bytes: int) -> Callable[[], Sequence[bytes]]:
+        return partial(self._digests_of_copy, array, block_bytes)
+
+    def _digests_of_copy(self, array: Array, block_bytes: int) -> list[bytes]:
+        """On the host, of a copy that is made for it."""
+        data = self.to_host(array).reshape(-1).view(numpy.uint8)
+        return [xxhash.xxh3_128_digest(data[at : at + block_bytes].data) for at in range(0, data.nbytes, block_bytes)]
+
+    def to_device(self, host: NDArray[Any]) -> Array:
+        with self._cupy.cuda.Device(self._number):
+            return self._cupy.array(host, copy=True, order="C")
+
+    def fetch(self, array: Array, target: NDArray[numpy.uint8]) -> None:
+        array.get(out=numpy.ndarray(array.shape, array.dtype, target.data), blocking=False)
+
+    def to_host(self, array: Array) -> NDArray[Any]:
+        cupy, there = self._cupy, array.device
+        with there:  # maybe not this one
+            host = numpy.empty(array.shape, array.dtype)
+            if array.size:
+                whole = cupy.asarray(array, order="C")
+                # First the work before it, by an event that lets the processor go; the copy itself is short.
+                event = cupy.cuda.Event(block=True, disable_timing=True)
+                cupy.cuda.get_current_stream().record(event)
+                event.synchronize()
+                whole.get(out=host)  # not memory of CuPy's choice: it may be the device's own
+            return host

@@ -1,0 +1,32 @@
+"""Which CUDA devices a process may use, and what people call them. Nothing here needs a device or CuPy."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Final
+
+__all__ = ["PRETEND", "VISIBLE", "device_ids", "visible"]
+
+VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+"""The variable by which CUDA is told which devices a process may use; it reads it once."""
+PRETEND: Final = "TASKGRAPH_PRETEND_DEVICES"
+"""For tests of who gets which device, where there is none: what `CUDA_VISIBLE_DEVICES` names counts as there."""
+
+_DEVICE: Final = re.compile(r"\d+|GPU-.+|MIG-.+")
+
+
+def visible(text: str) -> tuple[str, ...]:
+    """The devices that a value of `CUDA_VISIBLE_DEVICES` names: as CUDA reads it, up to the first that is none."""
+    found: list[str] = []
+    for entry in map(str.strip, text.split(",")):
+        if not _DEVICE.fullmatch(entry):
+            break  # "", "-1", "NoDevFiles": how people and batch systems say "none"
+        found.append(entry)
+    return tuple(found)
+
+
+def device_ids(count: int) -> tuple[str, ...]:
+    """What a person calls this process's devices: as it was told of them, else by their numbers."""
+    told = visible(os.environ.get(VISIBLE, ""))
+    return told[:count] if len(told) >= count else tuple(map(str, range(count)))

@@ -1,0 +1,382 @@
+"""A device in software, for tests of what rests on the order of streams: a mistake shows as a wrong number, every time.
+
+Nothing that is queued on one of its streams is done before it has to be: before somebody waits for an event behind it,
+or for a stream that follows one. With a seed, some is done earlier, here and there. Memory that nobody wrote yet, or
+that somebody freed, is full of 0xDD. Freed memory belongs to its stream, and goes to the next who allocates there.
+
+So these are seen: reading on the host, or on another stream, what was not done yet; giving away memory that another
+stream still reads. `waits` and `waits_on_loops` tell who blocked for it, and whether that stopped an event loop.
+
+    device = SoftDevice()
+    device.xp.arange(10.0)     # as much of an array module as tests need
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import random
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from taskgraph.device.lookup import declare
+
+__all__ = ["SoftArray", "SoftDevice", "SoftEvent", "SoftStream"]
+
+POISON: Final = 0xDD
+
+
+class SoftStream:
+    """A queue of operations."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.queue: collections.deque[Callable[[], object]] = collections.deque()
+        self.queued = 0
+        self.done = 0
+        self.runs = False
+
+    def __repr__(self) -> str:
+        return f"<stream {self.name}: {self.done} of {self.queued}>"
+
+
+class SoftEvent:
+    """A place in a stream."""
+
+    def __init__(self, stream: SoftStream) -> None:
+        self.stream = stream
+        self.place = stream.queued
+
+
+class _Memory:
+    """A run of the device's memory, freed with the last reference to it."""
+
+    def __init__(self, device: SoftDevice, nbytes: int) -> None:
+        self.stream = device.current()
+        self.raw = device._take(nbytes, self.stream)
+        self._freed = device._freed
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._freed.append((self.raw, self.stream))
+
+
+class SoftDevice:
+    """`taskgraph.device.api.Device` in software.
+
+    Args:
+        seed: at every call, streams chosen by it go on a little; None: nothing is done before it has to be.
+        races: a stream on which memory is freed goes on at once, so that the memory has a new owner as early as can be.
+    """
+
+    kind = "soft"
+    array_type: type[SoftArray]
+
+    def __init__(self, seed: int | None = None, *, races: bool = False) -> None:
+        self._lock = threading.RLock()
+        self._rng = random.Random(seed) if seed is not None else None
+        self._races = races
+        self._streams: list[SoftStream] = []
+        self._freed: collections.deque[tuple[NDArray[np.uint8], SoftStream]] = collections.deque()
+        self._free: dict[tuple[SoftStream, int], list[NDArray[np.uint8]]] = {}
+        self._here = threading.local()
+        self.default = self.stream()
+        self.taken_bytes = 0
+        """What was allocated afresh, since nothing of that size was free on that stream."""
+        self.reused = 0
+        """How often freed memory was given to somebody."""
+        self.waits: list[str] = []
+        """For every wait, the function that asked for it."""
+        self.waits_on_loops: list[str] = []
+        """The stacks of those that stopped an event loop."""
+        self.xp = _namespace(self)
+
+    # -- order ------------------------------------------------------------------------------------
+
+    def stream(self) -> SoftStream:
+        with self._lock:
+            made = SoftStream(str(len(self._streams)))
+            self._streams.append(made)
+            return made
+
+    def current(self) -> SoftStream:
+        return getattr(self._here, "stream", self.default)
+
+    def use(self, stream: Any) -> SoftStream:
+        before = self.current()
+        self._here.stream = stream
+        return before
+
+    def record(self, stream: Any) -> SoftEvent:
+        with self._lock:
+            self._go_on()
+            return SoftEvent(stream)
+
+    def follow(self, stream: Any, event: SoftEvent) -> None:
+        with self._lock:
+            self._go_on()
+            self._queue(stream, lambda: self._run(event.stream, event.place))
+
+    def wait(self, event: SoftEvent) -> None:
+        caller = sys._getframe(1).f_code.co_qualname
+        with self._lock:
+            self.waits.append(caller)
+            if _on_a_loop():
+                self.waits_on_loops.append("".join(traceback.format_stack(limit=12)))
+            self._go_on()
+            self._run(event.stream, event.place)
+
+    def synchronize(self) -> None:
+        """Does all that is queued anywhere: for the end of a test."""
+        with self._lock:
+            for stream in self._streams:
+                self._run(stream, stream.queued)
+            self._go_on()
+
+    def _queue(self, stream: SoftStream, operation: Callable[[], object]) -> None:
+        stream.queue.append(operation)
+        stream.queued += 1
+
+    def _run(self, stream: SoftStream, place: int) -> None:
+        """Does what is queued on a stream up to a place."""
+        if stream.runs:
+            return  # what it does just now asked for another stream, which follows it: both began before
+        stream.runs = True
+        try:
+            while stream.done < place:
+                operation = stream.queue.popleft()
+                operation()
+                stream.done += 1
+        finally:
+            stream.runs = False
+
+    def _go_on(self) -> None:
+        """At every call: memory that was freed goes to its stream, and streams go on as the seed has it."""
+        while self._freed:
+            raw, stream = self._freed.popleft()
+            self._queue(stream, lambda raw=raw: raw.fill(POISON))  # type: ignore[misc]
+            self._free.setdefault((stream, raw.nbytes), []).append(raw)
+            if self._races:
+                self._run(stream, stream.queued)
+        if self._rng is not None:
+            stream = self._rng.choice(self._streams)
+            self._run(stream, self._rng.randint(stream.done, stream.queued))
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def _take(self, nbytes: int, stream: SoftStream) -> NDArray[np.uint8]:
+        with self._lock:
+            self._go_on()
+            free = self._free.get((stream, nbytes))
+            if free:
+                self.reused += 1
+                return free.pop()
+            self.taken_bytes += nbytes
+            return np.full(nbytes, POISON, np.uint8)
+
+    def _new(self, shape: tuple[int, ...], dtype: Any) -> SoftArray:
+        dtype = np.dtype(dtype)
+        memory = _Memory(self, int(np.prod(shape, dtype=int)) * dtype.itemsize)
+        return self.array_type(self, memory, np.ndarray(shape, dtype, memory.raw.data))
+
+    def _do(self, operation: Callable[[], object]) -> None:
+        """Queues it on the current stream."""
+        with self._lock:
+            self._go_on()
+            self._queue(self.current(), operation)
+
+    def keeps(self, array: SoftArray) -> bool:
+        return array.soft is self
+
+    def copy(self, array: SoftArray) -> SoftArray:
+        made = self._new(array.shape, array.dtype)
+        source, target = array.elements, made.elements
+        self._do(lambda: np.copyto(target, source))
+        return made
+
+    def view(self, array: SoftArray, dtype: np.dtype[Any], shape: tuple[int, ...], owner: object) -> SoftArray:
+        data = array.elements.reshape(-1).view(np.uint8).data
+        return self.array_type(self, owner, np.ndarray(shape, dtype, data))
+
+    def digests(self, array: SoftArray, block_bytes: int) -> Callable[[], Sequence[bytes]]:
+        data = array.elements.reshape(-1).view(np.uint8)
+        found = [b"\xdd" * 16 for _ in range(0, data.nbytes, block_bytes)]
+
+        def take() -> None:
+            for number in range(len(found)):
+                block = data[number * block_bytes : (number + 1) * block_bytes]
+                found[number] = xxhash.xxh3_128_digest(block.data)
+
+        self._do(take)
+        return lambda: list(found)
+
+    def to_device(self, host: NDArray[Any]) -> SoftArray:
+        made = self._new(host.shape, host.dtype)
+        source, target = host.copy(), made.elements
+        self._do(lambda: np.copyto(target, source))
+        return made
+
+    def fetch(self, array: SoftArray, target: NDArray[np.uint8]) -> None:
+        source = array.elements
+        self._do(lambda: np.copyto(np.ndarray(source.shape, source.dtype, target.data), source))
+
+    def to_host(self, array: SoftArray) -> NDArray[Any]:
+        host = np.empty(array.shape, array.dtype)
+        source = array.elements
+        self._do(lambda: np.copyto(host, source))
+        self.wait(self.record(self.current()))
+        return host
+
+
+def _on_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+class SoftArray:
+    """An array of a `SoftDevice`. Its operations are queued on the current stream.
+
+    Attributes:
+        soft: its device.
+        elements: where they are; what is in there is of no use before the stream was waited for.
+    """
+
+    def __init__(self, device: SoftDevice, owner: object, elements: NDArray[Any]) -> None:
+        self.soft = device
+        self._owner = owner  # of the memory
+        self.elements = elements
+
+    @property
+    def device(self) -> SoftDevice:
+        return self.soft
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.elements.shape
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return self.elements.strides
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.elements.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self.elements.ndim
+
+    @property
+    def size(self) -> int:
+        return self.elements.size
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements.nbytes
+
+    @property
+    def T(self) -> SoftArray:
+        return type(self)(self.soft, self._owner, self.elements.T)
+
+    def get(self) -> NDArray[Any]:
+        """A copy on the host. Waits."""
+        return self.soft.to_host(self)
+
+    def copy(self) -> SoftArray:
+        return self.soft.copy(self)
+
+    def reshape(self, *shape: int) -> SoftArray:
+        assert self.elements.flags.c_contiguous, "only what needs no copy"
+        return type(self)(self.soft, self._owner, self.elements.reshape(*shape))
+
+    def __getitem__(self, key: Any) -> SoftArray:
+        return type(self)(self.soft, self._owner, self.elements[key if isinstance(key, tuple) else (key, ...)])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        target, source = self.elements, value.elements if isinstance(value, SoftArray) else np.array(value)
+        self.soft._do(lambda: target.__setitem__(key, source))
+
+    def sum(self) -> SoftArray:
+        source, made = self.elements, self.soft._new((), np.zeros(1, self.dtype).sum().dtype)
+        target = made.elements
+        self.soft._do(lambda: np.sum(source, out=target))
+        return made
+
+    def max(self) -> SoftArray:
+        source, made = self.elements, self.soft._new((), self.dtype)
+        target = made.elements
+        self.soft._do(lambda: np.max(source, out=target))
+        return made
+
+    def mean(self) -> SoftArray:
+        return self.sum() / self.size
+
+    def __float__(self) -> float:
+        return float(self.get())
+
+    def __len__(self) -> int:
+        return len(self.elements)
+
+    def _made_with(self, function: np.ufunc, *args: Any) -> SoftArray:
+        given = [arg.elements if isinstance(arg, SoftArray) else np.array(arg) for arg in args]
+        shape = np.broadcast_shapes(*(array.shape for array in given))
+        made = self.soft._new(shape, np.result_type(*given, *([np.float64] if function is np.divide else [])))
+        target = made.elements
+        self.soft._do(lambda: function(*given, out=target, casting="unsafe"))
+        return made
+
+    def _change(self, function: np.ufunc, other: Any) -> SoftArray:
+        target, given = self.elements, other.elements if isinstance(other, SoftArray) else np.array(other)
+        self.soft._do(lambda: function(target, given, out=target, casting="unsafe"))
+        return self
+
+    def __add__(self, other: Any) -> SoftArray:
+        return self._made_with(np.add, self, other)
+
+    def __radd__(self, other: Any) -> SoftArray:
+        return self._made_with(np.add, other, self)
+
+    def __sub__(self, other: Any) -> SoftArray:
+        return self._made_with(np.subtract, self, other)
+
+    def __mul__(self, other: Any) -> SoftArray:
+        return self._made_with(np.multiply, self, other)
+
+    def __rmul__(self, other: Any) -> SoftArray:
+        return self._made_with(np.multiply, other, self)
+
+    def __truediv__(self, other: Any) -> SoftArray:
+        return self._made_with(np.divide, self, other)
+
+    def __iadd__(self, other: Any) -> SoftArray:
+        return self._change(np.add, other)
+
+    def __imul__(self, other: Any) -> SoftArray:
+        return self._change(np.multiply, other)
+
+
+SoftDevice.array_type = SoftArray
+declare(SoftArray, lambda array: array.soft)
+
+
+def _namespace(device: SoftDevice) -> ModuleType:
+    """The device's array module: what `Task.xp` is where it is the node's."""
+    module: Any = ModuleType("softdevice")
+    module.ndarray = SoftArray
+    module.asarray = module.array = lambda data, dtype=None: device.to_device(np.asarray(data, dtype))
+    module.arange = lambda *args, dtype=None: device.to_device(np.arange(*args, dtype=dtype))
+    module.zeros = lambda shape, dtype=float: device.to_device(np.zeros(shape, dtype))
+    module.ones = lambda shape, dtype=float: device.to_device(np.ones(shape, dtype))
+    module.full = lambda shape, value, dtype=float: device.to_device(np.full(shape, value, dtype))
+    return module  # type: ignore[no-any-return]

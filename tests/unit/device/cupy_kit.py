@@ -1,0 +1,110 @@
+"""As much of CuPy as `taskgraph.device.cuda` asks for, on a device in software."""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from taskgraph.testing.softdevice import SoftArray, SoftDevice, SoftEvent, SoftStream
+
+
+def stand_in(soft: SoftDevice) -> Any:
+    """A module in place of `cupy`, whose arrays are its `ndarray`. Its calls take what CuPy's take, and no more."""
+
+    class Event:
+        def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
+            assert block and disable_timing, "a wait that spins"
+            self.place: SoftEvent | None = None
+
+        def synchronize(self) -> None:
+            assert self.place is not None
+            soft.wait(self.place)
+
+    class Stream:
+        def __init__(self, of: SoftStream | None = None) -> None:
+            self.of = of or soft.stream()
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Stream) and self.of is other.of
+
+        def __hash__(self) -> int:
+            return hash(self.of)
+
+        def use(self) -> Stream:
+            soft.use(self.of)
+            return self
+
+        def record(self, event: Event) -> Event:
+            event.place = soft.record(self.of)
+            return event
+
+        def wait_event(self, event: Event) -> None:
+            assert event.place is not None
+            soft.follow(self.of, event.place)
+
+    class Device:
+        def __init__(self, number: int) -> None:
+            assert number == 0
+
+        id = 0
+
+        def use(self) -> Device:
+            return self
+
+        def __enter__(self) -> Device:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    class CupyArray(SoftArray):
+        def __new__(cls, *args: Any) -> Any:
+            if isinstance(args[0], SoftDevice):
+                return object.__new__(cls)
+            shape, dtype, pointer = args
+            return soft.view(pointer.array, np.dtype(dtype), shape, pointer.owner)
+
+        def __init__(self, *args: Any) -> None:
+            if isinstance(args[0], SoftDevice):
+                super().__init__(*args)
+
+        @property
+        def device(self) -> Any:
+            return Device(0)
+
+        @property
+        def data(self) -> Any:
+            return SimpleNamespace(ptr=self)
+
+        def copy(self, order: str = "C") -> Any:
+            assert order == "C"
+            return soft.copy(self)
+
+        def get(self, out: Any = None, blocking: bool = True) -> Any:
+            assert out is not None and out.shape == self.shape and out.dtype == self.dtype
+            soft.fetch(self, out.reshape(-1).view(np.uint8))
+            if blocking:
+                soft.wait(soft.record(soft.current()))
+            return out
+
+    def asarray(data: Any, order: str = "C") -> Any:
+        if not isinstance(data, CupyArray):
+            return soft.to_device(np.asarray(data))
+        return data if data.elements.flags.c_contiguous else soft.copy(data)
+
+    soft.array_type = CupyArray
+    module: Any = ModuleType("cupy")
+    module.ndarray = CupyArray
+    module.asarray = asarray
+    module.array = lambda data, copy, order: soft.to_device(data)
+    module.cuda = SimpleNamespace(
+        Device=Device,
+        Event=Event,
+        Stream=Stream,
+        UnownedMemory=lambda pointer, size, owner, device: SimpleNamespace(array=pointer, owner=owner),
+        MemoryPointer=lambda memory, offset: memory,
+        get_current_stream=lambda device=0: Stream(soft.current()),
+    )
+    return module

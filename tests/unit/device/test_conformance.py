@@ -1,0 +1,142 @@
+"""What the framework asks of a device, of the one in software and, where there is one, of CUDA's."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from cupy_kit import stand_in
+
+from taskgraph.device import cuda
+from taskgraph.device.api import Device
+from taskgraph.device.cuda import array_module, device_count
+from taskgraph.device.lookup import device_of
+from taskgraph.testing.softdevice import SoftDevice
+
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")])
+
+
+@pytest.fixture(params=["soft", "what speaks CuPy", CUDA])
+def found(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Device, Any]]:
+    if request.param == "soft":
+        soft = SoftDevice()
+        yield soft, soft.xp
+    elif request.param == "what speaks CuPy":
+        cupy = stand_in(SoftDevice())
+        monkeypatch.setitem(sys.modules, "cupy", cupy)
+        cuda._first.cache_clear()
+        yield array_module(1)[1], cupy  # type: ignore[misc]
+        cuda._first.cache_clear()
+    else:
+        xp, device = array_module(1)
+        assert device is not None
+        yield device, xp
+
+
+Found = tuple[Device, Any]
+
+
+def fetched(device: Device, array: Any) -> np.ndarray[Any, Any]:
+    target = np.zeros(array.nbytes, np.uint8)
+    device.fetch(array, target)
+    device.wait(device.record(device.current()))
+    return np.ndarray(array.shape, array.dtype, target.data)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (5, 7), (2, 3, 4), (0, 2)])
+@pytest.mark.parametrize("dtype", ["f8", "f4", "i1", "?", "c8"])
+def test_there_and_back(found: Found, shape: tuple[int, ...], dtype: str) -> None:
+    device, _ = found
+    host = np.random.default_rng(1).integers(0, 2, shape).astype(dtype)
+    there = device.to_device(host)
+    assert (there.shape, there.dtype, there.nbytes) == (host.shape, host.dtype, host.nbytes)
+    assert device_of(there) is device and device.keeps(there)
+    back = device.to_host(there)
+    assert back.dtype == host.dtype and back.shape == host.shape and back.flags.c_contiguous
+    assert np.array_equal(back, host)
+
+
+def test_what_is_on_the_host_is_on_no_device(found: Found) -> None:
+    assert [device_of(value) for value in (np.zeros(3), 1.0, None, [1])] == [None] * 4
+
+
+def test_an_array_out_of_order_comes_in_c_order(found: Found) -> None:
+    device, xp = found
+    host = np.arange(200 * 300.0).reshape(200, 300)
+    for one, wanted in ((xp.asarray(host).T, host.T), (xp.asarray(host)[:, ::3], host[:, ::3])):
+        assert np.array_equal(device.to_host(one), wanted)
+        assert np.array_equal(fetched(device, device.copy(one)), wanted)
+
+
+def test_a_copy_does_not_hear_of_later_writes(found: Found) -> None:
+    device, xp = found
+    array = xp.asarray(np.ones(10_000))
+    copy = device.copy(array)
+    array += 1
+    assert device.to_host(copy).max() == 1
+
+
+def test_what_was_copied_to_the_device_may_change_at_once(found: Found) -> None:
+    device, _ = found
+    host = np.ones(1_000_000)
+    there = device.to_device(host)
+    host[:] = 7
+    assert device.to_host(there).max() == 1
+
+
+def test_the_digests_are_those_of_the_blocks(found: Found) -> None:
+    device, _ = found
+    host = np.random.default_rng(2).integers(0, 256, 10_000, np.uint8)
+    digests = device.digests(device.to_device(host), 4096)
+    device.wait(device.record(device.current()))
+    assert list(digests()) == [xxhash.xxh3_128_digest(host[at : at + 4096]) for at in (0, 4096, 8192)]
+
+
+def test_a_view_is_of_the_same_memory_and_keeps_its_owner(found: Found) -> None:
+    class Owner:
+        pass
+
+    device, _ = found
+    array = device.to_device(np.arange(12.0))
+    owner = Owner()
+    alive = weakref.ref(owner)
+    view = device.view(array, np.dtype("f8"), (3, 4), owner)
+    del owner
+    part = view[1]
+    del view
+    assert alive() is not None
+    array += 1
+    assert np.array_equal(device.to_host(part), np.arange(4.0, 8.0) + 1)
+    del part
+    assert alive() is None
+
+
+def test_a_stream_is_current_in_its_thread(found: Found) -> None:
+    device, _ = found
+    stream, before = device.stream(), device.current()
+    assert stream != before
+    assert device.use(stream) == before
+    try:
+        assert device.current() == stream
+    finally:
+        assert device.use(before) == stream
+
+
+def test_one_stream_follows_another(found: Found) -> None:
+    device, _ = found
+    one, other = device.stream(), device.stream()
+    before = device.use(one)
+    try:
+        array = device.to_device(np.arange(100_000.0))
+        array += 1
+        event = device.record(one)
+        device.use(other)
+        device.follow(other, event)
+        assert np.array_equal(device.to_host(device.copy(array)), np.arange(100_000.0) + 1)
+    finally:
+        device.use(before)
