@@ -3,6 +3,9 @@
 Two pieces of user code of one task never run at the same time. A plain `def` runs in a worker thread and holds the
 task until it returns, or until it waits for a reply. An `async def` runs on the event loop and holds the task only
 between its awaits. What user code raises comes out as `UserCodeError`, with its own traceback as text.
+
+Where the node has a device, a task has a stream of its own on it, which is the current one wherever its code runs: in
+a thread, and around each step of a coroutine.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from taskgraph.node.threads import Threads
 from taskgraph.observe.trace import Tracing, clock
 
 if TYPE_CHECKING:
+    from taskgraph.device.api import Device, Stream
     from taskgraph.protocol.messages import Stamp
 
 __all__ = ["Actor", "Running", "StuckError", "UserCodeError", "call_under_way", "defined_at", "is_async"]
@@ -70,8 +74,19 @@ class Actor:
     """What the next call is of, and in which term, for who traces and for last words. A call keeps what was there."""
     term = 0
 
-    def __init__(self, threads: Threads, *, task: int, cancel_s: float, tracing: Tracing | None = None) -> None:
+    def __init__(
+        self,
+        threads: Threads,
+        *,
+        task: int,
+        cancel_s: float,
+        tracing: Tracing | None = None,
+        device: Device | None = None,
+    ) -> None:
         self.task = task
+        self._device = device
+        self._stream: Stream | None = None  # made where the task's code runs first, which is in a thread
+        self._in_its_place = self._in_thread if device is None else self._on_stream
         self._tracing = tracing or Tracing()
         self._threads = threads
         self._cancel_s = cancel_s
@@ -115,6 +130,8 @@ class Actor:
             if alone and self._turn.locked():
                 await self._turn_free()
             coroutine: Coroutine[Any, Any, R] = function(*args)  # type: ignore[assignment]
+            if self._device is not None:
+                coroutine = _OnStream(coroutine, self._device, self._stream_of(self._device))
             words, began = lastwords.here, self._tracing.on and clock()
             if words is not None:
                 words.runs(self.task, stamp, where)
@@ -190,7 +207,7 @@ class Actor:
         if alone:
             await self._turn.acquire()
         began, mark = self._tracing.on and clock(), 0
-        call = functools.partial(self._in_thread, where, alone, function, args, after)
+        call = functools.partial(self._in_its_place, where, alone, function, args, after)
         try:
             if where in self._brief:
                 words = lastwords.here
@@ -246,6 +263,28 @@ class Actor:
             return result
         except (StopIteration, asyncio.CancelledError) as error:  # no future can carry it as what it is
             raise RuntimeError(f"{type(error).__name__} left the function") from error
+
+    def _stream_of(self, device: Device) -> Stream:
+        if self._stream is None:
+            self._stream = device.stream()
+        return self._stream
+
+    def _on_stream(
+        self,
+        where: str,
+        alone: bool,
+        function: Callable[..., R],
+        args: tuple[Any, ...],
+        after: Callable[[], object] | None,
+    ) -> R:
+        """`_in_thread`, with the task's stream as the current one."""
+        device = self._device
+        assert device is not None
+        before = device.use(self._stream_of(device))
+        try:
+            return self._in_thread(where, alone, function, args, after)
+        finally:
+            device.use(before)
 
     async def _outlast(self, future: asyncio.Future[R], where: str) -> None:
         """The caller was cancelled; the thread cannot be. The task stays held until it returns or is left behind."""
@@ -333,6 +372,37 @@ class _Resumed:
                     return stop.value
         finally:
             coroutine.close()
+
+
+class _OnStream(Coroutine[Any, Any, R]):
+    """A coroutine that is driven with a stream as the current one.
+
+    What it left as the current one itself is not kept over an await: others run there meanwhile.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, R], device: Device, stream: Stream) -> None:
+        self._coroutine = coroutine
+        self._device = device
+        self._stream = stream
+
+    def _step(self, step: Callable[..., Any], *args: Any) -> Any:
+        before = self._device.use(self._stream)
+        try:
+            return step(*args)
+        finally:
+            self._device.use(before)
+
+    def send(self, value: Any) -> Any:
+        return self._step(self._coroutine.send, value)
+
+    def throw(self, *args: Any) -> Any:
+        return self._step(self._coroutine.throw, *args)
+
+    def close(self) -> None:
+        self._step(self._coroutine.close)
+
+    def __await__(self) -> Generator[Any, Any, R]:
+        raise NotImplementedError("it is driven by hand")
 
 
 _ASYNC: weakref.WeakKeyDictionary[FunctionType, bool] = weakref.WeakKeyDictionary()

@@ -24,7 +24,7 @@ from taskgraph.node.mailbox import Mailbox
 from taskgraph.node.pulls import Pulls
 from taskgraph.node.quiet import Quiet
 from taskgraph.node.replica import Replica
-from taskgraph.node.strict import Recording, left_by
+from taskgraph.node.strict import Recording, left_by, seen
 from taskgraph.node.turns import Turns
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.messages import Encoded, Item, Pull, Reason, Reply, Stamp, Wait
@@ -204,14 +204,14 @@ class Attempt:
         outputs = Outputs(self, processor, inputs)
         if self.recording is not None:
             self.recording.started(processor.name, processor)
-            before = left_by(self) if self.replica.shape.in_flight else {}
+            before = await seen(self.replica, partial(left_by, self)) if self.replica.shape.in_flight else {}
         self.replica.actor.stamp = self.stamp
         await self.replica.actor.call(
             processor.name, processor.compute, epoch, inputs, outputs, alone=not processor.parallel, after=outputs.close
         )
         if self.recording is not None:
             if self.replica.shape.in_flight:
-                self.recording.left[processor.name] = (before, left_by(self))
+                self.recording.left[processor.name] = (before, await seen(self.replica, partial(left_by, self)))
             await self.recording.finished(processor.name, sync=processor.sync)
         self._states[processor.name] = "done"
 

@@ -70,7 +70,7 @@ class Replica:
         self.device = device
         self.threads = threads
         self.tracing = tracing or Tracing()
-        self.actor = Actor(threads, task=task, cancel_s=job.settings.cancel_s, tracing=self.tracing)
+        self.actor = Actor(threads, task=task, cancel_s=job.settings.cancel_s, tracing=self.tracing, device=device)
         self.boundaries = Boundaries()
         self.log = ReportLog()
         self.previous: dict[str, float] = {}  # the task's own numbers of the epoch before

@@ -13,13 +13,14 @@ import concurrent.futures
 import contextlib
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from taskgraph.epoch import Epoch, Inputs, Outputs, Scratch
 from taskgraph.errors import StateError, ValueNotEncodable
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor
-from taskgraph.graph.values import decode, encode
+from taskgraph.graph.values import encode
 from taskgraph.node.actor import UserCodeError
 from taskgraph.node.replica import Replica, encode_fields
 from taskgraph.protocol.messages import Encoded, Stamp
@@ -28,7 +29,9 @@ from taskgraph.shape import is_stateless
 if TYPE_CHECKING:
     from taskgraph.node.attempt import Attempt
 
-__all__ = ["Recording", "check_replay", "left_by"]
+__all__ = ["Recording", "check_replay", "left_by", "seen"]
+
+R = TypeVar("R")
 
 Fields = dict[str, bytes]
 
@@ -131,7 +134,7 @@ async def check_replay(replica: Replica, fresh: Replica, boundary: Encoded, reco
     before, after = await fields_of(replica), await fields_of(fresh)
     differing += [f"state {name!r}" for name in before if before[name] != after.get(name)]
     if differing:
-        suspects = _suspects(replica, fresh)
+        suspects = await _suspects(replica, fresh)
         hint = f"; attributes that differ and are not in the snapshot: {', '.join(suspects)}" if suspects else ""
         raise StateError(
             f"task {replica.task}, epoch {stamp.epoch}: replayed from its snapshot, the epoch came out differently "
@@ -153,22 +156,22 @@ async def _check_stateless(replica: Replica, fresh: Replica, recording: Recordin
     work.composing = None
     here = {processor.name: processor for processor in composition.processors}
     if [_graph_of(p) for p in here.values()] != [_graph_of(p) for p in recording.composed]:
-        raise _not_stateless(replica, fresh, stamp, "compose", "declares another graph")
+        raise await _not_stateless(replica, fresh, stamp, "compose", "declares another graph")
     for step in recording.steps:
         if step.processor is None or not is_stateless(step.processor.compute):
             if step.processor is not None and step.processor.parallel:
                 continue  # nobody waits for it
             return  # what follows is not run early
-        had = left_by(work)
+        had = await seen(fresh, partial(left_by, work))
         await _stateless(replica, fresh, stamp, step.where, _run_step(fresh, work, step, here))
         for (tag, to), digest in work.digests.items():
             if recording.puts[(tag, to)].digest != digest:
-                raise _not_stateless(replica, fresh, stamp, step.where, f"puts another {tag!r} to task {to}")
-        left, (before, then) = left_by(work), recording.left[step.where]
+                raise await _not_stateless(replica, fresh, stamp, step.where, f"puts another {tag!r} to task {to}")
+        left, (before, then) = await seen(fresh, partial(left_by, work)), recording.left[step.where]
         # What something beside it left, that is not run here, is not its doing.
         names = {*_changed(had, left), *_changed(before, then)}
         if differing := sorted(name for name in names if left.get(name) != then.get(name)):
-            raise _not_stateless(replica, fresh, stamp, step.where, f"leaves another {differing[0]}")
+            raise await _not_stateless(replica, fresh, stamp, step.where, f"leaves another {differing[0]}")
 
 
 def _changed(before: Fields, after: Fields) -> list[str]:
@@ -178,12 +181,12 @@ def _changed(before: Fields, after: Fields) -> list[str]:
 async def _stateless(
     replica: Replica, fresh: Replica, stamp: Stamp, where: str, call: Coroutine[Any, Any, object]
 ) -> None:
-    before = _attributes(fresh)
+    before = await _attributes(fresh)
     try:
         await call
     except UserCodeError as error:
-        raise _not_stateless(replica, fresh, stamp, where, f"fails ({error})") from error
-    after = _attributes(fresh)
+        raise await _not_stateless(replica, fresh, stamp, where, f"fails ({error})") from error
+    after = await _attributes(fresh)
     if changed := _changed(before, after):
         raise StateError(
             f"task {replica.task}, epoch {stamp.epoch}: {where!r} is marked @tg.stateless, and changed "
@@ -192,8 +195,8 @@ async def _stateless(
         )
 
 
-def _not_stateless(replica: Replica, fresh: Replica, stamp: Stamp, where: str, what: str) -> StateError:
-    differing = _changed(_attributes(fresh), _attributes(replica))
+async def _not_stateless(replica: Replica, fresh: Replica, stamp: Stamp, where: str, what: str) -> StateError:
+    differing = _changed(await _attributes(fresh), await _attributes(replica))
     hint = f"; since setup() changed: {', '.join(f'self.{name}' for name in differing[:5])}" if differing else ""
     return StateError(
         f"task {replica.task}, epoch {stamp.epoch}: {where!r} is marked @tg.stateless, but on the object as setup() "
@@ -205,9 +208,15 @@ def _graph_of(processor: Processor) -> tuple[object, ...]:
     return (processor.name, processor.inbound, processor.outbound, processor.parallel)
 
 
-def _attributes(replica: Replica) -> Fields:
+async def _attributes(replica: Replica) -> Fields:
     """Digests of the user object's attributes, as far as they can travel."""
-    return _digests({name: v for name, v in vars(replica.user_task).items() if name not in ("log", "xp", "primary")})
+    found = {name: v for name, v in vars(replica.user_task).items() if name not in ("log", "xp", "primary")}
+    return await seen(replica, partial(_digests, found))
+
+
+async def seen(replica: Replica, look: Callable[[], R]) -> R:
+    """What a look at values of user code finds. It waits for a device, if there is one: in a thread, then."""
+    return look() if replica.device is None else await replica.actor.call("strict mode", look, alone=False)
 
 
 def _digests(values: Mapping[str, object]) -> Fields:
@@ -231,7 +240,7 @@ async def _run_step(fresh: Replica, work: _Replay, step: _Step, by_name: dict[st
     if step.processor is None:
         assert step.payload is not None
         function = fresh.user_task.on_flag if step.method == "on_flag" else getattr(fresh.user_task, step.method)
-        payload = decode(step.payload, device=fresh.device)
+        payload = await fresh.arrived(step.payload)
         await fresh.actor.call(step.where, function, Epoch(work, step.where), step.sender, payload)
         return
     processor = by_name.get(step.processor.name)
@@ -247,11 +256,11 @@ def recording_items(work: _Replay) -> dict[tuple[str, int], Encoded]:
     return work.recording.items
 
 
-def _suspects(replica: Replica, fresh: Replica) -> list[str]:
+async def _suspects(replica: Replica, fresh: Replica) -> list[str]:
     """Attributes outside the snapshot that differ between the object that ran on and the one restored."""
     state = replica.user_task.snapshot() if replica.stateful else None
     held = set(state) if isinstance(state, dict) else set()
-    return [name for name in _changed(_attributes(fresh), _attributes(replica)) if name not in held]
+    return [name for name in _changed(await _attributes(fresh), await _attributes(replica)) if name not in held]
 
 
 class _Replay:

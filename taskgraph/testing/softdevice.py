@@ -84,7 +84,7 @@ class SoftDevice:
         self._lock = threading.RLock()
         self._rng = random.Random(seed) if seed is not None else None
         self._races = races
-        self._streams: list[SoftStream] = []
+        self.streams: list[SoftStream] = []
         self._freed: collections.deque[tuple[NDArray[np.uint8], SoftStream]] = collections.deque()
         self._free: dict[tuple[SoftStream, int], list[NDArray[np.uint8]]] = {}
         self._here = threading.local()
@@ -103,8 +103,8 @@ class SoftDevice:
 
     def stream(self) -> SoftStream:
         with self._lock:
-            made = SoftStream(str(len(self._streams)))
-            self._streams.append(made)
+            made = SoftStream(str(len(self.streams)))
+            self.streams.append(made)
             return made
 
     def current(self) -> SoftStream:
@@ -137,7 +137,7 @@ class SoftDevice:
     def synchronize(self) -> None:
         """Does all that is queued anywhere: for the end of a test."""
         with self._lock:
-            for stream in self._streams:
+            for stream in self.streams:
                 self._run(stream, stream.queued)
             self._go_on()
 
@@ -167,7 +167,7 @@ class SoftDevice:
             if self._races:
                 self._run(stream, stream.queued)
         if self._rng is not None:
-            stream = self._rng.choice(self._streams)
+            stream = self._rng.choice(self.streams)
             self._run(stream, self._rng.randint(stream.done, stream.queued))
 
     # -- memory -----------------------------------------------------------------------------------

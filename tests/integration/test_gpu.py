@@ -58,3 +58,26 @@ def test_node_processes_share_a_device() -> None:
     assert across.epochs == 6
     for task, row in alone.values.items():
         assert np.array_equal(row, across.values[task])
+
+
+class OnStreams(tg.Task):
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.plain)
+        epoch.processor(self.coroutine)
+
+    def plain(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.streams = [self.xp.cuda.get_current_stream().ptr]
+
+    async def coroutine(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.streams.append(self.xp.cuda.get_current_stream().ptr)
+
+    def result(self) -> list[int]:
+        return self.streams
+
+
+def test_tasks_compute_on_streams_of_their_own() -> None:
+    result = tg.run(tg.Job(tasks=3, epochs=2, builder=OnStreams), nodes=0)
+    one_each = [set(streams) for streams in result.values.values()]
+    assert all(len(streams) == 1 for streams in one_each)
+    assert len(set().union(*one_each)) == 3
+    assert not {0, 2} & set().union(*one_each), "the default stream, and that of a thread"

@@ -71,3 +71,4 @@ def test_and_none_of_the_values_depends_on_it(soft: SoftDevice) -> None:
     killed = tg.testing.run(job, kills={(0, 1): "sync", (2, 2): "done"}, order=1)
     assert killed.failovers >= 2
     assert killed.values == calm.values
+    assert not soft.waits_on_loops
