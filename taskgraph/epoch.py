@@ -17,12 +17,13 @@ import xxhash
 from numpy.typing import DTypeLike, NDArray
 
 from taskgraph.device.api import Device
+from taskgraph.device.lookup import device_of
 from taskgraph.errors import GraphError, JobError
 from taskgraph.graph.arrays import empty
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor
 from taskgraph.graph.values import decode, encode
-from taskgraph.protocol.messages import Encoded
+from taskgraph.protocol.messages import Encoded, EncodedOnDevice
 
 __all__ = ["AttemptEnded", "Epoch", "Hold", "Inputs", "Outputs", "Reply", "Scratch", "Tag", "To", "Work"]
 
@@ -293,7 +294,7 @@ class _Given(NamedTuple):
         array = self.array
         return (
             value is array
-            and not array.flags.writeable
+            and not (type(array) is np.ndarray and array.flags.writeable)
             and array.shape == self.shape
             and array.strides == self.strides
             and array.dtype is self.dtype
@@ -346,7 +347,7 @@ class Inputs:
     def _value(self, channel: tuple[str, int]) -> Any:
         encoded = self._items[channel]
         value = decode(encoded, device=self._work.device)
-        if encoded.buffers and type(value) is np.ndarray:
+        if encoded.buffers and (type(value) is np.ndarray or _is_view(encoded, value)):
             self.given[id(value)] = _Given(value, value.shape, value.strides, value.dtype, encoded)
         return value
 
@@ -362,6 +363,11 @@ class Inputs:
 
     def _at(self) -> str:
         return f"task {self._work.task}, epoch {self._work.number}, {self._processor.name}"
+
+
+def _is_view(encoded: Encoded, value: object) -> bool:
+    """Whether a value is an array on a device, in the memory that was put."""
+    return type(encoded) is EncodedOnDevice and device_of(value) is not None
 
 
 class Outputs:
@@ -394,7 +400,8 @@ class Outputs:
                 encoded = given.encoded
             else:
                 what = f"channel {str(tag)!r} of task {self._work.task}"
-                encoded = encode(value, what=what, allocate=self._work.allocate)
+                work = self._work
+                encoded = encode(value, what=what, allocate=work.allocate, stays=work.device is not None)
             for consumer in consumers:
                 self._work.put(str(tag), consumer, encoded)
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from taskgraph.device.api import Device
+from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.errors import DecodeError
 from taskgraph.graph import arrays, codecs, dtypes
 from taskgraph.graph.encoding import ALIGN, MAX_DEPTH
@@ -116,7 +117,8 @@ class Reader:
     def _text(self) -> str:
         return str(self._inline(), "utf-8", "surrogatepass")
 
-    def _buffer(self, size: int) -> memoryview:
+    def _buffer(self, size: int) -> Any:
+        """The next buffer: a memoryview; for an array that stayed on its device, a `DeviceBuffer`."""
         if self._next >= len(self._buffers):
             raise DecodeError(f"a value names buffer {self._next} and has {len(self._buffers)}")
         buffer = self._buffers[self._next]
@@ -248,7 +250,7 @@ class Reader:
         size = dtype.itemsize
         for extent in shape:
             size *= extent
-        data: bytes | memoryview
+        data: Any
         if inline:
             at += -at % ALIGN
             if size > self._end - at:
@@ -261,6 +263,11 @@ class Reader:
         number = self._arrays
         self._arrays = number + 1
         try:
+            if type(data) is DeviceBuffer:
+                if data.device is self._device:
+                    there = data.array(dtype, shape)
+                    return self._device.copy(there) if self._writable else there
+                data = data.host()
             found = self.view(data, at, dtype, shape, writable=self._writable)
             return self._device.to_device(found) if self._device is not None and number in self._on_device else found
         except (ValueError, TypeError, OverflowError) as error:

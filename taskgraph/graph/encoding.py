@@ -10,10 +10,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from taskgraph.device.api import OnDevice
+from taskgraph.device.api import Device, OnDevice
+from taskgraph.device.buffers import Private
 from taskgraph.device.lookup import device_of
 from taskgraph.graph import arrays, codecs, dtypes
 from taskgraph.graph.blocks import Allocate
+from taskgraph.graph.digests import BLOCK_BYTES
 from taskgraph.graph.libraries import codec_of_library
 from taskgraph.graph.refusals import CannotTravel, key_step, way_out
 
@@ -45,11 +47,13 @@ _SHAPES: Final = tuple(struct.Struct(f"<B{ndim}Q") for ndim in range(65))
 class Writer:
     """Writes one value."""
 
-    __slots__ = ("adopt", "allocate", "arrays", "buffers", "depth", "eager", "meta", "on_device")
+    __slots__ = ("adopt", "allocate", "arrays", "buffers", "depth", "eager", "meta", "on_device", "stayed", "stays")
 
-    def __init__(self, adopt: bool, allocate: Allocate | None) -> None:
+    def __init__(self, adopt: bool, allocate: Allocate | None, stays: bool = False) -> None:
         self.meta = bytearray()
-        self.buffers: list[memoryview | arrays.Copy] = []  # copies are made when the digest is taken
+        self.buffers: list[memoryview | arrays.Copy | Private] = []  # copies are made when the digest is taken
+        self.stays = stays
+        self.stayed = False  # some of it did
         self.allocate = allocate
         self.eager = 0  # within user code's own types: what they gave may change when they are asked for more
         self.on_device: list[int] = []  # which arrays, by number, were on a device
@@ -193,6 +197,22 @@ def _write_on_device(writer: Writer, value: OnDevice) -> None:
     _write_array(writer, value.host, adopt=True)
 
 
+def _write_staying(writer: Writer, value: Any, device: Device) -> None:
+    dtype = value.dtype
+    try:
+        header, packed = dtypes.DESCRIBED[dtype, dtype.num]
+    except dtypes.DtypeRefused as refused:
+        raise CannotTravel(value, str(refused)) from None
+    if not packed or len(writer.buffers) >= _MAX_BUFFERS:
+        _write_on_device(writer, OnDevice(device.to_host(value)))
+        return
+    writer.on_device.append(writer.arrays)
+    writer.arrays += 1
+    writer.meta += b"a" + header + _SHAPES[value.ndim].pack(value.ndim, *value.shape)
+    writer.buffers.append(Private(device, value, BLOCK_BYTES))
+    writer.stayed = True
+
+
 def _write_scalar(writer: Writer, value: np.generic) -> None:
     if type(value) is np.str_:
         writer.data(b"X", b"x", value.encode("utf-8", "surrogatepass"))  # str(value) drops NULs at its end
@@ -256,7 +276,10 @@ def _write_other(writer: Writer, value: Any) -> None:
     elif isinstance(value, np.generic):
         _write_scalar(writer, value)
     elif (device := device_of(value)) is not None:
-        _write_on_device(writer, OnDevice(device.to_host(value)))
+        if writer.stays and value.nbytes > INLINE_BYTES and device.keeps(value):
+            _write_staying(writer, value, device)
+        else:
+            _write_on_device(writer, OnDevice(device.to_host(value)))
     elif library := codec_of_library(value):
         _write_coded(writer, value, library)
     elif _is_protobuf(value):

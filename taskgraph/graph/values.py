@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 
 from taskgraph.device.api import Device
+from taskgraph.device.buffers import DeviceBuffer, Digested
 from taskgraph.errors import DecodeError
 from taskgraph.graph import arrays, digests
 from taskgraph.graph.blocks import Allocate
@@ -27,9 +28,22 @@ from taskgraph.graph.codecs import codec, message
 from taskgraph.graph.decoding import Reader
 from taskgraph.graph.encoding import WRITERS, Writer
 from taskgraph.graph.refusals import CannotTravel
-from taskgraph.protocol.messages import Encoded
+from taskgraph.protocol.messages import Encoded, EncodedOnDevice
 
-__all__ = ["codec", "decode", "digest_of", "digesting", "encode", "message", "value_end", "verify"]
+__all__ = [
+    "codec",
+    "decode",
+    "digest_of",
+    "digesting",
+    "encode",
+    "hosted",
+    "message",
+    "separate",
+    "staying",
+    "untouched",
+    "value_end",
+    "verify",
+]
 
 _VERSION: Final = 1
 _START: Final = bytes((_VERSION,))
@@ -38,7 +52,9 @@ _NOTHING_ON_DEVICE: Final = _U32.pack(0)
 _NONE: Final[frozenset[int]] = frozenset()
 
 
-def encode(value: Any, *, what: str = "value", adopt: bool = False, allocate: Allocate | None = None) -> Encoded:
+def encode(
+    value: Any, *, what: str = "value", adopt: bool = False, allocate: Allocate | None = None, stays: bool = False
+) -> Encoded:
     """Encodes a value; later changes to it cannot reach the result.
 
     Arrays are copied once, but those whose memory cannot change (decoded ones, and those on `bytes`) are shared. The
@@ -49,11 +65,13 @@ def encode(value: Any, *, what: str = "value", adopt: bool = False, allocate: Al
         adopt: nobody will write to the value's arrays any more: large ones that own their memory are taken as they
             are, and made read-only.
         allocate: where large arrays are copied to, as far as it has memory.
+        stays: large arrays of a device stay there, where that is possible: they are copied within its memory. It waits
+            for the device once, also for the digests. What it returns is for this process; see `hosted`.
 
     Raises:
         ValueNotEncodable: something in it cannot travel; the message says what, where, and the way out.
     """
-    writer = Writer(adopt, allocate)
+    writer = Writer(adopt, allocate, stays)
     writer.meta += _START
     try:
         WRITERS[type(value)](writer, value)
@@ -65,6 +83,8 @@ def encode(value: Any, *, what: str = "value", adopt: bool = False, allocate: Al
     meta, flags = writer.meta, writer.on_device
     ready, digest = _seal(writer, value) if writer.buffers else ((), digests.without_buffers(meta))
     meta += struct.pack(f"<{len(flags) + 1}I", *flags, len(flags)) if flags else _NOTHING_ON_DEVICE
+    if writer.stayed:
+        return EncodedOnDevice(bytes(meta), ready, digest)
     return Encoded(bytes(meta), ready, digest)
 
 
@@ -78,8 +98,50 @@ def _seal(writer: Writer, value: Any) -> tuple[tuple[memoryview, ...], bytes]:
     for buffer in waiting:
         if not isinstance(buffer, memoryview):
             buffer.begin()
-    digest = digests.digest(writer.meta, waiting)
-    return tuple([buffer if isinstance(buffer, memoryview) else buffer.sealed() for buffer in waiting]), digest
+    digest = _digest(writer.meta, waiting)
+    ready = tuple([buffer if isinstance(buffer, memoryview) else buffer.sealed() for buffer in waiting])
+    return cast(tuple[memoryview, ...], ready), digest
+
+
+def _digest(meta: bytes | bytearray | memoryview, buffers: Sequence[memoryview | digests.Source]) -> bytes:
+    blocks: list[bytes] = []
+    for buffer in buffers:
+        if not isinstance(buffer, Digested):
+            return digests.digest(meta, buffers)
+        blocks += buffer.blocks
+    return digests.of_blocks(meta, [buffer.nbytes for buffer in buffers], blocks)  # nothing that threads could share
+
+
+def hosted(value: Encoded, *, allocate: Allocate | None = None) -> Encoded:
+    """The same value with all of its bulk on the host. It waits for the device, so call it in a thread.
+
+    Args:
+        allocate: where it is copied to, as far as it has memory. Each buffer is copied once, whoever asks.
+    """
+    if type(value) is not EncodedOnDevice:
+        return value
+    buffers = [b.host(allocate) if isinstance(b, DeviceBuffer) else b for b in value.buffers]
+    return Encoded(value.meta, tuple(buffers), value.digest)
+
+
+def staying(value: Encoded) -> list[DeviceBuffer]:
+    """Those of a value's buffers that are on a device."""
+    return [buffer for buffer in cast(Sequence[Any], value.buffers) if isinstance(buffer, DeviceBuffer)]
+
+
+def separate(value: EncodedOnDevice) -> EncodedOnDevice:
+    """The same value, its bulk on the device in memory of its own. It waits for the device."""
+    buffers: Any = tuple([b.separate() if isinstance(b, DeviceBuffer) else b for b in value.buffers])
+    return EncodedOnDevice(value.meta, buffers, value.digest)
+
+
+def untouched(value: Encoded) -> bool:
+    """Whether nobody wrote to what is on a device, as far as the current stream shows. It waits for the device."""
+    fresh = [buffer.digested() if isinstance(buffer, DeviceBuffer) else buffer for buffer in value.buffers]
+    for source in fresh:
+        if isinstance(source, Digested):
+            source.begin()
+    return _digest(memoryview(value.meta)[: value_end(value.meta)], fresh) == value.digest
 
 
 def decode(encoded: Encoded, *, device: Device | None = None, writable: bool = False) -> Any:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from taskgraph.epoch import AttemptEnded, Epoch, Inputs, Outputs, Scratch
 from taskgraph.errors import GraphError, Refused
 from taskgraph.graph.compose import Composition, Processor
+from taskgraph.graph.values import hosted
 from taskgraph.node.items import Items
 from taskgraph.node.mailbox import Mailbox
 from taskgraph.node.pulls import Pulls
@@ -27,7 +28,7 @@ from taskgraph.node.replica import Replica
 from taskgraph.node.strict import Recording, left_by, seen
 from taskgraph.node.turns import Turns
 from taskgraph.observe.trace import clock
-from taskgraph.protocol.messages import Encoded, Item, Pull, Reason, Reply, Stamp, Wait
+from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Item, Pull, Reason, Reply, Stamp, Wait
 from taskgraph.protocol.sums import Ledger
 from taskgraph.shape import is_stateless
 
@@ -200,19 +201,24 @@ class Attempt:
             await self.turn(processor.name)
         self._states[processor.name] = "running"
         epoch = Epoch(self, processor.name, sync=processor.sync)
-        inputs = Inputs(self, processor, self._items)
+        items: Mapping[tuple[str, int], Encoded] = self._items
+        if self.recording is not None and self.device is not None:
+            items = await self.recording.given(processor)
+        inputs = Inputs(self, processor, items)
         outputs = Outputs(self, processor, inputs)
+        after = close = outputs.close
         if self.recording is not None:
             self.recording.started(processor.name, processor)
+            after = self.recording.watched(processor, close)
             before = await seen(self.replica, partial(left_by, self)) if self.replica.shape.in_flight else {}
         self.replica.actor.stamp = self.stamp
         await self.replica.actor.call(
-            processor.name, processor.compute, epoch, inputs, outputs, alone=not processor.parallel, after=outputs.close
+            processor.name, processor.compute, epoch, inputs, outputs, alone=not processor.parallel, after=after
         )
         if self.recording is not None:
             if self.replica.shape.in_flight:
                 self.recording.left[processor.name] = (before, await seen(self.replica, partial(left_by, self)))
-            await self.recording.finished(processor.name, sync=processor.sync)
+            await self.recording.finished(processor.name, sync=processor.sync, looked=after is not close)
         self._states[processor.name] = "done"
 
     async def turn(self, where: str) -> None:
@@ -283,8 +289,17 @@ class Attempt:
             raise AssertionError from refused
         self._take(tag, producer, reply)
 
+    async def _pull_to_host(self, tag: str, producer: int, item: Item) -> None:
+        """Takes an item that is on the device of another node in this process, for a task that has none."""
+        value = await self.replica.threads.run(partial(hosted, item.value))
+        self._take(tag, producer, Item(item.stamp, item.term, item.tag, value))
+
     def _take(self, tag: str, producer: int, reply: Reply) -> None:
         assert isinstance(reply, Item)
+        if self.device is None and type(reply.value) is EncodedOnDevice:
+            assert self._group is not None
+            self._group.create_task(self._pull_to_host(tag, producer, reply)).add_done_callback(self._look_at)
+            return
         self._pulls.came(tag, producer, reply.value)
         self.ledger.received("item", producer, self.task, tag, reply.value.digest)
         self._items[(tag, producer)] = reply.value

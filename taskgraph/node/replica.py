@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from taskgraph.device.api import Device
     from taskgraph.node.router import Router
+    from taskgraph.node.strict import Given
     from taskgraph.task import Event
 
 __all__ = ["Replica", "encode_fields", "intact"]
@@ -78,6 +79,7 @@ class Replica:
         self._built: tuple[Task, TaskShape] | None = None
         self._building = asyncio.Lock()
         self._set_up: asyncio.Task[None] | None = None
+        self.given: list[Given] = []  # views on a device's memory that its code may have, in strict mode
         self.ready = False
         self._promise = (0, 0)
         self._lineage = 0

@@ -20,16 +20,16 @@ from taskgraph.epoch import Epoch, Inputs, Outputs, Scratch
 from taskgraph.errors import StateError, ValueNotEncodable
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor
-from taskgraph.graph.values import encode
-from taskgraph.node.actor import UserCodeError
+from taskgraph.graph.values import encode, separate, staying, untouched
+from taskgraph.node.actor import UserCodeError, is_async
 from taskgraph.node.replica import Replica, encode_fields
-from taskgraph.protocol.messages import Encoded, Stamp
+from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Stamp
 from taskgraph.shape import is_stateless
 
 if TYPE_CHECKING:
     from taskgraph.node.attempt import Attempt
 
-__all__ = ["Recording", "check_replay", "left_by", "seen"]
+__all__ = ["Given", "Recording", "check_replay", "left_by", "seen"]
 
 R = TypeVar("R")
 
@@ -47,6 +47,21 @@ class _Step:
     payload: Encoded | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """An item that user code got views of, in the memory where others read it, too."""
+
+    value: EncodedOnDevice
+    tag: str
+    producer: int
+    processor: str
+    epoch: int
+
+    @property
+    def viewed(self) -> bool:
+        return any(buffer.viewed for buffer in staying(self.value))
+
+
 class Recording:
     """What one task did in one attempt, and whether its state stayed as it was until the sync points."""
 
@@ -62,6 +77,7 @@ class Recording:
         self.left: dict[str, tuple[Fields, Fields]] = {}  # processor -> what there was before and after it, but items
         self._open = 0
         self.interleaved = False
+        self._written: Given | None = None
 
     async def begin(self) -> None:
         """The epoch begins: the state is the boundary's."""
@@ -73,15 +89,70 @@ class Recording:
         self._open += 1
         self.steps.append(_Step(processor, where, **given))
 
-    async def finished(self, where: str, *, sync: bool = False) -> None:
+    async def finished(self, where: str, *, sync: bool = False, looked: bool = False) -> None:
         """User code returned; only a sync point may have changed the state.
 
+        Args:
+            looked: what `watched` gave was called.
+
         Raises:
-            StateError: something else did.
+            StateError: something else did, or what others read, too, was written to.
         """
         self._open -= 1
+        await self._check_given(where, looked)
         if not sync:
             await self.check(where)
+
+    async def given(self, processor: Processor) -> Mapping[tuple[str, int], Encoded]:
+        """The items as they are given to a processor.
+
+        Others may read, and look at, the same memory before it is looked at what a coroutine did: one is given a copy.
+        """
+        items = self.items
+        for tag, producers in processor.inbound.items():
+            for producer in producers:
+                value = self.items[(tag, producer)]
+                if type(value) is EncodedOnDevice:
+                    own = value
+                    if is_async(processor.compute):
+                        own = await seen(self._replica, partial(separate, value))
+                        items = {**items, (tag, producer): own}
+                    self._replica.given.append(Given(own, tag, producer, processor.name, self._stamp.epoch))
+        return items
+
+    def watched(self, processor: Processor, close: Callable[[], None]) -> Callable[[], None]:
+        """What to do where a processor ran, right after it: `close`, and a look at what the task was given.
+
+        The first who looks after a write is who wrote, then.
+        """
+        if not self._replica.given or is_async(processor.compute):
+            return close  # what a coroutine did is looked at later: here it would stop the event loop
+
+        def look() -> None:
+            close()
+            self._look_at_given()
+
+        return look
+
+    def _look_at_given(self) -> None:
+        """In a thread, on the task's stream."""
+        for given in self._replica.given:
+            if self._written is None and not untouched(given.value):
+                self._written = given
+
+    async def _check_given(self, where: str, looked: bool) -> None:
+        """Raises StateError where user code wrote to what others read, too."""
+        replica = self._replica
+        if replica.given:
+            if not looked:
+                await seen(replica, self._look_at_given)
+            replica.given = [given for given in replica.given if given.viewed]
+        if (given := self._written) is not None:
+            raise StateError(
+                f"task {replica.task}, epoch {self._stamp.epoch}: {where!r} wrote to what {given.tag!r} of task "
+                f"{given.producer} brought to {given.processor!r} in epoch {given.epoch}: an array on a device is the "
+                f"memory that was put, and others read it, too; write to a copy of it"
+            )
 
     async def check(self, where: str) -> None:
         """Raises StateError where the state is not what it was when the epoch began."""

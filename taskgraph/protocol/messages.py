@@ -72,6 +72,16 @@ class Encoded:
         return size
 
 
+class EncodedOnDevice(Encoded):
+    """A value some of whose `buffers` are in a device's memory: each is a `taskgraph.device.buffers.DeviceBuffer`.
+
+    Only items are, and only within a process: what leaves it is made by `taskgraph.graph.values.hosted`. Meta and
+    digest are those of the same value on the host.
+    """
+
+    __slots__ = ()
+
+
 class Reason:
     """Why a peer says no. Plain strings, since they travel."""
 

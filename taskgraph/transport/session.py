@@ -65,6 +65,9 @@ class Owner(Protocol):
     verified_now: Callable[[Encoded], bool]
     """Whether the digest fits; called on the event loop, with values below `VERIFY_AT_ONCE_BYTES`."""
 
+    async def hosted(self, value: Encoded) -> Encoded:
+        """The same value with all of its bulk on the host."""
+
     def connected(self, session: Session) -> None:
         """The connection exists; nothing is proven."""
 

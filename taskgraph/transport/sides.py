@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, cast
 
 from taskgraph.errors import DecodeError, PeerLost, Refused, TransportError
-from taskgraph.protocol.messages import Accepted, Call, Encoded, Pull, Reason, Refusal, Reply
+from taskgraph.protocol.messages import Accepted, Call, Encoded, EncodedOnDevice, Pull, Reason, Refusal, Reply
 from taskgraph.transport import wire
 from taskgraph.transport.api import Coming
 from taskgraph.transport.calls import answer, answer_later, answer_now, describe
@@ -256,7 +256,11 @@ class AcceptedSession(Session):
     def _spawn(self, number: int, answers: Callable[[], Coroutine[Any, Any, Reply]]) -> None:
         task = self._owner.tasks.spawn(self._serve(number, answers), name=f"serve {self.peer} {number}")
         self._calls[number] = task
-        task.add_done_callback(lambda _: self._calls.pop(number, None))
+        task.add_done_callback(partial(self._served, number))
+
+    def _served(self, number: int, task: asyncio.Task[Any]) -> None:
+        if self._calls.get(number) is task:  # else it was cancelled, or its reply is being staged
+            del self._calls[number]
 
     def _answered(self, number: int, reply: Reply) -> None:
         if self._calls.pop(number, None) is not None:
@@ -281,6 +285,9 @@ class AcceptedSession(Session):
             log.error("a reply of %d bytes; max_value_bytes is %d", value.size_bytes, limit)
             text = f"the reply has {value.size_bytes} bytes; max_value_bytes is {limit}"
             reply, value = Refusal(Reason.BAD_MESSAGE, text), None
+        if type(value) is EncodedOnDevice:
+            self._spawn(number, partial(self._staged, reply, value))
+            return
         try:
             header = wire.to_header(reply)
         except (TypeError, ValueError) as error:
@@ -288,6 +295,16 @@ class AcceptedSession(Session):
             text = f"the reply cannot travel: {error}"
             header, value = wire.to_header(Refusal(Reason.BAD_MESSAGE, text)), None
         self._outbox.send(Kind.REPLY, number, header, value)
+
+    async def _staged(self, reply: Reply, value: EncodedOnDevice) -> Reply:
+        """The same reply with its bulk on the host: another process cannot read the device's memory."""
+        try:
+            hosted = await self._owner.hosted(value)
+        except Exception as error:
+            # What is wrong with the device its task will find out itself, when the epoch restarts for this.
+            log.exception("a %s cannot be copied to the host", type(reply).__name__)
+            return Refusal(Reason.BAD_MESSAGE, f"it cannot be copied to the host: {type(error).__name__}: {error}")
+        return cast(Reply, wire.with_value(reply, hosted))
 
     def _on_cancel(self, call: int) -> None:
         self._reader.drop(call)

@@ -10,11 +10,13 @@ import os
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
 from taskgraph.graph.blocks import Block
+from taskgraph.graph.values import hosted
 from taskgraph.protocol.messages import Call, Encoded, Pull, Refusal, Reply
 from taskgraph.settings import Settings
 from taskgraph.tls import Tls, check_listener
@@ -40,6 +42,8 @@ MAX_STRANGERS = 256
 #: How long `close` waits for peers to take what was written to them.
 _FLUSH_S = 1.0
 _VERIFY_THREADS = 2
+#: They wait for a device, and for nothing else.
+_STAGING_THREADS = 2
 #: Pauses before dialling again after a connection that was cut off during the hello.
 _DIAL_AGAIN_S = (0.005, 0.02, 0.05)
 
@@ -157,6 +161,7 @@ class StreamTransport:
         self._dials: dict[str, asyncio.Task[DialledSession]] = {}
         self._refusals: Refusals | None = None
         self._threads: ThreadPoolExecutor | None = None
+        self._staging: ThreadPoolExecutor | None = None
         descriptors = endpoints.descriptors()
         self._pool = Pool(max_segments=min(descriptors // 8, 1024), max_idle_bytes=_idle_bytes())
         self.mappings = Mappings(limit=min(descriptors // 8, 1024))
@@ -251,6 +256,8 @@ class StreamTransport:
             await server.wait_closed()
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
+        if self._staging is not None:
+            self._staging.shutdown(wait=False, cancel_futures=True)  # a device may take its time
         if self._trimming is not None:
             self._trimming.cancel()
         self._pool.close()
@@ -488,6 +495,12 @@ class StreamTransport:
     def _refused(self, where: str, why: str) -> None:
         if self._refusals is not None and self._state == "running":
             self._refusals.refused(where, why)
+
+    async def hosted(self, value: Encoded) -> Encoded:
+        if self._staging is None:
+            self._staging = ThreadPoolExecutor(_STAGING_THREADS, thread_name_prefix="taskgraph-stage")
+        stage = partial(hosted, value, allocate=self.allocate)
+        return await asyncio.get_running_loop().run_in_executor(self._staging, stage)
 
     async def verified(self, value: Encoded) -> bool:
         if value.size_bytes < VERIFY_AT_ONCE_BYTES:

@@ -10,7 +10,7 @@ import pytest
 import taskgraph as tg
 from taskgraph.device.cuda import array_module, device_count
 from taskgraph.driver import load_driver
-from taskgraph.graph.values import decode, encode
+from taskgraph.graph.values import decode, encode, hosted, untouched, verify
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")]
 
@@ -81,3 +81,62 @@ def test_tasks_compute_on_streams_of_their_own() -> None:
     assert all(len(streams) == 1 for streams in one_each)
     assert len(set().union(*one_each)) == 3
     assert not {0, 2} & set().union(*one_each), "the default stream, and that of a thread"
+
+
+def test_items_are_views_within_a_process_and_bytes_beyond_it() -> None:
+    xp, device = array_module(1)
+    array = xp.arange(100_000.0)
+    encoded = encode({"a": array}, stays=True)
+    array += 1
+    one, other = (decode(encoded, device=device)["a"] for _ in range(2))
+    assert one.data.ptr == other.data.ptr != array.data.ptr
+    assert np.array_equal(one.get(), np.arange(100_000.0))
+    assert encoded.digest == encode({"a": np.arange(100_000.0)}).digest
+    away = hosted(encoded)
+    assert verify(away)
+    assert np.array_equal(decode(away)["a"], np.arange(100_000.0))
+    assert untouched(encoded)
+    one += 1
+    assert not untouched(encoded)
+
+
+def test_memory_that_another_stream_still_reads_is_not_given_away() -> None:
+    xp, device = array_module(1)
+    assert device is not None
+    owner, reader = device.stream(), device.stream()
+    before = device.use(owner)
+    try:
+        for _ in range(20):
+            encoded = encode(xp.ones((2000, 2000)), stays=True)
+            device.use(reader)
+            read = decode(encoded, device=device)
+            for _ in range(10):  # long enough that it is still at work below
+                result = read @ read
+            del read
+            device.use(owner)
+            del encoded
+            xp.full((2000, 2000), 7.0)  # takes the memory, where it may
+            device.use(reader)
+            assert float(result.max()) == 2000
+            device.use(owner)
+    finally:
+        device.use(before)
+
+
+class Writes(tg.Task):
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.send, outbound={"row": "right"})
+        epoch.processor(self.take, inbound={"row": "left"})
+
+    def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("row", self.xp.ones(10_000))
+
+    def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        if self.task_id == 1:
+            row = ins["row"]
+            row += 1
+
+
+def test_strict_mode_finds_who_writes_to_what_it_was_given() -> None:
+    with pytest.raises(tg.JobFailed, match="task 1, epoch 0: 'take' wrote to what 'row' of task 0 brought"):
+        tg.testing.run(tg.Job(tasks=3, epochs=1, builder=Writes, topology=tg.ring()))

@@ -1,0 +1,281 @@
+"""Values whose bulk stays on the device: private copies, views, and memory that goes back when nobody reads it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from taskgraph.device import buffers as buffers_module
+from taskgraph.graph.blocks import Block
+from taskgraph.graph.values import decode, encode, hosted, staying, untouched, verify
+from taskgraph.protocol.messages import Encoded, EncodedOnDevice
+from taskgraph.testing.softdevice import SoftArray, SoftDevice, SoftStream
+
+HOST = np.arange(10_000.0)
+
+
+@pytest.fixture(params=[(None, False), (None, True), (1, False), (2, True)], ids=["late", "races", "1", "2, races"])
+def soft(request: pytest.FixtureRequest) -> Iterator[SoftDevice]:
+    yield SoftDevice(request.param[0], races=request.param[1])
+
+
+class On:
+    """What is queued within is so on this stream."""
+
+    def __init__(self, device: SoftDevice, stream: SoftStream | None = None) -> None:
+        self.device, self.stream = device, stream or device.stream()
+
+    def __enter__(self) -> SoftStream:
+        self.before = self.device.use(self.stream)
+        return self.stream
+
+    def __exit__(self, *_: object) -> None:
+        self.device.use(self.before)
+
+
+def put(device: SoftDevice, host: np.ndarray = HOST) -> Encoded:
+    return encode(device.xp.asarray(host), stays=True)
+
+
+@pytest.mark.parametrize(
+    "host", [HOST, HOST.astype("f4").reshape(100, 100), (HOST > 5), np.zeros((3, 1 << 20), "i1"), HOST.astype("c16")]
+)
+def test_it_is_the_value_that_it_is_on_the_host(soft: SoftDevice, host: np.ndarray) -> None:
+    stayed, copied = put(soft, host), encode(soft.xp.asarray(host))
+    assert type(stayed) is EncodedOnDevice and type(copied) is Encoded
+    assert (stayed.meta, stayed.digest, stayed.size_bytes) == (copied.meta, copied.digest, copied.size_bytes)
+    there = decode(stayed, device=soft)
+    assert (there.shape, there.dtype) == (host.shape, host.dtype)
+    assert np.array_equal(there.get(), host)
+    assert np.array_equal(decode(stayed), host)
+
+
+def test_a_value_of_several_arrays(soft: SoftDevice) -> None:
+    value = {
+        "a": soft.xp.asarray(HOST),
+        "b": [HOST, soft.xp.asarray(HOST + 1), soft.xp.asarray(HOST[:5])],
+        "c": "x" * 9000,
+    }
+    stayed, copied = encode(value, stays=True), encode(value)
+    assert stayed.digest == copied.digest and stayed.meta == copied.meta
+    assert len(staying(stayed)) == 2, "what is small is in meta"
+    back = decode(stayed, device=soft)
+    assert [type(array) for array in (back["a"], *back["b"])] == [SoftArray, np.ndarray, SoftArray, SoftArray]
+    assert np.array_equal(back["b"][1].get(), HOST + 1) and np.array_equal(back["b"][2].get(), HOST[:5])
+    assert not [buffer for buffer in hosted(stayed).buffers if not isinstance(buffer, memoryview)]
+    assert hosted(stayed).digest == stayed.digest and verify(hosted(stayed))
+
+
+def test_only_who_asks_for_it_gets_it_there(soft: SoftDevice) -> None:
+    assert type(encode(soft.xp.asarray(HOST))) is Encoded
+    assert type(encode(HOST, stays=True)) is Encoded
+    assert type(encode(soft.xp.asarray(HOST[:512]), stays=True)) is Encoded
+
+
+def test_what_another_device_has_is_copied_to_the_host(soft: SoftDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SoftDevice, "keeps", lambda device, array: False)
+    stayed = put(soft)
+    assert type(stayed) is Encoded
+    assert np.array_equal(decode(stayed, device=soft).get(), HOST)
+
+
+def test_later_writes_do_not_reach_it(soft: SoftDevice) -> None:
+    array = soft.xp.asarray(HOST)
+    encoded = encode(array, stays=True)
+    array += 1
+    assert np.array_equal(decode(encoded, device=soft).get(), HOST)
+
+
+def test_what_was_queued_before_is_in_it(soft: SoftDevice) -> None:
+    array = soft.xp.asarray(HOST)
+    array += 1
+    encoded = encode({"x": array.reshape(100, 100).T}, stays=True)
+    array += 1
+    assert np.array_equal(decode(encoded, device=soft)["x"].get(), (HOST + 1).reshape(100, 100).T)
+    assert encoded.digest == encode({"x": (HOST + 1).reshape(100, 100).T}).digest
+
+
+def test_putting_waits_once_and_taking_not_at_all(soft: SoftDevice) -> None:
+    encoded = put(soft)
+    assert len(soft.waits) == 1
+    with On(soft):
+        there = decode(encoded, device=soft)
+        assert np.shares_memory(there.elements, staying(encoded)[0]._memory.array.elements)
+        assert len(soft.waits) == 1
+        assert np.array_equal(there.get(), HOST), "it is there, on any stream"
+
+
+def test_who_wants_to_write_gets_a_copy(soft: SoftDevice) -> None:
+    encoded = put(soft)
+    mine = decode(encoded, device=soft, writable=True)
+    mine += 1
+    assert np.array_equal(mine.get(), HOST + 1)
+    assert untouched(encoded)
+    assert not staying(encoded)[0].viewed
+
+
+def test_a_write_to_what_others_read_is_found(soft: SoftDevice) -> None:
+    encoded = put(soft)
+    with On(soft):
+        there = decode(encoded, device=soft)
+        assert untouched(encoded)
+        there += 1
+        assert not untouched(encoded), "on the stream of who wrote"
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def fill(device: SoftDevice, stream: SoftStream) -> None:
+    """Somebody takes all the memory that was freed on a stream, and writes to it."""
+    with On(device, stream):
+        kept = [device.xp.full(HOST.size, 7.0) for _ in range(3)]
+        for array in kept:
+            assert array.get()[0] == 7
+
+
+def test_memory_goes_back_only_behind_the_streams_that_read_it(soft: SoftDevice) -> None:
+    with On(soft) as owner:
+        encoded = put(soft)
+    found = []
+    for _ in range(3):
+        with On(soft) as reader:
+            found.append((reader, decode(encoded, device=soft) + 1.0))  # the view is gone, its reading is queued
+    reused = soft.reused
+    del encoded
+    fill(soft, owner)
+    assert soft.reused > reused, "it did go back"
+    for reader, array in found:
+        with On(soft, reader):
+            assert np.array_equal(array.get(), HOST + 1)
+
+
+def test_a_view_keeps_it_when_the_value_is_gone(soft: SoftDevice) -> None:
+    with On(soft) as owner:
+        encoded = put(soft)
+    with On(soft) as reader:
+        part = decode(encoded, device=soft)[5:10]
+    del encoded
+    fill(soft, owner)
+    with On(soft, reader):
+        assert np.array_equal(part.get(), HOST[5:10])
+        late = part + 1.0
+    del part
+    fill(soft, owner)
+    with On(soft, reader):
+        assert np.array_equal(late.get(), HOST[5:10] + 1)
+
+
+def test_a_reader_that_reads_again_is_waited_for_again(soft: SoftDevice) -> None:
+    with On(soft) as owner:
+        encoded = put(soft)
+    with On(soft) as reader:
+        first = decode(encoded, device=soft) + 1.0
+        second = decode(encoded, device=soft) + 2.0
+    del encoded
+    fill(soft, owner)
+    with On(soft, reader):
+        assert np.array_equal(second.get(), HOST + 2) and np.array_equal(first.get(), HOST + 1)
+
+
+def test_a_copy_to_write_to_is_waited_for(soft: SoftDevice) -> None:
+    with On(soft) as owner:
+        encoded = put(soft)
+    with On(soft) as reader:
+        mine = decode(encoded, device=soft, writable=True)
+    del encoded
+    fill(soft, owner)
+    with On(soft, reader):
+        assert np.array_equal(mine.get(), HOST)
+
+
+def test_nothing_of_that_waits(soft: SoftDevice) -> None:
+    encoded = put(soft)
+    before = len(soft.waits)
+    with On(soft):
+        view = decode(encoded, device=soft)
+        read = view + 1.0
+    del encoded, view
+    gc.collect()
+    assert len(soft.waits) == before
+    del read
+
+
+def test_an_owner_who_reads_its_own_waits_for_nobody(soft: SoftDevice) -> None:
+    with On(soft):
+        encoded = put(soft)
+        view = decode(encoded, device=soft)
+        memory = staying(encoded)[0]._memory
+        del view
+        assert not memory.read
+
+
+def test_memory_that_cannot_be_put_in_order_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft, left = SoftDevice(), []
+    monkeypatch.setattr(buffers_module, "_lost", left)
+    with On(soft) as owner:
+        encoded = put(soft)
+    with On(soft):
+        view = decode(encoded, device=soft)
+        monkeypatch.setattr(soft, "record", lambda stream: 1 / 0)
+        del view
+        monkeypatch.undo()
+        monkeypatch.setattr(buffers_module, "_lost", left)
+    (array,) = left
+    del encoded
+    fill(soft, owner)
+    assert np.array_equal(soft.to_host(array), HOST)
+
+    with On(soft):
+        encoded = put(soft)
+    with On(soft):
+        decode(encoded, device=soft)
+    monkeypatch.setattr(soft, "follow", lambda stream, event: 1 / 0)
+    del encoded
+    assert len(left) == 2
+
+
+# -- on the host -----------------------------------------------------------------------------------
+
+
+def test_it_is_copied_to_the_host_once(soft: SoftDevice) -> None:
+    encoded = put(soft)
+    allocated: list[Block] = []
+
+    def allocate(nbytes: int) -> Block:
+        allocated.append(Block(nbytes, np.uint8, bytearray(nbytes)))
+        return allocated[-1]
+
+    found: list[Encoded] = []
+    threads = [threading.Thread(target=lambda: found.append(hosted(encoded, allocate=allocate))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(allocated) == 1 and staying(encoded)[0].host_copies == 1
+    for one in found:
+        assert type(one) is Encoded and (one.meta, one.digest) == (encoded.meta, encoded.digest)
+        assert one.buffers[0].readonly
+        assert np.shares_memory(np.frombuffer(one.buffers[0], np.uint8), allocated[0])
+        assert np.array_equal(decode(one), HOST)
+        assert np.array_equal(decode(one, device=soft).get(), HOST)
+
+
+def test_and_waits_for_no_task(soft: SoftDevice) -> None:
+    soft = SoftDevice()
+    encoded = put(soft)
+    with On(soft) as busy:
+        array = soft.xp.asarray(HOST) + 1.0
+        hosted(encoded)
+        assert soft.current() is busy
+    assert busy.done == 0
+    del array
+
+
+def test_what_is_on_the_host_already_is_hosted() -> None:
+    encoded = encode(HOST)
+    assert hosted(encoded) is encoded

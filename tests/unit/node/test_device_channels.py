@@ -1,0 +1,400 @@
+"""Items that stay on the device, through whole jobs: kills, restarts, several consumers, views that are kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import taskgraph as tg
+from taskgraph.device import buffers
+from taskgraph.device.buffers import DeviceBuffer
+from taskgraph.errors import JobFailed
+from taskgraph.launch import inprocess
+from taskgraph.node import node as node_module
+from taskgraph.testing.softdevice import SoftArray, SoftDevice
+
+SIZE = 2000
+RUNS = [(None, False), (None, True), (1, False), (2, True), (3, True)]
+
+
+@pytest.fixture(params=RUNS, ids=["late", "races", "1", "2, races", "3, races"])
+def soft(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[SoftDevice]:
+    seed, races = request.param
+    device = SoftDevice(seed, races=races)
+    give(monkeypatch, device)
+    yield device
+    assert not device.waits_on_loops
+    assert not buffers._lost
+
+
+def give(monkeypatch: pytest.MonkeyPatch, device: SoftDevice) -> None:
+    monkeypatch.setattr(inprocess, "device_count", lambda: 1)
+    monkeypatch.setattr(node_module, "array_module", lambda devices: (device.xp, device))
+
+
+def to_host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of what is copied to the host from now on, of what was put."""
+    sizes: list[int] = []
+    copy = DeviceBuffer.host
+
+    def host(buffer: DeviceBuffer, *args: Any) -> memoryview:
+        sizes.append(buffer.nbytes)
+        return copy(buffer, *args)
+
+    monkeypatch.setattr(DeviceBuffer, "host", host)
+    return sizes
+
+
+class Mean(tg.Task, state=["row"]):
+    """A ring of rows; each goes to two consumers, who read it while its producer computes on."""
+
+    def setup(self) -> None:
+        self.row = self.xp.arange(float(SIZE)) + 1.0 * self.task_id
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        around = [*epoch.neighbors("left"), *epoch.neighbors("right")]
+        epoch.processor(self.send, outbound={"row": around})
+        epoch.processor(self.twice, inbound={"row": around}, outbound={"sum": "right"})
+        epoch.processor(self.mean, inbound={"row": around, "sum": "left"})
+
+    def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        row = self.row * 2.0
+        outs.put("row", row)
+        row *= 7.0  # what was put does not hear of it
+
+    def twice(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        left, right = ins.all("row").values()
+        outs.put("sum", left + right)
+
+    def mean(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        left, right = ins.all("row").values()
+        assert type(left) is type(self.row)
+        self.row = (left + right + self.row + ins["sum"]) / 10.0
+
+    def result(self) -> Any:
+        return self.row
+
+
+def means(tasks: int, epochs: int) -> list[np.ndarray]:
+    rows = [np.arange(float(SIZE)) + 1.0 * task for task in range(tasks)]
+    for _ in range(epochs):
+        sums = [rows[t - 1] * 2.0 + rows[(t + 1) % tasks] * 2.0 for t in range(tasks)]
+        rows = [(rows[t - 1] * 2.0 + rows[(t + 1) % tasks] * 2.0 + rows[t] + sums[t - 1]) / 10.0 for t in range(tasks)]
+    return rows
+
+
+def check(result: tg.JobResult, tasks: int = 3, epochs: int = 5) -> None:
+    for task, row in enumerate(means(tasks, epochs)):
+        assert np.array_equal(result.values[task], row)
+
+
+RING = tg.Job(tasks=3, epochs=5, builder=Mean, topology=tg.ring())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_items_stay_on_the_device(soft: SoftDevice, monkeypatch: pytest.MonkeyPatch, strict: bool) -> None:
+    copied = to_host(monkeypatch)
+    check(tg.testing.run(RING, strict=strict))
+    assert not copied
+    assert soft.reused > 10, "their memory goes back while the job runs"
+
+
+def test_on_real_threads(soft: SoftDevice) -> None:
+    check(tg.run(RING, nodes=0))
+
+
+KILLS = [
+    {(0, 1): "processor", (1, 3): "sync"},
+    {(1, 1): "sync", (2, 2): "done"},
+    {(2, 0): "snapshot", (0, 4): "commit"},
+    {(0, 2): "committed", (1, 3): "processor"},
+]
+
+
+@pytest.mark.parametrize("kills", KILLS)
+@pytest.mark.parametrize("strict", [False, True])
+def test_between_put_and_pull_anybody_may_die(
+    soft: SoftDevice, kills: dict[tuple[int, int], str], strict: bool
+) -> None:
+    result = tg.testing.run(RING, kills=kills, strict=strict, order=7)
+    assert result.failovers
+    check(result)
+
+
+class Diverges(Mean):
+    """Another value each time it runs: a takeover restarts the epoch, while consumers have views of the first."""
+
+    runs = 0
+
+    def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        Diverges.runs += 1
+        outs.put("row", self.row * float(Diverges.runs))
+
+    def twice(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        left, right = ins.all("row").values()
+        kept.append((left, left + 0.0))
+        outs.put("sum", left + right)
+
+
+kept: list[tuple[SoftArray, SoftArray]] = []
+"""Views, and what they had when they were given."""
+
+
+def test_an_epoch_restarts_while_views_of_it_are_alive(soft: SoftDevice) -> None:
+    kept.clear()
+    job = tg.Job(tasks=3, epochs=5, builder=Diverges, topology=tg.ring())
+    result = tg.testing.run(job, kills={(0, 1): "sync", (1, 3): "sync"}, strict=False, order=3)
+    assert result.restarts
+    assert len(kept) > 15
+    soft.synchronize()
+    for view, then in kept:
+        assert np.array_equal(view.elements, then.elements)
+    kept.clear()
+
+
+class Keeps(tg.Task, state=["before", "total"]):
+    """Keeps the view it was given as its state, into the next epoch and over a takeover."""
+
+    def setup(self) -> None:
+        self.before = self.xp.zeros(SIZE)
+        self.total = self.xp.zeros(SIZE)
+        self.all = []
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.send, outbound={"row": "right"})
+        epoch.processor(self.take, inbound={"row": "left"})
+
+    def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("row", self.xp.full(SIZE, 1.0 + epoch.number + 10 * self.task_id))
+
+    def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.total = self.total + self.before[::1]
+        self.before = ins["row"]
+
+    def result(self) -> Any:
+        return self.total
+
+
+@pytest.mark.parametrize("kills", [{}, {(0, 2): "sync", (1, 4): "done"}])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_view_may_be_kept(soft: SoftDevice, kills: dict[tuple[int, int], str], strict: bool) -> None:
+    job = tg.Job(tasks=3, epochs=6, builder=Keeps, topology=tg.ring())
+    result = tg.testing.run(job, kills=kills, strict=strict)
+    for task in range(3):
+        wanted = sum(1.0 + epoch + 10 * ((task - 1) % 3) for epoch in range(5))
+        assert np.array_equal(result.values[task], np.full(SIZE, wanted))
+
+
+class Relays(tg.Task, state=["got"]):
+    """A chain: the first puts, the others pass on what they were given."""
+
+    def setup(self) -> None:
+        self.got = 0.0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        last = self.task_id == self.tasks - 1
+        if self.task_id == 0:
+            epoch.processor(self.put, outbound={"row": [1]})
+        elif not last:
+            epoch.processor(self.relay, inbound={"row": [self.task_id - 1]}, outbound={"row": [self.task_id + 1]})
+        else:
+            epoch.processor(self.take, inbound={"row": [self.task_id - 1]})
+
+    def put(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("row", self.xp.arange(float(SIZE)) + 1.0 * epoch.number)
+
+    def relay(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("row", ins["row"])
+
+    def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.got += float(ins["row"].sum())
+
+    def result(self) -> float:
+        return self.got
+
+
+def test_what_is_passed_on_is_not_copied_again(soft: SoftDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[tuple[int, ...]] = []
+    copy = SoftDevice.copy
+    monkeypatch.setattr(SoftDevice, "copy", lambda device, array: copies.append(array.shape) or copy(device, array))
+    result = tg.testing.run(tg.Job(tasks=4, epochs=3, builder=Relays), strict=False)
+    assert result.values[3] == sum(np.arange(float(SIZE)).sum() + SIZE * epoch for epoch in range(3))
+    assert len(copies) == 3, "one an epoch, of who put it"
+
+
+class Reshapes(Relays):
+    def relay(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("row", ins["row"][10:20])
+
+
+def test_a_part_of_it_is_a_value_of_its_own(soft: SoftDevice) -> None:
+    result = tg.testing.run(tg.Job(tasks=3, epochs=2, builder=Reshapes))
+    assert result.values[2] == 2 * np.arange(10.0, 20.0).sum() + 10
+
+
+# -- who has a device, and who has none -----------------------------------------------------------
+
+
+class HostOrDevice(tg.Task, state=["row"]):
+    """Works on either kind of node; its computes are of either kind, too."""
+
+    def setup(self) -> None:
+        self.row = self.xp.arange(float(SIZE)) + 1.0 * self.task_id
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        others = [(self.task_id - 1) % 3, (self.task_id - 2) % 3]
+        epoch.processor(self.send, outbound={"row": others})
+        epoch.processor(self.look, inbound={"row": others}, outbound={"own": [self.task_id]})
+        epoch.processor(self.mean, inbound={"row": others, "own": [self.task_id]})
+
+    def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("row", self.here(self.row))
+
+    async def look(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        assert len(ins.all("row")) == 2  # on the event loop: nothing may wait here
+        outs.put("own", None)
+
+    def mean(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        one, other = map(self.here, ins.all("row").values())
+        self.row = (one + other + self.here(self.row)) / 2.0
+
+    def here(self, array: Any) -> Any:
+        if self.xp is np:
+            assert type(array) is np.ndarray
+            return array
+        return self.xp.asarray(array) if type(array) is np.ndarray else array
+
+    def result(self) -> Any:
+        return self.row
+
+
+@pytest.mark.parametrize("kills", [{}, {(0, 1): "sync", (1, 3): "done"}])
+def test_nodes_with_a_device_and_nodes_without(
+    monkeypatch: pytest.MonkeyPatch, kills: dict[tuple[int, int], str]
+) -> None:
+    soft, made = SoftDevice(), []
+
+    def array_module(devices: int) -> tuple[Any, SoftDevice | None]:
+        made.append(len(made) % 3 == 0)
+        return (np, None) if made[-1] else (soft.xp, soft)
+
+    give(monkeypatch, soft)
+    monkeypatch.setattr(node_module, "array_module", array_module)
+
+    copied = to_host(monkeypatch)
+    job = tg.Job(tasks=3, epochs=5, builder=HostOrDevice, topology=tg.ring())
+    result = tg.testing.run(job, kills=kills, strict=False)
+    rows = [np.arange(float(SIZE)) + 1.0 * task for task in range(3)]
+    for _ in range(5):
+        rows = [(rows[t - 1] + rows[t - 2] + rows[t]) / 2.0 for t in range(3)]
+    for task, row in enumerate(rows):
+        assert np.array_equal(result.values[task], row)
+    assert copied, "for those without one"
+    assert set(made) == {False, True}
+    assert not soft.waits_on_loops
+
+
+# -- who writes to what it was given --------------------------------------------------------------
+
+
+class Writes(Keeps):
+    """Given a row, task 1 writes to it."""
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.send, outbound={"row": [1, 2]})
+        epoch.processor(self.take, inbound={"row": [0, 1, 2]} if self.task_id else {})
+
+    def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("row", self.xp.full(SIZE, 1.0))
+
+    def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        if self.task_id == 1 and epoch.number == 1:
+            row = ins.all("row")[2]
+            row += 1
+
+
+class WritesAsync(Writes):
+    async def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        if self.task_id == 1 and epoch.number == 1:
+            await asyncio.sleep(0)
+            row = ins.all("row")[2]
+            row += 1
+
+
+class WritesLater(Writes):
+    """It keeps the row, and writes to it an epoch later, in another processor."""
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.send, outbound={"row": [1, 2]})
+        epoch.processor(self.keep, inbound={"row": [0, 1, 2]} if self.task_id else {})
+        epoch.processor(self.take)
+
+    def keep(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        if self.task_id == 1:
+            self.all = [*self.all[-1:], ins.all("row")[2]]
+
+    def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        if self.task_id == 1 and epoch.number == 1:
+            self.all[0] += 1
+
+
+class WritesWhenFlagged(WritesLater):
+    def compose(self, epoch: tg.Epoch) -> None:
+        super().compose(epoch)
+        if self.task_id == 0 and epoch.number == 1:
+            epoch.flag([1])
+
+    def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        pass
+
+    def on_flag(self, epoch: tg.Epoch, sender: int, meta: None) -> None:
+        self.all[0] += 1
+
+
+@pytest.mark.parametrize(
+    ("builder", "told"),
+    [
+        (Writes, "'take' wrote to what 'row' of task 2 brought to 'take' in epoch 1"),
+        (WritesAsync, "'take' wrote to what 'row' of task 2 brought to 'take' in epoch 1"),
+        (WritesLater, "'take' wrote to what 'row' of task 2 brought to 'keep' in epoch 0"),
+        (WritesWhenFlagged, "'on_flag' wrote to what 'row' of task 2 brought to 'keep' in epoch 0"),
+    ],
+)
+@pytest.mark.parametrize("order", range(3))
+def test_strict_mode_finds_who_writes_to_what_it_was_given(
+    soft: SoftDevice, builder: Callable[[], tg.Task], told: str, order: int
+) -> None:
+    job = tg.Job(tasks=3, epochs=3, builder=builder, topology=tg.ring())
+    with pytest.raises(JobFailed) as failed:
+        tg.testing.run(job, order=order)
+    assert f"task 1, epoch 1: {told}: an array on a device is the memory that was put" in str(failed.value)
+
+
+class OneOfMany(tg.Task):
+    """Many are given the same, and one of them writes to it."""
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        if self.task_id == 0:
+            epoch.processor(self.send, outbound={"row": range(1, self.tasks)})
+        else:
+            epoch.processor(self.take, inbound={"row": [0]})
+
+    def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("row", self.xp.full(SIZE, 1.0))
+
+    def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        row = ins["row"]
+        if self.task_id == 3:
+            row += 1
+
+
+@pytest.mark.parametrize("order", range(12))
+def test_and_not_one_of_the_others_who_were_given_the_same(monkeypatch: pytest.MonkeyPatch, order: int) -> None:
+    soft = SoftDevice()
+    give(monkeypatch, soft)
+    with pytest.raises(JobFailed, match="task 3, epoch 0: 'take' wrote to what 'row' of task 0 brought"):
+        tg.testing.run(tg.Job(tasks=6, epochs=1, builder=OneOfMany), order=order, nodes=1)

@@ -1,0 +1,171 @@
+"""A reply that leaves the process is copied to the host first, and nothing else waits for that."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transport_kit import JOB, TOKEN, Node, pull
+
+from taskgraph.device.buffers import DeviceBuffer
+from taskgraph.errors import Refused
+from taskgraph.graph.blocks import block_behind
+from taskgraph.graph.values import decode, digesting, encode, staying, verify
+from taskgraph.protocol import messages as m
+from taskgraph.settings import Settings
+from taskgraph.testing.softdevice import SoftArray, SoftDevice
+from taskgraph.transport.api import Coming
+from taskgraph.transport.stream import StreamTransport
+
+HOST = np.arange(300_000.0)
+
+
+@pytest.fixture
+def soft() -> SoftDevice:
+    return SoftDevice()
+
+
+@pytest.fixture
+async def nodes(folder: Path) -> AsyncIterator[list[Node]]:
+    made = []
+    for name in ("producer", "consumer", "other"):
+        transport = StreamTransport(
+            Settings(), TOKEN, job=JOB, verify=verify, digesting=digesting, unix_dir=folder, tcp_host=None
+        )
+        made.append(await Node(name, transport).start())
+    yield made
+    for node in made:
+        await node.transport.close()
+
+
+async def on_device(soft: SoftDevice) -> m.Encoded:
+    """An item, put by a task of the producer."""
+    return await asyncio.to_thread(lambda: encode({"x": soft.xp.asarray(HOST), "n": 3}, stays=True))
+
+
+def item(value: m.Encoded, call: m.Pull | None = None) -> m.Item:
+    call = call or pull()
+    return m.Item(call.stamp, 1, call.tag, value)
+
+
+def at_once(node: Node, value: m.Encoded) -> None:
+    node.at_once = lambda caller, call: item(value, call)
+
+
+def coming(node: Node, value: m.Encoded) -> None:
+    def later(caller: str, call: m.Call) -> Coming:
+        promise = Coming()
+        asyncio.get_running_loop().call_later(0.01, promise.settle, item(value, call))
+        return promise
+
+    node.at_once = later
+
+
+def served(node: Node, value: m.Encoded) -> None:
+    async def handler(caller: str, call: m.Call) -> m.Reply:
+        await asyncio.sleep(0)
+        return item(value, call)
+
+    node.handler = handler
+
+
+@pytest.mark.parametrize("answers", [at_once, coming, served])
+async def test_it_arrives_on_the_host(
+    nodes: list[Node], soft: SoftDevice, answers: Callable[[Node, m.Encoded], None]
+) -> None:
+    producer, consumer, other = nodes
+    value = await on_device(soft)
+    answers(producer, value)
+    calls = [node.call(producer, pull(tag)) for node in (consumer, other) for tag in ("a", "b")]
+    for reply in await asyncio.gather(*calls):
+        assert isinstance(reply, m.Item) and type(reply.value) is m.Encoded
+        assert reply.value.digest == value.digest and reply.value.meta == value.meta
+        assert np.array_equal(decode(reply.value)["x"], HOST)
+        there = decode(reply.value, device=soft)["x"]
+        assert type(there) is SoftArray, "and on the device of a node that has one"
+    assert staying(value)[0].host_copies == 1
+    assert soft.waits and not soft.waits_on_loops
+    lent = block_behind(staying(value)[0].host()) is not None
+    assert lent == (producer.transport.allocate(HOST.nbytes) is not None), "memory that travels without a copy"
+
+
+async def test_to_oneself_it_stays(nodes: list[Node], soft: SoftDevice) -> None:
+    producer = nodes[0]
+    value = await on_device(soft)
+    at_once(producer, value)
+    reply = await producer.call(producer, pull())
+    assert isinstance(reply, m.Item) and reply.value is value
+    assert staying(value)[0].host_copies == 0
+
+
+class Gate:
+    """Holds copies to the host until it opens."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.reached = threading.Event()
+        copy = DeviceBuffer.host
+
+        def held(buffer: DeviceBuffer, *args: Any) -> memoryview:
+            self.reached.set()
+            assert self.open.wait(10)
+            return copy(buffer, *args)
+
+        monkeypatch.setattr(DeviceBuffer, "host", held)
+
+
+async def test_nothing_else_waits_for_it(nodes: list[Node], soft: SoftDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    producer, consumer, _ = nodes
+    value, small = await on_device(soft), encode("small")
+    producer.at_once = lambda caller, call: item(small if call.tag == "small" else value, call)  # type: ignore[union-attr]
+    gate = Gate(monkeypatch)
+    large = asyncio.ensure_future(consumer.call(producer, pull("large")))
+    assert await asyncio.to_thread(gate.reached.wait, 10)
+    reply = await consumer.call(producer, pull("small"))
+    assert isinstance(reply, m.Item) and decode(reply.value) == "small"
+    assert not large.done()
+    gate.open.set()
+    assert np.array_equal(decode((await large).value)["x"], HOST)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("answers", [at_once, coming, served])
+async def test_who_cancels_meanwhile_gets_nothing(
+    nodes: list[Node],
+    soft: SoftDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    answers: Callable[[Node, m.Encoded], None],
+) -> None:
+    producer, consumer, _ = nodes
+    value = await on_device(soft)
+    answers(producer, value)
+    gate = Gate(monkeypatch)
+    call = asyncio.ensure_future(consumer.call(producer, pull()))
+    assert await asyncio.to_thread(gate.reached.wait, 10)
+    (session,) = producer.transport._connections  # type: ignore[attr-defined]
+    assert len(session._calls) == 1
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    async with asyncio.timeout(5):
+        while session._calls:  # noqa: ASYNC110 - a session tells nobody
+            await asyncio.sleep(0.001)
+    gate.open.set()
+    again = await consumer.call(producer, pull())
+    assert np.array_equal(decode(again.value)["x"], HOST)  # type: ignore[union-attr]
+    assert not session._calls
+
+
+async def test_a_copy_that_fails_is_a_refusal_that_ends_the_attempt(
+    nodes: list[Node], soft: SoftDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer, consumer, _ = nodes
+    at_once(producer, await on_device(soft))
+    monkeypatch.setattr(soft, "fetch", lambda *_: 1 / 0)
+    with pytest.raises(Refused, match="cannot be copied to the host: ZeroDivisionError") as refused:
+        await consumer.call(producer, pull())
+    assert refused.value.reason == m.Reason.BAD_MESSAGE
+    assert "cannot be copied to the host" in caplog.text
