@@ -1,7 +1,8 @@
 """Epochs that a task has worked through and that are not done yet, while it works on the next ones.
 
-Only task 0 has such: its boundary carries what all tasks reported in the epoch before, and theirs may be gathered
-somewhere (`node/reporter.py`), which must not hold up the task that all others may wait for.
+Task 0 has such: its boundary carries what all tasks reported in the epoch before, and theirs may be gathered somewhere
+(`node/reporter.py`), which must not hold up the task that all others may wait for. So has a task whose snapshot is
+still on its device.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from taskgraph.node.actor import StuckError
 from taskgraph.node.attempt import Attempt
 from taskgraph.protocol.messages import Encoded
+
+if TYPE_CHECKING:
+    from taskgraph.node.reports import Rows
 
 __all__ = ["Dones", "Worked"]
 
@@ -23,13 +28,15 @@ class Worked:
     """An attempt whose processors have all run.
 
     Attributes:
-        value: its snapshot, without the reports that are to travel in it.
+        value: its snapshot; maybe still on a device.
         previous: what the task reported in the epoch before.
+        rows: the reports that travel in the snapshot; None: they are not there yet.
     """
 
     attempt: Attempt
     value: Encoded
     previous: dict[str, float]
+    rows: Rows | None = None
 
 
 class Dones:

@@ -22,7 +22,7 @@ from taskgraph.node.strict import Recording, check_replay
 from taskgraph.node.turns import Turns
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.boundaries import Boundary
-from taskgraph.protocol.messages import Report, Stamp
+from taskgraph.protocol.messages import EncodedOnDevice, Report, Stamp
 
 if TYPE_CHECKING:
     from taskgraph.node.primary import Primary
@@ -215,13 +215,14 @@ class Lanes:
                 await self._checkpoint(stamp, previous)
             rows = None if self._dones else node.rows_now(self._task, stamp, previous)
         primary.stage, replica.actor.stamp = "snapshot", stamp
-        value = await replica.snapshot(attempt.numbers, {stamp.epoch - 1: rows} if rows else {})
+        value = await replica.snapshot(attempt.numbers, {stamp.epoch - 1: rows} if rows else {}, stays=True)
         attempt.put_bytes += value.size_bytes
         self._epoch_bytes = attempt.put_bytes + attempt.taken_bytes
         self._finishing |= attempt.finishing
         primary.stage = ""
-        worked = Worked(attempt, value, previous)
-        if rows is not None:
+        worked = Worked(attempt, value, previous, rows)
+        later = replica.device is not None and (type(value) is EncodedOnDevice or bool(self._dones))
+        if rows is not None and not later:
             return await self._be_done(worked, rows)
         self._dones.add(worked)
         self._snapshotted(stamp)
@@ -241,14 +242,21 @@ class Lanes:
         return not attempt.cancelled and self._may_begin(Stamp(attempt.attempt, self._next))
 
     async def _finish(self, worked: Worked) -> None:
-        """Brings an epoch to its done whose boundary is to carry reports that were not all here when it was made."""
-        attempt, replica = worked.attempt, self._replica
-        self.lacking = f"what the tasks report in epoch {attempt.number - 1}"
+        """Brings an epoch to its done whose boundary was not whole when it was made.
+
+        It was still on a device, or the reports that it is to carry were not all here.
+        """
+        attempt, replica, rows, value = worked.attempt, self._replica, worked.rows, worked.value
         try:
-            rows = await self._node.rows_before(self._task, attempt.stamp, worked.previous)
+            if type(value) is EncodedOnDevice:
+                self.lacking = f"its snapshot of epoch {attempt.number}, being copied from the device"
+                value = await replica.hosted(value)
+            if rows is None:
+                self.lacking = f"what the tasks report in epoch {attempt.number - 1}"
+                rows = await self._node.rows_before(self._task, attempt.stamp, worked.previous)
+                value = await replica.with_rows(value, {attempt.number - 1: rows} if rows else {})
         finally:
             self.lacking = ""
-        value = await replica.with_rows(worked.value, {attempt.number - 1: rows} if rows else {})
         await self._be_done(dataclasses.replace(worked, value=value), rows)
 
     async def _be_done(self, worked: Worked, rows: Rows) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 
 from taskgraph.errors import DecodeError, JobError, ValueNotEncodable
 from taskgraph.graph.blocks import block_behind
-from taskgraph.graph.values import decode, encode, verify
+from taskgraph.graph.values import decode, encode, hosted, verify
 from taskgraph.jobs import Job
 from taskgraph.node.actor import Actor
 from taskgraph.node.reports import ReportLog, with_log
@@ -161,8 +161,12 @@ class Replica:
     def stateful(self) -> bool:
         return self.shape.stateful
 
-    async def snapshot(self, numbers: dict[str, float], rows: dict[int, Any]) -> Encoded:
-        """The task's state as a boundary, with the reports that travel in it."""
+    async def snapshot(self, numbers: dict[str, float], rows: dict[int, Any], *, stays: bool = False) -> Encoded:
+        """The task's state as a boundary, with the reports that travel in it.
+
+        Args:
+            stays: what is on a device is only copied there; `hosted` makes a boundary of it.
+        """
         assert self._built is not None
         task, shape = self._built
 
@@ -171,7 +175,8 @@ class Replica:
             state = task.snapshot() if shape.stateful else None
             try:
                 whole = {"state": state, "numbers": numbers, "log": rows}
-                return encode(whole, what=f"snapshot of task {self.task}", allocate=self.router.allocate)
+                what, there = f"snapshot of task {self.task}", stays and self.device is not None
+                return encode(whole, what=what, allocate=self.router.allocate, stays=there)
             except ValueNotEncodable:
                 encode_fields(state, self.task)  # raises as well, and names the field
                 raise
@@ -179,6 +184,11 @@ class Replica:
         if _is_small_snapshot(task, shape):
             return await self.actor.here("snapshot", take)
         return await self.actor.call("snapshot", take)
+
+    async def hosted(self, value: Encoded) -> Encoded:
+        """The same snapshot on the host. The task computes on meanwhile."""
+        copy = partial(hosted, value, allocate=self.router.allocate)
+        return await self.actor.call("snapshot to the host", copy, alone=False)
 
     async def restore(self, value: Encoded) -> None:
         """Puts the user's object into the state of a boundary, from a fresh decode."""
