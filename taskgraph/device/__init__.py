@@ -3,7 +3,8 @@
 Modules:
     api      the interface
     buffers  the bulk of values that stays on its device
-    cuda     CuPy: the only module that imports it
+    cuda     CUDA's devices, by CuPy
+    digest   digests of the blocks of memory on a device, taken there
     lookup   which device an array is on
     visible  which devices a process may use, as CUDA is told
 """

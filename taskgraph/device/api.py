@@ -15,6 +15,7 @@ An array, a stream and an event are whatever the device's library has for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,8 +47,8 @@ class Device(Protocol):
     def current(self) -> Stream:
         """This thread's current stream."""
 
-    def use(self, stream: Stream) -> Stream:
-        """Makes this the current stream of this thread; returns what was."""
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Within, the device is this thread's, and this its current stream. Code within may make others current."""
 
     def record(self, stream: Stream) -> Event:
         """An event of what is queued on `stream` by now."""

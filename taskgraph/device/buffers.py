@@ -176,12 +176,9 @@ class DeviceBuffer:
                 target: np.ndarray[Any, Any] = np.empty(self.nbytes, np.uint8) if block is None else block
                 device = self._memory.device
                 stream = _side_stream(device)
-                before = device.use(stream)
-                try:
+                with device.on(stream):
                     device.fetch(self._memory.array, target)
                     device.wait(device.record(stream))
-                finally:
-                    device.use(before)
                 self.host_copies += 1
                 target.flags.writeable = False
                 self._host = target.data.toreadonly()

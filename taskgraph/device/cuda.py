@@ -1,4 +1,4 @@
-"""CUDA devices, where there are any, by CuPy: the only module that imports it, and only when asked.
+"""CUDA devices, where there are any, by CuPy: but for `digest`'s kernel the only module that imports it, when asked.
 
 Every method of `CudaDevice` is a few calls of CuPy. What rests on their order is elsewhere, and is tested with a device
 in software (`taskgraph.testing.softdevice`).
@@ -6,19 +6,20 @@ in software (`taskgraph.testing.softdevice`).
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from types import ModuleType
 from typing import Any, Final
 
 import numpy
-import xxhash
 from numpy.typing import NDArray
 
+from taskgraph.device import digest
 from taskgraph.device.api import Array, Device, Event, Stream
 from taskgraph.device.visible import PRETEND, VISIBLE, visible
 
@@ -67,6 +68,12 @@ def _first() -> CudaDevice:
     return CudaDevice(sys.modules["cupy"], _FIRST)
 
 
+def _rows(array: Array) -> list[bytes]:
+    """Few bytes, of what was waited for."""
+    host = array.get(out=numpy.empty(array.shape, array.dtype))
+    return [row.tobytes() for row in host]
+
+
 class CudaDevice:
     """`taskgraph.device.api.Device`. Making one asks nothing of CUDA.
 
@@ -91,11 +98,17 @@ class CudaDevice:
     def current(self) -> Stream:
         return self._cupy.cuda.get_current_stream(self._number)  # type: ignore[no-any-return]
 
-    def use(self, stream: Stream) -> Stream:
-        self._cupy.cuda.Device(self._number).use()  # code that ran in this thread may have left it at another one
-        before: Any = self._cupy.cuda.get_current_stream(self._number)
-        stream.use()  # type: ignore[attr-defined]
-        return before  # type: ignore[no-any-return]
+    @contextlib.contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        # Entered, and not `use`d: a `with` on another stream, of CuPy's own code, too, goes back to what was entered.
+        device = self._cupy.cuda.Device(self._number)
+        device.use()
+        stream.__enter__()
+        try:
+            yield
+        finally:
+            device.use()  # code that ran may have left this thread at another one
+            stream.__exit__(None, None, None)
 
     def record(self, stream: Stream) -> Event:
         with self._cupy.cuda.Device(self._number):
@@ -122,12 +135,11 @@ class CudaDevice:
         return self._cupy.ndarray(shape, dtype, cuda.MemoryPointer(memory, 0))
 
     def digests(self, array: Array, block_bytes: int) -> Callable[[], Sequence[bytes]]:
-        return partial(self._digests_of_copy, array, block_bytes)
-
-    def _digests_of_copy(self, array: Array, block_bytes: int) -> list[bytes]:
-        """On the host, of a copy that is made for it."""
-        data = self.to_host(array).reshape(-1).view(numpy.uint8)
-        return [xxhash.xxh3_128_digest(data[at : at + block_bytes].data) for at in range(0, data.nbytes, block_bytes)]
+        with self._cupy.cuda.Device(self._number):
+            count = digest.count(array.nbytes, block_bytes)
+            found = self._cupy.empty((count, digest.DIGEST_BYTES), numpy.uint8)
+            digest.launch(array.data.ptr, array.nbytes, block_bytes, found.data.ptr, self.current())
+        return partial(_rows, found)
 
     def to_device(self, host: NDArray[Any]) -> Array:
         with self._cupy.cuda.Device(self._number):

@@ -280,11 +280,8 @@ class Actor:
         """`_in_thread`, with the task's stream as the current one."""
         device = self._device
         assert device is not None
-        before = device.use(self._stream_of(device))
-        try:
+        with device.on(self._stream_of(device)):
             return self._in_thread(where, alone, function, args, after)
-        finally:
-            device.use(before)
 
     async def _outlast(self, future: asyncio.Future[R], where: str) -> None:
         """The caller was cancelled; the thread cannot be. The task stays held until it returns or is left behind."""
@@ -386,11 +383,8 @@ class _OnStream(Coroutine[Any, Any, R]):
         self._stream = stream
 
     def _step(self, step: Callable[..., Any], *args: Any) -> Any:
-        before = self._device.use(self._stream)
-        try:
+        with self._device.on(self._stream):
             return step(*args)
-        finally:
-            self._device.use(before)
 
     def send(self, value: Any) -> Any:
         return self._step(self._coroutine.send, value)

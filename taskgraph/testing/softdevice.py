@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import random
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, Final
 
@@ -110,7 +111,16 @@ class SoftDevice:
     def current(self) -> SoftStream:
         return getattr(self._here, "stream", self.default)
 
+    @contextlib.contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        before = self.use(stream)
+        try:
+            yield
+        finally:
+            self.use(before)
+
     def use(self, stream: Any) -> SoftStream:
+        """Makes it this thread's current stream; returns what was."""
         before = self.current()
         self._here.stream = stream
         return before

@@ -104,23 +104,19 @@ def test_memory_that_another_stream_still_reads_is_not_given_away() -> None:
     xp, device = array_module(1)
     assert device is not None
     owner, reader = device.stream(), device.stream()
-    before = device.use(owner)
-    try:
-        for _ in range(20):
+    for _ in range(20):
+        with device.on(owner):
             encoded = encode(xp.ones((2000, 2000)), stays=True)
-            device.use(reader)
+        with device.on(reader):
             read = decode(encoded, device=device)
             for _ in range(10):  # long enough that it is still at work below
                 result = read @ read
             del read
-            device.use(owner)
+        with device.on(owner):
             del encoded
             xp.full((2000, 2000), 7.0)  # takes the memory, where it may
-            device.use(reader)
+        with device.on(reader):
             assert float(result.max()) == 2000
-            device.use(owner)
-    finally:
-        device.use(before)
 
 
 class Writes(tg.Task):

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from taskgraph.testing.softdevice import SoftArray, SoftDevice, SoftEvent, SoftStream
 
 
+def launch_on(soft: SoftDevice) -> Callable[..., None]:
+    """In place of `taskgraph.device.digest.launch`, on addresses as the stand-in has them."""
+
+    def launch(data: Any, nbytes: int, block_bytes: int, digests: Any, stream: Any) -> None:
+        assert data.nbytes == nbytes and stream.of is soft.current()
+        source, target = data.elements.reshape(-1).view(np.uint8), digests.elements.reshape(-1, 16)
+
+        def take() -> None:
+            for number, row in enumerate(target):
+                block = source[number * block_bytes : (number + 1) * block_bytes]
+                row[:] = np.frombuffer(xxhash.xxh3_128_digest(block.data), np.uint8)
+
+        with stream:
+            soft._do(take)
+
+    return launch
+
+
 def stand_in(soft: SoftDevice) -> Any:
     """A module in place of `cupy`, whose arrays are its `ndarray`. Its calls take what CuPy's take, and no more."""
+
+    entered: list[SoftStream] = []  # of the test's thread
 
     class Event:
         def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
@@ -35,6 +57,14 @@ def stand_in(soft: SoftDevice) -> Any:
         def use(self) -> Stream:
             soft.use(self.of)
             return self
+
+        def __enter__(self) -> Stream:
+            entered.append(self.of)
+            return self.use()
+
+        def __exit__(self, *_: object) -> None:
+            entered.pop()  # CuPy goes back to what was entered before, whatever was in use
+            soft.use(entered[-1] if entered else soft.default)
 
         def record(self, event: Event) -> Event:
             event.place = soft.record(self.of)
@@ -94,10 +124,14 @@ def stand_in(soft: SoftDevice) -> Any:
             return soft.to_device(np.asarray(data))
         return data if data.elements.flags.c_contiguous else soft.copy(data)
 
+    def empty(shape: tuple[int, ...], dtype: Any) -> Any:
+        return soft._new(shape, dtype)
+
     soft.array_type = CupyArray
     module: Any = ModuleType("cupy")
     module.ndarray = CupyArray
     module.asarray = asarray
+    module.empty = empty
     module.array = lambda data, copy, order: soft.to_device(data)
     module.cuda = SimpleNamespace(
         Device=Device,

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from cupy_kit import stand_in
+from cupy_kit import launch_on, stand_in
 
-from taskgraph.device import cuda
+from taskgraph.device import cuda, digest
 from taskgraph.device.api import Device
 from taskgraph.device.cuda import array_module, device_count
 from taskgraph.device.lookup import device_of
@@ -27,8 +27,10 @@ def found(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         soft = SoftDevice()
         yield soft, soft.xp
     elif request.param == "what speaks CuPy":
-        cupy = stand_in(SoftDevice())
+        soft = SoftDevice()
+        cupy = stand_in(soft)
         monkeypatch.setitem(sys.modules, "cupy", cupy)
+        monkeypatch.setattr(digest, "launch", launch_on(soft))
         cuda._first.cache_clear()
         yield array_module(1)[1], cupy  # type: ignore[misc]
         cuda._first.cache_clear()
@@ -118,25 +120,40 @@ def test_a_view_is_of_the_same_memory_and_keeps_its_owner(found: Found) -> None:
 
 def test_a_stream_is_current_in_its_thread(found: Found) -> None:
     device, _ = found
-    stream, before = device.stream(), device.current()
-    assert stream != before
-    assert device.use(stream) == before
-    try:
+    stream, other, before = device.stream(), device.stream(), device.current()
+    assert len({stream, other, before}) == 3
+    with device.on(stream):
         assert device.current() == stream
-    finally:
-        assert device.use(before) == stream
+        with device.on(other):
+            assert device.current() == other
+        assert device.current() == stream
+        with pytest.raises(StopIteration), device.on(other):
+            raise StopIteration(1)
+        assert device.current() == stream
+    assert device.current() == before
+
+
+def test_librarys_own_switches_of_streams_go_back_to_it(found: Found) -> None:
+    device, xp = found
+    if not hasattr(xp, "cuda"):
+        pytest.skip("it is CuPy that has some")
+    stream, before = device.stream(), device.current()
+    with device.on(stream):
+        with xp.cuda.Stream():
+            assert device.current() != stream
+        assert device.current() == stream
+        xp.cuda.Stream().use()
+        assert device.current() != stream
+    assert device.current() == before
 
 
 def test_one_stream_follows_another(found: Found) -> None:
     device, _ = found
     one, other = device.stream(), device.stream()
-    before = device.use(one)
-    try:
+    with device.on(one):
         array = device.to_device(np.arange(100_000.0))
         array += 1
         event = device.record(one)
-        device.use(other)
+    with device.on(other):
         device.follow(other, event)
         assert np.array_equal(device.to_host(device.copy(array)), np.arange(100_000.0) + 1)
-    finally:
-        device.use(before)
