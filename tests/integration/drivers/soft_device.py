@@ -1,0 +1,39 @@
+"""A ring of tasks whose rows live on a device in software: each node's process has one of its own."""
+
+import numpy as np
+
+import taskgraph as tg
+from taskgraph.node import node
+from taskgraph.testing.softdevice import SoftDevice
+
+device = SoftDevice(seed=5, races=True)
+node.array_module = lambda devices: (device.xp, device)
+
+SIZE = 50_000
+
+
+class Rows(tg.Task, state=["row"]):
+    def setup(self):
+        self.row = self.xp.arange(float(SIZE)) + 1.0 * self.task_id
+
+    def compose(self, epoch):
+        epoch.processor(self.send, outbound={"row": [*epoch.neighbors("left"), *epoch.neighbors("right")]})
+        epoch.processor(self.mean, inbound={"row": [*epoch.neighbors("left"), *epoch.neighbors("right")]})
+
+    def send(self, epoch, ins, outs):
+        outs.put("row", self.row)
+        self.row_before = self.row * 3.0
+
+    def mean(self, epoch, ins, outs):
+        left, right = ins.all("row").values()
+        assert type(left) is self.xp.ndarray
+        self.row = (left + right + self.row_before) / 5.0
+        epoch.report(waited_on_loops=len(device.waits_on_loops))
+
+    def result(self):
+        return float(self.row.get() @ (1 + np.arange(SIZE) % 97))
+
+
+@tg.job
+def soft_rows(tasks: int = 5, epochs: int = 150):
+    return tg.Job(tasks=tasks, epochs=epochs, builder=Rows, topology=tg.ring())

@@ -1,0 +1,43 @@
+"""Arrays of a device, in software, between real processes: staged on the host, lent, and back on a device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cli_kit import Cli, shell
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+DRIVER = Path(__file__).parent / "drivers" / "soft_device.py"
+
+
+def wanted(tasks: int, epochs: int) -> dict[int, float]:
+    """The driver's result, by numpy. The driver is not imported here: it gives its process a device."""
+    rows = [np.arange(50_000.0) + 1.0 * task for task in range(tasks)]
+    for _ in range(epochs):
+        rows = [(rows[t - 1] + rows[(t + 1) % tasks] + rows[t] * 3.0) / 5.0 for t in range(tasks)]
+    return {task: float(row @ (1 + np.arange(50_000) % 97)) for task, row in enumerate(rows)}
+
+
+@pytest.fixture
+async def cli() -> AsyncIterator[Cli]:
+    async with shell() as made:
+        yield made
+
+
+async def test_rows_on_devices_of_several_processes_and_one_is_killed(cli: Cli) -> None:
+    command = await cli.start("run", str(DRIVER), "--json", "--nodes", "3")
+    await command.until("the job began")
+    assert "sent SIGKILL" in (await cli("kill", "soft_rows", "--task", "1")).out
+    done = await command.done()
+    assert done.code == 0, done.err
+    result = json.loads(done.out.splitlines()[-1])
+    assert result["failovers"] >= 1
+    assert {int(task): value for task, value in result["values"].items()} == wanted(5, 150)
+    waited = [numbers["waited_on_loops"] for report in result["reports"] for numbers in report["by_task"].values()]
+    assert len(waited) == 5 * 150 and not any(waited)
+    await cli.nothing_left()
