@@ -203,10 +203,12 @@ class Primary:
         finally:
             self.attempts.drop()
             self.pulls.drop()
-            if not work.done():
-                work.cancel()
-                await asyncio.gather(work, return_exceptions=True)
-            await lanes.end()
+            try:
+                if not work.done():
+                    work.cancel()
+                    await asyncio.gather(work, return_exceptions=True)
+            finally:
+                await lanes.end()  # also where this is cancelled once more
             self._lanes = None
             self._reporter.forget()
             if not work.cancelled() and isinstance(stuck := work.exception(), StuckError):

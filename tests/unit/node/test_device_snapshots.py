@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -175,3 +176,14 @@ def test_a_copy_that_fails_fails_the_job_with_its_reason(soft: SoftDevice, monke
     monkeypatch.setattr(DeviceBuffer, "host", host)
     with pytest.raises(JobFailed, match=r"snapshot to the host.*ArithmeticError: the device is gone"):
         tg.run(tg.Job(tasks=2, epochs=4, builder=Grows, topology=tg.ring()), nodes=0)
+
+
+def test_a_node_that_dies_leaves_no_snapshot_on_its_way(soft: SoftDevice, caplog: pytest.LogCaptureFixture) -> None:
+    """Its end is told again, while what it works on is still ending."""
+    kills = {(1, 0): "compose", (0, 2): "snapshot", (2, 2): "compose", (2, 3): "compose"}
+    for order in range(5):
+        for backups in (1, 2):
+            job = tg.Job(tasks=3, epochs=6, builder=Grows, topology=tg.ring(), backups=backups)
+            tg.testing.run(job, kills=kills, strict=False, order=order)
+            gc.collect()
+    assert "was destroyed but it is pending" not in caplog.text
