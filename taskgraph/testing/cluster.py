@@ -83,16 +83,34 @@ def run(
         raise run.told(stuck) from None
 
 
+def _truth(cluster: InProcessCluster) -> JobView:
+    """What etcd says: a node's own view may be behind."""
+    truth = JobView(cluster.keys.job)
+    truth.reset(cluster.store.revision, cluster.store.select(cluster.keys.root, prefix=True))
+    return truth
+
+
 def _survivable(cluster: InProcessCluster, node_id: str) -> bool:
     """Whether every task has a replica in sync on another node that lives.
 
     Not only the tasks whose primary is on this node: it may hold the last replica of one whose primary was killed just
-    now. And what counts is what etcd says: a node's own view may be behind an eviction.
+    now.
     """
-    truth = JobView(cluster.keys.job)
-    truth.reset(cluster.store.revision, cluster.store.select(cluster.keys.root, prefix=True))
+    truth = _truth(cluster)
     living = {node.id for node in cluster.nodes} - {node_id}
     return all(not living.isdisjoint(truth.in_sync(task)) for task in truth.primaries)
+
+
+async def _until_survivable(cluster: InProcessCluster, node_id: str) -> bool:
+    """Returns when it is, or never will be: once the job is over nobody is admitted any more."""
+
+    def settled(view: object) -> bool:
+        return _survivable(cluster, node_id) or not _truth(cluster).running
+
+    # Looked at again after every wait: of two kills that waited for the same, the first changes it.
+    while not settled(None):
+        await cluster.node(node_id).keeper.wait_until(settled)
+    return _survivable(cluster, node_id)
 
 
 class _Run:
@@ -130,13 +148,13 @@ class _Run:
 
     def _point(self, cluster: InProcessCluster, node_id: str) -> Point:
         async def at(stage: str, task: int, epoch: int) -> None:
-            if self._kills.get((task, epoch)) != stage:
+            due = self._kills.get((task, epoch))
+            if due == "committed" and stage == "commit":
+                await _until_survivable(cluster, node_id)  # this may be the last commit, after which it is too late
+            if due != stage:
                 return
             # In life nobody waits for that; here a kill that loses a task's state would tell nothing of the job.
-            # Looked at again after every wait: of two kills that waited for the same, the first changes it.
-            while not _survivable(cluster, node_id):
-                await cluster.node(node_id).keeper.wait_until(lambda _: _survivable(cluster, node_id))
-            if self._kills.pop((task, epoch), None) is not None:
+            if await _until_survivable(cluster, node_id) and self._kills.pop((task, epoch), None) is not None:
                 cluster.crash(node_id)
                 cluster.add()
                 await asyncio.Event().wait()  # the crash cancels whatever runs here

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 
+import numpy as np
 import pytest
 from jobs_kit import Fit, Kills, fit, job, run, same
 from test_run_events import Bank, Wave
@@ -12,6 +13,24 @@ from test_run_events import Bank, Wave
 import taskgraph as tg
 from taskgraph.jobs import JobResult
 from taskgraph.testing import STAGES
+
+
+class Averages(tg.Task, state=["row"]):
+    def setup(self) -> None:
+        self.row = np.array([float(self.task_id)])
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.send, outbound={"row": "right"})
+        epoch.processor(self.mix, inbound={"row": "left"})
+
+    def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("row", self.row)
+
+    def mix(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.row = (self.row + ins["row"]) / 2
+
+    def result(self) -> list[float]:
+        return [float(self.row[0])]
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +70,15 @@ def test_whom_a_predecessor_evicted_counts_again_once_it_is_a_member_again() -> 
     kills: Kills = {(1, 1): "snapshot", (1, 2): "sync", (0, 1): "snapshot"}
     result = run(job(Bank, tasks=3, epochs=3), kills=kills, order=923, nodes=3, strict=False)
     assert result.values == {0: 330, 1: 0, 2: 0}
+
+
+@pytest.mark.parametrize("order", [1, 36, 40, 52, 54, 56])
+def test_a_kill_after_the_last_commit_comes_while_who_is_missing_can_still_be_replaced(order: int) -> None:
+    """Nobody is admitted any more once the job finished: the kill waited for that, and the results for the kill."""
+    kills: Kills = {(0, 3): "committed", (2, 3): "snapshot", (1, 2): "compose"}
+    ring = tg.Job(tasks=3, epochs=4, builder=Averages, topology=tg.ring(), backups=1)
+    undisturbed = tg.testing.run(ring)
+    same(tg.testing.run(ring, kills=kills, order=order), undisturbed)
 
 
 @pytest.mark.slow
