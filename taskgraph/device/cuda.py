@@ -23,7 +23,7 @@ from taskgraph.device import digest
 from taskgraph.device.api import Array, Device, Event, Stream
 from taskgraph.device.visible import PRETEND, VISIBLE, visible
 
-__all__ = ["CudaDevice", "array_module", "device_count", "device_of"]
+__all__ = ["CudaDevice", "array_module", "device_count", "device_of", "from_dlpack"]
 
 log = logging.getLogger("taskgraph.devices")
 
@@ -61,6 +61,15 @@ def device_of(value: Any) -> Device | None:
     if cupy is None or type(value) is not getattr(cupy, "ndarray", None):
         return None
     return _first()
+
+
+def from_dlpack(value: Any) -> Array | None:
+    """See `lookup.from_dlpack`. CuPy has its current stream follow what the other library tells."""
+    if importlib.util.find_spec("cupy") is None:
+        return None
+    import cupy
+
+    return cupy.from_dlpack(value)
 
 
 @cache

@@ -2,7 +2,7 @@
 
 A library is its namespace of the array API standard. Its arrays name it themselves (`__array_namespace__`), so nothing
 of it is made, and no device taken, where a driver is only imported. On the wire such an array is a codec's value: a
-numpy array behind a name.
+numpy array, or one of a device, behind a name.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from taskgraph.device.lookup import device_of, from_dlpack
 from taskgraph.errors import JobError
 from taskgraph.graph import codecs
 from taskgraph.graph.refusals import CannotTravel, library_of
@@ -29,8 +29,9 @@ _declared: Final[dict[str, codecs.Codec]] = {}
 def arrays(namespace: ModuleType) -> None:
     """Makes the arrays of another library travel. Call it where the driver is imported.
 
-    They arrive as arrays of that library, with the same dtype, shape and bits. Arrays on a device are refused: copy
-    them to the host first. numpy's and CuPy's arrays travel without; PyTorch's tensors with `import taskgraph.torch`.
+    They arrive as arrays of that library, with the same dtype, shape and bits, and on the device of a node that has one
+    where they were on a CUDA device, which takes CuPy. numpy's and CuPy's arrays travel without; PyTorch's tensors with
+    `import taskgraph.torch`.
 
     Args:
         namespace: what the library's arrays name as their namespace of the array API, e.g. `jax.numpy`.
@@ -48,15 +49,19 @@ def arrays(namespace: ModuleType) -> None:
         )
 
     def decode(array: Any) -> Any:
-        if not isinstance(array, np.ndarray):
-            raise ValueError(f"an array of {name} came as {type(array).__name__}")
         # It may be the memory that came in, which others read: no library but numpy knows of read-only memory.
-        found = namespace.from_dlpack(array if array.flags.writeable else array.copy())
-        if np.from_dlpack(found).dtype != array.dtype:
+        if (device := device_of(array)) is not None:
+            own = device.copy(array)
+        elif isinstance(array, np.ndarray):
+            own = array if array.flags.writeable else array.copy()
+        else:
+            raise ValueError(f"an array of {name} came as {type(array).__name__}")
+        found = namespace.from_dlpack(own)
+        if (as_read := _read(found)) is None or as_read.dtype != array.dtype:
             raise ValueError(f"{name} makes {found.dtype} of {array.dtype} here")
         return found
 
-    _declared[name] = codecs.named(f"arrays of {name}", _to_numpy, decode)
+    _declared[name] = codecs.named(f"arrays of {name}", _to_ours, decode)
 
 
 def codec_of_library(value: Any) -> codecs.Codec | None:
@@ -70,11 +75,21 @@ def codec_of_library(value: Any) -> codecs.Codec | None:
     return known
 
 
-def _to_numpy(value: Any) -> NDArray[Any]:
+def _read(value: Any) -> Any:
+    """A library's array as numpy's, or as that of its device; None where it is in memory that is not read here."""
+    kind, _ = value.__dlpack_device__()
+    return np.from_dlpack(value) if kind in _ON_HOST else from_dlpack(value)
+
+
+def _to_ours(value: Any) -> Any:
     try:
-        kind, _ = value.__dlpack_device__()
-        if kind not in _ON_HOST:
-            raise CannotTravel(value, f"it is not in the host's memory (DLPack's kind of device {kind}): copy it there")
-        return np.from_dlpack(value)
+        found = _read(value)
+        if found is None:
+            kind, _ = value.__dlpack_device__()
+            raise CannotTravel(
+                value,
+                f"it is on a device (DLPack's kind {kind}), and only CUDA's are read, with CuPy: copy it to the host",
+            )
+        return found
     except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:  # as libraries say "no"
-        raise CannotTravel(value, f"numpy cannot read it ({error}): send what it can, e.g. its bits") from error
+        raise CannotTravel(value, f"it cannot be read ({error}): send what can, e.g. its bits") from error

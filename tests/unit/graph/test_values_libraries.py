@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 import taskgraph as tg
+from taskgraph.device import lookup
 from taskgraph.errors import DecodeError, JobError, ValueNotEncodable
 from taskgraph.graph import codecs, libraries
 from taskgraph.graph.values import decode, encode
+from taskgraph.testing.softdevice import SoftArray, SoftDevice
 
 Array = type(strict.asarray(0.0))
 
@@ -111,15 +113,47 @@ def library(name: str, **attributes: Any) -> types.ModuleType:
     return found
 
 
-def test_what_is_on_a_device_is_refused(declared: None) -> None:
+def test_what_is_on_a_device_that_nothing_here_reads_is_refused(declared: None) -> None:
     tg.arrays(library("foreign", from_dlpack=np.from_dlpack))
-    with pytest.raises(ValueNotEncodable, match=r"not in the host's memory \(DLPack's kind of device 2\): copy it"):
-        encode([Foreign(2, "foreign")])
+    with pytest.raises(ValueNotEncodable, match=r"on a device \(DLPack's kind 14\).* copy it to the host"):
+        encode([Foreign(14, "foreign")])
 
 
-def test_what_numpy_cannot_read_is_refused(declared: None) -> None:
+class OnSoft(Foreign):
+    """A library's array on a device in software, which says that it is CUDA's."""
+
+    def __init__(self, there: SoftArray) -> None:
+        super().__init__(2, "foreign")
+        self.there = there
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.there.dtype
+
+
+@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("size", [3, 10_000])
+def test_an_array_on_a_device_arrives_there_and_is_ones_own(
+    declared: None, monkeypatch: pytest.MonkeyPatch, stays: bool, size: int
+) -> None:
+    soft = SoftDevice()
+    monkeypatch.setitem(lookup._readers, 2, lambda value: value.there)
+    tg.arrays(library("foreign", from_dlpack=lambda a: OnSoft(a) if isinstance(a, SoftArray) else a))
+    given = soft.xp.arange(float(size))
+    encoded = encode({"x": OnSoft(given)}, stays=stays)
+    given += 1
+    back = [decode(encoded, device=soft)["x"] for _ in range(2)]
+    assert [type(one) for one in back] == [OnSoft, OnSoft]
+    back[0].there += 1
+    assert np.array_equal(back[1].there.get(), np.arange(float(size)))
+    assert encoded.digest == encode({"x": OnSoft(soft.xp.arange(float(size)))}).digest
+    if not stays:
+        assert np.array_equal(decode(encoded)["x"], np.arange(float(size))), "on a node without a device"
+
+
+def test_what_cannot_be_read_is_refused(declared: None) -> None:
     tg.arrays(library("foreign", from_dlpack=np.from_dlpack))
-    with pytest.raises(ValueNotEncodable, match=r"numpy cannot read it \(no bfloat16\)"):
+    with pytest.raises(ValueNotEncodable, match=r"it cannot be read \(no bfloat16\)"):
         encode([Foreign(1, "foreign", BufferError("no bfloat16"))])
 
 
