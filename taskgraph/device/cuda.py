@@ -11,12 +11,14 @@ import importlib.util
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from types import ModuleType
 from typing import Any, Final
 
 import numpy
+import xxhash
 from numpy.typing import NDArray
 
 from taskgraph.device import digest
@@ -27,6 +29,8 @@ __all__ = ["CudaDevice", "array_module", "device_count", "device_of", "from_dlpa
 
 log = logging.getLogger("taskgraph.devices")
 
+_CHECK_BLOCK: Final = 1 << 16
+_CHECK_BYTES: Final = 3 * _CHECK_BLOCK + 1000
 _FIRST: Final = 0
 """A node computes on the first device its process has."""
 
@@ -96,6 +100,8 @@ class CudaDevice:
     def __init__(self, cupy: Any, number: int) -> None:
         self._cupy = cupy
         self._number = number
+        self._works: bool | None = None  # None: not looked at yet
+        self._looking = threading.Lock()
 
     # -- order ------------------------------------------------------------------------------------
 
@@ -132,7 +138,38 @@ class CudaDevice:
     # -- memory -----------------------------------------------------------------------------------
 
     def keeps(self, array: Array) -> bool:
-        return bool(array.device.id == self._number)
+        if array.device.id != self._number:
+            return False
+        if self._works is None:
+            with self._looking:
+                if self._works is None:
+                    self._works = self._look()
+        return self._works
+
+    def _look(self) -> bool:
+        """Whether what arrays need that stay here works with this device, driver and CuPy: tried once, on a small one.
+
+        Where it does not they go by the host, which is slower. Digests that were not the host's would be worse: tasks
+        would disagree about every item.
+        """
+        wanted = numpy.arange(_CHECK_BYTES // 8, dtype=numpy.uint64) * numpy.uint64(0x9E3779B185EBCA87)
+        found = numpy.zeros(_CHECK_BYTES, numpy.uint8)
+        try:
+            with self.on(self.stream()):
+                copy = self.copy(self.to_device(wanted))
+                digests = self.digests(copy, _CHECK_BLOCK)
+                self.fetch(self.view(copy, wanted.dtype, wanted.shape, None), found)
+                self.wait(self.record(self.current()))
+                taken = digests()
+        except Exception:
+            log.exception("arrays do not stay on device %d, and go by the host: what that takes fails", self._number)
+            return False
+        data = wanted.view(numpy.uint8)
+        blocks = [data[at : at + _CHECK_BLOCK].data for at in range(0, _CHECK_BYTES, _CHECK_BLOCK)]
+        if not numpy.array_equal(found, data) or list(taken) != [xxhash.xxh3_128_digest(block) for block in blocks]:
+            log.error("arrays do not stay on device %d, and go by the host: a copy or a digest is wrong", self._number)
+            return False
+        return True
 
     def copy(self, array: Array) -> Array:
         with self._cupy.cuda.Device(self._number):

@@ -16,6 +16,8 @@ from taskgraph.device import cuda, digest
 from taskgraph.device.api import Device
 from taskgraph.device.cuda import array_module, device_count
 from taskgraph.device.lookup import device_of
+from taskgraph.graph.values import encode
+from taskgraph.protocol.messages import Encoded, EncodedOnDevice
 from taskgraph.testing.softdevice import SoftDevice
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")])
@@ -97,6 +99,34 @@ def test_the_digests_are_those_of_the_blocks(found: Found) -> None:
     digests = device.digests(device.to_device(host), 4096)
     device.wait(device.record(device.current()))
     assert list(digests()) == [xxhash.xxh3_128_digest(host[at : at + 4096]) for at in (0, 4096, 8192)]
+
+
+@pytest.mark.parametrize("fault", ["a digest is wrong", "it fails"])
+def test_arrays_go_by_the_host_where_staying_does_not_work(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    soft = SoftDevice()
+    monkeypatch.setitem(sys.modules, "cupy", cupy := stand_in(soft))
+    right = launch_on(soft)
+
+    def launch(data: Any, nbytes: int, block_bytes: int, digests: Any, stream: Any) -> None:
+        if fault == "it fails":
+            raise RuntimeError("it does not compile")
+        right(data, nbytes, block_bytes, digests, stream)
+        with stream:
+            digests[-1, -1:] = 0
+
+    monkeypatch.setattr(digest, "launch", launch)
+    cuda._first.cache_clear()
+    host = np.arange(10_000.0)
+    for _ in range(2):
+        encoded = encode(cupy.asarray(host), stays=True)
+        assert type(encoded) is Encoded and encoded.digest == encode(host).digest
+    assert [record.levelname for record in caplog.records] == ["ERROR"], "it is looked at once"
+    monkeypatch.setattr(digest, "launch", right)
+    cuda._first.cache_clear()
+    assert type(encode(cupy.asarray(host), stays=True)) is EncodedOnDevice
+    cuda._first.cache_clear()
 
 
 def test_a_view_is_of_the_same_memory_and_keeps_its_owner(found: Found) -> None:
