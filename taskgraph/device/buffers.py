@@ -51,13 +51,13 @@ class _Memory:
         self.device = device
         self.array = array
         self.stream = stream
-        self.read: dict[Stream, Event] = {}  # the last of each: it is behind those before it
+        self.read: list[Event] = []  # not the last of each stream: leases end in any thread, and in any order
 
     def __del__(self) -> None:
         if sys.is_finalizing():
             return
         try:
-            for event in self.read.values():
+            for event in self.read:
                 self.device.follow(self.stream, event)
         except Exception as error:  # the device is lost, as a rule
             log.warning("memory of %d bytes is left alone: %s", self.array.nbytes, error)
@@ -78,7 +78,7 @@ class _Lease:
         if sys.is_finalizing() or stream == memory.stream:
             return
         try:
-            memory.read[stream] = memory.device.record(stream)
+            memory.read.append(memory.device.record(stream))
         except Exception as error:
             log.warning("memory of %d bytes is left alone: %s", memory.array.nbytes, error)
             _lost.append(memory.array)

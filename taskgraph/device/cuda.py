@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from taskgraph.device import digest
 from taskgraph.device.api import Array, Device, Event, Stream
 from taskgraph.device.visible import PRETEND, VISIBLE, visible
+from taskgraph.protocol.deviceloss import device_error
 
 __all__ = ["CudaDevice", "array_module", "device_count", "device_of", "from_dlpack"]
 
@@ -31,6 +32,7 @@ log = logging.getLogger("taskgraph.devices")
 
 _CHECK_BLOCK: Final = 1 << 16
 _CHECK_BYTES: Final = 3 * _CHECK_BLOCK + 1000
+"""What is tried before arrays stay: some blocks, and a part of one."""
 _FIRST: Final = 0
 """A node computes on the first device its process has."""
 
@@ -150,7 +152,7 @@ class CudaDevice:
         """Whether what arrays need that stay here works with this device, driver and CuPy: tried once, on a small one.
 
         Where it does not they go by the host, which is slower. Digests that were not the host's would be worse: tasks
-        would disagree about every item.
+        would disagree about every item. An error of the device itself is raised: it is no reason to go on with it.
         """
         wanted = numpy.arange(_CHECK_BYTES // 8, dtype=numpy.uint64) * numpy.uint64(0x9E3779B185EBCA87)
         found = numpy.zeros(_CHECK_BYTES, numpy.uint8)
@@ -161,7 +163,9 @@ class CudaDevice:
                 self.fetch(self.view(copy, wanted.dtype, wanted.shape, None), found)
                 self.wait(self.record(self.current()))
                 taken = digests()
-        except Exception:
+        except Exception as error:
+            if device_error(error) is not None:
+                raise
             log.exception("arrays do not stay on device %d, and go by the host: what that takes fails", self._number)
             return False
         data = wanted.view(numpy.uint8)

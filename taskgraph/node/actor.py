@@ -86,7 +86,6 @@ class Actor:
         self.task = task
         self._device = device
         self._stream: Stream | None = None  # made where the task's code runs first, which is in a thread
-        self._in_its_place = self._in_thread if device is None else self._on_stream
         self._tracing = tracing or Tracing()
         self._threads = threads
         self._cancel_s = cancel_s
@@ -207,7 +206,9 @@ class Actor:
         if alone:
             await self._turn.acquire()
         began, mark = self._tracing.on and clock(), 0
-        call = functools.partial(self._in_its_place, where, alone, function, args, after)
+        call = functools.partial(self._in_thread, where, alone, function, args, after)
+        if self._device is not None:
+            call = functools.partial(self._on_stream, self._device, call)
         try:
             if where in self._brief:
                 words = lastwords.here
@@ -269,19 +270,10 @@ class Actor:
             self._stream = device.stream()
         return self._stream
 
-    def _on_stream(
-        self,
-        where: str,
-        alone: bool,
-        function: Callable[..., R],
-        args: tuple[Any, ...],
-        after: Callable[[], object] | None,
-    ) -> R:
-        """`_in_thread`, with the task's stream as the current one."""
-        device = self._device
-        assert device is not None
+    def _on_stream(self, device: Device, call: Callable[[], R]) -> R:
+        """In a thread: with the task's stream as the current one."""
         with device.on(self._stream_of(device)):
-            return self._in_thread(where, alone, function, args, after)
+            return call()
 
     async def _outlast(self, future: asyncio.Future[R], where: str) -> None:
         """The caller was cancelled; the thread cannot be. The task stays held until it returns or is left behind."""

@@ -214,6 +214,28 @@ def test_an_owner_who_reads_its_own_waits_for_nobody(soft: SoftDevice) -> None:
         assert not memory.read
 
 
+def test_two_views_that_end_at_the_same_time_are_both_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft = SoftDevice()
+    with On(soft) as owner:
+        encoded = put(soft)
+    with On(soft) as reader:
+        views, read, record = [decode(encoded, device=soft) for _ in range(2)], [], soft.record
+
+        def interrupted(stream: SoftStream) -> object:
+            """Before the event of the first view's end is kept, another thread reads the second, and lets go of it."""
+            event = record(stream)
+            if len(views) == 1:
+                read.append(views.pop() + 1.0)
+            return event
+
+        monkeypatch.setattr(soft, "record", interrupted)
+        del views[0]
+        del encoded
+    fill(soft, owner)
+    with On(soft, reader):
+        assert np.array_equal(read[0].get(), HOST + 1)
+
+
 def test_memory_that_cannot_be_put_in_order_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
     soft, left = SoftDevice(), []
     monkeypatch.setattr(buffers_module, "_lost", left)

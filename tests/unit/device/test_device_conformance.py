@@ -129,6 +129,24 @@ def test_arrays_go_by_the_host_where_staying_does_not_work(
     cuda._first.cache_clear()
 
 
+def test_an_error_of_the_device_is_none_of_what_does_not_work_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft = SoftDevice()
+    monkeypatch.setitem(sys.modules, "cupy", cupy := stand_in(soft))
+    full = type("OutOfMemoryError", (Exception,), {"__module__": "cupy.cuda.memory"})
+
+    def launch(*_: Any) -> None:
+        raise full("for now")
+
+    monkeypatch.setattr(digest, "launch", launch)
+    cuda._first.cache_clear()
+    array = cupy.asarray(np.arange(10_000.0))
+    with pytest.raises(full):
+        encode(array, stays=True)
+    monkeypatch.setattr(digest, "launch", launch_on(soft))
+    assert type(encode(array, stays=True)) is EncodedOnDevice
+    cuda._first.cache_clear()
+
+
 def test_a_view_is_of_the_same_memory_and_keeps_its_owner(found: Found) -> None:
     class Owner:
         pass

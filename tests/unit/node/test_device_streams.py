@@ -131,7 +131,7 @@ async def test_a_value_that_is_put_waits_for_its_own_tasks_work_only(threads: Po
 async def test_without_a_device_there_is_none(threads: PooledThreads) -> None:
     actor = actor_of(threads, None)
     assert await actor.call("compute", lambda: 1) == 1
-    assert actor._in_its_place == actor._in_thread
+    assert actor._stream is None
 
 
 class Mixes(tg.Task, state=["row"]):
