@@ -210,10 +210,21 @@ class InProcessCluster:
 
     async def _collect(self) -> list[TaskResult]:
         while True:
-            found = [result for node in self.nodes for result in await node.results()]
+            found = [result for node in self.nodes for result in await self._results_of(self._members[node.id])]
             if complete(found, self.job.tasks):
                 return found
             await asyncio.sleep(0.01)  # a task changes hands just now
+
+    @staticmethod
+    async def _results_of(member: _Member) -> list[TaskResult]:
+        """What that node has; nothing where it ends meanwhile: it would never say so."""
+        asking = asyncio.ensure_future(member.node.results())
+        try:
+            await asyncio.wait((asking, member.run), return_when=asyncio.FIRST_COMPLETED)
+            return asking.result() if asking.done() else []
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
 
     def waits(self) -> str:
         """What the job waits for, as far as its leader and its primaries know."""

@@ -18,8 +18,10 @@ from taskgraph.launch import inprocess
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.backups import Backups
 from taskgraph.node.leader import LeaderRole
+from taskgraph.node.node import Node
 from taskgraph.node.primary import Primary
 from taskgraph.node.serving import Serving
+from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.kv import Put, Txn, TxnResult
 from taskgraph.protocol.messages import Accepted, Audit, HandOver, Reason, Report
 from taskgraph.testing.simulate.client import SimCoordinator
@@ -215,6 +217,28 @@ def test_a_simulated_watch_that_missed_what_was_compacted_says_so(seed: int) -> 
 
     with asyncio.Runner(loop_factory=SimLoop) as runner:
         runner.run(run())
+
+
+async def test_a_node_that_dies_while_it_is_asked_for_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asked waited for what it would never say. Python 3.12 and later came there by themselves."""
+    asked: list[str] = []
+    results = Node.results
+
+    async def dies_first(self: Node) -> list[TaskResult]:
+        if not asked:
+            asked.append(self.id)
+            cluster.crash(self.id)
+            await asyncio.Event().wait()
+        return await results(self)
+
+    monkeypatch.setattr(Node, "results", dies_first)
+    cluster = InProcessCluster(tg.Job(tasks=2, epochs=2, backups=1, builder=lambda _: Counts()))
+    await cluster.start(3)
+    try:
+        result = await cluster.result(timeout_s=10)
+    finally:
+        await cluster.stop()
+    assert len(asked) == 1 and result.epochs == 2
 
 
 async def test_a_job_that_finished_and_then_lost_a_task_goes_back_and_finishes_again(
