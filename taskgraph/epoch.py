@@ -401,7 +401,8 @@ class Outputs:
             else:
                 what = f"channel {str(tag)!r} of task {self._work.task}"
                 work = self._work
-                encoded = encode(value, what=what, allocate=work.allocate, stays=work.device is not None)
+                stays = work.device is not None
+                encoded = encode(value, what=what, allocate=work.allocate, stays=stays, lendable=stays)
             for consumer in consumers:
                 self._work.put(str(tag), consumer, encoded)
 

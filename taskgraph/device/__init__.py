@@ -6,5 +6,6 @@ Modules:
     cuda     CUDA's devices, by CuPy
     digest   digests of the blocks of memory on a device, taken there
     lookup   which device an array is on
+    shared   memory of a device that other processes of the host can open
     visible  which devices a process may use, as CUDA is told
 """

@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Array", "Device", "Event", "OnDevice", "Stream"]
+__all__ = ["HANDLE_BYTES", "IDENTITY_BYTES", "Array", "Device", "Event", "OnDevice", "Stream"]
 
 Array = Any
 """An array on a device: it has `shape`, `dtype` (numpy's), `nbytes`."""
@@ -30,6 +30,8 @@ Stream = Hashable
 """Equal to another where both are the same queue."""
 Event = Any
 """A place in a stream."""
+HANDLE_BYTES: Final = 64
+IDENTITY_BYTES: Final = 16
 
 
 class Device(Protocol):
@@ -81,6 +83,38 @@ class Device(Protocol):
 
     def to_host(self, array: Array) -> NDArray[Any]:
         """A new array of the host with the same elements, in C order, after what is queued on the current stream."""
+
+    # Memory that other processes of the host can open: `taskgraph.device.shared`.
+
+    @property
+    def identity(self) -> bytes:
+        """`IDENTITY_BYTES` by which every process knows the device."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """How much memory it has, for all processes."""
+
+    def allocate(self, nbytes: int) -> Array:
+        """Bytes that belong to no stream. The device may stop for a moment, now and when they are garbage.
+
+        Raises:
+            MemoryError: there is not that much.
+        """
+
+    def fill(self, target: Array, source: Array) -> None:
+        """Queues a copy of the elements of `source`, in C order, to bytes that are as many."""
+
+    def share(self, memory: Array) -> bytes:
+        """`HANDLE_BYTES` by which others open what `allocate` gave. Raises, by the library, where none can."""
+
+    def open(self, handle: bytes, nbytes: int) -> Array:
+        """Bytes of another process, to be read only. Raises, by the library, where they cannot be opened.
+
+        They may be opened several times. Whoever allocated them must not let them go before they are closed.
+        """
+
+    def close(self, memory: Array) -> None:
+        """Ends what `open` gave, once all that reads it is done. The device may stop for a moment."""
 
 
 @dataclass(frozen=True, slots=True)

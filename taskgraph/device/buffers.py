@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from taskgraph.device.api import Array, Device, Event, Stream
+from taskgraph.device.shared import Segment, SharedMemory
 
 __all__ = ["Allocate", "DeviceBuffer", "Digested", "Private"]
 
@@ -47,6 +48,8 @@ class _Memory:
 
     __slots__ = ("array", "device", "read", "stream")
 
+    segment: Segment | None = None  # what other processes can open of it
+
     def __init__(self, device: Device, array: Array, stream: Stream) -> None:
         self.device = device
         self.array = array
@@ -57,11 +60,30 @@ class _Memory:
         if sys.is_finalizing():
             return
         try:
-            for event in self.read:
-                self.device.follow(self.stream, event)
+            self._put_in_order()
         except Exception as error:  # the device is lost, as a rule
             log.warning("memory of %d bytes is left alone: %s", self.array.nbytes, error)
             _lost.append(self.array)
+
+    def _put_in_order(self) -> None:
+        for event in self.read:
+            self.device.follow(self.stream, event)
+
+
+class _InSegment(_Memory):
+    """The same in memory that belongs to no stream: whoever gets it next follows all who read it."""
+
+    __slots__ = ("_shared", "segment")
+
+    def __init__(self, device: Device, shared: SharedMemory, segment: Segment, nbytes: int) -> None:
+        super().__init__(device, segment.array, device.current())
+        self._shared = shared
+        self.segment = segment
+        self.array = device.view(segment.array, np.dtype(np.uint8), (nbytes,), None)
+
+    def _put_in_order(self) -> None:
+        assert self.segment is not None
+        self._shared.give_back(self.segment, [*self.read, self.device.record(self.stream)])
 
 
 class _Lease:
@@ -105,10 +127,19 @@ class Digested:
 
 
 class Private(Digested):
-    """A private copy of an array, being made and digested on the current stream: later writes do not reach it."""
+    """A private copy of an array, being made and digested on the current stream: later writes do not reach it.
 
-    def __init__(self, device: Device, array: Array, block_bytes: int) -> None:
-        self._memory = _Memory(device, device.copy(array), device.current())
+    Args:
+        shared: where it is copied to, as far as there is memory, so that other processes can open it.
+    """
+
+    def __init__(self, device: Device, array: Array, block_bytes: int, shared: SharedMemory | None = None) -> None:
+        segment = None if shared is None else shared.take(array.nbytes)
+        if shared is None or segment is None:
+            self._memory = _Memory(device, device.copy(array), device.current())
+        else:
+            self._memory = _InSegment(device, shared, segment, array.nbytes)
+            device.fill(self._memory.array, array)
         super().__init__(device, self._memory.array, block_bytes)
 
     def sealed(self) -> DeviceBuffer:
@@ -141,6 +172,11 @@ class DeviceBuffer:
     @property
     def device(self) -> Device:
         return self._memory.device
+
+    @property
+    def segment(self) -> Segment | None:
+        """The memory it is in, where other processes can open that. It begins there."""
+        return self._memory.segment
 
     @property
     def viewed(self) -> bool:

@@ -33,6 +33,8 @@ log = logging.getLogger("taskgraph.devices")
 _CHECK_BLOCK: Final = 1 << 16
 _CHECK_BYTES: Final = 3 * _CHECK_BLOCK + 1000
 """What is tried before arrays stay: some blocks, and a part of one."""
+_OUT_OF_MEMORY: Final = 2
+"""cudaErrorMemoryAllocation."""
 _FIRST: Final = 0
 """A node computes on the first device its process has."""
 
@@ -104,6 +106,7 @@ class CudaDevice:
         self._number = number
         self._works: bool | None = None  # None: not looked at yet
         self._looking = threading.Lock()
+        self._identity: bytes | None = None
 
     # -- order ------------------------------------------------------------------------------------
 
@@ -210,3 +213,52 @@ class CudaDevice:
                 event.synchronize()
                 whole.get(out=host)  # not memory of CuPy's choice: it may be the device's own
             return host
+
+    # -- memory that other processes can open -----------------------------------------------------
+
+    @property
+    def identity(self) -> bytes:
+        if self._identity is None:
+            self._identity = bytes(self._cupy.cuda.runtime.getDeviceProperties(self._number)["uuid"])
+        return self._identity
+
+    @property
+    def memory_bytes(self) -> int:
+        with self._cupy.cuda.Device(self._number):
+            return int(self._cupy.cuda.runtime.memGetInfo()[1])
+
+    def allocate(self, nbytes: int) -> Array:
+        cupy = self._cupy
+        with cupy.cuda.Device(self._number):
+            try:
+                memory = cupy.cuda.Memory(nbytes)  # not of a pool, whose pieces others would open with it
+            except cupy.cuda.runtime.CUDARuntimeError as error:
+                if error.status != _OUT_OF_MEMORY:
+                    raise
+                cupy.get_default_memory_pool().free_all_blocks()
+                try:
+                    memory = cupy.cuda.Memory(nbytes)
+                except cupy.cuda.runtime.CUDARuntimeError as again:
+                    if again.status != _OUT_OF_MEMORY:
+                        raise
+                    raise MemoryError(f"{nbytes} bytes of device {self._number}") from None
+            return cupy.ndarray((nbytes,), numpy.uint8, cupy.cuda.MemoryPointer(memory, 0))
+
+    def fill(self, target: Array, source: Array) -> None:
+        with self._cupy.cuda.Device(self._number):
+            self._cupy.ndarray(source.shape, source.dtype, target.data)[...] = source
+
+    def share(self, memory: Array) -> bytes:
+        with self._cupy.cuda.Device(self._number):
+            return self._cupy.cuda.runtime.ipcGetMemHandle(memory.data.ptr)  # type: ignore[no-any-return]
+
+    def open(self, handle: bytes, nbytes: int) -> Array:
+        cuda = self._cupy.cuda
+        with cuda.Device(self._number):
+            address = cuda.runtime.ipcOpenMemHandle(handle)
+        memory = cuda.UnownedMemory(address, nbytes, None, self._number)
+        return self._cupy.ndarray((nbytes,), numpy.uint8, cuda.MemoryPointer(memory, 0))
+
+    def close(self, memory: Array) -> None:
+        with self._cupy.cuda.Device(self._number):
+            self._cupy.cuda.runtime.ipcCloseMemHandle(memory.data.ptr)

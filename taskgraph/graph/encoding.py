@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from taskgraph.device import shared
 from taskgraph.device.api import Device, OnDevice
 from taskgraph.device.buffers import Private
 from taskgraph.device.lookup import device_of
@@ -47,12 +48,16 @@ _SHAPES: Final = tuple(struct.Struct(f"<B{ndim}Q") for ndim in range(65))
 class Writer:
     """Writes one value."""
 
-    __slots__ = ("adopt", "allocate", "arrays", "buffers", "depth", "eager", "meta", "on_device", "stayed", "stays")
+    __slots__ = (
+        *("adopt", "allocate", "arrays", "buffers", "depth", "eager", "lendable", "meta", "on_device", "stayed"),
+        "stays",
+    )
 
-    def __init__(self, adopt: bool, allocate: Allocate | None, stays: bool = False) -> None:
+    def __init__(self, adopt: bool, allocate: Allocate | None, stays: bool = False, lendable: bool = False) -> None:
         self.meta = bytearray()
         self.buffers: list[memoryview | arrays.Copy | Private] = []  # copies are made when the digest is taken
         self.stays = stays
+        self.lendable = lendable
         self.stayed = False  # some of it did
         self.allocate = allocate
         self.eager = 0  # within user code's own types: what they gave may change when they are asked for more
@@ -209,7 +214,8 @@ def _write_staying(writer: Writer, value: Any, device: Device) -> None:
     writer.on_device.append(writer.arrays)
     writer.arrays += 1
     writer.meta += b"a" + header + _SHAPES[value.ndim].pack(value.ndim, *value.shape)
-    writer.buffers.append(Private(device, value, BLOCK_BYTES))
+    memory = shared.of(device) if writer.lendable else None
+    writer.buffers.append(Private(device, value, BLOCK_BYTES, memory))
     writer.stayed = True
 
 

@@ -14,13 +14,13 @@ the digest (`digests`), which is of the value alone. All numbers are little-endi
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
 import numpy as np
 
 from taskgraph.device.api import Device
-from taskgraph.device.buffers import DeviceBuffer, Digested
+from taskgraph.device.buffers import DeviceBuffer, Digested, Private
 from taskgraph.errors import DecodeError
 from taskgraph.graph import arrays, digests
 from taskgraph.graph.blocks import Allocate
@@ -31,6 +31,7 @@ from taskgraph.graph.refusals import CannotTravel
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
 
 __all__ = [
+    "arrived",
     "codec",
     "decode",
     "digest_of",
@@ -53,7 +54,13 @@ _NONE: Final[frozenset[int]] = frozenset()
 
 
 def encode(
-    value: Any, *, what: str = "value", adopt: bool = False, allocate: Allocate | None = None, stays: bool = False
+    value: Any,
+    *,
+    what: str = "value",
+    adopt: bool = False,
+    allocate: Allocate | None = None,
+    stays: bool = False,
+    lendable: bool = False,
 ) -> Encoded:
     """Encodes a value; later changes to it cannot reach the result.
 
@@ -67,11 +74,12 @@ def encode(
         allocate: where large arrays are copied to, as far as it has memory.
         stays: large arrays of a device stay there, where that is possible: they are copied within its memory. It waits
             for the device once, also for the digests. What it returns is for this process; see `hosted`.
+        lendable: they are copied to memory that other processes can open, as far as there is some.
 
     Raises:
         ValueNotEncodable: something in it cannot travel; the message says what, where, and the way out.
     """
-    writer = Writer(adopt, allocate, stays)
+    writer = Writer(adopt, allocate, stays, lendable)
     writer.meta += _START
     try:
         WRITERS[type(value)](writer, value)
@@ -112,16 +120,42 @@ def _digest(meta: bytes | bytearray | memoryview, buffers: Sequence[memoryview |
     return digests.of_blocks(meta, [buffer.nbytes for buffer in buffers], blocks)  # nothing that threads could share
 
 
-def hosted(value: Encoded, *, allocate: Allocate | None = None) -> Encoded:
+def hosted(
+    value: Encoded, *, allocate: Allocate | None = None, but: Callable[[DeviceBuffer], bool] | None = None
+) -> Encoded:
     """The same value with all of its bulk on the host. It waits for the device, so call it in a thread.
 
     Args:
         allocate: where it is copied to, as far as it has memory. Each buffer is copied once, whoever asks.
+        but: which buffers stay on the device nevertheless.
     """
     if type(value) is not EncodedOnDevice:
         return value
-    buffers = [b.host(allocate) if isinstance(b, DeviceBuffer) else b for b in value.buffers]
-    return Encoded(value.meta, tuple(buffers), value.digest)
+    buffers: list[Any] = []
+    kind: type[Encoded] = Encoded
+    for buffer in cast(Sequence[Any], value.buffers):
+        if not isinstance(buffer, DeviceBuffer):
+            buffers.append(buffer)
+        elif but is not None and but(buffer):
+            buffers.append(buffer)
+            kind = EncodedOnDevice
+        else:
+            buffers.append(buffer.host(allocate))
+    return kind(value.meta, tuple(buffers), value.digest)
+
+
+def arrived(meta: bytes, buffers: Sequence[memoryview | Private], digest: bytes) -> EncodedOnDevice | None:
+    """A value some of whose bulk is being copied to this process's device; None where that is not what was digested.
+
+    It waits for the device.
+    """
+    for buffer in buffers:
+        if isinstance(buffer, Private):
+            buffer.begin()
+    if _digest(memoryview(meta)[: value_end(meta)], buffers) != digest:
+        return None
+    ready: Any = tuple([buffer.sealed() if isinstance(buffer, Private) else buffer for buffer in buffers])
+    return EncodedOnDevice(meta, ready, digest)
 
 
 def staying(value: Encoded) -> list[DeviceBuffer]:

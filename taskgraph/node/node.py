@@ -18,6 +18,7 @@ from typing import Any
 from taskgraph.checkpoint.places import Place
 from taskgraph.coordination.api import Coordinator
 from taskgraph.coordination.viewkeeper import ViewKeeper
+from taskgraph.device import shared
 from taskgraph.device.cuda import array_module
 from taskgraph.device.visible import device_ids
 from taskgraph.driver import JobSpec
@@ -128,6 +129,7 @@ class Node:
         self.stepping_down: dict[int, asyncio.Task[None]] = {}
         self._wishes = Wishes(self)
         self._device_loss = DeviceLoss(self, own_process)
+        self._own_process = own_process
         self.fatal_code = FatalCode(self)
         self._draining = Draining(self)
         self._serving = Serving(self)
@@ -516,6 +518,8 @@ class Node:
         known = self.replicas.get(task)
         if known is None:
             xp, device = array_module(self._devices)
+            if device is not None and self._own_process:
+                shared.offer(device)
             known = self.replicas[task] = Replica(
                 task, self.job, self.router, self._threads, xp=xp, device=device, tracing=self.tracing
             )

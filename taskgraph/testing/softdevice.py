@@ -16,7 +16,10 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import mmap
+import os
 import random
+import struct
 import sys
 import threading
 import traceback
@@ -28,11 +31,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from taskgraph.device.api import HANDLE_BYTES, IDENTITY_BYTES
 from taskgraph.device.lookup import declare
 
 __all__ = ["SoftArray", "SoftDevice", "SoftEvent", "SoftStream"]
 
 POISON: Final = 0xDD
+_HANDLE: Final = struct.Struct("<ii")
 
 
 class SoftStream:
@@ -70,10 +75,26 @@ class _Memory:
             self._freed.append((self.raw, self.stream))
 
 
+class _SharedRun:
+    """Memory of the device that other processes can open: it is full of 0xDD for all of them once it is freed."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.fd = os.memfd_create("softdevice", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, nbytes)
+        self.raw = np.frombuffer(mmap.mmap(self.fd, nbytes), np.uint8)
+        self.raw.fill(POISON)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.raw.fill(POISON)
+            os.close(self.fd)
+
+
 class SoftDevice:
     """`taskgraph.device.api.Device` in software.
 
     Args:
+        identity: processes whose device has the same have the same device; None: nobody has this one.
         seed: at every call, streams chosen by it go on a little; None: nothing is done before it has to be.
         races: a stream on which memory is freed goes on at once, so that the memory has a new owner as early as can be.
     """
@@ -81,7 +102,8 @@ class SoftDevice:
     kind = "soft"
     array_type: type[SoftArray]
 
-    def __init__(self, seed: int | None = None, *, races: bool = False) -> None:
+    def __init__(self, seed: int | None = None, *, races: bool = False, identity: bytes | None = None) -> None:
+        self.identity = identity or os.urandom(IDENTITY_BYTES)
         self._lock = threading.RLock()
         self._rng = random.Random(seed) if seed is not None else None
         self._races = races
@@ -98,6 +120,9 @@ class SoftDevice:
         """For every wait, the function that asked for it."""
         self.waits_on_loops: list[str] = []
         """The stacks of those that stopped an event loop."""
+        self.opened: list[str] = []
+        """The memory of others that is open."""
+        self.times_opened = 0
         self.xp = _namespace(self)
 
     # -- order ------------------------------------------------------------------------------------
@@ -244,6 +269,46 @@ class SoftDevice:
         self._do(lambda: np.copyto(host, source))
         self.wait(self.record(self.current()))
         return host
+
+    # -- memory that other processes can open -----------------------------------------------------
+
+    @property
+    def memory_bytes(self) -> int:
+        return 1 << 30
+
+    def allocate(self, nbytes: int) -> SoftArray:
+        run = _SharedRun(nbytes)
+        return self.array_type(self, run, run.raw)
+
+    def fill(self, target: SoftArray, source: SoftArray) -> None:
+        made, given = np.ndarray(source.shape, source.dtype, target.elements.data), source.elements
+        self._do(lambda: np.copyto(made, given))
+
+    def share(self, memory: SoftArray) -> bytes:
+        run = memory._owner
+        assert isinstance(run, _SharedRun), "memory that other processes cannot open"
+        return _HANDLE.pack(os.getpid(), run.fd).ljust(HANDLE_BYTES, b"\0")
+
+    def open(self, handle: bytes, nbytes: int) -> SoftArray:
+        pid, number = _HANDLE.unpack(handle[: _HANDLE.size])
+        path = f"/proc/{pid}/fd/{number}"
+        if not os.readlink(path).startswith("/memfd:softdevice "):
+            raise OSError(f"{path} is something else")
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            # A mapping of its own, so that `close` can spoil it; what the owner writes is seen until then.
+            memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(fd)
+        with self._lock:
+            self.opened.append(path)
+            self.times_opened += 1
+        return self.array_type(self, path, np.frombuffer(memory, np.uint8))
+
+    def close(self, memory: SoftArray) -> None:
+        with self._lock:
+            self.opened.remove(str(memory._owner))
+            memory.elements.fill(POISON)  # for who reads it still
 
 
 def _on_a_loop() -> bool:

@@ -41,7 +41,7 @@ __all__ = [
     "unpack_head",
 ]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 #: A payload up to this size travels in the frame that opens the message, copied into one write.
 INLINE_BYTES = 64 << 10
@@ -79,10 +79,13 @@ class Kind(enum.IntEnum):
     RETURN = 21  # leases of memory that was lent, by whoever borrowed it
     DECLINE = 22  # what was lent with the message of that call cannot be opened here: send bytes
     TELL = 23  # opens a call that needs no reply where it is accepted at once
+    REPLY_ON_DEVICE = 24  # a REPLY some of whose buffers are tickets for memory of a device
+    RETURN_ON_DEVICE = 25  # tickets that are used up, and memory that is not open any more
+    DECLINE_ON_DEVICE = 26  # no such memory can be opened here
 
 
 KINDS = {int(kind): kind for kind in Kind}
-OPENING = (Kind.CALL, Kind.REPLY, Kind.TELL)
+OPENING = (Kind.CALL, Kind.REPLY, Kind.TELL, Kind.REPLY_ON_DEVICE)
 
 
 class OtherVersion(DecodeError):

@@ -13,8 +13,9 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
+from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.errors import DecodeError, PeerLost
 from taskgraph.graph.blocks import Block
 from taskgraph.protocol.messages import Encoded
@@ -45,7 +46,9 @@ __all__ = ["VERIFY_AT_ONCE_BYTES", "Owner", "Session"]
 
 log = logging.getLogger("taskgraph.transport")
 
+T = TypeVar("T")
 _FOR_GOOD = b"\x01"
+_OF_DEVICES = (Kind.RETURN_ON_DEVICE, Kind.DECLINE_ON_DEVICE)
 #: High-water mark of the event loop's own buffer. Beyond the kernel's, so that a fast reader never finds us idle.
 _WRITE_BUFFER_BYTES = 256 << 10
 
@@ -65,8 +68,14 @@ class Owner(Protocol):
     verified_now: Callable[[Encoded], bool]
     """Whether the digest fits; called on the event loop, with values below `VERIFY_AT_ONCE_BYTES`."""
 
-    async def hosted(self, value: Encoded) -> Encoded:
-        """The same value with all of its bulk on the host."""
+    async def hosted(self, value: Encoded, *, but: Callable[[DeviceBuffer], bool]) -> Encoded:
+        """The same value with its bulk on the host, but for what is to stay on the device."""
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """What `work` returns, or raises, in a thread where it may wait for a device."""
+
+    def in_thread_soon(self, work: Callable[[], None]) -> None:
+        """The same of something that nobody waits for; nothing where no threads are there any more."""
 
     def connected(self, session: Session) -> None:
         """The connection exists; nothing is proven."""
@@ -207,6 +216,8 @@ class Session(asyncio.BufferedProtocol):
         elif head.kind is Kind.DECLINE:
             self._lending.stop(for_good=header == _FOR_GOOD)
             self._on_decline(head.call)
+        elif head.kind in _OF_DEVICES:
+            self._on_device(head.kind, header)
         else:
             raise DecodeError(f"a {head.kind.name} frame in an open session")
 
@@ -220,6 +231,7 @@ class Session(asyncio.BufferedProtocol):
         if pid := process_behind(self._transport.get_extra_info("socket")):
             self._borrowing.start(pid, self._owner.mappings)
             self._lending.start()
+            self._same_host(pid)
         self._owner.opened(self)
 
     # Messages.
@@ -321,6 +333,12 @@ class Session(asyncio.BufferedProtocol):
     def _on_cancel(self, call: int) -> None:
         raise DecodeError("a CANCEL in the wrong direction")
 
+    def _same_host(self, pid: int) -> None:
+        """The other side is process `pid` of this host."""
+
+    def _on_device(self, kind: Kind, data: bytes) -> None:
+        raise DecodeError(f"a {kind.name} in the wrong direction")
+
     def _on_decline(self, call: int) -> None:
         """The peer cannot open what came with the message of that call."""
 
@@ -408,6 +426,9 @@ class Session(asyncio.BufferedProtocol):
             if not self._transport.is_closing():
                 # uvloop closed it without a word, since who dialled was cancelled: there is nothing left to abort.
                 self.connection_lost(None)
+
+    def trim(self) -> None:
+        """Lets go of what was not used for long. To be called now and then."""
 
     def tune(self, settings: Settings) -> None:
         """Sets the options of an accepted TCP socket."""

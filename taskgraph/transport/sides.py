@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -13,9 +14,11 @@ from taskgraph.protocol.messages import Accepted, Call, Encoded, EncodedOnDevice
 from taskgraph.transport import wire
 from taskgraph.transport.api import Coming
 from taskgraph.transport.calls import answer, answer_later, answer_now, describe
+from taskgraph.transport.devicelending import DeviceBorrowing, DeviceLending
 from taskgraph.transport.frames import Head, Kind
 from taskgraph.transport.hello import Answering, Dialling
 from taskgraph.transport.incoming import Incoming
+from taskgraph.transport.mappings import CannotBorrow
 from taskgraph.transport.session import VERIFY_AT_ONCE_BYTES, Owner, Session
 
 __all__ = ["AcceptedSession", "DialledSession"]
@@ -64,13 +67,14 @@ class _Pending(asyncio.Future[Reply]):
 class DialledSession(Session):
     """The calling side."""
 
-    _opening_kinds = (Kind.REPLY,)
+    _opening_kinds = (Kind.REPLY, Kind.REPLY_ON_DEVICE)
 
     def __init__(self, owner: Owner, hello: Dialling, *, wanted: str, hello_s: float) -> None:
         super().__init__(owner, hello, hello_s=hello_s)
         self.wanted = wanted  # the node that was meant; another may listen there now
         self._pending: dict[int, _Pending] = {}
         self._last_call = 0
+        self._devices = DeviceBorrowing(self._closed_there)
         self.hello_done: asyncio.Future[None] = self._loop.create_future()
 
     def _opened(self) -> None:
@@ -147,8 +151,11 @@ class DialledSession(Session):
 
     def _on_decline(self, call: int) -> None:
         pending = self._pending.pop(call, None)
-        if pending is None:
-            return
+        if pending is not None:
+            self._again(pending)
+
+    def _again(self, pending: _Pending) -> None:
+        """What came with the reply, or went with the call, could not be opened."""
         if not self.open:
             pending.fail(PeerLost(f"node {self.peer}: {self.why}"))
         elif pending.tries >= _TRIES:
@@ -161,7 +168,9 @@ class DialledSession(Session):
         pending = self._pending.pop(incoming.head.call, None)
         if pending is None:
             return
-        if incoming.parsed.digest is None or incoming.head.payload < VERIFY_AT_ONCE_BYTES:
+        if incoming.head.kind is Kind.REPLY_ON_DEVICE:
+            self._owner.tasks.spawn(self._fetch_later(pending, incoming), name=f"copy a reply of {self.peer}")
+        elif incoming.parsed.digest is None or incoming.head.payload < VERIFY_AT_ONCE_BYTES:
             try:
                 pending.settle(self._received_now(incoming))
             except PeerLost as error:
@@ -179,10 +188,53 @@ class DialledSession(Session):
             pending.fail(PeerLost("this node's transport is closed"))
             raise
 
+    async def _fetch_later(self, pending: _Pending, incoming: Incoming) -> None:
+        value = self._value(incoming)
+        assert value is not None
+        try:
+            tickets = self._devices.tickets(value, self._owner.max_value_bytes)
+        except DecodeError as error:
+            self.end(f"it sent {error}")
+            pending.fail(PeerLost(f"node {self.peer} sent {error}"))
+            return
+        try:
+            there = await self._owner.in_thread(partial(self._devices.fetch, value))
+            pending.settle(self._message(incoming, there or value, whole=there is not None))
+        except CannotBorrow as error:
+            log.info("what is on the device of node %s goes by the host's memory: %s", self.peer, error)
+            self._outbox.send(Kind.DECLINE_ON_DEVICE)
+            self._again(pending)
+        except PeerLost as error:
+            pending.fail(error)
+        except asyncio.CancelledError:
+            pending.fail(PeerLost("this node's transport is closed"))
+            raise
+        except Exception as error:
+            # What is wrong with the device a task will find out itself.
+            log.exception("a reply of node %s cannot be copied to the device", self.peer)
+            pending.fail(PeerLost(f"a reply of node {self.peer} cannot be copied to the device: {error}"))
+        finally:
+            self._outbox.send(Kind.RETURN_ON_DEVICE, header=self._devices.given_back(tickets))
+
+    def _closed_there(self, told: bytes) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._tell_closed, told)
+
+    def _tell_closed(self, told: bytes) -> None:
+        if self.open:
+            self._outbox.send(Kind.RETURN_ON_DEVICE, header=told)
+
+    def trim(self) -> None:
+        if len(self._devices):
+            self._owner.in_thread_soon(self._devices.trim)
+
     def _take(self, kind: Kind, call: int, message: Reply) -> None:
         self._pending.pop(call).settle(message)
 
     def _release(self) -> None:
+        self._devices.over = True
+        if len(self._devices):
+            self._owner.in_thread_soon(self._devices.close)
         waiting, self._pending = self._pending, {}
         for pending in waiting.values():
             pending.fail(PeerLost(f"node {self.peer}: {self.why}"))
@@ -201,6 +253,16 @@ class AcceptedSession(Session):
         self._calls: dict[
             int, asyncio.Future[Any] | Coming | None
         ] = {}  # who makes the reply; None: still being received
+        self._devices = DeviceLending()
+
+    def _same_host(self, pid: int) -> None:
+        self._devices.start(pid)
+
+    def _on_device(self, kind: Kind, data: bytes) -> None:
+        if kind is Kind.RETURN_ON_DEVICE:
+            self._devices.returned(data)
+        else:
+            self._devices.stop()
 
     def _admits(self, call: int, cls: type) -> bool:
         if self.probe:
@@ -285,21 +347,28 @@ class AcceptedSession(Session):
             log.error("a reply of %d bytes; max_value_bytes is %d", value.size_bytes, limit)
             text = f"the reply has {value.size_bytes} bytes; max_value_bytes is {limit}"
             reply, value = Refusal(Reason.BAD_MESSAGE, text), None
+        kind = Kind.REPLY
         if type(value) is EncodedOnDevice:
-            self._spawn(number, partial(self._staged, reply, value))
-            return
+            value, kind = self._devices.lend(number, value), Kind.REPLY_ON_DEVICE
+            if value is None:
+                self._spawn(number, partial(self._staged, reply))
+                return
         try:
             header = wire.to_header(reply)
         except (TypeError, ValueError) as error:
             log.exception("a %s cannot travel", type(reply).__name__)
             text = f"the reply cannot travel: {error}"
             header, value = wire.to_header(Refusal(Reason.BAD_MESSAGE, text)), None
-        self._outbox.send(Kind.REPLY, number, header, value)
+            kind = Kind.REPLY
+            self._devices.take_back(number)
+        self._outbox.send(kind, number, header, value)
 
-    async def _staged(self, reply: Reply, value: EncodedOnDevice) -> Reply:
-        """The same reply with its bulk on the host: another process cannot read the device's memory."""
+    async def _staged(self, reply: Reply) -> Reply:
+        """The same reply with that of its bulk on the host which the other process cannot have of the device."""
+        value = wire.value_of(reply)
+        assert value is not None
         try:
-            hosted = await self._owner.hosted(value)
+            hosted = await self._owner.hosted(value, but=self._devices.lendable)
         except Exception as error:
             # What is wrong with the device its task will find out itself, when the epoch restarts for this.
             log.exception("a %s cannot be copied to the host", type(reply).__name__)
@@ -309,11 +378,13 @@ class AcceptedSession(Session):
     def _on_cancel(self, call: int) -> None:
         self._reader.drop(call)
         self._take_back(call)
+        self._devices.take_back(call)  # also where it was sent: who cancels has not seen all of it, and skips it
         task = self._calls.pop(call, None)
         if task is not None:
             task.cancel()
 
     def _release(self) -> None:
+        self._devices.broken()
         calls, self._calls = self._calls, {}
         for task in calls.values():
             if task is not None:

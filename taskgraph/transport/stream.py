@@ -12,8 +12,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
+from taskgraph.device import shared
+from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.values import hosted
@@ -58,6 +60,9 @@ class _Listener(Protocol):
     async def wait_closed(self) -> None: ...
 
 
+T = TypeVar("T")
+
+
 class _CutOff(PeerLost):
     """The connection was made, and ended before the hello without a reason."""
 
@@ -69,6 +74,13 @@ def _idle_bytes() -> int:
     except (ValueError, OSError):  # not known on this system
         memory = 0
     return max(_LEAST_IDLE_BYTES, memory // 32)
+
+
+def _logged(work: Callable[[], None]) -> None:
+    try:
+        work()
+    except Exception:  # of the device, which its tasks hear of by themselves
+        log.exception("memory of a device could not be let go of")
 
 
 class _OwnCall(asyncio.Future[Reply]):
@@ -199,6 +211,10 @@ class StreamTransport:
     def _trim(self) -> None:
         self._pool.trim()
         self.mappings.trim()
+        for session in list(self._connections):
+            session.trim()
+        if shared.idle():
+            self.in_thread_soon(shared.trim)
         self._trimming = asyncio.get_running_loop().call_later(_TRIM_S, self._trim)
 
     async def _listen(self) -> None:
@@ -496,11 +512,20 @@ class StreamTransport:
         if self._refusals is not None and self._state == "running":
             self._refusals.refused(where, why)
 
-    async def hosted(self, value: Encoded) -> Encoded:
+    async def hosted(self, value: Encoded, *, but: Callable[[DeviceBuffer], bool]) -> Encoded:
+        return await self.in_thread(partial(hosted, value, allocate=self.allocate, but=but))
+
+    def _stagers(self) -> ThreadPoolExecutor:
         if self._staging is None:
             self._staging = ThreadPoolExecutor(_STAGING_THREADS, thread_name_prefix="taskgraph-stage")
-        stage = partial(hosted, value, allocate=self.allocate)
-        return await asyncio.get_running_loop().run_in_executor(self._staging, stage)
+        return self._staging
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._stagers(), work)
+
+    def in_thread_soon(self, work: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # shut down: the process lets go of everything
+            self._stagers().submit(_logged, work)
 
     async def verified(self, value: Encoded) -> bool:
         if value.size_bytes < VERIFY_AT_ONCE_BYTES:

@@ -16,10 +16,12 @@ from taskgraph.graph import values
 from taskgraph.protocol import messages as m
 from taskgraph.transport import incoming as receiving
 from taskgraph.transport import wire
-from taskgraph.transport.frames import Head, Kind, Limits, pack_frame, pack_whole
+from taskgraph.transport.frames import PROTOCOL_VERSION, Head, Kind, Limits, pack_frame, pack_whole
 from taskgraph.transport.incoming import Incoming
 from taskgraph.transport.outbox import Outbox
 from taskgraph.transport.reader import FrameReader
+
+_START = b"TG" + bytes((PROTOCOL_VERSION,))
 
 
 class Reading:
@@ -117,7 +119,7 @@ def test_byte_by_byte() -> None:
 @settings(deadline=None, max_examples=300)
 @given(st.binary(max_size=300))
 def test_garbage_is_a_decode_error_or_not_yet_a_frame(data: bytes) -> None:
-    for prefix in (b"", pack_frame(Head(Kind.GOODBYE, 0)), b"TG\x02", b"TG\x02\x10"):
+    for prefix in (b"", pack_frame(Head(Kind.GOODBYE, 0)), _START, _START + b"\x10"):
         with contextlib.suppress(DecodeError):
             Reading().feed(prefix + data)
 
@@ -149,7 +151,7 @@ FLAG = wire.to_header(m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded()))
     [
         ("not a frame", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(20)),
         ("version 9", b"TG\x09" + bytes(37)),
-        ("unknown kind", b"TG\x02\xff" + bytes(36)),
+        ("unknown kind", _START + b"\xff" + bytes(36)),
         ("header of 4294967295", pack_frame(Head(Kind.CALL, 1, header=2**32 - 1))),
         ("buffers", pack_frame(Head(Kind.CALL, 1, buffers=2**32 - 1))),
         ("value of 18446744073709551615", pack_frame(Head(Kind.CALL, 1, payload=2**64 - 1))),

@@ -1,0 +1,327 @@
+"""Memory of a device between processes of one host: copied within the device, and given back at once.
+
+What travels of a buffer that is lent is a *ticket*: by what to open the memory, and a number. Who gets it opens the
+memory, keeps it open for the next ticket, and copies what it needs within the device, so that nothing that it has later
+depends on another process's life; the digest shows whether the copy is what was sent, also where the lender was killed
+meanwhile. Then it gives the ticket back. Until then the lender's memory stays as it is (`taskgraph.device.shared`).
+
+Only replies lend: items are what is on a device. Lenders begin with it when they see that the other side is a process
+of their host, and go by the host's memory from the first "no" on: another device, another container, none at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from taskgraph.device import shared
+from taskgraph.device.api import HANDLE_BYTES, IDENTITY_BYTES, Array, Device, Stream
+from taskgraph.device.buffers import DeviceBuffer, Private
+from taskgraph.device.shared import Borrower, Segment, SharedMemory
+from taskgraph.errors import DecodeError
+from taskgraph.graph.digests import BLOCK_BYTES
+from taskgraph.graph.values import arrived
+from taskgraph.protocol.messages import Encoded, EncodedOnDevice
+from taskgraph.transport.mappings import CannotBorrow
+
+__all__ = ["TICKET_BYTES", "DeviceBorrowing", "DeviceLending", "Ticket"]
+
+log = logging.getLogger("taskgraph.transport")
+
+_TICKET: Final = struct.Struct(f"!QQQQ{IDENTITY_BYTES}s{HANDLE_BYTES}s")
+TICKET_BYTES: Final = _TICKET.size
+"""Smaller than any other buffer of a value: so it is known by its size."""
+_NUMBER: Final = struct.Struct("!Q")
+_CLOSED: Final = 1 << 63
+_MAX_LENT: Final = 1 << 12
+"""Tickets of one session that are out at a time."""
+_MAX_OPEN: Final = 256
+"""Pieces of memory that one session has open; before another one is opened, the one that waited longest is closed."""
+_IDLE_S: Final = 15.0
+"""How long memory stays open for another ticket."""
+
+
+class Ticket(NamedTuple):
+    """What one process tells another of a buffer on its device.
+
+    Attributes:
+        number: grows within a session.
+        memory: the lender's number of the memory; size: how many bytes it has.
+        length: of the buffer, which begins where the memory does.
+        identity: of the device. handle: what the memory is opened by.
+    """
+
+    number: int
+    memory: int
+    size: int
+    length: int
+    identity: bytes
+    handle: bytes
+
+    @classmethod
+    def read(cls, data: bytes | memoryview) -> Ticket:
+        ticket = cls(*_TICKET.unpack(data))
+        if not 0 < ticket.number < _CLOSED or not 0 < ticket.length <= ticket.size < _CLOSED:
+            raise DecodeError(f"a ticket for {ticket.length} bytes of {ticket.size}")
+        return ticket
+
+
+class DeviceLending:
+    """What one side of a session lent to the other. On the event loop."""
+
+    def __init__(self) -> None:
+        self._pid = 0
+        self._borrower: Borrower | None = None
+        self._lent: dict[int, tuple[DeviceBuffer, int, int]] = {}  # by number: the call, and the number before it
+        self._open: dict[int, tuple[Segment, int]] = {}  # by number of memory: the last ticket for it
+        self._unseen: dict[int, list[int]] = {}  # by call: tickets of which none was given back
+        self._last = 0
+
+    def __len__(self) -> int:
+        return len(self._lent)
+
+    def start(self, pid: int) -> None:
+        """The other side is a process of this host."""
+        self._pid = pid
+
+    def stop(self) -> None:
+        """The other side cannot open what was lent."""
+        self._pid = 0
+
+    def lendable(self, buffer: DeviceBuffer) -> bool:
+        return self._pid != 0 and buffer.segment is not None and len(self._lent) < _MAX_LENT
+
+    def lend(self, call: int, value: EncodedOnDevice) -> Encoded | None:
+        """The value with tickets in place of what is on a device; None where not all of that is to be lent."""
+        buffers: list[Any] = list(value.buffers)
+        if not all(self.lendable(buffer) for buffer in buffers if isinstance(buffer, DeviceBuffer)):
+            return None
+        borrower = self._borrower = self._borrower or Borrower(self._pid)
+        for at, buffer in enumerate(buffers):
+            if isinstance(buffer, DeviceBuffer):
+                assert buffer.segment is not None
+                buffers[at] = memoryview(self._ticket(call, buffer, buffer.segment, borrower))
+        return Encoded(value.meta, tuple(buffers), value.digest)
+
+    def _ticket(self, call: int, buffer: DeviceBuffer, segment: Segment, borrower: Borrower) -> bytes:
+        self._last = number = self._last + 1
+        _, before = self._open.get(segment.number, (segment, 0))
+        self._open[segment.number] = (segment, number)
+        self._lent[number] = (buffer, call, before)
+        self._unseen.setdefault(call, []).append(number)
+        segment.open_at.add(borrower)
+        identity = buffer.device.identity
+        return _TICKET.pack(number, segment.number, segment.size, buffer.nbytes, identity, segment.handle)
+
+    def take_back(self, call: int) -> None:
+        """The reply to that call was never sent."""
+        for number in reversed(self._unseen.pop(call, [])):
+            buffer, _, before = self._lent.pop(number)
+            segment = buffer.segment
+            if segment is not None and self._open.get(segment.number) == (segment, number):
+                if before:
+                    self._open[segment.number] = (segment, before)
+                else:
+                    self._close(segment.number)
+
+    def returned(self, data: bytes) -> None:
+        """The other side gave tickets back, or closed memory. Raises DecodeError where it has none of that number."""
+        if len(data) % _NUMBER.size:
+            raise DecodeError(f"tickets in {len(data)} bytes")
+        for (told,) in _NUMBER.iter_unpack(data):
+            number = told & ~_CLOSED
+            if not 0 < number <= self._last:
+                raise DecodeError(f"it gives back ticket {number}, which it never had")
+            if told & _CLOSED:
+                # By the last ticket it had seen for that memory: one that is on its way opens it again.
+                for memory, (_, last) in self._open.items():
+                    if last == number:
+                        self._close(memory)
+                        break
+            elif (entry := self._lent.pop(number, None)) is not None:
+                self._unseen.pop(entry[1], None)
+
+    def _close(self, memory: int) -> None:
+        segment, _ = self._open.pop(memory)
+        assert self._borrower is not None
+        segment.open_at.discard(self._borrower)
+
+    def broken(self) -> None:
+        """The session is over: what the other side did not give back, or close, it may read for as long as it lives."""
+        self.stop()
+        if self._borrower is not None:
+            for buffer, _, _ in self._lent.values():
+                if buffer.segment is not None:
+                    buffer.segment.read_at.add(self._borrower)
+            self._borrower.left()
+        self._lent.clear()
+        self._unseen.clear()
+        self._open.clear()
+
+
+class _Opened:
+    """Memory of the other side that is open."""
+
+    __slots__ = ("array", "device", "idle_since", "last", "readers", "size")
+
+    def __init__(self, device: Device, array: Array, size: int) -> None:
+        self.device = device
+        self.array = array
+        self.size = size
+        self.readers = 0
+        self.last = 0  # the last ticket for it
+        self.idle_since = 0.0
+
+
+class DeviceBorrowing:
+    """What one side of a session borrowed from the other. Its methods wait for the device: to be called in threads.
+
+    Args:
+        closed: told, in a thread, that memory was closed: what to send.
+        clock: seconds.
+
+    Attributes:
+        over: the session is: nothing more is opened. What is open, `close` closes, or the last `fetch` that reads it.
+    """
+
+    def __init__(self, closed: Callable[[bytes], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._closed = closed
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._opened: dict[int, _Opened] = {}
+        self._streams: dict[Device, Stream] = {}
+        self.over = False
+
+    def __len__(self) -> int:
+        return len(self._opened)
+
+    @staticmethod
+    def tickets(value: Encoded, limit: int) -> list[Ticket]:
+        """Those of a value, of which some buffers are tickets. Raises DecodeError."""
+        found = [Ticket.read(buffer) for buffer in value.buffers if buffer.nbytes == TICKET_BYTES]
+        size = value.size_bytes + sum(ticket.length for ticket in found)
+        if not found or size > limit:
+            raise DecodeError(f"{len(found)} tickets for a value of {size} bytes; the limit is {limit}")
+        return found
+
+    @staticmethod
+    def given_back(tickets: Sequence[Ticket]) -> bytes:
+        """What to send, once `fetch` returned or raised."""
+        return b"".join(_NUMBER.pack(ticket.number) for ticket in tickets)
+
+    def fetch(self, value: Encoded) -> EncodedOnDevice | None:
+        """The value, in memory of this process's own; None where it is not what was sent.
+
+        Raises:
+            CannotBorrow: there is no device here, it is another one, or cannot open what other processes have.
+        """
+        parts: list[memoryview | Private] = []
+        held: list[_Opened] = []
+        try:
+            for buffer in value.buffers:
+                if buffer.nbytes == TICKET_BYTES:
+                    ticket = Ticket.read(buffer)
+                    memory = self._memory(ticket)
+                    with memory.device.on(self._own_stream(memory.device)):
+                        opened = self._open(memory, ticket)
+                        held.append(opened)
+                        source = memory.device.view(opened.array, np.dtype(np.uint8), (ticket.length,), None)
+                        parts.append(Private(memory.device, source, BLOCK_BYTES, memory))
+                else:
+                    parts.append(buffer)
+            return arrived(value.meta, parts, value.digest)
+        except BaseException:
+            for opened in held:
+                with contextlib.suppress(Exception):  # it is on its way already
+                    opened.device.wait(opened.device.record(self._own_stream(opened.device)))
+            raise
+        finally:
+            self._through(held)
+
+    @staticmethod
+    def _memory(ticket: Ticket) -> SharedMemory:
+        memory = shared.with_identity(ticket.identity)
+        if memory is None:
+            raise CannotBorrow("it is on a device that this process does not use", for_good=True)
+        return memory
+
+    def _own_stream(self, device: Device) -> Stream:
+        with self._lock:
+            if device not in self._streams:
+                self._streams[device] = device.stream()
+            return self._streams[device]
+
+    def _open(self, memory: SharedMemory, ticket: Ticket) -> _Opened:
+        with self._lock:
+            opened = self._opened.get(ticket.memory)
+            if opened is None:
+                if self.over:
+                    raise CannotBorrow("the session is over", for_good=False)
+                self._make_room()
+                try:
+                    array = memory.device.open(ticket.handle, ticket.size)
+                except Exception as error:  # the library's own; the next who uses a device that is lost is told
+                    raise CannotBorrow(f"{type(error).__name__}: {error}", for_good=True) from error
+                opened = self._opened[ticket.memory] = _Opened(memory.device, array, ticket.size)
+                if not memory.device.keeps(array):
+                    raise CannotBorrow("arrays do not stay on this process's device", for_good=True)
+            elif opened.size != ticket.size:
+                raise CannotBorrow(f"memory of {opened.size} bytes, told to have {ticket.size}", for_good=True)
+            opened.readers += 1
+            opened.last = max(opened.last, ticket.number)
+            return opened
+
+    def _through(self, held: list[_Opened]) -> None:
+        """What was queued for them is done, or the device is lost."""
+        if not held:
+            return
+        with self._lock:
+            for opened in held:
+                opened.readers -= 1
+                opened.idle_since = self._clock()
+            if self.over:
+                self._close([memory for memory, opened in self._opened.items() if not opened.readers])
+
+    def _make_room(self) -> None:
+        if len(self._opened) < _MAX_OPEN:
+            return
+        idle = [(opened.idle_since, memory) for memory, opened in self._opened.items() if not opened.readers]
+        if not idle:
+            raise CannotBorrow(f"{_MAX_OPEN} pieces of memory of that peer are in use already", for_good=False)
+        self._close([min(idle)[1]])
+
+    def trim(self) -> None:
+        """Closes what has not been used for long. To be called now and then."""
+        before = self._clock() - _IDLE_S
+        with self._lock:
+            idle = [memory for memory, o in self._opened.items() if not o.readers and o.idle_since < before]
+            self._close(idle)
+
+    def close(self) -> None:
+        """Closes all of it, once the session is over; what is being read when that is done."""
+        with self._lock:
+            self._close([memory for memory, opened in self._opened.items() if not opened.readers])
+
+    def _close(self, memories: list[int]) -> None:
+        """With the lock: nobody may open between that and the word to the lender."""
+        told = []
+        for memory in memories:
+            opened = self._opened.pop(memory)
+            try:
+                opened.device.close(opened.array)
+            except Exception as error:  # it stays open; the lender keeps it, too
+                log.warning("memory of a peer's device cannot be closed: %s: %s", type(error).__name__, error)
+                continue
+            told.append(_NUMBER.pack(opened.last | _CLOSED))
+        if told and not self.over:
+            self._closed(b"".join(told))
+
+
+assert TICKET_BYTES < 4096  # taskgraph.graph.encoding.INLINE_BYTES

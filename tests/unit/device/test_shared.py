@@ -1,0 +1,275 @@
+"""Memory of a device that other processes can open: when it takes another value, and when it is let go of."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from taskgraph.device.api import HANDLE_BYTES
+from taskgraph.device.shared import LEAST_BYTES, Borrower, Segment, SharedMemory
+from taskgraph.testing.softdevice import POISON, SoftDevice
+
+MIB = 1 << 20
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def soft() -> SoftDevice:
+    return SoftDevice()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def memory(soft: SoftDevice, clock: Clock) -> SharedMemory:
+    return SharedMemory(soft, max_idle_bytes=20 * MIB, clock=clock)
+
+
+def taken(memory: SharedMemory, nbytes: int = 2 * MIB) -> Segment:
+    segment = memory.take(nbytes)
+    assert segment is not None and segment.size >= nbytes
+    return segment
+
+
+class Other:
+    """Another process."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        self.borrower = Borrower(self._process.pid)
+
+    def kill(self) -> None:
+        self._process.kill()  # and it is not waited for
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture
+def other() -> object:
+    made = Other()
+    yield made
+    made.end()
+
+
+def ended(borrower: Borrower) -> bool:
+    for _ in range(10_000):
+        if borrower.gone:
+            return True
+        os.sched_yield()
+    return False
+
+
+def test_what_is_small_gets_none(memory: SharedMemory) -> None:
+    assert memory.take(LEAST_BYTES - 1) is None
+    assert memory.take(LEAST_BYTES) is not None
+
+
+@pytest.mark.parametrize("nbytes", [LEAST_BYTES, 2 * MIB, 2 * MIB + 1, 17 * MIB + 5, 100 * MIB, 1000 * MIB + 1])
+def test_segments_are_of_whole_pieces_and_little_is_lost(nbytes: int, soft: SoftDevice) -> None:
+    segment = taken(SharedMemory(soft), nbytes)
+    assert segment.size % (2 * MIB) == 0, "CUDA lets others open pieces of 2 MiB"
+    assert segment.size - nbytes < max(2 * MIB, nbytes / 7)
+    assert len(segment.handle) == HANDLE_BYTES
+
+
+def test_it_takes_the_next_value(memory: SharedMemory) -> None:
+    first = taken(memory)
+    assert taken(memory) is not first, "it is in use"
+    memory.give_back(first, [])
+    assert taken(memory, 2 * MIB - 5) is first
+    assert len(memory) == 2
+
+
+@pytest.mark.parametrize("nbytes", [LEAST_BYTES, 2 * MIB + 1, 2_400_000, 3 * MIB, 17 * MIB + 5])
+def test_one_that_was_made_for_a_size_takes_that_size_again(memory: SharedMemory, nbytes: int) -> None:
+    first = taken(memory, nbytes)
+    memory.give_back(first, [])
+    assert taken(memory, nbytes) is first
+
+
+def test_one_that_is_much_too_large_does_not(memory: SharedMemory) -> None:
+    large = taken(memory, 12 * MIB)
+    memory.give_back(large, [])
+    assert taken(memory, 7 * MIB) is not large
+    assert taken(memory, 8 * MIB) is large
+
+
+def test_the_next_writer_follows_those_who_read_it(memory: SharedMemory, soft: SoftDevice) -> None:
+    segment = taken(memory)
+    reader, writer = soft.stream(), soft.stream()
+    soft.fill(segment.array, soft.xp.full(2 * MIB // 8, 1.0))
+    with soft.on(reader):
+        soft.follow(reader, soft.record(soft.default))
+        copy = soft.copy(segment.array)
+        done = soft.record(reader)
+    memory.give_back(segment, [done])
+    with soft.on(writer):
+        again = taken(memory)
+        soft.fill(again.array, soft.xp.full(2 * MIB // 8, 2.0))
+    assert again is segment
+    soft.wait(soft.record(writer))
+    assert reader.done == reader.queued, "it was read first"
+    assert set(copy.elements[:8].tobytes()) == set(np.full(1, 1.0).tobytes())
+
+
+def test_what_is_idle_for_long_is_freed(memory: SharedMemory, clock: Clock) -> None:
+    first, second = taken(memory), taken(memory, 4 * MIB)
+    memory.give_back(first, [])
+    memory.trim()
+    clock.now += 8
+    memory.give_back(second, [])
+    memory.trim()
+    assert len(memory) == 2
+    clock.now += 4
+    memory.trim()
+    assert len(memory) == 1 and taken(memory, 4 * MIB) is second
+
+
+def test_more_than_may_be_idle_is_freed_the_oldest_first(memory: SharedMemory) -> None:
+    segments = [taken(memory, 6 * MIB) for _ in range(4)]
+    for segment in segments:
+        memory.give_back(segment, [])
+    taken(memory, 40 * MIB)
+    assert memory.idle_bytes == 18 * MIB
+    assert [taken(memory, 6 * MIB) for _ in range(3)] == [segments[3], segments[2], segments[1]]
+
+
+def test_it_is_freed_behind_those_who_read_it(memory: SharedMemory, soft: SoftDevice, clock: Clock) -> None:
+    segment = taken(memory)
+    soft.fill(segment.array, soft.xp.full(2 * MIB // 8, 1.0))
+    reader = soft.stream()
+    event = soft.record(soft.default)
+    with soft.on(reader):
+        soft.follow(reader, event)
+        copy = soft.copy(segment.array)
+    memory.give_back(segment, [soft.record(reader)])
+    del segment
+    clock.now += 60
+    memory.trim()
+    soft.synchronize()
+    assert set(copy.elements[:8].tobytes()) == set(np.full(1, 1.0).tobytes())
+
+
+@pytest.mark.parametrize("free", [lambda memory: memory.trim(), lambda memory: memory.shrink(1 << 40)])
+def test_it_stays_while_somebody_has_it_open(
+    memory: SharedMemory, clock: Clock, other: Other, free: Callable[[SharedMemory], object]
+) -> None:
+    segment = taken(memory)
+    segment.open_at.add(other.borrower)
+    memory.give_back(segment, [])
+    clock.now += 60
+    free(memory)
+    assert taken(memory) is segment, "and takes other values meanwhile"
+    memory.give_back(segment, [])
+    clock.now += 60
+    segment.open_at.discard(other.borrower)
+    free(memory)
+    assert len(memory) == 0
+
+
+def test_a_process_that_is_not_heard_of_has_it_open_until_it_ends(
+    memory: SharedMemory, clock: Clock, other: Other
+) -> None:
+    segment = taken(memory)
+    segment.open_at.add(other.borrower)
+    memory.give_back(segment, [])
+    clock.now += 60
+    other.borrower.left()
+    memory.trim()
+    assert len(memory) == 1
+    other.kill()
+    assert ended(other.borrower), "also where nobody waited for it"
+    memory.trim()
+    assert len(memory) == 0
+
+
+def test_what_may_be_read_for_ever_takes_nothing_until_the_reader_ended(memory: SharedMemory, other: Other) -> None:
+    segment = taken(memory)
+    segment.open_at.add(other.borrower)
+    segment.read_at.add(other.borrower)
+    other.borrower.left()
+    memory.give_back(segment, [])
+    assert taken(memory) is not segment
+    other.kill()
+    assert ended(other.borrower)
+    assert taken(memory) is segment
+
+
+def test_a_number_that_means_another_process_by_now(other: Other, monkeypatch: pytest.MonkeyPatch) -> None:
+    borrower = other.borrower
+    borrower.left()
+    assert not borrower.gone
+    monkeypatch.setattr("taskgraph.device.shared._stat", lambda pid: "later")
+    assert borrower.gone
+
+
+def test_memory_that_is_short_is_freed_as_far_as_it_is_needed(memory: SharedMemory) -> None:
+    segments = [taken(memory, 4 * MIB) for _ in range(3)]
+    assert not memory.shrink(1)
+    for segment in segments:
+        memory.give_back(segment, [])
+    assert memory.shrink(5 * MIB)
+    assert memory.idle_bytes == 4 * MIB
+    assert memory.shrink(1) and not memory.shrink(1)
+
+
+def test_without_memory_values_go_elsewhere(
+    memory: SharedMemory, soft: SoftDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(nbytes: int) -> object:
+        raise MemoryError(nbytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(soft, "allocate", none)
+        assert memory.take(2 * MIB) is None
+    assert len(memory) == 0
+    taken(memory)
+
+
+def test_where_nothing_can_be_shared_it_is_tried_once_and_said(
+    memory: SharedMemory, soft: SoftDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries = []
+
+    def no(array: object) -> bytes:
+        tries.append(array)
+        raise RuntimeError("operation not supported")
+
+    monkeypatch.setattr(soft, "share", no)
+    assert memory.take(2 * MIB) is None and memory.take(2 * MIB) is None
+    assert len(tries) == 1 and len(memory) == 0
+    assert caplog.text.count("operation not supported") == 1
+
+
+def test_the_device_in_software_spoils_what_is_freed_and_what_is_closed(soft: SoftDevice) -> None:
+    array = soft.allocate(2 * MIB)
+    soft.fill(array, soft.xp.full(2 * MIB // 8, 1.0))
+    soft.synchronize()
+    handle = soft.share(array)
+    one, two = soft.open(handle, 2 * MIB), soft.open(handle, 2 * MIB)
+    assert one.elements[:8].view(float)[0] == 1.0
+    soft.close(one)
+    assert set(one.elements[:8]) == {POISON} and two.elements[:8].view(float)[0] == 1.0
+    del array
+    assert set(two.elements[:8]) == {POISON}
+    soft.close(two)
+    assert soft.opened == []
+    with pytest.raises(OSError):
+        soft.open(handle, 2 * MIB)

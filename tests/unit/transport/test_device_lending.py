@@ -1,0 +1,456 @@
+"""Memory of a device lent between nodes of one host: copied within the device, and given back, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transport_kit import JOB, TOKEN, Node, pull
+
+from taskgraph.device import shared
+from taskgraph.device.shared import SharedMemory
+from taskgraph.errors import DecodeError, PeerLost
+from taskgraph.graph.values import decode, digesting, encode, staying, verify
+from taskgraph.protocol import messages as m
+from taskgraph.settings import Settings
+from taskgraph.testing.softdevice import SoftArray, SoftDevice
+from taskgraph.transport import devicelending
+from taskgraph.transport.devicelending import TICKET_BYTES, DeviceBorrowing, DeviceLending, Ticket
+from taskgraph.transport.frames import Kind
+from taskgraph.transport.session import Session
+from taskgraph.transport.sides import AcceptedSession, DialledSession
+from taskgraph.transport.stream import StreamTransport
+
+HOST = np.arange(300_000.0)
+MIB = 1 << 20
+
+
+@pytest.fixture
+def soft() -> SoftDevice:
+    return SoftDevice(races=True)
+
+
+@pytest.fixture
+def memory(soft: SoftDevice) -> Iterator[SharedMemory]:
+    yield shared.offer(soft)
+    shared._offered.clear()
+
+
+@pytest.fixture
+async def nodes(folder: Path) -> AsyncIterator[list[Node]]:
+    made = []
+    for name in ("producer", "consumer", "other"):
+        transport = StreamTransport(
+            Settings(), TOKEN, job=JOB, verify=verify, digesting=digesting, unix_dir=folder, tcp_host=None
+        )
+        made.append(await Node(name, transport).start())
+    yield made
+    for node in made:
+        await node.transport.close()
+
+
+async def on_device(soft: SoftDevice, host: np.ndarray = HOST, **more: Any) -> m.Encoded:
+    """An item, put by a task of the producer."""
+    return await asyncio.to_thread(
+        lambda: encode({"x": soft.xp.asarray(host), **more}, stays=True, lendable=True)
+    )
+
+
+def item(value: m.Encoded, call: m.Pull) -> m.Item:
+    return m.Item(call.stamp, 1, call.tag, value)
+
+
+def serves(node: Node, value: m.Encoded) -> None:
+    node.at_once = lambda caller, call: item(value, call)  # type: ignore[arg-type]
+
+
+async def pulled(node: Node, of: Node, tag: str = "x") -> m.Encoded:
+    reply = await node.call(of, pull(tag))
+    assert isinstance(reply, m.Item)
+    return reply.value
+
+
+async def x_of(value: m.Encoded, soft: SoftDevice) -> np.ndarray:
+    array = decode(value, device=soft)["x"]
+    assert type(array) is SoftArray
+    return await asyncio.to_thread(array.get)
+
+
+def stream_of(node: Node) -> StreamTransport:
+    assert isinstance(node.transport, StreamTransport)
+    return node.transport
+
+
+def lendings(node: Node) -> list[DeviceLending]:
+    return [s._devices for s in stream_of(node)._connections if isinstance(s, AcceptedSession)]
+
+
+def borrowings(node: Node) -> list[DeviceBorrowing]:
+    return [s._devices for s in stream_of(node)._connections if isinstance(s, DialledSession)]
+
+
+async def turns_until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - nobody announces it
+            await asyncio.sleep(0.001)
+
+
+async def test_it_arrives_on_the_device_and_never_was_on_the_host(
+    nodes: list[Node], soft: SoftDevice, memory: SharedMemory
+) -> None:
+    producer, consumer, other = nodes
+    value = await on_device(soft, n=3)
+    serves(producer, value)
+    for node in (consumer, other):
+        got = await pulled(node, producer)
+        assert type(got) is m.EncodedOnDevice and (got.meta, got.digest) == (value.meta, value.digest)
+        assert np.array_equal(await x_of(got, soft), HOST) and decode(got, device=soft)["n"] == 3
+        assert staying(got)[0].segment is not staying(value)[0].segment, "memory of its own"
+        assert staying(got)[0].segment is not None, "which it can lend on"
+    assert [buffer.host_copies for buffer in staying(value)] == [0]
+    assert not soft.waits_on_loops
+    await turns_until(lambda: not any(map(len, lendings(producer))))
+
+
+async def test_the_host_sees_the_same_value(nodes: list[Node], soft: SoftDevice, memory: SharedMemory) -> None:
+    producer, consumer, _ = nodes
+    value = await on_device(soft)
+    serves(producer, value)
+    got = await pulled(consumer, producer)
+    assert verify(m.Encoded(got.meta, tuple(b.host() for b in staying(got)), got.digest))
+    assert np.array_equal(decode(got)["x"], HOST)
+
+
+async def test_memory_is_opened_once(nodes: list[Node], soft: SoftDevice, memory: SharedMemory) -> None:
+    producer, consumer, _ = nodes
+    for number in range(5):
+        value = await on_device(soft, HOST + number)
+        serves(producer, value)
+        assert np.array_equal(await x_of(await pulled(consumer, producer), soft), HOST + number)
+        await turns_until(lambda: not any(map(len, lendings(producer))))
+        del value
+        producer.at_once = lambda caller, call: None
+        producer.served.clear()
+        gc.collect()
+    assert soft.times_opened <= 2
+    assert len(memory) <= 4
+
+
+async def test_what_is_lent_is_relayed(nodes: list[Node], soft: SoftDevice, memory: SharedMemory) -> None:
+    producer, consumer, other = nodes
+    serves(producer, await on_device(soft))
+    serves(consumer, await pulled(consumer, producer))
+    producer.at_once = lambda caller, call: None
+    assert np.array_equal(await x_of(await pulled(other, consumer), soft), HOST)
+
+
+async def test_large_and_small_arrays_of_device_and_host_in_one_value(
+    nodes: list[Node], soft: SoftDevice, memory: SharedMemory
+) -> None:
+    producer, consumer, _ = nodes
+    more = {
+        "small": soft.xp.arange(1000.0),  # its bulk is a buffer, but too small for memory that others open
+        "tiny": soft.xp.arange(3.0),
+        "there": np.arange(400_000.0),
+        "text": "x" * 100_000,
+        "y": soft.xp.arange(250_000.0),
+    }
+    value = await on_device(soft, **more)
+    serves(producer, value)
+    got = await pulled(consumer, producer)
+    assert type(got) is m.EncodedOnDevice and got.digest == value.digest
+    found = decode(got, device=soft)
+    for key in ("x", "small", "tiny", "y"):
+        assert type(found[key]) is SoftArray
+    assert np.array_equal(found["x"].get(), HOST) and np.array_equal(found["y"].get(), np.arange(250_000.0))
+    assert np.array_equal(found["small"].get(), np.arange(1000.0)) and np.array_equal(found["there"], more["there"])
+    assert found["text"] == more["text"]
+    assert [buffer.host_copies for buffer in staying(value)] == [0, 1, 0], "only what is too small"
+
+
+async def test_a_peer_with_another_device_says_so_once(
+    nodes: list[Node], soft: SoftDevice, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer, _ = nodes
+    serves(producer, await on_device(soft))
+    tries = []
+    monkeypatch.setattr(shared, "with_identity", lambda identity: tries.append(identity))
+    for _ in range(3):
+        got = await pulled(consumer, producer)
+        assert type(got) is m.Encoded and np.array_equal(decode(got)["x"], HOST)
+    assert len(tries) == 1
+    await turns_until(lambda: not any(map(len, lendings(producer))))
+
+
+async def test_a_device_that_opens_nothing_gets_bytes(
+    nodes: list[Node], soft: SoftDevice, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer, _ = nodes
+    serves(producer, await on_device(soft))
+    monkeypatch.setattr(soft, "open", lambda *_: 1 / 0)
+    assert np.array_equal(decode(await pulled(consumer, producer))["x"], HOST)
+    await turns_until(lambda: not any(map(len, lendings(producer))))
+
+
+async def test_over_tcp_it_goes_by_the_host(soft: SoftDevice, memory: SharedMemory) -> None:
+    made = [
+        await Node(name, StreamTransport(Settings(), TOKEN, job=JOB, verify=verify, digesting=digesting)).start()
+        for name in ("producer", "consumer")
+    ]
+    value = await on_device(soft)
+    serves(made[0], value)
+    assert type(await pulled(made[1], made[0])) is m.Encoded
+    for node in made:
+        await node.transport.close()
+
+
+class Gate:
+    """Holds copies from memory of others, which is open, until it opens."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.reached = threading.Event()
+        arrived = devicelending.arrived
+
+        def held(*args: Any) -> Any:
+            self.reached.set()
+            assert self.open.wait(10)
+            return arrived(*args)
+
+        monkeypatch.setattr(devicelending, "arrived", held)
+
+
+async def test_the_lender_keeps_it_until_it_was_copied(
+    nodes: list[Node], soft: SoftDevice, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer, _ = nodes
+    gate = Gate(monkeypatch)
+    value = await on_device(soft)
+    place = staying(value)[0].segment
+    serves(producer, value)
+    call = asyncio.ensure_future(pulled(consumer, producer))
+    assert await asyncio.to_thread(gate.reached.wait, 10)
+    producer.at_once = lambda caller, call: None
+    producer.served.clear()
+    del value
+    gc.collect()
+    later = [await on_device(soft, HOST * 0) for _ in range(3)]
+    assert place not in [staying(one)[0].segment for one in later]
+    gate.open.set()
+    assert np.array_equal(await x_of(await call, soft), HOST)
+    await turns_until(lambda: not any(map(len, lendings(producer))))
+    gc.collect()
+    assert staying(await on_device(soft))[0].segment is place
+
+
+async def test_who_cancels_a_call_that_was_answered_has_nothing(
+    nodes: list[Node], soft: SoftDevice, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer, _ = nodes
+    value = await on_device(soft)
+    serves(producer, await on_device(soft, HOST[:1000]))
+    await pulled(consumer, producer)  # there is a session
+    (session,) = [s for s in stream_of(consumer)._connections if isinstance(s, DialledSession)]
+    serves(producer, value)
+    call = asyncio.ensure_future(pulled(consumer, producer))
+    await asyncio.sleep(0)
+    admits = session._admits
+
+    def cancelled_first(number: int, cls: type) -> bool:
+        session._pending[number].cancel()
+        return admits(number, cls)
+
+    monkeypatch.setattr(session, "_admits", cancelled_first)
+    (lending,) = lendings(producer)
+    await turns_until(lambda: call.cancelled() and not len(lending) and lending._last)
+    segment = staying(value)[0].segment
+    assert segment is not None and not segment.open_at
+
+
+async def test_who_cancels_while_it_is_copied_gives_it_back_afterwards(
+    nodes: list[Node], soft: SoftDevice, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer, _ = nodes
+    gate = Gate(monkeypatch)
+    serves(producer, await on_device(soft))
+    call = asyncio.ensure_future(pulled(consumer, producer))
+    assert await asyncio.to_thread(gate.reached.wait, 10)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    await asyncio.sleep(0.02)
+    (lending,) = lendings(producer)
+    assert len(lending) == 1, "it is read still"
+    gate.open.set()
+    await turns_until(lambda: not len(lending))
+
+
+async def test_a_session_that_ends_leaves_what_it_lent_alone(
+    nodes: list[Node], soft: SoftDevice, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer, _ = nodes
+    gate = Gate(monkeypatch)
+    value = await on_device(soft)
+    place = staying(value)[0].segment
+    assert place is not None
+    serves(producer, value)
+    call = asyncio.ensure_future(pulled(consumer, producer))
+    assert await asyncio.to_thread(gate.reached.wait, 10)
+    producer.transport.forget("consumer")
+    producer.at_once = lambda caller, call: None
+    producer.served.clear()
+    del value
+    gc.collect()
+    await turns_until(lambda: not lendings(producer))
+    later = [await on_device(soft, HOST * 0) for _ in range(3)]
+    assert place.is_read() and place.is_open(), "the process that reads it lives: it is this one"
+    assert place not in [staying(one)[0].segment for one in later]
+    gate.open.set()
+    assert np.array_equal(await x_of(await call, soft), HOST), "what was copied is what was sent"
+    await turns_until(lambda: not soft.opened)
+
+
+async def test_a_copy_of_what_was_overwritten_is_not_taken(
+    nodes: list[Node],
+    soft: SoftDevice,
+    memory: SharedMemory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    producer, consumer, _ = nodes
+    gate = Gate(monkeypatch)
+    value = await on_device(soft)
+    serves(producer, value)
+    call = asyncio.ensure_future(pulled(consumer, producer))
+    assert await asyncio.to_thread(gate.reached.wait, 10)
+    segment = staying(value)[0].segment
+    assert segment is not None
+    segment.array.elements[77] ^= 1  # as where its process was killed, and others got its memory
+    gate.open.set()
+    with pytest.raises(PeerLost, match="corrupted value"):
+        await call
+    assert "do not have the digest" in caplog.text
+
+
+async def test_what_is_idle_is_closed_and_then_freed(
+    nodes: list[Node], soft: SoftDevice, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer, _ = nodes
+    value = await on_device(soft)
+    segment = staying(value)[0].segment
+    assert segment is not None
+    serves(producer, value)
+    await pulled(consumer, producer)
+    await turns_until(lambda: not any(map(len, lendings(producer))))
+    assert segment.is_open() and len(soft.opened) == 1
+    monkeypatch.setattr(devicelending, "_IDLE_S", -1.0)
+    monkeypatch.setattr(shared, "_IDLE_S", -1.0)
+    stream_of(consumer)._trim()
+    await turns_until(lambda: not segment.is_open())
+    assert soft.opened == []
+    del value, segment
+    producer.at_once = lambda caller, call: None
+    producer.served.clear()
+    gc.collect()
+    stream_of(producer)._trim()
+    await turns_until(lambda: not len(memory))
+
+
+async def test_memory_that_is_lent_again_while_it_is_closed_stays(soft: SoftDevice, memory: SharedMemory) -> None:
+    lending = DeviceLending()
+    lending.start(1)
+    value = await on_device(soft)
+    segment = staying(value)[0].segment
+    assert segment is not None and isinstance(value, m.EncodedOnDevice)
+    told: list[bytes] = []
+    borrowing = DeviceBorrowing(told.append, clock=lambda: 0.0)
+    first = lending.lend(1, value)
+    assert first is not None
+    got = await asyncio.to_thread(borrowing.fetch, first)
+    assert got is not None
+    lending.returned(borrowing.given_back(borrowing.tickets(first, 1 << 40)))
+    second = lending.lend(2, value)  # on its way
+    assert second is not None
+    borrowing._clock = lambda: 100.0
+    await asyncio.to_thread(borrowing.trim)
+    lending.returned(told.pop())
+    assert segment.is_open(), "the ticket that is on its way opens it"
+    assert await asyncio.to_thread(borrowing.fetch, second) is not None
+    lending.returned(borrowing.given_back(borrowing.tickets(second, 1 << 40)))
+    assert segment.is_open()
+    borrowing._clock = lambda: 200.0
+    await asyncio.to_thread(borrowing.trim)
+    lending.returned(told.pop())
+    assert not segment.is_open() and not len(lending)
+
+
+async def test_at_most_so_much_is_open_and_lent(
+    soft: SoftDevice, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devicelending, "_MAX_OPEN", 2)
+    monkeypatch.setattr(devicelending, "_MAX_LENT", 3)
+    lending, told = DeviceLending(), []
+    lending.start(1)
+    borrowing = DeviceBorrowing(told.append)
+    values = [await on_device(soft, HOST + number) for number in range(4)]
+    for number, value in enumerate(values):
+        lent = lending.lend(number, value)  # type: ignore[arg-type]
+        if number == 3:
+            assert lent is None
+            break
+        assert lent is not None
+        got = await asyncio.to_thread(borrowing.fetch, lent)
+        assert got is not None and np.array_equal(await x_of(got, soft), HOST + number)
+    assert len(borrowing) == 2 == len(soft.opened) and len(told) == 1
+    borrowing.over = True
+    await asyncio.to_thread(borrowing.close)
+    assert soft.opened == [] and len(told) == 1, "who is told has ended"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(number=0),
+        dict(number=1 << 63),
+        dict(length=0),
+        dict(length=2 * MIB + 1),
+        dict(size=1 << 63, length=5),
+    ],
+)
+def test_tickets_that_say_nonsense(wrong: dict[str, int]) -> None:
+    said = {"number": 1, "memory": 1, "size": 2 * MIB, "length": 5, **wrong}
+    data = devicelending._TICKET.pack(*said.values(), b"i" * 16, b"h" * 64)
+    assert len(data) == TICKET_BYTES
+    with pytest.raises(DecodeError):
+        Ticket.read(data)
+
+
+def test_a_value_that_is_too_large_by_its_tickets() -> None:
+    data = devicelending._TICKET.pack(1, 1, 2 * MIB, MIB, b"i" * 16, b"h" * 64)
+    value = m.Encoded(b"meta", (memoryview(data),), bytes(16))
+    assert DeviceBorrowing.tickets(value, 2 * MIB)[0].length == MIB
+    with pytest.raises(DecodeError, match="the limit is"):
+        DeviceBorrowing.tickets(value, MIB)
+    with pytest.raises(DecodeError):
+        DeviceBorrowing.tickets(m.Encoded(b"meta", (), bytes(16)), MIB)
+
+
+@pytest.mark.parametrize("data", [b"123", bytes(8), (5).to_bytes(8, "big"), (1 << 63 | 5).to_bytes(8, "big")])
+def test_giving_back_what_was_not_lent(data: bytes) -> None:
+    with pytest.raises(DecodeError):
+        DeviceLending().returned(data)
+
+
+async def test_who_calls_with_tickets_is_not_heard(nodes: list[Node], soft: SoftDevice, memory: SharedMemory) -> None:
+    producer, consumer, _ = nodes
+    serves(producer, await on_device(soft))
+    await pulled(consumer, producer)
+    session: Session
+    (session,) = [s for s in stream_of(consumer)._connections if isinstance(s, DialledSession)]
+    session._outbox.send(Kind.REPLY_ON_DEVICE, 99, b"")
+    await turns_until(lambda: not session.open)
