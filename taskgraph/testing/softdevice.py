@@ -277,6 +277,8 @@ class SoftDevice:
         return 1 << 30
 
     def allocate(self, nbytes: int) -> SoftArray:
+        if nbytes > self.memory_bytes:
+            raise MemoryError(f"{nbytes} bytes of a device in software")
         run = _SharedRun(nbytes)
         return self.array_type(self, run, run.raw)
 

@@ -15,18 +15,37 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 DRIVER = Path(__file__).parent / "drivers" / "soft_device.py"
 
 
-def wanted(tasks: int, epochs: int) -> dict[int, float]:
+def wanted(tasks: int, epochs: int, size: int = 50_000) -> dict[int, float]:
     """The driver's result, by numpy. The driver is not imported here: it gives its process a device."""
-    rows = [np.arange(50_000.0) + 1.0 * task for task in range(tasks)]
+    rows = [np.arange(float(size)) + 1.0 * task for task in range(tasks)]
     for _ in range(epochs):
         rows = [(rows[t - 1] + rows[(t + 1) % tasks] + rows[t] * 3.0) / 5.0 for t in range(tasks)]
-    return {task: float(row @ (1 + np.arange(50_000) % 97)) for task, row in enumerate(rows)}
+    return {task: float(row @ (1 + np.arange(size) % 97)) for task, row in enumerate(rows)}
 
 
 @pytest.fixture
 async def cli() -> AsyncIterator[Cli]:
     async with shell() as made:
         yield made
+
+
+async def test_processes_that_share_a_device_open_each_others_memory_and_one_is_killed(cli: Cli) -> None:
+    size = 200_000
+    told = {"SOFT_DEVICE_SHARED": "the same", "SOFT_DEVICE_SIZE": str(size)}
+    command = await cli.start("run", str(DRIVER), "--json", "--nodes", "3", **told)
+    await command.until("the job began")
+    assert "sent SIGKILL" in (await cli("kill", "soft_rows", "--task", "1")).out
+    done = await command.done()
+    assert done.code == 0, done.err
+    result = json.loads(done.out.splitlines()[-1])
+    assert result["failovers"] >= 1
+    assert {int(task): value for task, value in result["values"].items()} == wanted(5, 150, size)
+    numbers_of = [numbers for report in result["reports"] for numbers in report["by_task"].values()]
+    assert len(numbers_of) == 5 * 150 and not any(numbers["waited_on_loops"] for numbers in numbers_of)
+    opened = [numbers["opened"] for numbers in result["reports"][-1]["by_task"].values()]
+    assert all(2 <= count <= 60 for count in opened), "each process, and each piece of memory once"
+    assert "goes by the host" not in done.err
+    await cli.nothing_left()
 
 
 async def test_rows_on_devices_of_several_processes_and_one_is_killed(cli: Cli) -> None:

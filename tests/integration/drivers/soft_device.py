@@ -1,4 +1,10 @@
-"""A ring of tasks whose rows live on a device in software: each node's process has one of its own."""
+"""A ring of tasks whose rows live on a device in software.
+
+Each node's process has one of its own; with SOFT_DEVICE_SHARED in the environment all have the same.
+"""
+
+import os
+import time
 
 import numpy as np
 
@@ -6,10 +12,11 @@ import taskgraph as tg
 from taskgraph.node import node
 from taskgraph.testing.softdevice import SoftDevice
 
-device = SoftDevice(seed=5, races=True)
+identity = os.environ.get("SOFT_DEVICE_SHARED", "").encode()
+device = SoftDevice(seed=5, races=True, identity=identity.ljust(16) if identity else None)
 node.array_module = lambda devices: (device.xp, device)
 
-SIZE = 50_000
+SIZE = int(os.environ.get("SOFT_DEVICE_SIZE", "50000"))
 
 
 class Rows(tg.Task, state=["row"]):
@@ -21,6 +28,7 @@ class Rows(tg.Task, state=["row"]):
         epoch.processor(self.mean, inbound={"row": [*epoch.neighbors("left"), *epoch.neighbors("right")]})
 
     def send(self, epoch, ins, outs):
+        time.sleep(0.03)  # so that the job still runs when somebody has come to kill
         outs.put("row", self.row)
         self.row_before = self.row * 3.0
 
@@ -28,7 +36,7 @@ class Rows(tg.Task, state=["row"]):
         left, right = ins.all("row").values()
         assert type(left) is self.xp.ndarray
         self.row = (left + right + self.row_before) / 5.0
-        epoch.report(waited_on_loops=len(device.waits_on_loops))
+        epoch.report(waited_on_loops=len(device.waits_on_loops), opened=device.times_opened)
 
     def result(self):
         return float(self.row.get() @ (1 + np.arange(SIZE) % 97))

@@ -30,6 +30,14 @@ def launch_on(soft: SoftDevice) -> Callable[..., None]:
     return launch
 
 
+class RuntimeFailed(RuntimeError):
+    """As CuPy's `CUDARuntimeError`."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"cudaError {status}")
+        self.status = status
+
+
 def stand_in(soft: SoftDevice) -> Any:
     """A module in place of `cupy`, whose arrays are its `ndarray`. Its calls take what CuPy's take, and no more."""
 
@@ -94,7 +102,7 @@ def stand_in(soft: SoftDevice) -> Any:
             if isinstance(args[0], SoftDevice):
                 return object.__new__(cls)
             shape, dtype, pointer = args
-            return soft.view(pointer.array, np.dtype(dtype), shape, pointer.owner)
+            return soft.view(pointer.array, np.dtype(dtype), shape, pointer.owner or pointer.array)
 
         def __init__(self, *args: Any) -> None:
             if isinstance(args[0], SoftDevice):
@@ -106,7 +114,7 @@ def stand_in(soft: SoftDevice) -> Any:
 
         @property
         def data(self) -> Any:
-            return SimpleNamespace(ptr=self)
+            return SimpleNamespace(ptr=self, array=self, owner=self)
 
         def copy(self, order: str = "C") -> Any:
             assert order == "C"
@@ -124,6 +132,45 @@ def stand_in(soft: SoftDevice) -> Any:
             return soft.to_device(np.asarray(data))
         return data if data.elements.flags.c_contiguous else soft.copy(data)
 
+    class Runtime:
+        """Where CuPy has addresses this has arrays."""
+
+        CUDARuntimeError = RuntimeFailed
+        free_bytes = 1 << 30
+
+        def getDeviceProperties(self, number: int) -> dict[str, Any]:
+            assert number == 0
+            return {"uuid": soft.identity}
+
+        def memGetInfo(self) -> tuple[int, int]:
+            return self.free_bytes, 1 << 30
+
+        def ipcGetMemHandle(self, address: Any) -> bytes:
+            while isinstance(address, SoftArray):
+                address, array = address._owner, address
+            return soft.share(array)
+
+        def ipcOpenMemHandle(self, handle: bytes) -> Any:
+            try:
+                return soft.open(handle, opened.pop())
+            except OSError as error:
+                raise RuntimeFailed(1) from error
+
+        def ipcCloseMemHandle(self, address: Any) -> None:
+            while isinstance(address._owner, SoftArray):
+                address = address._owner
+            soft.close(address)
+
+    runtime = Runtime()
+    opened: list[int] = []  # sizes, which CUDA knows by the handle
+    module_pool = SimpleNamespace(free_all_blocks=lambda: setattr(runtime, "free_bytes", 1 << 30))
+
+    def memory(nbytes: int) -> Any:
+        if nbytes > runtime.free_bytes:
+            raise RuntimeFailed(2)
+        array = soft.allocate(nbytes)
+        return SimpleNamespace(array=array, owner=array)
+
     def empty(shape: tuple[int, ...], dtype: Any) -> Any:
         return soft._new(shape, dtype)
 
@@ -133,7 +180,11 @@ def stand_in(soft: SoftDevice) -> Any:
     module.asarray = asarray
     module.empty = empty
     module.array = lambda data, copy, order: soft.to_device(data)
+    module.get_default_memory_pool = lambda: module_pool
+    module.sizes_to_open = opened
     module.cuda = SimpleNamespace(
+        runtime=runtime,
+        Memory=memory,
         Device=Device,
         Event=Event,
         Stream=Stream,

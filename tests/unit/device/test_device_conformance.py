@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import xxhash
 from cupy_kit import launch_on, stand_in
 
 from taskgraph.device import cuda, digest
-from taskgraph.device.api import Device
+from taskgraph.device.api import HANDLE_BYTES, IDENTITY_BYTES, Device
 from taskgraph.device.cuda import array_module, device_count
 from taskgraph.device.lookup import device_of
 from taskgraph.graph.values import encode
@@ -205,3 +206,77 @@ def test_one_stream_follows_another(found: Found) -> None:
     with device.on(other):
         device.follow(other, event)
         assert np.array_equal(device.to_host(device.copy(array)), np.arange(100_000.0) + 1)
+
+
+def filled(device: Device, host: np.ndarray[Any, Any], xp: Any) -> Any:
+    """Memory that other processes can open, with these elements."""
+    memory = device.allocate(2 << 20)
+    part = device.view(memory, np.dtype(np.uint8), (host.nbytes,), None)
+    device.fill(part, xp.asarray(host))
+    device.wait(device.record(device.current()))
+    return memory
+
+
+def test_memory_that_others_can_open_is_filled_in_c_order(found: Found) -> None:
+    device, xp = found
+    host = np.arange(200 * 300.0).reshape(200, 300)
+    memory = device.allocate(2 << 20)
+    assert memory.nbytes == 2 << 20 and device.keeps(memory)
+    for one, wanted in (
+        (xp.asarray(host), host),
+        (xp.asarray(host).T, host.T),
+        (xp.asarray(host)[:, ::3], host[:, ::3]),
+    ):
+        part = device.view(memory, np.dtype(np.uint8), (wanted.nbytes,), None)
+        device.fill(part, one)
+        there = device.view(part, wanted.dtype, wanted.shape, None)
+        assert np.array_equal(fetched(device, there), wanted)
+
+
+def test_a_device_is_known_by_an_identity_and_has_memory(found: Found) -> None:
+    device, _ = found
+    assert len(device.identity) == IDENTITY_BYTES and device.identity == device.identity
+    assert device.memory_bytes > 1 << 20
+
+
+def test_memory_there_is_not_is_said_so(found: Found) -> None:
+    with pytest.raises(MemoryError):
+        found[0].allocate(1 << 50)
+    found[0].allocate(2 << 20)
+
+
+READS = """
+import sys
+from taskgraph.device.cuda import array_module
+import numpy as np
+
+xp, device = array_module(1)
+handle, size, again = bytes.fromhex(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+for _ in range(again):
+    opened = device.open(handle, 2 << 20)
+    there = device.view(opened, np.dtype(float), (size // 8,), None)
+    print(float(there.sum()), float(there[-1]))
+    device.close(opened)
+"""
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_another_process_opens_it(found: Found, times: int, request: pytest.FixtureRequest) -> None:
+    device, xp = found
+    host = np.arange(1000.0)
+    memory = filled(device, host, xp)
+    handle = device.share(memory)
+    assert len(handle) == HANDLE_BYTES == len(device.share(memory))
+    if device.kind == "cuda" and "cuda" in request.node.callspec.id:
+        arguments = [sys.executable, "-c", READS, handle.hex(), str(host.nbytes), str(times)]
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines() == [f"{host.sum()} 999.0"] * times
+        return
+    for _ in range(times):
+        if device.kind == "cuda":
+            xp.sizes_to_open.append(2 << 20)
+        opened = device.open(handle, 2 << 20)
+        there = device.view(opened, host.dtype, host.shape, None)
+        assert np.array_equal(fetched(device, there), host)
+        device.close(opened)

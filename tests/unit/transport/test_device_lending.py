@@ -57,9 +57,7 @@ async def nodes(folder: Path) -> AsyncIterator[list[Node]]:
 
 async def on_device(soft: SoftDevice, host: np.ndarray = HOST, **more: Any) -> m.Encoded:
     """An item, put by a task of the producer."""
-    return await asyncio.to_thread(
-        lambda: encode({"x": soft.xp.asarray(host), **more}, stays=True, lendable=True)
-    )
+    return await asyncio.to_thread(lambda: encode({"x": soft.xp.asarray(host), **more}, stays=True, lendable=True))
 
 
 def item(value: m.Encoded, call: m.Pull) -> m.Item:
@@ -341,19 +339,23 @@ async def test_what_is_idle_is_closed_and_then_freed(
     nodes: list[Node], soft: SoftDevice, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     producer, consumer, _ = nodes
-    value = await on_device(soft)
-    segment = staying(value)[0].segment
-    assert segment is not None
-    serves(producer, value)
+    values = [await on_device(soft)]
+    serves(producer, values[0])
     await pulled(consumer, producer)
     await turns_until(lambda: not any(map(len, lendings(producer))))
-    assert segment.is_open() and len(soft.opened) == 1
+    assert len(soft.opened) == 1
+
+    def is_open() -> bool:
+        segment = staying(values[0])[0].segment
+        return segment is not None and segment.is_open()
+
+    assert is_open()
     monkeypatch.setattr(devicelending, "_IDLE_S", -1.0)
     monkeypatch.setattr(shared, "_IDLE_S", -1.0)
     stream_of(consumer)._trim()
-    await turns_until(lambda: not segment.is_open())
+    await turns_until(lambda: not is_open())
     assert soft.opened == []
-    del value, segment
+    values.clear()
     producer.at_once = lambda caller, call: None
     producer.served.clear()
     gc.collect()
@@ -415,11 +417,11 @@ async def test_at_most_so_much_is_open_and_lent(
 @pytest.mark.parametrize(
     "wrong",
     [
-        dict(number=0),
-        dict(number=1 << 63),
-        dict(length=0),
-        dict(length=2 * MIB + 1),
-        dict(size=1 << 63, length=5),
+        {"number": 0},
+        {"number": 1 << 63},
+        {"length": 0},
+        {"length": 2 * MIB + 1},
+        {"size": 1 << 63, "length": 5},
     ],
 )
 def test_tickets_that_say_nonsense(wrong: dict[str, int]) -> None:
