@@ -14,6 +14,7 @@ and what they are made of:
     hello       both sides prove the job's token, and who they are
     session     one connection from hello to goodbye
     sides       the side of a session that calls, and the one that serves
+    lending     large values between processes of one host; devicelending: those on a device
     endpoints   addresses and sockets
     accepting   accepting over TLS
     refusals    what is said of strangers
@@ -24,5 +25,5 @@ hello. A session breaks as a whole; then every call in it fails at once. A call 
 `Refused`, `PeerGone`, `PeerLost`.
 
 It must not know what a message means, who is primary, or what etcd says: it imports the messages and nothing else
-of `protocol`, and nothing of `graph`, `coordination` or `node`.
+of `protocol`, how values lie in memory and nothing else of `graph`, and nothing of `coordination` or `node`.
 """

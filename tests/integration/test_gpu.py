@@ -51,11 +51,13 @@ def test_later_changes_on_the_device_do_not_reach_what_was_put() -> None:
 
 
 @pytest.mark.slow
-def test_node_processes_share_a_device() -> None:
+@pytest.mark.parametrize("size", [1000, 300_000], ids=["by the host", "by CUDA's IPC"])
+def test_node_processes_share_a_device(size: int, capfd: pytest.CaptureFixture[str]) -> None:
     job = load_driver(str(DRIVER))
-    alone = tg.run(job(), nodes=0)
-    across = tg.run(job(), nodes=2, timeout_s=100)
+    alone = tg.run(job(size=size), nodes=0)
+    across = tg.run(job(size=size), nodes=2, timeout_s=100)
     assert across.epochs == 6
+    assert "goes by the host" not in capfd.readouterr().err
     for task, row in alone.values.items():
         assert np.array_equal(row, across.values[task])
 

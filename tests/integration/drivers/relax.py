@@ -4,8 +4,11 @@ import taskgraph as tg
 
 
 class Relax(tg.Task, state=["row"]):
+    def __init__(self, size):
+        self.size = size
+
     def setup(self):
-        self.row = self.xp.arange(self.task_id, self.task_id + 1000, dtype="f8")
+        self.row = self.xp.arange(self.task_id, self.task_id + self.size, dtype="f8")
 
     def compose(self, epoch):
         around = [*epoch.neighbors("left"), *epoch.neighbors("right")]
@@ -26,5 +29,5 @@ class Relax(tg.Task, state=["row"]):
 
 
 @tg.job
-def relax(tasks: int = 4, epochs: int = 6):
-    return tg.Job(tasks=tasks, epochs=epochs, builder=Relax, topology=tg.ring())
+def relax(tasks: int = 4, epochs: int = 6, size: int = 1000):
+    return tg.Job(tasks=tasks, epochs=epochs, builder=lambda task_id: Relax(size), topology=tg.ring())
