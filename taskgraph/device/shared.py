@@ -113,7 +113,7 @@ class SharedMemory:
     """The segments of one device in this process. May be used from every thread.
 
     Args:
-        max_idle_bytes: what may wait for another value, as far as nobody has it open.
+        max_idle_bytes: what may wait for another value, as far as nobody has it open; None: a part of the device's.
         clock: seconds.
     """
 
@@ -121,7 +121,7 @@ class SharedMemory:
         self, device: Device, *, max_idle_bytes: int | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._device = device
-        self._max_idle_bytes = device.memory_bytes // _IDLE_PART if max_idle_bytes is None else max_idle_bytes
+        self._max_idle_bytes = max_idle_bytes
         self._clock = clock
         self._lock = threading.Lock()
         self._idle: list[Segment] = []  # the one that was used last is last
@@ -145,6 +145,8 @@ class SharedMemory:
         """A segment for so many bytes, for the current stream to write to; None: they go to other memory."""
         if nbytes < LEAST_BYTES or not self._works:
             return None
+        if self._max_idle_bytes is None:  # not asked for before: the device may have to be made ready
+            self._max_idle_bytes = self._device.memory_bytes // _IDLE_PART
         with self._lock:
             too_much = self._collect()
             found = self._find(nbytes)
@@ -178,6 +180,7 @@ class SharedMemory:
         array = self._device.allocate(_rounded(nbytes))
         try:
             handle = self._device.share(array)
+            _ = self._device.identity  # asked for here, and not where it is lent, on an event loop
         except Exception as error:
             # Many systems cannot. If the device is lost, the next who uses it is told.
             log.warning("no process but this one can open memory of its device, and it goes by the host: %s", error)
@@ -204,7 +207,7 @@ class SharedMemory:
             segment._events, segment._freed_at = events, freed_at
             self._used -= 1
             self._idle.append(segment)
-        return self._chosen(self._max_idle_bytes, self._clock())
+        return self._chosen(self._max_idle_bytes or 0, self._clock())
 
     def _chosen(self, most: int, before: float) -> list[Segment]:
         """Idle segments that nobody has open, the oldest first, until `most` bytes are idle."""

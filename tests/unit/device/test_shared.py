@@ -76,12 +76,22 @@ def ended(borrower: Borrower) -> bool:
     return False
 
 
+def test_offering_asks_nothing_of_the_device(soft: SoftDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is done on an event loop, and the first question makes CUDA's context."""
+    with monkeypatch.context() as patch:
+        for name in ("memory_bytes", "identity", "allocate", "share"):
+            patch.setattr(SoftDevice, name, property(lambda self: 1 / 0), raising=False)
+        memory = SharedMemory(soft)
+    assert taken(memory).size == 2 * MIB
+    assert memory._max_idle_bytes == soft.memory_bytes // 32
+
+
 def test_what_is_small_gets_none(memory: SharedMemory) -> None:
     assert memory.take(LEAST_BYTES - 1) is None
     assert memory.take(LEAST_BYTES) is not None
 
 
-@pytest.mark.parametrize("nbytes", [LEAST_BYTES, 2 * MIB, 2 * MIB + 1, 17 * MIB + 5, 100 * MIB, 1000 * MIB + 1])
+@pytest.mark.parametrize("nbytes", [LEAST_BYTES, 2 * MIB, 2 * MIB + 1, 17 * MIB + 5, 100 * MIB, 200 * MIB + 1])
 def test_segments_are_of_whole_pieces_and_little_is_lost(nbytes: int, soft: SoftDevice) -> None:
     segment = taken(SharedMemory(soft), nbytes)
     assert segment.size % (2 * MIB) == 0, "CUDA lets others open pieces of 2 MiB"
