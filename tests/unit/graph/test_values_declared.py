@@ -193,7 +193,7 @@ class OwnInit:
         (range, "range cannot be a dataclass"),
         ({}, "goes on a class, not on {}"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_what_is_no_dataclass_and_cannot_be_one(target: Any, complaint: str) -> None:
     with pytest.raises(JobError, match=complaint):
