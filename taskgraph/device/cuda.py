@@ -121,14 +121,32 @@ class CudaDevice:
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[None]:
         # Entered, and not `use`d: a `with` on another stream, of CuPy's own code, too, goes back to what was entered.
-        device = self._cupy.cuda.Device(self._number)
+        # And twice: CuPy only counts who entered. A coroutine's `with` that is open over an await would else be ended
+        # in place of ours, and one that ends here in a later step than it began in would end ours, and go on with what
+        # was current before: the stream of another task, perhaps.
+        cuda, number = self._cupy.cuda, self._number
+        device = cuda.Device(number)
         device.use()
-        stream.__enter__()
+        before, mark = cuda.get_current_stream(number), self._same(stream)
+        mark.__enter__()
         try:
+            stream.__enter__()
             yield
         finally:
             device.use()  # code that ran may have left this thread at another one
-            stream.__exit__(None, None, None)
+            with contextlib.suppress(IndexError):  # more was left than entered
+                while cuda.get_current_stream(number) is not mark:
+                    stream.__exit__(None, None, None)
+                mark.__exit__(None, None, None)
+            if cuda.get_current_stream(number) != before:
+                before.use()
+
+    def _same(self, stream: Any) -> Any:
+        """Another object for a stream."""
+        cuda = self._cupy.cuda
+        if hasattr(cuda.Stream, "from_external"):
+            return cuda.Stream.from_external(stream)
+        return cuda.ExternalStream(stream.ptr, self._number)  # before CuPy 14
 
     def record(self, stream: Stream) -> Event:
         with self._cupy.cuda.Device(self._number):

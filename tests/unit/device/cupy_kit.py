@@ -41,7 +41,8 @@ class RuntimeFailed(RuntimeError):
 def stand_in(soft: SoftDevice) -> Any:
     """A module in place of `cupy`, whose arrays are its `ndarray`. Its calls take what CuPy's take, and no more."""
 
-    entered: list[SoftStream] = []  # of the test's thread
+    entered: list[Stream] = []  # of the test's thread, as is `current`
+    current: list[Stream] = []
 
     class Event:
         def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
@@ -62,17 +63,22 @@ def stand_in(soft: SoftDevice) -> Any:
         def __hash__(self) -> int:
             return hash(self.of)
 
+        @classmethod
+        def from_external(cls, other: Stream) -> Stream:
+            return cls(other.of)
+
         def use(self) -> Stream:
             soft.use(self.of)
+            current[:] = [self]
             return self
 
         def __enter__(self) -> Stream:
-            entered.append(self.of)
+            entered.append(self)
             return self.use()
 
         def __exit__(self, *_: object) -> None:
-            entered.pop()  # CuPy goes back to what was entered before, whatever was in use
-            soft.use(entered[-1] if entered else soft.default)
+            entered.pop()  # CuPy goes back to what was entered before, whatever was in use, and whose turn it is
+            (entered[-1] if entered else Stream(soft.default)).use()
 
         def record(self, event: Event) -> Event:
             event.place = soft.record(self.of)
@@ -126,6 +132,11 @@ def stand_in(soft: SoftDevice) -> Any:
             if blocking:
                 soft.wait(soft.record(soft.current()))
             return out
+
+    def get_current_stream(device: int = 0) -> Stream:
+        if not current or current[0].of is not soft.current():
+            current[:] = [Stream(soft.current())]
+        return current[0]
 
     def asarray(data: Any, order: str = "C") -> Any:
         if not isinstance(data, CupyArray):
@@ -190,6 +201,6 @@ def stand_in(soft: SoftDevice) -> Any:
         Stream=Stream,
         UnownedMemory=lambda pointer, size, owner, device: SimpleNamespace(array=pointer, owner=owner),
         MemoryPointer=lambda memory, offset: memory,
-        get_current_stream=lambda device=0: Stream(soft.current()),
+        get_current_stream=get_current_stream,
     )
     return module

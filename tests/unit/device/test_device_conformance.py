@@ -196,6 +196,42 @@ def test_librarys_own_switches_of_streams_go_back_to_it(found: Found) -> None:
     assert device.current() == before
 
 
+def test_a_switch_of_streams_that_is_open_over_an_await_takes_no_other_tasks_stream(found: Found) -> None:
+    """Two coroutines in turns, each step on its task's stream, each with a `with` that begins in one and ends later."""
+    device, xp = found
+    if not hasattr(xp, "cuda"):
+        pytest.skip("it is CuPy that has some")
+    streams, switches = [device.stream(), device.stream()], [xp.cuda.Stream(), xp.cuda.Stream()]
+    before = device.current()
+    for stream, switch in zip(streams, switches, strict=True):
+        with device.on(stream):
+            switch.__enter__()
+            assert device.current() == switch
+        assert device.current() == before
+    for stream, switch in zip(streams, switches, strict=True):
+        with device.on(stream):
+            switch.__exit__(None, None, None)
+            assert device.current() == stream
+        assert device.current() == before
+
+
+def test_a_thread_is_given_back_as_it_was_however_many_switches_end_in_it(found: Found) -> None:
+    device, xp = found
+    if not hasattr(xp, "cuda"):
+        pytest.skip("it is CuPy that has some")
+    outer, inner, before = device.stream(), device.stream(), device.current()
+    with device.on(outer):
+        with device.on(inner):
+            for _ in range(3):
+                xp.cuda.Stream().__exit__(None, None, None)
+        assert device.current() == outer
+        with device.on(inner):
+            for _ in range(3):
+                xp.cuda.Stream().__enter__()
+        assert device.current() == outer
+    assert device.current() == before
+
+
 def test_one_stream_follows_another(found: Found) -> None:
     device, _ = found
     one, other = device.stream(), device.stream()
