@@ -58,7 +58,7 @@ class Writer:
         self.buffers: list[memoryview | arrays.Copy | Private] = []  # copies are made when the digest is taken
         self.stays = stays
         self.lendable = lendable
-        self.stayed = False  # some of it did
+        self.stayed: tuple[Any, ...] = ()  # arrays that did: until they are copied, nobody may get their memory
         self.allocate = allocate
         self.eager = 0  # within user code's own types: what they gave may change when they are asked for more
         self.on_device: list[int] = []  # which arrays, by number, were on a device
@@ -216,7 +216,7 @@ def _write_staying(writer: Writer, value: Any, device: Device) -> None:
     writer.meta += b"a" + header + _SHAPES[value.ndim].pack(value.ndim, *value.shape)
     memory = shared.of(device) if writer.lendable else None
     writer.buffers.append(Private(device, value, BLOCK_BYTES, memory))
-    writer.stayed = True
+    writer.stayed += (value,)
 
 
 def _write_scalar(writer: Writer, value: np.generic) -> None:

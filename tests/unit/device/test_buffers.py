@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from taskgraph.device import buffers as buffers_module
+from taskgraph.graph import codecs
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.values import decode, encode, hosted, staying, untouched, verify
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
@@ -97,6 +98,33 @@ def test_what_was_queued_before_is_in_it(soft: SoftDevice) -> None:
     array += 1
     assert np.array_equal(decode(encoded, device=soft)["x"].get(), (HOST + 1).reshape(100, 100).T)
     assert encoded.digest == encode({"x": (HOST + 1).reshape(100, 100).T}).digest
+
+
+class Doubled:
+    """A type whose codec makes an array for the occasion, on a stream of its library's own."""
+
+    def __init__(self, array: SoftArray) -> None:
+        self.array = array
+
+
+def test_what_a_codec_made_for_it_stays_until_it_is_copied(soft: SoftDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = soft.stream()
+
+    def encode_doubled(value: Doubled) -> SoftArray:
+        soft.follow(library, soft.record(soft.current()))
+        with On(soft, library):
+            made = value.array * 2.0
+        soft.follow(soft.current(), soft.record(library))
+        return made
+
+    codec = codecs.Codec("Doubled", Doubled, encode_doubled, Doubled)
+    monkeypatch.setitem(codecs._codecs, Doubled, codec)
+    monkeypatch.setitem(codecs._codecs_by_name, "Doubled", codec)
+    with On(soft):
+        encoded = encode([Doubled(soft.xp.asarray(HOST)), Doubled(soft.xp.asarray(HOST + 1))], stays=True)
+        fill(soft, library)
+        one, other = decode(encoded, device=soft)
+        assert np.array_equal(one.array.get(), 2 * HOST) and np.array_equal(other.array.get(), 2 * HOST + 2)
 
 
 def test_putting_waits_once_and_taking_not_at_all(soft: SoftDevice) -> None:
