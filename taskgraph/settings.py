@@ -47,6 +47,7 @@ class Settings:
         fatal_deaths: nodes whose processes may end while the same code of one task runs, in one epoch: the job fails
             with the last of so many.
         device_failures: nodes that one task may end in one epoch by errors of CUDA devices; the next one fails the job.
+        device_memory: how much of a CUDA device's memory the nodes of a launcher that share it may hold together.
         blas_threads: threads of BLAS and OpenMP in a node; the same for any number of nodes: sums are bit-equal.
         deal_devices: a launcher gives each node of its host CUDA devices of its own; False: all nodes see all of them.
         max_value_bytes: the largest single value that may travel.
@@ -84,6 +85,7 @@ class Settings:
     results_kept_s: float = 300.0
     fatal_deaths: int = 3
     device_failures: int = 2
+    device_memory: float = 0.9
     blas_threads: int = 1
     deal_devices: bool = True
     max_value_bytes: int = 1 << 40
@@ -102,14 +104,16 @@ class Settings:
                 fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
                 what = f"an int from {least} on"
             else:
-                zero = field.name in _MAY_BE_ZERO
+                zero, part = field.name in _MAY_BE_ZERO, field.name in _PARTS
                 number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-                fits = number and (value > 0 or (zero and value == 0))
-                what = f"a number of seconds{'' if zero else ' above 0'}"
+                fits = number and (value > 0 or (zero and value == 0)) and not (part and value > 1)
+                what = "a number above 0, and 1 at most" if part else f"a number of seconds{'' if zero else ' above 0'}"
             if not fits:
                 raise JobError(f"Settings({field.name}={value!r}): must be {what}")
 
 
+_PARTS = ("device_memory",)
+"""Of a whole, which is 1."""
 _MAY_BE_ZERO = (
     "admit_wait_s",
     "epochs_ahead",

@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 
 from taskgraph.device import digest
 from taskgraph.device.api import Array, Device, Event, Stream
+from taskgraph.device.memory import Bounded, bound_pinned, givers
 from taskgraph.device.visible import PRETEND, VISIBLE, visible
 from taskgraph.protocol.deviceloss import device_error
 
-__all__ = ["CudaDevice", "array_module", "device_count", "device_of", "from_dlpack"]
+__all__ = ["CudaDevice", "array_module", "bound_memory", "device_count", "device_of", "from_dlpack", "givers"]
 
 log = logging.getLogger("taskgraph.devices")
 
@@ -63,6 +64,25 @@ def array_module(devices: int) -> tuple[ModuleType, Device | None]:
     return numpy, None
 
 
+def bound_memory(devices: int, fraction: float, sharing: int) -> None:
+    """Bounds what CuPy's pools hold, in a process that is a node's: once, before any of its code runs.
+
+    Args:
+        devices: how many the process has; nothing is loaded where there is none.
+        fraction: of the first one's memory, what all processes may hold together.
+        sharing: how many processes share it.
+    """
+    if not devices or PRETEND in os.environ:
+        return
+    import cupy
+
+    try:
+        log.info("%s", Bounded(cupy, _FIRST, fraction, sharing).install())
+        bound_pinned(cupy)
+    except Exception:  # no reason for a node not to start: if the device is ill, the first task to use it says so
+        log.exception("what CuPy's pools hold is not bounded")
+
+
 def device_of(value: Any) -> Device | None:
     """The device of a CuPy array; None for everything else."""
     cupy = sys.modules.get("cupy")
@@ -73,10 +93,10 @@ def device_of(value: Any) -> Device | None:
 
 def from_dlpack(value: Any) -> Array | None:
     """See `lookup.from_dlpack`. CuPy has its current stream follow what the other library tells."""
-    if importlib.util.find_spec("cupy") is None:
+    try:
+        import cupy
+    except ImportError:  # it is not installed, or CUDA's libraries are not
         return None
-    import cupy
-
     return cupy.from_dlpack(value)
 
 

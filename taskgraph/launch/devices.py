@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from taskgraph.device.visible import VISIBLE, visible
 
-__all__ = ["deal", "host_devices"]
+__all__ = ["deal", "host_devices", "sharing"]
 
 _FILE = re.compile(r"nvidia\d+")
 
@@ -47,3 +48,10 @@ def deal(devices: Sequence[str], first: int, nodes: int) -> list[str | None]:
     start = first % len(devices)
     order = [*devices[start:], *devices[:start]]
     return [",".join(order[i % len(order) :: nodes]) for i in range(nodes)]
+
+
+def sharing(dealt: Sequence[str | None]) -> list[int]:
+    """For each of the nodes that got that, how many of them compute on its device: on the first of those it has."""
+    firsts = [own if own is None else own.partition(",")[0] for own in dealt]
+    count = Counter(firsts)
+    return [count[first] for first in firsts]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import shutil
@@ -21,7 +22,7 @@ from pathlib import Path
 from taskgraph.children import tell_child
 from taskgraph.coordination.api import Coordinator
 from taskgraph.errors import CoordinationError, OutcomeUnknown
-from taskgraph.launch.devices import deal, host_devices
+from taskgraph.launch.devices import deal, host_devices, sharing
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.warm import WarmNodes, WarmProcess
 from taskgraph.node import lastwords
@@ -94,8 +95,8 @@ class LocalNodes:
         first = await self._take_numbers(count)
         self._sockets = self._runtime.sockets(self._entry.name)
         devices = deal(host_devices() if self._deal_devices else (), first - 1, count)
-        for number, own in enumerate(devices, first):
-            await self._start(f"n{number}", own)
+        for number, own, among in zip(itertools.count(first), devices, sharing(devices)):
+            await self._start(f"n{number}", own, among)
 
     async def _take_numbers(self, count: int) -> int:
         """The first of so many numbers that this launcher alone gets, though others start nodes at this moment."""
@@ -108,7 +109,7 @@ class LocalNodes:
                 if (await self._coordinator.txn(txn)).succeeded:
                     return given + 1
 
-    async def _start(self, name: str, devices: str | None) -> None:
+    async def _start(self, name: str, devices: str | None, among: int) -> None:
         assert self._sockets is not None
         config = NodeConfig(
             job=self._entry.name,
@@ -123,6 +124,7 @@ class LocalNodes:
             insecure_listen=self._insecure_listen,
             parent_pid=os.getpid(),
             devices=devices,
+            sharing=among,
         )
         started = await self._spawn(config, self._runtime.folder(self._entry.name) / f"{name}.log")
         entry = self._processes[name] = _Process(name, config.node_id, started.process, started.pipe, started.log_path)

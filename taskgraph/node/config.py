@@ -24,6 +24,7 @@ class NodeConfig:
         parent_fd: a pipe whose end means that the launcher is gone, or -1.
         parent_pid: the launcher, which must be our parent, or 0.
         devices: `CUDA_VISIBLE_DEVICES` of the process; None: as it is.
+        sharing: how many nodes compute on its device, as far as its launcher knows: those that it started together.
         node_id: the node's id, so that the launcher knows it even of a process that dies at once; "": made up here.
     """
 
@@ -39,6 +40,7 @@ class NodeConfig:
     parent_fd: int = -1
     parent_pid: int = 0
     devices: str | None = None
+    sharing: int = 1
     node_id: str = ""
 
     @staticmethod

@@ -30,7 +30,7 @@ import uvloop
 
 from taskgraph.coordination.api import Coordinator, WatchCompacted
 from taskgraph.coordination.etcd import EtcdCoordinator
-from taskgraph.device.cuda import device_count
+from taskgraph.device.cuda import bound_memory, device_count
 from taskgraph.device.visible import VISIBLE
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, FingerprintMismatch, TaskGraphError, Unavailable
@@ -157,6 +157,8 @@ async def _run(config: NodeConfig, coordinator: Coordinator, spec: JobSpec, job:
             tls=tls,
             insecure=config.insecure_listen,
         )
+        devices = device_count()
+        bound_memory(devices, job.settings.device_memory, config.sharing)
         control = ControlServer(events, token)
         stack.push_async_callback(control.stop)
         node = Node(
@@ -174,7 +176,7 @@ async def _run(config: NodeConfig, coordinator: Coordinator, spec: JobSpec, job:
                 tls=tls,
                 insecure=config.insecure_listen,
             ),
-            devices=device_count(),
+            devices=devices,
             point=injected(),
             own_process=True,
         )

@@ -68,11 +68,21 @@ def test_a_value_that_makes_no_sense_is_refused(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("call_s", 0), ("call_s", True), ("min_in_sync", 0), ("min_in_sync", 1.0), ("strict", 1)]
+    ("name", "value"),
+    [
+        *(("call_s", 0), ("call_s", True), ("min_in_sync", 0), ("min_in_sync", 1.0), ("strict", 1)),
+        *(("device_memory", 0), ("device_memory", 1.01), ("device_memory", True), ("device_memory", "90%")),
+    ],
 )
 def test_a_value_of_another_kind_is_refused(name: str, value: Any) -> None:
     with pytest.raises(tg.JobError, match=name):
         tg.Settings(**{name: value})
+
+
+def test_a_part_of_a_whole_is_told_so() -> None:
+    assert tg.Settings(device_memory=1).device_memory == 1
+    with pytest.raises(tg.JobError, match=r"Settings\(device_memory=90\): must be a number above 0, and 1 at most"):
+        tg.Settings(device_memory=90)
 
 
 def test_waits_that_one_may_do_without_may_be_zero() -> None:

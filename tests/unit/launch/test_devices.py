@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.device.cuda import array_module, device_count
 from taskgraph.device.visible import PRETEND, VISIBLE, device_ids, visible
-from taskgraph.launch.devices import deal, host_devices
+from taskgraph.launch.devices import deal, host_devices, sharing
+from taskgraph.launch.local import LocalNodes
+from taskgraph.launch.runtime import JobEntry, Runtime
+from taskgraph.node.config import NodeConfig
 
 
 @pytest.mark.parametrize(
@@ -55,6 +61,20 @@ def test_round_robin(devices: str, first: int, nodes: int, dealt: list[str | Non
     assert deal(devices, first, nodes) == dealt
 
 
+@pytest.mark.parametrize(
+    ("dealt", "shared"),
+    [
+        (["0", "1", "0"], [2, 1, 2]),
+        (["0,2", "1,3"], [1, 1]),
+        (["1,0"], [1]),
+        ([None, None, None], [3, 3, 3]),  # all see the same, and compute on its first
+        ([], []),
+    ],
+)
+def test_how_many_nodes_share_a_device(dealt: list[str | None], shared: list[int]) -> None:
+    assert sharing(dealt) == shared
+
+
 @given(st.integers(1, 16), st.integers(0, 40), st.integers(1, 40))
 def test_every_device_is_dealt_and_evenly(devices: int, first: int, nodes: int) -> None:
     names = [str(i) for i in range(devices)]
@@ -65,6 +85,34 @@ def test_every_device_is_dealt_and_evenly(devices: int, first: int, nodes: int) 
     assert max(times.values()) == 1 or all(len(own) == 1 for own in dealt), "two nodes share only where they must"
     begins = Counter(own[0] for own in dealt)
     assert max(begins.values()) - min(begins.get(name, 0) for name in names) <= 1
+
+
+class Told(LocalNodes):
+    """Nodes that are told what to be, and of which none is started."""
+
+    def __init__(self, root: Path, *, deal_devices: bool) -> None:
+        entry = JobEntry(name="fit", etcd="a:1", token="ab" * 32, pid=1, embedded=False, tls={})
+        super().__init__(entry, MemoryCoordinator(MemoryStore()), Runtime(root), deal_devices=deal_devices)
+        self.told: list[NodeConfig] = []
+
+    async def _spawn(self, config: NodeConfig, log_path: Path) -> Any:
+        self.told.append(config)
+        return SimpleNamespace(process=None, pipe=-1, log_path=log_path)
+
+    async def _watch(self, entry: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("deal_devices", "shared"), [(True, [2, 1, 2]), (False, [3, 3, 3])])
+async def test_each_node_is_told_how_many_share_its_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deal_devices: bool, shared: list[int]
+) -> None:
+    monkeypatch.setattr("taskgraph.launch.local.host_devices", lambda: ("0", "1"))
+    nodes = Told(tmp_path / "runtime", deal_devices=deal_devices)
+    await nodes.start(3)
+    assert [config.sharing for config in nodes.told] == shared
+    await nodes.start(1)
+    assert nodes.told[3].name == "n4" and nodes.told[3].sharing == 1
 
 
 def test_a_device_is_called_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,465 @@
+"""What CuPy's pools hold of a device and of the host, and what is tried before an out-of-memory is final.
+
+CuPy here is a stand-in whose pools do what those of CuPy 14 do: they take from the device what they have not got, keep
+what was freed, and give it back where a limit or the device says that there is no more.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from taskgraph.device import cuda, memory
+from taskgraph.device.memory import LIMIT, Bounded, bound_pinned, givers
+from taskgraph.device.visible import PRETEND
+
+GIB = 1 << 30
+
+
+class OutOfMemoryError(MemoryError):
+    pass
+
+
+class Refused(Exception):
+    """The device has no more."""
+
+
+class Gpu:
+    """A device of 100 GiB, which several processes may share."""
+
+    total = 100 * GIB
+
+    def __init__(self) -> None:
+        self.free = self.total
+
+    def take(self, nbytes: int) -> None:
+        if nbytes > self.free:
+            raise Refused
+        self.free -= nbytes
+
+
+class Taken:
+    """What an allocation is: its memory goes back to the pool with the last reference."""
+
+    def __init__(self, pool: Pool, nbytes: int) -> None:
+        self.pool, self.nbytes = pool, nbytes
+
+    def __del__(self) -> None:
+        self.pool.kept.append(self.nbytes)
+
+
+class Pool:
+    """`cupy.cuda.MemoryPool`, of one device."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.limit = 0
+        self.total = 0
+        self.kept: list[int] = []
+        self.asked = 0
+
+    def malloc(self, size: int) -> Taken:
+        self.asked += 1
+        size = -(-size // 512) * 512
+        if size in self.kept:
+            self.kept.remove(size)
+            return Taken(self, size)
+        limit = self.limit or 1 << 64
+        if size > limit:
+            raise OutOfMemoryError(size, self.total, limit)
+        if self.total + size > limit:
+            self.free_all_blocks()
+        if self.total + size > limit:
+            raise OutOfMemoryError(size, self.total, limit)
+        try:
+            self.gpu.take(size)
+        except Refused:
+            self.free_all_blocks()
+            try:
+                self.gpu.take(size)
+            except Refused:
+                raise OutOfMemoryError(size, self.total) from None
+        self.total += size
+        return Taken(self, size)
+
+    def free_all_blocks(self) -> None:
+        while self.kept:
+            nbytes = self.kept.pop()
+            self.total -= nbytes
+            self.gpu.free += nbytes
+
+    def total_bytes(self) -> int:
+        return self.total
+
+    def get_limit(self) -> int:
+        return self.limit
+
+    def set_limit(self, size: int | None = None, fraction: float | None = None) -> None:
+        assert size is not None and fraction is None
+        self.limit = size
+
+
+class Device:
+    def __init__(self, number: int) -> None:
+        assert number == 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class Pinned:
+    """`cupy.cuda.PinnedMemory`."""
+
+    def __init__(self, size: int, flags: int) -> None:
+        assert flags == 1
+        self.size = size
+
+
+class PinnedPool:
+    """`cupy.cuda.PinnedMemoryPool`."""
+
+    def __init__(self, allocate: Callable[[int], Any]) -> None:
+        self.allocate = allocate
+        self.free: list[Pinned] = []
+
+    def malloc(self, size: int) -> Any:
+        size = 1 << (max(size, 512) - 1).bit_length()
+        for found in self.free:
+            if found.size == size:
+                self.free.remove(found)
+                return found
+        return self.allocate(size).mem
+
+    def free_all_blocks(self) -> None:
+        self.free.clear()
+
+
+class Cupy:
+    """The module in one process."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.pool = Pool(gpu)
+        self.allocator: Callable[[int], Taken] = self.pool.malloc
+        self.pinned: Callable[[int], Any] | None = None
+        self.on = 0
+        self.cuda = SimpleNamespace(
+            Device=Device,
+            memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
+            runtime=SimpleNamespace(
+                getDevice=lambda: self.on,
+                getDeviceProperties=lambda number: {"totalGlobalMem": gpu.total},
+                memGetInfo=lambda: (gpu.free, gpu.total),
+                hostAllocPortable=1,
+            ),
+            get_allocator=lambda: self.allocator,
+            set_allocator=lambda allocator: setattr(self, "allocator", allocator),
+            PinnedMemory=Pinned,
+            PinnedMemoryPointer=lambda memory, offset: SimpleNamespace(mem=memory),
+            PinnedMemoryPool=PinnedPool,
+            set_pinned_memory_allocator=lambda allocator: setattr(self, "pinned", allocator),
+        )
+
+    def get_default_memory_pool(self) -> Pool:
+        return self.pool
+
+    def alloc(self, gib: float) -> Taken:
+        return self.allocator(int(gib * GIB))
+
+
+@pytest.fixture(autouse=True)
+def nobody(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(LIMIT, raising=False)
+    before = givers[:]
+    givers.clear()
+    yield
+    givers[:] = before
+
+
+def processes(gpu: Gpu, count: int, fraction: float = 0.9) -> list[Cupy]:
+    made = [Cupy(gpu) for _ in range(count)]
+    for cupy in made:
+        Bounded(cupy, 0, fraction, count).install()
+    return made
+
+
+def test_what_one_process_only_keeps_is_not_missing_in_another() -> None:
+    one, other = processes(Gpu(), 2)
+    for gib in range(1, 30):  # never more than 29 at a time, and 435 in all
+        one.alloc(gib)
+    assert one.pool.total <= 45 * GIB
+    assert other.alloc(45).nbytes == 45 * GIB
+
+
+def test_without_a_bound_it_is() -> None:
+    gpu = Gpu()
+    one, other = Cupy(gpu), Cupy(gpu)
+    for gib in range(1, 30):
+        one.alloc(gib)
+    with pytest.raises(OutOfMemoryError):
+        other.alloc(45)
+
+
+def test_who_takes_over_for_another_goes_beyond_its_part(caplog: pytest.LogCaptureFixture) -> None:
+    gpu = Gpu()
+    one, other = processes(gpu, 2)
+    with caplog.at_level(logging.INFO):
+        held = [one.alloc(8) for _ in range(5)]
+    assert not caplog.records, "within its part"
+    other.pool.gpu = Gpu()  # it ends
+    with caplog.at_level(logging.INFO):
+        held += [one.alloc(2) for _ in range(25)]
+    assert one.pool.total == 90 * GIB and gpu.free == 10 * GIB
+    assert 5 < len(caplog.records) < 12, "not with every array"
+    with pytest.raises(OutOfMemoryError):
+        one.alloc(1)
+    held.clear()
+
+
+def test_but_not_into_what_others_hold_nor_what_nobody_may() -> None:
+    gpu = Gpu()
+    one, other = processes(gpu, 2)
+    theirs = other.alloc(40)
+    held = [one.alloc(10) for _ in range(5)]
+    with pytest.raises(OutOfMemoryError):
+        one.alloc(10)
+    assert gpu.free == 10 * GIB, "a tenth is nobody's"
+    del theirs
+    other.pool.free_all_blocks()
+    held.append(one.alloc(20))
+    assert one.pool.total == 70 * GIB
+
+
+def test_an_array_larger_than_the_part_fits_once_what_is_only_kept_was_given_back() -> None:
+    (one, _) = processes(Gpu(), 2)
+    for gib in (20, 21):
+        one.alloc(gib)
+    assert one.pool.total == 41 * GIB
+    assert one.alloc(60).nbytes == 60 * GIB
+    assert one.pool.total == 60 * GIB
+
+
+def test_what_it_gained_may_be_taken_by_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, _), held = processes(Gpu(), 2), []
+    set_limit = one.pool.set_limit
+
+    def meanwhile(size: int) -> None:
+        set_limit(size)
+        if len(held) == 1:
+            held.append(one.pool.malloc(10 * GIB))
+
+    monkeypatch.setattr(one.pool, "set_limit", meanwhile)
+    held.append(one.alloc(45))
+    held.append(one.alloc(10))
+    assert one.pool.total == 65 * GIB
+
+
+def test_what_another_thread_gained_is_enough_for_both() -> None:
+    (one, _), held = processes(Gpu(), 2), []
+
+    def meanwhile(nbytes: int) -> bool:
+        givers.clear()
+        held.append(one.alloc(2))
+        return False
+
+    held.append(one.alloc(45))
+    givers.append(meanwhile)
+    held.append(one.alloc(3))
+    assert one.pool.total == 50 * GIB and one.pool.limit == int(45 * GIB * 9 / 8)
+
+
+def test_nobody_insists_where_the_device_is_full() -> None:
+    gpu = Gpu()
+    (one,) = processes(gpu, 1)
+    gpu.take(95 * GIB)
+    with pytest.raises(OutOfMemoryError):
+        one.alloc(10)
+    assert one.pool.asked == 1
+
+
+def test_nor_for_long_where_what_is_free_is_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(nbytes: int) -> None:
+        raise Refused
+
+    gpu = Gpu()
+    (one,) = processes(gpu, 1)
+    monkeypatch.setattr(gpu, "take", refuse)
+    with pytest.raises(OutOfMemoryError):
+        one.alloc(10)
+    assert 1 < one.pool.asked < 20
+
+
+def test_another_device_is_none_of_ours() -> None:
+    (one,) = processes(Gpu(), 1, 0.5)
+    one.on = 1
+    with pytest.raises(OutOfMemoryError):
+        one.alloc(51)
+    assert one.pool.limit == 50 * GIB
+
+
+def test_givers_are_asked_one_after_another_and_it_is_tried_again() -> None:
+    gpu = Gpu()
+    (one,) = processes(gpu, 1, 1.0)
+    gpu.take(80 * GIB)  # what they keep
+    asked = []
+
+    def giver(name: str, gives: int) -> Callable[[int], bool]:
+        def give_back(nbytes: int) -> bool:
+            asked.append((name, nbytes))
+            gpu.free += gives
+            return gives > 0
+
+        return give_back
+
+    givers.extend(
+        [giver("has none", 0), giver("has too little", GIB), giver("has enough", 9 * GIB), giver("last", GIB)]
+    )
+    one.alloc(10)
+    assert not asked
+    held = [one.alloc(15), one.alloc(10)]
+    assert asked == [("has none", 10 * GIB), ("has too little", 10 * GIB), ("has enough", 10 * GIB)]
+    del held
+
+
+def test_what_is_final_is_what_cupy_said() -> None:
+    (one,) = processes(Gpu(), 1)
+    held = one.alloc(80)
+    asked: list[int] = []
+    givers.append(lambda nbytes: bool(asked.append(nbytes)))
+    with pytest.raises(OutOfMemoryError) as caught:
+        one.alloc(11)
+    assert caught.value.args == (11 * GIB, 80 * GIB, 90 * GIB)
+    assert asked == [11 * GIB]
+    del held
+
+
+def test_an_error_keeps_nothing_alive() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        (one,) = processes(Gpu(), 1)
+
+        def fails() -> None:
+            held = one.alloc(80)
+            one.alloc(11)
+            del held
+
+        with pytest.raises(OutOfMemoryError):
+            fails()
+        assert one.pool.kept == [80 * GIB], "the traceback is gone, and so is what its frames had"
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("given", ["50%", "0"])
+def test_a_limit_that_was_given_counts(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv(LIMIT, given)
+    cupy = Cupy(Gpu())
+    cupy.pool.limit = 50 * GIB if given == "50%" else 0  # as CuPy reads it
+    said = Bounded(cupy, 0, 0.9, 2).install()
+    assert cupy.pool.limit == (50 * GIB if given == "50%" else 0)
+    if given == "50%":
+        with pytest.raises(OutOfMemoryError):
+            cupy.alloc(51)
+        assert "50.0 GiB" in said
+    else:
+        assert cupy.alloc(100) and LIMIT in said
+
+
+def test_so_does_one_that_code_sets_before_or_later() -> None:
+    before, later = Cupy(Gpu()), Cupy(Gpu())
+    before.pool.set_limit(20 * GIB)
+    for cupy in (before, later):
+        Bounded(cupy, 0, 0.9, 2).install()
+    later.pool.set_limit(20 * GIB)
+    for cupy in (before, later):
+        with pytest.raises(OutOfMemoryError):
+            cupy.alloc(21)
+        assert cupy.pool.limit == 20 * GIB
+
+
+def test_another_allocator_is_left_alone() -> None:
+    cupy = Cupy(Gpu())
+    managed: Any = object()
+    cupy.allocator = managed
+    assert "another allocator" in Bounded(cupy, 0, 0.9, 1).install()
+    assert cupy.allocator is managed and cupy.pool.limit == 0
+
+
+def test_it_says_what_it_may_hold() -> None:
+    assert Bounded(Cupy(Gpu()), 0, 0.9, 1).install() == "device 0: CuPy's pool may hold 90.0 GiB of 100.0 GiB"
+    said = Bounded(Cupy(Gpu()), 0, 0.9, 3).install()
+    assert said.endswith("30.0 GiB of 100.0 GiB, and up to 90.0 GiB where others leave it")
+
+
+# -- pinned memory of the host ---------------------------------------------------------------------
+
+
+def test_free_pinned_memory_is_kept_up_to_its_limit() -> None:
+    cupy = Cupy(Gpu())
+    bound_pinned(cupy, 100 << 10)
+    pool: PinnedPool = cupy.pinned.__self__  # type: ignore[union-attr]
+    assert cupy.pinned is not None
+    for kib in (32, 16, 32, 16):
+        pool.free.append(cupy.pinned(kib << 10))
+    assert sorted(memory.size >> 10 for memory in pool.free) == [16, 32], "used again"
+    pool.free.append(cupy.pinned(64 << 10))
+    assert [memory.size >> 10 for memory in pool.free] == [64], "the others went before it came"
+    used = [cupy.pinned(48 << 10) for _ in range(3)]
+    assert [memory.size >> 10 for memory in used] == [64, 64, 64], "what is in use is not bounded"
+    pool.free.extend(used)
+    used.clear()
+    pool.free.append(cupy.pinned(1 << 10))
+    assert [memory.size >> 10 for memory in pool.free] == [1]
+
+
+def test_of_a_host_whose_memory_is_not_known_none_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> int:
+        raise ValueError(name)
+
+    monkeypatch.setattr(memory.os, "sysconf", unknown)
+    cupy = Cupy(Gpu())
+    bound_pinned(cupy)
+    pool: PinnedPool = cupy.pinned.__self__  # type: ignore[union-attr]
+    pool.free.append(pool.malloc(512))
+    pool.free.append(pool.malloc(1024))
+    assert [memory.size for memory in pool.free] == [1024]
+
+
+# -- in a node's process ---------------------------------------------------------------------------
+
+
+def test_a_process_bounds_both_where_it_has_a_device(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cupy = Cupy(Gpu())
+    monkeypatch.setitem(cuda.sys.modules, "cupy", cupy)
+    monkeypatch.delenv(PRETEND, raising=False)
+    cuda.bound_memory(0, 0.9, 1)
+    assert cupy.pool.limit == 0 and cupy.pinned is None
+    with caplog.at_level(logging.INFO):
+        cuda.bound_memory(2, 0.5, 2)
+    assert cupy.pool.limit == 25 * GIB and cupy.pinned is not None
+    assert "25.0 GiB of 100.0 GiB" in caplog.text
+
+
+def test_where_that_fails_the_node_starts_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(cuda.sys.modules, "cupy", SimpleNamespace())
+    monkeypatch.delenv(PRETEND, raising=False)
+    cuda.bound_memory(1, 0.9, 1)
+    assert "is not bounded" in caplog.text
+
+
+def test_devices_that_are_pretended_load_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PRETEND, "1")
+    monkeypatch.setitem(cuda.sys.modules, "cupy", None)
+    cuda.bound_memory(1, 0.9, 1)
