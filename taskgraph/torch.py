@@ -5,8 +5,9 @@ its own, which may be written to. What does not travel, and is refused with the 
 tensor that requires a gradient: send `t.detach()`), parameters and other subclasses, and sparse, quantized and meta
 tensors.
 
-A tensor of a GPU is copied to the host when it is put, and arrives on the GPU of a node that has one and CuPy, on the
-CPU of any other. Which one is no part of its value: its digest is the same.
+A tensor of a CUDA device travels as CuPy's arrays do, where the node has CuPy, and by the host's memory where it has
+not. It arrives on the device of a node that has one and CuPy, on the CPU of any other, and belongs to PyTorch: in its
+memory, on its current stream. Where it was is no part of its value: its digest is the same.
 
 This module needs PyTorch; nothing else of the framework does.
 """
@@ -18,9 +19,12 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from taskgraph.device.api import OnDevice
+from taskgraph.device.api import Array, OnDevice
+from taskgraph.device.cuda import givers
+from taskgraph.device.lookup import from_dlpack
 from taskgraph.graph.codecs import codec
 from taskgraph.graph.refusals import CannotTravel
+from taskgraph.protocol.deviceloss import device_error
 
 __all__: list[str] = []
 
@@ -45,14 +49,32 @@ def _encode(tensor: torch.Tensor) -> tuple[str, Any]:
     if tensor.is_meta:
         raise CannotTravel(tensor, "it is on the meta device and has no data: make it on a real one")
     name = str(tensor.dtype).removeprefix("torch.")
-    on_host = tensor.device.type == "cpu"
-    host = tensor.resolve_conj().resolve_neg().cpu().contiguous()
-    if host.dtype not in _PLAIN:
-        if host.dtype.itemsize not in _BITS:
+    bits = tensor.resolve_conj().resolve_neg()
+    if bits.dtype not in _PLAIN:
+        if bits.dtype.itemsize not in _BITS:
             raise CannotTravel(tensor, f"its dtype is {tensor.dtype}: convert it, e.g. t.float()")
-        host = host.view(_BITS[host.dtype.itemsize])
-    array = host.numpy()
-    return name, array if on_host else OnDevice(array)
+        bits = bits.view(_BITS[bits.dtype.itemsize])
+    if _on_host(tensor):
+        return name, bits.contiguous().numpy()
+    there = _there(bits)
+    return name, OnDevice(bits.cpu().contiguous().numpy()) if there is None else there
+
+
+def _on_host(tensor: torch.Tensor) -> bool:
+    return bool(tensor.device.type == "cpu")
+
+
+def _there(tensor: torch.Tensor) -> Array | None:
+    """The tensor's memory as an array of its device, behind what PyTorch has queued.
+
+    None where it is no array of a device that is known here (without CuPy, say), or PyTorch or CuPy refuse.
+    """
+    try:
+        return from_dlpack(tensor)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:  # as they say "no"
+        if device_error(error) is not None:
+            raise
+        return None
 
 
 def _decode(value: Any) -> torch.Tensor:
@@ -63,11 +85,23 @@ def _decode(value: Any) -> torch.Tensor:
     if isinstance(array, np.ndarray):
         tensor = torch.from_numpy(array if array.flags.writeable else array.copy())  # a tensor cannot be read-only
     else:
-        tensor = torch.from_dlpack(array)
+        # In memory of PyTorch's own, since its streams know nothing of the one that an array's memory goes back to.
+        tensor = torch.from_dlpack(array).clone()
+        from_dlpack(tensor)  # the current stream follows that copy: the array's memory goes back behind it
     expected = dtype if dtype in _PLAIN else _BITS.get(dtype.itemsize)
     if tensor.dtype is not expected:
         raise ValueError(f"a tensor of dtype {dtype} came as {tensor.dtype}")
     return tensor.view(dtype)
 
 
+def _give_back(nbytes: int) -> bool:
+    """PyTorch keeps what was freed, as CuPy does. Says whether it let go of some."""
+    if not torch.cuda.is_initialized():
+        return False
+    before = torch.cuda.memory_reserved()
+    torch.cuda.empty_cache()
+    return bool(torch.cuda.memory_reserved() < before)
+
+
 codec(torch.Tensor, _encode, _decode, name="torch.Tensor")
+givers.append(_give_back)

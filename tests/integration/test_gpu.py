@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ import pytest
 import taskgraph as tg
 from taskgraph.device.cuda import array_module, device_count
 from taskgraph.driver import load_driver
-from taskgraph.graph.values import decode, encode, hosted, untouched, verify
+from taskgraph.graph.values import decode, encode, hosted, staying, untouched, verify
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")]
 
@@ -138,3 +141,90 @@ class Writes(tg.Task):
 def test_strict_mode_finds_who_writes_to_what_it_was_given() -> None:
     with pytest.raises(tg.JobFailed, match="task 1, epoch 0: 'take' wrote to what 'row' of task 0 brought"):
         tg.testing.run(tg.Job(tasks=3, epochs=1, builder=Writes, topology=tg.ring()))
+
+
+@pytest.fixture
+def torch() -> Any:
+    found = pytest.importorskip("torch")
+    if not found.cuda.is_available():
+        pytest.skip("this PyTorch has no CUDA")
+    import taskgraph.torch  # noqa: F401
+
+    return found
+
+
+@pytest.mark.parametrize("name", ["float32", "bool", "int64", "uint16", "bfloat16", "float8_e5m2", "complex64"])
+@pytest.mark.parametrize("shape", [(), (3,), (0, 2), (100, 90)])
+def test_tensors_stay_and_arrive_in_memory_of_pytorch(torch: Any, name: str, shape: tuple[int, ...]) -> None:
+    dtype, size = getattr(torch, name), int(np.prod(shape))
+    raw = torch.arange(size * dtype.itemsize, dtype=torch.int64).remainder(2 if name == "bool" else 251)
+    host = raw.to(torch.uint8).view(dtype)[:size].reshape(shape) if size else torch.zeros(shape, dtype=dtype)
+    tensor = host.cuda()
+    device = array_module(1)[1]
+    assert device is not None
+    with device.on(device.stream()):
+        encoded = encode([tensor, tensor.t() if len(shape) == 2 else tensor], stays=True)
+        assert encoded.digest == encode([host, host.t() if len(shape) == 2 else host]).digest
+        assert len(staying(encoded)) == (2 if tensor.nbytes > 4096 else 0)
+        tensor.zero_()
+        back, turned = decode(encoded, device=device)
+        free = torch.cuda.memory_allocated()
+        assert back.is_cuda and back.dtype is dtype and back.shape == host.shape
+        if size:
+            one, wanted = (found.contiguous().reshape(-1).view(torch.uint8) for found in (back.cpu(), host))
+            assert torch.equal(one, wanted)
+        del back, turned
+        assert torch.cuda.memory_allocated() < free or not size, "it was PyTorch's"
+
+
+def test_tensors_of_streams_that_wait_for_no_other(torch: Any) -> None:
+    """PyTorch's own streams are in no order with those of tasks, but for what is put and what arrives."""
+    device = array_module(1)[1]
+    assert device is not None
+    size = 1 << 24
+    with device.on(device.stream()), torch.cuda.stream(torch.cuda.Stream()):
+        for number in range(30):
+            tensor = torch.full((size,), float(number), device="cuda")
+            for _ in range(10):
+                tensor = tensor + 0.0
+            encoded = encode(
+                torch.complex(tensor, tensor).conj(), stays=True
+            )  # conj: made for the occasion, by PyTorch
+            tensor.fill_(-1.0)
+            back = decode(encoded, device=device)
+            del encoded
+            array_module(1)[0].full((2 * size,), 7.0)  # takes the memory, where it may
+            assert float(back.real.min()) == float(back.real.max()) == number
+            assert float(back.imag.min()) == float(back.imag.max()) == -number
+
+
+BOUNDED = """
+import cupy, numpy
+from taskgraph.device import cuda
+
+cuda.bound_memory(1, 0.5, 100)
+pool, (_, total) = cupy.get_default_memory_pool(), cupy.cuda.runtime.memGetInfo()
+part = pool.get_limit()
+assert abs(part - total // 200) < total // 1000, (part, total)
+for nbytes in range(part // 4, part, part // 8):
+    cupy.empty(nbytes, "u1")
+    assert pool.total_bytes() <= part == pool.get_limit()
+held = cupy.empty(2 * part, "u1")
+assert 2 * part <= pool.get_limit() <= 3 * part
+asked = []
+cuda.givers.append(lambda nbytes: bool(asked.append(nbytes)))
+try:
+    cupy.empty(total, "u1")
+except cupy.cuda.memory.OutOfMemoryError:
+    assert asked == [total], asked
+else:
+    raise AssertionError("it is more than there is")
+host = numpy.random.default_rng(1).random(1 << 20)
+assert (cupy.asarray(host).get() == host).all()
+assert cupy.get_default_pinned_memory_pool().n_free_blocks() == 0, "another one is in its place"
+"""
+
+
+def test_a_process_holds_its_part_of_a_device_and_more_where_it_is_free() -> None:
+    done = subprocess.run([sys.executable, "-c", BOUNDED], capture_output=True, text=True, timeout=100)
+    assert not done.returncode, done.stderr
