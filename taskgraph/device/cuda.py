@@ -218,7 +218,11 @@ class CudaDevice:
 
     def copy(self, array: Array) -> Array:
         with self._cupy.cuda.Device(self._number):
-            return array.copy(order="C")
+            # Not `array.copy`: that is a kernel, compiled for each dtype, which may write a bool of 2 as 1. This copies
+            # bytes where it can.
+            made = self._cupy.empty(array.shape, array.dtype)
+            made[...] = array
+            return made
 
     def view(self, array: Array, dtype: numpy.dtype[Any], shape: tuple[int, ...], owner: object) -> Array:
         cuda = self._cupy.cuda

@@ -15,7 +15,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, Final
 
 __all__ = ["Bounded", "bound_pinned", "givers"]
@@ -65,7 +65,9 @@ class Bounded:
         cuda = self._cuda
         if cuda.get_allocator() != self._malloc:
             return f"device {self._number}: CuPy has another allocator than its pool, whose memory is not bounded"
-        with cuda.Device(self._number):
+        # Only where it has to be made current: that takes CUDA's context, which costs a second, and memory.
+        here = cuda.runtime.getDevice() == self._number
+        with nullcontext() if here else cuda.Device(self._number):
             known = self._pool.get_limit()
             if known or LIMIT in os.environ:
                 said = f"{_gib(known)} (its own limit)" if known else f"all it can get ({LIMIT})"

@@ -103,6 +103,10 @@ def stand_in(soft: SoftDevice) -> Any:
         def __exit__(self, *_: object) -> None:
             pass
 
+    def copy_elements(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> None:
+        """A kernel, which has a bool of 2 in a register of 1."""
+        np.copyto(target, source.view(np.uint8) != 0 if source.dtype == bool else source)
+
     class CupyArray(SoftArray):
         def __new__(cls, *args: Any) -> Any:
             if isinstance(args[0], SoftDevice):
@@ -122,9 +126,21 @@ def stand_in(soft: SoftDevice) -> Any:
         def data(self) -> Any:
             return SimpleNamespace(ptr=self, array=self, owner=self)
 
+        def __setitem__(self, key: Any, value: Any) -> None:
+            assert key is ... and value.shape == self.shape and value.dtype == self.dtype
+            source, target = value.elements, self.elements
+            if source.flags.c_contiguous and target.flags.c_contiguous:
+                source, target = (elements.reshape(-1).view(np.uint8) for elements in (source, target))
+                soft._do(lambda: np.copyto(target, source))
+            else:
+                soft._do(lambda: copy_elements(source, target))
+
         def copy(self, order: str = "C") -> Any:
             assert order == "C"
-            return soft.copy(self)
+            made = soft._new(self.shape, self.dtype)
+            source, target = self.elements, made.elements
+            soft._do(lambda: copy_elements(source, target))
+            return made
 
         def get(self, out: Any = None, blocking: bool = True) -> Any:
             assert out is not None and out.shape == self.shape and out.dtype == self.dtype

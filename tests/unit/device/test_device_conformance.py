@@ -86,6 +86,16 @@ def test_a_copy_does_not_hear_of_later_writes(found: Found) -> None:
     assert device.to_host(copy).max() == 1
 
 
+@pytest.mark.parametrize("dtype", ["?", "f2", "f4", "c8"])
+def test_a_copy_has_every_bit(found: Found, dtype: str) -> None:
+    """What numpy has no name for, too: bools that are neither 0 nor 1, and NaNs with something in them."""
+    device, _ = found
+    host = np.random.default_rng(3).integers(0, 256, 8192, np.uint8).view(dtype)
+    raw = device.to_device(host.view(np.uint8))
+    there = device.view(raw, np.dtype(dtype), host.shape, raw)
+    assert bytes(fetched(device, device.copy(there)).view(np.uint8)) == bytes(host.view(np.uint8))
+
+
 def test_what_was_copied_to_the_device_may_change_at_once(found: Found) -> None:
     device, _ = found
     host = np.ones(1_000_000)

@@ -6,6 +6,7 @@ what was freed, and give it back where a limit or the device says that there is 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 from collections.abc import Callable, Iterator
@@ -104,17 +105,6 @@ class Pool:
         self.limit = size
 
 
-class Device:
-    def __init__(self, number: int) -> None:
-        assert number == 0
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 class Pinned:
     """`cupy.cuda.PinnedMemory`."""
 
@@ -150,8 +140,9 @@ class Cupy:
         self.allocator: Callable[[int], Taken] = self.pool.malloc
         self.pinned: Callable[[int], Any] | None = None
         self.on = 0
+        self.made_current = 0
         self.cuda = SimpleNamespace(
-            Device=Device,
+            Device=self.device,
             memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
             runtime=SimpleNamespace(
                 getDevice=lambda: self.on,
@@ -166,6 +157,13 @@ class Cupy:
             PinnedMemoryPool=PinnedPool,
             set_pinned_memory_allocator=lambda allocator: setattr(self, "pinned", allocator),
         )
+
+    @contextlib.contextmanager
+    def device(self, number: int) -> Iterator[None]:
+        before, self.on = self.on, number
+        self.made_current += 1
+        yield
+        self.on = before
 
     def get_default_memory_pool(self) -> Pool:
         return self.pool
@@ -391,6 +389,16 @@ def test_another_allocator_is_left_alone() -> None:
     cupy.allocator = managed
     assert "another allocator" in Bounded(cupy, 0, 0.9, 1).install()
     assert cupy.allocator is managed and cupy.pool.limit == 0
+
+
+def test_it_takes_no_context_of_cuda_where_it_need_not() -> None:
+    cupy = Cupy(Gpu())
+    Bounded(cupy, 0, 0.9, 1).install()
+    assert cupy.made_current == 0
+    cupy = Cupy(Gpu())
+    cupy.on = 1  # the driver did that
+    Bounded(cupy, 0, 0.9, 1).install()
+    assert cupy.made_current == 1 and cupy.on == 1
 
 
 def test_it_says_what_it_may_hold() -> None:
