@@ -22,7 +22,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from taskgraph.device import digest
-from taskgraph.device.api import Array, Device, Event, Stream
+from taskgraph.device.api import IDENTITY_BYTES, Array, Device, Event, Stream
 from taskgraph.device.memory import Bounded, bound_pinned, givers
 from taskgraph.device.visible import PRETEND, VISIBLE, visible
 from taskgraph.protocol.deviceloss import device_error
@@ -261,7 +261,11 @@ class CudaDevice:
     @property
     def identity(self) -> bytes:
         if self._identity is None:
-            self._identity = bytes(self._cupy.cuda.runtime.getDeviceProperties(self._number)["uuid"])
+            runtime = self._cupy.cuda.runtime
+            # CuPy makes the UUID a string of C's: what follows its first zero is missing. And the instances of a device
+            # that is divided (MIG) share its bus.
+            uuid, bus = runtime.getDeviceProperties(self._number)["uuid"], runtime.deviceGetPCIBusId(self._number)
+            self._identity = xxhash.xxh3_128_digest(bus.encode() + bytes(uuid[:IDENTITY_BYTES]))
         return self._identity
 
     @property

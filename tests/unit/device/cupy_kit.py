@@ -167,7 +167,11 @@ def stand_in(soft: SoftDevice) -> Any:
 
         def getDeviceProperties(self, number: int) -> dict[str, Any]:
             assert number == 0
-            return {"uuid": soft.identity}
+            return {"uuid": soft.identity.partition(b"\0")[0]}  # as a string of C's
+
+        def deviceGetPCIBusId(self, number: int) -> str:
+            assert number == 0
+            return "0000:65:00.0"
 
         def memGetInfo(self) -> tuple[int, int]:
             return self.free_bytes, 1 << 30

@@ -285,6 +285,17 @@ def test_a_device_is_known_by_an_identity_and_has_memory(found: Found) -> None:
     assert device.memory_bytes > 1 << 20
 
 
+@pytest.mark.parametrize("uuid", [b"GPU\x00" * 4, bytes(16), b"0123456789abcdef"])
+def test_so_is_one_whose_uuid_has_zeros(uuid: bytes) -> None:
+    """CuPy gives what precedes the first one."""
+    one, other = (cuda.CudaDevice(stand_in(SoftDevice(identity=uuid)), 0) for _ in range(2))
+    assert len(one.identity) == IDENTITY_BYTES and one.identity == other.identity
+    assert one.identity != cuda.CudaDevice(stand_in(SoftDevice(identity=b"another" + uuid[7:])), 0).identity
+    elsewhere = stand_in(SoftDevice(identity=uuid))
+    elsewhere.cuda.runtime.deviceGetPCIBusId = lambda number: "0000:66:00.0"
+    assert cuda.CudaDevice(elsewhere, 0).identity != one.identity
+
+
 def test_memory_there_is_not_is_said_so(found: Found) -> None:
     with pytest.raises(MemoryError):
         found[0].allocate(1 << 50)
