@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from taskgraph.device.api import HANDLE_BYTES, Array, Device, Event
+from taskgraph.device.memory import givers
 
 __all__ = ["LEAST_BYTES", "Borrower", "Segment", "SharedMemory", "idle", "of", "offer", "trim", "with_identity"]
 
@@ -284,3 +285,11 @@ def trim() -> None:
         offered = list(_offered.values())
     for memory in offered:
         memory.trim()
+
+
+def _give_back(nbytes: int) -> bool:
+    """See `taskgraph.device.memory.givers`. It takes no lock that is held while something is allocated."""
+    return any(memory.shrink(nbytes) for memory in tuple(_offered.values()))
+
+
+givers.append(_give_back)

@@ -10,7 +10,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from taskgraph.device import shared
 from taskgraph.device.api import HANDLE_BYTES
+from taskgraph.device.memory import givers
 from taskgraph.device.shared import LEAST_BYTES, Borrower, Segment, SharedMemory
 from taskgraph.testing.softdevice import POISON, SoftDevice
 
@@ -238,6 +240,16 @@ def test_memory_that_is_short_is_freed_as_far_as_it_is_needed(memory: SharedMemo
     assert memory.shrink(5 * MIB)
     assert memory.idle_bytes == 4 * MIB
     assert memory.shrink(1) and not memory.shrink(1)
+
+
+def test_it_is_asked_before_the_process_is_out_of_memory(soft: SoftDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "_offered", {})
+    memory = shared.offer(soft)
+    segment = taken(memory)
+    (give_back,) = [giver for giver in givers if giver.__module__ == shared.__name__]
+    assert not give_back(MIB)
+    memory.give_back(segment, [])
+    assert give_back(MIB) and not len(memory)
 
 
 def test_without_memory_values_go_elsewhere(
