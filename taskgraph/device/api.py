@@ -2,8 +2,9 @@
 
 Work on a device is *queued* on a stream: it is done in the order of the stream, later than the call that queued it, and
 in no order with what is queued on other streams, unless one follows an event of the other. Every thread has a current
-stream, on which the arrays' own operations are queued. Only `wait` and `to_host` block, and belong into a worker
-thread; everything else may be called anywhere.
+stream, on which the arrays' own operations are queued. Only `wait`, `to_host`, `register` and `unregister` block, and
+belong into a worker thread; everything else may be called anywhere, but for `fetch` to memory that is not registered:
+CUDA makes such a copy while it is called.
 
 Memory belongs to the stream that was current when it was allocated: freed, it is given to the next who allocates on
 that stream, without any wait. So who reads an array on another stream has to see to it that the owner's stream follows
@@ -61,6 +62,9 @@ class Device(Protocol):
     def wait(self, event: Event) -> None:
         """Blocks this thread until `event`, without using the processor."""
 
+    def done(self, event: Event) -> bool:
+        """Whether `event` is past."""
+
     # Memory. What is queued is so on the current stream.
 
     def keeps(self, array: Array) -> bool:
@@ -76,10 +80,16 @@ class Device(Protocol):
         """Queues taking the xxh3-128 of every block of an array in C order. To be called once that was waited for."""
 
     def to_device(self, host: NDArray[Any]) -> Array:
-        """Queues a copy of a host's array, which may change or go as soon as this returns."""
+        """Queues a copy of a host's array. It may go as soon as this returns, and, unless registered, change."""
 
-    def fetch(self, array: Array, target: NDArray[np.uint8]) -> None:
-        """Queues a copy of the elements of an array in C order to memory of the host, which stays until it is done."""
+    def upload(self, host: NDArray[Any]) -> Array:
+        """The same of an array in C order in registered memory, which stays as it is until that is done."""
+
+    def fetch(self, array: Array, target: NDArray[np.uint8], begin: int = 0) -> None:
+        """Queues a copy of as many bytes as `target` has, from `begin` on, of the elements of an array in C order.
+
+        The memory stays until it is done; what is registered stays registered.
+        """
 
     def to_host(self, array: Array) -> NDArray[Any]:
         """A new array of the host with the same elements, in C order, after what is queued on the current stream."""
@@ -115,6 +125,16 @@ class Device(Protocol):
 
     def close(self, memory: Array) -> None:
         """Ends what `open` gave, once all that reads it is done. The device may stop for a moment."""
+
+    def register(self, memory: NDArray[np.uint8]) -> None:
+        """Has memory of the host page-locked, so that the device copies from and to it by itself.
+
+        Raises:
+            Exception: the library's own, where that cannot be.
+        """
+
+    def unregister(self, memory: NDArray[np.uint8]) -> None:
+        """Takes that back, for the same memory. Before it goes, and when nothing is queued that reads or writes it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ import numpy as np
 
 from taskgraph.device.api import Array, Device, Event, Stream
 from taskgraph.device.shared import Segment, SharedMemory
+from taskgraph.device.staging import HostCopy
 
 __all__ = ["Allocate", "DeviceBuffer", "Digested", "Private"]
 
@@ -152,10 +153,10 @@ class DeviceBuffer:
 
     Attributes:
         nbytes: its size.
-        host_copies: how often it was copied to the host.
+        host_copies: how often it was copied to the host, or that was tried.
     """
 
-    __slots__ = ("_block_bytes", "_host", "_leases", "_lock", "_memory", "host_copies", "nbytes")
+    __slots__ = ("_block_bytes", "_copy", "_leases", "_lock", "_memory", "host_copies", "nbytes")
 
     format = "B"
     c_contiguous = True
@@ -165,7 +166,7 @@ class DeviceBuffer:
         self._block_bytes = block_bytes
         self._leases: weakref.WeakSet[_Lease] = weakref.WeakSet()
         self._lock = threading.Lock()
-        self._host: memoryview | None = None
+        self._copy: HostCopy | None = None
         self.host_copies = 0
         self.nbytes: int = memory.array.nbytes
 
@@ -206,16 +207,16 @@ class DeviceBuffer:
         Args:
             allocate: where they are copied to, as far as it has memory.
         """
+        copy = self.copying(allocate)
+        copy.finish()
+        return copy.data
+
+    def copying(self, allocate: Allocate | None = None) -> HostCopy:
+        """The same, begun by whoever asks first. It may take memory and have it page-locked: call it in a thread."""
         with self._lock:
-            if self._host is None:
-                block = None if allocate is None else allocate(self.nbytes)
-                target: np.ndarray[Any, Any] = np.empty(self.nbytes, np.uint8) if block is None else block
-                device = self._memory.device
-                stream = _side_stream(device)
-                with device.on(stream):
-                    device.fetch(self._memory.array, target)
-                    device.wait(device.record(stream))
+            if self._copy is None or self._copy.error is not None:
+                memory = self._memory
                 self.host_copies += 1
-                target.flags.writeable = False
-                self._host = target.data.toreadonly()
-            return self._host
+                self._copy = HostCopy(memory.device, memory.array, _side_stream(memory.device), allocate, keep=memory)
+                self._copy.begin()
+            return self._copy

@@ -36,6 +36,8 @@ _CHECK_BYTES: Final = 3 * _CHECK_BLOCK + 1000
 """What is tried before arrays stay: some blocks, and a part of one."""
 _OUT_OF_MEMORY: Final = 2
 """cudaErrorMemoryAllocation."""
+_REGISTER: Final = 0
+"""`cudaHostRegisterDefault`: with unified addressing, which every device of today has, all contexts may use it."""
 _FIRST: Final = 0
 """A node computes on the first device its process has."""
 
@@ -178,6 +180,9 @@ class CudaDevice:
     def wait(self, event: Event) -> None:
         event.synchronize()
 
+    def done(self, event: Event) -> bool:
+        return bool(event.done)
+
     # -- memory -----------------------------------------------------------------------------------
 
     def keeps(self, array: Array) -> bool:
@@ -240,8 +245,18 @@ class CudaDevice:
         with self._cupy.cuda.Device(self._number):
             return self._cupy.array(host, copy=True, order="C")
 
-    def fetch(self, array: Array, target: NDArray[numpy.uint8]) -> None:
-        array.get(out=numpy.ndarray(array.shape, array.dtype, target.data), blocking=False)
+    def upload(self, host: NDArray[Any]) -> Array:
+        with self._cupy.cuda.Device(self._number):
+            made = self._cupy.empty(host.shape, host.dtype)
+            made.set(host)  # not `array`, which keeps registered memory until it is called the next time
+            return made
+
+    def fetch(self, array: Array, target: NDArray[numpy.uint8], begin: int = 0) -> None:
+        if target.nbytes == array.nbytes:
+            array.get(out=numpy.ndarray(array.shape, array.dtype, target.data), blocking=False)
+            return
+        elements = self.view(array, target.dtype, (array.nbytes,), array)
+        elements[begin : begin + target.nbytes].get(out=target, blocking=False)
 
     def to_host(self, array: Array) -> NDArray[Any]:
         cupy, there = self._cupy, array.device
@@ -308,3 +323,11 @@ class CudaDevice:
     def close(self, memory: Array) -> None:
         with self._cupy.cuda.Device(self._number):
             self._cupy.cuda.runtime.ipcCloseMemHandle(memory.data.ptr)
+
+    def register(self, memory: NDArray[numpy.uint8]) -> None:
+        with self._cupy.cuda.Device(self._number):
+            self._cupy.cuda.runtime.hostRegister(memory.ctypes.data, memory.nbytes, _REGISTER)
+
+    def unregister(self, memory: NDArray[numpy.uint8]) -> None:
+        with self._cupy.cuda.Device(self._number):
+            self._cupy.cuda.runtime.hostUnregister(memory.ctypes.data)

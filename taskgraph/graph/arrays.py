@@ -77,6 +77,9 @@ def empty(shape: int | tuple[int, ...], dtype: DTypeLike, allocate: Allocate) ->
     for size in sizes:
         nbytes = nbytes * size if type(size) is int and size >= 0 <= nbytes else -1
     block = allocate(nbytes) if nbytes >= 0 else None
+    if block is not None and block.origin is not None and block.origin.locked:
+        # Libraries return from a copy of page-locked memory to a device before it is made: user code could not know.
+        block = None
     return np.empty(shape, found) if block is None else np.ndarray(sizes, found, buffer=block)
 
 

@@ -16,14 +16,27 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from taskgraph.device.api import Device
+from taskgraph.device.pinning import Pin
+
 __all__ = ["Allocate", "Block", "Origin", "block_behind", "block_of"]
 
 
 class Origin(Protocol):
-    """What an allocator knows of a block."""
+    """What an allocator knows of a block.
+
+    Attributes:
+        locked: its memory was page-locked when it was given out.
+    """
+
+    @property
+    def locked(self) -> bool: ...
 
     def spoil(self) -> None:
         """Somebody may read this memory for ever: it must never be written again, by anybody."""
+
+    def pinned(self, device: Device) -> Pin | None:
+        """How its memory is page-locked for a device, from now on where it was not; None where it cannot be."""
 
 
 class Block(np.ndarray[Any, np.dtype[np.uint8]]):

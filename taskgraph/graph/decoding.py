@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from taskgraph.device.api import Device
 from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.errors import DecodeError
 from taskgraph.graph import arrays, codecs, dtypes
+from taskgraph.graph.blocks import block_of
 from taskgraph.graph.encoding import ALIGN, MAX_DEPTH
 from taskgraph.protocol.messages import Encoded
 
@@ -268,8 +270,9 @@ class Reader:
                     there = data.array(dtype, shape)
                     return self._device.copy(there) if self._writable else there
                 data = data.host()
-            found = self.view(data, at, dtype, shape, writable=self._writable)
-            return self._device.to_device(found) if self._device is not None and number in self._on_device else found
+            if self._device is not None and number in self._on_device:
+                return _to_device(self._device, self.view(data, at, dtype, shape, writable=False))
+            return self.view(data, at, dtype, shape, writable=self._writable)
         except (ValueError, TypeError, OverflowError) as error:
             raise DecodeError(f"not an array of shape {shape} and dtype {dtype}: {error}") from error
 
@@ -278,6 +281,13 @@ class Reader:
         if dtype.subdtype is not None or dtype.kind in "SU":
             raise DecodeError(f"a scalar of dtype {dtype}")
         return arrays.view(self._take(dtype.itemsize), 0, dtype, (), writable=self._writable)[()]
+
+
+def _to_device(device: Device, host: NDArray[Any]) -> Any:
+    """A copy on the device, straight from where the value lies where that memory is page-locked."""
+    block = block_of(host)
+    pin = block.origin.pinned(device) if block is not None and block.origin is not None else None
+    return device.to_device(host) if pin is None else pin.upload(host)
 
 
 _READERS: Final[dict[int, Callable[[Reader], Any]]] = {

@@ -21,6 +21,7 @@ import numpy as np
 
 from taskgraph.device.api import Device
 from taskgraph.device.buffers import DeviceBuffer, Digested, Private
+from taskgraph.device.staging import EncodedInPart
 from taskgraph.errors import DecodeError
 from taskgraph.graph import arrays, digests
 from taskgraph.graph.blocks import Allocate
@@ -38,6 +39,7 @@ __all__ = [
     "digesting",
     "encode",
     "hosted",
+    "in_part",
     "message",
     "separate",
     "staying",
@@ -156,6 +158,14 @@ def arrived(meta: bytes, buffers: Sequence[memoryview | Private], digest: bytes)
         return None
     ready: Any = tuple([buffer.sealed() if isinstance(buffer, Private) else buffer for buffer in buffers])
     return EncodedOnDevice(meta, ready, digest)
+
+
+def in_part(value: EncodedOnDevice, *, allocate: Allocate | None = None) -> EncodedInPart:
+    """The same as `hosted`, but that its bulk is still being copied when this returns."""
+    buffers = cast(Sequence[Any], value.buffers)
+    copies = tuple([b.copying(allocate) if isinstance(b, DeviceBuffer) else None for b in buffers])
+    there = tuple([b if copy is None else copy.data for b, copy in zip(buffers, copies, strict=True)])
+    return EncodedInPart(value.meta, there, value.digest, copies)
 
 
 def staying(value: Encoded) -> list[DeviceBuffer]:

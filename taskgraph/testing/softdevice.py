@@ -7,6 +7,9 @@ that somebody freed, is full of 0xDD. Freed memory belongs to its stream, and go
 So these are seen: reading on the host, or on another stream, what was not done yet; giving away memory that another
 stream still reads. `waits` and `waits_on_loops` tell who blocked for it, and whether that stopped an event loop.
 
+Memory of the host that is registered is copied from and to when that is done, wherever the arrays on it went meanwhile:
+so giving it away too early shows, too. What must never be done with it (`misuses`) fails every call from then on.
+
     device = SoftDevice()
     device.xp.arange(10.0)     # as much of an array module as tests need
 """
@@ -16,13 +19,16 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import math
 import mmap
 import os
 import random
 import struct
 import sys
 import threading
+import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, Final
@@ -37,6 +43,8 @@ from taskgraph.device.lookup import declare
 __all__ = ["SoftArray", "SoftDevice", "SoftEvent", "SoftStream"]
 
 POISON: Final = 0xDD
+GONE_S: Final = 5.0
+"""Memory of the host that is garbage has to be unregistered within this time."""
 _HANDLE: Final = struct.Struct("<ii")
 
 
@@ -65,13 +73,13 @@ class SoftEvent:
 class _Memory:
     """A run of the device's memory, freed with the last reference to it."""
 
-    def __init__(self, device: SoftDevice, nbytes: int) -> None:
+    def __init__(self, device: SoftDevice, raw: NDArray[np.uint8]) -> None:
         self.stream = device.current()
-        self.raw = device._take(nbytes, self.stream)
+        self.raw = raw
         self._freed = device._freed
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # some goes after this module
             self._freed.append((self.raw, self.stream))
 
 
@@ -88,6 +96,63 @@ class _SharedRun:
         if not sys.is_finalizing():
             self.raw.fill(POISON)
             os.close(self.fd)
+
+
+class _Registered:
+    """A run of the host's memory that the device copies from and to by itself.
+
+    It keeps the memory from going while something is queued, but not what was made on it: that may be given away.
+    """
+
+    def __init__(self, memory: NDArray[np.uint8]) -> None:
+        root = _root(memory)
+        self.begin = _address(memory)
+        self.end = self.begin + memory.nbytes
+        self.live = True
+        self.queued = 0
+        self._offset = self.begin - _address(_bytes_of(root))
+        self._root = weakref.ref(root, self._went)
+        self._gone_at = math.inf
+
+    def _went(self, _: object, now: Callable[[], float] = time.monotonic) -> None:
+        self._gone_at = now()
+
+    @property
+    def gone(self) -> bool:
+        """Whether its memory is. The garbage collector says so before it asks finalizers, which may well keep it."""
+        return time.monotonic() - self._gone_at > GONE_S
+
+    def part(self, array: NDArray[Any]) -> NDArray[np.uint8] | None:
+        """The same memory, held by nothing that `array` was made on. None: it lies elsewhere."""
+        at = _address(array)
+        if not (self.begin <= at and at + array.nbytes <= self.end):
+            return None
+        root = self._root()
+        if root is None:
+            return None
+        offset = self._offset + at - self.begin
+        return _bytes_of(root)[offset : offset + array.nbytes]
+
+
+def _root(array: NDArray[Any]) -> Any:
+    """What has the memory of an array: an mmap, or the array that allocated it."""
+    holder: Any = array
+    while True:
+        if isinstance(holder, np.ndarray) and holder.base is not None:
+            holder = holder.base
+        elif isinstance(holder, memoryview):
+            holder = holder.obj
+        else:
+            return holder
+
+
+def _bytes_of(root: Any) -> NDArray[np.uint8]:
+    return root.reshape(-1).view(np.uint8) if isinstance(root, np.ndarray) else np.frombuffer(root, np.uint8)
+
+
+def _address(array: NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 class SoftDevice:
@@ -123,6 +188,12 @@ class SoftDevice:
         self.opened: list[str] = []
         """The memory of others that is open."""
         self.times_opened = 0
+        self.registered: list[_Registered] = []
+        """Memory of the host that is page-locked."""
+        self.registrations = 0
+        """How often some was."""
+        self.misuses: list[str] = []
+        """What was done with registered memory that must not be."""
         self.xp = _namespace(self)
 
     # -- order ------------------------------------------------------------------------------------
@@ -169,9 +240,15 @@ class SoftDevice:
             self._go_on()
             self._run(event.stream, event.place)
 
+    def done(self, event: SoftEvent) -> bool:
+        with self._lock:
+            self._go_on()
+            return event.stream.done >= event.place
+
     def synchronize(self) -> None:
         """Does all that is queued anywhere: for the end of a test."""
         with self._lock:
+            self._go_on()
             for stream in self.streams:
                 self._run(stream, stream.queued)
             self._go_on()
@@ -195,6 +272,10 @@ class SoftDevice:
 
     def _go_on(self) -> None:
         """At every call: memory that was freed goes to its stream, and streams go on as the seed has it."""
+        if any(entry.gone for entry in self.registered):
+            self.misuses.append("memory went while it was registered")
+        if self.misuses:
+            raise AssertionError(self.misuses[0])
         while self._freed:
             raw, stream = self._freed.popleft()
             self._queue(stream, lambda raw=raw: raw.fill(POISON))  # type: ignore[misc]
@@ -219,7 +300,7 @@ class SoftDevice:
 
     def _new(self, shape: tuple[int, ...], dtype: Any) -> SoftArray:
         dtype = np.dtype(dtype)
-        memory = _Memory(self, int(np.prod(shape, dtype=int)) * dtype.itemsize)
+        memory = _Memory(self, self._take(int(np.prod(shape, dtype=int)) * dtype.itemsize, self.current()))
         return self.array_type(self, memory, np.ndarray(shape, dtype, memory.raw.data))
 
     def _do(self, operation: Callable[[], object]) -> None:
@@ -259,9 +340,31 @@ class SoftDevice:
         self._do(lambda: np.copyto(target, source))
         return made
 
-    def fetch(self, array: SoftArray, target: NDArray[np.uint8]) -> None:
-        source = array.elements
-        self._do(lambda: np.copyto(np.ndarray(source.shape, source.dtype, target.data), source))
+    def upload(self, host: NDArray[Any]) -> SoftArray:
+        assert host.flags.c_contiguous
+        found = self._registered(host)
+        if found is None:
+            raise self._misused("copied from memory that is not registered, as if it were")
+        made = self._new(host.shape, host.dtype)
+        entry, source = found
+        target = made.elements.reshape(-1).view(np.uint8)
+        self._do(self._by_itself(entry, lambda: np.copyto(target, source)))
+        return made
+
+    def fetch(self, array: SoftArray, target: NDArray[np.uint8], begin: int = 0) -> None:
+        if target.nbytes == array.nbytes:
+            source = array.elements
+        else:
+            assert array.elements.flags.c_contiguous
+            source = array.elements.reshape(-1).view(np.uint8)[begin : begin + target.nbytes]
+        assert source.nbytes == target.nbytes
+        found = self._registered(target)
+        if found is None:
+            self._do(lambda: np.copyto(np.ndarray(source.shape, source.dtype, target.data), source))
+        else:
+            entry, there = found
+            copy = self._by_itself(entry, lambda: np.copyto(np.ndarray(source.shape, source.dtype, there.data), source))
+            self._do(copy)
 
     def to_host(self, array: SoftArray) -> NDArray[Any]:
         host = np.empty(array.shape, array.dtype)
@@ -311,6 +414,54 @@ class SoftDevice:
         with self._lock:
             self.opened.remove(str(memory._owner))
             memory.elements.fill(POISON)  # for who reads it still
+
+    # -- memory of the host -----------------------------------------------------------------------
+
+    def register(self, memory: NDArray[np.uint8]) -> None:
+        with self._lock:
+            self._go_on()
+            self.registrations += 1
+            entry = _Registered(memory)
+            if any(entry.begin < other.end and other.begin < entry.end for other in self.registered):
+                raise self._misused("memory is registered twice")
+            self.registered.append(entry)
+
+    def unregister(self, memory: NDArray[np.uint8]) -> None:
+        with self._lock:
+            self._go_on()
+            begin, end = _address(memory), _address(memory) + memory.nbytes
+            for entry in self.registered:
+                if (entry.begin, entry.end) == (begin, end):
+                    break
+            else:
+                raise self._misused("memory is unregistered that is not registered")
+            self.registered.remove(entry)
+            entry.live = False
+            if entry.queued:
+                raise self._misused("memory is unregistered while copies from or to it are queued")
+
+    def _registered(self, array: NDArray[Any]) -> tuple[_Registered, NDArray[np.uint8]] | None:
+        with self._lock:
+            for entry in self.registered:
+                part = entry.part(array)
+                if part is not None:
+                    return entry, part
+        return None
+
+    def _by_itself(self, entry: _Registered, operation: Callable[[], object]) -> Callable[[], None]:
+        entry.queued += 1
+
+        def copy() -> None:
+            if not entry.live:
+                raise self._misused("a copy from or to memory that was unregistered meanwhile")
+            operation()
+            entry.queued -= 1
+
+        return copy
+
+    def _misused(self, how: str) -> AssertionError:
+        self.misuses.append(how)
+        return AssertionError(how)
 
 
 def _on_a_loop() -> bool:

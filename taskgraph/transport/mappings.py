@@ -21,6 +21,7 @@ from typing import Final
 
 import numpy as np
 
+from taskgraph.device.api import Device
 from taskgraph.graph.blocks import Block
 from taskgraph.transport.regions import NAME, Region, mmap_without_fd
 
@@ -75,6 +76,8 @@ class Loan:
 
     __slots__ = ("_mapping", "spoiled")
 
+    locked = False
+
     def __init__(self, mapping: _Mapping) -> None:
         self._mapping = mapping
         self.spoiled = False
@@ -85,6 +88,9 @@ class Loan:
 
     def spoil(self) -> None:
         self.spoiled = True
+
+    def pinned(self, device: Device) -> None:
+        return None  # it is mapped to be read, and not every device can lock that
 
 
 class Mappings:

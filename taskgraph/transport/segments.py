@@ -9,7 +9,8 @@ memory of this process alone, and its values travel as bytes.
 
 **A segment is used again only if it is known that nobody reads it.** In this process that is so when the block given
 out is garbage: encoded values, views that user code keeps, and what is lent to peers all hold it (`lending`). Who
-cannot tell any more whether a peer reads it spoils the block: its segment is then closed, never written again.
+cannot tell any more whether a peer reads it spoils the block: its segment is then closed, never written again. What a
+device still copies from there, the segment's pin knows (`taskgraph.device.pinning`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from typing import Final
 
 import numpy as np
 
+from taskgraph.device.api import Device
+from taskgraph.device.pinning import Pin, pin_of
 from taskgraph.graph.blocks import Block
 from taskgraph.transport.regions import NAME, Region, mmap_without_fd
 
@@ -50,15 +53,19 @@ _WANTED_SEALS: Final = (
 
 
 class _Segment:
-    """One piece of memory. `region` is None where other processes cannot open it."""
+    """One piece of memory. `region` is None where other processes cannot open it.
 
-    __slots__ = ("freed_at", "memory", "region", "size", "spoiled")
+    It stays until its memory's last view is gone, whatever was closed meanwhile, and with it its pin.
+    """
+
+    __slots__ = ("freed_at", "memory", "pin", "region", "size", "spoiled")
 
     def __init__(self, size: int, *, shared: bool) -> None:
         """Raises OSError or MemoryError where there is no memory, or no descriptor, for it."""
         self.size = size
         self.spoiled = False
         self.freed_at = 0.0
+        self.pin: Pin | None = None
         self.region: Region | None = None
         if not shared:
             self.memory = mmap.mmap(-1, size)
@@ -95,10 +102,11 @@ def _anonymous() -> int:
 class Use:
     """One use of a segment: what a block's `origin` is."""
 
-    __slots__ = ("_segment",)
+    __slots__ = ("_segment", "locked")
 
     def __init__(self, segment: _Segment) -> None:
         self._segment = segment
+        self.locked = segment.pin is not None
 
     @property
     def region(self) -> Region | None:
@@ -106,6 +114,9 @@ class Use:
 
     def spoil(self) -> None:
         self._segment.spoiled = True
+
+    def pinned(self, device: Device) -> Pin | None:
+        return pin_of(self._segment, device)
 
 
 class Pool:
@@ -164,7 +175,10 @@ class Pool:
         if self._closed:
             return None
         for at in range(len(self._idle) - 1, -1, -1):
-            if nbytes <= self._idle[at].size <= max(_FITS * nbytes, 2 * LEAST_BYTES):
+            segment = self._idle[at]
+            if not nbytes <= segment.size <= max(_FITS * nbytes, 2 * LEAST_BYTES):
+                continue
+            if segment.pin is None or segment.pin.idle():
                 return self._idle.pop(at)
         if len(self) >= self._max_segments and self._idle:
             self._idle.pop(0).close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -48,6 +49,11 @@ def stand_in(soft: SoftDevice) -> Any:
         def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
             assert block and disable_timing, "a wait that spins"
             self.place: SoftEvent | None = None
+
+        @property
+        def done(self) -> bool:
+            assert self.place is not None
+            return soft.done(self.place)
 
         def synchronize(self) -> None:
             assert self.place is not None
@@ -149,10 +155,20 @@ def stand_in(soft: SoftDevice) -> Any:
                 soft.wait(soft.record(soft.current()))
             return out
 
+        def set(self, arr: Any) -> None:
+            """As CuPy's, from page-locked memory: it is read when the stream comes to it."""
+            assert arr.shape == self.shape and arr.dtype == self.dtype and arr.flags.c_contiguous
+            made = soft.upload(arr)
+            target, source = self.elements, made.elements
+            soft._do(lambda: np.copyto(target, source))
+
     def get_current_stream(device: int = 0) -> Stream:
         if not current or current[0].of is not soft.current():
             current[:] = [Stream(soft.current())]
         return current[0]
+
+    def host_memory(ptr: int, size: int) -> Any:
+        return np.ctypeslib.as_array((ctypes.c_ubyte * size).from_address(ptr))
 
     def asarray(data: Any, order: str = "C") -> Any:
         if not isinstance(data, CupyArray):
@@ -191,6 +207,17 @@ def stand_in(soft: SoftDevice) -> Any:
             while isinstance(address._owner, SoftArray):
                 address = address._owner
             soft.close(address)
+
+        def __init__(self) -> None:
+            self._registered: dict[int, Any] = {}
+
+        def hostRegister(self, ptr: int, size: int, flags: int) -> None:
+            memory = host_memory(ptr, size)
+            soft.register(memory)
+            self._registered[ptr] = memory
+
+        def hostUnregister(self, ptr: int) -> None:
+            soft.unregister(self._registered.pop(ptr))
 
     runtime = Runtime()
     opened: list[int] = []  # sizes, which CUDA knows by the handle

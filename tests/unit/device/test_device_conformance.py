@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -13,13 +16,16 @@ import pytest
 import xxhash
 from cupy_kit import launch_on, stand_in
 
-from taskgraph.device import cuda, digest
+from taskgraph.device import cuda, digest, pinning
 from taskgraph.device.api import HANDLE_BYTES, IDENTITY_BYTES, Device
 from taskgraph.device.cuda import array_module, device_count
 from taskgraph.device.lookup import device_of
-from taskgraph.graph.values import encode
+from taskgraph.device.staging import PIECE_BYTES
+from taskgraph.graph.blocks import block_behind
+from taskgraph.graph.values import decode, encode, in_part, verify
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
 from taskgraph.testing.softdevice import SoftDevice
+from taskgraph.transport.segments import Pool
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")])
 
@@ -102,6 +108,83 @@ def test_what_was_copied_to_the_device_may_change_at_once(found: Found) -> None:
     there = device.to_device(host)
     host[:] = 7
     assert device.to_host(there).max() == 1
+
+
+def mapped(nbytes: int) -> np.ndarray[Any, Any]:
+    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+
+
+def test_registered_memory_is_copied_from_and_to(found: Found) -> None:
+    device, _ = found
+    memory = mapped(1 << 20)
+    device.register(memory)
+    host = np.ndarray((1000, 100), np.float64, memory.data)
+    host[:] = np.arange(100_000.0).reshape(1000, 100)
+    host.flags.writeable = False  # as what came from elsewhere is
+    there = device.upload(host)
+    event = device.record(device.current())
+    device.wait(event)
+    assert device.done(event)
+    memory[:] = 0
+    assert (there.shape, there.dtype) == (host.shape, host.dtype)
+    assert device_of(there) is device and device.keeps(there)
+    device.fetch(there, memory[: there.nbytes])
+    device.wait(device.record(device.current()))
+    assert np.array_equal(np.ndarray((100_000,), np.float64, memory.data), np.arange(100_000.0))
+    device.unregister(memory)
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_parts_of_an_array_are_fetched_each_behind_an_event(found: Found, registered: bool) -> None:
+    device, _ = found
+    array = device.to_device(np.arange(30_000.0).reshape(300, 100))
+    memory = mapped(240_000)
+    if registered:
+        device.register(memory)
+    events = []
+    for begin in range(0, 240_000, 70_000):
+        device.fetch(array, memory[begin : begin + 70_000], begin)
+        events.append(device.record(device.current()))
+    for number, event in enumerate(events):
+        device.wait(event)
+        assert device.done(event)
+        end = min((number + 1) * 70_000, 240_000)
+        assert np.array_equal(memory[:end], np.arange(30_000.0).view(np.uint8)[:end])
+    if registered:
+        device.unregister(memory)
+
+
+def test_values_travel_by_way_of_page_locked_memory_that_is_used_again(
+    found: Found, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, xp = found
+    monkeypatch.setattr(pinning, "_locked", locked := pinning._Locked(1 << 30))
+    pool = Pool(max_segments=4, max_idle_bytes=1 << 30)
+    host = np.arange(2 * PIECE_BYTES / 8 + 1000)
+    for number in range(5):
+        value = encode({"a": xp.asarray(host + number)}, stays=True)
+        assert isinstance(value, EncodedOnDevice)
+        part = in_part(value, allocate=pool.allocate)
+        part.finish()
+        away = Encoded(part.meta, part.buffers, part.digest)
+        assert verify(away) and np.array_equal(decode(away)["a"], host + number)
+        block = block_behind(away.buffers[0])
+        assert block is not None and block.origin is not None
+        assert block.origin.pinned(device) is not None, "the log says why it cannot be locked"
+        back = decode(away, device=device)["a"]
+        del part, away, value, block
+        other = pool.allocate(host.nbytes)
+        assert other is not None
+        other.fill(7)  # where the copy to the device may not be under way any more
+        del other
+        assert np.array_equal(device.to_host(back), host + number)
+    pool.close()
+    del pool
+    gc.collect()
+    end = time.monotonic() + 10
+    while locked.nbytes and time.monotonic() < end:
+        time.sleep(0.001)
+    assert not locked.nbytes, "it was all unlocked"
 
 
 def test_the_digests_are_those_of_the_blocks(found: Found) -> None:

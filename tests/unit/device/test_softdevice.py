@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import mmap
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from taskgraph.testing import softdevice
 from taskgraph.testing.softdevice import POISON, SoftArray, SoftDevice
 
 POISONED = np.full(8, POISON, np.uint8).view("f8")[0]
@@ -148,3 +152,143 @@ async def test_a_wait_that_stops_an_event_loop_is_noted() -> None:
     device.xp.arange(3.0).get()
     assert len(device.waits) == 2
     assert "test_a_wait_that_stops_an_event_loop_is_noted" in device.waits_on_loops[0]
+
+
+# -- registered memory of the host -----------------------------------------------------------------
+
+
+def mapped(nbytes: int = 800) -> np.ndarray:
+    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+
+
+def test_registered_memory_is_read_when_the_stream_comes_to_it() -> None:
+    device, memory = SoftDevice(), mapped()
+    device.register(memory)
+    host = np.ndarray((100,), float, memory.data)
+    host[:] = 1
+    array = device.upload(host)
+    host[:] = 2
+    assert array.get()[0] == 2, "it was changed too early"
+    host[:] = 3
+    assert array.get()[0] == 2
+    device.unregister(memory)
+
+
+def test_and_written_whoever_has_it_by_then() -> None:
+    device, memory = SoftDevice(), mapped()
+    device.register(memory)
+    device.fetch(device.xp.full(50, 1.0), target := memory[:400])
+    event = device.record(device.current())
+    assert not device.done(event)
+    del target
+    other = np.ndarray((100,), float, memory.data)  # a new owner, who was given it too early
+    other[:] = 5
+    device.wait(event)
+    assert device.done(event)
+    assert list(other[[0, 49, 50, 99]]) == [1, 1, 5, 5]
+    device.unregister(memory)
+
+
+def test_a_part_of_an_array_is_fetched() -> None:
+    device, target = SoftDevice(), np.zeros(80, np.uint8)
+    device.fetch(device.xp.arange(100.0), target, 160)
+    device.synchronize()
+    assert np.array_equal(target.view("f8"), np.arange(20.0, 30.0))
+
+
+def registered_twice(device: SoftDevice, memory: np.ndarray) -> None:
+    device.register(memory)
+    device.register(memory[100:200])
+
+
+def unregistered_twice(device: SoftDevice, memory: np.ndarray) -> None:
+    device.register(memory)
+    device.unregister(memory)
+    device.unregister(memory)
+
+
+def unregistered_in_part(device: SoftDevice, memory: np.ndarray) -> None:
+    device.register(memory)
+    device.unregister(memory[:400])
+
+
+def unregistered_too_early(device: SoftDevice, memory: np.ndarray) -> None:
+    device.register(memory)
+    device.fetch(device.xp.arange(100.0), memory)
+    device.unregister(memory)
+
+
+def copied_from_elsewhere(device: SoftDevice, memory: np.ndarray) -> None:
+    device.register(memory)
+    device.upload(np.arange(100.0))
+
+
+@pytest.mark.parametrize(
+    ("misuse", "how"),
+    [
+        (registered_twice, "registered twice"),
+        (unregistered_twice, "not registered"),
+        (unregistered_in_part, "not registered"),
+        (unregistered_too_early, "while copies from or to it are queued"),
+        (copied_from_elsewhere, "from memory that is not registered"),
+    ],
+)
+def test_misuse_of_the_hosts_memory_fails_from_then_on(
+    misuse: Callable[[SoftDevice, np.ndarray], None], how: str
+) -> None:
+    device, memory = SoftDevice(), mapped()
+    with pytest.raises(AssertionError, match=how):
+        misuse(device, memory)
+    with pytest.raises(AssertionError, match=how):
+        device.xp.arange(3.0)
+    with pytest.raises(AssertionError, match=how):
+        device.synchronize()
+
+
+def test_a_copy_to_what_was_unregistered_meanwhile_is_not_made() -> None:
+    device, memory = SoftDevice(), mapped()
+    memory[:] = 1
+    device.register(memory)
+    device.fetch(device.xp.arange(100.0), memory)
+    with pytest.raises(AssertionError, match="are queued"):
+        device.unregister(memory)
+    device.misuses.clear()
+    with pytest.raises(AssertionError, match="unregistered meanwhile"):
+        device.synchronize()
+    assert set(memory) == {1}
+
+
+def test_memory_may_be_unregistered_by_a_finalizer_of_garbage() -> None:
+    """The collector tells of garbage before it runs finalizers."""
+
+    class Holder:
+        def __init__(self, memory: mmap.mmap) -> None:
+            self.memory, self.itself = memory, self
+
+        def __del__(self) -> None:
+            left.append(self.memory)
+
+    device, left = SoftDevice(), []
+    holder = Holder(mmap.mmap(-1, 800))
+    device.register(np.frombuffer(holder.memory, np.uint8))
+    del holder
+    gc.collect()
+    device.synchronize()
+    device.unregister(np.frombuffer(left.pop(), np.uint8))
+    device.synchronize()
+    assert not device.misuses
+
+
+@pytest.mark.parametrize("allocate", [mapped, lambda: np.zeros(800, np.uint8)])
+def test_memory_that_goes_while_it_is_registered_is_seen(
+    allocate: Callable[[], np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(softdevice, "GONE_S", -1.0)
+    device, memory = SoftDevice(), allocate()
+    device.register(memory[:400])
+    view = memory[5:10]
+    del memory
+    device.synchronize()
+    del view
+    with pytest.raises(AssertionError, match="went while it was registered"):
+        device.synchronize()

@@ -1,0 +1,195 @@
+"""Memory of the host that is page-locked for a device: copies from and to it run by themselves, and at full speed.
+
+A copy from or to other memory goes through small buffers of the driver, at a fraction of the speed, and the call that
+queues it takes as long as the copy. To lock memory takes about as long, too. So it is for memory that is used again and
+again: it is locked where it is first copied from or to, and stays so until it goes.
+"""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import logging
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from taskgraph.device.api import Array, Device, Event
+
+__all__ = ["PART", "Pin", "Pinnable", "pin_of"]
+
+log = logging.getLogger("taskgraph.devices")
+
+PART: Final = 16
+"""A process locks at most this part (a sixteenth) of its host's memory: it is one of several."""
+
+
+class Pinnable(Protocol):
+    """Memory that is used again and again, and its pin, once it has one."""
+
+    memory: Any
+    pin: Pin | None
+
+
+class Pin:
+    """Page-locked memory, for as long as anybody has this object: then it is unlocked, and goes.
+
+    That is done in a thread of its own, behind what the device still does there: it may take long, and the last
+    reference may go anywhere.
+
+    Attributes:
+        device: for which it is locked.
+    """
+
+    __slots__ = ("_events", "_left", "_lock", "_locked", "_memory", "device")
+
+    def __init__(self, locked: _Locked, device: Device, memory: Any) -> None:
+        self.device = device
+        self._locked = locked
+        self._memory = memory
+        self._events: list[Event] = []
+        self._left = False
+        self._lock = threading.Lock()
+
+    def upload(self, host: NDArray[Any]) -> Array:
+        """A copy on the device of an array in this memory, which nobody changes while it is not `idle`."""
+        device = self.device
+        made = device.upload(host)
+        try:
+            event = device.record(device.current())
+        except Exception:
+            self._left = True  # nobody can tell when it is read
+            raise
+        with self._lock:
+            self._events.append(event)
+            self._look()
+        return made
+
+    def idle(self) -> bool:
+        """Whether the device has read all that `upload` was called for."""
+        with self._lock:
+            return self._look()
+
+    def _look(self) -> bool:
+        if self._events and not self._left:
+            try:
+                self._events = [event for event in self._events if not self.device.done(event)]
+            except Exception as error:  # the device is lost, as a rule
+                log.warning("page-locked memory is not used again: %s", error)
+                self._left = True
+        return not self._events and not self._left
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # some go after this module
+            self._locked.unlock(self.device, self._memory, None if self._left else self._events)
+
+
+class _Locked:
+    """What this process has locked.
+
+    Args:
+        limit: bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._locking = threading.Lock()
+        self._counting = threading.Lock()
+        self._gone: deque[tuple[Device, Any, list[Event] | None]] = deque()
+        self._unlocking = _thread.allocate_lock()
+        self._left: list[Any] = []  # memory that the device may use for ever
+        self._said = False
+        self.nbytes = 0
+
+    def pin(self, holder: Pinnable, device: Device) -> None:
+        with self._locking:
+            if holder.pin is not None:
+                return
+            memory = holder.memory
+            size = len(memory)
+            with self._counting:
+                if self.nbytes + size > self._limit:
+                    return
+                self.nbytes += size
+            try:
+                device.register(np.frombuffer(memory, np.uint8))
+            except Exception as error:
+                with self._counting:
+                    self.nbytes -= size
+                    self._limit = self.nbytes
+                if not self._said:
+                    self._said = True
+                    text = "copies from and to a device are slow: no more than %d bytes can be page-locked: %s"
+                    log.warning(text, self.nbytes, error)
+                return
+            holder.pin = Pin(self, device, memory)
+
+    def full(self, size: int) -> bool:
+        return self.nbytes + size > self._limit
+
+    def unlock(self, device: Device, memory: Any, events: list[Event] | None) -> None:
+        """Called by finalizers, in any thread: it waits for nothing."""
+        self._gone.append((device, memory, events))
+        if self._unlocking.acquire(blocking=False):
+            try:
+                _thread.start_new_thread(self._unlock_all, ())
+            except RuntimeError:  # no thread can be started any more: the next one's does it
+                self._unlocking.release()
+
+    def _unlock_all(self) -> None:
+        while True:
+            while self._gone:
+                self._unlock(*self._gone.popleft())
+            self._unlocking.release()
+            if not self._gone or not self._unlocking.acquire(blocking=False):
+                return  # who came meanwhile started another thread
+
+    def _unlock(self, device: Device, memory: Any, events: list[Event] | None) -> None:
+        size = len(memory)
+        try:
+            if events is None:
+                raise RuntimeError("nobody knows what the device does there")
+            for event in events:
+                device.wait(event)
+            device.unregister(np.frombuffer(memory, np.uint8))
+        except Exception as error:
+            log.warning("page-locked memory of %d bytes is left alone: %s", size, error)
+            self._left.append(memory)
+            return
+        with self._counting:
+            self.nbytes -= size
+
+
+def _limit() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // PART
+    except (ValueError, OSError):  # not known on this system
+        return 0
+
+
+_locked = _Locked(_limit())
+
+
+def pin_of(holder: Pinnable, device: Device) -> Pin | None:
+    """The pin of some memory for a device. None: it has none, and copies from and to there go as from any other.
+
+    In a worker thread it gets one, where there is room for it; that may take long. An event loop takes what there is.
+    """
+    if holder.pin is None and not _locked.full(len(holder.memory)) and not _on_a_loop():
+        _locked.pin(holder, device)
+    pin = holder.pin
+    return pin if pin is not None and pin.device is device else None
+
+
+def _on_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,345 @@
+"""Memory of the pool is page-locked once, used again and again, and unlocked before it goes: never while it is used."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from taskgraph.device import pinning
+from taskgraph.graph.arrays import empty
+from taskgraph.graph.blocks import Block, block_of
+from taskgraph.graph.values import decode, digest_of, encode, hosted
+from taskgraph.protocol.messages import Encoded
+from taskgraph.testing.softdevice import SoftArray, SoftDevice
+from taskgraph.transport import segments
+from taskgraph.transport.segments import Pool, Use
+
+HOST = np.arange(200_000.0)
+MIB = 1 << 20
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def soft() -> SoftDevice:
+    return SoftDevice()
+
+
+@pytest.fixture(autouse=True)
+def locked(monkeypatch: pytest.MonkeyPatch, soft: SoftDevice) -> Iterator[pinning._Locked]:
+    made = pinning._Locked(64 * MIB)
+    monkeypatch.setattr(pinning, "_locked", made)
+    yield made
+    gc.collect()
+    until(lambda: made.nbytes == 0 and not soft.registered)
+    assert not soft.misuses
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def pool(clock: Clock) -> Iterator[Pool]:
+    made = Pool(max_segments=8, max_idle_bytes=64 * MIB, clock=clock)
+    yield made
+    made.close()
+
+
+def until(there: Callable[[], bool]) -> None:
+    """Memory is unlocked in a thread, which tells nobody."""
+    end = time.monotonic() + 5
+    while not there():
+        assert time.monotonic() < end, "it does not come"
+        time.sleep(0.001)
+
+
+def put(soft: SoftDevice, host: np.ndarray = HOST) -> Encoded:
+    return encode(soft.xp.asarray(host), stays=True)
+
+
+def received(pool: Pool, host: np.ndarray = HOST) -> Encoded:
+    """A value that was on another node's device, in memory of the pool, as a session receives it."""
+    soft = SoftDevice()
+    value = hosted(put(soft, host))
+    block = pool.allocate(value.buffers[0].nbytes)
+    assert block is not None
+    block[:] = value.buffers[0]
+    return Encoded(value.meta, (block.data.toreadonly(),), value.digest)
+
+
+def overwritten(pool: Pool, nbytes: int = HOST.nbytes) -> list[Block]:
+    """Somebody takes all the memory that the pool gives away, and writes to it."""
+    taken = [block for _ in range(3) if (block := pool.allocate(nbytes)) is not None]
+    for block in taken:
+        block.fill(7)
+    return taken
+
+
+# -- to the host -----------------------------------------------------------------------------------
+
+
+def test_what_is_copied_to_the_pool_is_locked_once_and_used_again(
+    soft: SoftDevice, pool: Pool, locked: pinning._Locked
+) -> None:
+    for _ in range(5):
+        value = hosted(put(soft), allocate=pool.allocate)
+        assert np.array_equal(decode(value), HOST)
+        del value
+    assert soft.registrations == 1 and len(pool) == 1
+    pool.trim()
+    assert locked.nbytes == pool.idle_bytes > 0
+
+
+def test_memory_that_is_not_of_the_pool_is_not_locked(soft: SoftDevice, pool: Pool) -> None:
+    small = HOST[:1000]
+    assert np.array_equal(decode(hosted(put(soft), allocate=None)), HOST)
+    assert np.array_equal(decode(hosted(put(soft, small), allocate=pool.allocate)), small), "not worth a segment"
+    assert soft.registrations == 0
+
+
+def test_it_is_unlocked_before_it_goes(soft: SoftDevice, pool: Pool, clock: Clock) -> None:
+    value = hosted(put(soft), allocate=pool.allocate)
+    pool.trim()
+    assert len(soft.registered) == 1
+    del value
+    pool.trim()
+    assert len(soft.registered) == 1, "it waits for another value"
+    clock.now += segments._IDLE_S + 1
+    pool.trim()
+    until(lambda: not soft.registered)
+
+
+def test_a_closed_pools_memory_stays_locked_until_the_last_view_is_gone(soft: SoftDevice, pool: Pool) -> None:
+    idle, used = hosted(put(soft), allocate=pool.allocate), hosted(put(soft), allocate=pool.allocate)
+    view = decode(used)[5:10]
+    del used, idle
+    pool.close()
+    until(lambda: len(soft.registered) == 1)
+    time.sleep(0.05)
+    assert len(soft.registered) == 1
+    assert np.array_equal(view, HOST[5:10])
+    del view
+    pool.trim()
+    until(lambda: not soft.registered)
+
+
+def test_a_pool_that_is_simply_forgotten_unlocks_its_memory(soft: SoftDevice) -> None:
+    pool = Pool(max_segments=8, max_idle_bytes=64 * MIB)
+    value = hosted(put(soft), allocate=pool.allocate)
+    del pool
+    gc.collect()
+    assert np.array_equal(decode(value), HOST) and len(soft.registered) == 1
+    del value
+    until(lambda: not soft.registered)
+
+
+def test_a_spoiled_segment_is_unlocked_too(soft: SoftDevice, pool: Pool) -> None:
+    value = hosted(put(soft), allocate=pool.allocate)
+    segments_of(value)[0].spoil()
+    del value
+    pool.trim()
+    until(lambda: not soft.registered)
+
+
+def segments_of(value: Encoded) -> list[Use]:
+    return [buffer.obj.origin for buffer in value.buffers]  # type: ignore[attr-defined]
+
+
+def test_no_more_than_a_part_of_the_hosts_memory(
+    soft: SoftDevice, pool: Pool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pinning, "_locked", little := pinning._Locked(2 * HOST.nbytes + MIB))
+    values = [hosted(put(soft), allocate=pool.allocate) for _ in range(4)]
+    assert soft.registrations == 2 and little.nbytes <= 2 * HOST.nbytes + MIB
+    assert all(np.array_equal(decode(value), HOST) for value in values)
+    assert not caplog.records
+    assert 0 < pinning._limit() < 1 << 50
+
+
+def test_where_it_cannot_be_locked_it_is_copied_as_any_other(
+    soft: SoftDevice, pool: Pool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = []
+
+    def refuse(memory: np.ndarray) -> None:
+        asked.append(memory.nbytes)
+        raise MemoryError("cudaErrorMemoryAllocation")
+
+    first = hosted(put(soft), allocate=pool.allocate)
+    with monkeypatch.context() as patch:
+        patch.setattr(soft, "register", refuse)
+        values = [hosted(put(soft), allocate=pool.allocate) for _ in range(4)]
+        assert all(np.array_equal(decode(value), HOST) for value in values)
+        assert all(np.array_equal(decode(value, device=soft).get(), HOST) for value in values)
+        assert len(asked) == 1, "nor is it tried again"
+        (record,) = caplog.records
+        assert record.levelno == logging.WARNING and "cudaErrorMemoryAllocation" in record.getMessage()
+        del first
+        pool.trim()
+        del values
+        pool.trim()
+
+
+def test_two_threads_lock_a_segment_once(soft: SoftDevice, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    value, register = received(pool), soft.register
+    together = threading.Barrier(2)
+
+    def slow(memory: np.ndarray) -> None:
+        time.sleep(0.05)
+        register(memory)
+
+    monkeypatch.setattr(soft, "register", slow)
+    found: list[Any] = []
+
+    def look() -> None:
+        together.wait()
+        found.append(decode(value, device=soft).get())
+
+    threads = [threading.Thread(target=look) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert soft.registrations == 1
+    assert all(np.array_equal(array, HOST) for array in found)
+
+
+def test_another_device_copies_as_from_any_memory(soft: SoftDevice, pool: Pool) -> None:
+    value, other = received(pool), SoftDevice()
+    first = decode(value, device=soft)
+    second = decode(value, device=other)
+    assert (soft.registrations, other.registrations) == (1, 0)
+    assert np.array_equal(first.get(), HOST) and np.array_equal(second.get(), HOST)
+
+
+def test_user_code_is_given_no_locked_memory_to_write_to(soft: SoftDevice, pool: Pool) -> None:
+    """CuPy copies from such memory after the call: a write right behind it would reach the copy."""
+    before = empty(HOST.shape, HOST.dtype, pool.allocate)
+    assert block_of(before) is not None
+    value = hosted(put(soft), allocate=pool.allocate)
+    first = value.buffers[0].obj.ctypes.data  # type: ignore[attr-defined]
+    del value
+    after = empty(HOST.shape, HOST.dtype, pool.allocate)
+    assert block_of(after) is None and after.flags.writeable
+    block = pool.allocate(HOST.nbytes)
+    assert block is not None and block.ctypes.data == first, "what the framework writes itself may lie there"
+
+
+# -- to the device ---------------------------------------------------------------------------------
+
+
+def test_what_came_is_copied_from_where_it_lies(soft: SoftDevice, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soft, "to_device", lambda host: 1 / 0)
+    for _ in range(3):
+        value = received(pool)
+        assert np.array_equal(decode(value, device=soft).get(), HOST)
+        del value
+    assert soft.registrations == 1
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_memory_is_not_used_again_while_the_device_reads_it(soft: SoftDevice, pool: Pool, waits: bool) -> None:
+    """On a device that comes to nothing before it has to; nobody holds the value meanwhile."""
+    made = []
+    for _ in range(3):
+        value = received(pool)
+        made.append(decode(value, device=soft))
+        del value
+    if waits:
+        soft.wait(soft.record(soft.current()))
+    taken = overwritten(pool)
+    assert len(pool) == (3 if waits else 6), "and is, once it was read"
+    for array in made:
+        assert np.array_equal(array.get(), HOST)
+    del taken
+
+
+def test_nor_unlocked(soft: SoftDevice, pool: Pool, clock: Clock) -> None:
+    value = received(pool)
+    array = decode(value, device=soft)
+    del value
+    pool.trim()
+    clock.now += segments._IDLE_S + 1
+    pool.trim()
+    assert len(pool) == 0
+    until(lambda: not soft.registered)  # by a thread that waited for the copy
+    assert np.array_equal(array.get(), HOST)
+
+
+def test_each_task_that_reads_it_is_waited_for(soft: SoftDevice, pool: Pool) -> None:
+    value, made = received(pool), []
+    streams = [soft.stream() for _ in range(3)]
+    for stream in streams:
+        with soft.on(stream):
+            made.append(decode(value, device=soft))
+    del value
+    for stream in streams[1:]:
+        soft.wait(soft.record(stream))
+    overwritten(pool)
+    for stream, array in zip(streams, made, strict=True):
+        with soft.on(stream):
+            assert np.array_equal(array.get(), HOST)
+
+
+def test_a_value_that_is_read_again_and_again_remembers_no_old_events(soft: SoftDevice, pool: Pool) -> None:
+    value = received(pool)
+    for _ in range(100):
+        decode(value, device=soft).get()
+    pin = segments_of(value)[0].pinned(soft)
+    assert pin is not None and len(pin._events) <= 1 and pin.idle()
+
+
+def test_a_lost_device_keeps_what_it_may_read(
+    soft: SoftDevice, pool: Pool, locked: pinning._Locked, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    value, array = received(pool), None
+    with monkeypatch.context() as patch:
+        patch.setattr(soft, "record", lambda stream: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            array = decode(value, device=soft)
+        del value
+    assert all(block.ctypes.data != soft.registered[0].begin for block in overwritten(pool))
+    pool.trim()
+    clock.now += segments._IDLE_S + 1
+    pool.trim()
+    until(lambda: len(locked._left) == 1)
+    assert len(soft.registered) == 1 and array is None
+    soft.synchronize()
+    soft.unregister(np.frombuffer(locked._left.pop(), np.uint8))
+    locked.nbytes = 0
+
+
+async def test_an_event_loop_does_not_wait_for_memory_to_be_locked(soft: SoftDevice, pool: Pool) -> None:
+    value = received(pool)
+    one = decode(value, device=soft)
+    assert soft.registrations == 0
+    other = await asyncio.to_thread(decode, value, device=soft)
+    assert soft.registrations == 1
+    third = decode(value, device=soft)
+    for array in (one, other, third):
+        assert isinstance(array, SoftArray)
+        assert np.array_equal(await asyncio.to_thread(array.get), HOST)
+    assert soft.registrations == 1
+
+
+def test_who_wants_to_write_to_it_has_a_copy_there_and_none_here(soft: SoftDevice, pool: Pool) -> None:
+    value = received(pool)
+    mine = decode(value, device=soft, writable=True)
+    mine += 1
+    assert soft.registrations == 1 and np.array_equal(mine.get(), HOST + 1)
+    assert digest_of(value.meta, value.buffers) == value.digest

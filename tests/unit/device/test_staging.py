@@ -1,0 +1,248 @@
+"""Copies to the host, piece by piece: what is there is known, and nobody waits for more than it needs."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from taskgraph.device import pinning, staging
+from taskgraph.device.buffers import DeviceBuffer
+from taskgraph.device.staging import HostCopy
+from taskgraph.graph.blocks import Block
+from taskgraph.graph.values import decode, encode, hosted, in_part, staying, verify
+from taskgraph.protocol.messages import Encoded
+from taskgraph.testing.softdevice import SoftDevice
+from taskgraph.transport.segments import Pool
+
+PIECE = 64 << 10
+HOST = np.arange(30_000.0)  # three pieces and a part of one
+BYTES = HOST.view(np.uint8)
+ENDS = [PIECE, 2 * PIECE, 3 * PIECE, HOST.nbytes]
+
+
+@pytest.fixture
+def soft() -> SoftDevice:
+    return SoftDevice()
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(staging, "_left", [])
+    monkeypatch.setattr(pinning, "_locked", pinning._Locked(64 << 20))
+
+
+@pytest.fixture
+def pool(soft: SoftDevice) -> Iterator[Pool]:
+    made = Pool(max_segments=8, max_idle_bytes=64 << 20)
+    yield made
+    made.close()
+    assert not soft.misuses
+
+
+def buffer(soft: SoftDevice, host: np.ndarray = HOST) -> DeviceBuffer:
+    (found,) = staying(encode(soft.xp.asarray(host), stays=True))
+    return found
+
+
+def cleared(nbytes: int) -> Block:
+    return Block(nbytes, np.uint8, bytearray(nbytes))
+
+
+def is_there(copy: HostCopy, nbytes: int) -> bool:
+    return copy.data[:nbytes] == BYTES[:nbytes].data
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_it_comes_piece_by_piece(soft: SoftDevice, pool: Pool, pinned: bool) -> None:
+    copy = buffer(soft).copying(pool.allocate if pinned else cleared)
+    assert copy.ready == 0 and len(soft.registered) == pinned
+    for end in ENDS:
+        copy.finish(copy.ready + 1)
+        assert copy.ready == end and is_there(copy, end)
+        assert end == HOST.nbytes or not is_there(copy, end + 8), "later ones are not copied yet"
+    copy.finish()
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_all_is_queued_at_once_where_the_device_copies_by_itself(soft: SoftDevice, pool: Pool, pinned: bool) -> None:
+    found, queued, fetch = buffer(soft), [], soft.fetch
+
+    def count(array: Any, target: np.ndarray, begin: int = 0) -> None:
+        queued.append((begin, target.nbytes))
+        fetch(array, target, begin)
+
+    soft.fetch = count  # type: ignore[method-assign]
+    copy = found.copying(pool.allocate if pinned else None)
+    assert len(queued) == (4 if pinned else 0)
+    copy.finish(PIECE)
+    assert len(queued) == (4 if pinned else 1), "CUDA copies to other memory while it is called"
+    copy.finish()
+    assert queued == [(begin, end - begin) for begin, end in zip([0, *ENDS], ENDS, strict=False)]
+
+
+def test_who_listens_hears_of_each_piece(soft: SoftDevice) -> None:
+    copy, heard = buffer(soft).copying(), []
+
+    def listen() -> None:
+        heard.append(copy.ready)
+        if copy.ready < HOST.nbytes:
+            assert not copy.more(copy.ready, listen)
+
+    assert not copy.more(0, listen)
+    copy.finish()
+    assert heard == ENDS
+    assert copy.more(0, listen) and copy.more(HOST.nbytes - 1, listen), "it is there already"
+    assert len(heard) == 4
+
+
+def test_it_is_copied_once_for_all_who_ask_at_the_same_time(soft: SoftDevice, pool: Pool) -> None:
+    value = encode({"a": soft.xp.asarray(HOST), "b": [HOST[::-1].copy(), soft.xp.asarray(HOST + 1)]}, stays=True)
+    together, found = threading.Barrier(6), []
+
+    def whole() -> None:
+        together.wait()
+        found.append(hosted(value, allocate=pool.allocate))
+
+    def parts() -> None:
+        together.wait()
+        part = in_part(value, allocate=pool.allocate)  # type: ignore[arg-type]
+        part.begin()
+        part.finish()
+        found.append(Encoded(part.meta, part.buffers, part.digest))
+
+    threads = [threading.Thread(target=(whole, parts)[number % 2]) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 6 and all(verify(one) for one in found)
+    assert [one.host_copies for one in staying(value)] == [1, 1]
+    assert np.array_equal(decode(found[0])["b"][1], HOST + 1)
+    assert soft.registrations == 2
+
+
+def test_who_needs_all_of_it_waits_for_it_whoever_began(soft: SoftDevice) -> None:
+    found = buffer(soft)
+    begun = found.copying()
+    begun.finish(1)
+    assert found.host() is begun.data == BYTES.data
+
+
+class Fails:
+    """What the device does fails at one of its calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, soft: SoftDevice, name: str, at: int) -> None:
+        call, self.count = getattr(soft, name), 0
+
+        def failing(*args: Any) -> Any:
+            self.count += 1
+            if self.count == at:
+                raise ArithmeticError(f"{name} fails")
+            return call(*args)
+
+        monkeypatch.setattr(soft, name, failing)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize(("name", "at"), [("wait", 1), ("wait", 3), ("fetch", 1), ("fetch", 3), ("record", 2)])
+def test_a_failure_is_told_and_nothing_wrong_is_said_to_be_there(
+    soft: SoftDevice, pool: Pool, monkeypatch: pytest.MonkeyPatch, name: str, at: int, pinned: bool
+) -> None:
+    found, heard = buffer(soft), []
+    with monkeypatch.context() as patch:
+        Fails(patch, soft, name, at)
+        copy = found.copying(pool.allocate if pinned else None)
+
+        def listen() -> None:
+            heard.append(copy.error)
+            assert copy.more(copy.ready, listen) == (copy.error is not None)
+
+        listens = not copy.more(0, listen)
+        for _ in range(2):
+            with pytest.raises(ArithmeticError, match=f"{name} fails"):
+                copy.finish()
+    assert copy.ready < HOST.nbytes and is_there(copy, copy.ready)
+    assert copy.more(copy.ready, list), "nothing more will come"
+    assert isinstance(heard[-1] if listens else copy.error, ArithmeticError)
+    assert np.array_equal(decode_array(found.host()), HOST), "who asks again has it copied again"
+    assert found.host_copies == 2
+
+
+def decode_array(data: memoryview) -> np.ndarray:
+    return np.frombuffer(data, np.float64)
+
+
+def test_memory_that_the_device_may_still_write_to_is_given_to_nobody(
+    soft: SoftDevice, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = buffer(soft)
+    with monkeypatch.context() as patch:
+        Fails(patch, soft, "wait", 2)
+        with pytest.raises(ArithmeticError):
+            found.host(pool.allocate)
+    del found
+    gc.collect()
+    others = [pool.allocate(HOST.nbytes) for _ in range(3)]
+    for other in others:
+        assert other is not None
+        other.fill(7)
+    soft.synchronize()  # the rest of the copy
+    for other in others:
+        assert other is not None and set(other) == {7}
+    (left,) = staging._left
+    assert np.array_equal(left[0], BYTES)  # type: ignore[index]
+    staging._left.clear()
+
+
+def test_a_value_that_goes_meanwhile_takes_its_memory_along_when_the_copy_is_done(soft: SoftDevice, pool: Pool) -> None:
+    """Its consumer is gone, its epoch committed: only the thread that copies has it."""
+    owner = soft.stream()
+    with soft.on(owner):
+        found = buffer(soft)
+    copy = found.copying(pool.allocate)
+    copy.finish(1)
+    del found
+    gc.collect()
+    with soft.on(owner):
+        kept = [soft.xp.full(HOST.size, 7.0) for _ in range(3)]
+        assert all(array.get()[0] == 7 for array in kept)
+    blocks = [pool.allocate(HOST.nbytes) for _ in range(3)]
+    for block in blocks:
+        assert block is not None
+        block.fill(9)
+    copy.finish()
+    assert is_there(copy, HOST.nbytes)
+
+
+def test_what_is_copied_holds_no_memory_of_the_device(soft: SoftDevice) -> None:
+    found = buffer(soft)
+    copy = found.copying()
+    copy.finish()
+    del found
+    gc.collect()
+    reused = soft.reused
+    taken = [soft.xp.full(HOST.size, 7.0) for _ in range(3)]
+    assert soft.reused == reused + 2, "that of what was put, and of its copy"
+    del taken
+    assert is_there(copy, HOST.nbytes)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_order_of_streams_gives_the_same(seed: int, pool: Pool) -> None:
+    soft = SoftDevice(seed, races=seed % 2 == 0)
+    calls: list[Callable[[DeviceBuffer], object]] = [
+        lambda one: one.host(pool.allocate),
+        lambda one: one.copying(pool.allocate).finish(2 * PIECE),
+    ]
+    for number in range(6):
+        found = buffer(soft, HOST + number)
+        calls[number % 2](found)
+        assert np.array_equal(decode_array(found.host()), HOST + number)
+        del found
+    assert not soft.misuses
