@@ -3,6 +3,9 @@
 Small frames go first, in order. Large payloads are cut into chunks, a few values in turn, so that a value of
 gigabytes delays a small message by one chunk. Nothing is copied: chunks are views of the caller's memory.
 
+Of a value that is still being copied from a device (`EncodedInPart`) the chunks go as soon as they are there, whole;
+what waits for its next one waits aside, and others take its turn.
+
 The outbox hands over bytes only while the socket's own buffer has room (`pause` and `resume` come from the event
 loop): a peer that reads slowly costs this process one chunk of buffer, besides the values its callers hold anyway.
 """
@@ -11,7 +14,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 
+from taskgraph.device.staging import EncodedInPart, HostCopy
 from taskgraph.protocol.messages import Encoded
 from taskgraph.transport.frames import CHUNK_BYTES, INLINE_BYTES, LENT, Head, Kind, pack_frame, pack_whole
 
@@ -26,15 +31,43 @@ _TURN_BYTES = 8 << 20
 class _Large:
     """A payload on its way, and how far it is."""
 
-    __slots__ = ("_at", "_offset", "_parts", "call", "left", "opening")
+    __slots__ = ("_at", "_offset", "_parts", "call", "copies", "left", "opening")
 
-    def __init__(self, call: int, opening: bytes, parts: Sequence[memoryview], size_bytes: int) -> None:
+    def __init__(
+        self,
+        call: int,
+        opening: bytes,
+        parts: Sequence[memoryview],
+        size_bytes: int,
+        copies: Sequence[HostCopy | None] | None = None,
+    ) -> None:
         self.call = call
         self.opening: bytes | None = opening
         self.left = size_bytes
+        self.copies = copies  # what fills each part; None where nothing is to be waited for
         self._parts = parts
         self._at = 0
         self._offset = 0
+
+    def awaited(self) -> tuple[HostCopy, int] | None:
+        """The copy that the next chunk waits for, and how much of it was there; None: the chunk is whole."""
+        assert self.copies is not None
+        missing, offset = min(CHUNK_BYTES, self.left), self._offset
+        at = self._at
+        while missing > 0:
+            copy, size = self.copies[at], self._parts[at].nbytes
+            ready = size if copy is None else copy.ready
+            missing -= ready - offset
+            if missing > 0 and copy is not None and ready < size:
+                return copy, ready
+            at, offset = at + 1, 0
+        return None
+
+    @property
+    def error(self) -> Exception | None:
+        """What ended a copy that it waits for."""
+        errors = (copy.error for copy in self.copies or () if copy is not None)
+        return next((error for error in errors if error is not None), None)
 
     def chunk(self) -> tuple[int, list[memoryview]]:
         """The next chunk: its size, and the pieces of memory it consists of."""
@@ -62,6 +95,9 @@ class Outbox:
         soon: runs a callback after other ready work of the event loop.
         lend: (call, value) -> which of a value's buffers do not travel, by number, and the references to them, which
             go in front of the header.
+        wake: has a callback run on the event loop; called in any thread.
+        failed: (call, seen, error): what was queued of that call cannot be read to its end, and nothing more of it is
+            sent; `seen`: the peer has some of it.
     """
 
     def __init__(
@@ -69,20 +105,25 @@ class Outbox:
         write: Callable[[bytes | memoryview], None],
         soon: Callable[[Callable[[], None]], object],
         lend: Callable[[int, Encoded], tuple[Collection[int], bytes]],
+        wake: Callable[[Callable[[], object]], object],
+        failed: Callable[[int, bool, Exception], object],
     ) -> None:
         self._write = write
         self._soon = soon
         self._lend = lend
+        self._wake = wake
+        self._failed = failed
         self._small: deque[tuple[int, bytes]] = deque()
         self._turn: deque[_Large] = deque()
         self._waiting: deque[_Large] = deque()
+        self._aside: list[_Large] = []  # their next chunk is not there yet
         self._paused = False
         self._scheduled = False
         self._closed = False
 
     @property
     def idle(self) -> bool:
-        return not (self._small or self._turn or self._waiting)
+        return not (self._small or self._turn or self._waiting or self._aside)
 
     def send(self, kind: Kind, call: int = 0, header: bytes = b"", value: Encoded | None = None) -> None:
         """Queues one frame, or one message with its value; what is small goes at once where it can."""
@@ -105,22 +146,27 @@ class Outbox:
             self._write(frame)
 
     def _queue_value(self, kind: Kind, call: int, header: bytes, value: Encoded) -> None:
-        lent, references = self._lend(call, value) if value.buffers else ((), b"")
-        header = references + header
+        copies: Sequence[HostCopy | None] | None = None
+        lent: Collection[int] = ()
+        if type(value) is EncodedInPart:  # nothing is lent of it: who borrows reads at once
+            copies = (None, *value.copies)
+        elif value.buffers:
+            lent, references = self._lend(call, value)
+            header = references + header
         sizes = [buffer.nbytes for buffer in value.buffers]
         carried: Sequence[memoryview] = value.buffers
         if lent:
             carried = [buffer for number, buffer in enumerate(value.buffers) if number not in lent]
             sizes = [size | LENT if number in lent else size for number, size in enumerate(sizes)]
         payload = len(value.meta) + sum(buffer.nbytes for buffer in carried)
-        inline = payload if payload <= INLINE_BYTES else 0
+        inline = payload if payload <= INLINE_BYTES and copies is None else 0
         head = Head(kind, call, len(header), len(sizes), inline, payload, len(value.meta))
         opening = pack_frame(head, sizes, header)
         if inline or not payload:
             self._send_small(call, b"".join((opening, value.meta, *carried)))
         else:
             parts = [memoryview(value.meta), *carried]
-            self._waiting.append(_Large(call, opening, parts, payload))
+            self._waiting.append(_Large(call, opening, parts, payload, copies))
             self._pump()
 
     def drop(self, call: int) -> bool:
@@ -133,11 +179,12 @@ class Outbox:
         if self._waiting:
             self._waiting = deque(large for large in self._waiting if large.call != call)
         unseen = len(self._small) + len(self._waiting) < before
-        for large in self._turn:
-            if large.call == call:
-                unseen = large.opening is not None
-                self._turn.remove(large)
-                break
+        for begun in (self._turn, self._aside):
+            for large in begun:
+                if large.call == call:
+                    unseen = large.opening is not None
+                    begun.remove(large)
+                    break
         return not unseen
 
     def pause(self) -> None:
@@ -153,11 +200,12 @@ class Outbox:
         self._small.clear()
         self._turn.clear()
         self._waiting.clear()
+        self._aside.clear()
 
     def _pump(self) -> None:
         """Writes while the socket takes it."""
         budget = _TURN_BYTES
-        while not self._paused and not self.idle:
+        while not self._paused and (self._small or self._turn or self._waiting):
             if budget <= 0:
                 if not self._scheduled:
                     self._scheduled = True
@@ -179,6 +227,8 @@ class Outbox:
         while self._waiting and len(self._turn) < _IN_TURN:
             self._turn.append(self._waiting.popleft())
         large = self._turn.popleft()
+        if large.copies is not None and self._put_aside(large):
+            return
         if large.opening is not None:
             yield large.opening
             large.opening = None
@@ -187,3 +237,26 @@ class Outbox:
         yield from pieces
         if large.left:
             self._turn.append(large)
+
+    def _put_aside(self, large: _Large) -> bool:
+        """Sets a value aside whose next chunk is not there; it goes on where that is, or turns out not to come."""
+        awaited = large.awaited()
+        if awaited is None:
+            return False
+        self._aside.append(large)
+        copy, ready = awaited
+        go_on = partial(self._go_on, large)
+        if copy.more(ready, partial(self._wake, go_on)):
+            self._soon(go_on)  # by now
+        return True
+
+    def _go_on(self, large: _Large) -> None:
+        if large not in self._aside:
+            return  # dropped meanwhile
+        self._aside.remove(large)
+        error = large.error
+        if error is not None:
+            self._failed(large.call, large.opening is None, error)
+        else:
+            self._turn.append(large)
+            self._pump()

@@ -10,6 +10,7 @@ A session ends once, for one reason, which it keeps: `clean` says that a goodbye
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, cast
 from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.errors import DecodeError, PeerLost
 from taskgraph.graph.blocks import Block
-from taskgraph.protocol.messages import Encoded
+from taskgraph.protocol.messages import Encoded, EncodedOnDevice
 from taskgraph.settings import Settings
 from taskgraph.tls import channel_binding
 from taskgraph.transport import wire
@@ -77,6 +78,9 @@ class Owner(Protocol):
     def in_thread_soon(self, work: Callable[[], None]) -> None:
         """The same of something that nobody waits for; nothing where no threads are there any more."""
 
+    async def in_part(self, value: EncodedOnDevice) -> Encoded:
+        """The same value, its bulk on its way to the host, for who sends it as it comes."""
+
     def connected(self, session: Session) -> None:
         """The connection exists; nothing is proven."""
 
@@ -119,7 +123,7 @@ class Session(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._lending = Lending(self._loop.time)
-        self._outbox = Outbox(self._write, self._loop.call_soon, self._lending.lend)
+        self._outbox = Outbox(self._write, self._loop.call_soon, self._lending.lend, self._wake, self._cut_short)
         self._reader = FrameReader(
             HELLO_LIMITS,
             on_open=self._on_open,
@@ -186,6 +190,14 @@ class Session(asyncio.BufferedProtocol):
         assert self._transport is not None
         if not self._transport.is_closing():
             self._transport.write(data)
+
+    def _wake(self, callback: Callable[[], object]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed just now
+            self._loop.call_soon_threadsafe(callback)
+
+    def _cut_short(self, call: int, seen: bool, error: Exception) -> None:
+        """What was to be sent with that call cannot be read to its end. `seen`: the peer has some of it."""
+        raise NotImplementedError
 
     # Hello.
 

@@ -16,10 +16,11 @@ from typing import Any, Protocol, TypeVar, cast
 
 from taskgraph.device import shared
 from taskgraph.device.buffers import DeviceBuffer
+from taskgraph.device.staging import EncodedInPart
 from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
 from taskgraph.graph.blocks import Block
-from taskgraph.graph.values import hosted
-from taskgraph.protocol.messages import Call, Encoded, Pull, Refusal, Reply
+from taskgraph.graph.values import hosted, in_part
+from taskgraph.protocol.messages import Call, Encoded, EncodedOnDevice, Pull, Refusal, Reply
 from taskgraph.settings import Settings
 from taskgraph.tls import Tls, check_listener
 from taskgraph.transport import endpoints
@@ -101,6 +102,12 @@ class _OwnCall(asyncio.Future[Reply]):
         if self.coming is not None:
             self.coming.cancel()
         return super().cancel(msg)
+
+
+def _seen(work: asyncio.Future[None]) -> None:
+    """What went wrong after the first part was told by the copies themselves."""
+    if not work.cancelled():
+        work.exception()
 
 
 async def _not_started(caller: str, call: Call) -> Reply:
@@ -514,6 +521,28 @@ class StreamTransport:
 
     async def hosted(self, value: Encoded, *, but: Callable[[DeviceBuffer], bool]) -> Encoded:
         return await self.in_thread(partial(hosted, value, allocate=self.allocate, but=but))
+
+    async def in_part(self, value: EncodedOnDevice) -> Encoded:
+        loop = asyncio.get_running_loop()
+        begun: asyncio.Future[EncodedInPart] = loop.create_future()
+
+        def tell(found: EncodedInPart) -> None:
+            if not begun.done():
+                begun.set_result(found)
+
+        def stage() -> None:
+            found = in_part(value, allocate=self.allocate)
+            found.begin()
+            with contextlib.suppress(RuntimeError):  # the loop was closed just now
+                loop.call_soon_threadsafe(tell, found)
+            found.finish()
+
+        work = loop.run_in_executor(self._stagers(), stage)
+        work.add_done_callback(_seen)
+        await asyncio.wait((begun, work), return_when=asyncio.FIRST_COMPLETED)
+        if not begun.done():
+            work.result()  # raises
+        return await begun
 
     def _stagers(self) -> ThreadPoolExecutor:
         if self._staging is None:

@@ -20,7 +20,7 @@ def wanted(tasks: int, epochs: int, size: int = 50_000) -> dict[int, float]:
     rows = [np.arange(float(size)) + 1.0 * task for task in range(tasks)]
     for _ in range(epochs):
         rows = [(rows[t - 1] + rows[(t + 1) % tasks] + rows[t] * 3.0) / 5.0 for t in range(tasks)]
-    return {task: float(row @ (1 + np.arange(size) % 97)) for task, row in enumerate(rows)}
+    return {task: float((row * (1 + np.arange(size) % 97)).sum()) for task, row in enumerate(rows)}
 
 
 @pytest.fixture
@@ -59,4 +59,24 @@ async def test_rows_on_devices_of_several_processes_and_one_is_killed(cli: Cli) 
     assert {int(task): value for task, value in result["values"].items()} == wanted(5, 150)
     waited = [numbers["waited_on_loops"] for report in result["reports"] for numbers in report["by_task"].values()]
     assert len(waited) == 5 * 150 and not any(waited)
+    await cli.nothing_left()
+
+
+async def test_rows_between_hosts_are_sent_while_they_are_copied_and_one_is_killed(cli: Cli) -> None:
+    size, epochs = 600_000, 25  # more than a piece
+    told = {"SOFT_DEVICE_REMOTE": "1", "SOFT_DEVICE_SIZE": str(size)}
+    options = ("--json", "--nodes", "3", "--listen", "127.0.0.1", "-o", f"epochs={epochs}")
+    command = await cli.start("run", str(DRIVER), *options, **told)
+    await command.until("the job began")
+    assert "sent SIGKILL" in (await cli("kill", "soft_rows", "--task", "1")).out
+    done = await command.done()
+    assert done.code == 0, done.err
+    result = json.loads(done.out.splitlines()[-1])
+    assert result["failovers"] >= 1
+    assert {int(task): value for task, value in result["values"].items()} == wanted(5, epochs, size)
+    numbers_of = [numbers for report in result["reports"] for numbers in report["by_task"].values()]
+    assert not any(numbers["waited_on_loops"] or numbers["misuses"] for numbers in numbers_of)
+    last = result["reports"][-1]["by_task"].values()
+    assert all(numbers["in_part"] >= epochs / 2 for numbers in last)
+    assert all(0 < numbers["registered"] < 40 for numbers in last), "memory that is used again and again"
     await cli.nothing_left()

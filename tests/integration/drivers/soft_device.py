@@ -1,6 +1,7 @@
 """A ring of tasks whose rows live on a device in software.
 
-Each node's process has one of its own; with SOFT_DEVICE_SHARED in the environment all have the same.
+Each node's process has one of its own; with SOFT_DEVICE_SHARED in the environment all have the same. With
+SOFT_DEVICE_REMOTE they are to each other as on different hosts.
 """
 
 import os
@@ -11,10 +12,24 @@ import numpy as np
 import taskgraph as tg
 from taskgraph.node import node
 from taskgraph.testing.softdevice import SoftDevice
+from taskgraph.transport import endpoints
+from taskgraph.transport.stream import StreamTransport
 
 identity = os.environ.get("SOFT_DEVICE_SHARED", "").encode()
 device = SoftDevice(seed=5, races=True, identity=identity.ljust(16) if identity else None)
 node.array_module = lambda devices: (device.xp, device)
+
+sent_in_part = []
+
+if "SOFT_DEVICE_REMOTE" in os.environ:
+    endpoints.usable = lambda endpoint: endpoint.startswith("tcp:")
+    in_part = StreamTransport.in_part
+
+    def counted(transport, value):
+        sent_in_part.append(value.size_bytes)
+        return in_part(transport, value)
+
+    StreamTransport.in_part = counted
 
 SIZE = int(os.environ.get("SOFT_DEVICE_SIZE", "50000"))
 
@@ -36,10 +51,16 @@ class Rows(tg.Task, state=["row"]):
         left, right = ins.all("row").values()
         assert type(left) is self.xp.ndarray
         self.row = (left + right + self.row_before) / 5.0
-        epoch.report(waited_on_loops=len(device.waits_on_loops), opened=device.times_opened)
+        epoch.report(
+            waited_on_loops=len(device.waits_on_loops),
+            opened=device.times_opened,
+            in_part=len(sent_in_part),
+            registered=device.registrations,
+            misuses=len(device.misuses),
+        )
 
     def result(self):
-        return float(self.row.get() @ (1 + np.arange(SIZE) % 97))
+        return float((self.row.get() * (1 + np.arange(SIZE) % 97)).sum())
 
 
 @tg.job

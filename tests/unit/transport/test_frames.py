@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
@@ -78,10 +78,19 @@ def nothing_lent(call: int, value: m.Encoded) -> tuple[tuple[int, ...], bytes]:
     return (), b""
 
 
+def outbox_to(out: list[bytes], soon: Callable[[Callable[[], None]], object]) -> Outbox:
+    """One that sends only what is there already."""
+
+    def never(*_: object) -> None:
+        raise AssertionError("there is nothing to wait for")
+
+    return Outbox(lambda data: out.append(bytes(data)), soon, nothing_lent, wake=never, failed=never)
+
+
 def written(*messages: tuple[int, Kind, m.Message]) -> bytes:
     out: list[bytes] = []
     callbacks = []
-    outbox = Outbox(lambda data: out.append(bytes(data)), callbacks.append, nothing_lent)
+    outbox = outbox_to(out, callbacks.append)
     outbox.pause()
     for number, kind, message in messages:
         outbox.send(kind, number, wire.to_header(message), wire.value_of(message))
@@ -225,7 +234,7 @@ def encoded_flag(size: int) -> m.Flag:
 
 def test_small_frames_keep_their_order_when_the_socket_is_full_for_a_while() -> None:
     out: list[bytes] = []
-    outbox = Outbox(lambda data: out.append(bytes(data)), lambda callback: None, nothing_lent)
+    outbox = outbox_to(out, lambda callback: None)
     outbox.send(Kind.CALL, 1, PULL)
     assert len(out) == 1  # at once
     outbox.pause()
@@ -273,7 +282,7 @@ def test_a_message_can_be_dropped_half_way() -> None:
 def test_small_messages_overtake_large_ones() -> None:
     out: list[bytes] = []
     callbacks = []
-    outbox = Outbox(lambda data: out.append(bytes(data)), callbacks.append, nothing_lent)
+    outbox = outbox_to(out, callbacks.append)
     outbox.pause()
     large = m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded(b"", bytes(32 << 20)))
     outbox.send(Kind.CALL, 1, wire.to_header(large), large.value)
@@ -292,7 +301,7 @@ def test_small_messages_overtake_large_ones() -> None:
 
 def test_a_dropped_message_is_known_to_be_seen_or_not() -> None:
     out: list[bytes] = []
-    outbox = Outbox(lambda data: out.append(bytes(data)), lambda callback: None, nothing_lent)
+    outbox = outbox_to(out, lambda callback: None)
     large = encoded(b"", bytes(32 << 20))
     outbox.send(Kind.CALL, 1, FLAG, large)  # partly written
     outbox.pause()
