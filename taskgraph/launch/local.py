@@ -24,9 +24,11 @@ from taskgraph.coordination.api import Coordinator
 from taskgraph.errors import CoordinationError, OutcomeUnknown
 from taskgraph.launch.devices import deal, host_devices, sharing
 from taskgraph.launch.runtime import JobEntry, Runtime
+from taskgraph.launch.standing import Standing, standing_text
 from taskgraph.launch.warm import WarmNodes, WarmProcess
 from taskgraph.node import lastwords
 from taskgraph.node.config import NodeConfig
+from taskgraph.observe.events import Event
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Get, Put, Txn
 from taskgraph.protocol.records import GoneRecord, NodeRecord, State, StatusRecord
@@ -41,6 +43,8 @@ _TELL_S = 30.0
 """etcd is told of a node's end for as long: by then, others have seen for themselves that its key is absent."""
 _LAST_TELL_S = 1.0
 """The same, once we are told to stop."""
+_LOOK_S = 1.0
+"""How often it is looked whether the event loop of a node stands still."""
 
 
 @dataclasses.dataclass
@@ -172,13 +176,36 @@ class LocalNodes:
         except OSError as error:
             return f"({path} cannot be read: {error})"
 
+    def _folder(self, entry: _Process) -> Path | None:
+        """Where a node has its sockets, and its last words."""
+        return self._sockets / entry.node_id.rpartition("-")[2] if self._sockets is not None else None
+
+    async def _look(self, entry: _Process, folder: Path) -> None:
+        """Tells, until cancelled, where the event loop of a node stands still."""
+        standing = Standing(folder, entry.process.pid)
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if (found := standing.look(time.monotonic())) is None:
+                continue
+            ran, for_s = found
+            text = standing_text(entry.name, ran, for_s)
+            event = Event(time.time(), entry.name, "stands", text, task=ran.task, epoch=max(ran.epoch, 0))
+            log.info("%s", text)
+            key = self._keys.event(f"{event.at:017.6f}-launcher{os.getpid()}-{entry.name}")
+            with contextlib.suppress(CoordinationError):
+                await self._coordinator.txn(Txn(success=(Put(key, event.to_bytes()),)))
+
     async def _watch(self, entry: _Process) -> None:
         """Waits for the end of one process, and sees to it that everybody hears of it."""
+        folder = self._folder(entry)
+        looking = asyncio.ensure_future(self._look(entry, folder)) if folder is not None else None
         try:
             entry.code = code = await entry.process.wait()
         finally:
             os.close(entry.pipe)
-        folder = self._sockets / entry.node_id.rpartition("-")[2] if self._sockets is not None else None
+            if looking is not None:
+                looking.cancel()
+                await asyncio.gather(looking, return_exceptions=True)
         left = lastwords.read(folder) if folder is not None else None
         if code != 0 or (left is not None and not left.meant):  # else it left by itself, and said so
             record = GoneRecord(

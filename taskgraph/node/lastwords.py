@@ -19,7 +19,7 @@ from typing import NamedTuple
 from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import Ran
 
-__all__ = ["LastWords", "Left", "begin", "end", "listen", "mean", "meant", "read"]
+__all__ = ["LastWords", "Left", "begin", "end", "listen", "mean", "meant", "on_loop", "read"]
 
 _FILE = "running"
 _THREADS = 64
@@ -119,6 +119,23 @@ def read(folder: Path) -> Left | None:
             where = data[at + _HEAD.size : at + _SLOT_BYTES].partition(b"\0")[0]
             found.append((order, Ran(where.decode(errors="replace"), task, epoch)))
     return Left(tuple(ran for _, ran in sorted(found)), bool(data[_MEANT_AT]))
+
+
+def on_loop(folder: Path) -> tuple[int, Ran] | None:
+    """What a living process's event loop runs at this moment, and that call's number; None where that is none of ours.
+
+    A number that is the same again later is the same call: nothing else of that process went on meanwhile.
+    """
+    try:
+        with (folder / _FILE).open("rb") as file:
+            data = file.read(_SLOT_BYTES)
+    except OSError:
+        return None
+    if len(data) != _SLOT_BYTES:
+        return None
+    order, task, epoch = _HEAD.unpack_from(data)
+    where = data[_HEAD.size :].partition(b"\0")[0]
+    return (order, Ran(where.decode(errors="replace"), task, epoch)) if order else None
 
 
 def meant(folder: Path) -> None:

@@ -105,6 +105,38 @@ async def test_what_tasks_print_is_shown_with_the_name_of_the_node(cli: Cli) -> 
     await cli.nothing_left()
 
 
+STANDS = """
+import time
+
+import taskgraph as tg
+
+
+class Stands(tg.Task):
+    def compose(self, epoch):
+        epoch.processor(self.think)
+
+    async def think(self, epoch, ins, outs):
+        time.sleep(60)
+
+
+@tg.job
+def stands():
+    return tg.Job(tasks=1, epochs=1, builder=Stands)
+"""
+
+
+async def test_a_coroutine_that_holds_up_its_whole_node_is_named(cli: Cli) -> None:
+    (cli.cwd / "stands.py").write_text(STANDS)
+    running = await cli.start("run", "stands.py", "--nodes", "1")
+    line = await running.until("the event loop of n1")
+    assert "'think' of task 0" in line and "`async def`" in line
+    events = await cli("events", "stands")
+    assert "'think' of task 0" in events.out
+    running.interrupt()
+    assert (await running.done()).code == 130
+    await cli.nothing_left()
+
+
 async def test_a_failed_job_shows_the_users_traceback_and_none_of_ours(cli: Cli) -> None:
     done = await cli("run", str(DRIVER), "--nodes", "2", "-o", "fail_at=3")
     assert done.code == 1

@@ -1,0 +1,61 @@
+"""Nodes of this host whose event loop stands still in a coroutine of the user's, which never awaits.
+
+Such a node answers nobody, renews no lease and cannot say so itself; others take it for dead, take its tasks over, and
+come to a stand in the same place. Its launcher sees from outside what its loop runs, and says it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from taskgraph.node import lastwords
+from taskgraph.protocol.records import Ran
+
+__all__ = ["Standing", "standing_text"]
+
+STANDS_S = 3.0
+"""No coroutine of a healthy program holds the loop for as long, and the lease ends soon after."""
+
+
+class Standing:
+    """Remembers what the loop of one process ran when it was looked at before.
+
+    Args:
+        folder: where its last words are.
+        pid: its id.
+    """
+
+    def __init__(self, folder: Path, pid: int) -> None:
+        self._folder = folder
+        self._pid = pid
+        self._order: int | None = None
+        self._since = 0.0
+        self._told = False
+
+    def look(self, now: float) -> tuple[Ran, float] | None:
+        """A call that the loop has been in for `STANDS_S` and more, and for how long; each call once."""
+        runs = lastwords.on_loop(self._folder)
+        if runs is None or stopped(self._pid):  # what is stopped stands still wherever it was
+            self._order = None
+        elif runs[0] != self._order:
+            self._order, self._since, self._told = runs[0], now, False
+        elif not self._told and now - self._since >= STANDS_S:
+            self._told = True
+            return runs[1], now - self._since
+        return None
+
+
+def standing_text(name: str, ran: Ran, for_s: float) -> str:
+    return (
+        f"the event loop of {name} has been in {ran} for {for_s:.0f} s: an `async def` that never awaits holds up its "
+        f"whole node, and others take that for dead; as a plain `def` it runs in a thread"
+    )
+
+
+def stopped(pid: int) -> bool:
+    """Whether a signal halted that process, or a debugger."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # it ended, or this is no Linux
+        return False
+    return text.rpartition(")")[2].split()[:1] in (["T"], ["t"])

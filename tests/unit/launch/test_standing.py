@@ -1,0 +1,75 @@
+"""Nodes whose event loop stands still in the user's code, as their launcher sees them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from taskgraph.launch.standing import STANDS_S, Standing, standing_text, stopped
+from taskgraph.node.lastwords import LastWords, named, on_loop
+from taskgraph.protocol.messages import Stamp
+from taskgraph.protocol.records import Ran
+
+STAMP = Stamp(1, 3)
+
+
+def test_what_the_loop_runs_is_read_from_outside(tmp_path: Path) -> None:
+    assert on_loop(tmp_path) is None
+    words = LastWords(tmp_path)
+    assert on_loop(tmp_path) is None
+    words.runs(2, STAMP, "send")
+    first = on_loop(tmp_path)
+    assert first is not None and first[1] == Ran("send", 2, 3)
+    words.ran()
+    assert on_loop(tmp_path) is None
+    words.began((1, 1), 4, 3, named("in a thread"))
+    assert on_loop(tmp_path) is None, "a thread does not hold the loop up"
+    words.runs(2, STAMP, "send")
+    second = on_loop(tmp_path)
+    assert second is not None and second[0] != first[0], "the same code once more is another call"
+
+
+def test_a_loop_that_stays_in_one_call_is_told_once(tmp_path: Path) -> None:
+    words, standing = LastWords(tmp_path), Standing(tmp_path, os.getpid())
+    words.runs(2, STAMP, "send")
+    assert standing.look(100.0) is None
+    assert standing.look(100.0 + STANDS_S / 2) is None
+    assert standing.look(101.0 + STANDS_S) == (Ran("send", 2, 3), STANDS_S + 1.0)
+    assert standing.look(200.0) is None
+    words.ran()
+    words.runs(2, STAMP, "send")  # the next call is looked at anew
+    assert standing.look(201.0) is None
+    assert standing.look(202.0 + STANDS_S) == (Ran("send", 2, 3), STANDS_S + 1.0)
+
+
+def test_a_loop_that_is_busy_with_many_short_calls_is_not_told(tmp_path: Path) -> None:
+    words, standing = LastWords(tmp_path), Standing(tmp_path, os.getpid())
+    for second in range(20):
+        words.runs(2, STAMP, "send")
+        assert standing.look(float(second)) is None
+
+
+def test_a_process_that_is_halted_says_nothing_of_its_code(tmp_path: Path) -> None:
+    words = LastWords(tmp_path)
+    words.runs(2, STAMP, "send")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        standing = Standing(tmp_path, process.pid)
+        assert standing.look(0.0) is None and not stopped(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        assert stopped(process.pid)
+        assert standing.look(10.0) is None
+        process.send_signal(signal.SIGCONT)
+        os.waitid(os.P_PID, process.pid, os.WCONTINUED)
+        assert standing.look(11.0) is None, "how long it was halted does not count"
+        assert standing.look(12.0 + STANDS_S) is not None
+        process.kill()
+    assert not stopped(process.pid)
+
+
+def test_the_text_says_what_to_do() -> None:
+    text = standing_text("n1", Ran("send", 2, 3), 3.4)
+    assert "n1 has been in 'send' of task 2 for 3 s" in text and "plain `def`" in text
