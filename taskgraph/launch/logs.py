@@ -15,8 +15,10 @@ from typing import BinaryIO
 
 __all__ = ["LogTails", "printed"]
 
-_OURS = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} taskgraph[.\w]* (DEBUG|INFO) ")
-"""See `node.process.log_to_stderr`."""
+_LINE = rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} taskgraph(?!\.task\.)[.\w]* "
+"""See `node.process.log_to_stderr`. What a task tells its own logger, `self.log`, is the user's."""
+_OURS = re.compile(_LINE + rb"(DEBUG|INFO) ")
+_OURS_OF_ANY_LEVEL = re.compile(_LINE + rb"[A-Z]+ ")
 _CHUNK = 64 * 1024
 """Read of one file at a time, so that a task that prints without end does not keep the others waiting."""
 _LONGEST = 64 * 1024
@@ -74,16 +76,17 @@ class LogTails:
 
 
 def printed(folder: Path) -> bool:
-    """Whether anything but the framework's own is at the end of the logs there."""
-    return any(line and not _OURS.match(line) for path in sorted(folder.glob("n*.log")) for line in _last_lines(path))
+    """Whether anything but the framework's own lines is at the end of the logs there."""
+    return any(line and not _OURS_OF_ANY_LEVEL.match(line) for path in sorted(folder.glob("n*.log")) for line in _last_lines(path))
 
 
 def _last_lines(path: Path) -> Iterator[bytes]:
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _CHUNK))
-            if file.tell():
-                file.readline()  # a part of a line
+            part = file.readline() if file.tell() else b""
             yield from file.read().split(b"\n")
+            if len(part) == _CHUNK:
+                yield part  # all there is, of a line longer than any of ours
     except FileNotFoundError:  # another run of the job makes room
         return

@@ -8,6 +8,7 @@ from taskgraph.launch.logs import LogTails, printed
 
 OURS = "2026-11-21 10:08:12,222 taskgraph.events INFO the job began\n"
 WARNING = "2026-11-21 10:08:12,222 taskgraph.node WARNING something odd\n"
+LOGGED = "2026-11-21 10:08:12,222 taskgraph.task.3 INFO loss 3\n"
 THEIRS = "2026-11-21 10:08:12,222 fit INFO loss 3\n"
 
 
@@ -20,7 +21,7 @@ def test_lines_are_passed_on_when_they_are_whole_and_the_rest_at_the_end(tmp_pat
     tails.poll()
     assert shown == ["n1  | loss 1"]
     with one.open("a") as file:
-        file.write("ss 2\n" + THEIRS + "\n" + WARNING)
+        file.write("ss 2\n" + THEIRS + LOGGED + "\n" + WARNING)
     with ten.open("a") as file:
         file.write("no end" + OURS + "rest")
     one.rename(tmp_path / "kept")  # where the job ended meanwhile
@@ -28,6 +29,7 @@ def test_lines_are_passed_on_when_they_are_whole_and_the_rest_at_the_end(tmp_pat
     assert shown[1:] == [
         "n1  | loss 2",
         f"n1  | {THEIRS.strip()}",
+        f"n1  | {LOGGED.strip()}",
         "n1  | ",
         f"n1  | {WARNING.strip()}",
         "n10 | no end",
@@ -44,8 +46,18 @@ def test_a_line_without_end_is_passed_on_in_pieces(tmp_path: Path) -> None:
 
 def test_what_the_framework_says_of_itself_is_nothing_printed(tmp_path: Path) -> None:
     assert not printed(tmp_path / "absent")
-    (tmp_path / "n1.log").write_text(OURS * 5000)
+    (tmp_path / "n1.log").write_text(OURS * 5000 + WARNING)
     (tmp_path / "etcd.log").write_text("{}\n")
     assert not printed(tmp_path)
     (tmp_path / "n2.log").write_text(OURS + "hello\n")
+    assert printed(tmp_path)
+
+
+def test_what_a_task_tells_its_logger_is_printed_too(tmp_path: Path) -> None:
+    (tmp_path / "n1.log").write_text(OURS + LOGGED)
+    assert printed(tmp_path)
+
+
+def test_one_line_longer_than_what_is_looked_at_is_printed(tmp_path: Path) -> None:
+    (tmp_path / "n1.log").write_text("x" * 300_000 + "\n")
     assert printed(tmp_path)
