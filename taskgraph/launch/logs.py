@@ -77,7 +77,11 @@ class LogTails:
 
 def printed(folder: Path) -> bool:
     """Whether anything but the framework's own lines is at the end of the logs there."""
-    return any(line and not _OURS_OF_ANY_LEVEL.match(line) for path in sorted(folder.glob("n*.log")) for line in _last_lines(path))
+    return any(
+        line and not _OURS_OF_ANY_LEVEL.match(line)
+        for path in sorted(folder.glob("n*.log"))
+        for line in _last_lines(path)
+    )
 
 
 def _last_lines(path: Path) -> Iterator[bytes]:

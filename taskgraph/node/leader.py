@@ -275,6 +275,13 @@ class LeaderRole:
         node, fields = self._node, dict[str, float]()
         for task in sorted(rows, reverse=True):
             fields.update(rows[task])
+        base = view.epoch.record.base if view.epoch is not None else 0
+        if stamp.epoch == base:
+            holders = {node.name_of(p.record.node) for p in view.primaries.values()}
+            replicas = sum(len(view.in_sync(t)) for t in range(node.job.tasks))
+            began = "the job began" if base == 0 else f"the job goes on from the checkpoint of epoch {base}"
+            text = f"{began}: {node.job.tasks} tasks on {', '.join(sorted(holders))}; {replicas} replicas in sync"
+            node.events.emit("began", text, epoch=base)  # first, so that it is told in this order
         node.events.emit(
             "commit",
             f"epoch {stamp.epoch} committed",
@@ -283,13 +290,6 @@ class LeaderRole:
             transient=True,
             fields=fields,
         )
-        base = view.epoch.record.base if view.epoch is not None else 0
-        if stamp.epoch == base:
-            holders = {node.name_of(p.record.node) for p in view.primaries.values()}
-            replicas = sum(len(view.in_sync(t)) for t in range(node.job.tasks))
-            began = "the job began" if base == 0 else f"the job goes on from the checkpoint of epoch {base}"
-            text = f"{began}: {node.job.tasks} tasks on {', '.join(sorted(holders))}; {replicas} replicas in sync"
-            node.events.emit("began", text, epoch=base)
 
     def _lineage(self) -> int:
         epoch = self._node.keeper.view.epoch

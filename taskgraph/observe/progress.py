@@ -29,9 +29,13 @@ _FEW = 100
 _REFRESH_S = 0.1
 _WINDOW = 200
 _MERGE_S = 0.3
+_LOST_S = 5.0
+"""Each node that misses another one tells it for itself."""
 _ENDING_S = 2.0
 """That a job ended comes from etcd, its last commits from its leader: the end waits this long to be told last."""
-_MERGED = ("lost", "takeover", "hand-over", "evicted", "admitted")
+_MERGED = ("lost", "takeover", "hand-over", "evicted", "admitted", "slow")
+_OF_A_NODE = ("paused", "resumed")
+"""What a node tells of itself, without its name: `taskgraph events` has a column for that."""
 _ENDS = (State.FINISHED, State.FAILED, State.CANCELLED)
 _DEPARTURES = ("lost", "gone", "evicted", "drain")
 """No news once the job ended: its nodes leave then, one after the other, and each is missed by those that stay."""
@@ -61,7 +65,7 @@ class Progress:
         self._times: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
         self._epoch = -1
         self._numbers: Mapping[str, str | int | float] = {}
-        self._last_event = ""
+        self._lost: dict[str, float] = {}
         self._shown_at = float("-inf")
         self._held: Event | None = None
         self._view: JobView | None = None
@@ -104,7 +108,7 @@ class Progress:
             return
         self._flush_merged(now=True)
         if event.kind not in _ENDS:
-            self._tell(event.at, event.text)
+            self._tell(event.at, f"{event.node}: {event.text}" if event.kind in _OF_A_NODE else event.text)
         else:  # why it failed is said at the end, with the traceback
             self._ending = event if event.kind != State.FAILED else None
             self._ending_since = self._clock()
@@ -115,7 +119,6 @@ class Progress:
             self._tell(ending.at, ending.text)
 
     def _tell(self, at: float, text: str) -> None:
-        self._last_event = text
         if self._live:
             self._print_above(f"{_clock_text(at)} {text}")
             self._refresh(force=True)
@@ -127,10 +130,19 @@ class Progress:
         if not self._merging or (not now and self._clock() - self._merging_since < _MERGE_S):
             return
         merged, self._merging = self._merging, {}
-        for (_, text), events in merged.items():
+        # By when they happened: nodes tell what they see each for itself, and one of them is read after the other.
+        for (kind, text), events in sorted(merged.items(), key=lambda item: min(event.at for event in item[1])):
+            if kind == "lost" and self._told_lost(text):
+                continue
             tasks = sorted({event.task for event in events if event.task is not None})
             whose = f"task {tasks[0]}: " if len(tasks) == 1 else f"tasks {ids_text(tasks)}: " if tasks else ""
-            self._tell(events[0].at, whose + text)
+            self._tell(min(event.at for event in events), whose + text)
+
+    def _told_lost(self, text: str) -> bool:
+        """Whether another node told just now that it misses this one."""
+        now, before = self._clock(), self._lost.get(text, float("-inf"))
+        self._lost[text] = now
+        return now - before < _LOST_S
 
     def line(self, text: str) -> None:
         """Something to be read among what happens, such as a line that a task printed."""
@@ -215,7 +227,7 @@ class Progress:
         else:
             parts.append("starting")
         view = self._view
-        if view is not None and view.epoch is not None:
+        if view is not None and view.epoch is not None and not self._over:  # its nodes leave then
             parts.append(f"nodes {len(view.nodes.keys() - view.gone.keys())}")
             wanted = self._backups + 1
             in_sync = sum(min(len(holders(view, task)), wanted) for task in range(self._tasks))
@@ -223,8 +235,7 @@ class Progress:
         numbers = numbers_text(self._numbers).strip()
         if numbers:
             parts.append(numbers)
-        line = "  ".join(parts)
-        return f"{line} | {self._last_event}" if self._last_event else line
+        return "  ".join(parts)
 
     def _refresh(self, *, force: bool) -> None:
         now = self._clock()

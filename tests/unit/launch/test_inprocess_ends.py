@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 import taskgraph as tg
+from taskgraph.launch.run import arun
+from taskgraph.launch.supervise import Hooks
+from taskgraph.observe.events import Event
 
 
 class Asking(tg.Task):
@@ -218,3 +221,13 @@ def test_one_ctrl_c_ends_a_job_whose_code_never_returns(where: str) -> None:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=30)
     assert process.returncode in (-signal.SIGINT, 130)
+
+
+async def test_that_the_job_began_is_told_before_its_first_commit() -> None:
+    class Idle(tg.Task):
+        def compose(self, epoch: tg.Epoch) -> None: ...
+
+    events: list[Event] = []
+    await arun(tg.Job(tasks=2, epochs=2, builder=Idle, name="idle"), nodes=0, hooks=Hooks(events.append))
+    told = [event.kind for event in events if event.kind in ("began", "commit", "finished")]
+    assert told == ["began", "commit", "commit", "finished"]

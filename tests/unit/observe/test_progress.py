@@ -117,6 +117,50 @@ def test_what_is_the_same_of_several_tasks_within_a_moment_is_one_line() -> None
     assert [line.split()[2][0] for line in out.lines[4:]] == ["5", "3", "6"]
 
 
+def told_at(at: float, node: str, kind: str, task: int | None, text: str) -> Event:
+    return Event(at, node, kind, text if task is None else f"task {task}: {text}", task=task)
+
+
+def test_what_several_nodes_tell_is_in_the_order_in_which_it_happened() -> None:
+    out, clock = Screen(terminal=False), Clock()
+    progress = Progress("fit", 9, 1000, out=out, clock=clock)
+    progress.event(told_at(3.0, "n3", "evicted", 2, "n1 is out"))
+    progress.event(told_at(2.0, "n2", "takeover", 0, "n2 is primary"))
+    progress.event(told_at(1.5, "n2", "evicted", 4, "n1 is out"))
+    progress.event(told_at(1.0, "n2", "lost", None, "n1 is gone"))
+    clock.now += 0.5
+    progress.tick()
+    expected = ["n1 is gone", "tasks 2 4: n1 is out", "task 0: n2 is primary"]
+    assert [line.partition(" ")[2] for line in out.lines] == expected
+
+
+def test_a_node_that_several_miss_one_after_the_other_is_told_once() -> None:
+    out, clock = Screen(terminal=False), Clock()
+    progress = Progress("fit", 9, 1000, out=out, clock=clock)
+    for node, moment in (("n2", 0.0), ("n3", 1.0), ("n4", 20.0)):
+        clock.now = moment
+        progress.event(told_at(moment, node, "lost", None, "n1 is gone"))
+        progress.event(told_at(moment, node, "restart", None, f"epoch {moment:.0f} starts again"))
+    told = [line.partition(" ")[2] for line in out.lines]
+    assert told == [
+        "n1 is gone",
+        "epoch 0 starts again",
+        "epoch 1 starts again",
+        "n1 is gone",  # long after: it had come back
+        "epoch 20 starts again",
+    ]
+
+
+def test_code_of_many_tasks_that_takes_long_is_one_line_and_who_pauses_has_a_name() -> None:
+    out, clock = Screen(terminal=False), Clock()
+    progress = Progress("fit", 9, 1000, out=out, clock=clock)
+    for task in range(4):
+        progress.event(told_at(1.0, "n2", "slow", task, "'add' runs for 10 s"))
+    progress.event(told_at(2.0, "n2", "paused", None, "the lease could not be renewed"))
+    told = [line.partition(" ")[2] for line in out.lines]
+    assert told == ["tasks 0-3: 'add' runs for 10 s", "n2: the lease could not be renewed"]
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_who_leaves_after_the_end_is_no_news(terminal: bool) -> None:
     out = Screen(terminal=terminal)
@@ -189,7 +233,7 @@ def test_on_a_terminal_one_line_is_rewritten() -> None:
     progress.tick()
     last = out.getvalue().split("\n")
     assert last[-2].endswith("task 0: n2 took over"), "an event stays, above the line"
-    assert last[-1].split("\r\x1b[2K")[-1] == "fit  epoch 99/399  8.0/s  loss=0.5 | task 0: n2 took over"
+    assert last[-1].split("\r\x1b[2K")[-1] == "fit  epoch 99/399  8.0/s  loss=0.5", "and is not said again in it"
     progress.end()
     progress.tick()
     assert out.getvalue().endswith("\n"), "the prompt that follows has a line of its own"
@@ -237,6 +281,8 @@ def test_nodes_and_replicas_come_from_the_view() -> None:
     progress.follow(view)
     progress.event(commit(2))
     assert progress.text() == "fit  epoch 2  0.0/s  nodes 2  in sync 3/4"
+    progress.event(event("cancelled", "the job was ended: interrupted"))
+    assert progress.text() == "fit  epoch 2  0.0/s", "its nodes leave, and that is no news"
 
 
 def test_nobody_reading_is_no_reason_to_fail() -> None:
