@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shutil
 import sys
 import time
 from typing import Any
@@ -18,7 +19,7 @@ from taskgraph.launch.follow import Follower, follow_events, kept_events, node_s
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.supervise import job_failed
 from taskgraph.observe.events import Event
-from taskgraph.observe.format import status_json, status_text, values_text
+from taskgraph.observe.format import fitted, status_json, status_text, values_text
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
 
@@ -68,6 +69,8 @@ async def _status(options: argparse.Namespace) -> int:
                     text += f"\n\nlogs of the nodes started here: {logs}"
                 text += _warning(reached)
             if options.watch and not options.json and sys.stdout.isatty():
+                size = shutil.get_terminal_size()
+                text = fitted(text, size.columns, size.lines - 1)  # the cursor takes the last line
                 print("\x1b[H\x1b[2J", end="")
             print(text, flush=True)
             if not options.watch or not keeper.view.running:

@@ -13,7 +13,17 @@ from taskgraph.observe.status import NodeStatus, ReplicaStatus
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView
 
-__all__ = ["holders", "ids_text", "lacking_text", "last_text", "status_json", "status_text", "table", "values_text"]
+__all__ = [
+    "fitted",
+    "holders",
+    "ids_text",
+    "lacking_text",
+    "last_text",
+    "status_json",
+    "status_text",
+    "table",
+    "values_text",
+]
 
 _LONG_S = 0.1
 """What runs for less is not worth a number."""
@@ -21,6 +31,8 @@ _LONG = 200
 """Elements of an array that is shown whole."""
 _ID = len("GPU-8932f937")
 """Of a device's UUID as many characters as CUDA, too, takes for a name."""
+_TASKS = 2
+"""Which part of the status is of tasks: after the job, and its nodes."""
 _LINES = 5000
 """Lines of a list: one value per epoch is what many jobs return, and `--json` has them all."""
 
@@ -79,6 +91,8 @@ def status_text(
         )
     nobody = "no nodes are registered" + (f": start some with `taskgraph launch {name}`" if view.running else "")
     lines += ["", *table(nodes)] if len(nodes) > 1 else ["", nobody]
+    if view.status and not view.running and not view.nodes:
+        return "\n".join(lines)  # nobody holds anything any more
     rows = [["TASK", "PRIMARY", "TERM", "IN SYNC", "BACKUPS", "DOING"]]
     for task in range(tasks):
         holder = view.primary_node(task)
@@ -102,6 +116,18 @@ def status_text(
     if waits:
         lines += ["", "waits:", *(f"  {w}" for w in waits)]
     return "\n".join(lines)
+
+
+def fitted(text: str, columns: int, rows: int) -> str:
+    """The status on a screen of that size: what is wider is cut, and of the tasks as many are left out as needed."""
+    sections = [[line[:columns] for line in part.split("\n")] for part in text.split("\n\n")]
+    excess = sum(map(len, sections)) + len(sections) - 1 - rows
+    if excess > 0 and len(sections) > _TASKS:
+        tasks = sections[_TASKS]
+        left_out = min(excess + 1, len(tasks) - 1)  # one line says so, and the head of the table stays
+        if left_out > 1:
+            tasks[-left_out:] = [f"... {left_out} more"]
+    return "\n".join("\n\n".join("\n".join(section) for section in sections).split("\n")[:rows])
 
 
 def last_text(epochs: int | None) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from taskgraph.errors import PeerLost
-from taskgraph.observe.format import lacking_text, status_json, status_text, table, values_text
+from taskgraph.observe.format import fitted, lacking_text, status_json, status_text, table, values_text
 from taskgraph.observe.status import NodeStatus, ReplicaStatus
 from taskgraph.observe.usage import Usage
 from taskgraph.protocol.keys import Keys
@@ -76,6 +76,48 @@ def test_a_status_says_who_does_what_and_what_is_waited_for(view: JobView) -> No
     assert rows["0"] == ["0", "n1", "1", "2", "n2", "update", "for", "12.3", "s"]
     assert rows["1"] == ["1", "n2", "3", "1", "-", "-"]
     assert lines[-2:] == ["waits:", "  task 1, whose primary does not answer"]
+
+
+HIGH = "\n\n".join(
+    (
+        "job fit: running, epoch 3",
+        "NODE  HOST\nn1    here",
+        "\n".join(("TASK  DOING", *(f"{task}     add waits for a long time" for task in range(20)))),
+        "tasks 0-19 have no backup",
+    )
+)
+
+
+def test_what_is_high_and_wide_fits_the_screen_with_its_head_and_its_end() -> None:
+    assert fitted(HIGH, 80, 40) == HIGH
+    text = fitted(HIGH, 16, 16)
+    lines = text.splitlines()
+    assert len(lines) == 16 and max(map(len, lines)) == 16
+    assert lines[:6] == ["job fit: running", "", "NODE  HOST", "n1    here", "", "TASK  DOING"]
+    assert lines[12:] == ["6     add waits ", "... 13 more", "", "tasks 0-19 have "]
+    assert fitted(HIGH, 80, 28) == HIGH
+    assert "\n... 2 more\n" in fitted(HIGH, 80, 27)
+
+
+@pytest.mark.parametrize("rows", range(1, 30))
+def test_it_is_never_higher_than_the_screen(rows: int) -> None:
+    lines = fitted(HIGH, 80, rows).splitlines()
+    assert len(lines) <= rows and lines[0] == "job fit: running, epoch 3"
+    shown = sum(1 for line in lines if line.endswith("a long time"))
+    left_out = [int(line.split()[1]) for line in lines if line.startswith("...")]
+    assert rows < 10 or shown + sum(left_out) == 20
+
+
+def test_a_job_that_ended_and_that_all_nodes_left_has_no_tables(view: JobView) -> None:
+    keys = Keys("fit")
+    done = JobView("fit")
+    values = {
+        keys.epoch: EpochRecord(epoch=40, attempt=1),
+        keys.status: StatusRecord(state=State.FINISHED),
+        keys.primary(0): PrimaryRecord(node="n1-aa", term=1, stateful=True),
+    }
+    done.reset(9, [KeyValue(key, value.to_bytes(), i, i) for i, (key, value) in enumerate(values.items(), 1)])
+    assert status_text("fit", 2, 40, done, {}) == "job fit: finished, 40 epochs\n\nno nodes are registered"
 
 
 def test_the_same_for_programs(view: JobView) -> None:
