@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -39,6 +40,8 @@ _FIRST_ANSWER_S = 0.5
 _NAME_POLL_S = 0.02
 #: Of its log, when it ended: each is a JSON object of up to a few hundred characters.
 _LAST_LINES = 8
+#: What else a line of it has.
+_NO_NEWS = ("level", "ts", "caller", "msg", "stacktrace")
 #: Of the directory for temporary files: some kernels take 104 bytes for a unix socket's path.
 _FOLDER_PATH = 60
 #: History kept for watches that reconnect, of a job that may write hundreds of times a second; etcd compacts as often.
@@ -139,7 +142,7 @@ class EmbeddedEtcd:
             if not said:
                 return
             if "address already in use" not in said or self._port is not None or attempt == _PORT_TRIES:
-                raise CoordinationError(f"etcd ({binary}) did not start: {said}")
+                raise CoordinationError(f"etcd ({binary}) did not start: {_plain(said)}")
 
     async def ended(self) -> str:
         """Returns when etcd has ended, by whatever means: how, and the last lines of its log."""
@@ -230,6 +233,23 @@ class EmbeddedEtcd:
         self._guard = None
         _, said = await guard.communicate()
         return said.decode(errors="replace").strip() or f"it ended with code {guard.returncode}"
+
+
+def _plain(said: str) -> str:
+    """What etcd logged, in plain text: a line of JSON as its message and what it is about, without its own stack."""
+    lines = []
+    for line in said.splitlines():
+        try:
+            told = json.loads(line)
+        except ValueError:
+            told = None
+        if not isinstance(told, dict) or "msg" not in told:
+            lines.append(line)
+            continue
+        about = ", ".join(f"{name}: {value}" for name, value in told.items() if name not in _NO_NEWS)
+        lines.append(f"{told['msg']} ({about})" if about else str(told["msg"]))
+    text = "\n".join(lines)
+    return f"{text}. `ulimit -n 1024` raises it" if "descriptor limit" in text else text
 
 
 async def _answers(endpoint: str, name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import stat
 import sys
@@ -127,6 +128,20 @@ async def test_an_etcd_that_does_not_start_says_why_and_leaves_nothing(temporary
     with pytest.raises(CoordinationError, match="no-such-flag"):
         await EmbeddedEtcd(arguments=["--no-such-flag"]).start()
     assert private_dirs(temporary) == []
+
+
+async def test_what_it_says_is_told_in_plain_text(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    binary, soft = find_etcd(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    limited = temporary / "etcd"
+    limited.write_text(f'#!/bin/sh\nulimit -n 64\nexec {binary} "$@"\n')
+    limited.chmod(0o700)
+    monkeypatch.setenv("PATH", str(temporary), prepend=os.pathsep)
+    with pytest.raises(CoordinationError) as raised:
+        await EmbeddedEtcd().start()
+    said = str(raised.value)
+    assert "file descriptor limit of etcd process is too low" in said and "limit: 64" in said
+    assert "ulimit -n" in said and "stacktrace" not in said and "{" not in said
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == soft and private_dirs(temporary) == []
 
 
 async def test_a_taken_port_of_ones_own_choice_is_said(temporary: Path, embedded_etcd) -> None:
