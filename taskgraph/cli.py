@@ -7,12 +7,13 @@ interrupted.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from taskgraph.errors import CoordinationError, JobFailed, TaskGraphError, TransportError, UnknownJob
 from taskgraph.launch.threads_env import set_thread_env
@@ -24,14 +25,26 @@ if TYPE_CHECKING:
 __all__ = ["driver_main", "main"]
 
 FAILED, USAGE, UNREACHABLE, INTERRUPTED = 1, 2, 3, 130
+_OF_THE_HOST = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE)
+"""No fault of ours, and nothing that a traceback would tell more of: no room, no right, no more files."""
 _OF_DRIVERS = ("run", "submit", "launch")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one paragraph, as every other error is told, and where the options are."""
+
+    def error(self, message: str) -> NoReturn:
+        what, _, words = message.partition("unrecognized arguments: ")
+        if not what and (option := next((w for w in words.split() if "=" in w and not w.startswith("-")), "")):
+            message += f" (an option of the job is set with -o {option})"
+        self.exit(USAGE, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
 
 def parser(*, driver: bool = False) -> argparse.ArgumentParser:
     """The parser. `driver`: for `tg.main`, where the driver is the file that runs."""
     from taskgraph.commands.common import add_etcd_options, add_listen_options
 
-    top = argparse.ArgumentParser(prog=None if driver else "taskgraph", description="Run and watch taskgraph jobs.")
+    top = _Parser(prog=None if driver else "taskgraph", description="Run and watch taskgraph jobs.")
     top.add_argument("--version", action="version", version=f"taskgraph {VERSION}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
@@ -44,9 +57,10 @@ def parser(*, driver: bool = False) -> argparse.ArgumentParser:
             made.add_argument("--name", help="another name for the job")
         if job is not None:
             made.add_argument("job", metavar="JOB", nargs=job, help="the job's name")
-        add_etcd_options(made)
+        with_etcd.append(made)
         return made
 
+    with_etcd: list[argparse.ArgumentParser] = []
     run = add("run", "Run a job with nodes on this host and follow it to its end.", of_driver=True)
     add_listen_options(run, "let nodes on other hosts join: listen on this address")
     _add_run_options(run)
@@ -62,23 +76,23 @@ def parser(*, driver: bool = False) -> argparse.ArgumentParser:
     node.add_argument("--name", help="what people call the node")
     add_listen_options(node, "listen for nodes on other hosts, on this address")
     status = add("status", "What a job does, who does it, and what it waits for.", job="?")
-    status.add_argument("--json", action="store_true")
+    status.add_argument("--json", action="store_true", help="one line of JSON, for programs")
     status.add_argument("--watch", action="store_true", help="again every second, until the job ends")
     events = add("events", "What happened to a job.", job="?")
-    events.add_argument("--json", action="store_true")
+    events.add_argument("--json", action="store_true", help="each as a line of JSON")
     events.add_argument("--follow", action="store_true", help="and what happens next, until the job ends")
     result = add("result", "The result of a job that ended.", job="?")
-    result.add_argument("--json", action="store_true")
+    result.add_argument("--json", action="store_true", help="one line of JSON, values and reports too")
     trace = add("trace", "What every node of a running job does, as a file for https://ui.perfetto.dev.", job="?")
     trace.add_argument("--epochs", type=int, default=20, metavar="N", help="so many whole epochs (20)")
     trace.add_argument("-o", "--output", default="trace.json", metavar="FILE", help="where to (trace.json)")
     kill = add("kill", "Send a signal (SIGKILL) to the process that holds a task.", job="?")
-    kill.add_argument("--task", type=int, metavar="T", help="its primary")
-    kill.add_argument("--backup", action="store_true", help="a backup of the task instead")
+    kill.add_argument("--task", type=int, metavar="T", help="the node of this task's primary")
+    kill.add_argument("--backup", action="store_true", help="with --task: a node of one of its backups instead")
     kill.add_argument("--node", metavar="NAME", help="this node instead")
-    kill.add_argument("--signal", default="SIGKILL", help="default SIGKILL")
+    kill.add_argument("--signal", default="SIGKILL", metavar="NAME", help="another one, by name or number (SIGKILL)")
     drain = add("drain", "Ask a node to hand everything over and leave.", job="?")
-    drain.add_argument("--node", metavar="NAME", required=True)
+    drain.add_argument("--node", metavar="NAME", required=True, help="which, as `status` names it")
     chaos = add("chaos", "Random faults on the nodes of a job of this host, and what followed.", job="?")
     chaos.add_argument("--mtbf", type=float, default=15.0, metavar="S", help="mean time between two faults (15)")
     chaos.add_argument("--for-s", type=float, metavar="S", help="end after this time; default: with the job")
@@ -87,6 +101,8 @@ def parser(*, driver: bool = False) -> argparse.ArgumentParser:
     chaos.add_argument("--lossy", action="store_true", help="hit the last replica in sync of a task, too")
     add("shutdown", "End a job without a result.", job="?")
     add("token", "Print the token of a job of this host.", job="?")
+    for made in with_etcd:  # last, so that `--help` begins with what the command itself takes
+        add_etcd_options(made)
     text = "Make an authority and a certificate of it, for TLS in a test cluster."
     certs = commands.add_parser("certs", help=text, description=text)
     certs.add_argument("directory", metavar="DIR", help="where to; give it to every node and client as --tls DIR")
@@ -99,7 +115,7 @@ def parser(*, driver: bool = False) -> argparse.ArgumentParser:
 
 def _add_run_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--nodes", type=int, default=4, metavar="N", help="node processes on this host (4)")
-    made.add_argument("--timeout", type=float, metavar="S", help="fail after this many seconds")
+    made.add_argument("--timeout", type=float, metavar="S", help="end the job, as failed, after this many seconds")
     made.add_argument("--json", action="store_true", help="the last line of output is the result as JSON")
     made.add_argument("--logs", action="store_true", help="show what tasks print, on standard error")
     _add_beginning(made)
@@ -168,6 +184,11 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction | None = 
         # Whoever read our output has enough; nothing may be flushed into the pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno not in _OF_THE_HOST:
+            raise
+        print(f"taskgraph: {error}", file=sys.stderr)
+        return FAILED
 
 
 def _write_whole() -> None:

@@ -27,9 +27,11 @@ def whole_file(path: Path, mode: int = 0o600) -> Iterator[BinaryIO]:
         with os.fdopen(descriptor, "wb") as file:
             yield file
         scratch.rename(path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             scratch.unlink()
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a write that fails, as on a full disk, does not say where
         raise
 
 

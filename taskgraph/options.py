@@ -66,7 +66,9 @@ def parse(function: str, options: dict[str, OptionInfo], texts: Iterable[str]) -
         name, equals, value = text.partition("=")
         name = name.strip().replace("-", "_")
         if not equals:
-            raise JobError(f"option {text!r}: write -o name=value")
+            raise JobError(
+                f"option {text!r}: write -o name=value; the options of {function} are: {options_text(options)}"
+            )
         if name not in options:
             close = difflib.get_close_matches(name, options, 1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""

@@ -90,6 +90,8 @@ async def arun(
     """
     if nodes < 0:
         raise JobError(f"nodes={nodes}: at least 1, or 0 for everything in this process")
+    if timeout_s is not None and not timeout_s > 0:
+        raise JobError(f"timeout_s={timeout_s:g}: seconds above 0")
     hooks = hooks or Hooks()
     if nodes == 0:
         from taskgraph.launch.inprocess import arun_inprocess  # else no node is loaded in this process

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -18,6 +20,7 @@ from taskgraph.commands.acting import signal_number
 from taskgraph.commands.common import access_of, add_etcd_options, etcd_of, find_entry, token_for, token_of
 from taskgraph.commands.running import job_of
 from taskgraph.errors import JobError, UnknownJob
+from taskgraph.files import write_whole
 from taskgraph.launch import threads_env
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.threads_env import NAMES, set_thread_env, thread_env
@@ -93,7 +96,7 @@ def test_a_wrong_command_exits_with_2(arguments: list[str], capsys: pytest.Captu
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     assert ended.value.code == 2
-    assert "usage: taskgraph" in capsys.readouterr().err
+    assert "see `taskgraph" in capsys.readouterr().err
 
 
 def test_main_of_a_driver_runs_without_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,6 +263,80 @@ def test_an_error_is_one_paragraph_and_a_code(
     said = capsys.readouterr()
     assert said.out == "" and says in said.err
     assert said.err.startswith("taskgraph: ") and "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["run", "d.py", "tasks=3"], "(an option of the job is set with -o tasks=3); see `taskgraph --help`"),
+        (["run", "d.py", "--taks", "3"], "unrecognized arguments: --taks 3; see"),
+        (["run", "d.py", "--nodes", "x"], "argument --nodes: invalid int value: 'x'; see `taskgraph run --help`"),
+        (["statsu"], "invalid choice: 'statsu'"),
+        (["drain", "x"], "--node; see `taskgraph drain --help`"),
+    ],
+)
+def test_a_command_that_is_mistyped_is_told_in_one_line(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == ""
+    assert says in said.err and said.err.startswith("taskgraph") and said.err.count("\n") == 1
+
+
+def test_help_begins_with_what_the_command_itself_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, own in (("chaos", "--mtbf"), ("kill", "--signal"), ("launch", "--nodes"), ("drain", "--node")):
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        usage = capsys.readouterr().out
+        assert usage.index(own) < usage.index("--etcd") < usage.index("--tls"), usage
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
+def test_a_timeout_of_no_time_is_refused_before_anything_is_started(
+    seconds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", f"{__file__}:fit", f"--timeout={seconds}"]) == 2
+    assert "seconds above 0" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_is_told_and_not_shown_as_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def full(options: argparse.Namespace) -> int:
+        write_whole(tmp_path / "job.json", b"x")
+        return 0
+
+    monkeypatch.setattr(cli, "_command", lambda name: full)
+    assert cli.main(["status"]) == 0
+    monkeypatch.setattr(os, "fdopen", lambda descriptor, mode: contextlib.closing(Failing(descriptor)))
+    assert cli.main(["status"]) == 1
+    said = capsys.readouterr().err
+    assert said == f"taskgraph: [Errno {errno.ENOSPC}] No space left on device: '{tmp_path / 'job.json'}'\n"
+    assert [path.name for path in tmp_path.glob("*job*")] == ["job.json"], "no part of it is left"
+
+
+class Failing:
+    """A file on a full disk."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def write(self, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def test_an_error_of_the_system_that_is_ours_is_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(options: argparse.Namespace) -> int:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr(cli, "_command", lambda name: broken)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        cli.main(["status"])
 
 
 def test_threads_are_the_users_if_set_else_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
