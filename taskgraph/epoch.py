@@ -433,7 +433,7 @@ class Outputs:
             raise GraphError(
                 f"{self._at()}: returned without putting {', '.join(missing[:5])}"
                 f"{' ...' if len(missing) > 5 else ''}; every declared channel is put exactly once per epoch: "
-                f"outs.put(tag, value), with None for nothing"
+                f"outs.put(tag, value), with None for nothing; what a processor returns goes nowhere"
             )
 
     def _claim(self, tag: str, to: To | None) -> tuple[int, ...]:

@@ -154,14 +154,14 @@ def _import_of(what: str) -> Iterator[None]:
         yield
     except SystemExit as error:
         raise JobError(
-            f"importing {what} ended with sys.exit({error.code!r}){_place(error)}: nodes import it, too, so put "
+            f"importing {what} ended with sys.exit({error.code!r}){place_of(error)}: nodes import it, too, so put "
             f"tg.main(...) and the like under `if __name__ == '__main__':`"
         ) from error
     except TaskGraphError as error:
-        raise JobError(f"{error}{_place(error)}") from error
+        raise JobError(f"{error}{place_of(error)}") from error
     except Exception as error:
         kind = traceback.format_exception_only(error)[-1].strip()
-        raise JobError(f"importing {what} failed: {kind}{_place(error)}") from error
+        raise JobError(f"importing {what} failed: {kind}{place_of(error)}") from error
     finally:
         _importing.reset(token)
 
@@ -175,7 +175,7 @@ def check_not_importing(job: str) -> None:
         )
 
 
-def _place(error: BaseException) -> str:
+def place_of(error: BaseException) -> str:
     """The last line of the user's own code that an error passed through."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" (at {error.filename}, line {error.lineno})"

@@ -5,12 +5,15 @@ Pure: it knows names and task ids, not values, sockets or clocks.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 from taskgraph.errors import GraphError
+
+_YIELDS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 __all__ = ["Composition", "Processor"]
 
@@ -67,6 +70,12 @@ class Composition:
         if not callable(compute):
             raise GraphError(f"{self._at()}: a processor's compute must be callable, not {type(compute).__name__}")
         name = name or _name_of(compute)
+        code = getattr(compute, "__code__", None)
+        if code is not None and code.co_flags & _YIELDS:
+            raise GraphError(
+                f"{self._at()}: {name!r} has a `yield`, so calling it would run nothing of it: put each value with "
+                f"outs.put(tag, value), several of one tag as a list"
+            )
         if name in self.named:
             raise GraphError(
                 f"{self._at()}: two processors are called {name!r}; give one of them another: "

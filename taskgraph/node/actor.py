@@ -429,8 +429,18 @@ _OURS = f"{Path(__file__).resolve().parent.parent}{os.sep}"
 def _user_traceback(error: BaseException) -> str:
     """The traceback without our frames at its beginning: it starts where user code does, if it comes to that."""
     summary = traceback.TracebackException.from_exception(error)
-    summary.stack[:] = _from_users(summary.stack)
+    _without_ours(summary)
     return "".join(summary.format())
+
+
+def _without_ours(summary: traceback.TracebackException) -> None:
+    """The same of each exception of a chain. One that is ours says what became of the user's: it has no place there."""
+    for before in (summary.__cause__, summary.__context__):
+        if before is not None:
+            _without_ours(before)
+    users = _from_users(summary.stack)
+    ours = users and users[0].filename.startswith(_OURS)
+    summary.stack[:] = [] if ours and summary.__cause__ is not None else users
 
 
 def _from_users(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:

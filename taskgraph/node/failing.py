@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from taskgraph.errors import TaskGraphError
 from taskgraph.hints import hint
+from taskgraph.loading import place_of
 from taskgraph.node.actor import UserCodeError
 from taskgraph.protocol.fatal import Fatal
 from taskgraph.protocol.records import GoneRecord, State, StatusRecord
@@ -29,7 +30,7 @@ def failure_record(
     if isinstance(error, UserCodeError):
         inner, where, traceback = error.error, error.where, error.traceback_text
     if isinstance(inner, TaskGraphError):
-        reason, traceback = str(inner), ""
+        reason, traceback = f"{inner}{place_of(inner)}", ""
     else:
         place = [f"task {task}"] if task is not None else []
         place += [f"epoch {epoch}"] if epoch is not None else []

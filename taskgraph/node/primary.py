@@ -318,7 +318,7 @@ class Primary:
                     await self.replica.restore(committed.value)
                 value = await self.replica.result()
             except (UserCodeError, TaskGraphError) as error:
-                await self.node.fail_job(error, self.task, stamp.epoch, (), finished=True)
+                await self.node.fail_job(error, self.task, None, (), finished=True)  # of no epoch: after the last
             else:
                 self.final = (stamp, value)
                 keeper.notify_later()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,7 +119,7 @@ def test_a_cycle_of_waits_is_spelled_out_with_the_ways_out() -> None:
 # -- processors -----------------------------------------------------------------------------------
 
 
-def given(function: Callable[..., None], **channels: Any) -> tg.Job:
+def given(function: Callable[..., Any], **channels: Any) -> tg.Job:
     """A job of one task whose processor "work" is `function`; what it puts it takes itself."""
 
     def compose(self: tg.Task, epoch: tg.Epoch) -> None:
@@ -330,7 +331,7 @@ WHERE: list[tuple[str, int | None, Callable[[], Any]]] = [
     ("compose", 0, lambda: task(raises)),
     ("setup", 0, lambda: task(nothing, setup=raises)),
     ("setup", 0, lambda: task(nothing, setup=araises)),
-    ("result", 2, lambda: task(nothing, result=raises)),
+    ("result", None, lambda: task(nothing, result=raises)),  # after the last epoch
     ("snapshot", 0, lambda: task(nothing, snapshot=raises, restore=nothing)),
     ("restore", 0, lambda: task(nothing, snapshot=lambda self: 1, restore=raises)),
     ("on_commit", 1, lambda: task(nothing, on_commit=raises)),
@@ -352,7 +353,7 @@ def test_what_user_code_raises_comes_out_with_its_own_traceback(
 ) -> None:
     error = fails(job(builder(), tasks=1))
     assert (error.task, error.epoch, error.where, error.job) == (0, epoch, where, "job")
-    says(error, "task 0", f"epoch {epoch}", repr(where), "Oops: on purpose")
+    says(error, "task 0", repr(where), "Oops: on purpose", *([] if epoch is None else [f"epoch {epoch}"]))
     assert error.traceback_text.startswith("Traceback (most recent call last):\n")
     frames = re.findall(r'File "([^"]+)"', error.traceback_text)
     assert frames[0] == __file__, error.traceback_text
@@ -370,6 +371,36 @@ def test_the_cause_of_an_error_is_told_too() -> None:
     assert "KeyError: 'missing'" in text
     assert "direct cause" in text
     assert "Oops: because" in text
+
+
+def test_an_iterator_that_ends_is_told_without_our_own_frames() -> None:
+    text = fails(given(lambda epoch, ins, outs: next(iter(())))).traceback_text
+    assert re.findall(r'File "([^"]+)"', text) == [__file__], text
+    assert "StopIteration left the function" in text
+
+
+def test_an_error_of_ours_says_which_line_of_the_users_led_to_it() -> None:
+    def work(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("x", lambda: 1)  # this line
+
+    error = fails(given(work, x=0))
+    found = re.search(r"cannot travel.*\(at (.+), line (\d+)\)$", str(error), re.S)
+    assert found is not None and found[1] == __file__, str(error)
+    assert "# this line" in Path(__file__).read_text().splitlines()[int(found[2]) - 1]
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_compute_with_a_yield_would_run_nothing_of_it(sync: bool) -> None:
+    def work(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> Iterator[None]:
+        outs.put("x", 1)
+        yield
+
+    error = fails(given(work) if sync else given(work, x=0))
+    says(error, "'work' has a `yield`", "outs.put(tag, value)")
+
+
+def test_what_a_processor_returns_is_not_what_it_puts() -> None:
+    says(fails(given(lambda epoch, ins, outs: 5, x=0)), "without putting 'x'", "returns goes nowhere")
 
 
 def test_catching_exceptions_does_not_keep_a_dead_attempt_alive() -> None:
