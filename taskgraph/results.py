@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,8 @@ __all__ = ["EpochReport", "JobResult", "plain_value"]
 
 _NAMED = 5
 """Tasks named in a message before the rest is counted."""
+_SHORT = reprlib.Repr()
+_SHORT.maxother = _SHORT.maxstring = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +36,9 @@ class EpochReport:
     by_task: dict[int, dict[str, float]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class JobResult:
-    """What a job leaves.
+    """What a job leaves. Its `repr` is short: at a prompt it is often all that is written of a run.
 
     Attributes:
         name: the job's.
@@ -56,6 +59,16 @@ class JobResult:
     failovers: int = 0
     restarts: int = 0
     wall_s: float = 0.0
+
+    def __repr__(self) -> str:
+        shown = [f"{task}: {_SHORT.repr(value)}" for task, value in list(self.values.items())[:_NAMED]]
+        more = [f"... and {len(self.values) - _NAMED} more"] if len(self.values) > _NAMED else []
+        reports = f"<of {len(self.reports)} epochs>" if self.reports else "()"
+        return (
+            f"JobResult(name={self.name!r}, status={self.status!r}, values={{{', '.join([*shown, *more])}}}, "
+            f"reports={reports}, epochs={self.epochs}, failovers={self.failovers}, restarts={self.restarts}, "
+            f"wall_s={self.wall_s:.3f})"
+        )
 
     @property
     def value(self) -> Any:

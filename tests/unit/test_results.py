@@ -101,3 +101,14 @@ class Found:
 def test_any_value_is_said_in_json(value: Any, plain: Any) -> None:
     assert plain_value(value) == plain
     json.dumps(plain_value(value), allow_nan=False)
+
+
+def test_at_a_prompt_a_result_is_short() -> None:
+    reports = tuple(tg.EpochReport(epoch, {"loss": 0.5}, {0: {"loss": 0.5}}) for epoch in range(1000))
+    found = tg.JobResult(name="fit", values={0: np.array([1.0, 2.0])}, reports=reports, epochs=1000, wall_s=1.23456)
+    assert repr(found) == (
+        "JobResult(name='fit', status='finished', values={0: array([1., 2.])}, reports=<of 1000 epochs>, epochs=1000, "
+        "failovers=0, restarts=0, wall_s=1.235)"
+    )
+    large = tg.JobResult(name="fit", values={task: list(range(10_000)) for task in range(1000)})
+    assert len(repr(large)) < 600 and "... and 995 more" in repr(large)
