@@ -1,0 +1,67 @@
+"""The page of commands has every command and option that `--help` has, and no other."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from taskgraph.cli import parser
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "commands.md").read_text("utf-8")
+PAGES = {path.name: path.read_text("utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
+OPTION = re.compile(r"(?<![\w`-])(?:`)?(--?[a-z][\w-]*)")
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    (found,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(found.choices)
+
+
+def options(made: argparse.ArgumentParser) -> set[str]:
+    return {name for action in made._actions for name in action.option_strings} - {"-h", "--help"}
+
+
+COMMANDS = commands()
+SHARED = set.intersection(*(options(made) for name, made in COMMANDS.items() if name != "certs"))
+
+
+def table() -> dict[str, set[str]]:
+    """Command -> its own options, by the rows of the page; a row without a command is of the one above it."""
+    found: dict[str, set[str]] = defaultdict(set)
+    now: list[str] = []
+    for line in PAGE.partition("## Access")[0].splitlines():
+        if not line.startswith("| ") or line.startswith("| Command"):
+            continue
+        command, option, what = line.replace("\\|", "").strip("|").split("|")
+        if command.strip():
+            now = [word.split()[0] for word in re.findall(r"`([^`]+)`", command)]
+        own = set(OPTION.findall(option)) | (set(OPTION.findall(what)) if now == ["launch"] else set())
+        for name in now:
+            found[name] |= own
+    return found
+
+
+def test_every_command_is_on_the_page_with_its_own_options() -> None:
+    found = table()
+    assert found.keys() == COMMANDS.keys()
+    run = found["run"]
+    for name, made in COMMANDS.items():
+        shown = found[name] | (run if name == "launch" else set())  # which takes a driver, too
+        assert shown == options(made) - SHARED, name
+
+
+def test_the_options_all_share_are_on_the_page() -> None:
+    access = PAGE.partition("## Access")[2].partition("## How")[0]
+    assert set(re.findall(r"`(--[\w-]+)", access)) == SHARED
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_options_that_pages_show_exist(page: str) -> None:
+    for name, rest in re.findall(r"taskgraph ([a-z]+)((?: [^`\n#)]*)?)", PAGES[page]):
+        if name in COMMANDS:
+            assert set(re.findall(r"(?<!\S)--?[a-z][\w-]*", rest)) <= options(COMMANDS[name]), f"{name}{rest}"
