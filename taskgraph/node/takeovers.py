@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from taskgraph.errors import Refused, TaskGraphError
 from taskgraph.node.actor import UserCodeError
-from taskgraph.node.failing import deaths_text
+from taskgraph.node.failing import culprit_text, deaths_text
 from taskgraph.node.primary import Primary
 from taskgraph.observe.format import ids_text
 from taskgraph.observe.trace import clock
@@ -322,13 +322,13 @@ class TakeOvers:
         view = self._node.keeper.view
         members = ", ".join(self._node.name_of(n) for n in view.members_of(task)) or "none"
         epoch = view.epoch.record.epoch if view.epoch else None
-        reason = (
-            f"task {task}: every replica in sync is gone ({members}), and its state of epoch {epoch} with them; "
-            f"{why or self._ways_out()}"
-        )
-        seen = {n: view.gone[n].record for n in view.members_of(task) if n in view.gone}
-        if told := deaths_text({self._node.name_of(n): record for n, record in seen.items()}):
-            reason += f"\n{told}"
+        reason = f"task {task}: every replica in sync is gone ({members}), and its state of epoch {epoch} with them"
+        deaths = {self._node.name_of(n): view.gone[n].record for n in view.members_of(task) if n in view.gone}
+        told = deaths_text(deaths)
+        if culprit_text(deaths) and not why:  # what the code does to one more replica is no better
+            reason += f": {told}. Where it is not to blame, {self._ways_out()}"
+        else:
+            reason += f"; {why or self._ways_out()}" + f"\n{told}" * bool(told)
         writer = self._node.writer()
         status = StatusRecord(state=State.FAILED, reason=reason, task=task, epoch=epoch, writer=writer)
         txn = transactions.fail_lost(view, task, status)

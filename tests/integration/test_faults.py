@@ -172,6 +172,7 @@ async def test_code_that_ended_the_processes_of_all_replicas_is_named(cli: Cli) 
     died = [line for line in done.err.splitlines() if "exited with code 11 while it ran 'crash' of task 1; " in line]
     assert len(died) == 1
     assert "'crash' of task 1 ran each time: it may have ended the process itself, by os._exit" in died[0]
+    assert died[0].index("ran each time") < died[0].index("Where it is not to blame, run with more backups")
     assert "exited with code 11 while it ran 'crash' of task 1" in (await cli("events", "fatal")).out
     await cli.nothing_left()
 
