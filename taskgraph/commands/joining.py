@@ -15,7 +15,7 @@ import uvloop
 from taskgraph.commands.common import access_of, etcd_of, listen_of, node_access_of, reach, token_of
 from taskgraph.commands.running import print_result, run, tick
 from taskgraph.driver import JobSpec
-from taskgraph.errors import CoordinationError, JobError, JobFailed
+from taskgraph.errors import CoordinationError, JobError
 from taskgraph.jobs import JobFunction
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.local import LocalNodes
@@ -129,7 +129,9 @@ async def _launch(options: argparse.Namespace) -> int:
             print(f"job {reached.name} finished; its values: `taskgraph result {reached.name}`", file=sys.stderr)
         return 0
     if status.state == State.RUNNING:
-        raise JobFailed(f"{status.reason.rstrip()}\nthe job may go on elsewhere: `taskgraph status {reached.name}`")
+        text = f"{status.reason.rstrip()}\nthe job may go on elsewhere: `taskgraph status {reached.name}`"
+        print(f"taskgraph: {text}", file=sys.stderr)
+        return 1
     raise job_failed(reached.name, status)
 
 

@@ -55,6 +55,7 @@ async def test_every_node_dies_and_others_go_on_from_the_checkpoint(tmp_path: Pa
         kill_at_once(node["pid"] for node in nodes)
         ended = await first.done()
         assert ended.code == 1 and "the job may go on elsewhere" in ended.err
+        assert "taskgraph: every node started here has ended" in ended.err and "job failed" not in ended.err
         second = await cli.start("launch", NAME, "--nodes", "2", *where)
         await second.until("goes back from epoch")
         (cli.root / "finish").touch()
