@@ -14,7 +14,7 @@ from collections import Counter
 import uvloop
 
 from taskgraph.commands import acting
-from taskgraph.commands.common import Reached, reach
+from taskgraph.commands.common import Reached, ending_signals, hung_up, reach
 from taskgraph.commands.looking import launcher_gone, print_event
 from taskgraph.commands.mischief import Fault, draw, kinds_of, pause_s
 from taskgraph.coordination.viewkeeper import ViewKeeper
@@ -84,8 +84,14 @@ class _Chaos:
         """The exit code: 1 where the job failed meanwhile."""
         interrupted = asyncio.Event()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, interrupted.set)
+
+        def handle(number: int) -> None:
+            if number == signal.SIGHUP:
+                hung_up()
+            interrupted.set()
+
+        for number in ending_signals():  # who is stopped is woken up first
+            loop.add_signal_handler(number, handle, number)
         work = [
             asyncio.ensure_future(self.keeper.run()),
             asyncio.ensure_future(self._tell()),

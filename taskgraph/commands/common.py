@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import secrets
 import shlex
+import signal
+import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -29,8 +32,10 @@ __all__ = [
     "add_etcd_options",
     "add_listen_options",
     "ended_text",
+    "ending_signals",
     "etcd_of",
     "find_entry",
+    "hung_up",
     "listen_of",
     "node_access_of",
     "reach",
@@ -230,6 +235,24 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
 def ended_text(state: str) -> str:
     """How a job that is no more ended, after `it`."""
     return {State.CANCELLED: "was cancelled", "deleted": "was deleted", "": "ended"}.get(state, state)
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """Those upon which a command ends in good order: Ctrl-C, `kill`, and a terminal that is closed, unless `nohup`."""
+    hang_up = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGINT, signal.SIGTERM, *hang_up)
+
+
+def hung_up() -> None:
+    """The terminal is gone: what is still written to it goes nowhere, and is no error."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for descriptor in (1, 2):
+            with contextlib.suppress(OSError):
+                if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                    os.dup2(null, descriptor)
+    finally:
+        os.close(null)
 
 
 def see_text(name: str) -> str:

@@ -12,7 +12,16 @@ import sys
 
 import uvloop
 
-from taskgraph.commands.common import access_of, etcd_of, listen_of, node_access_of, reach, token_of
+from taskgraph.commands.common import (
+    access_of,
+    ending_signals,
+    etcd_of,
+    hung_up,
+    listen_of,
+    node_access_of,
+    reach,
+    token_of,
+)
 from taskgraph.commands.running import print_result, run, tick
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, JobError
@@ -101,8 +110,14 @@ async def _launch(options: argparse.Namespace) -> int:
             )
         )
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, work.cancel)
+
+        def handle(number: int) -> None:
+            if number == signal.SIGHUP:
+                hung_up()
+            work.cancel()
+
+        for number in ending_signals():
+            loop.add_signal_handler(number, handle, number)
         ticking = asyncio.ensure_future(tick(progress, tails))
         try:
             status, result = await work

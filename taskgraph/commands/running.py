@@ -15,7 +15,9 @@ from taskgraph.commands.common import (
     NewToken,
     access_of,
     access_words,
+    ending_signals,
     etcd_of,
+    hung_up,
     listen_of,
     node_access_of,
     token_for,
@@ -128,10 +130,14 @@ async def tick(progress: Progress, tails: list[LogTails]) -> None:
 
 
 def _on_interrupt(running: asyncio.Future[JobResult], started: list[LocalNodes]) -> list[int]:
-    """The first Ctrl-C (or SIGTERM) ends the job cleanly, the second at once."""
+    """The first Ctrl-C (SIGTERM, SIGHUP) ends the job cleanly, the second at once."""
     seen: list[int] = []
 
     def handle(number: int) -> None:
+        if number == signal.SIGHUP:
+            hung_up()
+            if seen:  # whoever closes a terminal after Ctrl-C is in no hurry
+                return
         seen.append(number)
         if len(seen) == 1:
             print("\ntaskgraph: ending the job; once more to force it", file=sys.stderr, flush=True)
@@ -141,7 +147,7 @@ def _on_interrupt(running: asyncio.Future[JobResult], started: list[LocalNodes])
                 nodes.kill_now()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ending_signals():
         loop.add_signal_handler(number, handle, number)
     return seen
 

@@ -26,12 +26,13 @@ async def test_chaos_hits_a_running_job_and_says_what_followed() -> None:
         await job.finishes()
 
 
-async def test_ctrl_c_ends_it_and_wakes_whom_it_stopped() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])  # Ctrl-C, or its terminal is closed
+async def test_a_signal_ends_it_and_wakes_whom_it_stopped(number: signal.Signals) -> None:
     async with chaos("--nodes", "4", ttl_s=30.0) as job:
         await job.began()
         mischief = await job.cli.start("chaos", NAME, "--mtbf", "0.05", "--kinds", "stop")
         await mischief.until("SIGSTOP to", out=True)
-        mischief.process.send_signal(signal.SIGINT)
+        mischief.process.send_signal(number)
         done = await mischief.done()
         assert done.code == 0 and "faults: 1 stop" in done.out, done.out + done.err
         await job.finishes()

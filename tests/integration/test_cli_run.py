@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import signal
+import sys
+import termios
 import time
 from collections.abc import AsyncIterator
 
 import pytest
-from cli_kit import DRIVER, Cli, printed, shell, sums
+from cli_kit import DRIVER, Cli, Command, printed, shell, sums
 
 from taskgraph.coordination.embedded import EmbeddedEtcd
 
@@ -262,6 +265,56 @@ async def test_ctrl_c_ends_the_job_and_leaves_nothing(embedded_etcd: EmbeddedEtc
     assert "job ctrl-c: cancelled" in status.out, "whoever asks etcd reads it, too"
     assert "no nodes are registered" in status.out
     await cli.nothing_left()
+
+
+async def on_a_terminal(cli: Cli, *arguments: str) -> tuple[asyncio.subprocess.Process, int]:
+    """A command whose controlling terminal is the one that the descriptor is the other end of."""
+    ours, its = os.openpty()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "taskgraph", *arguments),
+        stdin=its,
+        stdout=its,
+        stderr=its,
+        cwd=cli.cwd,
+        env=cli.env,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(its)
+    return process, ours
+
+
+async def test_a_terminal_that_is_closed_ends_the_job_in_good_order(cli: Cli) -> None:
+    options = ("-o", "pause_at=2", "-o", f"gate={cli.gate}")
+    process, terminal = await on_a_terminal(cli, "run", str(DRIVER), "--nodes", "2", *options)
+    said = b""
+    while b"epoch 1/" not in said:
+        said += await asyncio.to_thread(os.read, terminal, 4096)
+    os.close(terminal)
+    async with asyncio.timeout(15):
+        assert await process.wait() == 130
+    await cli.nothing_left()
+    assert (await cli("status", "sums")).out == "job sums: cancelled\n  interrupted\n"
+
+
+async def test_under_nohup_it_goes_on_without_a_terminal(cli: Cli) -> None:
+    command = f"trap '' HUP; exec {sys.executable} -m taskgraph \"$@\""
+    options = ("-o", "pause_at=2", "-o", f"gate={cli.gate}")
+    process = await asyncio.create_subprocess_exec(
+        *("/bin/sh", "-c", command, "sh", "run", str(DRIVER), "--nodes", "2", *options),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=cli.cwd,
+        env=cli.env,
+    )
+    running = Command(process)
+    await running.until("epoch 1/")
+    process.send_signal(signal.SIGHUP)
+    await asyncio.sleep(0.3)
+    cli.open()
+    done = await running.done()
+    assert done.code == 0 and done.out == printed(), done.err
 
 
 async def test_a_second_ctrl_c_forces(cli: Cli) -> None:
