@@ -9,7 +9,9 @@ kills it (`taskgraph kill`, `taskgraph chaos`).
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
+import logging
 import mmap
 import os
 import struct
@@ -20,6 +22,8 @@ from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import Ran
 
 __all__ = ["LastWords", "Left", "begin", "end", "listen", "mean", "meant", "on_loop", "read"]
+
+log = logging.getLogger("taskgraph.node")
 
 _FILE = "running"
 _THREADS = 64
@@ -58,7 +62,9 @@ class LastWords:
         self._calls = 0
         descriptor = os.open(folder / _FILE, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            os.ftruncate(descriptor, _BYTES)
+            # Written, not only made as long: where a page finds no room later, the process dies of SIGBUS.
+            if os.write(descriptor, bytes(_BYTES)) < _BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / _FILE))
             self._map = mmap.mmap(descriptor, _BYTES)
         finally:
             os.close(descriptor)
@@ -151,9 +157,12 @@ here: LastWords | None = None
 
 
 def listen(folder: Path) -> None:
-    """From now on this process writes down what it runs."""
+    """From now on this process writes down what it runs, unless there is no room for it."""
     global here
-    here = LastWords(folder)
+    try:
+        here = LastWords(folder)
+    except OSError as error:
+        log.warning("what runs here when this process dies will not be known: %s", error)
 
 
 def begin(call: tuple[int, int], task: int, stamp: Stamp | None, where: str) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from taskgraph.node import lastwords
 from taskgraph.node.failing import deaths_text, fatal_record
 from taskgraph.node.lastwords import LastWords, Left, meant, named, read
 from taskgraph.protocol.fatal import Fatal
@@ -46,6 +49,29 @@ def test_what_runs_is_read_in_the_order_it_began(tmp_path: Path) -> None:
     words.ended((1, 1))
     words.ended((1, 1))
     assert read(tmp_path) == Left((), False)
+
+
+def test_all_room_is_taken_at_once(tmp_path: Path) -> None:
+    """On a disk that fills up, the first write to a page without room would end the process, and blame what runs."""
+    LastWords(tmp_path)
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_blocks * 512 >= file.stat().st_size > 0
+
+
+@pytest.mark.parametrize("wrote", [100, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))], ids=["a part", "nothing"])
+def test_without_room_a_process_runs_on(
+    wrote: int | OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(descriptor: int, data: bytes) -> int:
+        if isinstance(wrote, OSError):
+            raise wrote
+        return wrote
+
+    monkeypatch.setattr(lastwords, "here", None)
+    monkeypatch.setattr(os, "write", write)
+    lastwords.listen(tmp_path)
+    assert lastwords.here is None and "No space left on device" in caplog.text
+    assert read(tmp_path) is None
 
 
 def test_what_is_kept_is_bounded(tmp_path: Path) -> None:
