@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import importlib.util
 import sys
@@ -21,6 +22,8 @@ from taskgraph.sources import installed
 __all__ = ["DriverRef", "check_not_importing", "load_driver", "reference_of"]
 
 _NOT_THE_USERS = (Path(__file__).resolve().parent, Path(sysconfig.get_path("stdlib")).resolve())
+_SHOWN = 10
+"""Files of a directory that are named in a message."""
 _importing: ContextVar[str] = ContextVar("_importing", default="")
 
 
@@ -68,7 +71,7 @@ def load_driver(text: str) -> JobFunction:
     location, colon, function = text.rpartition(":")
     if not colon or not (function.isidentifier() or not function):
         location, function = text, ""
-    if location.endswith(".py") or "/" in location or Path(location).is_file():
+    if location.endswith(".py") or "/" in location or Path(location).is_file() or not location.strip("."):
         return _find(_load_file(Path(location)), function, location)
     return _find(_load_module(location), function, location)
 
@@ -107,7 +110,12 @@ def _load_module(name: str) -> ModuleType:
 def _load_file(path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
-        raise JobError(f"there is no file {path}")
+        sources = [file.name for file in sorted(path.glob("*.py") if path.is_dir() else path.parent.glob("*.py"))]
+        if path.is_dir():
+            there = f"there is {', '.join(sources[:_SHOWN])}" if sources else "and no Python file is in it"
+            raise JobError(f"{path} is a directory: name a file in it; {there}")
+        close = difflib.get_close_matches(path.name, sources, 1)
+        raise JobError(f"there is no file {path}" + (f" (did you mean {close[0]}?)" if close else ""))
     if _is_of(sys.modules.get("__main__"), path):
         return sys.modules["__main__"]
     name = _name_for(path)
