@@ -13,7 +13,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from taskgraph.errors import CoordinationError, JobFailed, TaskGraphError, TransportError, UnknownJob
 from taskgraph.launch.threads_env import set_thread_env
@@ -40,18 +40,41 @@ class _Parser(argparse.ArgumentParser):
         self.exit(USAGE, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
 
-def parser(*, driver: bool = False) -> argparse.ArgumentParser:
+class _Help(argparse.Action):
+    """`--help`: behind a driver it tells the options of its job, too."""
+
+    function: JobFunction | None = None
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: object) -> None:
+        parser.print_help()
+        driver = getattr(namespace, "driver", None)
+        function = self.function
+        if driver is not None:
+            from taskgraph.loading import load_driver
+
+            function = load_driver(driver)
+        if function is not None:
+            from taskgraph.options import help_text
+
+            print(f"\noptions of {function.__name__}:\n{help_text(function.options())}")
+        parser.exit()
+
+
+def parser(*, driver: JobFunction | None = None) -> argparse.ArgumentParser:
     """The parser. `driver`: for `tg.main`, where the driver is the file that runs."""
     from taskgraph.commands.common import add_etcd_options, add_listen_options
 
-    top = _Parser(prog=None if driver else "taskgraph", description="Run and watch taskgraph jobs.")
+    top = _Parser(prog="taskgraph" if driver is None else None, description="Run and watch taskgraph jobs.")
     top.add_argument("--version", action="version", version=f"taskgraph {VERSION}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def add(name: str, help_text: str, *, job: str | None = None, of_driver: bool = False) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=help_text, description=help_text)
+        made = commands.add_parser(name, help=help_text, description=help_text, add_help=not of_driver)
         if of_driver:
-            if not driver:
+            text = "show this, and the job's options where a driver was named, and exit"
+            helping: Any = made.add_argument("-h", "--help", action=_Help, nargs=0, dest=argparse.SUPPRESS, help=text)
+            helping.function = driver
+            if driver is None:
                 made.add_argument("driver", metavar="DRIVER", help="module[:function] or path.py[:function]")
             made.add_argument("-o", "--option", action="append", metavar="NAME=VALUE", help="an option of the job")
             made.add_argument("--name", help="another name for the job")
@@ -160,7 +183,7 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction | None = 
     # Every failed handshake is a line of gRPC's own otherwise; what it comes to is said in our words.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
-        options = parser(driver=function is not None).parse_args(arguments)
+        options = parser(driver=function).parse_args(arguments)
         command = _command(options.command)
         return command(options, function) if options.command in _OF_DRIVERS else command(options)
     except JobFailed as error:

@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from taskgraph.errors import JobError
 
-__all__ = ["OptionInfo", "check_plain", "options_of", "options_text", "parse"]
+__all__ = ["OptionInfo", "check_plain", "help_text", "options_of", "options_text", "parse"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,14 @@ def options_of(function: Callable[..., Any]) -> dict[str, OptionInfo]:
 def options_text(options: dict[str, OptionInfo]) -> str:
     """The options with their defaults, for messages."""
     return ", ".join(o.name if o.required else f"{o.name}={o.default!r}" for o in options.values()) or "none"
+
+
+def help_text(options: dict[str, OptionInfo]) -> str:
+    """A line for each, as `--help` shows it."""
+    rows = [(f"-o {o.name}={'...' if o.required else o.default}", _name(o.type), o.help) for o in options.values()]
+    wide = [max((len(row[at]) for row in rows), default=0) for at in (0, 1)]
+    lines = [f"  {row[0]:{wide[0]}}  {row[1]:{wide[1]}}  {row[2]}".rstrip() for row in rows]
+    return "\n".join(lines) or "  none"
 
 
 def parse(function: str, options: dict[str, OptionInfo], texts: Iterable[str]) -> dict[str, Any]:

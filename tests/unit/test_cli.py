@@ -84,7 +84,7 @@ def test_every_command_parses_as_documented() -> None:
 
 
 def test_a_driver_of_its_own_needs_no_name() -> None:
-    parse = cli.parser(driver=True).parse_args
+    parse = cli.parser(driver=fit).parse_args
     assert parse(["run", "-o", "tasks=3"]).option == ["tasks=3"]
     assert parse(["launch"]).job is None
     with pytest.raises(SystemExit):
@@ -328,6 +328,60 @@ class Failing:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+SEARCHED = '''import taskgraph as tg
+
+
+@tg.job
+def searched(where: str, depth: int = 3, rate: float | None = None) -> tg.Job:
+    """A job with a docstring.
+
+    Args:
+        where: a folder,
+            which is searched.
+        rate: a second.
+    """
+    return tg.Job(tasks=1, builder=lambda task_id: tg.Task(), epochs=1)
+'''
+
+OPTIONS = [
+    "options of searched:",
+    "  -o where=...  str           a folder, which is searched.",
+    "  -o depth=3    int",
+    "  -o rate=None  float | None  a second.",
+]
+
+
+@pytest.mark.parametrize("command", ["run", "submit"])
+def test_help_behind_a_driver_tells_the_options_of_its_job(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    driver = tmp_path / "driver.py"
+    driver.write_text(SEARCHED)
+    with pytest.raises(SystemExit) as left:
+        cli.main([command, str(driver), "--help"])
+    assert left.value.code == 0
+    out = capsys.readouterr().out
+    assert "--name NAME" in out and out.splitlines()[-4:] == OPTIONS
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    assert "options of" not in capsys.readouterr().out
+
+
+def test_help_of_a_driver_that_is_run_tells_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["run", "-h"], function=fit)
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "options of fit:",
+        "  -o tasks=3   int",
+        "  -o rate=0.1  float",
+    ]
+
+
+def test_help_behind_what_is_no_driver_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "nowhere.py", "--help"]) == cli.USAGE
+    assert "there is no file" in capsys.readouterr().err
 
 
 def test_an_error_of_the_system_that_is_ours_is_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
