@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -100,12 +103,29 @@ def signal_here(record: NodeRecord, number: signal.Signals) -> bool:
 def signal_process(pid: int, number: signal.Signals) -> bool:
     """Whether a process of ours of that id was there to get the signal."""
     try:
-        if b"taskgraph" not in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return False  # the id came again
-        os.kill(pid, number)
+        with _held(pid) as send:
+            if b"taskgraph" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return False  # the id came again
+            send(number)
     except (FileNotFoundError, ProcessLookupError):
         return False
     return True
+
+
+@contextlib.contextmanager
+def _held(pid: int) -> Iterator[Callable[[signal.Signals], None]]:
+    """Sends signals to the process that has this id now, and to no later one, where the kernel can tell them apart."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except (AttributeError, OSError):  # no such call: not on Linux, an old kernel, a sandbox
+        yield partial(os.kill, pid)
+        return
+    try:
+        yield partial(signal.pidfd_send_signal, process)
+    finally:
+        os.close(process)
 
 
 def _target(options: argparse.Namespace, view: JobView, tasks: int, asked: int) -> tuple[str, str]:

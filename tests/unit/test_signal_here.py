@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from taskgraph.commands.acting import is_here, signal_here
+from taskgraph.commands.acting import is_here, signal_here, signal_process
 from taskgraph.errors import JobError
 from taskgraph.node import lastwords
 from taskgraph.protocol.records import NodeRecord
@@ -49,3 +51,44 @@ def test_a_node_elsewhere_is_left_alone(process: subprocess.Popen[bytes]) -> Non
     node = record(process.pid, "tcp:h:1", "unix:of-another-host:/tmp/x/c")
     assert not is_here(node) and not signal_here(node, signal.SIGKILL)
     assert process.poll() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="elsewhere than on Linux a process is its number")
+def test_another_process_that_gets_the_number_meanwhile_gets_no_signal(
+    process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number is taken again as soon as the process was looked at: to send to the number would reach another."""
+    read, by_number = Path.read_bytes, []
+
+    def read_and_end(path: Path) -> bytes:
+        found = read(path)
+        process.kill()
+        process.wait(10)
+        monkeypatch.setattr(os, "kill", lambda *call: by_number.append(call))
+        return found
+
+    monkeypatch.setattr(Path, "read_bytes", read_and_end)
+    assert not signal_process(process.pid, signal.SIGCONT)
+    assert by_number == []
+
+
+@pytest.mark.parametrize("lacks", ["the function", "the system call", "leave"])
+def test_where_no_process_can_be_held_its_number_is_signalled(
+    lacks: str, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(pid: int) -> int:
+        raise OSError(errno.ENOSYS if lacks == "the system call" else errno.EPERM, "")
+
+    if lacks == "the function":
+        monkeypatch.delattr(os, "pidfd_open", raising=False)
+    else:
+        monkeypatch.setattr(os, "pidfd_open", fails, raising=False)
+    assert signal_process(process.pid, signal.SIGKILL) and process.wait() == -signal.SIGKILL
+    assert not signal_process(process.pid, signal.SIGKILL)
+
+
+def test_a_process_that_is_not_ours_gets_no_signal() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert not signal_process(process.pid, signal.SIGKILL)
+        process.communicate(b"\n")
+        assert process.returncode == 0
