@@ -24,7 +24,7 @@ from taskgraph.commands.common import (
 )
 from taskgraph.commands.running import print_result, run, tick
 from taskgraph.driver import JobSpec
-from taskgraph.errors import CoordinationError, JobError
+from taskgraph.errors import CoordinationError, JobError, TaskGraphError
 from taskgraph.jobs import JobFunction
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.local import LocalNodes
@@ -136,7 +136,7 @@ async def _launch(options: argparse.Namespace) -> int:
                 tail.close()
             progress.end()
             await follower.stop()
-            runtime.leave(entry)
+            _leave(runtime, entry)
     if status.state == State.FINISHED:
         if result is not None:
             print_result(result, as_json=False)
@@ -148,6 +148,14 @@ async def _launch(options: argparse.Namespace) -> int:
         print(f"taskgraph: {text}", file=sys.stderr)
         return 1
     raise job_failed(reached.name, status)
+
+
+def _leave(runtime: Runtime, entry: JobEntry) -> None:
+    """What became of the job counts for more than that it is listed here until this process ends."""
+    try:
+        runtime.leave(entry)
+    except (OSError, TaskGraphError) as error:
+        print(f"taskgraph: {error}", file=sys.stderr)
 
 
 def node(options: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 {runtime}/jobs/{name}/job.json    endpoints and token; only the owner can read it
 {runtime}/jobs/{name}/launcher-*  the same, of further launchers of nodes for it
 {runtime}/jobs/{name}/*.log       what its nodes print, and its embedded etcd
+{runtime}/joining.lock            held by the launcher that joins or leaves a job just now: its process id
 {runtime}/s/*/                    sockets of one launcher's nodes: their paths must be short
 {runtime}/finished/{name}.json    result and events of the last jobs
 {runtime}/finished/{name}.logs/   what their nodes and etcds printed
@@ -39,6 +40,11 @@ _STALE_KEPT = 4
 _NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,100}")
 _SOCKET_PATH = 1 + 8 + 1 + 8 + 1 + 16
 """Characters below `{runtime}/s`: the launcher's folder, the node's, and the socket's name of 16."""
+_JOINING_S = 10.0
+"""To join or leave takes milliseconds, and the removal of some logs at most."""
+_JOINING_AGAIN_S = 0.02
+_COMMAND = 120
+"""Characters of a command line that an error shows."""
 _MAX_PATH = 100
 """Some kernels take 104 bytes for a unix socket's path."""
 
@@ -121,23 +127,15 @@ class Runtime:
     def claim(self, name: str) -> Iterator[bool]:
         """Whether this process alone may run a job of that name on this host now; the kernel lets go when it ends."""
         path = self._made(self._folder(name).parent) / f"{name}.lock"
-        while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(descriptor)
-                yield False
-                return
-            with contextlib.suppress(FileNotFoundError):
-                if os.fstat(descriptor).st_ino == path.stat().st_ino:
-                    break
-            os.close(descriptor)  # it was removed between our opening and locking it
+        file = _locked(path)
+        if file is None:
+            yield False
+            return
         try:
             yield True
         finally:
             path.unlink(missing_ok=True)
-            os.close(descriptor)
+            os.close(file)
 
     def put(self, entry: JobEntry) -> None:
         """Makes a job findable. Forgets what launchers left that were killed, but for the last few."""
@@ -150,7 +148,7 @@ class Runtime:
 
     def join(self, entry: JobEntry) -> None:
         """The process of `entry` launches nodes for a job, and others of this host may do so, too."""
-        with self._joining(entry.name):
+        with self._joining():
             found = self.find(entry.name)
             if found is None:
                 self.remove(entry.name)  # what a launcher that was killed left
@@ -160,7 +158,7 @@ class Runtime:
 
     def leave(self, entry: JobEntry) -> None:
         """It launches no more: the last one that goes takes the job and its logs with it."""
-        with self._joining(entry.name):
+        with self._joining():
             ours = False
             for path in self._files(self._folder(entry.name)):
                 known = self._read(path)
@@ -171,14 +169,29 @@ class Runtime:
                 self.remove(entry.name)
 
     @contextlib.contextmanager
-    def _joining(self, name: str) -> Iterator[None]:
-        """Within, nobody else joins or leaves any job. The kernel lets go of it when the process ends."""
-        folder = os.open(self._made(self._folder(name).parent), os.O_RDONLY | os.O_DIRECTORY)
+    def _joining(self) -> Iterator[None]:
+        """Within, nobody else joins or leaves any job. The kernel lets go of it when the process ends.
+
+        Raises:
+            TaskGraphError: somebody else takes too long.
+        """
+        path = self._made(self.root) / "joining.lock"
+        until = time.monotonic() + _JOINING_S
+        while (file := _locked(path)) is None:
+            if time.monotonic() > until:
+                raise TaskGraphError(
+                    f"{path} has been locked for {_JOINING_S:g} s by {_holder(path)}: it may be stopped, or wait for "
+                    f"its disk. End it, or let it go on, and try again"
+                )
+            time.sleep(_JOINING_AGAIN_S)
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
+            with contextlib.suppress(OSError):  # a full disk: those who wait cannot say whom for
+                os.ftruncate(file, 0)
+                os.write(file, str(os.getpid()).encode())
             yield
         finally:
-            os.close(folder)
+            path.unlink(missing_ok=True)
+            os.close(file)
 
     def find(self, name: str) -> JobEntry | None:
         """The entry of a job of this host, unless its launchers are gone."""
@@ -292,6 +305,33 @@ def _started(pid: int) -> str:
     """When a process began, in the kernel's words; "" where it does not say."""
     found = _stat(pid)
     return found[19] if len(found) > 19 else ""
+
+
+def _locked(path: Path) -> int | None:
+    """A file that is locked by us now, which we remove before we close it; None: another process has it."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            if os.fstat(file).st_ino == path.stat().st_ino:
+                return file
+        os.close(file)  # it was removed between our opening and locking it
+
+
+def _holder(lock: Path) -> str:
+    """Who holds a lock with its process's id in it, for people."""
+    try:
+        pid = int(lock.read_bytes())
+    except (OSError, ValueError):
+        return "another process"
+    with contextlib.suppress(OSError):  # elsewhere than on Linux
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return f"process {pid} (`{' '.join(command.split())[:_COMMAND]}`)"
+    return f"process {pid}"
 
 
 def _written_at(path: Path) -> float:

@@ -341,3 +341,18 @@ async def test_launches_at_the_same_moment_name_their_nodes_apart(embedded_etcd:
         for launch in launches[1:]:
             assert (await launch.done()).code == 0
     await cli.nothing_left()
+
+
+async def test_a_launcher_that_cannot_leave_the_job_still_prints_its_result(
+    embedded_etcd: EmbeddedEtcd, cli: Cli
+) -> None:
+    etcd, gate = ("--etcd", embedded_etcd.endpoint), ("-o", "pause_at=2", "-o", f"gate={cli.gate}")
+    assert (await cli("submit", str(DRIVER), "--name", "sub10", *gate, *etcd)).code == 0
+    launch = await cli.start("launch", "sub10", "--nodes", "1", *etcd, "--token-file", "sub10.token")
+    await launch.until("epoch 1/")
+    lock = cli.root / "run" / "taskgraph" / "joining.lock"
+    lock.mkdir()
+    cli.open()
+    done = await launch.done()
+    assert done.code == 0 and done.out == printed(), done.err
+    assert str(lock) in done.err, done.err

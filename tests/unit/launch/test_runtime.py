@@ -8,13 +8,14 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from taskgraph.errors import JobError, TaskGraphError
+from taskgraph.launch import runtime as runtime_module
 from taskgraph.launch.runtime import JobEntry, Runtime, alive
 
 TOKEN = "ab" * 32
@@ -115,6 +116,58 @@ def test_a_launcher_beside_a_run_with_its_own_etcd_leaves_that_alone(runtime: Ru
     (runtime.folder("fit") / "etcd.log").write_text("of a run that just begins again")
     runtime.leave(launcher())
     assert (runtime.folder("fit") / "etcd.log").exists()
+
+
+_HOLDS = """
+import sys
+from pathlib import Path
+from taskgraph.launch.runtime import Runtime
+with Runtime(Path(sys.argv[1]))._joining():
+    print("held", flush=True)
+    input()
+"""
+
+
+@pytest.fixture
+def holder(runtime: Runtime) -> Iterator[subprocess.Popen[bytes]]:
+    """A launcher that does not come to the end of joining a job."""
+    command = [sys.executable, "-c", _HOLDS, str(runtime.root)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"held\n"
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("act", [Runtime.join, Runtime.leave])
+def test_a_launcher_that_takes_for_ever_to_join_a_job_is_named(
+    act: Callable[[Runtime, JobEntry], None],
+    runtime: Runtime,
+    holder: subprocess.Popen[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runtime_module, "_JOINING_S", 0.2)
+    with pytest.raises(TaskGraphError, match=rf"locked for 0\.2 s by process {holder.pid}\b.*End it") as caught:
+        act(runtime, launcher())
+    assert not Path("/proc/self/cmdline").exists() or sys.executable in str(caught.value)
+    holder.kill()
+    holder.wait(10)
+    act(runtime, launcher())
+    assert not (runtime.root / "joining.lock").exists()
+
+
+def test_a_launcher_waits_for_another_that_is_just_joining(
+    runtime: Runtime, holder: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    def sleep(pause_s: float) -> None:
+        pauses.append(pause_s)
+        if len(pauses) == 3:
+            holder.communicate(b"\n")
+
+    monkeypatch.setattr(runtime_module.time, "sleep", sleep)
+    runtime.join(launcher())
+    assert len(pauses) == 3 and runtime.find("fit") is not None
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only Linux tells when a process began")
