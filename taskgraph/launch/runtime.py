@@ -245,11 +245,21 @@ class Runtime:
         shutil.rmtree(self._folder(name), ignore_errors=True)
 
     def keep_finished(self, name: str, record: dict[str, Any]) -> None:
-        """Keeps what is left of a job; the oldest go."""
+        """Keeps what is left of a job; the oldest go.
+
+        Raises:
+            OSError: its record could not be kept; its logs are, where they can be.
+        """
         self._folder(name)
         folder = self._made(self.root / "finished")
-        write_whole(folder / f"{name}.json", json.dumps(record).encode())
-        self._keep_logs(name, self.kept_logs(name))
+        file = folder / f"{name}.json"
+        try:
+            write_whole(file, json.dumps(record).encode())
+        except OSError:
+            file.unlink(missing_ok=True)  # of an earlier job of that name: it would be taken for this one's
+            raise
+        finally:
+            self._keep_logs(name, self.kept_logs(name))
         known = sorted(folder.glob("*.json"), key=_written_at)
         for path in known[:-_FINISHED_KEPT]:
             path.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import signal
 import time
 from collections.abc import Awaitable, Callable
@@ -25,6 +26,8 @@ from taskgraph.observe.status import waits_text
 from taskgraph.protocol.records import GoneRecord, State, StatusRecord
 
 __all__ = ["Hooks", "Supervisor", "job_failed", "launch_nodes"]
+
+log = logging.getLogger("taskgraph.launch")
 
 _NODE_END_S = 5.0
 """Nodes that were told to leave, or whose job ended, get this long."""
@@ -255,7 +258,10 @@ class Supervisor:
             "result": json.loads(self._follower.kept_json) if self._follower.kept_json else None,
             "events": [json.loads(event.to_bytes()) for event in events],
         }
-        Runtime().keep_finished(self._spec.name, kept)
+        try:
+            Runtime().keep_finished(self._spec.name, kept)
+        except (OSError, TaskGraphError) as error:  # a full disk: what became of the job counts for more
+            log.warning("what is left of job %s is not kept on this host: %s", self._spec.name, error)
 
 
 def _tails(nodes: LocalNodes) -> str:

@@ -69,6 +69,21 @@ def test_a_failure_carries_the_users_own_traceback() -> None:
         tg.result("sums")
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_where_nothing_can_be_kept_of_a_job_its_result_is_told_all_the_same(
+    fails: bool, runtime: Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime.root.mkdir(mode=0o700)
+    (runtime.root / "finished").touch()  # a full disk refuses what is written there, too
+    if fails:
+        with pytest.raises(tg.JobFailed, match="one shard is empty"):
+            tg.run(sums(fail_at=3), nodes=2, timeout_s=60)
+    else:
+        assert tg.run(sums(), nodes=2, timeout_s=60).value == VALUES
+    assert [record.message for record in caplog.records if "not kept on this host" in record.message]
+    assert str(runtime.root / "finished") in caplog.text
+
+
 def test_a_timeout_names_what_was_waited_for() -> None:
     with pytest.raises(tg.JobTimeout, match=r"did not end within 4 s; it waits: .*record") as caught:
         tg.run(sums(pause_at=1, gate="/nowhere"), nodes=1, timeout_s=4)

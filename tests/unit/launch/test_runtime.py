@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -290,3 +291,19 @@ def test_the_last_finished_jobs_are_kept_with_their_logs(runtime: Runtime) -> No
     logs = sorted(path.name for path in (runtime.root / "finished").glob("*.logs"))
     assert len(logs) == 32 and logs[0] == "job02.logs"
     assert (runtime.root / "finished" / "job33.logs" / "n1.log").read_text() == "it said this"
+
+
+def test_where_the_disk_is_full_logs_are_kept_and_no_earlier_job_of_that_name(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime.keep_finished("fit", {"number": 1})
+    (runtime.folder("fit") / "n1.log").write_text("it said this")
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(runtime_module, "write_whole", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        runtime.keep_finished("fit", {"number": 2})
+    assert runtime.finished("fit") is None
+    assert (runtime.kept_logs("fit") / "n1.log").read_text() == "it said this"
