@@ -83,6 +83,8 @@ class Begun(Generic[R]):
 _GIVES_WAY_S = 200e-6
 """How long the event loop waits for a brief function. Some of it is for a thread that wakes up on another processor."""
 
+_WAKES = (1).to_bytes(8, sys.byteorder)
+"""What an eventfd takes: a number. Written once for each time that it is read."""
 
 _forks = 0
 """How many forks lie between this process and the first one that imported this: dearer to ask for is its number."""
@@ -221,13 +223,16 @@ class PooledThreads:
 
 
 class _Thread:
-    """A thread, and what wakes it."""
+    """A thread, and what wakes it: an eventfd, which is one descriptor; elsewhere than on Linux a pipe."""
 
     __slots__ = ("_read", "_write", "work")
 
     def __init__(self, serve: Callable[[_Thread], None], name: str, work: _Work[Any]) -> None:
         self.work: _Work[Any] | None = work
-        self._read, self._write = os.pipe()
+        if sys.platform == "linux":
+            self._read = self._write = os.eventfd(0)
+        else:
+            self._read, self._write = os.pipe()
         try:
             threading.Thread(target=serve, args=(self,), name=name, daemon=True).start()
         except BaseException:
@@ -237,14 +242,14 @@ class _Thread:
     def wake(self, work: _Work[Any] | None) -> None:
         """It is idle, and has this to do."""
         self.work = work
-        os.write(self._write, b"\0")
+        os.write(self._write, _WAKES)
 
     def wait(self) -> None:
-        os.read(self._read, 1)
+        os.read(self._read, len(_WAKES))
 
     def close(self) -> None:
-        os.close(self._read)
-        os.close(self._write)
+        for descriptor in {self._read, self._write}:
+            os.close(descriptor)
 
 
 class _Work(Generic[R]):
@@ -289,8 +294,8 @@ class _Work(Generic[R]):
         self.took_s = time.perf_counter() - began
 
     def end_child(self) -> NoReturn:
-        """The function forked, and returned in the child, too: that has the pipes of the threads, and would be woken
-        in their place."""
+        """The function forked, and returned in the child, too: that has what wakes the threads, and would be woken in
+        their place."""
         if self._error is not None:
             traceback.print_exception(self._error)
         name = threading.current_thread().name

@@ -277,7 +277,7 @@ async def test_where_no_more_threads_can_be_made_those_there_are_do_it_all(
     first = pool.run(lambda: go.wait(10))
     open_before = set(os.listdir("/proc/self/fd")) if sys.platform == "linux" else set()
 
-    def pipe() -> tuple[int, int]:
+    def none_left(*arguments: object) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     def start(thread: threading.Thread) -> None:
@@ -285,7 +285,8 @@ async def test_where_no_more_threads_can_be_made_those_there_are_do_it_all(
 
     with monkeypatch.context() as patched:
         if lacking == "a descriptor":
-            patched.setattr(os, "pipe", pipe)
+            for name in ("eventfd", "pipe"):
+                patched.setattr(os, name, none_left, raising=False)
         else:
             patched.setattr(threading.Thread, "start", start)
         second = pool.run(lambda: 2)
@@ -298,6 +299,23 @@ async def test_where_no_more_threads_can_be_made_those_there_are_do_it_all(
     assert await first
     assert await second == 2
     pool.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it takes the two of a pipe")
+async def test_a_thread_takes_one_descriptor_and_gives_it_back() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    pool, together = PooledThreads("t", limit=8), threading.Barrier(8)
+
+    def meets() -> threading.Thread:
+        together.wait(10)
+        return threading.current_thread()
+
+    used = await asyncio.gather(*(pool.run(meets) for _ in range(8)))
+    assert len(set(os.listdir("/proc/self/fd")) - before) == 8
+    pool.close()
+    for thread in used:
+        thread.join(10)
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 async def test_an_idle_thread_keeps_nothing_of_what_it_did(pool: PooledThreads) -> None:
@@ -343,7 +361,7 @@ asyncio.run(main())
 
 
 def test_a_child_that_a_function_forks_and_that_returns_from_it_takes_no_work() -> None:
-    """It has the same pipes: what wakes a thread would wake one of the two."""
+    """It has the same descriptors: what wakes a thread would wake one of the two."""
     script = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _FORKS]
     done = subprocess.run(script, capture_output=True, text=True, timeout=60)
     assert done.stdout == "1\n", done.stderr
