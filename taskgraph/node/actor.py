@@ -16,17 +16,18 @@ import contextlib
 import functools
 import inspect
 import os
+import sys
 import threading
 import traceback
 import weakref
 from collections.abc import Callable, Coroutine, Generator
 from pathlib import Path
 from types import FrameType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import JobError
-from taskgraph.node import lastwords
+from taskgraph.node import forks, lastwords
 from taskgraph.node.threads import Threads
 from taskgraph.observe.trace import Tracing, clock
 
@@ -91,6 +92,7 @@ class Actor:
         self._cancel_s = cancel_s
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
+        self.forks = forks.count
         self._turn = asyncio.Lock()
         self._in_turn = threading.local()
         self._running: dict[int, Running] = {}
@@ -136,7 +138,11 @@ class Actor:
                 words.runs(self.task, stamp, where)
             try:
                 try:
-                    waited = coroutine.send(None)
+                    try:
+                        waited = coroutine.send(None)
+                    finally:
+                        if forks.count != self.forks:
+                            self.end_child(where)
                 except StopIteration as returned:  # without a wait, as most do
                     result: R = returned.value
                 else:
@@ -187,12 +193,17 @@ class Actor:
         if words is not None:
             words.ran()
         try:
-            result: R = await _Resumed(coroutine, waited, turn)
+            result: R = await _Resumed(self, where, coroutine, waited, turn)
             return result
         finally:
             if words is not None:
                 words.runs(self.task, stamp, where)
             self._end(mark)
+
+    def end_child(self, where: str) -> NoReturn:
+        """In a child that a coroutine forked, and that came back from it or awaits something."""
+        error = sys.exception()
+        forks.end_child(f"task {self.task}, {where!r}", None if isinstance(error, StopIteration) else error)
 
     async def _call_thread(
         self,
@@ -334,13 +345,17 @@ class _Resumed:
         turn: None where it needs none. Only threads hold one for longer than it takes the event loop to notice.
     """
 
-    def __init__(self, coroutine: Coroutine[Any, Any, R], waited: Any, turn: asyncio.Lock | None) -> None:
+    def __init__(
+        self, actor: Actor, where: str, coroutine: Coroutine[Any, Any, R], waited: Any, turn: asyncio.Lock | None
+    ) -> None:
+        self._actor = actor
+        self._where = where
         self._coroutine = coroutine
         self._waited = waited
         self._turn = turn
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        coroutine, waited, turn = self._coroutine, self._waited, self._turn
+        actor, coroutine, waited, turn = self._actor, self._coroutine, self._waited, self._turn
         try:
             while True:
                 error: BaseException | None = None
@@ -356,7 +371,11 @@ class _Resumed:
                     else:
                         turn.release()
                 try:
-                    waited = coroutine.send(None) if error is None else coroutine.throw(error)
+                    try:
+                        waited = coroutine.send(None) if error is None else coroutine.throw(error)
+                    finally:
+                        if forks.count != actor.forks:
+                            actor.end_child(self._where)
                 except StopIteration as stop:
                     return stop.value
         finally:

@@ -34,6 +34,7 @@ from taskgraph.node.deviceloss import DeviceLoss
 from taskgraph.node.draining import Draining
 from taskgraph.node.failing import failure_record
 from taskgraph.node.fatal import FatalCode
+from taskgraph.node.forks import kept_from_children
 from taskgraph.node.leader import LeaderRole
 from taskgraph.node.noticing import Noticing
 from taskgraph.node.primary import Primary
@@ -282,7 +283,8 @@ class Node:
             self.registration = Registration(self, self._record())
             await self.registration.register()
             try:
-                await self._live()
+                with kept_from_children():
+                    await self._live()
             finally:
                 await self.registration.leave()
         finally:

@@ -9,10 +9,11 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
+
+from taskgraph.node import forks
 
 __all__ = ["Begun", "PooledThreads", "Threads", "Work"]
 
@@ -86,17 +87,6 @@ _GIVES_WAY_S = 200e-6
 _WAKES = (1).to_bytes(8, sys.byteorder)
 """What an eventfd takes: a number. Written once for each time that it is read."""
 
-_forks = 0
-"""How many forks lie between this process and the first one that imported this: dearer to ask for is its number."""
-
-
-def _after_fork() -> None:
-    global _forks
-    _forks += 1
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
 
 class PooledThreads:
     """Threads that are made when needed and reused.
@@ -113,7 +103,7 @@ class PooledThreads:
     def __init__(self, name: str, limit: int) -> None:
         self._name = name
         self._limit = limit
-        self._forks = _forks
+        self._forks = forks.count
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._threads = 0
@@ -193,7 +183,7 @@ class PooledThreads:
         while (work := thread.work) is not None:
             thread.work = None
             work.do()
-            if _forks != self._forks:
+            if forks.count != self._forks:
                 work.end_child()
             with self._lock:
                 idle = not self._waiting and not self._closed
@@ -294,13 +284,8 @@ class _Work(Generic[R]):
         self.took_s = time.perf_counter() - began
 
     def end_child(self) -> NoReturn:
-        """The function forked, and returned in the child, too: that has what wakes the threads, and would be woken in
-        their place."""
-        if self._error is not None:
-            traceback.print_exception(self._error)
-        name = threading.current_thread().name
-        print(f"{name}: a function forked this process and returned from it: it ends here", file=sys.stderr, flush=True)
-        os._exit(1)
+        """The function forked, and returned in the child, too, which has what wakes the threads."""
+        forks.end_child(threading.current_thread().name, self._error)
 
     def end(self) -> None:
         self.ended = True

@@ -207,3 +207,15 @@ async def test_kills_on_purpose_are_not_blamed_on_what_ran(cli: Cli) -> None:
     result = json.loads(done.out.splitlines()[-1])
     assert result["values"]["0"] == sums() and result["failovers"] >= 3
     await cli.nothing_left()
+
+
+@pytest.mark.parametrize("in_task", [False, True])
+async def test_a_child_that_a_coroutine_forks_leaves_its_parents_node_alone(cli: Cli, in_task: bool) -> None:
+    driver = str(DRIVER.with_name("forking.py"))
+    done = await cli("run", driver, "--nodes", "3", "-o", f"in_task={in_task}", "--logs", "--json", "--timeout", "40")
+    assert done.code == 0, done.err
+    result = json.loads(done.out.splitlines()[-1])
+    assert result["values"]["0"] == sum(number * (1 + 2 + 3) for number in range(40))
+    assert (result["failovers"], result["restarts"]) == (0, 0)
+    assert "a function forked this process, and the child came back from it" in done.err
+    await cli.nothing_left()

@@ -1,0 +1,84 @@
+"""A child that user code forks ends where it comes back to us: it has its parent's sockets, event loop and threads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+_JOB = """
+import asyncio, os, sys
+import taskgraph as tg
+
+how, children = sys.argv[1], []
+
+async def forks():
+    future = asyncio.get_running_loop().create_future()
+    child = os.fork()
+    if child:
+        children.append(child)
+    elif how in ("raises", "raises in a task"):
+        raise KeyError("in the child")
+    elif how == "exits":
+        sys.exit(7)
+    elif how == "ends by itself":
+        os._exit(9)
+    elif how in ("awaits", "awaits in a task"):
+        await asyncio.sleep(0)
+    elif how == "awaits a future in a task":
+        await future
+    elif how == "runs a loop":
+        os._exit(asyncio.new_event_loop().run_until_complete(asyncio.sleep(0.05, 11)))
+
+class Counts(tg.Task, state=["epochs"]):
+    def setup(self):
+        self.epochs = 0
+    def compose(self, epoch):
+        epoch.processor(self.send, outbound={"a": self.task_id})
+        epoch.processor(self.count, inbound={"a": self.task_id})
+    async def send(self, epoch, ins, outs):
+        if epoch.number == 3 and self.task_id == 1:
+            if how == "after an await":
+                await asyncio.sleep(0.01)
+            if "in a task" in how:
+                task = asyncio.create_task(forks())
+                await (asyncio.sleep(0.05) if "which nobody" in how else task)
+            else:
+                await forks()
+        outs.put("a", 1)
+    def count(self, epoch, ins, outs):
+        self.epochs += ins["a"]
+    def result(self):
+        return self.epochs
+
+job = tg.Job(tasks=2, epochs=6, builder=lambda task: Counts(), name="forking")
+print(tg.run(job, nodes=0, timeout_s=30).values, [os.waitstatus_to_exitcode(os.waitpid(c, 0)[1]) for c in children])
+"""
+
+
+_SAID = "a function forked this process, and the child came back from it"
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "told"),
+    [
+        ("returns", 1, _SAID),
+        ("after an await", 1, _SAID),
+        ("awaits", 1, f"task 1, 'send': {_SAID}"),
+        ("raises", 1, f"KeyError: 'in the child'\ntask 1, 'send': {_SAID}"),
+        ("in a task", 1, f"the event loop: {_SAID}"),
+        ("in a task which nobody awaits", 1, f"the event loop: {_SAID}"),
+        ("awaits in a task", 1, f"the event loop: {_SAID}"),
+        ("awaits a future in a task", 1, f"the event loop: {_SAID}"),
+        ("raises in a task", 1, f"the event loop: {_SAID}"),
+        ("exits", 7, ""),
+        ("ends by itself", 9, ""),
+        ("runs a loop", 11, ""),
+    ],
+)
+def test_a_child_of_a_coroutine_takes_no_part_in_the_job(how: str, code: int, told: str) -> None:
+    script = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _JOB, how]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{{0: 6, 1: 6}} [{code}]\n", done.stderr
+    assert told in done.stderr and bool(told) == bool(done.stderr), done.stderr
