@@ -83,7 +83,7 @@ class DeviceLoss:
                 await self._tell(GoneRecord(reason=reason, task=task, epoch=epoch, writer=node.writer()))
         except CoordinationError as failed:
             node.log.warning("cannot tell why this node ends: %s", failed)
-        for replica in node.replicas.values():
+        for replica in node.roles.replicas.values():
             replica.actor.abandoned = True  # none of its code runs here any more, `teardown` neither
         node.end_with(self.error)
 

@@ -46,7 +46,7 @@ class Draining:
         if node.now() >= self._until:
             return True
         view = node.keeper.view
-        if node.registration is None or not node.registration.draining or node.primaries or node.runs:
+        if node.registration is None or not node.registration.draining or node.roles.primaries or node.roles.runs:
             return False
         tasks = range(node.job.tasks)
         return not any(view.primary_node(t) == node.id or node.id in view.in_sync(t) for t in tasks)

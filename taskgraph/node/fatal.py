@@ -9,7 +9,6 @@ from taskgraph.node.failing import fatal_record
 from taskgraph.protocol import transactions
 from taskgraph.protocol.fatal import Fatal, fatal
 from taskgraph.protocol.kv import Compare
-from taskgraph.protocol.records import State
 
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
@@ -37,7 +36,7 @@ class FatalCode:
     def _results_due(self) -> bool:
         """Whether `result()` runs, or may have to run again; the epochs are all committed."""
         view = self._node.keeper.view
-        return view.status is not None and view.status.record.state == State.FINISHED and not view.collected
+        return view.finished and not view.collected
 
     async def _fail(self, found: Fatal) -> None:
         node, view = self._node, self._node.keeper.view
@@ -53,4 +52,4 @@ class FatalCode:
         else:
             await node.keeper.refresh()
         self._failing = None
-        node.reconsider()
+        node.roles.reconsider()

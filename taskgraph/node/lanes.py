@@ -213,7 +213,7 @@ class Lanes:
         if self._task == 0:
             if node.spec.checkpoint is not None:
                 await self._checkpoint(stamp, previous)
-            rows = None if self._dones else node.rows_now(self._task, stamp, previous)
+            rows = None if self._dones else node.roles.rows_now(self._task, stamp, previous)
         primary.stage, replica.actor.stamp = "snapshot", stamp
         value = await replica.snapshot(attempt.numbers, {stamp.epoch - 1: rows} if rows else {}, stays=True)
         attempt.put_bytes += value.size_bytes
@@ -253,7 +253,7 @@ class Lanes:
                 value = await replica.hosted(value)
             if rows is None:
                 self.lacking = f"what the tasks report in epoch {attempt.number - 1}"
-                rows = await self._node.rows_before(self._task, attempt.stamp, worked.previous)
+                rows = await self._node.roles.rows_before(self._task, attempt.stamp, worked.previous)
                 value = await replica.with_rows(value, {attempt.number - 1: rows} if rows else {})
         finally:
             self.lacking = ""
@@ -315,7 +315,7 @@ class Lanes:
             return  # undone just now
         if primary.writer.due(committed.stamp, stateful=replica.stateful):
             primary.stage = "reports of the epoch before"
-            await self._node.rows_before(self._task, stamp, previous)
+            await self._node.roles.rows_before(self._task, stamp, previous)
             primary.stage = primary.writer.stage
             await primary.writer.room()
             primary.stage = ""

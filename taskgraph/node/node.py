@@ -1,8 +1,7 @@
 """The node: what one process does for a job, from registering to leaving.
 
-`reconcile` is the heart: whenever the view or a suspicion changes, it compares what etcd says with what runs here:
-primaries of gone terms step down, replicas nobody wishes for go, tasks without a primary are taken over, and the
-leader's role follows task 0. It only starts and stops things; what they do is in their own modules.
+What it is to each task, and so what runs here, is in `roles.py`. Here is what holds that together: the parts of a node,
+what they ask of each other, how its life begins, and when it is over.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from typing import Any
 from taskgraph.checkpoint.places import Place
 from taskgraph.coordination.api import Coordinator
 from taskgraph.coordination.viewkeeper import ViewKeeper
-from taskgraph.device import shared
-from taskgraph.device.cuda import array_module
 from taskgraph.device.visible import device_ids
 from taskgraph.driver import JobSpec
 from taskgraph.errors import (
@@ -35,12 +32,9 @@ from taskgraph.node.draining import Draining
 from taskgraph.node.failing import failure_record
 from taskgraph.node.fatal import FatalCode
 from taskgraph.node.forks import kept_from_children
-from taskgraph.node.leader import LeaderRole
 from taskgraph.node.noticing import Noticing
-from taskgraph.node.primary import Primary
 from taskgraph.node.registration import Registration
-from taskgraph.node.replica import Replica
-from taskgraph.node.reports import Rows
+from taskgraph.node.roles import Roles
 from taskgraph.node.router import Router
 from taskgraph.node.serving import Serving
 from taskgraph.node.suspicion import Suspicion
@@ -54,10 +48,8 @@ from taskgraph.observe.status import NodeStatus, TaskResult
 from taskgraph.observe.trace import Tracing
 from taskgraph.protocol import transactions
 from taskgraph.protocol.kv import Compare, Txn
-from taskgraph.protocol.messages import HandOver, Release, Stamp
 from taskgraph.protocol.placement import Wish
-from taskgraph.protocol.records import NodeRecord, State
-from taskgraph.task import BecameBackup
+from taskgraph.protocol.records import NodeRecord
 from taskgraph.transport.api import Transport
 
 __all__ = ["Node", "Point"]
@@ -108,40 +100,34 @@ class Node:
         self.log = logging.getLogger("taskgraph.node")
         self.keeper = ViewKeeper(coordinator, spec.name, refresh_s=self.settings.refresh_s)
         self.router = Router(transport, self.keeper)
-        self.primaries: dict[int, Primary] = {}
-        self.leader: LeaderRole | None = None
-        self._control, self._devices = control, devices
+        self.roles = Roles(self)
+        self._control, self.devices = control, devices
         self.host = host or socket.gethostname()
-        self._threads = threads or PooledThreads(f"{name}-task", limit=max(64, 2 * job.tasks))
+        self.threads = threads or PooledThreads(f"{name}-task", limit=max(64, 2 * job.tasks))
         self._point = point
         self.injects = point is not None
         """Whether there is anything to call at `point`: an epoch comes by five of them."""
         self.injects_held = self.injects and own_process
         """Whether `held` is one of its stages: only for nodes that are processes of their own (`inject.STAGES`)."""
-        self.replicas: dict[int, Replica] = {}
-        self.runs: dict[int, asyncio.Task[None]] = {}
-        self._leading: asyncio.Task[None] | None = None
         self.takeovers = TakeOvers(self)
         # Threads of their own: a place that hangs must take none from user code.
         self._file_threads = file_threads or threads or PooledThreads(f"{name}-files", limit=FILES_AT_A_TIME)
         self.checkpoints = CheckpointReader(self, self._file_threads, place)
-        self._noticing = Noticing(self)
+        self.noticing = Noticing(self)
         self.writes = Writes(coordinator)
-        self.stepping_down: dict[int, asyncio.Task[None]] = {}
-        self._wishes = Wishes(self)
-        self._device_loss = DeviceLoss(self, own_process)
-        self._own_process = own_process
+        self.wishes = Wishes(self)
+        self.device_loss = DeviceLoss(self, own_process)
+        self.own_process = own_process
         self.fatal_code = FatalCode(self)
         self._draining = Draining(self)
         self._serving = Serving(self)
-        self._suspicion = Suspicion(self, self.reconsider)
+        self.suspicion = Suspicion(self, self.roles.reconsider)
         self.registration: Registration | None = None
         self.paused = True
         """Whether it cannot prove its lease just now, as `Registration` says; every message asks for it."""
         self._group: asyncio.TaskGroup | None = None
         self._leaving = False
         self._owned: dict[asyncio.Task[None], None] = {}
-        self._dirty = asyncio.Event()
         self._failure: asyncio.Future[None] | None = None
         self._writes = itertools.count(1)
         self._known_spec: bytes | None = None
@@ -180,15 +166,15 @@ class Node:
 
     @property
     def gone(self) -> frozenset[str]:
-        return self._suspicion.gone
+        return self.suspicion.gone
 
     @property
     def suspects(self) -> frozenset[str]:
-        return self._suspicion.suspects
+        return self.suspicion.suspects
 
     def wish(self, task: int) -> Wish | None:
         """Where placement wants the replicas of a task; None while nobody knows."""
-        return self._wishes.of(task)
+        return self.wishes.of(task)
 
     async def while_paused(self) -> None:
         if self.registration is not None:
@@ -211,17 +197,16 @@ class Node:
         task.add_done_callback(lambda done: self._owned.pop(done, None))
         return task
 
+    def wait_for(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Runs something that is not cancelled when the node ends, but waited for."""
+        if self._group is None:
+            work.close()
+        else:
+            self._group.create_task(work, name=name)
+
     async def transact(self, txn: Txn, *, key: str, writer: str) -> int | None:
         """Executes a transaction until its outcome is known; see `Writes.transact`."""
         return await self.writes.transact(txn, key=key, writer=writer)
-
-    async def rows_before(self, task: int, stamp: Stamp, own: dict[str, float]) -> Rows:
-        """Task 0's boundary carries the reports of the epoch before: its leader knows them, or will."""
-        return await self.leader.rows_before(stamp, own) if task == 0 and self.leader is not None else {}
-
-    def rows_now(self, task: int, stamp: Stamp, own: dict[str, float]) -> Rows | None:
-        """The same where it knows them; else None."""
-        return self.leader.rows_now(stamp, own) if task == 0 and self.leader is not None else {}
 
     async def fail_job(
         self,
@@ -238,7 +223,7 @@ class Node:
         Args:
             finished: also where its epochs are all committed (a `result()` that raises).
         """
-        also = self._device_loss.why_fail(error, task, epoch or 0) if task is not None else ""
+        also = self.device_loss.why_fail(error, task, epoch or 0) if task is not None else ""
         return also is not None and await self.fail_with(error, task, epoch, fences, also, finished=finished)
 
     async def fail_with(
@@ -255,7 +240,7 @@ class Node:
         writer = self.writer()
         status = failure_record(error, task, epoch, writer, also)
         view = self.keeper.view
-        if view.status is None or not (view.running or (finished and view.status.record.state == State.FINISHED)):
+        if view.status is None or not (view.running or (finished and view.finished)):
             return False
         txn = transactions.fail(view, status, fences)
         revision = await self.transact(txn, key=view.keys.status, writer=writer)
@@ -265,6 +250,11 @@ class Node:
         self.events.emit("failed", status.reason, task=task, epoch=epoch)
         await self.keeper.caught_up(revision)
         return True
+
+    async def fail_early(self, error: UserCodeError | TaskGraphError, task: int) -> None:
+        """User code failed before there was a primary: this node's own key is the fence."""
+        epoch = self.keeper.view.stamp.epoch if self.keeper.view.stamp else None
+        await self.fail_job(error, task, epoch, (Compare(self.keeper.view.keys.node(self.id), self.node_revision),))
 
     # -- life -------------------------------------------------------------------------------------
 
@@ -288,23 +278,23 @@ class Node:
             finally:
                 await self.registration.leave()
         finally:
-            self._threads.close()
+            self.threads.close()
             self._file_threads.close()
             await self.transport.close()
 
     async def _live(self) -> None:
         assert self.registration is not None
-        stop = self.keeper.on_change(self._view_changed)
+        stop = self.keeper.on_change(self.roles.follow)
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 services = [
                     group.create_task(self.keeper.run(), name="view"),
                     group.create_task(self.registration.run(), name="lease"),
-                    group.create_task(self._suspicion.watch_absent(), name="absent nodes"),
-                    group.create_task(self._suspicion.watch_leases(), name="leases"),
-                    group.create_task(self._noticing.watch_slow_code(), name="slow code"),
-                    group.create_task(self._reconcile_loop(), name="reconcile"),
+                    group.create_task(self.suspicion.watch_absent(), name="absent nodes"),
+                    group.create_task(self.suspicion.watch_leases(), name="leases"),
+                    group.create_task(self.noticing.watch_slow_code(), name="slow code"),
+                    group.create_task(self.roles.run(), name="reconcile"),
                 ]
                 try:
                     await self._until_over()
@@ -318,7 +308,7 @@ class Node:
 
     async def _stop_everything(self, services: list[asyncio.Task[None]]) -> None:
         self._leaving = True  # nobody would end what is begun from now on
-        setups = [r.setting_up for r in self.replicas.values() if r.setting_up is not None]
+        setups = [r.setting_up for r in self.roles.replicas.values() if r.setting_up is not None]
         tasks = [*services, *self._owned, *setups]
         pending, rounds = set(tasks), 0
         while pending:
@@ -327,17 +317,12 @@ class Node:
             # They let a running compute return first; one that does not is left to the process's end.
             _, pending = await asyncio.wait(pending, timeout=_STOP_S)
             if pending:
-                self._threads.abandon()
+                self.threads.abandon()
                 rounds += 1
                 if rounds % _STOP_TOLD == 0:
                     self.log.warning("still ending: %s", ", ".join(sorted(task.get_name() for task in pending)))
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.primaries.clear()
-        for replica in list(self.replicas.values()):  # an offer on its way may make another one meanwhile
-            try:
-                await replica.tear_down()
-            except UserCodeError as error:
-                self.log.error("teardown of task %d raised:\n%s", replica.task, error.traceback_text)
+        await self.roles.end()
 
     def _record(self) -> NodeRecord:
         return NodeRecord(
@@ -349,8 +334,8 @@ class Node:
             control=self._control,
             fingerprint=self.spec.fingerprint,
             lease=0,
-            devices=self._devices,
-            device_ids=device_ids(self._devices),
+            devices=self.devices,
+            device_ids=device_ids(self.devices),
         )
 
     def _check_spec(self) -> None:
@@ -382,12 +367,12 @@ class Node:
         view = self.keeper.view
         while True:
             await self.keeper.wait_until(lambda v: not v.running or self._other_run() or self._draining.over)
-            if self._draining.over or self._other_run() or not _finished(view.status):
+            if self._draining.over or self._other_run() or not view.finished:
                 return
             try:
                 async with asyncio.timeout(self.settings.results_kept_s):
                     await self.keeper.wait_until(
-                        lambda v: v.collected or self._other_run() or not _finished(v.status) or self._draining.over
+                        lambda v: v.collected or self._other_run() or not v.finished or self._draining.over
                     )
             except TimeoutError:
                 self.log.warning("nobody collected the results within %g s", self.settings.results_kept_s)
@@ -406,173 +391,13 @@ class Node:
         """Asks the node to hand everything over and leave. Asking again changes nothing."""
         self._draining.begin(why)
 
-    # -- reacting ---------------------------------------------------------------------------------
-
     def _on_lost(self, node: str) -> None:
         if self.running:
-            self._suspicion.lost(node)
-
-    def _view_changed(self) -> None:
-        """Every change of the view, synchronously: backups free what etcd says is history."""
-        view = self.keeper.view
-        if view.epoch is not None:
-            for replica in self.replicas.values():
-                replica.follow(view.epoch.record)
-        if view.structure_revision != self._wishes.revision:
-            self._dirty.set()
-
-    def reconsider(self) -> None:
-        self._dirty.set()
-        self.keeper.notify_later()
-
-    async def _reconcile_loop(self) -> None:
-        while True:
-            self._dirty.clear()
-            self.reconcile()
-            try:
-                # The timeout is for what no event announces: a start that waits for nodes, an absence that lasts.
-                async with asyncio.timeout(1.0):
-                    await self._dirty.wait()
-            except TimeoutError:
-                pass
-
-    def reconcile(self) -> None:
-        """Brings what runs here in line with the view. Synchronous: it decides and starts, others do."""
-        view = self.keeper.view
-        if self.id in view.gone:
-            self.end_with(
-                self._device_loss.error
-                or TaskGraphError(f"{self.name} was declared gone: {view.gone[self.id].record.reason}")
-            )
-            return
-        self._suspicion.update()
-        for task, primary in list(self.primaries.items()):
-            if view.revision < primary.revision:
-                continue  # the view has not come to its take-over yet
-            if not view.is_primary(task, self.id, primary.term):
-                self._step_down(task)
-            else:
-                primary.check_terms()
-        if not self._wishes.may_start():
-            return
-        self._wishes.update()
-        if not self.fatal_code.look() and (view.running or _finished(view.status)):
-            for task in range(self.job.tasks):
-                self.takeovers.consider(task)
-            self.takeovers.tell_unseated()
-        self._drop_replicas()
-        self._follow_leadership()
-        self._noticing.look()
-        self.keeper.notify_later()
-
-    def begin_term(self, primary: Primary) -> None:
-        """A take-over succeeded: the primary works until the view shows another."""
-        task = primary.task
-        self.primaries[task] = primary
-        run = self.runs[task] = self.own(self._run_primary(primary), f"primary of task {task}")
-        run.add_done_callback(lambda _: self.runs.pop(task, None))
-        self.reconsider()
-
-    async def _run_primary(self, primary: Primary) -> None:
-        """A primary's term; what it cannot handle ends the node, so that others take over."""
-        try:
-            await primary.run()
-        except Exception as error:
-            self.log.exception("task %d, term %d: cannot go on", primary.task, primary.term)
-            self.end_with(TaskGraphError(f"task {primary.task} on {self.name} cannot go on: {error}"))
-
-    async def fail_early(self, error: UserCodeError | TaskGraphError, task: int) -> None:
-        """User code failed before there was a primary: this node's own key is the fence."""
-        epoch = self.keeper.view.stamp.epoch if self.keeper.view.stamp else None
-        await self.fail_job(error, task, epoch, (Compare(self.keeper.view.keys.node(self.id), self.node_revision),))
-
-    def _step_down(self, task: int) -> None:
-        """The view shows another primary: this one's term is over."""
-        primary = self.primaries.pop(task)
-        if task == 0:
-            self._stop_leading()
-        run = self.runs.get(task)
-        self.stepping_down[task] = self.own(self._finish_step_down(primary, run), f"step down from task {task}")
-
-    async def _finish_step_down(self, primary: Primary, run: asyncio.Task[None] | None) -> None:
-        task = primary.task
-        if run is not None:
-            run.cancel()
-            await asyncio.gather(run, return_exceptions=True)
-        replica = primary.replica
-        if replica.ready:
-            replica.user_task.primary = False
-            try:
-                await replica.tell(BecameBackup(term=self.keeper.view.term(task)))
-            except UserCodeError as error:
-                await self.fail_early(error, task)
-        del self.stepping_down[task]
-        self.reconsider()
+            self.suspicion.lost(node)
 
     def end_with(self, error: TaskGraphError) -> None:
         if self._failure is not None and not self._failure.done():
             self._failure.set_exception(error)
-
-    # -- replicas, leader, neighbors --------------------------------------------------------------
-
-    def replica(self, task: int) -> Replica:
-        """This node's replica of a task, made where there is none."""
-        known = self.replicas.get(task)
-        if known is None:
-            xp, device = array_module(self._devices)
-            if device is not None and self._own_process:
-                shared.offer(device)
-            known = self.replicas[task] = Replica(
-                task, self.job, self.router, self._threads, xp=xp, device=device, tracing=self.tracing
-            )
-            if self.keeper.view.epoch is not None:
-                known.follow(self.keeper.view.epoch.record)
-        return known
-
-    async def take_hand_over(self, message: HandOver) -> None:
-        """A task's primary hands over to this in-sync backup."""
-        await self.takeovers.hand_over(message)
-
-    def release(self, message: Release) -> None:
-        """A primary does not count on what this node holds for it any more."""
-        replica = self.replicas.get(message.task)
-        if replica is not None:
-            replica.release(message.term, message.invitation)
-            self._dirty.set()
-
-    def _drop_replicas(self) -> None:
-        """Replicas that are neither primary, nor member, nor wished for."""
-        view = self.keeper.view
-        for task, replica in list(self.replicas.items()):
-            if task in self.primaries or task in self.takeovers or task in self.stepping_down:
-                continue
-            wish = self.wish(task)
-            wished = wish is None or self.id == wish.primary or self.id in wish.backups
-            if wished or self.id in view.in_sync(task) or view.primary_node(task) == self.id:
-                continue
-            if not replica.may_go(view.term(task)):
-                continue
-            del self.replicas[task]
-            if self._group is not None:  # not owned: it is not cancelled when the node ends, but waited for
-                self._group.create_task(self._tear_down(replica), name=f"tear down task {task}")
-
-    async def _tear_down(self, replica: Replica) -> None:
-        try:
-            await replica.tear_down()
-        except UserCodeError as error:
-            await self.fail_early(error, replica.task)
-
-    def _follow_leadership(self) -> None:
-        primary = self.primaries.get(0)
-        if primary is not None and self.leader is None:
-            self.leader = LeaderRole(self, primary)
-            self._leading = self.own(self.leader.run(), "leader")
-
-    def _stop_leading(self) -> None:
-        self.leader = None
-        if self._leading is not None:
-            self._leading.cancel()
-            self._leading = None
 
     # -- what control and tests ask ---------------------------------------------------------------
 
@@ -588,7 +413,7 @@ class Node:
     @property
     def latest(self) -> int:
         """The latest epoch that a task here has begun, or the one at work; -1: none."""
-        begun = (primary.attempts.latest for primary in self.primaries.values())
+        begun = (primary.attempts.latest for primary in self.roles.primaries.values())
         return max(self.epoch, *(stamp.epoch for stamp in begun if stamp is not None), -1)
 
     async def epoch_read(self, epoch: int) -> None:
@@ -598,7 +423,3 @@ class Node:
     async def results(self) -> list[TaskResult]:
         """After the last commit: what the primaries here return. Waits until they computed it."""
         return await task_results(self)
-
-
-def _finished(status: object) -> bool:
-    return status is not None and status.record.state == State.FINISHED  # type: ignore[attr-defined]

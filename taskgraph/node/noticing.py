@@ -28,7 +28,7 @@ class Noticing:
         before, self._terms_seen = self._terms_seen, seen
         epoch = view.stamp.epoch if view.stamp else 0
         for task, (term, dead) in changed.items():
-            for primary in self._node.primaries.values():
+            for primary in self._node.roles.primaries.values():
                 replica = primary.replica
                 if not replica.ready or "on_event" not in replica.shape.overrides or primary.task == task:
                     continue
@@ -48,7 +48,7 @@ class Noticing:
             await asyncio.sleep(min(1.0, limit / 4))
             current = {
                 (r.task, running.where, running.since)
-                for r in self._node.replicas.values()
+                for r in self._node.roles.replicas.values()
                 for running in r.actor.running
             }
             told &= current

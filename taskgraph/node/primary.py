@@ -292,7 +292,7 @@ class Primary:
         return now.epoch
 
     async def _unless_replaced(self) -> None:
-        """Returns at once, or never where another primary was read: the node cancels this one (`Node.reconcile`).
+        """Returns at once, or never where another primary was read: the node cancels this one (`Roles.reconcile`).
 
         Its successors may have committed since, by the same view: that their boundary is not here is no mistake then.
         """

@@ -110,7 +110,7 @@ class Registration:
             if self._unproved(lease):
                 return
             await node.keeper.load()
-            node.reconcile()  # primaries of gone terms step down now: those that stay are the ones this view names
+            node.roles.reconcile()  # primaries of gone terms step down now: who stays is named by this view
             if node.id in node.keeper.view.gone:
                 return  # the node sees that, and ends
             record = dataclasses.replace(self._record, lease=lease.id, writer=node.writer())

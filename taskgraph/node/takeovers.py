@@ -56,7 +56,7 @@ class TakeOvers:
             wished=wish is not None and wish.primary == self._node.id,
             stateful=primary.record.stateful if primary else False,
             unseated=wish is not None and wish.primary is None and self._node.speaks(),
-            dropped=task not in self._node.primaries and task not in self._node.stepping_down,
+            dropped=task not in self._node.roles.primaries and task not in self._node.roles.stepping_down,
         )
 
     @property
@@ -68,9 +68,9 @@ class TakeOvers:
     def consider(self, task: int) -> None:
         """Looks at one task, and begins a take-over where it is called for."""
         if (
-            task in self._node.primaries
+            task in self._node.roles.primaries
             or task in self._under_way
-            or task in self._node.stepping_down
+            or task in self._node.roles.stepping_down
             or self._node.paused
             or self._node.keeper.view.collected  # all leave, and nobody needs their tasks any more
         ):
@@ -143,7 +143,7 @@ class TakeOvers:
 
         def done(_: object) -> None:
             self._under_way.pop(task, None)
-            self._node.reconsider()
+            self._node.roles.reconsider()
 
         running.add_done_callback(done)
         return running
@@ -169,7 +169,7 @@ class TakeOvers:
 
     async def _become_primary(self, task: int, *, failure: bool) -> None:
         """As a member: one transaction."""
-        view, replica = self._node.keeper.view, self._node.replica(task)
+        view, replica = self._node.keeper.view, self._node.roles.replica(task)
         old = view.primaries.get(task)
         writer = self._node.writer()
         try:
@@ -192,7 +192,7 @@ class TakeOvers:
 
     async def _become_first(self, task: int) -> None:
         """The first primary of a fresh job, or the successor of nobody, who rolls the job back where need be."""
-        replica = self._node.replica(task)
+        replica = self._node.roles.replica(task)
         try:
             await replica.build()
         except (UserCodeError, TaskGraphError) as error:
@@ -288,7 +288,7 @@ class TakeOvers:
             transient=kind == "primary",
         )
         replica.actor.stamp, replica.actor.term = Stamp(taken.attempt, taken.epoch), taken.term
-        self._node.begin_term(Primary(self._node, replica, taken))
+        self._node.roles.begin_term(Primary(self._node, replica, taken))
         return True
 
     async def hand_over(self, message: HandOver) -> None:
@@ -300,12 +300,12 @@ class TakeOvers:
         task = message.task
         await self._node.keeper.wait_until_read(lambda v: v.stamp is not None and v.stamp >= message.stamp)
         view, node = self._node.keeper.view, self._node
-        busy = task in self._under_way or task in node.primaries or task in node.stepping_down
+        busy = task in self._under_way or task in node.roles.primaries or task in node.roles.stepping_down
         able = node.running and not (busy or node.paused or node.draining)
         if view.stamp != message.stamp or view.term(task) != message.term or not able:
             raise Refused(Reason.STALE, f"{node.name} cannot take over task {task} just now")
         await asyncio.shield(self._begin(task, self._become_primary(task, failure=False)))
-        if task not in node.primaries:
+        if task not in node.roles.primaries:
             raise Refused(Reason.STALE, f"{node.name} tried to take over task {task}, and was not the one")
 
     async def _look_again(self) -> None:

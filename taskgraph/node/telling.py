@@ -28,16 +28,16 @@ def node_status(node: Node) -> NodeStatus:
         draining=node.draining,
         stamp=(view.stamp.attempt, view.stamp.epoch) if view.stamp else None,
         revision=view.revision,
-        leader=node.leader is not None,
-        replicas=tuple(_replica_status(node, r) for _, r in sorted(node.replicas.items())),
-        waits=(*node.takeovers.waits, *(node.leader.waits if node.leader is not None else ())),
+        leader=node.roles.leader is not None,
+        replicas=tuple(_replica_status(node, r) for _, r in sorted(node.roles.replicas.items())),
+        waits=(*node.takeovers.waits, *(node.roles.leader.waits if node.roles.leader is not None else ())),
         usage=Usage.now(),
     )
 
 
 def _replica_status(node: Node, replica: Replica) -> ReplicaStatus:
     view = node.keeper.view
-    primary = node.primaries.get(replica.task)
+    primary = node.roles.primaries.get(replica.task)
     running = replica.actor.running
     committed = replica.boundaries.committed
     waits: list[str] = []
@@ -65,9 +65,10 @@ def _replica_status(node: Node, replica: Replica) -> ReplicaStatus:
 
 async def task_results(node: Node) -> list[TaskResult]:
     """After the last commit: what the primaries here return. Waits until they computed it."""
-    await node.keeper.wait_until(lambda v: not v.running and all(p.final is not None for p in node.primaries.values()))
+    primaries = node.roles.primaries
+    await node.keeper.wait_until(lambda v: not v.running and all(p.final is not None for p in primaries.values()))
     found = []
-    for task, primary in sorted(node.primaries.items()):
+    for task, primary in sorted(primaries.items()):
         assert primary.final is not None
         stamp, value = primary.final
         committed = primary.replica.boundaries.committed

@@ -155,6 +155,11 @@ class JobView:
     def running(self) -> bool:
         return self.status is not None and self.status.record.state == State.RUNNING
 
+    @property
+    def finished(self) -> bool:
+        """Whether its last epoch is committed. What is lost of its results is computed again."""
+        return self.status is not None and self.status.record.state == State.FINISHED
+
     def term(self, task: int) -> int:
         """The task's current term, 0 before its first primary."""
         primary = self.primaries.get(task)

@@ -548,7 +548,7 @@ def items_are_freed_when_the_commit_is_sent(patch: pytest.MonkeyPatch) -> None:
     """On a hint, that is, instead of on a read: the commit may fail, since somebody was replaced who needs them."""
 
     async def commit(original: Any, self: LeaderRole, commit: Any) -> None:
-        for primary in self._node.primaries.values():
+        for primary in self._node.roles.primaries.values():
             for attempt in primary.attempts:
                 if self._leader.stamp is not None and attempt.stamp.epoch <= self._leader.stamp.epoch:
                     attempt.out.drop()
@@ -582,7 +582,7 @@ def a_lease_with_less_than_a_second_left_has_ended(patch: pytest.MonkeyPatch) ->
 @plant
 def a_call_from_the_future_does_not_wait(patch: pytest.MonkeyPatch) -> None:
     async def attempt(self: Serving, task: int, stamp: Any, sender: int | None = None, sender_term: int = 0) -> Attempt:
-        primary = self._node.primaries.get(task)
+        primary = self._node.roles.primaries.get(task)
         if primary is None or primary.attempt is None:
             raise Refused(Reason.NOT_PRIMARY, "")
         return primary.attempt
@@ -595,7 +595,7 @@ def an_item_is_given_at_once_whatever_epoch_is_asked_for(patch: pytest.MonkeyPat
     """The short way of a pull looks at neither stamp nor term."""
 
     def item(self: Serving, pull: Any) -> Any:
-        primary = self._node.primaries.get(pull.task)
+        primary = self._node.roles.primaries.get(pull.task)
         attempt = primary.attempt if primary is not None else None
         if attempt is None or attempt.cancelled:
             return None

@@ -46,11 +46,11 @@ async def test_a_hand_over_to_a_node_that_is_leaving_is_refused() -> None:
     nodes = cluster.nodes
     await cluster.result(timeout_s=20)
     await cluster.stop()
-    backup = next(node for node in nodes if 0 not in node.primaries)
+    backup = next(node for node in nodes if 0 not in node.roles.primaries)
     view = backup.keeper.view
     assert view.stamp is not None
     with pytest.raises(Refused, match="cannot take over task 0"):
-        await backup.take_hand_over(HandOver(view.stamp, 0, view.term(0)))
+        await backup.takeovers.hand_over(HandOver(view.stamp, 0, view.term(0)))
 
 
 @pytest.mark.timeout(20)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 import taskgraph as tg
 from taskgraph.driver import load_driver
 from taskgraph.jobs import JobResult
-from taskgraph.node import node as node_module
+from taskgraph.node import roles
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GPU = ["gpu_kmeans", "gpu_regression"]
@@ -47,7 +47,7 @@ def module(example: str) -> ModuleType:
 @pytest.fixture
 def nodes_have_a_strict_array_api(monkeypatch: pytest.MonkeyPatch) -> None:
     tg.arrays(strict)
-    monkeypatch.setattr(node_module, "array_module", lambda devices: (strict, None))
+    monkeypatch.setattr(roles, "array_module", lambda devices: (strict, None))
 
 
 def on_host(value: Any) -> Any:

@@ -221,7 +221,7 @@ class Invariants:
                 node = living.get(name)
                 if node is None:
                     continue
-                replica = node.replicas.get(task)
+                replica = node.roles.replicas.get(task)
                 held = _held(replica.boundaries, epoch) if replica is not None else None
                 if held is None:
                     raise Violation(f"{name} is in sync for task {task}, and does not hold boundary {epoch}")

@@ -10,14 +10,14 @@ import time
 import numpy as np
 
 import taskgraph as tg
-from taskgraph.node import node
+from taskgraph.node import roles
 from taskgraph.testing.softdevice import SoftDevice
 from taskgraph.transport import endpoints
 from taskgraph.transport.stream import StreamTransport
 
 identity = os.environ.get("SOFT_DEVICE_SHARED", "").encode()
 device = SoftDevice(seed=5, races=True, identity=identity.ljust(16) if identity else None)
-node.array_module = lambda devices: (device.xp, device)
+roles.array_module = lambda devices: (device.xp, device)
 
 sent_in_part = []
 

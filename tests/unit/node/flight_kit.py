@@ -108,10 +108,10 @@ def whole(found: tg.JobResult, epochs: int = 12) -> None:
 
 def stamps(cluster: InProcessCluster, task: int) -> list[Stamp]:
     """Of the attempts that the task's primary keeps."""
-    return [attempt.stamp for attempt in holder(cluster, task).primaries[task].attempts]
+    return [attempt.stamp for attempt in holder(cluster, task).roles.primaries[task].attempts]
 
 
 def boundaries(cluster: InProcessCluster, task: int) -> dict[int, Any]:
     """epoch -> the state in the boundaries that the task's primary keeps."""
-    kept = holder(cluster, task).primaries[task].backups._boundaries.values()
+    kept = holder(cluster, task).roles.primaries[task].backups._boundaries.values()
     return {boundary.stamp.epoch: decode(boundary.value)["state"] for boundary in kept}

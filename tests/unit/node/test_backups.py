@@ -71,7 +71,7 @@ def test_who_was_evicted_before_the_boundary_taken_over_is_nobody(gated: type[Ga
         until = {node.id: None, "always": None, "before": 2, "just": 3, "long-ago": 0}
         members = {name: (9, MemberRecord(until=epoch)) for name, epoch in until.items()}
         taken = TakenOver(revision=10, term=4, epoch=3, attempt=1, members=members)
-        successor = Primary(node, node.replicas[0], taken)
+        successor = Primary(node, node.roles.replicas[0], taken)
         assert successor.backups.in_sync == 2, "itself and the member"
         insync = successor.backups._insync
         assert {name: insync.place(name) for name in insync.nodes} == {"always": Place.MEMBER, "just": Place.MARKED}
@@ -86,7 +86,7 @@ def test_whom_a_predecessor_evicted_is_admitted_anew(gated: type[Gated]) -> None
         await gated.reached.wait()
         first = holder(cluster, 0)
         heir, marked = (n for n in first.keeper.view.in_sync(0) if n != first.id)
-        await first.primaries[0].backups._evict(marked, Backoff())
+        await first.roles.primaries[0].backups._evict(marked, Backoff())
         cluster.crash(first.id)
         assert truth(cluster).members_of(0)[marked].record.until == 1
         other = cluster.node(marked)
@@ -108,7 +108,7 @@ def test_a_task_below_min_in_sync_waits_and_says_for_how_many(gated: type[Gated]
         ended = asyncio.ensure_future(cluster.result())
         await asyncio.sleep(30)
         assert not ended.done()
-        assert holder(cluster, 0).primaries[0].waiting_for == "1 more in-sync replicas (min_in_sync=3)"
+        assert holder(cluster, 0).roles.primaries[0].waiting_for == "1 more in-sync replicas (min_in_sync=3)"
         assert "task 0: 1 more in-sync replicas (min_in_sync=3)" in cluster.waits()
         (waits,) = told(cluster, "waits")
         assert "epoch 0 waits: task 0 waits for 1 more in-sync replicas (min_in_sync=3), " in waits
@@ -132,11 +132,11 @@ def test_what_a_done_waited_for_is_not_told_after_a_restart() -> None:
     async def scenario(cluster: InProcessCluster) -> JobResult:
         await asyncio.sleep(5)
         node = holder(cluster, 0)
-        assert node.primaries[0].waiting_for == "1 more in-sync replicas (min_in_sync=2)"
+        assert node.roles.primaries[0].waiting_for == "1 more in-sync replicas (min_in_sync=2)"
         await node.router.to_primary(0, lambda: RequestRestart(Stamp(1, 0), 0, "a test asks for it"), timeout_s=1.0)
         await asyncio.sleep(5)
         assert truth(cluster).stamp == Stamp(2, 0)
-        assert node.primaries[0].waiting_for == ""
+        assert node.roles.primaries[0].waiting_for == ""
         gate.set()
         cluster.add()
         return await cluster.result()
@@ -164,7 +164,7 @@ def test_epoch_0_waits_for_the_backups_wished_for_and_says_for_whom() -> None:
     async def scenario(cluster: InProcessCluster) -> JobResult:
         ended = asyncio.ensure_future(cluster.result())
         await asyncio.sleep(15)
-        assert holder(cluster, 0).primaries[0].waiting_for == "the admission of n2"
+        assert holder(cluster, 0).roles.primaries[0].waiting_for == "the admission of n2"
         assert "task 0: the admission of n2" in cluster.waits()
         assert truth(cluster).stamp == Stamp(1, 0)
         await asyncio.sleep(10)

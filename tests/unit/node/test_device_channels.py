@@ -14,7 +14,7 @@ from taskgraph.device import buffers
 from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.errors import JobFailed
 from taskgraph.launch import inprocess
-from taskgraph.node import node as node_module
+from taskgraph.node import roles
 from taskgraph.testing.softdevice import SoftArray, SoftDevice
 
 SIZE = 2000
@@ -33,7 +33,7 @@ def soft(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
 
 def give(monkeypatch: pytest.MonkeyPatch, device: SoftDevice) -> None:
     monkeypatch.setattr(inprocess, "device_count", lambda: 1)
-    monkeypatch.setattr(node_module, "array_module", lambda devices: (device.xp, device))
+    monkeypatch.setattr(roles, "array_module", lambda devices: (device.xp, device))
 
 
 def to_host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -283,7 +283,7 @@ def test_nodes_with_a_device_and_nodes_without(
         return (np, None) if made[-1] else (soft.xp, soft)
 
     give(monkeypatch, soft)
-    monkeypatch.setattr(node_module, "array_module", array_module)
+    monkeypatch.setattr(roles, "array_module", array_module)
 
     copied = to_host(monkeypatch)
     job = tg.Job(tasks=3, epochs=5, builder=HostOrDevice, topology=tg.ring())

@@ -9,7 +9,7 @@ import pytest
 
 import taskgraph as tg
 from taskgraph.launch import inprocess
-from taskgraph.node import node as node_module
+from taskgraph.node import roles
 from taskgraph.testing.softdevice import SoftArray, SoftDevice
 
 
@@ -17,7 +17,7 @@ from taskgraph.testing.softdevice import SoftArray, SoftDevice
 def soft(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> SoftDevice:
     device = SoftDevice(request.param, races=request.param == 2)
     monkeypatch.setattr(inprocess, "device_count", lambda: 1)
-    monkeypatch.setattr(node_module, "array_module", lambda devices: (device.xp, device))
+    monkeypatch.setattr(roles, "array_module", lambda devices: (device.xp, device))
     return device
 
 

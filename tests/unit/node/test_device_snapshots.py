@@ -15,7 +15,7 @@ import taskgraph as tg
 from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.errors import JobFailed
 from taskgraph.launch import inprocess
-from taskgraph.node import node as node_module
+from taskgraph.node import roles
 from taskgraph.protocol.boundaries import Boundaries, Boundary
 from taskgraph.protocol.messages import Encoded
 from taskgraph.testing.softdevice import SoftDevice
@@ -27,7 +27,7 @@ SIZE = 3000
 def soft(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[SoftDevice]:
     device = SoftDevice(request.param[0], races=request.param[1])
     monkeypatch.setattr(inprocess, "device_count", lambda: 1)
-    monkeypatch.setattr(node_module, "array_module", lambda devices: (device.xp, device))
+    monkeypatch.setattr(roles, "array_module", lambda devices: (device.xp, device))
     hold = Boundaries.hold
 
     def held(boundaries: Boundaries, boundary: Boundary, *, committed: bool) -> None:

@@ -11,7 +11,7 @@ import pytest
 import taskgraph as tg
 from taskgraph.graph.values import decode, encode
 from taskgraph.launch import inprocess
-from taskgraph.node import node as node_module
+from taskgraph.node import roles
 from taskgraph.node.actor import Actor, UserCodeError
 from taskgraph.node.threads import PooledThreads
 from taskgraph.testing.softdevice import SoftArray, SoftDevice, SoftStream
@@ -179,7 +179,7 @@ def test_a_job_whose_tasks_compute_on_streams_of_their_own(
 ) -> None:
     soft = SoftDevice(seed, races=seed == 3)
     monkeypatch.setattr(inprocess, "device_count", lambda: 1)
-    monkeypatch.setattr(node_module, "array_module", lambda devices: (soft.xp, soft))
+    monkeypatch.setattr(roles, "array_module", lambda devices: (soft.xp, soft))
     job = tg.Job(tasks=3, epochs=4, builder=Mixes, topology=tg.ring())
     result = tg.testing.run(job, strict=strict, order=seed or 0)
     for task, row in enumerate(expected(3, 4)):
@@ -209,7 +209,7 @@ class Flagged(tg.Task, state=["total"]):
 def test_what_is_replayed_is_on_the_stream_of_who_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:
     soft = SoftDevice()
     monkeypatch.setattr(inprocess, "device_count", lambda: 1)
-    monkeypatch.setattr(node_module, "array_module", lambda devices: (soft.xp, soft))
+    monkeypatch.setattr(roles, "array_module", lambda devices: (soft.xp, soft))
     result = tg.testing.run(tg.Job(tasks=2, epochs=3, builder=Flagged, topology=tg.ring()))
     assert result.values == dict.fromkeys(range(2), 3 * sum(range(2000)) + 2000.0 * 3)
     assert not soft.waits_on_loops

@@ -249,7 +249,7 @@ def test_where_epochs_have_an_order_there_is_one_at_a_time(kind: type[Early], st
         await asyncio.sleep(3)
         assert stamps(cluster, 0)[-1] == Stamp(1, 2)
         assert set(script.epochs("early", 0)) == {0, 1, 2}
-        assert holder(cluster, 0).primaries[0]._lanes._count == 1  # type: ignore[union-attr]
+        assert holder(cluster, 0).roles.primaries[0]._lanes._count == 1  # type: ignore[union-attr]
         gate.set()
         return await cluster.result()
 

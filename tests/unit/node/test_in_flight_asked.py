@@ -53,7 +53,7 @@ def test_task_0_goes_on_while_its_boundaries_lack_what_others_report(
         await asyncio.sleep(3)
         assert early.script.epochs("late", 0) == list(range(12))
         assert dones == {0: [0, 1, 2], 1: [0, 1]}
-        assert holder(cluster, 0).primaries[0].waiting_for == "what the tasks report in epoch 2"
+        assert holder(cluster, 0).roles.primaries[0].waiting_for == "what the tasks report in epoch 2"
         gate.set()
         return await cluster.result()
 
@@ -78,7 +78,7 @@ def test_dones_are_told_in_their_order_though_the_boundaries_of_later_ones_are_h
         await asyncio.sleep(3)
         assert early.script.epochs("late", 1) == [0, 1, 2, 3]
         assert dones == {0: [], 1: []}
-        assert holder(cluster, 1).primaries[1].waiting_for.startswith("the admission of")
+        assert holder(cluster, 1).roles.primaries[1].waiting_for.startswith("the admission of")
         gate.set()
         return await cluster.result()
 
@@ -253,7 +253,7 @@ def test_last_words_and_waits_name_the_epoch_of_each_call(
     async def scenario(cluster: InProcessCluster) -> tg.JobResult:
         await asyncio.sleep(3)
         assert ran() == [Ran("early", 0, 2), Ran("early", 0, 4)]
-        primary = holder(cluster, 0).primaries[0]
+        primary = holder(cluster, 0).roles.primaries[0]
         waits = {epoch: [(w.processor, w.kind, w.name) for w in primary.waits(Stamp(1, epoch))] for epoch in range(7)}
         unfinished = [("early", "running", "early"), ("late", "item", "x"), ("late", "order", "early")]
         assert waits == {0: [], 1: [], 2: unfinished, 3: [], 4: unfinished, 5: [], 6: []}

@@ -241,7 +241,7 @@ def test_a_restart_ends_all_epochs_in_flight(early: type[Early]) -> None:
         await script.until("early", 0, 5)
         await asyncio.sleep(3)
         assert stamps(cluster, 0) == [Stamp(1, epoch) for epoch in (2, 3, 4, 5)]
-        actor = holder(cluster, 0).primaries[0].replica.actor
+        actor = holder(cluster, 0).roles.primaries[0].replica.actor
         assert [running.where for running in actor.running] == ["early", "early"]
         script.came.clear()
         await restart(cluster, Stamp(1, 2))

@@ -73,7 +73,7 @@ def test_what_the_earliest_done_waits_for_is_told_however_many_others_are_held()
         ended = asyncio.ensure_future(cluster.result())
         await asyncio.sleep(15)
         for task in range(2):
-            primary = holder(cluster, task).primaries[task]
+            primary = holder(cluster, task).roles.primaries[task]
             assert [attempt.number for attempt in primary.attempts] == [0, 1, 2, 3]
             assert primary.waiting_for.startswith("the admission of n")
         assert not ended.done()
@@ -103,7 +103,7 @@ def test_status_tells_what_the_earliest_epoch_waits_for() -> None:
     async def scenario(cluster: InProcessCluster) -> tg.JobResult:
         await asyncio.sleep(5)
         node = holder(cluster, 0)
-        assert [attempt.number for attempt in node.primaries[0].attempts] == [2, 3, 4, 5]
+        assert [attempt.number for attempt in node.roles.primaries[0].attempts] == [2, 3, 4, 5]
         (told,) = [replica for replica in node_status(node).replicas if replica.role == "primary" and not replica.task]
         assert told.waits == ("count waits for 'x' from task 1",)
         gate.set()

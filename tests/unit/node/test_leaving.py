@@ -44,8 +44,8 @@ def test_an_offer_that_comes_while_tasks_are_torn_down_does_not_end_the_node_wit
         while len(tearing_down) < len(nodes):  # noqa: ASYNC110 (no event tells)
             await asyncio.sleep(0.01)
         for node in nodes:
-            for task in set(range(8)) - node.replicas.keys():
-                node.replica(task)  # as for an offer that was on its way
+            for task in set(range(8)) - node.roles.replicas.keys():
+                node.roles.replica(task)  # as for an offer that was on its way
         await asyncio.wait(runs)
         assert [run.exception() for run in runs] == [None] * 4
 

@@ -24,7 +24,7 @@ def fresh() -> None:
 
 def own(node: Node) -> Node:
     """As if it were alone in its process."""
-    node._device_loss._own_process = True
+    node.device_loss._own_process = True
     return node
 
 
@@ -42,12 +42,12 @@ async def alone(cluster: InProcessCluster) -> Node:
 def test_it_ends_when_another_node_holds_what_it_held() -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         left = await alone(cluster)
-        assert "no other node is there" in str(left._device_loss.why_fail(ERROR, 0, 1))
+        assert "no other node is there" in str(left.device_loss.why_fail(ERROR, 0, 1))
         cluster.add()
         await left.keeper.wait_until(lambda view: len(view.nodes) == 2)
         cluster._members[left.id].crashed = True  # that it ends is no failure of the cluster
-        assert left._device_loss.why_fail(ERROR, 0, 1) is None, "at once: it waits for nobody"
-        assert left._device_loss.why_fail(ERROR, 1, 1) is None, "it is ending already"
+        assert left.device_loss.why_fail(ERROR, 0, 1) is None, "at once: it waits for nobody"
+        assert left.device_loss.why_fail(ERROR, 1, 1) is None, "it is ending already"
         with pytest.raises(DeviceLost, match="'fit', epoch 1: OutOfMemoryError: 1 GiB"):
             await left._failure
         view = cluster.nodes[-1].keeper.view
@@ -78,7 +78,7 @@ def test_it_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
         await left.keeper.wait_until(lambda view: len(view.nodes) == 2)
         began = left.now()
         cluster._members[left.id].crashed = True
-        assert left._device_loss.why_fail(ERROR, 0, 1) is None
+        assert left.device_loss.why_fail(ERROR, 0, 1) is None
         with pytest.raises(DeviceLost):
             await left._failure
         assert left.now() - began == pytest.approx(60, abs=2)

@@ -102,7 +102,7 @@ def test_what_is_not_answered_in_time_is_offered_again(
         node = await at_epoch_2(cluster)
         began = node.now()
         await asyncio.sleep(0.5)
-        assert node.primaries[0].waiting_for == "the acknowledgement of n2"
+        assert node.roles.primaries[0].waiting_for == "the acknowledgement of n2"
         await cluster.result()
         return node.now() - began
 
@@ -125,7 +125,7 @@ def test_an_answer_that_comes_after_the_eviction_counts_for_nobody(monkeypatch: 
     async def scenario(cluster: InProcessCluster) -> None:
         node = await at_epoch_2(cluster)
         await asyncio.sleep(0.1)
-        backups = node.primaries[0].backups
+        backups = node.roles.primaries[0].backups
         (other,) = backups._insync.nodes
         offered.extend(backups._offered[other].values())
         insync = backups._insync
@@ -149,7 +149,7 @@ def test_an_answer_on_its_way_to_who_was_evicted_meanwhile_counts_for_nobody() -
 
     async def scenario(cluster: InProcessCluster) -> None:
         node = await at_epoch_2(cluster)
-        backups = node.primaries[0].backups
+        backups = node.roles.primaries[0].backups
         (other,) = backups._insync.nodes
         boundary = backups._boundaries[backups._insync.current[-1]]
         backups._insync._acked[other].clear()
@@ -199,7 +199,7 @@ def test_a_member_that_dies_while_it_is_offered_something_is_evicted(monkeypatch
     async def scenario(cluster: InProcessCluster) -> JobResult:
         node = await at_epoch_2(cluster)
         await asyncio.sleep(0.1)
-        (other,) = node.primaries[0].backups._insync.nodes
+        (other,) = node.roles.primaries[0].backups._insync.nodes
         cluster.crash(other)
         result = await cluster.result()
         assert [text for text in told(cluster, "evicted") if "n2" in text]
@@ -217,7 +217,7 @@ def test_offers_end_with_the_term(monkeypatch: pytest.MonkeyPatch) -> None:
         node = await at_epoch_2(cluster)
         await asyncio.sleep(0.1)
         assert [offer.done() for offer in begun] == [False]
-        node.runs[0].cancel()
+        node.roles.runs[0].cancel()
         await asyncio.sleep(0.1)
         assert [offer.cancelled() for offer in begun] == [True]
 
@@ -236,11 +236,11 @@ def test_an_offer_names_the_invitation_under_which_it_is_held(monkeypatch: pytes
 
     async def scenario(cluster: InProcessCluster) -> JobResult:
         node = await at_epoch_2(cluster)
-        (other,) = node.primaries[0].backups._insync.nodes
+        (other,) = node.roles.primaries[0].backups._insync.nodes
         cluster.crash(other)
         joined = cluster.add()
         await node.keeper.wait_until(lambda view: joined in view.in_sync(0))
-        named.append(("joined", node.primaries[0].backups._invited[joined]))
+        named.append(("joined", node.roles.primaries[0].backups._invited[joined]))
         return await cluster.result()
 
     class Slow(Counting, state=["total"]):
@@ -262,7 +262,7 @@ def test_an_offer_is_answered_at_once_or_left_to_the_call() -> None:
         await asyncio.sleep(0.1)
         (other,) = (n for n in cluster.nodes if n is not node)
         await other.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch >= 2)
-        right = node.replicas[0].boundaries.committed
+        right = node.roles.replicas[0].boundaries.committed
         assert right is not None
         serving = Serving(other)
 
@@ -270,14 +270,14 @@ def test_an_offer_is_answered_at_once_or_left_to_the_call() -> None:
             return serving.now(node.id, Offer(Stamp(attempt, 3), term, task, committed, False, 1, right.value))
 
         assert now() == Accepted(1)
-        assert [b.stamp for b in other.replicas[0].boundaries.pending] == [Stamp(1, 3)]
+        assert [b.stamp for b in other.roles.replicas[0].boundaries.pending] == [Stamp(1, 3)]
         assert now(committed=True) is None
         assert now(term=2) is None, "the take-over was not read here yet"
         assert now(2) is None, "nor was that attempt"
         assert now(task=1) is None, "no replica of it is here"
-        other.replicas[0].ready = False
+        other.roles.replicas[0].ready = False
         assert now() is None
-        other.replicas[0].ready = True
+        other.roles.replicas[0].ready = True
         with pytest.raises(Refused, match="attempt 0 is over"):
             now(0)
         other.injects_held = True

@@ -24,8 +24,8 @@ def wish_away_and_back(node: Node) -> None:
     """Placement changes its mind twice while nothing else runs: the replica goes, and is wished for again."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node, "wish", lambda task: Wish(primary="n1-local", backups=()))
-        node._drop_replicas()
-    assert 0 not in node.replicas
+        node.roles._drop_replicas()
+    assert 0 not in node.roles.replicas
 
 
 def test_an_offer_to_a_replica_that_went_while_it_was_set_up_is_refused() -> None:
@@ -41,7 +41,7 @@ def test_an_offer_to_a_replica_that_went_while_it_was_set_up_is_refused() -> Non
             if len(setups) == 2:
                 backup = cluster.node("n2-local")
                 # Called when the set-up is over, and before the offer that waits for it goes on.
-                set_up = backup.replicas[0]._set_up
+                set_up = backup.roles.replicas[0]._set_up
                 assert set_up is not None
                 set_up.add_done_callback(lambda _: wish_away_and_back(backup))
 
@@ -76,8 +76,8 @@ def test_a_pending_boundary_replaces_one_that_was_taken_for_the_committed_one(ga
         await gated.reached.wait()
         primary = holder(cluster, 0)
         backup = next(node for node in cluster.nodes if node is not primary)
-        right = primary.replicas[0].boundaries.committed
-        boundaries = backup.replicas[0].boundaries
+        right = primary.roles.replicas[0].boundaries.committed
+        boundaries = backup.roles.replicas[0].boundaries
         assert right is not None
         assert right.key == (1, 1, 1)
         boundaries.clear()
@@ -104,7 +104,7 @@ def test_what_is_offered_by_others_than_the_primary_or_of_a_dead_attempt_is_refu
         await gated.reached.wait()
         primary = holder(cluster, 0)
         backup = next(node for node in cluster.nodes if node is not primary)
-        held = backup.replicas[0].boundaries
+        held = backup.roles.replicas[0].boundaries
         value = encode({"state": {"total": 100}, "numbers": {}, "log": {}}, what="a boundary")
 
         async def refused(by: Node, to: Node, stamp: Stamp, term: int) -> str:
@@ -135,7 +135,7 @@ def test_a_release_waits_until_everything_was_read_that_was_written_before_it(ga
         released = Release(0, view.term(0), 99, view.revision + 1)
         releasing = asyncio.ensure_future(primary.router.to_node(backup.id, released, timeout_s=None))
         await asyncio.sleep(1.0)
-        assert not releasing.done() and not backup.replicas[0].may_go(view.term(0))
+        assert not releasing.done() and not backup.roles.replicas[0].may_go(view.term(0))
         gated.gate.set()  # something is written: a commit
         assert await releasing == Accepted()
 

@@ -22,13 +22,13 @@ def test_a_leader_whose_commits_are_refused_for_no_reason_says_so(gated: type[Ga
         gated.gate.set()
         await asyncio.sleep(30)
         assert not ended.done()
-        assert leader.leader is not None
-        (line,) = leader.leader.waits
+        assert leader.roles.leader is not None
+        (line,) = leader.roles.leader.waits
         assert "etcd refused its commit" in line and "endpoint hashkv --cluster" in line
         (waits,) = told(cluster, "waits")
         assert waits.startswith("epoch 1 waits: etcd refused its commit")
         eyes(leader).refuse("")
         assert (await ended).values == {0: 3, 1: 3}
-        assert leader.leader is None or not leader.leader.waits
+        assert leader.roles.leader is None or not leader.roles.leader.waits
 
     play(job(gated), scenario, nodes=2)

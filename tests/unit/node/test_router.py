@@ -100,7 +100,7 @@ def test_a_call_to_a_primary_that_does_not_answer_ends_when_another_takes_over(m
         ]
         done, _ = await asyncio.wait(calls, timeout=10)
         assert not done
-        caller._suspicion.refused(silent.id)
+        caller.suspicion.refused(silent.id)
         await caller.keeper.wait_until(lambda view: view.primary_node(0) == caller.id)
         done, others = await asyncio.wait(calls, timeout=1)
         assert done == {calls[0]} and silent.id in caller.keeper.view.nodes

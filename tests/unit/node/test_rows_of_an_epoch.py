@@ -27,7 +27,7 @@ def asked(check: Callable[[LeaderRole], Awaitable[None]]) -> None:
     """Calls `check` with a leader of its own, on the node of task 0, at the beginning of the job."""
 
     async def begin(cluster: InProcessCluster, node: str) -> None:
-        primary = cluster.node(node).primaries[0]
+        primary = cluster.node(node).roles.primaries[0]
         await check(LeaderRole(cluster.node(node), primary))
         checked.set()
 

@@ -35,7 +35,7 @@ def test_who_leaves_after_the_jobs_end_is_no_news_that_is_kept() -> None:
         first = holder(cluster, 0)
         backup = next(node for node in cluster.nodes if node is not first)
         cluster.crash(backup.id)
-        first._suspicion.lost(backup.id)  # a session to it broke
+        first.suspicion.lost(backup.id)  # a session to it broke
         await asyncio.sleep(5)
         later = cluster.events[ended:]
         assert {event.kind for event in later if not event.transient} <= {"finished"}

@@ -11,7 +11,7 @@ from cluster_kit import Gated, holder, job, play, told
 import taskgraph as tg
 from taskgraph.launch import inprocess
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node import node as node_module
+from taskgraph.node import roles
 
 
 class NoState(tg.Task):
@@ -56,7 +56,7 @@ def test_when_all_nodes_leave_state_that_is_lost_fails_the_job_at_once() -> None
 
 def test_a_task_that_needs_a_device_waits_for_one_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inprocess, "device_count", lambda: 0)
-    monkeypatch.setattr(node_module, "array_module", lambda devices: (np, None))  # also where there is no CuPy
+    monkeypatch.setattr(roles, "array_module", lambda devices: (np, None))  # also where there is no CuPy
 
     async def scenario(cluster: InProcessCluster) -> None:
         await cluster.nodes[0].keeper.wait_until(lambda _: len(told(cluster, "waits")) == 1)

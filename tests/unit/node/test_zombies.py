@@ -110,7 +110,7 @@ def test_a_take_over_whose_answer_comes_after_the_next_one_was_read_ends_quietly
         watcher = next(node for node in cluster.nodes if node is not late)
         await epoch_begins(watcher, 2)
         eyes(late).see()
-        held = late.replicas[1].boundaries
+        held = late.roles.replicas[1].boundaries
         await late.keeper.wait_until(lambda _: held.committed is not None and held.committed.stamp.epoch > 1)
         assert late.keeper.view.term(1) == 3
         eyes(late).answer()
@@ -128,7 +128,7 @@ def test_a_primary_without_the_committed_boundary_says_so_and_a_replaced_one_wai
     async def scenario(cluster: InProcessCluster) -> None:
         await slow.reached.wait()
         node = holder(cluster, 1)
-        primary, view = node.primaries[1], node.keeper.view
+        primary, view = node.roles.primaries[1], node.keeper.view
         assert view.stamp is not None
         before = Stamp(view.stamp.attempt, view.stamp.epoch - 1)
         primary.replica.boundaries.clear()
@@ -158,13 +158,13 @@ def test_a_hand_over_to_a_node_that_dies_meanwhile_is_one_failure_and_no_error(
         await epoch_begins(first, 1)
         heir = cluster.node(cluster.add())
         asked = asyncio.Event()
-        hand_over = heir.take_hand_over
+        hand_over = heir.takeovers.hand_over
 
         async def asked_to(message: HandOver) -> None:
             asked.set()
             await hand_over(message)
 
-        heir.take_hand_over = asked_to  # type: ignore[method-assign]
+        heir.takeovers.hand_over = asked_to  # type: ignore[method-assign]
         for task in range(4):
             eyes(heir).answer_late(cluster.keys.primary(task))
         await (eyes(heir).written if written else asked).wait()
@@ -189,11 +189,11 @@ def test_a_frozen_primary_delays_nobody_once_its_lease_has_ended(
         loop = asyncio.get_running_loop()
         await slow.reached.wait()
         frozen, leads = holder(cluster, 1), holder(cluster, 0)
-        assert frozen is not leads and leads.leader is not None
+        assert frozen is not leads and leads.roles.leader is not None
         monkeypatch.setattr(frozen.transport, "_serve", never)
         eyes(frozen).blind()
         await asyncio.sleep(leads.settings.stall_check_s + 2.0)
-        assert any("does not answer" in line for line in leads.leader.waits)
+        assert any("does not answer" in line for line in leads.roles.leader.waits)
         await asyncio.sleep(0.2)  # it asks again by now
         lose_lease(cluster, frozen)
         ended = loop.time()

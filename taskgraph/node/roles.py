@@ -1,0 +1,218 @@
+"""What a node is to each task: its primary, one of its backups, or nothing; and whether it leads the job.
+
+`reconcile` is the heart: whenever the view or a suspicion changes, it compares what etcd says with what runs here:
+primaries of gone terms step down, replicas nobody wishes for go, tasks without a primary are taken over, and the
+leader's role follows task 0. It only starts and stops things; what they do is in their own modules.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from taskgraph.device import shared
+from taskgraph.device.cuda import array_module
+from taskgraph.errors import TaskGraphError
+from taskgraph.node.actor import UserCodeError
+from taskgraph.node.leader import LeaderRole
+from taskgraph.node.primary import Primary
+from taskgraph.node.replica import Replica
+from taskgraph.node.reports import Rows
+from taskgraph.protocol.messages import Release, Stamp
+from taskgraph.task import BecameBackup
+
+if TYPE_CHECKING:
+    from taskgraph.node.node import Node
+
+__all__ = ["Roles"]
+
+_LOOK_S = 1.0
+"""For what no event announces: a start that waits for nodes, an absence that lasts."""
+
+
+class Roles:
+    """One node's replicas, the terms of those that are primaries, and the leader's role."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self.replicas: dict[int, Replica] = {}
+        self.primaries: dict[int, Primary] = {}
+        self.runs: dict[int, asyncio.Task[None]] = {}
+        """Of primaries: there until they have returned."""
+        self.stepping_down: dict[int, asyncio.Task[None]] = {}
+        self.leader: LeaderRole | None = None
+        self._leading: asyncio.Task[None] | None = None
+        self._dirty = asyncio.Event()
+
+    # -- as the view says -------------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """Every change of the view, synchronously: backups free what etcd says is history."""
+        view = self._node.keeper.view
+        if view.epoch is not None:
+            for replica in self.replicas.values():
+                replica.follow(view.epoch.record)
+        if view.structure_revision != self._node.wishes.revision:
+            self._dirty.set()
+
+    def reconsider(self) -> None:
+        """Something has changed that the view does not tell."""
+        self._dirty.set()
+        self._node.keeper.notify_later()
+
+    async def run(self) -> None:
+        """For ever: looks again whenever something changed."""
+        while True:
+            self._dirty.clear()
+            self.reconcile()
+            try:
+                async with asyncio.timeout(_LOOK_S):
+                    await self._dirty.wait()
+            except TimeoutError:
+                pass
+
+    def reconcile(self) -> None:
+        """Brings what runs here in line with the view. Synchronous: it decides and starts, others do."""
+        node, view = self._node, self._node.keeper.view
+        if node.id in view.gone:
+            node.end_with(
+                node.device_loss.error
+                or TaskGraphError(f"{node.name} was declared gone: {view.gone[node.id].record.reason}")
+            )
+            return
+        node.suspicion.update()
+        for task, primary in list(self.primaries.items()):
+            if view.revision < primary.revision:
+                continue  # the view has not come to its take-over yet
+            if not view.is_primary(task, node.id, primary.term):
+                self._step_down(task)
+            else:
+                primary.check_terms()
+        if not node.wishes.may_start():
+            return
+        node.wishes.update()
+        if not node.fatal_code.look() and (view.running or view.finished):
+            for task in range(node.job.tasks):
+                node.takeovers.consider(task)
+            node.takeovers.tell_unseated()
+        self._drop_replicas()
+        self._follow_leadership()
+        node.noticing.look()
+        node.keeper.notify_later()
+
+    # -- primaries --------------------------------------------------------------------------------
+
+    def begin_term(self, primary: Primary) -> None:
+        """A take-over succeeded: the primary works until the view shows another."""
+        task = primary.task
+        self.primaries[task] = primary
+        run = self.runs[task] = self._node.own(self._run_primary(primary), f"primary of task {task}")
+        run.add_done_callback(lambda _: self.runs.pop(task, None))
+        self.reconsider()
+
+    async def _run_primary(self, primary: Primary) -> None:
+        """A primary's term; what it cannot handle ends the node, so that others take over."""
+        node = self._node
+        try:
+            await primary.run()
+        except Exception as error:
+            node.log.exception("task %d, term %d: cannot go on", primary.task, primary.term)
+            node.end_with(TaskGraphError(f"task {primary.task} on {node.name} cannot go on: {error}"))
+
+    def _step_down(self, task: int) -> None:
+        """The view shows another primary: this one's term is over."""
+        primary = self.primaries.pop(task)
+        if task == 0:
+            self._stop_leading()
+        run = self.runs.get(task)
+        self.stepping_down[task] = self._node.own(self._finish_step_down(primary, run), f"step down from task {task}")
+
+    async def _finish_step_down(self, primary: Primary, run: asyncio.Task[None] | None) -> None:
+        task = primary.task
+        if run is not None:
+            run.cancel()
+            await asyncio.gather(run, return_exceptions=True)
+        replica = primary.replica
+        if replica.ready:
+            replica.user_task.primary = False
+            try:
+                await replica.tell(BecameBackup(term=self._node.keeper.view.term(task)))
+            except UserCodeError as error:
+                await self._node.fail_early(error, task)
+        del self.stepping_down[task]
+        self.reconsider()
+
+    # -- the leader -------------------------------------------------------------------------------
+
+    def _follow_leadership(self) -> None:
+        primary = self.primaries.get(0)
+        if primary is not None and self.leader is None:
+            self.leader = LeaderRole(self._node, primary)
+            self._leading = self._node.own(self.leader.run(), "leader")
+
+    def _stop_leading(self) -> None:
+        self.leader = None
+        if self._leading is not None:
+            self._leading.cancel()
+            self._leading = None
+
+    async def rows_before(self, task: int, stamp: Stamp, own: dict[str, float]) -> Rows:
+        """Task 0's boundary carries the reports of the epoch before: its leader knows them, or will."""
+        return await self.leader.rows_before(stamp, own) if task == 0 and self.leader is not None else {}
+
+    def rows_now(self, task: int, stamp: Stamp, own: dict[str, float]) -> Rows | None:
+        """The same where it knows them; else None."""
+        return self.leader.rows_now(stamp, own) if task == 0 and self.leader is not None else {}
+
+    # -- replicas ---------------------------------------------------------------------------------
+
+    def replica(self, task: int) -> Replica:
+        """This node's replica of a task, made where there is none."""
+        node, known = self._node, self.replicas.get(task)
+        if known is None:
+            xp, device = array_module(node.devices)
+            if device is not None and node.own_process:
+                shared.offer(device)
+            known = self.replicas[task] = Replica(
+                task, node.job, node.router, node.threads, xp=xp, device=device, tracing=node.tracing
+            )
+            if node.keeper.view.epoch is not None:
+                known.follow(node.keeper.view.epoch.record)
+        return known
+
+    def release(self, message: Release) -> None:
+        """A primary does not count on what this node holds for it any more."""
+        replica = self.replicas.get(message.task)
+        if replica is not None:
+            replica.release(message.term, message.invitation)
+            self._dirty.set()
+
+    def _drop_replicas(self) -> None:
+        """Replicas that are neither primary, nor member, nor wished for."""
+        node, view = self._node, self._node.keeper.view
+        for task, replica in list(self.replicas.items()):
+            if task in self.primaries or task in node.takeovers or task in self.stepping_down:
+                continue
+            wish = node.wish(task)
+            wished = wish is None or node.id == wish.primary or node.id in wish.backups
+            if wished or node.id in view.in_sync(task) or view.primary_node(task) == node.id:
+                continue
+            if not replica.may_go(view.term(task)):
+                continue
+            del self.replicas[task]
+            node.wait_for(self._tear_down(replica), f"tear down task {task}")
+
+    async def _tear_down(self, replica: Replica) -> None:
+        try:
+            await replica.tear_down()
+        except UserCodeError as error:
+            await self._node.fail_early(error, replica.task)
+
+    async def end(self) -> None:
+        """The node ends, and none of them works any more."""
+        self.primaries.clear()
+        for replica in list(self.replicas.values()):  # an offer on its way may make another one meanwhile
+            try:
+                await replica.tear_down()
+            except UserCodeError as error:
+                self._node.log.error("teardown of task %d raised:\n%s", replica.task, error.traceback_text)
