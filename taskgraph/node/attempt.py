@@ -3,7 +3,7 @@
     composing ──► working ──► quiet ──(seal, where the task can take messages)──► closing ──► finished
 
 An attempt ends by finishing or by being cancelled; what it made belongs to it and to no other. It is driven by
-`Primary`; calls from other tasks (`pull`, `seal`, flags and requests) come in through `Node.serve`.
+`Primary`; calls from other tasks (`pull`, `seal`, flags and requests) come in through `Serving`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from taskgraph.epoch import AttemptEnded, Epoch, Inputs, Outputs, Scratch
-from taskgraph.errors import GraphError, Refused
+from taskgraph.errors import Refused
 from taskgraph.graph.compose import Composition, Processor
-from taskgraph.graph.values import hosted
+from taskgraph.node.inbound import Inbound
 from taskgraph.node.items import Items
 from taskgraph.node.mailbox import Mailbox
 from taskgraph.node.pulls import Pulls
@@ -28,7 +28,7 @@ from taskgraph.node.replica import Replica
 from taskgraph.node.strict import Recording, left_by, seen
 from taskgraph.node.turns import Turns
 from taskgraph.observe.trace import clock
-from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Item, Pull, Reason, Reply, Stamp, Wait
+from taskgraph.protocol.messages import Encoded, Reason, Stamp, Wait
 from taskgraph.protocol.sums import Ledger
 from taskgraph.shape import is_stateless
 
@@ -74,7 +74,6 @@ class Attempt:
         self.term = term
         self.task = replica.task
         self._tracing = replica.tracing
-        self._pulling_since = 0
         self.number = stamp.epoch
         self.attempt = stamp.attempt
         self.last = replica.job.epochs is not None and stamp.epoch + 1 >= replica.job.epochs
@@ -85,7 +84,6 @@ class Attempt:
         self.allocate = replica.router.allocate
         self.ledger = Ledger()
         self.put_bytes = 0  # what is kept for those who pull it, and for the backups, until it commits
-        self.taken_bytes = 0  # what it pulled
         self._mailbox: Mailbox | None = None  # most epochs have none
         self.numbers: dict[str, float] = {}
         self.finishing = False
@@ -102,11 +100,16 @@ class Attempt:
         self.composing: Composition | None = None
         self._composed: asyncio.Future[Composition] = self._loop.create_future()
         self.out = Items(stamp, term)
-        self._items: dict[tuple[str, int], Encoded] = {}
-        self._expected: tuple[tuple[str, int], ...] = ()  # (tag, producer) of every item it needs
-        self._awaited: dict[asyncio.Future[None], set[tuple[str, int]]] = {}  # who waits for items, and which it lacks
-        self._pulls = pulls
-        self._pulling: dict[asyncio.Future[Reply], None] = {}  # under way, without a task
+        self.inbound = Inbound(
+            replica,
+            stamp,
+            term,
+            loop=self._loop,
+            pulls=pulls,
+            ledger=self.ledger,
+            recording=recording,
+            ask_restart=ask_restart,
+        )
         self._hold_count = 0
         self.quiet = Quiet()
         self._states: dict[str, str] = {}
@@ -121,35 +124,29 @@ class Attempt:
             UserCodeError, GraphError, ValueNotEncodable: the job's own errors.
             AttemptEnded: user code unwound because the attempt is over.
         """
-        assert self._group is not None
         try:
-            await self._main(self._group)
+            await self._main()
         except BaseException:
             self._unwind()
             raise
         finally:
             self._group = None
-            for reply in tuple(self._pulling):
-                reply.cancel()
-            self.end()
+            self.inbound.end()
+            if not self._composed.done():
+                self._composed.cancel()
 
-    async def _main(self, group: asyncio.TaskGroup) -> None:
+    async def _main(self) -> None:
         composition = await self._compose()
-        self._expected = tuple(composition.channels_in())
-        self._pulling_since = self._tracing.on and clock()
-        parallel = [group.create_task(self._process(p)) for p in composition.parallel]
-        for work in parallel:
-            work.add_done_callback(self._look_at)
-        for tag, producer in self._expected:
-            self._begin_pull(tag, producer)
+        parallel = [self._beside(self._process(p)) for p in composition.parallel]
+        self.inbound.pull(composition, self._beside)
         if self._point is not None:
             await self._point("processor", self.task, self.number)
         for processor in composition.ordered:
             await self._process(processor)
         for work in parallel:
             await work
-        if len(self._items) < len(self._expected):
-            await self._until_arrived(set(self._expected).difference(self._items))
+        if self.inbound.open:
+            await self.inbound.until_all()
         if self.replica.shape.receives:
             await self.quiet.until_sealed(
                 lambda version: self._on_idle(Idle(version, self.ledger.sent_sum, self.ledger.received_sum))
@@ -164,9 +161,6 @@ class Attempt:
             await self._process(processor)
         if not self.quiet.calm:
             await self.quiet.until_calm()
-        self._pulling_since = 0
-        if self.recording is None:
-            self._items.clear()  # it may be long until this commits; what it put is still asked for
 
     async def _compose(self) -> Composition:
         if self.recording is not None:
@@ -188,20 +182,20 @@ class Attempt:
 
     async def _process(self, processor: Processor) -> None:
         waiting = self._tracing.on and clock()
+        items: Mapping[tuple[str, int], Encoded] = self.inbound.items
         lacking = set()
         for tag, producers in processor.inbound.items():
             for producer in producers:
-                if (tag, producer) not in self._items:
+                if (tag, producer) not in items:
                     lacking.add((tag, producer))
         if lacking:
-            await self._until_arrived(lacking)
+            await self.inbound.until_here(lacking)
         if waiting and processor.inbound:
             self._tracing.add("wait", waiting, self.task, self.stamp, self.term, name=processor.name)
         if self._turns is not None and not is_stateless(processor.compute):
             await self.turn(processor.name)
         self._states[processor.name] = "running"
         epoch = Epoch(self, processor.name, sync=processor.sync)
-        items: Mapping[tuple[str, int], Encoded] = self._items
         if self.recording is not None and self.device is not None:
             items = await self.recording.given(processor)
         inputs = Inputs(self, processor, items)
@@ -230,97 +224,6 @@ class Attempt:
         if waiting:
             self._tracing.add("turn", waiting, self.task, self.stamp, self.term, name=where)
 
-    async def _until_arrived(self, lacking: set[tuple[str, int]]) -> None:
-        """Returns when all of these items are here; whoever waits is woken once, by the last of them."""
-        arrived: asyncio.Future[None] = self._loop.create_future()
-        self._awaited[arrived] = lacking
-        await arrived
-
-    def _arrived(self, channel: tuple[str, int]) -> None:
-        for waiter, lacking in tuple(self._awaited.items()):
-            lacking.discard(channel)
-            if not lacking:
-                del self._awaited[waiter]
-                if not waiter.done():
-                    waiter.set_result(None)
-
-    def _begin_pull(self, tag: str, producer: int) -> None:
-        """Pulls one item without a task, where that works at the first try."""
-        reply = self._pulls.begin(self.stamp, self.task, self.term, producer, tag)
-        if reply is None:
-            self._pull_patiently(tag, producer)
-        elif reply.done():
-            self._pulled(tag, producer, reply)
-        else:
-            self._pulling[reply] = None
-            reply.add_done_callback(partial(self._pulled, tag, producer))
-
-    def _pulled(self, tag: str, producer: int, reply: asyncio.Future[Reply]) -> None:
-        self._pulling.pop(reply, None)
-        if self._group is None or self.cancelled:
-            return
-        if reply.cancelled() or reply.exception() is not None:
-            self._pull_patiently(tag, producer)
-            return
-        try:
-            self._take(tag, producer, reply.result())
-        except Exception as error:
-            self._group.create_task(_raise(error)).add_done_callback(self._look_at)
-
-    def _pull_patiently(self, tag: str, producer: int) -> None:
-        assert self._group is not None
-        self._group.create_task(self._pull(tag, producer)).add_done_callback(self._look_at)
-
-    def _pull_of(self, tag: str, producer: int) -> Pull:
-        return Pull(self.stamp, self.task, self.term, producer, tag)
-
-    async def _pull(self, tag: str, producer: int) -> None:
-        """Gets one item; keeps at it through failures of its producer."""
-        try:
-            reply = await self.replica.router.to_primary(producer, lambda: self._pull_of(tag, producer))
-        except Refused as refused:
-            if refused.reason == Reason.NOT_OFFERED:
-                raise GraphError(
-                    f"task {self.task}, epoch {self.number}: {self._wanted_by(tag, producer)} pulls {tag!r} from task "
-                    f"{producer}, which does not offer it in this epoch; {refused}"
-                ) from refused
-            self.ask_restart(f"task {self.task} cannot pull {tag!r} from task {producer}: {refused}")
-            await asyncio.Event().wait()  # until the restart cancels this attempt
-            raise AssertionError from refused
-        self._take(tag, producer, reply)
-
-    async def _pull_to_host(self, tag: str, producer: int, item: Item) -> None:
-        """Takes an item that is on the device of another node in this process, for a task that has none."""
-        value = await self.replica.threads.run(partial(hosted, item.value))
-        self._take(tag, producer, Item(item.stamp, item.term, item.tag, value))
-
-    def _take(self, tag: str, producer: int, reply: Reply) -> None:
-        assert isinstance(reply, Item)
-        if self.device is None and type(reply.value) is EncodedOnDevice:
-            assert self._group is not None
-            self._group.create_task(self._pull_to_host(tag, producer, reply)).add_done_callback(self._look_at)
-            return
-        self._pulls.came(tag, producer, reply.value)
-        self.ledger.received("item", producer, self.task, tag, reply.value.digest)
-        self._items[(tag, producer)] = reply.value
-        self.taken_bytes += reply.value.size_bytes
-        if self.recording is not None:
-            self.recording.items[(tag, producer)] = reply.value
-        if self._awaited:
-            self._arrived((tag, producer))
-        if self._pulling_since:
-            self._trace_pull("pull", tag, producer, reply)
-
-    def _trace_pull(self, kind: str, tag: str, producer: int, item: Item | None) -> None:
-        """The term is the producer's: it tells which of several equal items came."""
-        size, term = (item.value.size_bytes, item.term) if item is not None else (-1, 0)
-        since = self._pulling_since
-        self._tracing.add(kind, since, self.task, self.stamp, term, name=tag, peer=producer, size=size)
-
-    def _wanted_by(self, tag: str, producer: int) -> str:
-        composition = self._composed.result()
-        return next(repr(p.name) for p in composition.processors if producer in p.inbound.get(tag, ()))
-
     def check_open(self) -> None:
         """Raises Refused where the task takes no message any more."""
         if self.quiet.closed:
@@ -333,10 +236,16 @@ class Attempt:
             raise Refused(Reason.ATTEMPT_GONE, f"attempt {self.attempt} of epoch {self.number} is over")
         if busy:
             self.quiet.busier()
-        task = self._group.create_task(work)
-        task.add_done_callback(self._look_at)
+        task = self._beside(work)
         if busy:
             task.add_done_callback(lambda _: self.quiet.calmer())
+        return task
+
+    def _beside(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+        """Runs something beside the attempt that ends it where it raises."""
+        assert self._group is not None
+        task = self._group.create_task(work)
+        task.add_done_callback(self._look_at)
         return task
 
     def _look_at(self, done: asyncio.Task[Any]) -> None:
@@ -345,7 +254,7 @@ class Attempt:
 
     def _unwind(self) -> None:
         """Something of the attempt raised: it waits for its threads now, and they must not wait for its answers."""
-        self.cancelled = True
+        self.cancelled = self.inbound.over = True
         if self._mailbox is not None:
             self._mailbox.end()
 
@@ -376,23 +285,13 @@ class Attempt:
     def composed(self) -> bool:
         return self._composed.done() and not self._composed.cancelled()
 
-    def end(self) -> None:
-        """The attempt is over (finished attempts keep their items until the primary drops them)."""
-        if not self._composed.done():
-            self._composed.cancel()
-
     def drop(self) -> None:
         """Nothing of this attempt is needed any more: a later epoch was read, or it was cancelled."""
         self.cancelled = True
-        if self._pulling_since:
-            for tag, producer in self._expected:
-                if (tag, producer) not in self._items:
-                    self._trace_pull("pull, given up", tag, producer, None)
-            self._pulling_since = 0
         self._composed.cancel()
         # Whatever still refers to this attempt must not keep its values: their memory takes those of the next one.
         self.out.drop()
-        self._items.clear()
+        self.inbound.drop()
         if self._mailbox is not None:
             self._mailbox.drop()
             self._mailbox = None  # they refer to each other
@@ -515,7 +414,7 @@ class Attempt:
                     wait("running", self.task, processor.name)
             for tag, producers in processor.inbound.items():
                 for producer in producers:
-                    if (tag, producer) not in self._items:
+                    if (tag, producer) not in self.inbound.items:
                         wait("item", producer, tag)
             if earlier is not None and not processor.parallel:
                 wait("order", self.task, earlier)
@@ -527,11 +426,6 @@ class Attempt:
                 found.append(Wait(f"handler {where.split('/')[0]}", "reply", to, method, since))
         found.extend(Wait("hold", "running", self.task, why, since) for why in self.quiet.holds)
         return tuple(found)
-
-
-async def _raise(error: Exception) -> None:
-    """What a callback raises has nobody to hear it; what a task of the attempt raises ends the attempt."""
-    raise error
 
 
 def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:

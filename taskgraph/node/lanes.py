@@ -217,7 +217,7 @@ class Lanes:
         primary.stage, replica.actor.stamp = "snapshot", stamp
         value = await replica.snapshot(attempt.numbers, {stamp.epoch - 1: rows} if rows else {}, stays=True)
         attempt.put_bytes += value.size_bytes
-        self._epoch_bytes = attempt.put_bytes + attempt.taken_bytes
+        self._epoch_bytes = attempt.put_bytes + attempt.inbound.taken_bytes
         self._finishing |= attempt.finishing
         primary.stage = ""
         worked = Worked(attempt, value, previous, rows)

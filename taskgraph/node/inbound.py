@@ -1,0 +1,197 @@
+"""The items that one attempt takes: pulled from their producers, awaited by its processors, each counted once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from taskgraph.errors import GraphError, Refused
+from taskgraph.graph.values import hosted
+from taskgraph.observe.trace import clock
+from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Item, Pull, Reason, Reply, Stamp
+
+if TYPE_CHECKING:
+    from taskgraph.graph.compose import Composition
+    from taskgraph.node.pulls import Pulls
+    from taskgraph.node.replica import Replica
+    from taskgraph.node.strict import Recording
+    from taskgraph.protocol.sums import Ledger
+
+__all__ = ["Inbound"]
+
+Channel = tuple[str, int]
+"""(tag, producer)."""
+
+
+class Inbound:
+    """One attempt's inbound channels. All are pulled at once; an item stays until all that the attempt runs has run.
+
+    Lives on the event loop.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        stamp: Stamp,
+        term: int,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        pulls: Pulls,
+        ledger: Ledger,
+        recording: Recording | None,
+        ask_restart: Callable[[str], None],
+    ) -> None:
+        self._replica = replica
+        self._task = replica.task
+        self._stamp = stamp
+        self._term = term
+        self._loop = loop
+        self._pulls = pulls
+        self._ledger = ledger
+        self._recording = recording
+        self._ask_restart = ask_restart
+        self._tracing = replica.tracing
+        self._since = 0  # of the pulls, while somebody traces
+        self._composition: Composition | None = None
+        self._channels: list[Channel] = []
+        self._spawn: Callable[[Coroutine[Any, Any, None]], object] | None = None
+        self._pulling: dict[asyncio.Future[Reply], None] = {}  # under way, without a task
+        self._awaited: dict[asyncio.Future[None], set[Channel]] = {}  # who waits for items, and which it lacks
+        self.items: dict[Channel, Encoded] = {}
+        self.open = 0
+        """How many are still to come."""
+        self.taken_bytes = 0
+        self.over = False
+        """What comes is not wanted any more."""
+
+    # -- asked by the attempt ---------------------------------------------------------------------
+
+    def pull(self, composition: Composition, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+        """Asks for every item of the epoch.
+
+        Args:
+            spawn: runs something that belongs to the attempt; where that raises, the attempt ends.
+        """
+        self._composition, self._spawn = composition, spawn
+        self._since = self._tracing.on and clock()
+        self._channels = composition.channels_in()
+        self.open = len(self._channels)
+        for tag, producer in self._channels:
+            reply = self._pulls.begin(self._stamp, self._task, self._term, producer, tag)
+            if reply is None:
+                self._beside(self._pull(tag, producer))
+            elif reply.done():
+                self._pulled(tag, producer, reply)
+            else:
+                self._pulling[reply] = None
+                reply.add_done_callback(partial(self._pulled, tag, producer))
+
+    async def until_here(self, lacking: set[Channel]) -> None:
+        """Returns when all of these items are here; whoever waits is woken once, by the last of them."""
+        arrived: asyncio.Future[None] = self._loop.create_future()
+        self._awaited[arrived] = lacking
+        await arrived
+
+    async def until_all(self) -> None:
+        """Returns when every item of the epoch is here."""
+        await self.until_here(set(self._channels).difference(self.items))
+
+    def end(self) -> None:
+        """The attempt runs no more. Where it came to its end, it may be long until it commits."""
+        if not self.over:
+            self._since = 0
+            if self._recording is None:
+                self.items.clear()
+        self.over = True
+        self._spawn = None  # it refers to the attempt, and that to us
+        for reply in tuple(self._pulling):
+            reply.cancel()
+
+    def drop(self) -> None:
+        """Nothing of the attempt is needed any more: its values' memory takes those of the next one."""
+        self.over = True
+        if self._since:
+            for tag, producer in self._channels:
+                if (tag, producer) not in self.items:
+                    self._trace("pull, given up", tag, producer, None)
+            self._since = 0
+        self.items.clear()
+
+    # -- one item ---------------------------------------------------------------------------------
+
+    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+        assert self._spawn is not None
+        self._spawn(work)
+
+    def _pulled(self, tag: str, producer: int, reply: asyncio.Future[Reply]) -> None:
+        """What was asked for without a task is answered."""
+        self._pulling.pop(reply, None)
+        if self.over:
+            return
+        if reply.cancelled() or reply.exception() is not None:
+            self._beside(self._pull(tag, producer))
+            return
+        try:
+            self._take(tag, producer, reply.result())
+        except Exception as error:
+            self._beside(_raise(error))
+
+    async def _pull(self, tag: str, producer: int) -> None:
+        """Gets one item; keeps at it through failures of its producer."""
+        try:
+            reply = await self._replica.router.to_primary(
+                producer, lambda: Pull(self._stamp, self._task, self._term, producer, tag)
+            )
+        except Refused as refused:
+            if refused.reason == Reason.NOT_OFFERED:
+                who = f"task {self._task}, epoch {self._stamp.epoch}: {self._wanted_by(tag, producer)}"
+                raise GraphError(
+                    f"{who} pulls {tag!r} from task {producer}, which does not offer it in this epoch; {refused}"
+                ) from refused
+            self._ask_restart(f"task {self._task} cannot pull {tag!r} from task {producer}: {refused}")
+            await asyncio.Event().wait()  # until the restart cancels this attempt
+            raise AssertionError from refused
+        self._take(tag, producer, reply)
+
+    def _wanted_by(self, tag: str, producer: int) -> str:
+        assert self._composition is not None
+        return next(repr(p.name) for p in self._composition.processors if producer in p.inbound.get(tag, ()))
+
+    def _take(self, tag: str, producer: int, reply: Reply) -> None:
+        assert isinstance(reply, Item)
+        if type(reply.value) is EncodedOnDevice and self._replica.device is None:
+            self._beside(self._take_to_host(tag, producer, reply))
+            return
+        self._pulls.came(tag, producer, reply.value)
+        self._ledger.received("item", producer, self._task, tag, reply.value.digest)
+        self.items[(tag, producer)] = reply.value
+        self.open -= 1
+        self.taken_bytes += reply.value.size_bytes
+        if self._recording is not None:
+            self._recording.items[(tag, producer)] = reply.value
+        if self._awaited:
+            for waiter, lacking in tuple(self._awaited.items()):
+                lacking.discard((tag, producer))
+                if not lacking:
+                    del self._awaited[waiter]
+                    if not waiter.done():
+                        waiter.set_result(None)
+        if self._since:
+            self._trace("pull", tag, producer, reply)
+
+    async def _take_to_host(self, tag: str, producer: int, item: Item) -> None:
+        """Takes an item that is on the device of another node in this process, for a task that has none."""
+        value = await self._replica.threads.run(partial(hosted, item.value))
+        self._take(tag, producer, Item(item.stamp, item.term, item.tag, value))
+
+    def _trace(self, kind: str, tag: str, producer: int, item: Item | None) -> None:
+        """The term is the producer's: it tells which of several equal items came."""
+        size, term = (item.value.size_bytes, item.term) if item is not None else (-1, 0)
+        self._tracing.add(kind, self._since, self._task, self._stamp, term, name=tag, peer=producer, size=size)
+
+
+async def _raise(error: Exception) -> None:
+    """What a callback raises has nobody to hear it; what a task of the attempt raises ends the attempt."""
+    raise error
