@@ -46,6 +46,8 @@ __all__ = [
 
 _TOKEN_BYTES = 16
 """Shorter ones are refused by nodes."""
+_ENDED_NAMED = 5
+"""Jobs that ended which a message names."""
 _NODE_ACCESS = ("tls", "tls_ca", "tls_cert", "tls_key")
 _ACCESS = ("etcd_ca", "etcd_cert", "etcd_key", "etcd_user", "etcd_password_file")
 
@@ -221,15 +223,35 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
         if kept is not None:
             how = ended_text(kept["status"].get("state", ""))
             raise UnknownJob(f"job {name!r} does not run any more, it {how}: see {see_text(name)}")
+        if (killed := runtime.killed(name)) is not None:
+            raise UnknownJob(_killed_text(runtime, killed))
         known = ", ".join(e.name for e in runtime.jobs())
-        running = f"running here: {known}" if known else "no job was started on this host"
+        running = f"running here: {known}" if known else _none_text(runtime)
         raise UnknownJob(f"no running job {name!r} is known here ({running}); for one elsewhere give --etcd")
     jobs = runtime.jobs()
     if len(jobs) == 1:
         return jobs[0]
     if not jobs:
-        raise UnknownJob("no job was started on this host; for one elsewhere give its name and --etcd")
+        raise UnknownJob(f"{_none_text(runtime)}; for one elsewhere give its name and --etcd")
     raise JobError(f"several jobs run on this host: name one of {', '.join(e.name for e in jobs)}")
+
+
+def _none_text(runtime: Runtime) -> str:
+    ended = runtime.finished_names()
+    if not ended:
+        return "no job was started on this host"
+    more = ", ..." if len(ended) > _ENDED_NAMED else ""
+    return f"no job runs on this host; ended: {', '.join(ended[:_ENDED_NAMED])}{more}"
+
+
+def _killed_text(runtime: Runtime, entry: JobEntry) -> str:
+    logs = runtime.left_logs(entry.name)
+    return (
+        f"of the last run of job {entry.name!r} on this host nothing is known but that its launcher (process "
+        f"{entry.pid}) was killed"
+        + (", and its etcd ended with it" if entry.embedded else f"; the job may go on: look with --etcd {entry.etcd}")
+        + (f"; logs of its nodes: {logs}" if logs is not None else "")
+    )
 
 
 def ended_text(state: str) -> str:

@@ -281,9 +281,26 @@ class Runtime:
             if path.stat().st_size:
                 path.rename(self._made(folder) / path.name)
 
-    def finished(self, name: str) -> dict[str, Any] | None:
-        """What was kept of a finished job."""
+    def killed(self, name: str) -> JobEntry | None:
+        """The entry of a job whose launcher was killed, and left it: of its last run on this host."""
         if not _NAME.fullmatch(name):
+            return None
+        entry = self._entry(self._folder(name))
+        return entry if entry is not None and entry.stale else None
+
+    def left_logs(self, name: str) -> Path | None:
+        """Where the nodes of a job whose launcher was killed wrote, if some did."""
+        folder = self._folder(name)
+        return folder if any(folder.glob("n*.log")) else None
+
+    def finished_names(self) -> list[str]:
+        """Jobs of which something was kept, the last one that ended first."""
+        known = sorted((self.root / "finished").glob("*.json"), key=_written_at, reverse=True)
+        return [path.stem for path in known]
+
+    def finished(self, name: str) -> dict[str, Any] | None:
+        """What was kept of a finished job; nothing where a later run of it was killed."""
+        if not _NAME.fullmatch(name) or self.killed(name) is not None:
             return None
         try:
             found: dict[str, Any] = json.loads((self.root / "finished" / f"{name}.json").read_text())

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -229,6 +230,41 @@ def test_a_job_of_this_host_is_found_by_name_or_as_the_only_one() -> None:
         find_entry(options())
     with pytest.raises(UnknownJob, match="running here: one, two"):
         find_entry(options("three"))
+
+
+def gone(name: str, *, embedded: bool) -> JobEntry:
+    """As a launcher that was killed left it."""
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    return JobEntry(name=name, etcd="10.0.0.1:7", token="ab" * 32, pid=done.pid, embedded=embedded, tls={})
+
+
+def test_without_a_running_job_those_that_ended_are_named() -> None:
+    for number, name in enumerate(("a", "b", "c", "d", "e", "f")):
+        Runtime().keep_finished(name, {"status": {"state": "finished"}, "result": None, "events": []})
+        os.utime(Runtime().root / "finished" / f"{name}.json", (number, number))
+    found = re.escape("no job runs on this host; ended: f, e, d, c, b, ...; for one elsewhere")
+    with pytest.raises(UnknownJob, match=found):
+        find_entry(options())
+    with pytest.raises(UnknownJob, match=r"no running job 'x' is known here \(no job runs on this host; ended: f, "):
+        find_entry(options("x"))
+
+
+@pytest.mark.parametrize("embedded", [True, False])
+def test_of_a_run_that_was_killed_nothing_of_an_earlier_one_is_told(
+    embedded: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its status was that of the run before."""
+    runtime = Runtime()
+    runtime.keep_finished("fit", {"status": {"state": "finished"}, "result": None, "events": []})
+    runtime.put(killed := gone("fit", embedded=embedded))
+    (runtime.folder("fit") / "n1.log").write_text("hello")
+    for command in ("status", "events", "result"):
+        assert cli.main([command, "fit"]) == cli.UNREACHABLE
+        told = capsys.readouterr()
+        assert told.out == "" and f"its launcher (process {killed.pid}) was killed" in told.err
+        assert ("its etcd ended with it" in told.err) == embedded == ("--etcd 10.0.0.1:7" not in told.err)
+        assert f"logs of its nodes: {runtime.folder('fit')}" in told.err
 
 
 def test_a_job_at_an_etcd_that_is_named_needs_its_name() -> None:
