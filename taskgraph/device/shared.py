@@ -10,6 +10,7 @@ anything, or fails. So a segment knows who opened it (`Borrower`), and is not fr
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -38,6 +39,7 @@ _IDLE_S: Final = 10.0
 _IDLE_PART: Final = 32
 """What may wait for another value: one of so many parts of the device's memory, which is that of several processes."""
 _MAX_SEGMENTS: Final = 1024
+_numbers: Final = itertools.count(1)
 
 
 class Borrower:
@@ -128,7 +130,6 @@ class SharedMemory:
         self._idle: list[Segment] = []  # the one that was used last is last
         self._used = 0
         self._garbage: deque[tuple[Segment, list[Event], float]] = deque()  # finalizers run anywhere: they only append
-        self._last = 0
         self._works = True
 
     @property
@@ -189,9 +190,7 @@ class SharedMemory:
             self._not_made()
             return None
         assert len(handle) == HANDLE_BYTES
-        with self._lock:
-            self._last += 1
-            return Segment(self._last, array, handle)
+        return Segment(next(_numbers), array, handle)
 
     def _not_made(self) -> None:
         with self._lock:

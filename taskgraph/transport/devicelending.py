@@ -40,6 +40,7 @@ TICKET_BYTES: Final = _TICKET.size
 """Smaller than any other buffer of a value: so it is known by its size."""
 _NUMBER: Final = struct.Struct("!Q")
 _CLOSED: Final = 1 << 63
+"""Set in the number of memory that was closed; other numbers that are sent are of tickets that are given back."""
 _MAX_LENT: Final = 1 << 12
 """Tickets of one session that are out at a time."""
 _MAX_OPEN: Final = 256
@@ -68,9 +69,22 @@ class Ticket(NamedTuple):
     @classmethod
     def read(cls, data: bytes | memoryview) -> Ticket:
         ticket = cls(*_TICKET.unpack(data))
-        if not 0 < ticket.number < _CLOSED or not 0 < ticket.length <= ticket.size < _CLOSED:
+        if not 0 < ticket.number < _CLOSED or not 0 < ticket.memory < _CLOSED:
+            raise DecodeError(f"ticket {ticket.number} for memory {ticket.memory}")
+        if not 0 < ticket.length <= ticket.size < _CLOSED:
             raise DecodeError(f"a ticket for {ticket.length} bytes of {ticket.size}")
         return ticket
+
+
+class _Away:
+    """Memory that the other side may have open."""
+
+    __slots__ = ("open", "out", "segment")
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.out = 0  # tickets, of which nothing was heard yet
+        self.open = False  # by what was heard last
 
 
 class DeviceLending:
@@ -79,8 +93,8 @@ class DeviceLending:
     def __init__(self) -> None:
         self._pid = 0
         self._borrower: Borrower | None = None
-        self._lent: dict[int, tuple[DeviceBuffer, int, int]] = {}  # by number: the call, and the number before it
-        self._open: dict[int, tuple[Segment, int]] = {}  # by number of memory: the last ticket for it
+        self._lent: dict[int, tuple[DeviceBuffer, int, _Away]] = {}  # by number of a ticket that is out: with its call
+        self._away: dict[int, _Away] = {}  # by number of the memory
         self._unseen: dict[int, list[int]] = {}  # by call: tickets of which none was given back
         self._last = 0
 
@@ -112,46 +126,54 @@ class DeviceLending:
 
     def _ticket(self, call: int, buffer: DeviceBuffer, segment: Segment, borrower: Borrower) -> bytes:
         self._last = number = self._last + 1
-        _, before = self._open.get(segment.number, (segment, 0))
-        self._open[segment.number] = (segment, number)
-        self._lent[number] = (buffer, call, before)
+        away = self._away.get(segment.number)
+        if away is None:
+            away = self._away[segment.number] = _Away(segment)
+            segment.open_at.add(borrower)
+        away.out += 1
+        self._lent[number] = (buffer, call, away)
         self._unseen.setdefault(call, []).append(number)
-        segment.open_at.add(borrower)
         identity = buffer.device.identity
         return _TICKET.pack(number, segment.number, segment.size, buffer.nbytes, identity, segment.handle)
 
     def take_back(self, call: int) -> None:
-        """The reply to that call was never sent."""
-        for number in reversed(self._unseen.pop(call, [])):
-            buffer, _, before = self._lent.pop(number)
-            segment = buffer.segment
-            if segment is not None and self._open.get(segment.number) == (segment, number):
-                if before:
-                    self._open[segment.number] = (segment, before)
-                else:
-                    self._close(segment.number)
+        """The other side did not read the reply to that call, and will not."""
+        for number in self._unseen.pop(call, ()):
+            self._end(number)
 
     def returned(self, data: bytes) -> None:
-        """The other side gave tickets back, or closed memory. Raises DecodeError where it has none of that number."""
+        """What the other side did, in order: it gave a ticket back, for memory that is open now, or closed memory.
+
+        Raises:
+            DecodeError: it never had such a ticket.
+        """
         if len(data) % _NUMBER.size:
             raise DecodeError(f"tickets in {len(data)} bytes")
-        for (told,) in _NUMBER.iter_unpack(data):
-            number = told & ~_CLOSED
-            if not 0 < number <= self._last:
+        for (number,) in _NUMBER.iter_unpack(data):
+            if number & _CLOSED:
+                away = self._away.get(number ^ _CLOSED)
+                if away is not None:
+                    away.open = False
+                    self._look(away)
+            elif not 0 < number <= self._last:
                 raise DecodeError(f"it gives back ticket {number}, which it never had")
-            if told & _CLOSED:
-                # By the last ticket it had seen for that memory: one that is on its way opens it again.
-                for memory, (_, last) in self._open.items():
-                    if last == number:
-                        self._close(memory)
-                        break
-            elif (entry := self._lent.pop(number, None)) is not None:
-                self._unseen.pop(entry[1], None)
+            elif number in self._lent:
+                _, call, away = self._lent[number]
+                self._unseen.pop(call, None)
+                away.open = True
+                self._end(number)
 
-    def _close(self, memory: int) -> None:
-        segment, _ = self._open.pop(memory)
-        assert self._borrower is not None
-        segment.open_at.discard(self._borrower)
+    def _end(self, number: int) -> None:
+        away = self._lent.pop(number)[2]
+        away.out -= 1
+        self._look(away)
+
+    def _look(self, away: _Away) -> None:
+        """Whether the other side is through with that memory: a ticket on its way to it would open it again."""
+        if not away.out and not away.open:
+            del self._away[away.segment.number]
+            assert self._borrower is not None
+            away.segment.open_at.discard(self._borrower)
 
     def broken(self) -> None:
         """The session is over: what the other side did not give back, or close, it may read for as long as it lives."""
@@ -163,20 +185,19 @@ class DeviceLending:
             self._borrower.left()
         self._lent.clear()
         self._unseen.clear()
-        self._open.clear()
+        self._away.clear()
 
 
 class _Opened:
     """Memory of the other side that is open."""
 
-    __slots__ = ("array", "device", "idle_since", "last", "readers", "size")
+    __slots__ = ("array", "device", "idle_since", "readers", "size")
 
     def __init__(self, device: Device, array: Array, size: int) -> None:
         self.device = device
         self.array = array
         self.size = size
         self.readers = 0
-        self.last = 0  # the last ticket for it
         self.idle_since = 0.0
 
 
@@ -184,15 +205,15 @@ class DeviceBorrowing:
     """What one side of a session borrowed from the other. Its methods wait for the device: to be called in threads.
 
     Args:
-        closed: told, in a thread, that memory was closed: what to send.
+        tell: called in threads, one after another: what to send, in that order.
         clock: seconds.
 
     Attributes:
         over: the session is: nothing more is opened. What is open, `close` closes, or the last `fetch` that reads it.
     """
 
-    def __init__(self, closed: Callable[[bytes], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._closed = closed
+    def __init__(self, tell: Callable[[bytes], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._tell = tell
         self._clock = clock
         self._lock = threading.Lock()
         self._opened: dict[int, _Opened] = {}
@@ -211,23 +232,22 @@ class DeviceBorrowing:
             raise DecodeError(f"{len(found)} tickets for a value of {size} bytes; the limit is {limit}")
         return found
 
-    @staticmethod
-    def given_back(tickets: Sequence[Ticket]) -> bytes:
-        """What to send, once `fetch` returned or raised."""
-        return b"".join(_NUMBER.pack(ticket.number) for ticket in tickets)
-
-    def fetch(self, value: Encoded) -> EncodedOnDevice | None:
+    def fetch(self, value: Encoded, tickets: Sequence[Ticket]) -> EncodedOnDevice | None:
         """The value, in memory of this process's own; None where it is not what was sent.
+
+        Args:
+            tickets: those of the value, which are given back, whatever comes of it.
 
         Raises:
             CannotBorrow: there is no device here, it is another one, or cannot open what other processes have.
         """
         parts: list[memoryview | Private] = []
         held: list[_Opened] = []
+        coming = iter(tickets)
         try:
             for buffer in value.buffers:
                 if buffer.nbytes == TICKET_BYTES:
-                    ticket = Ticket.read(buffer)
+                    ticket = next(coming)
                     memory = self._memory(ticket)
                     with memory.device.on(self._own_stream(memory.device)):
                         opened = self._open(memory, ticket)
@@ -243,7 +263,7 @@ class DeviceBorrowing:
                     opened.device.wait(opened.device.record(self._own_stream(opened.device)))
             raise
         finally:
-            self._through(held)
+            self._through(held, tickets)
 
     @staticmethod
     def _memory(ticket: Ticket) -> SharedMemory:
@@ -270,22 +290,24 @@ class DeviceBorrowing:
                 except Exception as error:  # the library's own; the next who uses a device that is lost is told
                     raise CannotBorrow(f"{type(error).__name__}: {error}", for_good=True) from error
                 opened = self._opened[ticket.memory] = _Opened(memory.device, array, ticket.size)
+                opened.idle_since = self._clock()
                 if not memory.device.keeps(array):
                     raise CannotBorrow("arrays do not stay on this process's device", for_good=True)
             elif opened.size != ticket.size:
                 raise CannotBorrow(f"memory of {opened.size} bytes, told to have {ticket.size}", for_good=True)
             opened.readers += 1
-            opened.last = max(opened.last, ticket.number)
             return opened
 
-    def _through(self, held: list[_Opened]) -> None:
+    def _through(self, held: Sequence[_Opened], tickets: Sequence[Ticket]) -> None:
         """What was queued for them is done, or the device is lost."""
-        if not held:
-            return
         with self._lock:
             for opened in held:
                 opened.readers -= 1
                 opened.idle_since = self._clock()
+            told = [ticket.number for ticket in tickets]
+            # The lender takes memory for open that a ticket was for.
+            told += [ticket.memory | _CLOSED for ticket in tickets if ticket.memory not in self._opened]
+            self._say(told)
             if self.over:
                 self._close([memory for memory, opened in self._opened.items() if not opened.readers])
 
@@ -310,7 +332,7 @@ class DeviceBorrowing:
             self._close([memory for memory, opened in self._opened.items() if not opened.readers])
 
     def _close(self, memories: list[int]) -> None:
-        """With the lock: nobody may open between that and the word to the lender."""
+        """With the lock."""
         told = []
         for memory in memories:
             opened = self._opened.pop(memory)
@@ -319,9 +341,13 @@ class DeviceBorrowing:
             except Exception as error:  # it stays open; the lender keeps it, too
                 log.warning("memory of a peer's device cannot be closed: %s: %s", type(error).__name__, error)
                 continue
-            told.append(_NUMBER.pack(opened.last | _CLOSED))
-        if told and not self.over:
-            self._closed(b"".join(told))
+            told.append(memory | _CLOSED)
+        self._say(told)
+
+    def _say(self, numbers: Sequence[int]) -> None:
+        """With the lock: they are sent in the order in which it was done."""
+        if numbers and not self.over:
+            self._tell(b"".join([_NUMBER.pack(number) for number in numbers]))
 
 
 assert TICKET_BYTES < 4096  # taskgraph.graph.encoding.INLINE_BYTES

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -16,7 +15,7 @@ from taskgraph.protocol.messages import Accepted, Call, Encoded, EncodedOnDevice
 from taskgraph.transport import wire
 from taskgraph.transport.api import Coming
 from taskgraph.transport.calls import answer, answer_later, answer_now, describe
-from taskgraph.transport.devicelending import DeviceBorrowing, DeviceLending
+from taskgraph.transport.devicelending import DeviceBorrowing, DeviceLending, Ticket
 from taskgraph.transport.frames import Head, Kind
 from taskgraph.transport.hello import Answering, Dialling
 from taskgraph.transport.incoming import Incoming
@@ -76,7 +75,7 @@ class DialledSession(Session):
         self.wanted = wanted  # the node that was meant; another may listen there now
         self._pending: dict[int, _Pending] = {}
         self._last_call = 0
-        self._devices = DeviceBorrowing(self._closed_there)
+        self._devices = DeviceBorrowing(self._tell_soon)
         self.hello_done: asyncio.Future[None] = self._loop.create_future()
 
     def _opened(self) -> None:
@@ -167,12 +166,13 @@ class DialledSession(Session):
             self._send_call(pending, wire.value_of(pending.message))
 
     def _on_complete(self, incoming: Incoming) -> None:
+        if incoming.head.kind is Kind.REPLY_ON_DEVICE:
+            self._on_tickets(incoming)
+            return
         pending = self._pending.pop(incoming.head.call, None)
         if pending is None:
             return
-        if incoming.head.kind is Kind.REPLY_ON_DEVICE:
-            self._owner.tasks.spawn(self._fetch_later(pending, incoming), name=f"copy a reply of {self.peer}")
-        elif incoming.parsed.digest is None or incoming.head.payload < VERIFY_AT_ONCE_BYTES:
+        if incoming.parsed.digest is None or incoming.head.payload < VERIFY_AT_ONCE_BYTES:
             try:
                 pending.settle(self._received_now(incoming))
             except PeerLost as error:
@@ -190,17 +190,21 @@ class DialledSession(Session):
             pending.fail(PeerLost("this node's transport is closed"))
             raise
 
-    async def _fetch_later(self, pending: _Pending, incoming: Incoming) -> None:
+    def _on_tickets(self, incoming: Incoming) -> None:
         value = self._value(incoming)
-        assert value is not None
+        if value is None:
+            raise DecodeError(f"a {incoming.parsed.cls.__name__} with tickets, and without a value")
+        tickets = self._devices.tickets(value, self._owner.max_value_bytes)
+        pending = self._pending.pop(incoming.head.call, None)
+        if pending is not None:
+            work = self._fetch_later(pending, incoming, value, tickets)
+            self._owner.tasks.spawn(work, name=f"copy a reply of {self.peer}")
+
+    async def _fetch_later(
+        self, pending: _Pending, incoming: Incoming, value: Encoded, tickets: Sequence[Ticket]
+    ) -> None:
         try:
-            tickets = self._devices.tickets(value, self._owner.max_value_bytes)
-        except DecodeError as error:
-            self.end(f"it sent {error}")
-            pending.fail(PeerLost(f"node {self.peer} sent {error}"))
-            return
-        try:
-            there = await self._owner.in_thread(partial(self._devices.fetch, value))
+            there = await self._owner.in_thread(partial(self._devices.fetch, value, tickets))
             pending.settle(self._message(incoming, there or value, whole=there is not None))
         except CannotBorrow as error:
             log.info("what is on the device of node %s goes by the host's memory: %s", self.peer, error)
@@ -215,16 +219,10 @@ class DialledSession(Session):
             # What is wrong with the device a task will find out itself.
             log.exception("a reply of node %s cannot be copied to the device", self.peer)
             pending.fail(PeerLost(f"a reply of node {self.peer} cannot be copied to the device: {error}"))
-        finally:
-            self._outbox.send(Kind.RETURN_ON_DEVICE, header=self._devices.given_back(tickets))
 
-    def _closed_there(self, told: bytes) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._tell_closed, told)
-
-    def _tell_closed(self, told: bytes) -> None:
-        if self.open:
-            self._outbox.send(Kind.RETURN_ON_DEVICE, header=told)
+    def _tell_soon(self, told: bytes) -> None:
+        """In any thread."""
+        self._wake(partial(self._outbox.send, Kind.RETURN_ON_DEVICE, header=told))
 
     def trim(self) -> None:
         if len(self._devices):

@@ -23,6 +23,7 @@ from taskgraph.testing.softdevice import SoftArray, SoftDevice
 from taskgraph.transport import devicelending
 from taskgraph.transport.devicelending import TICKET_BYTES, DeviceBorrowing, DeviceLending, Ticket
 from taskgraph.transport.frames import Kind
+from taskgraph.transport.mappings import CannotBorrow
 from taskgraph.transport.session import Session
 from taskgraph.transport.sides import AcceptedSession, DialledSession
 from taskgraph.transport.stream import StreamTransport
@@ -363,32 +364,126 @@ async def test_what_is_idle_is_closed_and_then_freed(
     await turns_until(lambda: not len(memory))
 
 
-async def test_memory_that_is_lent_again_while_it_is_closed_stays(soft: SoftDevice, memory: SharedMemory) -> None:
-    lending = DeviceLending()
-    lending.start(1)
-    value = await on_device(soft)
+class Pair:
+    """Both sides of a session; what one tells the other waits until the test has it read."""
+
+    def __init__(self) -> None:
+        self.lending = DeviceLending()
+        self.lending.start(1)
+        self.told: list[bytes] = []
+        self.now = 0.0
+        self.borrowing = DeviceBorrowing(self.told.append, clock=lambda: self.now)
+
+    def lend(self, call: int, value: m.Encoded) -> m.Encoded | None:
+        assert isinstance(value, m.EncodedOnDevice)
+        return self.lending.lend(call, value)
+
+    async def fetch(self, lent: m.Encoded | None) -> m.Encoded | None:
+        assert lent is not None
+        tickets = self.borrowing.tickets(lent, 1 << 40)
+        return await asyncio.to_thread(self.borrowing.fetch, lent, tickets)
+
+    async def close_idle(self) -> None:
+        self.now += 100.0
+        await asyncio.to_thread(self.borrowing.trim)
+
+    def read(self) -> None:
+        told, self.told[:] = self.told[:], []
+        for data in told:
+            self.lending.returned(data)
+
+
+@pytest.fixture
+def pair(memory: SharedMemory) -> Pair:
+    return Pair()
+
+
+def place_of(value: m.Encoded) -> shared.Segment:
     segment = staying(value)[0].segment
-    assert segment is not None and isinstance(value, m.EncodedOnDevice)
-    told: list[bytes] = []
-    borrowing = DeviceBorrowing(told.append, clock=lambda: 0.0)
-    first = lending.lend(1, value)
-    assert first is not None
-    got = await asyncio.to_thread(borrowing.fetch, first)
-    assert got is not None
-    lending.returned(borrowing.given_back(borrowing.tickets(first, 1 << 40)))
-    second = lending.lend(2, value)  # on its way
-    assert second is not None
-    borrowing._clock = lambda: 100.0
-    await asyncio.to_thread(borrowing.trim)
-    lending.returned(told.pop())
-    assert segment.is_open(), "the ticket that is on its way opens it"
-    assert await asyncio.to_thread(borrowing.fetch, second) is not None
-    lending.returned(borrowing.given_back(borrowing.tickets(second, 1 << 40)))
-    assert segment.is_open()
-    borrowing._clock = lambda: 200.0
-    await asyncio.to_thread(borrowing.trim)
-    lending.returned(told.pop())
-    assert not segment.is_open() and not len(lending)
+    assert segment is not None
+    return segment
+
+
+async def test_memory_that_is_lent_again_while_it_is_closed_stays(soft: SoftDevice, pair: Pair) -> None:
+    value = await on_device(soft)
+    assert await pair.fetch(pair.lend(1, value)) is not None
+    pair.read()
+    second = pair.lend(2, value)  # on its way
+    await pair.close_idle()
+    pair.read()
+    assert place_of(value).is_open(), "the ticket that is on its way opens it"
+    assert await pair.fetch(second) is not None
+    pair.read()
+    assert place_of(value).is_open()
+    await pair.close_idle()
+    pair.read()
+    assert not place_of(value).is_open() and not len(pair.lending)
+
+
+async def test_memory_that_is_closed_before_a_ticket_for_it_is_taken_back(soft: SoftDevice, pair: Pair) -> None:
+    value = await on_device(soft)
+    assert await pair.fetch(pair.lend(1, value)) is not None
+    pair.lend(2, value)
+    await pair.close_idle()
+    pair.read()
+    assert place_of(value).is_open()
+    pair.lending.take_back(2)
+    assert not place_of(value).is_open()
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+async def test_tickets_that_are_taken_back_in_any_order(soft: SoftDevice, pair: Pair, order: tuple[int, int]) -> None:
+    value = await on_device(soft)
+    for call in (1, 2):
+        pair.lend(call, value)
+    for call in order:
+        assert place_of(value).is_open()
+        pair.lending.take_back(call)
+    assert not place_of(value).is_open() and not len(pair.lending)
+
+
+async def test_memory_is_open_that_an_older_ticket_opened_again(soft: SoftDevice, pair: Pair) -> None:
+    """Two threads read tickets, and may do so in any order."""
+    value = await on_device(soft)
+    older, newer = pair.lend(1, value), pair.lend(2, value)
+    assert await pair.fetch(newer) is not None
+    await pair.close_idle()
+    assert await pair.fetch(older) is not None
+    pair.read()
+    assert soft.opened and place_of(value).is_open(), "who frees it now has the other side read anything"
+    await pair.close_idle()
+    pair.read()
+    assert not soft.opened and not place_of(value).is_open()
+
+
+async def test_what_is_opened_and_cannot_be_kept_is_closed(
+    soft: SoftDevice, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = await on_device(soft)
+    monkeypatch.setattr(soft, "keeps", lambda array: False)
+    with pytest.raises(CannotBorrow):
+        await pair.fetch(pair.lend(1, value))
+    pair.read()
+    await pair.close_idle()
+    pair.read()
+    assert not soft.opened and not place_of(value).is_open() and not len(pair.lending)
+
+
+async def test_of_what_cannot_be_opened_the_lender_is_free(
+    soft: SoftDevice, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = await on_device(soft, y=soft.xp.asarray(HOST))
+    with monkeypatch.context() as patch:
+        patch.setattr(soft, "open", lambda *_: 1 / 0)
+        with pytest.raises(CannotBorrow):
+            await pair.fetch(pair.lend(1, value))
+    pair.read()
+    assert not any(buffer.segment is None or buffer.segment.is_open() for buffer in staying(value))
+
+
+def test_devices_do_not_share_numbers_of_memory(soft: SoftDevice) -> None:
+    found = [SharedMemory(device).take(MIB) for device in (soft, SoftDevice())]
+    assert found[0] is not None and found[1] is not None and found[0].number != found[1].number
 
 
 async def test_at_most_so_much_is_open_and_lent(
@@ -396,22 +491,20 @@ async def test_at_most_so_much_is_open_and_lent(
 ) -> None:
     monkeypatch.setattr(devicelending, "_MAX_OPEN", 2)
     monkeypatch.setattr(devicelending, "_MAX_LENT", 3)
-    lending, told = DeviceLending(), []
-    lending.start(1)
-    borrowing = DeviceBorrowing(told.append)
+    pair = Pair()
     values = [await on_device(soft, HOST + number) for number in range(4)]
     for number, value in enumerate(values):
-        lent = lending.lend(number, value)  # type: ignore[arg-type]
+        lent = pair.lend(number, value)
         if number == 3:
             assert lent is None
             break
         assert lent is not None
-        got = await asyncio.to_thread(borrowing.fetch, lent)
+        got = await pair.fetch(lent)
         assert got is not None and np.array_equal(await x_of(got, soft), HOST + number)
-    assert len(borrowing) == 2 == len(soft.opened) and len(told) == 1
-    borrowing.over = True
-    await asyncio.to_thread(borrowing.close)
-    assert soft.opened == [] and len(told) == 1, "who is told has ended"
+    assert len(pair.borrowing) == 2 == len(soft.opened) and len(pair.told) == 4, "three tickets, and what was closed"
+    pair.borrowing.over = True
+    await asyncio.to_thread(pair.borrowing.close)
+    assert soft.opened == [] and len(pair.told) == 4, "who is told has ended"
 
 
 @pytest.mark.parametrize(
@@ -419,6 +512,8 @@ async def test_at_most_so_much_is_open_and_lent(
     [
         {"number": 0},
         {"number": 1 << 63},
+        {"memory": 0},
+        {"memory": 1 << 63},
         {"length": 0},
         {"length": 2 * MIB + 1},
         {"size": 1 << 63, "length": 5},
@@ -442,10 +537,14 @@ def test_a_value_that_is_too_large_by_its_tickets() -> None:
         DeviceBorrowing.tickets(m.Encoded(b"meta", (), bytes(16)), MIB)
 
 
-@pytest.mark.parametrize("data", [b"123", bytes(8), (5).to_bytes(8, "big"), (1 << 63 | 5).to_bytes(8, "big")])
+@pytest.mark.parametrize("data", [b"123", bytes(8), (5).to_bytes(8, "big")])
 def test_giving_back_what_was_not_lent(data: bytes) -> None:
     with pytest.raises(DecodeError):
         DeviceLending().returned(data)
+
+
+def test_closing_what_was_not_lent_is_nothing() -> None:
+    DeviceLending().returned((1 << 63 | 5).to_bytes(8, "big"))
 
 
 async def test_who_calls_with_tickets_is_not_heard(nodes: list[Node], soft: SoftDevice, memory: SharedMemory) -> None:
