@@ -146,6 +146,7 @@ class DialledSession(Session):
     def _no_memory(self, head: Head) -> None:
         text = f"no memory for a reply of {head.payload} bytes"
         self._pending.pop(head.call).fail(Refused(Reason.BAD_MESSAGE, text))
+        self._outbox.send(Kind.CANCEL, head.call)  # the rest of it need not come, and tickets in it nobody reads
 
     def _cannot_borrow(self, call: int) -> None:
         self._on_decline(call)
@@ -157,6 +158,8 @@ class DialledSession(Session):
 
     def _again(self, pending: _Pending) -> None:
         """What came with the reply, or went with the call, could not be opened."""
+        if pending.done():
+            return  # cancelled meanwhile
         if not self.open:
             pending.fail(PeerLost(f"node {self.peer}: {self.why}"))
         elif pending.tries >= _TRIES:
@@ -193,7 +196,7 @@ class DialledSession(Session):
     def _on_tickets(self, incoming: Incoming) -> None:
         value = self._value(incoming)
         if value is None:
-            raise DecodeError(f"a {incoming.parsed.cls.__name__} with tickets, and without a value")
+            raise DecodeError(f"a {incoming.parsed.cls.__name__} with tickets, of which there are none")
         tickets = self._devices.tickets(value, self._owner.max_value_bytes)
         pending = self._pending.pop(incoming.head.call, None)
         if pending is not None:
@@ -215,10 +218,12 @@ class DialledSession(Session):
         except asyncio.CancelledError:
             pending.fail(PeerLost("this node's transport is closed"))
             raise
-        except Exception as error:
-            # What is wrong with the device a task will find out itself.
-            log.exception("a reply of node %s cannot be copied to the device", self.peer)
-            pending.fail(PeerLost(f"a reply of node {self.peer} cannot be copied to the device: {error}"))
+        except Exception:
+            # Asked for in the same way it would fail again and again; by the host's memory it reaches the task, which
+            # finds out itself what is wrong with the device.
+            log.exception("a reply of node %s cannot be copied to the device, and goes by the host's memory", self.peer)
+            self._outbox.send(Kind.DECLINE_ON_DEVICE)
+            self._again(pending)
 
     def _tell_soon(self, told: bytes) -> None:
         """In any thread."""
@@ -229,6 +234,8 @@ class DialledSession(Session):
             self._owner.in_thread_soon(self._devices.trim)
 
     def _take(self, kind: Kind, call: int, message: Reply) -> None:
+        if kind is not Kind.REPLY:
+            raise DecodeError(f"a {type(message).__name__} with tickets, of which there are none")
         self._pending.pop(call).settle(message)
 
     def _release(self) -> None:
@@ -284,6 +291,9 @@ class AcceptedSession(Session):
 
     def _cannot_borrow(self, call: int) -> None:
         del self._calls[call]
+
+    def _on_decline(self, call: int) -> None:
+        self._devices.take_back(call)  # nothing of that reply was read
 
     def _on_complete(self, incoming: Incoming) -> None:
         call = incoming.head.call

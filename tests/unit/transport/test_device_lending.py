@@ -15,12 +15,13 @@ from transport_kit import JOB, TOKEN, Node, pull
 
 from taskgraph.device import shared
 from taskgraph.device.shared import SharedMemory
-from taskgraph.errors import DecodeError, PeerLost
+from taskgraph.errors import DecodeError, PeerLost, Refused
 from taskgraph.graph.values import decode, digesting, encode, staying, verify
 from taskgraph.protocol import messages as m
 from taskgraph.settings import Settings
 from taskgraph.testing.softdevice import SoftArray, SoftDevice
-from taskgraph.transport import devicelending
+from taskgraph.transport import devicelending, wire
+from taskgraph.transport.api import Coming
 from taskgraph.transport.devicelending import TICKET_BYTES, DeviceBorrowing, DeviceLending, Ticket
 from taskgraph.transport.frames import Kind
 from taskgraph.transport.mappings import CannotBorrow
@@ -289,6 +290,83 @@ async def test_who_cancels_while_it_is_copied_gives_it_back_afterwards(
     await turns_until(lambda: not len(lending))
 
 
+async def test_a_call_that_was_cancelled_is_not_made_again_by_the_host(
+    nodes: list[Node], soft: SoftDevice, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer, _ = nodes
+    reached, go_on = threading.Event(), threading.Event()
+    asked: list[m.Call] = []
+    value = await on_device(soft)
+    producer.at_once = lambda caller, call: asked.append(call) or item(value, call)  # type: ignore[func-returns-value, arg-type]
+
+    def opens_nothing(*_: Any) -> None:
+        reached.set()
+        assert go_on.wait(10)
+        raise OSError
+
+    monkeypatch.setattr(soft, "open", opens_nothing)
+    call = asyncio.ensure_future(pulled(consumer, producer))
+    assert await asyncio.to_thread(reached.wait, 10)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    go_on.set()
+    await turns_until(lambda: not any(map(len, lendings(producer))))
+    await pulled(consumer, producer, "y")
+    assert [one.tag for one in asked if isinstance(one, m.Pull)] == ["x", "y"]
+
+
+async def test_what_cannot_be_copied_on_the_device_goes_by_the_host(
+    nodes: list[Node], soft: SoftDevice, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An item that never came would leave its task waiting for ever, and the device's error with nobody."""
+    producer, consumer, _ = nodes
+    value = await on_device(soft)
+    serves(producer, value)
+
+    def full(*_: Any) -> None:
+        raise ArithmeticError("out of memory")
+
+    monkeypatch.setattr(devicelending, "Private", full)
+    assert np.array_equal(decode(await pulled(consumer, producer))["x"], HOST)
+    await turns_until(lambda: not any(map(len, lendings(producer))))
+
+
+@pytest.mark.parametrize("error", [MemoryError(), CannotBorrow("no descriptors", for_good=False)])
+async def test_tickets_beside_what_cannot_be_received_come_back(
+    nodes: list[Node], soft: SoftDevice, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Of one value part is on the device, and part in memory of the host."""
+    producer, consumer, _ = nodes
+    value = await asyncio.to_thread(
+        lambda: encode(
+            {"x": soft.xp.asarray(HOST), "there": HOST},
+            stays=True,
+            lendable=True,
+            allocate=stream_of(producer).allocate,
+        )
+    )
+    serves(producer, await on_device(soft))
+    await pulled(consumer, producer)
+    serves(producer, value)
+    session = next(s for s in stream_of(consumer)._connections if isinstance(s, DialledSession))
+    failed: list[object] = []
+
+    def fails(*_: Any) -> Any:
+        failed.append(_)
+        monkeypatch.undo()
+        raise error
+
+    monkeypatch.setattr(session._borrowing, "take", fails)
+    if isinstance(error, MemoryError):
+        with pytest.raises(Refused, match="no memory"):
+            await pulled(consumer, producer)
+    else:
+        got = await pulled(consumer, producer)
+        assert np.array_equal(await x_of(got, soft), HOST) and np.array_equal(decode(got)["there"], HOST)
+    assert failed
+    await turns_until(lambda: not any(map(len, lendings(producer))))
+
+
 async def test_a_session_that_ends_leaves_what_it_lent_alone(
     nodes: list[Node], soft: SoftDevice, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -555,3 +633,28 @@ async def test_who_calls_with_tickets_is_not_heard(nodes: list[Node], soft: Soft
     (session,) = [s for s in stream_of(consumer)._connections if isinstance(s, DialledSession)]
     session._outbox.send(Kind.REPLY_ON_DEVICE, 99, b"")
     await turns_until(lambda: not session.open)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("valued", [False, True])
+async def test_replies_with_tickets_that_have_none_end_the_session(
+    nodes: list[Node], soft: SoftDevice, memory: SharedMemory, cut: bool, valued: bool
+) -> None:
+    """And whoever made the call hears of it."""
+    producer, consumer, _ = nodes
+    asked: list[m.Call] = []
+    producer.at_once = lambda caller, call: asked.append(call) or Coming()  # type: ignore[func-returns-value]
+    call = asyncio.ensure_future(pulled(consumer, producer))
+    await turns_until(lambda: asked)
+    (session,) = [s for s in stream_of(producer)._connections if isinstance(s, AcceptedSession)]
+    reply = item(encode(3), pull()) if valued else m.Refusal(m.Reason.PAUSED)
+    written: list[bytes] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session._outbox, "_write", written.append)
+        session._outbox.send(Kind.REPLY_ON_DEVICE, 1, wire.to_header(reply), wire.value_of(reply))
+    (frame,) = written
+    session._write(frame[:50] if cut else frame)
+    await asyncio.sleep(0.02)
+    session._write(frame[50:] if cut else b"")
+    with pytest.raises(PeerLost, match=r"of which there are none|0 tickets"):
+        await call
