@@ -32,8 +32,8 @@ Allocate = Callable[[int], Any]
 _side: Final[weakref.WeakKeyDictionary[Device, Stream]] = weakref.WeakKeyDictionary()
 """Streams for copies to the host that wait for no task's work."""
 _lock: Final = threading.Lock()
-_lost: Final[list[Array]] = []
-"""Memory that could not be put in order any more: nobody gets it."""
+_lost: Final[list[_Memory]] = []
+"""What could not be put in order any more: nobody gets its memory."""
 
 
 def _side_stream(device: Device) -> Stream:
@@ -64,7 +64,7 @@ class _Memory:
             self._put_in_order()
         except Exception as error:  # the device is lost, as a rule
             log.warning("memory of %d bytes is left alone: %s", self.array.nbytes, error)
-            _lost.append(self.array)
+            _lost.append(self)
 
     def _put_in_order(self) -> None:
         for event in self.read:
@@ -104,7 +104,7 @@ class _Lease:
             memory.read.append(memory.device.record(stream))
         except Exception as error:
             log.warning("memory of %d bytes is left alone: %s", memory.array.nbytes, error)
-            _lost.append(memory.array)
+            _lost.append(memory)
 
 
 class Digested:

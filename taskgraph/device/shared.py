@@ -160,15 +160,17 @@ class SharedMemory:
             del too_much  # before anything is allocated
             if found is None:
                 return self._make(nbytes)
-            events, found._events = found._events, []
-            for event in events:
+            for event in found._events:
                 self._device.follow(self._device.current(), event)
+            found._events = []
             return found
-        except MemoryError:
-            self._not_made()
-            return None
-        except BaseException:
-            self._not_made()
+        except BaseException as error:
+            if found is not None:
+                self.give_back(found, found._events)  # others may have it open
+            else:
+                self._not_made()
+            if isinstance(error, MemoryError):
+                return None
             raise
 
     def _find(self, nbytes: int) -> Segment | None:

@@ -88,7 +88,7 @@ class HostCopy:
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if self._events and self.ready < self._target.nbytes and self.error is None and not is_finalizing():
-            _left.append((self._target, self._source))  # nobody waited for it
+            _left.append((self._target, self._source, self._keep))  # nobody waited for it
 
     def begin(self) -> None:
         """Queues what can be queued without waiting for it."""
@@ -157,7 +157,7 @@ class HostCopy:
             if self.error is not None or self.ready == self._target.nbytes:
                 return
             self.error = error
-            _left.append((self._target, self._source))
+            _left.append((self._target, self._source, self._keep))
         self._tell()
 
     def _tell(self) -> None:

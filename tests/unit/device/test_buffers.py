@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
 from taskgraph.device import buffers as buffers_module
+from taskgraph.device import shared
+from taskgraph.device.shared import Borrower, Segment, SharedMemory
 from taskgraph.graph import codecs
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.values import decode, encode, hosted, staying, untouched, verify
@@ -275,10 +279,10 @@ def test_memory_that_cannot_be_put_in_order_is_nobodys(monkeypatch: pytest.Monke
         del view
         monkeypatch.undo()
         monkeypatch.setattr(buffers_module, "_lost", left)
-    (array,) = left
+    (memory,) = left
     del encoded
     fill(soft, owner)
-    assert np.array_equal(soft.to_host(array), HOST)
+    assert np.array_equal(soft.to_host(memory.array), HOST)
 
     with On(soft):
         encoded = put(soft)
@@ -287,6 +291,59 @@ def test_memory_that_cannot_be_put_in_order_is_nobodys(monkeypatch: pytest.Monke
     monkeypatch.setattr(soft, "follow", lambda stream, event: 1 / 0)
     del encoded
     assert len(left) == 2
+
+
+LARGE = np.arange(300_000.0)
+
+
+def put_for_others(device: SoftDevice) -> tuple[EncodedOnDevice, Segment]:
+    value = encode(device.xp.asarray(LARGE), stays=True, lendable=True)
+    (buffer,) = staying(value)
+    assert isinstance(value, EncodedOnDevice) and buffer.segment is not None
+    return value, buffer.segment
+
+
+@pytest.fixture
+def memory() -> Iterator[SharedMemory]:
+    yield shared.offer(SoftDevice())
+    shared._offered.clear()
+
+
+@pytest.mark.parametrize("where", ["view", "owner"])
+def test_nor_is_a_segment(monkeypatch: pytest.MonkeyPatch, memory: SharedMemory, where: str) -> None:
+    soft = memory.device
+    assert isinstance(soft, SoftDevice)
+    monkeypatch.setattr(buffers_module, "_lost", [])
+    monkeypatch.setattr(buffers_module, "log", MagicMock(warning=lambda *_: None))  # a kept record keeps the memory
+    encoded, segment = put_for_others(soft)
+    with On(soft):
+        view = decode(encoded, device=soft)
+        with monkeypatch.context() as patch:
+            patch.setattr(soft, "record", lambda stream: 1 / 0)
+            if where == "view":
+                del view
+            else:
+                kept, view = view, None
+                del encoded, kept
+    encoded = None
+    assert len(memory) == 1 and put_for_others(soft)[1] is not segment
+    assert np.array_equal(segment.array.elements[: LARGE.nbytes].view("f8"), LARGE), "nor was it freed"
+
+
+def test_a_segment_that_could_not_be_put_in_order_for_its_next_value_is_kept(
+    monkeypatch: pytest.MonkeyPatch, memory: SharedMemory
+) -> None:
+    soft = memory.device
+    assert isinstance(soft, SoftDevice)
+    encoded, segment = put_for_others(soft)
+    array, other = soft.xp.asarray(LARGE), Borrower(os.getpid())
+    segment.open_at.add(other)
+    del encoded
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(soft, "follow", lambda stream, event: 1 / 0)
+        encode(array, stays=True, lendable=True)
+    assert len(memory) == 1
+    assert put_for_others(soft)[1] is segment, "others have it open: it must not be freed"
 
 
 # -- on the host -----------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ def test_memory_that_the_device_may_still_write_to_is_given_to_nobody(
     for other in others:
         assert other is not None and set(other) == {7}
     (left,) = staging._left
-    assert np.array_equal(left[0], BYTES)  # type: ignore[index]
+    assert np.array_equal(left[0], BYTES) and left[2] is not None  # type: ignore[index]
     staging._left.clear()
 
 
