@@ -309,6 +309,22 @@ def memory() -> Iterator[SharedMemory]:
     shared._offered.clear()
 
 
+@pytest.mark.parametrize("reads_on", ["another stream", "the owner's"])
+def test_a_segment_takes_the_next_value_behind_all_who_read_the_last_one(memory: SharedMemory, reads_on: str) -> None:
+    soft = memory.device
+    assert isinstance(soft, SoftDevice)
+    with On(soft) as owner:
+        encoded, segment = put_for_others(soft)
+    with On(soft, owner if reads_on == "the owner's" else None) as reader:
+        read = decode(encoded, device=soft) + 1.0  # the view is gone, its reading is queued
+    del encoded
+    with On(soft):
+        later = encode(soft.xp.full(LARGE.size, 7.0), stays=True, lendable=True)
+    assert staying(later)[0].segment is segment
+    with On(soft, reader):
+        assert np.array_equal(read.get(), LARGE + 1)
+
+
 @pytest.mark.parametrize("where", ["view", "owner"])
 def test_nor_is_a_segment(monkeypatch: pytest.MonkeyPatch, memory: SharedMemory, where: str) -> None:
     soft = memory.device

@@ -166,10 +166,9 @@ def test_more_than_may_be_idle_is_freed_the_oldest_first(memory: SharedMemory) -
 def test_it_is_freed_behind_those_who_read_it(memory: SharedMemory, soft: SoftDevice, clock: Clock) -> None:
     segment = taken(memory)
     soft.fill(segment.array, soft.xp.full(2 * MIB // 8, 1.0))
+    soft.synchronize()  # only the reading is still to be done
     reader = soft.stream()
-    event = soft.record(soft.default)
     with soft.on(reader):
-        soft.follow(reader, event)
         copy = soft.copy(segment.array)
     memory.give_back(segment, [soft.record(reader)])
     del segment
@@ -222,6 +221,13 @@ def test_what_may_be_read_for_ever_takes_nothing_until_the_reader_ended(memory: 
     other.kill()
     assert ended(other.borrower)
     assert taken(memory) is segment
+
+
+def test_a_process_that_was_never_seen_is_gone_once_nothing_is_heard_of_it() -> None:
+    borrower = Borrower(1 << 30)
+    assert not borrower.gone
+    borrower.left()
+    assert borrower.gone
 
 
 def test_a_number_that_means_another_process_by_now(other: Other, monkeypatch: pytest.MonkeyPatch) -> None:
