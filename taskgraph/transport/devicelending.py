@@ -24,7 +24,7 @@ import numpy as np
 from taskgraph.device import shared
 from taskgraph.device.api import HANDLE_BYTES, IDENTITY_BYTES, Array, Device, Stream
 from taskgraph.device.buffers import DeviceBuffer, Private
-from taskgraph.device.shared import Borrower, Segment, SharedMemory
+from taskgraph.device.shared import LEAST_BYTES, Borrower, Segment, SharedMemory
 from taskgraph.errors import DecodeError
 from taskgraph.graph.digests import BLOCK_BYTES
 from taskgraph.graph.values import arrived
@@ -44,7 +44,8 @@ _CLOSED: Final = 1 << 63
 _MAX_LENT: Final = 1 << 12
 """Tickets of one session that are out at a time."""
 _MAX_OPEN: Final = 256
-"""Pieces of memory that one session has open; before another one is opened, the one that waited longest is closed."""
+"""Pieces of memory that one session has open for further tickets: before there are more, those that waited longest are
+closed. What is being read stays open, however many buffers a value has."""
 _IDLE_S: Final = 15.0
 """How long memory stays open for another ticket."""
 
@@ -71,7 +72,7 @@ class Ticket(NamedTuple):
         ticket = cls(*_TICKET.unpack(data))
         if not 0 < ticket.number < _CLOSED or not 0 < ticket.memory < _CLOSED:
             raise DecodeError(f"ticket {ticket.number} for memory {ticket.memory}")
-        if not 0 < ticket.length <= ticket.size < _CLOSED:
+        if not LEAST_BYTES <= ticket.length <= ticket.size < _CLOSED:  # so there are few of them in a value
             raise DecodeError(f"a ticket for {ticket.length} bytes of {ticket.size}")
         return ticket
 
@@ -312,12 +313,10 @@ class DeviceBorrowing:
                 self._close([memory for memory, opened in self._opened.items() if not opened.readers])
 
     def _make_room(self) -> None:
-        if len(self._opened) < _MAX_OPEN:
-            return
-        idle = [(opened.idle_since, memory) for memory, opened in self._opened.items() if not opened.readers]
-        if not idle:
-            raise CannotBorrow(f"{_MAX_OPEN} pieces of memory of that peer are in use already", for_good=False)
-        self._close([min(idle)[1]])
+        too_many = len(self._opened) - _MAX_OPEN + 1
+        if too_many > 0:
+            idle = [(opened.idle_since, memory) for memory, opened in self._opened.items() if not opened.readers]
+            self._close([memory for _, memory in sorted(idle)[:too_many]])
 
     def trim(self) -> None:
         """Closes what has not been used for long. To be called now and then."""

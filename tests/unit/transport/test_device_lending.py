@@ -585,6 +585,20 @@ async def test_at_most_so_much_is_open_and_lent(
     assert soft.opened == [] and len(pair.told) == 4, "who is told has ended"
 
 
+async def test_a_value_of_more_buffers_than_may_be_open(
+    soft: SoftDevice, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devicelending, "_MAX_OPEN", 2)
+    value = await on_device(soft, y=soft.xp.asarray(HOST + 1), z=soft.xp.asarray(HOST + 2))
+    got = await pair.fetch(pair.lend(1, value))
+    assert got is not None and np.array_equal(await x_of(got, soft), HOST)
+    assert len(soft.opened) == 3
+    assert await pair.fetch(pair.lend(2, await on_device(soft))) is not None
+    assert len(soft.opened) == 2
+    pair.read()
+    assert sum(buffer.segment is not None and buffer.segment.is_open() for buffer in staying(value)) == 1
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -592,13 +606,13 @@ async def test_at_most_so_much_is_open_and_lent(
         {"number": 1 << 63},
         {"memory": 0},
         {"memory": 1 << 63},
-        {"length": 0},
+        {"length": MIB - 1},
         {"length": 2 * MIB + 1},
-        {"size": 1 << 63, "length": 5},
+        {"size": 1 << 63},
     ],
 )
 def test_tickets_that_say_nonsense(wrong: dict[str, int]) -> None:
-    said = {"number": 1, "memory": 1, "size": 2 * MIB, "length": 5, **wrong}
+    said = {"number": 1, "memory": 1, "size": 2 * MIB, "length": MIB, **wrong}
     data = devicelending._TICKET.pack(*said.values(), b"i" * 16, b"h" * 64)
     assert len(data) == TICKET_BYTES
     with pytest.raises(DecodeError):
