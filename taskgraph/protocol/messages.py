@@ -75,8 +75,9 @@ class Encoded:
 class EncodedOnDevice(Encoded):
     """A value some of whose `buffers` are in a device's memory: each is a `taskgraph.device.buffers.DeviceBuffer`.
 
-    Only items are, and only within a process: what leaves it is made by `taskgraph.graph.values.hosted`. Meta and
-    digest are those of the same value on the host.
+    Only items are, and only within a process: what leaves it is made by `taskgraph.graph.values.hosted`, but for what
+    another process copies within the device (`taskgraph.transport.devicelending`). Meta and digest are those of the
+    same value on the host.
     """
 
     __slots__ = ()
