@@ -559,6 +559,23 @@ async def test_of_what_cannot_be_opened_the_lender_is_free(
     assert not any(buffer.segment is None or buffer.segment.is_open() for buffer in staying(value))
 
 
+async def test_a_call_that_is_cancelled_after_its_tickets_came_back(soft: SoftDevice, pair: Pair) -> None:
+    """A peer may say so; nobody of ours does."""
+    value = await on_device(soft)
+    assert await pair.fetch(pair.lend(1, value)) is not None
+    pair.read()
+    pair.lending.take_back(1)
+    assert place_of(value).is_open() and not len(pair.lending) and not pair.lending._unseen
+
+
+async def test_of_a_session_that_is_over_nothing_is_opened(soft: SoftDevice, pair: Pair) -> None:
+    lent = pair.lend(1, await on_device(soft))
+    pair.borrowing.over = True
+    with pytest.raises(CannotBorrow, match="over"):
+        await pair.fetch(lent)
+    assert not soft.times_opened and not pair.told
+
+
 def test_devices_do_not_share_numbers_of_memory(soft: SoftDevice) -> None:
     found = [SharedMemory(device).take(MIB) for device in (soft, SoftDevice())]
     assert found[0] is not None and found[1] is not None and found[0].number != found[1].number
