@@ -63,11 +63,16 @@ class Borrower:
     @property
     def gone(self) -> bool:
         """Whether the process has ended, and with it all that it had open. Looked at once nothing is heard of it."""
-        return self._left and (not self._began or _stat(self._pid) != self._began)
+        return self._left and _stat(self._pid) != self._began
+
+    @property
+    def seen(self) -> bool:
+        """Whether it can be told when it ends: else nothing is to be lent to it."""
+        return self._began != ""
 
 
 def _stat(pid: int) -> str:
-    """When a process began, in the kernel's words; "" where it ended, waited for or not."""
+    """When a process began, in the kernel's words; "" where it ended, waited for or not, or cannot be seen."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -118,11 +118,16 @@ class DeviceLending:
         buffers: list[Any] = list(value.buffers)
         if not all(self.lendable(buffer) for buffer in buffers if isinstance(buffer, DeviceBuffer)):
             return None
-        borrower = self._borrower = self._borrower or Borrower(self._pid)
+        if self._borrower is None:
+            borrower = Borrower(self._pid)
+            if not borrower.seen:
+                self.stop()
+                return None
+            self._borrower = borrower
         for at, buffer in enumerate(buffers):
             if isinstance(buffer, DeviceBuffer):
                 assert buffer.segment is not None
-                buffers[at] = memoryview(self._ticket(call, buffer, buffer.segment, borrower))
+                buffers[at] = memoryview(self._ticket(call, buffer, buffer.segment, self._borrower))
         return Encoded(value.meta, tuple(buffers), value.digest)
 
     def _ticket(self, call: int, buffer: DeviceBuffer, segment: Segment, borrower: Borrower) -> bytes:

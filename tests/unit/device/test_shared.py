@@ -223,11 +223,10 @@ def test_what_may_be_read_for_ever_takes_nothing_until_the_reader_ended(memory: 
     assert taken(memory) is segment
 
 
-def test_a_process_that_was_never_seen_is_gone_once_nothing_is_heard_of_it() -> None:
-    borrower = Borrower(1 << 30)
-    assert not borrower.gone
-    borrower.left()
-    assert borrower.gone
+def test_it_is_known_whether_the_end_of_a_process_will_be_seen(other: Other, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert other.borrower.seen and not Borrower(1 << 30).seen
+    monkeypatch.setattr("taskgraph.device.shared._stat", lambda pid: "later")
+    assert not other.borrower.gone, "not looked at while something is heard of it"
 
 
 def test_a_number_that_means_another_process_by_now(other: Other, monkeypatch: pytest.MonkeyPatch) -> None:

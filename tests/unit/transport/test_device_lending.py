@@ -198,6 +198,28 @@ async def test_a_device_that_opens_nothing_gets_bytes(
     await turns_until(lambda: not any(map(len, lendings(producer))))
 
 
+async def test_to_a_process_whose_end_cannot_be_seen_nothing_is_lent(
+    nodes: list[Node], soft: SoftDevice, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer, _ = nodes
+    serves(producer, await on_device(soft))
+    monkeypatch.setattr(shared, "_stat", lambda pid: "")
+    got = await pulled(consumer, producer)
+    assert type(got) is m.Encoded and np.array_equal(decode(got)["x"], HOST) and not soft.times_opened
+
+
+async def test_of_a_reply_that_cannot_travel_nothing_is_lent(
+    nodes: list[Node], soft: SoftDevice, memory: SharedMemory
+) -> None:
+    producer, consumer, _ = nodes
+    value = await on_device(soft)
+    producer.at_once = lambda caller, call: m.Item(m.Stamp(1, 1 << 70), 1, "x", value)
+    with pytest.raises(Refused, match="cannot travel"):
+        await pulled(consumer, producer)
+    (lending,) = lendings(producer)
+    assert lending._last and not len(lending) and not place_of(value).is_open()
+
+
 async def test_over_tcp_it_goes_by_the_host(soft: SoftDevice, memory: SharedMemory) -> None:
     made = [
         await Node(name, StreamTransport(Settings(), TOKEN, job=JOB, verify=verify, digesting=digesting)).start()
@@ -614,6 +636,18 @@ async def test_a_value_of_more_buffers_than_may_be_open(
     assert len(soft.opened) == 2
     pair.read()
     assert sum(buffer.segment is not None and buffer.segment.is_open() for buffer in staying(value)) == 1
+
+
+async def test_memory_that_changes_its_size_is_not_read(soft: SoftDevice, pair: Pair) -> None:
+    value = await on_device(soft)
+    assert await pair.fetch(pair.lend(1, value)) is not None
+    lent = pair.lend(2, value)
+    assert lent is not None
+    (buffer,) = lent.buffers
+    ticket = Ticket.read(buffer)._replace(size=1 << 30, length=1 << 29)
+    lying = m.Encoded(lent.meta, (memoryview(devicelending._TICKET.pack(*ticket)),), lent.digest)
+    with pytest.raises(CannotBorrow, match="told to have"):
+        await pair.fetch(lying)
 
 
 @pytest.mark.parametrize(
