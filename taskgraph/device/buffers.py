@@ -57,8 +57,8 @@ class _Memory:
         self.stream = stream
         self.read: list[Event] = []  # not the last of each stream: leases end in any thread, and in any order
 
-    def __del__(self) -> None:
-        if sys.is_finalizing():
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_finalizing():  # some goes after this module
             return
         try:
             self._put_in_order()
@@ -96,9 +96,9 @@ class _Lease:
         self._memory = memory
         self._stream = stream
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         memory, stream = self._memory, self._stream
-        if sys.is_finalizing() or stream == memory.stream:
+        if is_finalizing() or stream == memory.stream:
             return
         try:
             memory.read.append(memory.device.record(stream))

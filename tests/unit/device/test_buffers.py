@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from unittest.mock import MagicMock
@@ -291,6 +292,16 @@ def test_memory_that_cannot_be_put_in_order_is_nobodys(monkeypatch: pytest.Monke
     monkeypatch.setattr(soft, "follow", lambda stream, event: 1 / 0)
     del encoded
     assert len(left) == 2
+
+
+def test_memory_and_views_that_go_after_their_module_do_so_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft, raised = SoftDevice(), []
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
+    encoded = put(soft)
+    view = decode(encoded, device=soft)
+    monkeypatch.setattr(buffers_module, "sys", None)  # as at the end of the process
+    del view, encoded
+    assert not raised
 
 
 LARGE = np.arange(300_000.0)
