@@ -250,13 +250,21 @@ async def turns_until(what: str, condition: Callable[[], object]) -> None:
         raise AssertionError(f"still there: {what}") from None
 
 
+@pytest.fixture
+def unlogged() -> Iterator[None]:
+    """Records keep errors, and these memory."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)  # loggers remember what is disabled: this makes them look again
+
+
+@pytest.mark.usefixtures("unlogged")
 @pytest.mark.parametrize("seed", range(3))
 async def test_every_value_is_right_and_nothing_is_left(
     seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     troubles: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: troubles.append(context))
-    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # records keep errors, and these memory
     fuzz = Fuzz(seed, folder, monkeypatch)
     try:
         for node in fuzz.nodes:
