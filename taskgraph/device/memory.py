@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from typing import Any, Final
 
+from taskgraph.host import memory_bytes
+
 __all__ = ["Bounded", "bound_pinned", "givers"]
 
 log = logging.getLogger("taskgraph.devices")
@@ -135,7 +137,7 @@ def bound_pinned(cupy: Any, limit: int | None = None) -> None:
     What is in use is not bounded: a larger array goes by pinned memory as ever, which is given back after it.
     """
     cuda = cupy.cuda
-    most = _host_memory() // _PINNED_SHARE if limit is None else limit
+    most = memory_bytes() // _PINNED_SHARE if limit is None else limit
     held: dict[int, int] = {}
 
     def allocate(size: int) -> Any:
@@ -148,13 +150,6 @@ def bound_pinned(cupy: Any, limit: int | None = None) -> None:
 
     pool = cuda.PinnedMemoryPool(allocate)
     cuda.set_pinned_memory_allocator(pool.malloc)
-
-
-def _host_memory() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):  # not known on this system
-        return 0
 
 
 def _gib(nbytes: int) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import _thread
 import asyncio
 import logging
-import os
 import sys
 import threading
 from collections import deque
@@ -21,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taskgraph.device.api import Array, Device, Event
+from taskgraph.host import memory_bytes
 
-__all__ = ["PART", "Pin", "Pinnable", "pin_of"]
+__all__ = ["PART", "Pin", "Pinnable", "on_a_loop", "pin_of"]
 
 log = logging.getLogger("taskgraph.devices")
 
@@ -166,14 +166,7 @@ class _Locked:
             self.nbytes -= size
 
 
-def _limit() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // PART
-    except (ValueError, OSError):  # not known on this system
-        return 0
-
-
-_locked = _Locked(_limit())
+_locked = _Locked(memory_bytes() // PART)
 
 
 def pin_of(holder: Pinnable, device: Device) -> Pin | None:
@@ -181,13 +174,14 @@ def pin_of(holder: Pinnable, device: Device) -> Pin | None:
 
     In a worker thread it gets one, where there is room for it; that may take long. An event loop takes what there is.
     """
-    if holder.pin is None and not _locked.full(len(holder.memory)) and not _on_a_loop():
+    if holder.pin is None and not _locked.full(len(holder.memory)) and not on_a_loop():
         _locked.pin(holder, device)
     pin = holder.pin
     return pin if pin is not None and pin.device is device else None
 
 
-def _on_a_loop() -> bool:
+def on_a_loop() -> bool:
+    """Whether an event loop runs in this thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

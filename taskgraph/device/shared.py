@@ -16,9 +16,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
+from taskgraph import host
 from taskgraph.device.api import HANDLE_BYTES, Array, Device, Event
 from taskgraph.device.memory import givers
 
@@ -53,7 +53,7 @@ class Borrower:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._began = _stat(pid)
+        self._began = _lives_since(pid)
         self._left = False
 
     def left(self) -> None:
@@ -63,7 +63,7 @@ class Borrower:
     @property
     def gone(self) -> bool:
         """Whether the process has ended, and with it all that it had open. Looked at once nothing is heard of it."""
-        return self._left and _stat(self._pid) != self._began
+        return self._left and _lives_since(self._pid) != self._began
 
     @property
     def seen(self) -> bool:
@@ -71,13 +71,9 @@ class Borrower:
         return self._began != ""
 
 
-def _stat(pid: int) -> str:
-    """When a process began, in the kernel's words; "" where it ended, waited for or not, or cannot be seen."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
+def _lives_since(pid: int) -> str:
+    """When a process began; "" where it ended, waited for or not, or cannot be seen."""
+    return "" if host.state(pid) in ("Z", "X") else host.began(pid)
 
 
 class Segment:

@@ -49,7 +49,16 @@ class Writer:
     """Writes one value."""
 
     __slots__ = (
-        *("adopt", "allocate", "arrays", "buffers", "depth", "eager", "lendable", "meta", "on_device", "stayed"),
+        "adopt",
+        "allocate",
+        "arrays",
+        "buffers",
+        "depth",
+        "eager",
+        "lendable",
+        "meta",
+        "on_device",
+        "stayed",
         "stays",
     )
 

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from taskgraph import host
 from taskgraph.errors import JobError, TaskGraphError
 from taskgraph.files import write_whole
 from taskgraph.tls import Tls
@@ -77,7 +78,7 @@ class JobEntry:
     @property
     def stale(self) -> bool:
         """Whether the launcher is gone."""
-        return not alive(self.pid) or (self.started != "" and _started(self.pid) != self.started)
+        return not alive(self.pid) or (self.started != "" and host.began(self.pid) != self.started)
 
     @property
     def node_access(self) -> Tls | None:
@@ -143,7 +144,7 @@ class Runtime:
         self._write(entry, "job.json")
 
     def _write(self, entry: JobEntry, file: str) -> None:
-        entry = replace(entry, started=_started(entry.pid), created=entry.created or time.time())
+        entry = replace(entry, started=host.began(entry.pid), created=entry.created or time.time())
         write_whole(self.folder(entry.name) / file, json.dumps(asdict(entry)).encode())
 
     def join(self, entry: JobEntry) -> None:
@@ -317,21 +318,7 @@ def alive(pid: int) -> bool:
         return False
     except PermissionError:
         return True
-    return _stat(pid)[:1] != ["Z"]
-
-
-def _stat(pid: int) -> list[str]:
-    """What Linux says of a process from its state on; elsewhere, or without such a process, nothing."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _started(pid: int) -> str:
-    """When a process began, in the kernel's words; "" where it does not say."""
-    found = _stat(pid)
-    return found[19] if len(found) > 19 else ""
+    return host.state(pid) != "Z"
 
 
 def _locked(path: Path) -> int | None:

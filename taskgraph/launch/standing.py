@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from taskgraph import host
 from taskgraph.node import lastwords
 from taskgraph.protocol.records import Ran
 
@@ -54,8 +55,4 @@ def standing_text(name: str, ran: Ran, for_s: float) -> str:
 
 def stopped(pid: int) -> bool:
     """Whether a signal halted that process, or a debugger."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:  # it ended, or this is no Linux
-        return False
-    return text.rpartition(")")[2].split()[:1] in (["T"], ["t"])
+    return host.state(pid) in ("T", "t")

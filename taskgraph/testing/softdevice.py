@@ -16,7 +16,6 @@ so giving it away too early shows, too. What must never be done with it (`misuse
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import contextlib
 import math
@@ -39,6 +38,7 @@ from numpy.typing import NDArray
 
 from taskgraph.device.api import HANDLE_BYTES, IDENTITY_BYTES
 from taskgraph.device.lookup import declare
+from taskgraph.device.pinning import on_a_loop
 
 __all__ = ["SoftArray", "SoftDevice", "SoftEvent", "SoftStream"]
 
@@ -235,7 +235,7 @@ class SoftDevice:
         caller = sys._getframe(1).f_code.co_qualname
         with self._lock:
             self.waits.append(caller)
-            if _on_a_loop():
+            if on_a_loop():
                 self.waits_on_loops.append("".join(traceback.format_stack(limit=12)))
             self._go_on()
             self._run(event.stream, event.place)
@@ -462,14 +462,6 @@ class SoftDevice:
     def _misused(self, how: str) -> AssertionError:
         self.misuses.append(how)
         return AssertionError(how)
-
-
-def _on_a_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 class SoftArray:

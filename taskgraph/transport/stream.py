@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import os
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from taskgraph.device.staging import EncodedInPart
 from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.values import hosted, in_part
+from taskgraph.host import memory_bytes
 from taskgraph.protocol.messages import Call, Encoded, EncodedOnDevice, Pull, Refusal, Reply
 from taskgraph.settings import Settings
 from taskgraph.tls import Tls, check_listener
@@ -70,11 +70,7 @@ class _CutOff(PeerLost):
 
 def _idle_bytes() -> int:
     """What a process keeps at most for its next values. A small part of the host's memory: it is one of several."""
-    try:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):  # not known on this system
-        memory = 0
-    return max(_LEAST_IDLE_BYTES, memory // 32)
+    return max(_LEAST_IDLE_BYTES, memory_bytes() // 32)
 
 
 def _logged(work: Callable[[], None]) -> None:

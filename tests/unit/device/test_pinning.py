@@ -17,6 +17,7 @@ from taskgraph.device import pinning
 from taskgraph.graph.arrays import empty
 from taskgraph.graph.blocks import Block, block_of
 from taskgraph.graph.values import decode, digest_of, encode, hosted
+from taskgraph.host import memory_bytes
 from taskgraph.protocol.messages import Encoded
 from taskgraph.testing.softdevice import SoftArray, SoftDevice
 from taskgraph.transport import segments
@@ -163,12 +164,12 @@ def segments_of(value: Encoded) -> list[Use]:
 def test_no_more_than_a_part_of_the_hosts_memory(
     soft: SoftDevice, pool: Pool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    assert 0 < memory_bytes() // pinning.PART < 1 << 50
     monkeypatch.setattr(pinning, "_locked", little := pinning._Locked(2 * HOST.nbytes + MIB))
     values = [hosted(put(soft), allocate=pool.allocate) for _ in range(4)]
     assert soft.registrations == 2 and little.nbytes <= 2 * HOST.nbytes + MIB
     assert all(np.array_equal(decode(value), HOST) for value in values)
     assert not caplog.records
-    assert 0 < pinning._limit() < 1 << 50
 
 
 def test_where_it_cannot_be_locked_it_is_copied_as_any_other(

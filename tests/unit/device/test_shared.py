@@ -225,7 +225,7 @@ def test_what_may_be_read_for_ever_takes_nothing_until_the_reader_ended(memory: 
 
 def test_it_is_known_whether_the_end_of_a_process_will_be_seen(other: Other, monkeypatch: pytest.MonkeyPatch) -> None:
     assert other.borrower.seen and not Borrower(1 << 30).seen
-    monkeypatch.setattr("taskgraph.device.shared._stat", lambda pid: "later")
+    monkeypatch.setattr("taskgraph.device.shared._lives_since", lambda pid: "later")
     assert not other.borrower.gone, "not looked at while something is heard of it"
 
 
@@ -233,7 +233,7 @@ def test_a_number_that_means_another_process_by_now(other: Other, monkeypatch: p
     borrower = other.borrower
     borrower.left()
     assert not borrower.gone
-    monkeypatch.setattr("taskgraph.device.shared._stat", lambda pid: "later")
+    monkeypatch.setattr("taskgraph.device.shared._lives_since", lambda pid: "later")
     assert borrower.gone
 
 

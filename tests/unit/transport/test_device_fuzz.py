@@ -208,7 +208,7 @@ class Fuzz:
 
         await turns_until("opened", trimmed)
         # Sessions that were lost keep what they lent until the other process, which is this one, has ended.
-        monkeypatch.setattr(shared, "_stat", lambda pid: "")
+        monkeypatch.setattr(shared, "_lives_since", lambda pid: "")
         await turns_until("memory", lambda: trimmed() and not len(self.memory))
         for node in self.nodes:
             await node.transport.close()

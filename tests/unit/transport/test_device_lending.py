@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transport_kit import JOB, TOKEN, Node, pull
+from transport_kit import JOB, TOKEN, Node, nodes_of_a_host, pull
 
 from taskgraph.device import shared
 from taskgraph.device.shared import SharedMemory
@@ -46,15 +46,8 @@ def memory(soft: SoftDevice) -> Iterator[SharedMemory]:
 
 @pytest.fixture
 async def nodes(folder: Path) -> AsyncIterator[list[Node]]:
-    made = []
-    for name in ("producer", "consumer", "other"):
-        transport = StreamTransport(
-            Settings(), TOKEN, job=JOB, verify=verify, digesting=digesting, unix_dir=folder, tcp_host=None
-        )
-        made.append(await Node(name, transport).start())
-    yield made
-    for node in made:
-        await node.transport.close()
+    async with nodes_of_a_host(folder, "producer", "consumer", "other") as made:
+        yield made
 
 
 async def on_device(soft: SoftDevice, host: np.ndarray = HOST, **more: Any) -> m.Encoded:
@@ -203,7 +196,7 @@ async def test_to_a_process_whose_end_cannot_be_seen_nothing_is_lent(
 ) -> None:
     producer, consumer, _ = nodes
     serves(producer, await on_device(soft))
-    monkeypatch.setattr(shared, "_stat", lambda pid: "")
+    monkeypatch.setattr(shared, "_lives_since", lambda pid: "")
     got = await pulled(consumer, producer)
     assert type(got) is m.Encoded and np.array_equal(decode(got)["x"], HOST) and not soft.times_opened
 

@@ -10,17 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transport_kit import JOB, TOKEN, Node, pull
+from transport_kit import Node, nodes_of_a_host, pull
 
 from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.errors import Refused
 from taskgraph.graph.blocks import block_behind
-from taskgraph.graph.values import decode, digesting, encode, staying, verify
+from taskgraph.graph.values import decode, encode, staying
 from taskgraph.protocol import messages as m
-from taskgraph.settings import Settings
 from taskgraph.testing.softdevice import SoftArray, SoftDevice
 from taskgraph.transport.api import Coming
-from taskgraph.transport.stream import StreamTransport
 
 HOST = np.arange(300_000.0)
 
@@ -32,15 +30,8 @@ def soft() -> SoftDevice:
 
 @pytest.fixture
 async def nodes(folder: Path) -> AsyncIterator[list[Node]]:
-    made = []
-    for name in ("producer", "consumer", "other"):
-        transport = StreamTransport(
-            Settings(), TOKEN, job=JOB, verify=verify, digesting=digesting, unix_dir=folder, tcp_host=None
-        )
-        made.append(await Node(name, transport).start())
-    yield made
-    for node in made:
-        await node.transport.close()
+    async with nodes_of_a_host(folder, "producer", "consumer", "other") as made:
+        yield made
 
 
 async def on_device(soft: SoftDevice) -> m.Encoded:

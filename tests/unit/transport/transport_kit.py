@@ -15,6 +15,7 @@ from pathlib import Path
 import trustme
 import xxhash
 
+from taskgraph.graph import values
 from taskgraph.protocol import messages as m
 from taskgraph.settings import Settings
 from taskgraph.testing.simulate.loop import Process
@@ -209,3 +210,25 @@ async def cluster_of(kind: str, folder: Path) -> AsyncIterator[Cluster]:
     assert {task.get_name() for task in asyncio.all_tasks() if task is not mine} == set()
     shutil.rmtree(folder / "tls", ignore_errors=True)
     assert os.listdir(folder) == []
+
+
+@asynccontextmanager
+async def nodes_of_a_host(folder: Path, *names: str) -> AsyncIterator[list[Node]]:
+    """Nodes that reach each other by unix sockets, with values as the framework has them."""
+    made = []
+    try:
+        for name in names:
+            transport = StreamTransport(
+                Settings(),
+                TOKEN,
+                job=JOB,
+                verify=values.verify,
+                digesting=values.digesting,
+                unix_dir=folder,
+                tcp_host=None,
+            )
+            made.append(await Node(name, transport).start())
+        yield made
+    finally:
+        for node in made:
+            await node.transport.close()

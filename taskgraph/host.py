@@ -1,0 +1,34 @@
+"""What the host says of itself and of its processes, as far as it does."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["began", "memory_bytes", "state"]
+
+
+def memory_bytes() -> int:
+    """How much memory the host has; 0 where it does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return 0
+
+
+def state(pid: int) -> str:
+    """What a process does, in Linux's letter for it, e.g. "Z"; "" elsewhere, or without such a process."""
+    return "".join(_stat(pid)[:1])
+
+
+def began(pid: int) -> str:
+    """When a process began, in the kernel's words; "" elsewhere, or without such a process."""
+    return "".join(_stat(pid)[19:20])
+
+
+def _stat(pid: int) -> list[str]:
+    """From the state on: what comes before may have blanks in it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
