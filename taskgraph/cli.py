@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from taskgraph.errors import CoordinationError, JobFailed, TaskGraphError, TransportError, UnknownJob
+from taskgraph.errors import CoordinationError, JobCancelled, JobFailed, TaskGraphError, TransportError, UnknownJob
 from taskgraph.launch.threads_env import set_thread_env
 from taskgraph.version import VERSION
 
@@ -187,7 +187,8 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction | None = 
         command = _command(options.command)
         return command(options, function) if options.command in _OF_DRIVERS else command(options)
     except JobFailed as error:
-        print(f"taskgraph: job failed: {error}", file=sys.stderr)
+        what = "the job was ended" if isinstance(error, JobCancelled) else "job failed"
+        print(f"taskgraph: {what}: {error}", file=sys.stderr)
         return FAILED
     except (CoordinationError, TransportError, UnknownJob) as error:
         print(f"taskgraph: {error}", file=sys.stderr)

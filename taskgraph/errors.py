@@ -11,6 +11,7 @@ do about it (the end of its message). `str(error)` is what a user reads.
     │   ├── FingerprintMismatch a node runs another driver, or another version of it
     │   └── JobRunning          a job of that name is running already
     ├── JobFailed           the job ended without a result; carries the user's own traceback
+    │   ├── JobCancelled        somebody ended it
     │   └── JobTimeout          the job did not end within timeout_s
     ├── UnknownJob          no job of that name is known
     ├── CoordinationError   etcd cannot be reached, refuses, or cannot be started
@@ -33,6 +34,7 @@ __all__ = [
     "DecodeError",
     "FingerprintMismatch",
     "GraphError",
+    "JobCancelled",
     "JobError",
     "JobFailed",
     "JobRunning",
@@ -114,6 +116,10 @@ class JobFailed(TaskGraphError):
     def __str__(self) -> str:
         text = super().__str__()
         return f"{text}\n\n{self.traceback_text.rstrip()}" if self.traceback_text else text
+
+
+class JobCancelled(JobFailed):
+    """Somebody ended the job before it was finished: by `taskgraph shutdown`, or with Ctrl-C at its launcher."""
 
 
 class JobTimeout(JobFailed):

@@ -26,12 +26,13 @@ from taskgraph.commands.running import print_result, run, tick
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, JobError, TaskGraphError
 from taskgraph.jobs import JobFunction
+from taskgraph.launch.collect import job_failed
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.logs import LogTails
 from taskgraph.launch.run import connect
 from taskgraph.launch.runtime import JobEntry, Runtime
-from taskgraph.launch.supervise import job_failed, launch_nodes
+from taskgraph.launch.supervise import launch_nodes
 from taskgraph.launch.threads_env import thread_env
 from taskgraph.node.config import NodeConfig
 from taskgraph.observe.progress import Progress

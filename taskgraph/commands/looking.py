@@ -15,9 +15,9 @@ import uvloop
 from taskgraph.commands.common import Reached, etcd_of, reach
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import CoordinationError, JobError, UnknownJob
+from taskgraph.launch.collect import job_failed
 from taskgraph.launch.follow import Follower, follow_events, kept_events, node_statuses
 from taskgraph.launch.runtime import JobEntry, Runtime
-from taskgraph.launch.supervise import job_failed
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import fitted, status_json, status_text, values_text
 from taskgraph.protocol.keys import Keys

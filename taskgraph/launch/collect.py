@@ -1,17 +1,18 @@
-"""Making a job's result out of what its tasks keep."""
+"""Making a job's result out of what its tasks keep, or the error of one that has none."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
+from taskgraph.errors import JobCancelled, JobFailed
 from taskgraph.graph.values import decode, verify
 from taskgraph.jobs import EpochReport, JobResult
 from taskgraph.observe.status import TaskResult
-from taskgraph.protocol.records import PrimaryRecord
+from taskgraph.protocol.records import PrimaryRecord, State, StatusRecord
 from taskgraph.protocol.view import Versioned
 
-__all__ = ["assemble", "complete", "damaged", "size_bytes"]
+__all__ = ["assemble", "complete", "damaged", "job_failed", "size_bytes"]
 
 T = TypeVar("T")
 
@@ -53,4 +54,17 @@ def assemble(
         failovers=sum(p.record.failovers for p in primaries),
         restarts=found[0].attempt - 1,
         wall_s=wall_s,
+    )
+
+
+def job_failed(name: str, status: StatusRecord) -> JobFailed:
+    """What the driver's process raises for a job that ended otherwise than finished."""
+    kind = JobCancelled if status.state == State.CANCELLED else JobFailed
+    return kind(
+        status.reason or f"job {name!r} was {status.state}",
+        job=name,
+        task=status.task,
+        epoch=status.epoch,
+        where=status.where,
+        traceback_text=status.traceback,
     )

@@ -19,7 +19,7 @@ from taskgraph.device.cuda import device_count
 from taskgraph.driver import JobSpec
 from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError
 from taskgraph.jobs import Job, JobResult
-from taskgraph.launch.collect import assemble, complete
+from taskgraph.launch.collect import assemble, complete, job_failed
 from taskgraph.launch.resuming import plan
 from taskgraph.launch.submit import submit
 from taskgraph.node.node import Node, Point
@@ -150,7 +150,7 @@ class InProcessCluster:
             async with asyncio.timeout(timeout_s):
                 status = await self._ended()
                 if status.state != State.FINISHED:
-                    raise self._failed(status)
+                    raise job_failed(self.spec.name, status)
                 found = await self._collect_or_fail()
         except TimeoutError:
             raise JobTimeout(
@@ -183,16 +183,6 @@ class InProcessCluster:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
 
-    def _failed(self, status: StatusRecord) -> JobFailed:
-        return JobFailed(
-            status.reason or f"job {self.spec.name!r} was {status.state}",
-            job=self.spec.name,
-            task=status.task,
-            epoch=status.epoch,
-            where=status.where,
-            traceback_text=status.traceback,
-        )
-
     async def _collect_or_fail(self) -> list[TaskResult]:
         """The results; a `result()` that raises fails a job that had finished."""
         collecting = asyncio.ensure_future(self._collect())
@@ -202,7 +192,7 @@ class InProcessCluster:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if collecting.done():
                 return collecting.result()
-            raise self._failed(failing.result())
+            raise job_failed(self.spec.name, failing.result())
         finally:
             for task in waits:
                 task.cancel()

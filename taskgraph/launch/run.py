@@ -17,11 +17,12 @@ from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, JobError, JobRunning, UnknownJob
 from taskgraph.jobs import Job, JobResult
 from taskgraph.launch.access import etcd_access, node_access
+from taskgraph.launch.collect import job_failed
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.resuming import plan
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
-from taskgraph.launch.supervise import Hooks, Supervisor, job_failed
+from taskgraph.launch.supervise import Hooks, Supervisor
 from taskgraph.launch.warm import WarmNodes
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord

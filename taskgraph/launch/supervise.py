@@ -16,6 +16,7 @@ from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, JobFailed, JobTimeout, TaskGraphError
 from taskgraph.jobs import JobResult
+from taskgraph.launch.collect import job_failed
 from taskgraph.launch.follow import Follower, kept_events, node_statuses
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
@@ -25,7 +26,7 @@ from taskgraph.observe.events import Event
 from taskgraph.observe.status import waits_text
 from taskgraph.protocol.records import GoneRecord, State, StatusRecord
 
-__all__ = ["Hooks", "Supervisor", "job_failed", "launch_nodes"]
+__all__ = ["Hooks", "Supervisor", "launch_nodes"]
 
 log = logging.getLogger("taskgraph.launch")
 
@@ -52,18 +53,6 @@ class Hooks:
 
     on_event: Callable[[Event], None] | None = None
     on_start: Callable[[Follower, LocalNodes], None] | None = None
-
-
-def job_failed(name: str, status: StatusRecord) -> JobFailed:
-    """What the driver's process raises for a job that ended otherwise than finished."""
-    return JobFailed(
-        status.reason or f"job {name!r} was {status.state}",
-        job=name,
-        task=status.task,
-        epoch=status.epoch,
-        where=status.where,
-        traceback_text=status.traceback,
-    )
 
 
 class Supervisor:
@@ -176,6 +165,7 @@ class Supervisor:
         try:
             await asyncio.wait([failed, collecting], return_when=asyncio.FIRST_COMPLETED)
             if failed.done():
+                await self._follower.tell_rest()
                 raise job_failed(self._spec.name, failed.result())
             found = collecting.result()
         finally:

@@ -45,11 +45,7 @@ class FatalCode:
         status = fatal_record(found, names, node.settings.fatal_deaths, writer)
         # As long as that epoch is not committed: then the code went through after all.
         fences = () if view.epoch is None else (Compare(view.keys.epoch, view.epoch.mod_revision),)
-        revision = await node.transact(transactions.fail(view, status, fences), key=view.keys.status, writer=writer)
-        if revision is not None:
-            node.events.emit("failed", status.reason, task=status.task, epoch=status.epoch)
-            await node.keeper.caught_up(revision)
-        else:
+        if not await node.write_failed(transactions.fail(view, status, fences), status):
             await node.keeper.refresh()
         self._failing = None
         node.roles.reconsider()

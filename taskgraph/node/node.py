@@ -49,7 +49,7 @@ from taskgraph.observe.trace import Tracing
 from taskgraph.protocol import transactions
 from taskgraph.protocol.kv import Compare, Txn
 from taskgraph.protocol.placement import Wish
-from taskgraph.protocol.records import NodeRecord
+from taskgraph.protocol.records import NodeRecord, StatusRecord
 from taskgraph.transport.api import Transport
 
 __all__ = ["Node", "Point"]
@@ -242,14 +242,30 @@ class Node:
         view = self.keeper.view
         if view.status is None or not (view.running or (finished and view.finished)):
             return False
-        txn = transactions.fail(view, status, fences)
-        revision = await self.transact(txn, key=view.keys.status, writer=writer)
-        if revision is None:
+        if not await self.write_failed(transactions.fail(view, status, fences), status):
             await self.keeper.refresh()
             return False
-        self.events.emit("failed", status.reason, task=task, epoch=epoch)
-        await self.keeper.caught_up(revision)
         return True
+
+    async def write_failed(self, txn: Txn, status: StatusRecord) -> bool:
+        """Executes `txn`, which ends the job with `status`, and tells it. False where its comparisons failed."""
+        keeper = self.keeper
+        try:
+            revision = await self.transact(txn, key=keeper.view.keys.status, writer=status.writer)
+            if revision is None:
+                return False
+        except asyncio.CancelledError:
+            # This node may read what it wrote before it hears that it did, and ends then.
+            found = keeper.view.status
+            if found is not None and found.record.writer == status.writer:
+                self._tell_failed(status)
+            raise
+        self._tell_failed(status)
+        await keeper.caught_up(revision)
+        return True
+
+    def _tell_failed(self, status: StatusRecord) -> None:
+        self.events.emit("failed", status.reason, task=status.task, epoch=status.epoch)
 
     async def fail_early(self, error: UserCodeError | TaskGraphError, task: int) -> None:
         """User code failed before there was a primary: this node's own key is the fence."""

@@ -331,8 +331,5 @@ class TakeOvers:
             reason += f"; {why or self._ways_out()}" + f"\n{told}" * bool(told)
         writer = self._node.writer()
         status = StatusRecord(state=State.FAILED, reason=reason, task=task, epoch=epoch, writer=writer)
-        txn = transactions.fail_lost(view, task, status)
-        if await self._node.transact(txn, key=view.keys.status, writer=writer) is not None:
-            self._node.events.emit("failed", reason, task=task, epoch=epoch)
-        else:
+        if not await self._node.write_failed(transactions.fail_lost(view, task, status), status):
             await self._look_again()

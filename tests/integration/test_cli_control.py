@@ -126,11 +126,13 @@ async def test_shutdown_ends_a_job_without_a_result(cli: Cli) -> None:
     done = await cli("shutdown", "sums")
     assert done.code == 0 and done.out == "job sums was ended\n"
     done = await run.done()
-    assert done.code == 1 and "shut down by" in done.err and "Traceback" not in done.err
+    assert done.code == 1 and "Traceback" not in done.err and "failed" not in done.err
+    assert done.err.splitlines()[-1] == "taskgraph: the job was ended: shut down by `taskgraph shutdown`"
     done = await follow.done()
     assert done.code == 0 and "cancelled" in done.out
     await cli.nothing_left()
-    assert (await cli("result", "sums")).code == 1
+    done = await cli("result", "sums")
+    assert done.code == 1 and "the job was ended: shut down by" in done.err
 
 
 async def test_whom_to_act_on_is_asked_for_clearly(cli: Cli) -> None:

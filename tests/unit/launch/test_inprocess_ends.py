@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import subprocess
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 
 import taskgraph as tg
+from taskgraph.coordination.memory import MemoryCoordinator
 from taskgraph.launch.run import arun
 from taskgraph.launch.supervise import Hooks
 from taskgraph.observe.events import Event
+from taskgraph.protocol.kv import Put, Txn, TxnResult
 
 
 class Asking(tg.Task):
@@ -231,3 +234,42 @@ async def test_that_the_job_began_is_told_before_its_first_commit() -> None:
     await arun(tg.Job(tasks=2, epochs=2, builder=Idle, name="idle"), nodes=0, hooks=Hooks(events.append))
     told = [event.kind for event in events if event.kind in ("began", "commit", "finished")]
     assert told == ["began", "commit", "commit", "finished"]
+
+
+class Failing(tg.Task):
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.sync)
+
+    async def sync(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        if self.where == "sync":
+            raise KeyError("zz")
+
+    def result(self) -> None:
+        raise KeyError("zz")
+
+
+@pytest.mark.parametrize("where", ["sync", "result"])
+async def test_a_node_that_reads_of_its_failure_before_it_hears_that_it_was_written_tells_it(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute = MemoryCoordinator.txn
+
+    async def late(self: MemoryCoordinator, txn: Txn) -> TxnResult:
+        result = await execute(self, txn)
+        if result.succeeded and any(isinstance(op, Put) and b'"failed"' in op.value for op in txn.success):
+            await asyncio.Event().wait()
+        return result
+
+    monkeypatch.setattr(MemoryCoordinator, "txn", late)
+    events: list[Event] = []
+    with pytest.raises(tg.JobFailed, match=f"'{where}': KeyError: 'zz'"):
+        await arun(
+            tg.Job(tasks=2, epochs=2, builder=lambda _: Failing(where), name="failing"),
+            nodes=0,
+            timeout_s=20,
+            hooks=Hooks(events.append),
+        )
+    assert [event.kind for event in events].count("failed") == 1
