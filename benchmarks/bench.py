@@ -16,12 +16,13 @@ import platform
 import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from contest import adopt_orphans, ended_by, run
+from contest import SEGMENTS_IN, adopt_orphans, ended_by, run
 from figures import UNITS, Line, Rounds, lines_of, put_into, table
 from suite import WORKS, Contender, Work
 
@@ -49,7 +50,9 @@ class Pythons:
     def _try(self, python: str, needs: tuple[str, ...]) -> str:
         if (python, needs) not in self._known:
             program = "".join(f"import {module}\n" for module in needs)
-            done = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=120)
+            with tempfile.TemporaryDirectory() as segments:
+                env = {**os.environ, SEGMENTS_IN: segments}
+                done = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=120, env=env)
             said = done.stderr.strip().splitlines()
             self._known[python, needs] = "" if done.returncode == 0 else said[-1] if said else "cannot be imported"
         return self._known[python, needs]

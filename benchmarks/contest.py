@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Outcome", "adopt_orphans", "descendants", "ended_by", "run"]
+__all__ = ["SEGMENTS_IN", "Outcome", "adopt_orphans", "descendants", "ended_by", "run"]
 
 _END_S = 5.0
 """A contender that is told to end gets this long before it is killed: ours stops its nodes and its etcd."""
@@ -33,9 +33,11 @@ _GONE_S = 30.0
 _PR_SET_CHILD_SUBREAPER = 36
 _TAIL = 400
 _SHARED = Path("/dev/shm")
-"""Where Linux keeps named semaphores."""
+"""Where Linux keeps named semaphores and other shared memory."""
 _SEMAPHORE = re.compile(r"sem\.(?:hdr|obj)(\d+)-\d+")
 """Those of the channels of Ray's compiled graphs: the process that made one, and when."""
+SEGMENTS_IN = "OMPI_MCA_btl_sm_backing_directory"
+"""Where Open MPI keeps its segments, says this variable. It leaves them where it is killed, and after a mere import."""
 
 
 @dataclass
@@ -74,9 +76,10 @@ def run(command: list[str], *, env: dict[str, str], timeout_s: float) -> Outcome
     before, shared = descendants(), _semaphores()
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="tgb-"))
+    segments = Path(tempfile.mkdtemp(prefix="tgb-", dir=_SHARED if _SHARED.is_dir() else None))
     try:
         with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
-            places = {"TMPDIR": str(folder), "TASKGRAPH_RUNTIME_DIR": str(folder)}
+            places = {"TMPDIR": str(folder), "TASKGRAPH_RUNTIME_DIR": str(folder), SEGMENTS_IN: str(segments)}
             process = subprocess.Popen(
                 command,
                 env={**os.environ, **places, **env},
@@ -96,6 +99,7 @@ def run(command: list[str], *, env: dict[str, str], timeout_s: float) -> Outcome
     finally:
         _sweep(before)
         _remove_semaphores(_semaphores() - shared)
+        shutil.rmtree(segments, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
 
 

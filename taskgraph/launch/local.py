@@ -205,7 +205,9 @@ class LocalNodes:
             os.close(entry.pipe)
             if looking is not None:
                 looking.cancel()
-                await asyncio.gather(looking, return_exceptions=True)
+                (error,) = await asyncio.gather(looking, return_exceptions=True)
+                if isinstance(error, Exception):
+                    log.error("node %s was not looked after to its end", entry.name, exc_info=error)
         left = lastwords.read(folder) if folder is not None else None
         if code != 0 or (left is not None and not left.meant):  # else it left by itself, and said so
             record = GoneRecord(

@@ -31,6 +31,7 @@ from taskgraph.graph.values import decode
 from taskgraph.launch.inprocess import arun_inprocess
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
+from taskgraph.launch.standing import Standing
 from taskgraph.launch.submit import submit
 from taskgraph.launch.warm import WarmProcess
 from taskgraph.node.config import NodeConfig
@@ -496,3 +497,22 @@ async def test_a_node_may_be_started_before_its_job_is_submitted() -> None:
 def test_a_token_is_not_shown_where_a_configuration_is() -> None:
     config = NodeConfig(job="held", name="n1", etcd="e:1", token="5ec4e7")
     assert "5ec4e7" not in repr(config) and config.folder is None
+
+
+@pytest.mark.slow
+async def test_a_launcher_says_why_it_looks_after_a_node_no_more(
+    embedded_etcd: EmbeddedEtcd, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looked = asyncio.Event()
+
+    def look(self: Standing, now: float) -> None:
+        looked.set()
+        raise ValueError("what nobody expected")
+
+    monkeypatch.setattr(Standing, "look", look)
+    async with launched(embedded_etcd, 1) as rig:
+        await rig.nodes.start(1)
+        async with asyncio.timeout(LIMIT_S):
+            await looked.wait()
+        assert rig.nodes.alive == 1
+    assert "node n1 was not looked after to its end" in caplog.text and "what nobody expected" in caplog.text

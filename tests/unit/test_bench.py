@@ -201,6 +201,7 @@ match sys.argv[1]:
         child = subprocess.Popen(["sleep", "60"], start_new_session=True)
         living = os.getppid()  # whoever runs contenders: in its stead, somebody else who uses Ray
         made = [f"sem.hdr{child.pid}-1", f"sem.obj{os.getpid()}-1", f"sem.hdr{living}-1", "sem.hdr1000000000", "x"]
+        open(os.path.join(os.environ["OMPI_MCA_btl_sm_backing_directory"], "sm_segment.0"), "w").close()
         for name in made:
             open(os.path.join(os.environ["SHARED"], name), "w").close()
         print('{"rate": 0.5}', flush=True)
@@ -276,7 +277,10 @@ def test_what_no_python_can_import_is_skipped_by_name() -> None:
 
 def test_the_interpreter_of_the_peers_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contenders run in folders of their own."""
-    (tmp_path / "python").write_text("#!/bin/sh\nexec true\n")
+    (tmp_path / "python").write_text(
+        f"#!/bin/sh\ntouch ${contest.SEGMENTS_IN}/one\necho ${contest.SEGMENTS_IN} > where\n"
+    )
     (tmp_path / "python").chmod(0o755)
     monkeypatch.chdir(tmp_path)
     assert bench_command.Pythons("python").find(("no_such_module",)) == (str(tmp_path / "python"), "")
+    assert not Path((tmp_path / "where").read_text().strip()).exists()  # what an import left in shared memory
