@@ -122,7 +122,7 @@ class Tracer:
                     if node not in self.nodes and not self._enough.is_set():
                         self._follows[node] = group.create_task(self._follow(self._found(node, record)))
 
-            stop = self._keeper.on_change(look)
+            stop = self._keeper.on_change(look, structure=True)
             saying = group.create_task(self._tell())
             try:
                 look()
@@ -230,7 +230,7 @@ class Tracer:
 
     async def _gone(self, trace: NodeTrace) -> None:
         """Raises where the node is gone by the view, which a frozen process does not tell."""
-        await self._keeper.wait_until(lambda view: trace.node not in view.live_nodes(self._run))
+        await self._keeper.wait_until(lambda view: trace.node not in view.live_nodes(self._run), structure=True)
         await asyncio.sleep(_LEFT_S)
         raise PeerLost(f"the lease of node {trace.record.name} ended")
 

@@ -29,7 +29,7 @@ from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import JobError
 from taskgraph.node import forks, lastwords
 from taskgraph.node.threads import Threads
-from taskgraph.observe.trace import Tracing, clock
+from taskgraph.observe.trace import NO_STAMP, Tracing, clock
 
 if TYPE_CHECKING:
     from taskgraph.device.api import Device, Stream
@@ -154,7 +154,7 @@ class Actor:
                 if words is not None:
                     words.ran()
                 if began:
-                    self._tracing.add("code", began, self.task, stamp, self.term, name=where)
+                    self._tracing.keep(("code", where, "", began, clock(), self.task, stamp or NO_STAMP, self.term, -1))
         except (AttemptEnded, StuckError):
             raise
         except asyncio.CancelledError as error:
@@ -177,7 +177,7 @@ class Actor:
             raise UserCodeError(where, error) from error
         finally:
             if began:
-                self._tracing.add("code", began, self.task, stamp, self.term, name=where)
+                self._tracing.keep(("code", where, "", began, clock(), self.task, stamp or NO_STAMP, self.term, -1))
 
     async def _turn_free(self) -> None:
         """Returns when no thread holds the task. Nothing else takes it before the next await of who called this."""
@@ -246,7 +246,7 @@ class Actor:
             if mark:
                 self._end(mark)
             if began:
-                self._tracing.add("code", began, self.task, stamp, self.term, name=where)
+                self._tracing.keep(("code", where, "", began, clock(), self.task, stamp or NO_STAMP, self.term, -1))
             if alone:
                 self._turn.release()
 

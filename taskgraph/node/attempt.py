@@ -181,7 +181,6 @@ class Attempt:
         return composition
 
     async def _process(self, processor: Processor) -> None:
-        waiting = self._tracing.on and clock()
         items: Mapping[tuple[str, int], Encoded] = self.inbound.items
         lacking = set()
         for tag, producers in processor.inbound.items():
@@ -189,9 +188,11 @@ class Attempt:
                 if (tag, producer) not in items:
                     lacking.add((tag, producer))
         if lacking:
+            waiting = self._tracing.on and clock()
             await self.inbound.until_here(lacking)
-        if waiting and processor.inbound:
-            self._tracing.add("wait", waiting, self.task, self.stamp, self.term, name=processor.name)
+            if waiting:
+                ended = clock()
+                self._tracing.keep(("wait", processor.name, "", waiting, ended, self.task, self.stamp, self.term, -1))
         if self._turns is not None and not is_stateless(processor.compute):
             await self.turn(processor.name)
         self._states[processor.name] = "running"
@@ -222,7 +223,7 @@ class Attempt:
         waiting = self._tracing.on and clock()
         await self._turns.wait(self.number)
         if waiting:
-            self._tracing.add("turn", waiting, self.task, self.stamp, self.term, name=where)
+            self._tracing.add("turn", waiting, self.task, self.stamp, self.term, where)
 
     def check_open(self) -> None:
         """Raises Refused where the task takes no message any more."""
@@ -331,9 +332,9 @@ class Attempt:
         self.ledger.sent("item", self.task, consumer, tag, value.digest)
         self.put_bytes += value.size_bytes
         if self._tracing.on:
-            self._tracing.moment(
-                "put", self.task, self.stamp, self.term, name=tag, peer=consumer, size=value.size_bytes
-            )
+            now = clock()
+            size = value.size_bytes
+            self._tracing.keep(("put", tag, consumer, now, now, self.task, self.stamp, self.term, size))
         if self.recording is not None:
             self.recording.puts[(tag, consumer)] = value
         self.out.put(tag, consumer, value)

@@ -389,7 +389,7 @@ class Backups:
     def _trace_offer(self, began: int, node: str, boundary: Boundary) -> None:
         made, who = Stamp(boundary.stamp.attempt, boundary.stamp.epoch - 1), self._node.name_of(node)
         size = boundary.value.size_bytes
-        self._node.tracing.add("offer", began, self._task, made, self._term, peer=who, size=size)
+        self._node.tracing.keep(("offer", "", who, began, clock(), self._task, made, self._term, size))
 
     async def _admit(self, node: str, backoff: Backoff) -> None:
         """Writes the candidate into the in-sync set."""

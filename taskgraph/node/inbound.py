@@ -189,7 +189,7 @@ class Inbound:
     def _trace(self, kind: str, tag: str, producer: int, item: Item | None) -> None:
         """The term is the producer's: it tells which of several equal items came."""
         size, term = (item.value.size_bytes, item.term) if item is not None else (-1, 0)
-        self._tracing.add(kind, self._since, self._task, self._stamp, term, name=tag, peer=producer, size=size)
+        self._tracing.keep((kind, tag, producer, self._since, clock(), self._task, self._stamp, term, size))
 
 
 async def _raise(error: Exception) -> None:

@@ -120,7 +120,7 @@ class Lanes:
                         goes_on = await self._work(stamp, group)
                     finally:
                         if began:
-                            self._tracing.add("epoch", began, self._task, stamp, self._term)
+                            self._tracing.keep(("epoch", "", "", began, clock(), self._task, stamp, self._term, -1))
                     stamp = Stamp(stamp.attempt, stamp.epoch + self._count)
         except BaseExceptionGroup as errors:
             error = first_error(errors)
@@ -277,7 +277,8 @@ class Lanes:
         holding = self._tracing.on and clock()
         await primary.backups.held(boundary.key, admit_wait_s=admit_wait_s)
         if holding:
-            self._tracing.add("held by backups", holding, self._task, stamp, self._term, size=value.size_bytes)
+            held, size = clock(), value.size_bytes
+            self._tracing.keep(("held by backups", "", "", holding, held, self._task, stamp, self._term, size))
         if node.paused:
             await node.while_paused()
         if node.injects:

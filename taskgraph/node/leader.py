@@ -328,7 +328,7 @@ class LeaderRole:
         sent = node.tracing.on and clock()
         revision = await node.transact(txn, key=view.keys.epoch, writer=writer)
         if sent:
-            node.tracing.add("restart" if revision else "restart refused", sent, 0, stamp, self._primary.term, name=why)
+            node.tracing.add("restart" if revision else "restart refused", sent, 0, stamp, self._primary.term, why)
         if revision is None:
             await node.keeper.refresh()
             await self._backoff.pause()

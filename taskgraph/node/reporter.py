@@ -120,7 +120,7 @@ class Reporter:
     def _trace(self, told: Sequence[_Told], since: int) -> None:
         for report in (one.report for one in told):
             kind = "done" if report.done else "idle"
-            self._node.tracing.add(kind, since, report.task, report.stamp, report.term, peer=0)
+            self._node.tracing.keep((kind, "", 0, since, clock(), report.task, report.stamp, report.term, -1))
 
     async def run(self) -> None:
         """Tells the leader what could not be told at once, and every new leader all of it again."""

@@ -249,7 +249,7 @@ class Serving:
     def _trace_hold(self, began: int, peer: str, offer: Offer) -> None:
         made, size = Stamp(offer.stamp.attempt, offer.stamp.epoch - 1), offer.value.size_bytes
         who = self._node.name_of(peer)
-        self._node.tracing.add("hold", began, offer.task, made, offer.term, peer=who, size=size)
+        self._node.tracing.keep(("hold", "", who, began, clock(), offer.task, made, offer.term, size))
 
     def _check_offer(self, peer: str, offer: Offer) -> None:
         view = self._node.keeper.view

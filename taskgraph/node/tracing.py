@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol
 
@@ -14,9 +15,8 @@ from taskgraph.observe.trace_chunks import Packer
 __all__ = ["Traced", "traced"]
 
 _FETCH_S = 1.0
-"""Spans are told this often: a node that is killed takes this much with it, and every message takes its time."""
-_SPANS = 1024
-"""In a chunk: a millisecond's work, since it is done on the loop."""
+"""Spans are told this often: a node that is killed takes this much with it, and a message takes as long as hundreds of
+spans, whatever its size."""
 _SETTLE_S = 0.05
 """What ends just after the last epoch was read is in the trace, too."""
 
@@ -50,17 +50,17 @@ async def traced(
     tracing.start(events)
     over = asyncio.ensure_future(_first_of(ending, node, requests))
     try:
-        yield packer.pack((), epoch=node.latest)
+        yield pb.TraceChunk(epoch=node.latest)
         while True:
             last = over.done()
             if last:
                 over.result()
-            spans, lost = tracing.fetch()
-            for start in range(0, len(spans), _SPANS):
-                yield packer.pack(spans[start : start + _SPANS], epoch=node.epoch, lost=lost)
-                lost = 0
+            async with contextlib.aclosing(packer.chunks(tracing)) as chunks:
+                async for chunk in chunks:
+                    chunk.epoch = node.epoch
+                    yield chunk
             if last:
-                yield packer.pack((), epoch=node.epoch, lost=lost, over=True)
+                yield pb.TraceChunk(epoch=node.epoch, over=True)
                 return
             filled = asyncio.ensure_future(tracing.filled())
             try:

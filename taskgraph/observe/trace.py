@@ -1,12 +1,15 @@
 """What a node does, span by span, for as long as somebody traces it.
 
 Every place of interest asks `Tracing.on` before it does anything else: that is all that tracing costs while it is
-off. While it is on, a span is one tuple in a list that is bounded: what does not fit is counted, not kept.
+off. While it is on, a span is nine references at the end of a list, put there by the list itself: no function of ours
+is called, and nothing is made that the garbage collector would look at.
 
     began = tracing.on and clock()
     ...                                   # what is to be seen
     if began:
-        tracing.add("pull", began, task, stamp, term, name=tag)
+        tracing.keep(("pull", tag, producer, began, clock(), task, stamp, term, size))
+
+What does not fit is counted: how much there is, is looked at a few times a second, and whenever it is fetched.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from taskgraph.errors import TaskGraphError
 
@@ -22,18 +25,29 @@ if TYPE_CHECKING:
     from taskgraph.observe.events import Event, EventLog
     from taskgraph.protocol.messages import Stamp
 
-__all__ = ["Span", "Tracing", "clock"]
+__all__ = ["NO_STAMP", "WIDTH", "Kept", "Span", "Tracing", "clock"]
 
 clock = time.perf_counter_ns
 """Monotonic, in nanoseconds; on Linux and macOS the same for all processes of a host."""
 
+Span = tuple[str, str, str, int, int, int, int, int, int, int]
+"""(kind, name, peer, begin_ns, end_ns, task, epoch, attempt, term, bytes)."""
+Kept = tuple[str, str, int | str, int, int, int, tuple[int, int], int, int]
+"""(kind, name, peer, begin_ns, end_ns, task, stamp, term, bytes); a peer that is a number is a task."""
+WIDTH = 9
+"""References that a span is."""
+
 _ROOM = 1 << 17
-"""Spans that wait to be fetched: some 25 MB, seconds of the fastest job."""
+"""Spans that wait to be fetched: some 20 MB, seconds of the fastest job."""
 _TOLD_AT = 1 << 13
 """So many wait: whoever fetches them is woken, long before room runs out."""
+_LOOK_S = 0.2
+NO_STAMP = (0, -1)
+"""Of what belongs to no epoch."""
 
-Span = tuple[str, int | str, int | str, int, int, int, int, int, int, int]
-"""(kind, name, peer, begin_ns, end_ns, task, epoch, attempt, term, bytes); a peer that is a number is a task."""
+
+def _drop(span: Kept) -> None:
+    """Tracing ended since it began."""
 
 
 class Tracing:
@@ -41,16 +55,19 @@ class Tracing:
 
     Attributes:
         on: whether somebody traces; asked before anything is done for it.
+        keep: takes a span that ended now, or a moment, which ends when it begins.
     """
 
-    __slots__ = ("_lost", "_room", "_spans", "_stop_events", "_wake", "on")
+    __slots__ = ("_look_again", "_lost", "_room", "_spans", "_stop_events", "_wake", "keep", "on")
 
     def __init__(self, room: int = _ROOM) -> None:
         self.on = False
+        self.keep: Callable[[Kept], None] = _drop
         self._room = room
-        self._spans: list[Span] = []
+        self._spans: list[Any] = []
         self._lost = 0
         self._wake: asyncio.Event | None = None
+        self._look_again: asyncio.TimerHandle | None = None
         self._stop_events: Callable[[], None] | None = None
 
     def start(self, events: EventLog | None = None) -> None:
@@ -62,85 +79,69 @@ class Tracing:
         if self.on:
             raise TaskGraphError("somebody else traces this node at the moment")
         self._spans, self._lost, self._wake = [], 0, asyncio.Event()
+        self.keep = self._spans.extend
         if events is not None:
             self._stop_events = events.listen(self._told)
         self.on = True
+        self._look()
 
     def stop(self) -> None:
         """Ends; what was not fetched is dropped."""
         self.on = False
+        self.keep = _drop
         self._spans = []
+        if self._look_again is not None:
+            self._look_again.cancel()
+            self._look_again = None
         if self._stop_events is not None:
             self._stop_events()
             self._stop_events = None
 
-    def add(
-        self,
-        kind: str,
-        began: int,
-        task: int = -1,
-        stamp: Stamp | None = None,
-        term: int = 0,
-        *,
-        name: int | str = "",
-        peer: int | str = "",
-        size: int = -1,
-        ended: int = 0,
-    ) -> None:
-        """A span that ends now, or ended at `ended`.
+    def add(self, kind: str, began: int, task: int, stamp: Stamp | None, term: int = 0, name: str = "") -> None:
+        """`keep`, for spans that are rare.
 
         Args:
-            kind: what it is, e.g. "pull".
+            kind: what it is, e.g. "takeover".
             began: what `clock()` said then.
-            name: which of its kind; peer: the other side, a task by its number.
-            size: bytes moved.
+            name: which of its kind.
         """
-        spans = self._spans
-        if not self.on or len(spans) >= self._room:  # off: since it began
-            self._lost += self.on
-            return
-        epoch, attempt = (stamp.epoch, stamp.attempt) if stamp is not None else (-1, 0)
-        spans.append((kind, name, peer, began, ended or clock(), task, epoch, attempt, term, size))
-        if len(spans) == _TOLD_AT and self._wake is not None:
-            self._wake.set()
-
-    def moment(
-        self,
-        kind: str,
-        task: int = -1,
-        stamp: Stamp | None = None,
-        term: int = 0,
-        *,
-        name: int | str = "",
-        peer: int | str = "",
-        size: int = -1,
-    ) -> None:
-        """Something that takes no time."""
-        now = clock()
-        self.add(kind, now, task, stamp, term, name=name, peer=peer, size=size, ended=now)
+        self.keep((kind, name, "", began, clock(), task, stamp or NO_STAMP, term, -1))
 
     def _told(self, event: Event) -> None:
+        if event.kind == "commit":
+            return  # of every epoch, and a span of the leader tells it
         now = clock()
-        at = (
-            event.task if event.task is not None else -1,
-            event.epoch if event.epoch is not None else -1,
-            event.attempt or 0,
-            event.term or 0,
-        )
-        if len(self._spans) >= self._room:
-            self._lost += 1
-        else:
-            self._spans.append(("event", event.kind, event.text, now, now, *at, -1))
+        task = event.task if event.task is not None else -1
+        stamp = (event.attempt or 0, event.epoch if event.epoch is not None else -1)
+        self.keep(("event", event.kind, event.text, now, now, task, stamp, event.term or 0, -1))
+
+    def _look(self) -> None:
+        assert self._wake is not None
+        self._trim()
+        if len(self._spans) >= _TOLD_AT * WIDTH:
+            self._wake.set()
+        self._look_again = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+
+    def _trim(self) -> None:
+        """What is too much goes, the newest first."""
+        if (more := len(self._spans) // WIDTH - self._room) > 0:
+            del self._spans[self._room * WIDTH :]
+            self._lost += more
 
     async def filled(self) -> None:
         """Returns when so many spans wait that they should be fetched."""
         assert self._wake is not None
         await self._wake.wait()
 
-    def fetch(self) -> tuple[list[Span], int]:
-        """What was added since it was asked last, in the order it ended; and how many were left out."""
-        spans, self._spans = self._spans, []
-        lost, self._lost = self._lost, 0
+    def fetch(self) -> tuple[list[Any], int]:
+        """What was kept since it was asked last, as (spans, how many were left out).
+
+        Spans are in the order they ended, `WIDTH` elements each.
+        """
+        self._trim()
+        spans, lost = self._spans[:], self._lost
+        self._spans.clear()  # the same list: `keep` is its own
+        self._lost = 0
         if self._wake is not None:
             self._wake.clear()
         return spans, lost

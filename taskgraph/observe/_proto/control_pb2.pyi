@@ -171,34 +171,24 @@ class TraceRequest(_message.Message):
     until_epoch: int
     def __init__(self, until_epoch: _Optional[int] = ...) -> None: ...
 
+class TraceSpans(_message.Message):
+    __slots__ = ("texts", "numbers")
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    texts: bytes
+    numbers: bytes
+    def __init__(self, texts: _Optional[bytes] = ..., numbers: _Optional[bytes] = ...) -> None: ...
+
 class TraceChunk(_message.Message):
-    __slots__ = ("epoch", "lost", "over", "names", "kind", "name", "peer", "begin_ns", "end_ns", "task", "epoch_of", "attempt", "term", "bytes")
+    __slots__ = ("epoch", "lost", "over", "names", "spans")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     OVER_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    PEER_FIELD_NUMBER: _ClassVar[int]
-    BEGIN_NS_FIELD_NUMBER: _ClassVar[int]
-    END_NS_FIELD_NUMBER: _ClassVar[int]
-    TASK_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_OF_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    TERM_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     lost: int
     over: bool
     names: _containers.RepeatedScalarFieldContainer[str]
-    kind: _containers.RepeatedScalarFieldContainer[int]
-    name: _containers.RepeatedScalarFieldContainer[int]
-    peer: _containers.RepeatedScalarFieldContainer[int]
-    begin_ns: _containers.RepeatedScalarFieldContainer[int]
-    end_ns: _containers.RepeatedScalarFieldContainer[int]
-    task: _containers.RepeatedScalarFieldContainer[int]
-    epoch_of: _containers.RepeatedScalarFieldContainer[int]
-    attempt: _containers.RepeatedScalarFieldContainer[int]
-    term: _containers.RepeatedScalarFieldContainer[int]
-    bytes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, epoch: _Optional[int] = ..., lost: _Optional[int] = ..., over: bool = ..., names: _Optional[_Iterable[str]] = ..., kind: _Optional[_Iterable[int]] = ..., name: _Optional[_Iterable[int]] = ..., peer: _Optional[_Iterable[int]] = ..., begin_ns: _Optional[_Iterable[int]] = ..., end_ns: _Optional[_Iterable[int]] = ..., task: _Optional[_Iterable[int]] = ..., epoch_of: _Optional[_Iterable[int]] = ..., attempt: _Optional[_Iterable[int]] = ..., term: _Optional[_Iterable[int]] = ..., bytes: _Optional[_Iterable[int]] = ...) -> None: ...
+    spans: _containers.RepeatedCompositeFieldContainer[TraceSpans]
+    def __init__(self, epoch: _Optional[int] = ..., lost: _Optional[int] = ..., over: bool = ..., names: _Optional[_Iterable[str]] = ..., spans: _Optional[_Iterable[_Union[TraceSpans, _Mapping]]] = ...) -> None: ...

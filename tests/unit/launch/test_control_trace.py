@@ -14,7 +14,7 @@ from taskgraph.node.control import ControlServer
 from taskgraph.observe._proto import control_pb2 as pb
 from taskgraph.observe.control_client import ControlClient, TraceCall, control_address
 from taskgraph.observe.events import EventLog
-from taskgraph.observe.trace import Span, Tracing
+from taskgraph.observe.trace import Span, Tracing, clock
 from taskgraph.observe.trace_chunks import Unpacker
 from taskgraph.protocol.messages import Stamp
 from taskgraph.transport.endpoints import host_key
@@ -69,7 +69,7 @@ async def tracing(service: Service) -> AsyncIterator[TraceCall]:
     """A call that has begun."""
     async with service.client() as client, client.trace() as call:
         first = await call.next()
-        assert first is not None and first.epoch == service.node.epoch and not first.begin_ns and not first.over
+        assert first is not None and first.epoch == service.node.epoch and not first.spans and not first.over
         assert service.node.tracing.on
         yield call
 
@@ -86,8 +86,9 @@ async def rest(call: TraceCall) -> tuple[list[Span], pb.TraceChunk]:
 
 
 def add(service: Service, count: int) -> None:
+    now, stamp = clock(), Stamp(1, service.node.epoch)
     for number in range(count):
-        service.node.tracing.moment("put", 3, Stamp(1, service.node.epoch), 1, name="x", size=number)
+        service.node.tracing.keep(("put", "x", "", now, now, 3, stamp, 1, number))
 
 
 async def test_until_an_epoch_was_read(service: Service) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from cluster_kit import holder, play
 from flight_kit import Early, Script, at_work, boundaries, early, job, whole
+from trace_kit import spans_of
 
 import taskgraph as tg
 from taskgraph.graph.values import encode
@@ -280,7 +281,7 @@ def test_a_trace_names_the_epoch_of_each_call(early: type[Early]) -> None:
         await asyncio.sleep(3)
         gate.set()
         found = await cluster.result()
-        spans.extend(holder(cluster, 0).tracing._spans)
+        spans.extend(await spans_of(holder(cluster, 0).tracing))
         return found
 
     given = job(early, tasks=1, backups=0)

@@ -9,6 +9,7 @@ import json
 import pytest
 from cluster_kit import Counting, holder, play
 from flight_kit import result
+from trace_kit import spans_of
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
@@ -127,7 +128,7 @@ def test_a_trace_shows_each_epoch_on_a_row_of_its_own() -> None:
 
     async def scenario(cluster: InProcessCluster) -> list[Span]:
         await cluster.result()
-        return node[0].tracing.fetch()[0]
+        return await spans_of(node[0].tracing)
 
     node: list[Node] = []
     job = tg.Job(tasks=1, epochs=30, builder=lambda _: Slow())

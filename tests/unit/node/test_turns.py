@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from trace_kit import spans_of
 
 from taskgraph.epoch import AttemptEnded
 from taskgraph.node import actor as actor_module
@@ -279,7 +280,7 @@ async def test_a_span_names_the_epoch_it_was_begun_for(threads: PooledThreads) -
         actor.stamp = Stamp(1, 9)
         held.go.set()
         await snapshot
-    epochs = {span[1]: span[6] for span in tracing._spans}
+    epochs = {span[1]: span[6] for span in await spans_of(tracing)}
     assert epochs == {"held": 7, "snapshot": 8}
 
 

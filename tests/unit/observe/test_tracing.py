@@ -1,13 +1,18 @@
-"""Spans: bounded, told in the order they ended, and the same after they travelled."""
+"""Spans: bounded, told in the order they ended, the same after they travelled, and nothing to the garbage collector."""
 
 from __future__ import annotations
+
+import asyncio
+import gc
+import struct
+import time
 
 import pytest
 
 from taskgraph.errors import DecodeError, TaskGraphError
 from taskgraph.observe._proto import control_pb2 as pb
 from taskgraph.observe.events import EventLog
-from taskgraph.observe.trace import Tracing, clock
+from taskgraph.observe.trace import NO_STAMP, Span, Tracing, clock
 from taskgraph.observe.trace_chunks import Packer, Unpacker
 from taskgraph.protocol.messages import Stamp
 
@@ -18,50 +23,106 @@ def on(room: int = 100) -> Tracing:
     return tracing
 
 
+def put(tracing: Tracing, *, name: str = "", size: int = -1) -> None:
+    now = clock()
+    tracing.keep(("put", name, "", now, now, -1, NO_STAMP, 0, size))
+
+
+class Told:
+    """What one trace tells, as its reader sees it."""
+
+    def __init__(self, tracing: Tracing) -> None:
+        self._tracing = tracing
+        self._packer, self._unpacker = Packer(), Unpacker()
+        self.texts: list[str] = []
+        """That travelled the last time."""
+        self.lost = self.chunks = 0
+
+    async def spans(self) -> list[Span]:
+        """Since it was asked last."""
+        self.texts, self.lost, self.chunks = [], 0, 0
+        found: list[Span] = []
+        async for sent in self._packer.chunks(self._tracing):
+            chunk = pb.TraceChunk.FromString(sent.SerializeToString())
+            found += self._unpacker.unpack(chunk)
+            self.texts += chunk.names
+            self.lost += chunk.lost
+            self.chunks += 1
+        return found
+
+
 async def test_spans_are_told_in_the_order_they_ended() -> None:
     tracing = on()
+    told = Told(tracing)
     outer, inner = clock(), clock()
-    tracing.add("code", inner, 3, Stamp(2, 17), 4, name="add")
+    tracing.keep(("code", "add", "", inner, clock(), 3, Stamp(2, 17), 4, -1))
     tracing.add("epoch", outer, 3, Stamp(2, 17), 4)
-    tracing.moment("put", 3, Stamp(2, 17), 4, name="x", peer=1, size=8)
-    (code, epoch, put), lost = tracing.fetch()
-    assert lost == 0 and tracing.fetch() == ([], 0)
+    now = clock()
+    tracing.keep(("put", "x", 1, now, now, 3, Stamp(2, 17), 4, 8))
+    code, epoch, put = await told.spans()
+    assert told.lost == 0 and await told.spans() == []
     assert code[:4] == ("code", "add", "", inner) and code[5:] == (3, 17, 2, 4, -1)
     assert epoch[3] <= code[3] <= code[4] <= epoch[4], "they nest"
-    assert put[:3] == ("put", "x", 1) and put[3] == put[4] and put[9] == 8
+    assert put == ("put", "x", "task 1", now, now, 3, 17, 2, 4, 8)
 
 
 async def test_what_does_not_fit_is_counted_and_what_was_fetched_makes_room() -> None:
     tracing = on(room=3)
-    for _ in range(5):
-        tracing.moment("put")
-    spans, lost = tracing.fetch()
-    assert (len(spans), lost) == (3, 2)
-    tracing.moment("put")
-    assert [len(tracing.fetch()[0]), tracing.fetch()[1]] == [1, 0]
+    told = Told(tracing)
+    for size in range(5):
+        put(tracing, size=size)
+    assert [s[9] for s in await told.spans()] == [0, 1, 2] and told.lost == 2
+    put(tracing, size=5)
+    assert [s[9] for s in await told.spans()] == [5] and told.lost == 0
+
+
+async def test_what_nobody_fetches_is_bounded_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("taskgraph.observe.trace._LOOK_S", 0.01)
+    tracing = on(room=3)
+    told = Told(tracing)
+    for _ in range(4):
+        for size in range(5):
+            put(tracing, size=size)
+        async with asyncio.timeout(10):
+            while len(tracing._spans) > 3 * 9:  # noqa: ASYNC110 (no event tells)
+                await asyncio.sleep(0.01)
+    assert [s[9] for s in await told.spans()] == [0, 1, 2] and told.lost == 17
 
 
 async def test_off_nothing_is_kept_also_of_what_began_before() -> None:
     tracing = on()
     began = clock()
+    tracing.add("pull", began, 3, None)
     tracing.stop()
-    tracing.add("pull", began)
+    tracing.add("pull", began, 3, None)
     assert tracing.fetch() == ([], 0)
     tracing.start()
     assert tracing.fetch() == ([], 0)
+    tracing.add("takeover", began, 3, None)
+    assert [s[0] for s in await Told(tracing).spans()] == ["takeover"]
+
+
+async def test_off_nothing_of_it_runs() -> None:
+    tracing = on()
+    look = tracing._look_again
+    tracing.stop()
+    assert look is not None and look.cancelled()
 
 
 async def test_events_are_moments_while_it_is_on() -> None:
     events, tracing = EventLog("n1"), Tracing()
-    events.emit("commit", "before")
+    events.emit("lost", "before")
     tracing.start(events)
     events.emit("takeover", "task 3: n1 is primary", task=3, epoch=7, attempt=2, term=5)
     tracing.stop()
-    events.emit("commit", "after")
+    events.emit("lost", "after")
     tracing.start(events)
     events.emit("evicted", "task 3: n2 is out", task=3)
-    (evicted,), _ = tracing.fetch()
+    events.emit("commit", "epoch 7 committed", epoch=7)  # the leader's span tells it; of these there are many
+    told = Told(tracing)
+    (evicted,) = await told.spans()
     assert evicted[:3] == ("event", "evicted", "task 3: n2 is out") and evicted[5:] == (3, -1, 0, 0, -1)
+    assert sorted(told.texts) == ["event", "evicted", "task 3: n2 is out"]
 
 
 async def test_one_at_a_time() -> None:
@@ -73,40 +134,112 @@ async def test_one_at_a_time() -> None:
 async def test_whoever_fetches_is_woken_before_room_runs_out() -> None:
     tracing = on(room=1 << 14)
     for _ in range(1 << 13):
-        tracing.moment("put")
+        put(tracing)
+    began = time.monotonic()
     await tracing.filled()
+    assert time.monotonic() - began < 0.9, "sooner than it would be fetched anyway"
     tracing.fetch()
     assert tracing._wake is not None and not tracing._wake.is_set()
 
 
-async def test_chunks_give_back_what_they_were_made_of() -> None:
+async def test_many_spans_are_one_message_and_others_run_while_it_is_made() -> None:
+    tracing, ran = on(room=1 << 14), 0
+    told = Told(tracing)
+    for size in range(10_000):
+        put(tracing, size=size)
+
+    async def other() -> None:
+        nonlocal ran
+        while True:
+            ran += 1
+            await asyncio.sleep(0)
+
+    beside = asyncio.ensure_future(other())
+    assert [s[9] for s in await told.spans()] == [*range(10_000)]
+    beside.cancel()
+    assert told.chunks == 2 and ran >= 9
+
+
+async def test_a_text_travels_once() -> None:
     tracing = on()
-    tracing.add("pull", clock(), 3, Stamp(1, 0), 1, name="x", peer=1, size=800)
-    tracing.add("offer", clock(), -1, None, peer="n2")
-    tracing.moment("put", 3, Stamp(1, 0), 1, name="x", peer=12, size=0)
-    first, _ = tracing.fetch()
-    tracing.add("pull", clock(), 4, Stamp(1, 1), 1, name="y", peer=1)
-    second, _ = tracing.fetch()
-    packer, unpacker, found = Packer(), Unpacker(), []
-    for spans in (first, second):
-        chunk = pb.TraceChunk.FromString(packer.pack(spans, epoch=3).SerializeToString())
-        found += list(unpacker.unpack(chunk))
-    expected = [(s[0], s[1], f"task {s[2]}" if isinstance(s[2], int) else s[2], *s[3:]) for s in (*first, *second)]
-    assert found == expected
-    assert list(chunk.names) == ["y"], "a text travels once"
+    told = Told(tracing)
+    tracing.keep(("pull", "x", 1, clock(), clock(), 3, Stamp(1, 0), 1, 800))
+    tracing.keep(("offer", "", "n2", clock(), clock(), -1, NO_STAMP, 0, -1))
+    tracing.keep(("put", "x", 12, clock(), clock(), 3, Stamp(1, 0), 1, 0))
+    first = await told.spans()
+    assert [s[:3] for s in first] == [("pull", "x", "task 1"), ("offer", "", "n2"), ("put", "x", "task 12")]
+    assert first[1][5:9] == (-1, -1, 0, 0)
+    assert sorted(told.texts) == ["n2", "offer", "pull", "put", "task 1", "task 12", "x"]
+    tracing.keep(("pull", "y", 1, clock(), clock(), 4, Stamp(1, 1), 1, -1))
+    assert [s[:3] for s in await told.spans()] == [("pull", "y", "task 1")]
+    assert told.texts == ["y"]
 
 
-async def test_columns_that_do_not_fit_each_other_are_refused() -> None:
+async def test_numbers_of_any_size_travel() -> None:
+    tracing = on()
+    most = (1 << 63) - 1
+    tracing.keep(("pull", "", "", 1, 2, most, Stamp(most - 1, most - 2), most - 3, most - 4))
+    assert (await Told(tracing).spans())[0][3:] == (1, 2, most, most - 2, most - 1, most - 3, most - 4)
+
+
+async def test_spans_are_nothing_to_the_garbage_collector() -> None:
+    tracing, stamp = on(room=2_000), Stamp(1, 0)
+    gc.collect()
+    gc.disable()
+    try:
+        before = gc.get_count()[0]
+        for _ in range(1_000):
+            tracing.keep(("pull", "x", 1, clock(), clock(), 3, stamp, 1, -1))
+        assert gc.get_count()[0] - before < 10
+    finally:
+        gc.enable()
+    assert len(await Told(tracing).spans()) == 1_000
+
+
+def chunk(texts: bytes, numbers: bytes) -> pb.TraceChunk:
+    return pb.TraceChunk(names=["put"], spans=[pb.TraceSpans(texts=texts, numbers=numbers)])
+
+
+ONE = struct.pack("<7q", 1, 1, 0, 0, 0, 0, 0)
+
+
+def test_what_a_node_tells_is_taken() -> None:
+    assert list(Unpacker().unpack(chunk(struct.pack("<3H", 2, 1, 0), ONE))) == [("put", "...", "", 1, 1, 0, 0, 0, 0, 0)]
+    assert list(Unpacker().unpack(chunk(b"", b""))) == list(Unpacker().unpack(pb.TraceChunk())) == []
+
+
+@pytest.mark.parametrize(
+    ("texts", "numbers"),
+    [
+        (b"\0", b""),
+        (b"", b"\0"),
+        (b"", ONE),
+        (struct.pack("<3H", 2, 0, 0), b""),
+        (struct.pack("<3H", 2, 0, 0), ONE[:-1]),
+        (struct.pack("<3H", 2, 0, 0), ONE + b"\0"),
+        (struct.pack("<2H", 2, 0), ONE),
+        (struct.pack("<4H", 2, 0, 0, 0), ONE),
+        (struct.pack("<3H", 2, 0, 0), ONE + ONE),
+        (struct.pack("<3H", 3, 0, 0), ONE),
+        (struct.pack("<3H", 2, 65535, 0), ONE),
+        (struct.pack("<3H", 2, 0, 4), ONE),
+    ],
+)
+def test_what_no_node_tells_is_refused(texts: bytes, numbers: bytes) -> None:
     with pytest.raises(DecodeError, match="not spans"):
-        list(Unpacker().unpack(pb.TraceChunk(kind=[1], name=[0])))
-    chunk = Packer().pack([("put", "", "", 1, 1, 0, 0, 0, 0, 0)], epoch=0)
-    chunk.kind[0] = 9
-    with pytest.raises(DecodeError, match="not spans"):
-        list(Unpacker().unpack(chunk))
+        list(Unpacker().unpack(chunk(texts, numbers)))
 
 
 async def test_texts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("taskgraph.observe.trace_chunks._MAX_TEXTS", 4)
-    spans = [("event", f"text {n}", "", 1, 1, 0, 0, 0, 0, 0) for n in range(10)]
-    found = list(Unpacker().unpack(Packer().pack(spans, epoch=0)))
-    assert [s[1] for s in found[:2]] == ["text 0", "text 1"] and {s[1] for s in found[2:]} <= {"...", "text 2", ""}
+    monkeypatch.setattr("taskgraph.observe.trace_chunks._MAX_TEXTS", 5)
+    tracing = on()
+    told = Told(tracing)
+    for number in range(10):
+        put(tracing, name=f"text {number}")
+    found = await told.spans()
+    assert [s[1] for s in found] == ["text 0", "text 1", *["..."] * 8] and {s[0] for s in found} == {"put"}
+    assert told.texts == ["put", "text 0", "text 1"]
+    unpacker = Unpacker()
+    list(unpacker.unpack(pb.TraceChunk(names=["a", "b"])))
+    with pytest.raises(DecodeError, match="not spans of a node: more than 5 texts"):
+        list(unpacker.unpack(pb.TraceChunk(names=["c", "d"])))
