@@ -84,6 +84,14 @@ class Epoch:
         scratch: from processor to processor of this task; gone with the attempt.
     """
 
+    __slots__ = (
+        "_linked",
+        "_rng",
+        "_sync",
+        "_where",
+        "_work",
+    )
+
     def __init__(self, work: Work, where: str, *, sync: bool = False) -> None:
         self._work = work
         self._where = where
@@ -304,6 +312,14 @@ class _Given(NamedTuple):
 class Inputs:
     """What a processor's inbound channels brought. Received values are read-only."""
 
+    __slots__ = (
+        "_inbound",
+        "_items",
+        "_processor",
+        "_work",
+        "given",
+    )
+
     def __init__(self, work: Work, processor: Processor, items: Mapping[tuple[str, int], Encoded]) -> None:
         self._work = work
         self._processor = processor
@@ -372,6 +388,14 @@ def _is_view(encoded: Encoded, value: object) -> bool:
 
 class Outputs:
     """Where a processor puts what its outbound channels carry: each channel exactly once."""
+
+    __slots__ = (
+        "_filling",
+        "_given",
+        "_processor",
+        "_put",
+        "_work",
+    )
 
     def __init__(self, work: Work, processor: Processor, inputs: Inputs | None = None) -> None:
         self._work = work

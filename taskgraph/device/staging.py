@@ -10,13 +10,13 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from taskgraph.device.api import Array, Device, Event, Stream
+from taskgraph.protocol.frozen import frozen
 from taskgraph.protocol.messages import Encoded
 
 __all__ = ["PIECE_BYTES", "EncodedInPart", "HostCopy"]
@@ -167,7 +167,7 @@ class HostCopy:
             call()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class EncodedInPart(Encoded):
     """A value some of whose buffers are still being copied to the host. It is there to be sent, and for nothing else.
 

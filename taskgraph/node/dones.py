@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Dones", "Worked"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Worked:
     """An attempt whose processors have all run.
 

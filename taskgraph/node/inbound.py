@@ -31,6 +31,29 @@ class Inbound:
     Lives on the event loop.
     """
 
+    __slots__ = (
+        "_ask_restart",
+        "_awaited",
+        "_channels",
+        "_composition",
+        "_ledger",
+        "_loop",
+        "_pulling",
+        "_pulls",
+        "_recording",
+        "_replica",
+        "_since",
+        "_spawn",
+        "_stamp",
+        "_task",
+        "_term",
+        "_tracing",
+        "items",
+        "open",
+        "over",
+        "taken_bytes",
+    )
+
     def __init__(
         self,
         replica: Replica,

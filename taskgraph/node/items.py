@@ -19,6 +19,14 @@ class Items:
     Lives on the event loop.
     """
 
+    __slots__ = (
+        "_awaited",
+        "_dropped",
+        "_stamp",
+        "_term",
+        "_there",
+    )
+
     def __init__(self, stamp: Stamp, term: int) -> None:
         self._stamp = stamp
         self._term = term

@@ -15,6 +15,16 @@ class Quiet:
     said that it was idle refuses. Lives on the event loop; the attempt alone waits for it, in one place at a time.
     """
 
+    __slots__ = (
+        "_busy",
+        "_holds",
+        "_sealed",
+        "_told",
+        "_waiter",
+        "closed",
+        "version",
+    )
+
     def __init__(self) -> None:
         self.version = 0
         self.closed = False

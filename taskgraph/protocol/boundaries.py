@@ -14,14 +14,15 @@ A boundary is freed only when a later epoch was *read* from etcd; what a peer sa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from taskgraph.protocol.frozen import frozen
 from taskgraph.protocol.messages import Encoded, Stamp
 
 __all__ = ["Boundaries", "Boundary"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Boundary:
     """A task's snapshot. `stamp.epoch` is its number, `stamp.attempt` the attempt it was made in.
 

@@ -10,10 +10,10 @@ as the object it is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from taskgraph.errors import DecodeError
+from taskgraph.protocol.frozen import frozen
 
 __all__ = [
     "Accepted",
@@ -50,7 +50,7 @@ class Stamp(NamedTuple):
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Encoded:
     """A value as bytes: immutable, digested, ready for a socket or for a reader in the same process.
 
@@ -100,7 +100,7 @@ class Reason:
     CLOSING = "closing"  # the node is shutting down
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Refusal:
     """Reply to any call: no, and why."""
 
@@ -108,14 +108,14 @@ class Refusal:
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Accepted:
     """Reply: done as asked. `term` is the answering task's term where one answers, else 0."""
 
     term: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Pull:
     """Consumer to producer: the item of `tag` for me. Waits at the producer until it exists. Reply: `Item`.
 
@@ -136,7 +136,7 @@ class Pull:
         return Pull(stamp, self.sender, self.sender_term, self.task, self.tag)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Item:
     """Reply to `Pull`. `term` is the producer's."""
 
@@ -146,7 +146,7 @@ class Item:
     value: Encoded
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Flag:
     """Task to task: a mark with a value. The same flag twice in an epoch is one. Reply: `Accepted`."""
 
@@ -157,7 +157,7 @@ class Flag:
     value: Encoded
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Request:
     """Task to task: call a handler. Identity: (stamp, sender, task, method, number). Reply: `Answer`."""
 
@@ -170,7 +170,7 @@ class Request:
     value: Encoded
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Answer:
     """Reply to `Request`. `term` is the answering task's; `pure` says that the handler promised no effects."""
 
@@ -180,7 +180,7 @@ class Answer:
     value: Encoded
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Offer:
     """Primary to member or candidate: hold this boundary. Reply: `Accepted` once it is held.
 
@@ -199,7 +199,7 @@ class Offer:
     value: Encoded
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Release:
     """Primary to a former candidate or member: what you hold under this invitation is not needed. Reply: `Accepted`.
 
@@ -213,7 +213,7 @@ class Release:
     revision: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Report:
     """Primary to leader: where my task is in the epoch. Reply: `Accepted`.
 
@@ -240,7 +240,7 @@ class Report:
     ahead: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Reports:
     """Several reports of one task, which went on without the commit of their epochs. Reply: `Accepted`.
 
@@ -264,7 +264,7 @@ class Reports:
         return self.reports[-1].task
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Seal:
     """Leader to primary: everything is quiet; if your version is still this one, run your sync points.
 
@@ -276,7 +276,7 @@ class Seal:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RequestRestart:
     """Anyone to the leader: the attempt at this stamp cannot be completed. Reply: `Accepted` (heard, or moot)."""
 
@@ -285,7 +285,7 @@ class RequestRestart:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class HandOver:
     """Primary to an in-sync backup, right after a commit: take over now. Reply: `Accepted` once tried."""
 
@@ -294,7 +294,7 @@ class HandOver:
     term: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Written:
     """Primary to leader: my file of the checkpoint of this boundary is written. Reply: `Accepted`.
 
@@ -307,7 +307,7 @@ class Written:
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Audit:
     """Leader to primary, after unequal sums: show every entry of yours. Reply: `LedgerPage`."""
 
@@ -315,7 +315,7 @@ class Audit:
     task: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LedgerEntry:
     """One identity in a task's sums, e.g. kind "item", sender 3, receiver 1, name "grad"."""
 
@@ -327,7 +327,7 @@ class LedgerEntry:
     digest: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LedgerPage:
     """Reply to `Audit`."""
 
@@ -335,7 +335,7 @@ class LedgerPage:
     entries: tuple[LedgerEntry, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Waits:
     """Leader to primary, when an epoch stands still: what does each processor wait for? Reply: `WaitsPage`."""
 
@@ -343,7 +343,7 @@ class Waits:
     task: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Wait:
     """One thing an unfinished processor of a task waits for.
 
@@ -363,7 +363,7 @@ class Wait:
     provides: tuple[tuple[str, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class WaitsPage:
     """Reply to `Waits`."""
 
