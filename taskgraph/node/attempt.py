@@ -54,6 +54,7 @@ class Attempt:
         turns: of the task's epochs, where several are in flight: what is not stateless waits for that of this one.
     """
 
+    # One is made for every epoch. Without slots, more than 30 attributes are kept in a dictionary of each one's own.
     __slots__ = (
         "_began",
         "_composed",
