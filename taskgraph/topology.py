@@ -9,7 +9,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from types import FunctionType
 from typing import Final, NamedTuple
+from weakref import WeakSet
 
 from taskgraph.errors import GraphError, JobError
 
@@ -31,9 +33,13 @@ Link = Callable[[int, int, int], Iterable[int]]
 """(task_id, tasks, epoch) -> task ids."""
 
 
+_LASTING: Final[WeakSet[Link]] = WeakSet()
+"""Links that are the same in every epoch. No attribute of theirs: `functools.wraps` would copy it."""
 _ORDERED: Final = frozenset((tuple, list, range))
 """What most links return; every epoch asks several times, and asking an abstract class is slow."""
 _Table = Mapping[int, Sequence[int]]
+_KEPT_IDS = 1 << 20
+"""Of links that are the same in every epoch neighbors are kept, so many in all: 8 MiB."""
 _EPOCHS_KEPT = 4
 """Epochs whose edges are kept at a time: the one at work, the next, and one that a restart or a replay looks at."""
 
@@ -56,6 +62,9 @@ class Topology(Mapping[str, Link]):
             if not callable(link):
                 raise JobError(f"link {name!r} must be a function (task_id, tasks, epoch) -> task ids, not {link!r}")
         self._links = dict(links)
+        self._lasting = frozenset(name for name, link in links.items() if _lasts(link))
+        self._known: dict[tuple[str, int, int], tuple[int, ...]] = {}
+        self._room = _KEPT_IDS
 
     def __getitem__(self, name: str) -> Link:
         return self._links[name]
@@ -89,10 +98,17 @@ class Topology(Mapping[str, Link]):
         Raises:
             GraphError: no such link, or it names a task that does not exist, or one twice.
         """
+        found = self._known.get((link, task_id, tasks))
+        if found is not None:
+            return found
         if link not in self._links:
             known = ", ".join(repr(name) for name in self._links) or "none"
             raise GraphError(f"task {task_id}: there is no link {link!r}; the topology's links are: {known}")
-        return _checked(self._links[link], f"link {link!r}", task_id, tasks, epoch)
+        found = _checked(self._links[link], f"link {link!r}", task_id, tasks, epoch)
+        if link in self._lasting and len(found) < self._room:
+            self._room -= len(found) + 1
+            self._known[link, task_id, tasks] = found
+        return found
 
 
 def _checked(link: Link, what: str, task_id: int, tasks: int, epoch: int) -> tuple[int, ...]:
@@ -124,6 +140,16 @@ def _checked(link: Link, what: str, task_id: int, tasks: int, epoch: int) -> tup
     return tuple(ids)
 
 
+def _lasting(links: dict[str, Link]) -> Topology:
+    """Links that are the same in every epoch: they are asked once."""
+    _LASTING.update(links.values())
+    return Topology(links)
+
+
+def _lasts(link: Link) -> bool:
+    return type(link) is FunctionType and link in _LASTING  # a callable of another type may have no hash
+
+
 def as_topology(links: Mapping[str, Link]) -> Topology:
     """A topology from a plain dict of functions, or itself."""
     return links if isinstance(links, Topology) else Topology(links)
@@ -138,7 +164,7 @@ def _count(what: str, number: int) -> int:
 def tree(fanout: int = 2) -> Topology:
     """Links `parents` (one, or none for the root, task 0) and `children` (up to `fanout`)."""
     _count("tree: fanout", fanout)
-    return Topology(
+    return _lasting(
         {
             "parents": lambda i, n, e: ((i - 1) // fanout,) if i else (),
             "children": lambda i, n, e: range(min(n, i * fanout + 1), min(n, i * fanout + fanout + 1)),
@@ -148,12 +174,12 @@ def tree(fanout: int = 2) -> Topology:
 
 def star() -> Topology:
     """Links `hub` (task 0, for all others) and `spokes` (all others, for task 0)."""
-    return Topology({"hub": lambda i, n, e: (0,) if i else (), "spokes": lambda i, n, e: () if i else range(1, n)})
+    return _lasting({"hub": lambda i, n, e: (0,) if i else (), "spokes": lambda i, n, e: () if i else range(1, n)})
 
 
 def ring() -> Topology:
     """Links `left` and `right`; a task alone has no neighbors."""
-    return Topology(
+    return _lasting(
         {
             "left": lambda i, n, e: ((i - 1) % n,) if n > 1 else (),
             "right": lambda i, n, e: ((i + 1) % n,) if n > 1 else (),
@@ -163,7 +189,7 @@ def ring() -> Topology:
 
 def full() -> Topology:
     """Links `peers` (all others) and `all` (oneself too)."""
-    return Topology({"peers": lambda i, n, e: (j for j in range(n) if j != i), "all": lambda i, n, e: range(n)})
+    return _lasting({"peers": lambda i, n, e: (j for j in range(n) if j != i), "all": lambda i, n, e: range(n)})
 
 
 def grid(rows: int, cols: int, periodic: bool = False) -> Topology:
@@ -189,7 +215,7 @@ def grid(rows: int, cols: int, periodic: bool = False) -> Topology:
 
         return link
 
-    return Topology({"north": step(-1, 0), "south": step(1, 0), "west": step(0, -1), "east": step(0, 1)})
+    return _lasting({"north": step(-1, 0), "south": step(1, 0), "west": step(0, -1), "east": step(0, 1)})
 
 
 def bipartite(servers: int) -> Topology:
@@ -212,7 +238,7 @@ def bipartite(servers: int) -> Topology:
         between(n)
         return range(servers, n) if i < servers else ()
 
-    return Topology({"servers": to_servers, "workers": to_workers})
+    return _lasting({"servers": to_servers, "workers": to_workers})
 
 
 Pairs = Iterable[tuple[int, int]] | Mapping[int, Iterable[int]]
@@ -251,7 +277,8 @@ def edges(pairs: Pairs | Callable[[int], Pairs], *, out: str = "out", inbound: s
 
         return along
 
-    return Topology({out: link(lambda found: found.to), inbound: link(lambda found: found.back)})
+    made = {out: link(lambda found: found.to), inbound: link(lambda found: found.back)}
+    return Topology(made) if callable(pairs) else _lasting(made)
 
 
 class _Edges(NamedTuple):
@@ -283,7 +310,9 @@ def _edges(pairs: Pairs) -> _Edges:
 
 
 def inverse(link: Link) -> Link:
-    """The link the other way: whoever has me as a neighbor, in the order of ids. Looks at every task, once an epoch.
+    """The link the other way: whoever has me as a neighbor, in the order of ids.
+
+    Looks at every task once an epoch; once in all for the links of `tree`, `ring` and the like.
 
     tg.Topology({"followers": followers, "following": tg.inverse(followers)})
     topology | {"following": tg.inverse(topology["followers"])}
@@ -300,4 +329,7 @@ def inverse(link: Link) -> Link:
                 back.setdefault(neighbor, []).append(task)
         return back
 
-    return lambda task_id, tasks, epoch: table(tasks, epoch).get(task_id, ())
+    if not _lasts(link):
+        return lambda task_id, tasks, epoch: table(tasks, epoch).get(task_id, ())
+    lasting = _lasting({"back": lambda task_id, tasks, epoch: table(tasks, 0).get(task_id, ())})
+    return lasting["back"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import taskgraph as tg
-from taskgraph.topology import as_topology
+import taskgraph.topology as topology_module
+from taskgraph.topology import Link, as_topology
 
 
 def table(topology: tg.Topology, link: str, tasks: int, epoch: int = 0) -> list[tuple[int, ...]]:
@@ -299,3 +301,85 @@ def test_a_link_that_is_not_there_is_answered_with_those_that_are() -> None:
         tg.tree().neighbors("childs", 0, 3, 0)
     with pytest.raises(tg.GraphError, match="links are: none"):
         tg.Topology().neighbors("x", 0, 3, 0)
+
+
+# -- links that are the same in every epoch --------------------------------------------------------------------------
+
+
+def counted(link: Link, calls: list[int]) -> Link:
+    @functools.wraps(link)
+    def asked(task: int, tasks: int, epoch: int) -> Iterable[int]:
+        calls.append(task)
+        return link(task, tasks, epoch)
+
+    return asked
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        tg.tree(),
+        tg.star(),
+        tg.ring(),
+        tg.full(),
+        tg.grid(2, 3),
+        tg.bipartite(2),
+        tg.edges([(0, 1), (1, 5)]),
+        tg.Topology({"up": tg.inverse(tg.tree()["children"])}),
+    ],
+    ids=lambda topology: str(topology),
+)
+def test_links_that_are_the_same_in_every_epoch_are_asked_once(topology: tg.Topology) -> None:
+    calls: list[int] = []
+    assert all(link in topology_module._LASTING for link in topology.values())
+    asked = topology_module._lasting({name: counted(link, calls) for name, link in topology.items()})
+    found = [[asked.neighbors(link, 1, 6, epoch) for link in topology] for epoch in range(3)]
+    assert found == [[tuple(topology[link](1, 6, 0)) for link in topology]] * 3
+    assert len(calls) == len(topology)
+    assert asked.neighbors(next(iter(topology)), 2, 6, 7) == tuple(topology[next(iter(topology))](2, 6, 0))
+
+
+@functools.wraps(tg.ring()["right"])
+def rotating(task: int, tasks: int, epoch: int) -> Iterable[int]:
+    return [(task + 1 + epoch) % tasks]
+
+
+rotated = tg.Topology({"right": rotating})
+
+
+class Unhashable:
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, task: int, tasks: int, epoch: int) -> Iterable[int]:
+        return [(task + epoch) % tasks]
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        tg.Topology({"next": lambda i, n, e: [(i + e) % n]}),
+        tg.edges(lambda epoch: [(0, 1 + epoch)]),
+        rotated,
+        tg.Topology({"a": Unhashable()}),
+    ],
+    ids=["a function", "edges of the epoch", "a wrapper of a lasting one", "an object"],
+)
+def test_other_links_are_asked_in_every_epoch(topology: tg.Topology) -> None:
+    link = next(iter(topology))
+    first, *others = [topology.neighbors(link, 0, 6, epoch)[0] for epoch in (0, 1, 2, 1)]
+    assert others == [first + 1, first + 2, first + 1]
+
+
+def test_the_inverse_of_a_lasting_link_looks_at_the_tasks_once() -> None:
+    calls: list[int] = []
+    up = tg.inverse(topology_module._lasting({"down": counted(tg.tree()["children"], calls)})["down"])
+    assert [[*up(task, 7, epoch)] for epoch in (0, 9) for task in (0, 1, 6)] == [[], [0], [2]] * 2
+    assert len(calls) == 7
+
+
+def test_so_many_neighbors_are_kept_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology_module, "_KEPT_IDS", 10)
+    everybody = tg.full()
+    for _ in range(2):
+        assert [everybody.neighbors("all", task, 4, 0) for task in range(4)] == [(0, 1, 2, 3)] * 4
+    assert len(everybody._known) == 2
