@@ -277,7 +277,8 @@ class Reply:
         return self._future.done()
 
     def __await__(self) -> Generator[Any, None, Any]:
-        encoded = yield from asyncio.wrap_future(self._future).__await__()
+        # Shielded: who gives up waiting, after a timeout say, may wait again, and others may wait as well.
+        encoded = yield from asyncio.shield(asyncio.wrap_future(self._future)).__await__()
         return decode(encoded, device=self._work.device)
 
     def wait(self, timeout_s: float | None = None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -273,13 +274,41 @@ def test_a_reply_may_be_waited_for_only_so_long() -> None:
 
         @tg.handles("slow", pure=True)
         async def slow(self, epoch: tg.Epoch, sender: int, payload: Any) -> str:
-            import asyncio
-
             await asyncio.sleep(5.0)
             return "at last"
 
         def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
             assert ins["x"] == "at last"
+            self.total += 1
+
+    assert run(job(Impatient, epochs=1), strict=False).values[0] == 1
+
+
+def test_a_reply_that_was_not_waited_for_to_the_end_can_be_awaited_again_and_by_several() -> None:
+    class Impatient(Events):
+        def compose(self, epoch: tg.Epoch) -> None:
+            if self.task_id == 0:
+                epoch.processor(self.ask, outbound={"x": 0})
+                epoch.processor(self.take, inbound={"x": 0})
+
+        async def ask(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            async def wait() -> Any:
+                return await reply
+
+            reply = epoch.request(1, "slow")
+            given_up, patient = asyncio.create_task(wait()), asyncio.create_task(wait())
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(reply, 0.5)
+            given_up.cancel()
+            outs.put("x", [await reply, await patient])
+
+        @tg.handles("slow", pure=True)
+        async def slow(self, epoch: tg.Epoch, sender: int, payload: Any) -> str:
+            await asyncio.sleep(5.0)
+            return "at last"
+
+        def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            assert ins["x"] == ["at last", "at last"]
             self.total += 1
 
     assert run(job(Impatient, epochs=1), strict=False).values[0] == 1
