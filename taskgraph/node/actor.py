@@ -22,8 +22,8 @@ import traceback
 import weakref
 from collections.abc import Callable, Coroutine, Generator
 from pathlib import Path
-from types import FrameType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from types import CoroutineType, FrameType, FunctionType, MethodType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
 from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import JobError
@@ -270,6 +270,8 @@ class Actor:
         self._in_turn.held = alone
         try:
             result = function(*args)
+            if result is not None and type(result) is CoroutineType:
+                _refuse_coroutine(function, cast(Any, result))
             if after is not None:
                 after()
             return result
@@ -431,6 +433,15 @@ def _looks_async(function: Callable[..., Any]) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _refuse_coroutine(function: Callable[..., Any], coroutine: CoroutineType[Any, Any, Any]) -> NoReturn:
+    """A plain function made a coroutine: nothing of that ran, and nobody would miss it where nothing is put."""
+    coroutine.close()  # else Python warns that it was never awaited, too
+    raise JobError(
+        f"{getattr(function, '__qualname__', function)} is a plain function and returned a coroutine, of which nothing "
+        f"ran: what wraps an `async def` (a decorator, a lambda) must be an `async def` itself, and await it"
+    )
 
 
 def defined_at(function: Callable[..., Any]) -> str:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from taskgraph.epoch import AttemptEnded, Epoch, Inputs, Outputs, Scratch
-from taskgraph.errors import Refused
+from taskgraph.errors import JobError, Refused
 from taskgraph.graph.compose import Composition, Processor
 from taskgraph.node.inbound import Inbound
 from taskgraph.node.items import Items
@@ -32,7 +32,7 @@ from taskgraph.protocol.messages import Encoded, Reason, Stamp, Wait
 from taskgraph.protocol.sums import Ledger
 from taskgraph.shape import is_stateless
 
-__all__ = ["Attempt", "Idle", "first_error"]
+__all__ = ["Attempt", "Idle", "cancelled_by_users", "first_error"]
 
 R = TypeVar("R")
 
@@ -270,28 +270,43 @@ class Attempt:
         if self.quiet.closed:
             raise Refused(Reason.DONE, f"task {self.task} is done with epoch {self.number}")
 
-    def spawn(self, work: Coroutine[Any, Any, R], *, busy: bool) -> asyncio.Task[R]:
-        """Runs something that belongs to the attempt; `busy`: the task is not idle before it ends."""
+    def spawn(self, work: Coroutine[Any, Any, R], *, busy: bool, unwanted: bool = False) -> asyncio.Task[R]:
+        """Runs something that belongs to the attempt.
+
+        Args:
+            busy: the task is not idle before it ends.
+            unwanted: whoever asked for it may cancel it; nobody cancels anything else while the attempt goes on.
+        """
         if self._group is None or self.cancelled:
             work.close()
             raise Refused(Reason.ATTEMPT_GONE, f"attempt {self.attempt} of epoch {self.number} is over")
         if busy:
             self.quiet.busier()
-        task = self._beside(work)
+        task = self._beside(work, unwanted=unwanted)
         if busy:
             task.add_done_callback(lambda _: self.quiet.calmer())
         return task
 
-    def _beside(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+    def _beside(self, work: Coroutine[Any, Any, R], *, unwanted: bool = False) -> asyncio.Task[R]:
         """Runs something beside the attempt that ends it where it raises."""
         assert self._group is not None
         task = self._group.create_task(work)
-        task.add_done_callback(self._look_at)
+        task.add_done_callback(self._look_at if unwanted else self._look_whether_through)
         return task
 
     def _look_at(self, done: asyncio.Task[Any]) -> None:
         if not done.cancelled() and done.exception() is not None:
             self._unwind()
+
+    def _look_whether_through(self, done: asyncio.Task[Any]) -> None:
+        """The same of what nobody of ours cancels while the attempt goes on: a group takes no notice of it."""
+        if done.cancelled() and self._group is not None and not self.cancelled:
+            self._beside(self._cancelled_by_users())
+        else:
+            self._look_at(done)
+
+    async def _cancelled_by_users(self) -> None:
+        raise cancelled_by_users(self.task, self.number)
 
     def _unwind(self) -> None:
         """Something of the attempt raised: it waits for its threads now, and they must not wait for its answers."""
@@ -467,6 +482,14 @@ class Attempt:
                 found.append(Wait(f"handler {where.split('/')[0]}", "reply", to, method, since))
         found.extend(Wait("hold", "running", self.task, why, since) for why in self.quiet.holds)
         return tuple(found)
+
+
+def cancelled_by_users(task: int, epoch: int) -> JobError:
+    """What to say where an asyncio task of ours was cancelled, and not by us."""
+    return JobError(
+        f"task {task}, epoch {epoch}: code of the job cancelled the asyncio task it runs in, which is not its own (as "
+        f"asyncio.current_task().cancel() does): to end a processor return from it, to fail the job raise"
+    )
 
 
 def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:

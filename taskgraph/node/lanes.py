@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from taskgraph.errors import TaskGraphError
 from taskgraph.node.actor import StuckError, UserCodeError
-from taskgraph.node.attempt import Attempt, first_error
+from taskgraph.node.attempt import Attempt, cancelled_by_users, first_error
 from taskgraph.node.dones import Dones, Worked
 from taskgraph.node.strict import Recording, check_replay
 from taskgraph.node.turns import Turns
@@ -55,6 +55,8 @@ class Lanes:
         """The committed boundary, once everything that follows from its commit is done."""
         self.failed_in = -1
         """The epoch whose work failed."""
+        self.over = False
+        """Whoever cancels `run` says so first: nothing else may."""
         self.stuck: BaseException | None = None
         """A thread that does not return: of an epoch that was given up, which is not what `run` raises."""
         self.lacking = ""
@@ -109,6 +111,7 @@ class Lanes:
         What runs beside an attempt runs in one group; an error ends all of it.
         """
         goes_on = False
+        error: BaseException
         try:
             async with asyncio.TaskGroup() as group:
                 while True:
@@ -122,6 +125,10 @@ class Lanes:
                         if began:
                             self._tracing.keep(("epoch", "", "", began, clock(), self._task, stamp, self._term, -1))
                     stamp = Stamp(stamp.attempt, stamp.epoch + self._count)
+        except asyncio.CancelledError:
+            if self.over or self.failed_in >= 0:
+                raise
+            error = cancelled_by_users(self._task, stamp.epoch)
         except BaseExceptionGroup as errors:
             error = first_error(errors)
             if (stuck := errors.subgroup(StuckError)) is not None:

@@ -150,7 +150,8 @@ class Mailbox:
             raise Refused(Reason.NOT_OFFERED, f"it handles: {known}; add @tg.handles({message.method!r})")
         if handler.pure:
             attempt.check_open()
-            return await attempt.spawn(self._run_request(message, handler.method_name, pure=True), busy=True)
+            work = self._run_request(message, handler.method_name, pure=True)
+            return await attempt.spawn(work, busy=True, unwanted=True)  # with this call it ends, too
         key = (message.sender, message.method, message.number)
         known_answer = self._answers.get(key)
         if known_answer is None:

@@ -203,6 +203,7 @@ class Primary:
         finally:
             self.attempts.drop()
             self.pulls.drop()
+            lanes.over = True
             try:
                 if not work.done():
                     work.cancel()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -397,6 +399,111 @@ def test_a_compute_with_a_yield_would_run_nothing_of_it(sync: bool) -> None:
 
     error = fails(given(work) if sync else given(work, x=0))
     says(error, "'work' has a `yield`", "outs.put(tag, value)")
+
+
+async def _cancels_itself(*args: Any) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(1)
+
+
+@tg.handles("get")
+async def _answers_with_its_own_end(self: tg.Task, epoch: Any, sender: int, payload: Any) -> None:
+    await _cancels_itself()
+
+
+async def _cancels_itself_and_returns(self: tg.Task, epoch: Any, ins: Any, outs: Any) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    for tag in ("x", "y"):
+        if tag in outs._processor.outbound:
+            outs.put(tag, 1)
+
+
+async def _puts(self: tg.Task, epoch: Any, ins: Any, outs: Any) -> None:
+    outs.put("x", 1)
+
+
+async def _sends_a_flag(self: tg.Task, epoch: Any, ins: Any, outs: Any) -> None:
+    epoch.flag("peers")
+    outs.put("x", 1)
+
+
+async def _asks(self: tg.Task, epoch: Any, ins: Any, outs: Any) -> None:
+    await epoch.request(1 - self.task_id, "get")
+    outs.put("x", 1)
+
+
+def _no_op_beside(self: tg.Task, epoch: Any, ins: Any, outs: Any) -> None:
+    outs.put("y", 1)
+
+
+def _nothing(self: tg.Task, epoch: Any, ins: Any, outs: Any) -> None:
+    """Does nothing."""
+
+
+def _through_another_task(self: tg.Task, epoch: tg.Epoch) -> None:
+    epoch.processor(self.go, outbound={"x": "peers"})
+    epoch.processor(self.beside, outbound={"y": "peers"}, parallel=True)
+    epoch.processor(self.end, inbound={"x": "peers", "y": "peers"})
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+@pytest.mark.parametrize(
+    ("hook", "code", "others"),
+    [
+        ("go", _cancels_itself, {}),
+        ("go", _cancels_itself_and_returns, {}),
+        ("beside", _cancels_itself, {}),
+        ("end", _cancels_itself, {}),
+        ("end", _cancels_itself_and_returns, {}),
+        ("on_flag", _cancels_itself, {"go": _sends_a_flag}),
+        ("get", _answers_with_its_own_end, {"go": _asks}),
+    ],
+)
+def test_code_that_cancels_the_task_it_runs_in_fails_the_job(
+    hook: str, code: Any, others: dict[str, Any], in_flight: bool
+) -> None:
+    def compose(self: tg.Task, epoch: tg.Epoch) -> None:
+        _through_another_task(self, epoch)
+
+    if in_flight:
+        tg.stateless(compose)
+    members = {"go": _puts, "beside": _no_op_beside, "end": _nothing, **others, hook: code}
+    made = type(tg.Task)("Made", (tg.Task,), {"compose": compose, **members})
+    says(fails(job(made, epochs=20), strict=False), "cancelled the asyncio task it runs in", "return from it")
+
+
+def _timed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator as people write it for plain functions, on an `async def`."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        return function(*args)
+
+    return wrapper
+
+
+@pytest.mark.parametrize(
+    ("hook", "others"),
+    [
+        ("setup", {}),
+        ("end", {}),
+        ("go", {}),
+        ("on_commit", {}),
+        ("on_flag", {"go": _sends_a_flag}),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_a_decorator_that_hides_an_async_def_is_found_out(hook: str, others: dict[str, Any]) -> None:
+    async def hidden(*args: Any) -> None:
+        raise AssertionError("nobody awaits it")
+
+    members = {"go": _puts, "beside": _no_op_beside, "end": _nothing, **others, hook: _timed(hidden)}
+    made = type(tg.Task)("Made", (tg.Task,), {"compose": _through_another_task, **members})
+    says(fails(job(made)), "plain function", "returned a coroutine", "must be an `async def` itself")
 
 
 def test_what_a_processor_returns_is_not_what_it_puts() -> None:
