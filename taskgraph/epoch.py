@@ -21,7 +21,7 @@ from taskgraph.device.lookup import device_of
 from taskgraph.errors import GraphError, JobError
 from taskgraph.graph.arrays import empty
 from taskgraph.graph.blocks import Block
-from taskgraph.graph.compose import Composition, Processor
+from taskgraph.graph.compose import TEXTS, Composition, Processor, is_text
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
 
@@ -183,6 +183,8 @@ class Epoch:
     def request(self, to: int, method: str, payload: Any = None) -> Reply:
         """Calls a handler of another task, with effects exactly once. `await reply`; in a thread `reply.wait()`."""
         self._no_messages("request")
+        if not isinstance(method, str) or not is_text(method):
+            raise GraphError(f"{self._at()}: request(): the method {method!a} is no text that can be encoded")
         ids = _task_ids(self._work, to, self._at, f"request {method!r}")
         if len(ids) != 1:
             raise GraphError(f"{self._at()}: a request goes to one task, {to!r} are {len(ids)}")
@@ -198,6 +200,8 @@ class Epoch:
         """Numbers for the progress line, the events and `JobResult.reports`, once per committed epoch."""
         plain = {}
         for key, number in numbers.items():
+            if key not in TEXTS and not is_text(key):
+                raise JobError(f"{self._at()}: report(): the name {key!a} is no text that can be encoded")
             try:
                 plain[key] = float(number)
             except (TypeError, ValueError):

@@ -9,13 +9,28 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from taskgraph.errors import GraphError
 
 _YIELDS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
-__all__ = ["Composition", "Processor"]
+__all__ = ["TEXTS", "Composition", "Processor", "is_text"]
+
+TEXTS: Final[set[str]] = set()
+"""Names that are texts, as most were found to be before: to look here first is no call."""
+_TEXTS_KEPT: Final = 1024
+
+
+def is_text(name: str) -> bool:
+    """Whether a name can travel as what it is. Half a surrogate pair cannot: names of files may hold some."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    if len(TEXTS) < _TEXTS_KEPT:
+        TEXTS.add(name)
+    return True
 
 
 class Processor(NamedTuple):
@@ -86,7 +101,11 @@ class Composition:
                 f"{self._at()}: processor {name!r} has no outbound channel, so it is a sync point and may change "
                 f"state; sync points run one after another: leave parallel=True out"
             )
+        if name not in TEXTS and not is_text(name):
+            raise GraphError(f"{self._at()}: the name {name!a} of a processor is no text that can be encoded")
         for tag, consumers in outbound.items():
+            if tag not in TEXTS and not is_text(tag):
+                raise self._no_text(tag)
             for consumer in consumers:
                 other = self._puts.setdefault((tag, consumer), name)
                 if other != name:
@@ -95,12 +114,17 @@ class Composition:
                         f"{consumer}; a channel has one producer: give one of them another tag"
                     )
         for tag, producers in inbound.items():
+            if tag not in TEXTS and not is_text(tag):
+                raise self._no_text(tag)
             for producer in producers:
                 self._takes[(tag, producer)] = None
         processor = Processor(name, compute, inbound, outbound, sync, parallel)
         self.named[name] = processor
         (self.sync_points if sync else self.parallel if parallel else self.ordered).append(processor)
         return processor
+
+    def _no_text(self, tag: str) -> GraphError:
+        return GraphError(f"{self._at()}: the tag {tag!a} is no text that can be encoded: name the channel otherwise")
 
     def _at(self) -> str:
         return f"task {self.task}, epoch {self.epoch}, compose"

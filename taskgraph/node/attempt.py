@@ -429,7 +429,8 @@ class Attempt:
         self._check_alive()
         self._hold_count += 1
         mark = self._hold_count
-        self._on_loop(self.quiet.hold, mark, f"{where}: {why}")
+        shown = f"{where}: {why}".encode("utf-8", "backslashreplace").decode()  # it travels, and whatever it is
+        self._on_loop(self.quiet.hold, mark, shown)
         return lambda: self._on_loop(self.quiet.release, mark)
 
     def report(self, where: str, numbers: dict[str, float]) -> None:

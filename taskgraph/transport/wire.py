@@ -112,6 +112,11 @@ def _same(value: Any) -> Any:
     return value
 
 
+def _text_to_wire(text: str) -> str:
+    """What an exception said may hold half a surrogate pair, as some files' names do: escaped, it travels."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
 def _sum_to_wire(value: int) -> bytes:
     return value.to_bytes(_SUM_BYTES, "big")
 
@@ -169,6 +174,9 @@ def _many(codec: _Codec) -> tuple[_ToWire, _FromWire]:
     return to_wire, from_wire
 
 
+_FOR_PEOPLE = ("why", "text")
+"""Fields that nobody compares: why something is asked for, or refused."""
+
 _SCALARS = {
     int: FieldDescriptor.CPPTYPE_INT64,
     bool: FieldDescriptor.CPPTYPE_BOOL,
@@ -191,6 +199,8 @@ def _field(cls: type, name: str, hint: Any, field: FieldDescriptor) -> _Field:
         to_wire, from_wire, required = _stamp_to_wire, _stamp_from_wire, True
     elif hint is Encoded:
         to_wire, required, value = _digest_to_wire, True, True
+    elif hint is str and name in _FOR_PEOPLE:
+        to_wire = _text_to_wire
     elif hint is int and field.type == FieldDescriptor.TYPE_BYTES:
         to_wire, from_wire = _sum_to_wire, _sum_from_wire
     elif get_origin(hint) is dict and get_args(hint) == (str, float):

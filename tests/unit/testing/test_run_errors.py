@@ -506,6 +506,29 @@ def test_a_decorator_that_hides_an_async_def_is_found_out(hook: str, others: dic
     says(fails(job(made)), "plain function", "returned a coroutine", "must be an `async def` itself")
 
 
+@pytest.mark.parametrize(
+    ("compose", "words"),
+    [
+        (lambda self, epoch: epoch.processor(no_op, outbound={"f\udcff": "peers"}), ["the tag 'f\\udcff' is no text"]),
+        (lambda self, epoch: epoch.processor(no_op, inbound={"f\udcff": "peers"}), ["the tag 'f\\udcff' is no text"]),
+        (lambda self, epoch: epoch.processor(no_op, name="f\udcff"), ["the name 'f\\udcff' of a processor is no text"]),
+        (
+            lambda self, epoch: epoch.processor(lambda epoch, ins, outs: epoch.report(**{"f\udcff": 1.0}), name="end"),
+            ["epoch 0, end", "report(): the name 'f\\udcff' is no text"],
+        ),
+        (
+            lambda self, epoch: epoch.processor(
+                lambda epoch, ins, outs: epoch.request(0, "f\udcff"), outbound={"x": 0}, name="ask"
+            ),
+            ["epoch 0, ask", "request(): the method 'f\\udcff' is no text"],
+        ),
+    ],
+    ids=["outbound", "inbound", "processor", "report", "request"],
+)
+def test_a_name_that_cannot_be_encoded_is_refused_where_it_is_given(compose: Any, words: list[str]) -> None:
+    says(fails(job(task(compose))), *words)
+
+
 def test_what_a_processor_returns_is_not_what_it_puts() -> None:
     says(fails(given(lambda epoch, ins, outs: 5, x=0)), "without putting 'x'", "returns goes nowhere")
 

@@ -111,3 +111,9 @@ def test_damaged_headers_are_messages_or_decode_errors(pair: tuple[m.Call, m.Rep
         parsed.message(None if parsed.digest is None else encoded())
     except DecodeError:
         pass
+
+
+def test_what_an_exception_said_travels_though_it_cannot_be_encoded() -> None:
+    refusal, asked = m.Refusal(m.Reason.USER_ERROR, "f\udcff"), m.RequestRestart(m.Stamp(1, 2), 3, "f\udcff")
+    assert wire.parse_header(wire.to_header(refusal)).message(None) == dataclasses.replace(refusal, text="f\\udcff")
+    assert wire.parse_header(wire.to_header(asked)).message(None) == dataclasses.replace(asked, why="f\\udcff")
