@@ -107,6 +107,7 @@ class PooledThreads:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._threads = 0
+        self._blocked = 0  # threads that wait for what others are to do: they do not count
         self._idle: list[_Thread] = []  # the last is the one whose memory is warm
         self._waiting: deque[_Work[Any]] = deque()  # for a thread
         self._closed = False
@@ -130,7 +131,7 @@ class PooledThreads:
                 raise RuntimeError("the node's threads are closed")
             thread = self._idle.pop() if self._idle else None
             if thread is None:
-                if self._threads == self._limit or not self._made_for(work):
+                if self._threads - self._blocked >= self._limit or not self._made_for(work):
                     self._waiting.append(work)
                 return work
         if not brief:
@@ -186,8 +187,11 @@ class PooledThreads:
             if forks.count != self._forks:
                 work.end_child()
             with self._lock:
-                idle = not self._waiting and not self._closed
-                if idle:
+                spare = self._threads - self._blocked > self._limit  # those that it stood in for are back
+                idle = not self._waiting and not self._closed and not spare
+                if spare:
+                    self._threads -= 1
+                elif idle:
                     self._idle.append(thread)
                 elif self._waiting:
                     thread.work = self._waiting.popleft()
@@ -198,7 +202,15 @@ class PooledThreads:
         thread.close()
 
     def block(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
-        return future.result(timeout_s)
+        with self._lock:
+            self._blocked += 1
+            if self._waiting and self._made_for(self._waiting[0]):  # it may be the very one that is waited for
+                self._waiting.popleft()
+        try:
+            return future.result(timeout_s)
+        finally:
+            with self._lock:
+                self._blocked -= 1
 
     def abandon(self) -> None:
         for work in tuple(self.awaited):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import errno
 import os
 import signal
@@ -46,6 +47,25 @@ async def test_an_idle_thread_is_used_again() -> None:
     for thread in used:
         thread.join(5)
         assert not thread.is_alive()
+
+
+async def test_threads_that_wait_for_others_do_not_keep_them_from_a_thread() -> None:
+    threads, answer = PooledThreads("t", limit=2), concurrent.futures.Future[int]()
+    waiting = [threads.run(lambda: threads.block(answer, 10)) for _ in range(3)]
+    before = threads.run(lambda: answer.set_result(5))
+    assert await asyncio.gather(*waiting, before) == [5, 5, 5, None]
+    together = threading.Barrier(3)
+    met = await asyncio.gather(*(threads.run(lambda: _met(together)) for _ in range(3)))
+    assert met.count(False) == 3, "more than two run at a time, once none of them waits"
+    threads.close()
+
+
+def _met(others: threading.Barrier) -> bool:
+    try:
+        others.wait(0.2)
+    except threading.BrokenBarrierError:
+        return False
+    return True
 
 
 async def test_never_more_threads_than_the_limit_and_all_at_work() -> None:
