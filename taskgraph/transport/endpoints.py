@@ -237,19 +237,27 @@ async def _addresses(host: str, port: int) -> list[tuple[int, tuple[object, ...]
 async def _connect_tcp(endpoint: str, settings: Settings) -> socket.socket:
     host, port = _parse_tcp(endpoint)
     failures: list[OSError] = []
-    for family, address in await _addresses(host, port):
-        sock = socket.socket(family, socket.SOCK_STREAM)
+    addresses = await _addresses(host, port)
+    for number, (family, address) in enumerate(addresses, start=1):
+        try:
+            sock = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:  # no IPv6 in this kernel
+            failures.append(error)
+            continue
+        # One that nothing answers from, be it a refusal, leaves the others their share of the time.
+        limit = asyncio.timeout(settings.connect_s / len(addresses) if number < len(addresses) else None)
         try:
             sock.setblocking(False)
             tune_tcp(sock, settings)
-            await asyncio.get_running_loop().sock_connect(sock, address)
+            async with limit:
+                await asyncio.get_running_loop().sock_connect(sock, address)
             if sock.getsockname() == sock.getpeername():
                 # A kernel's joke: dialling a free port of one's own host can pick that very port to dial from.
                 raise ConnectionRefusedError("the connection led back to itself")
             return sock
         except OSError as error:
             sock.close()
-            failures.append(error)
+            failures.append(TimeoutError(f"{address[0]} does not answer") if limit.expired() else error)
         except BaseException:
             sock.close()
             raise
