@@ -138,6 +138,11 @@ class Outbox:
             return
         self._send_small(call, frame)
 
+    def send_several(self, kind: Kind, first: int, header: bytes) -> None:
+        """Queues one frame that stands for several calls: `drop` of the first of them leaves it for the others."""
+        if not self._closed:
+            self._send_small(0, pack_whole(kind, first, header))
+
     def _send_small(self, call: int, frame: bytes) -> None:
         if self._paused or self._small:
             self._small.append((call, frame))

@@ -115,7 +115,7 @@ class DialledSession(Session):
             pending.number = first + number
             self._pending[pending.number] = pending
             begun.append(pending)
-        self._outbox.send(Kind.CALL, first, header)
+        self._outbox.send_several(Kind.CALL, first, header)
         return begun
 
     def _send_call(self, pending: _Pending, value: Encoded | None) -> None:

@@ -450,6 +450,31 @@ async def test_a_peer_that_does_not_read_bounds_what_is_buffered(streams: Cluste
     assert sorted(call.task for _, call in b.served[1:]) == [0, 1, 2, 3]
 
 
+async def test_the_first_of_several_calls_is_cancelled_before_they_are_sent_and_the_others_are_made(
+    streams: Cluster,
+) -> None:
+    a, b = await streams.node(), await streams.node()
+    await a.call(b, SEAL)
+    (here,) = sessions_of(a.transport)
+
+    async def answers(caller: str, call: m.Call) -> m.Reply:
+        assert isinstance(call, m.Pull)
+        return item(call, encoded(b"x"))
+
+    b.handler = answers
+    one = pull()
+    here._outbox.pause()
+    begun = a.transport.calls_now(b.peer, m.Pull(one.stamp, one.sender, one.sender_term, one.task, one.tag, 3))
+    assert begun is not None
+    begun[0].cancel()
+    here._outbox.resume()
+    async with asyncio.timeout(5):
+        for number in (1, 2):
+            assert await begun[number] == item(
+                m.Pull(m.Stamp(1, one.stamp.epoch + number), 3, 1, 5, "grad"), encoded(b"x")
+            )
+
+
 async def test_cancelling_in_the_middle_of_bulk_leaves_the_session_usable(streams: Cluster) -> None:
     a, b = await streams.node(), await streams.node()
     large = encoded(b"", bytes(64 << 20))
