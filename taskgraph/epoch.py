@@ -266,6 +266,12 @@ class Hold:
         self.release()
 
 
+def _seen(answer: asyncio.Future[Encoded]) -> None:
+    """What it ended with is of no interest where nobody waits for it any more."""
+    if not answer.cancelled():
+        answer.exception()
+
+
 class Reply:
     """The answer to a request, once it is there."""
 
@@ -282,7 +288,9 @@ class Reply:
 
     def __await__(self) -> Generator[Any, None, Any]:
         # Shielded: who gives up waiting, after a timeout say, may wait again, and others may wait as well.
-        encoded = yield from asyncio.shield(asyncio.wrap_future(self._future)).__await__()
+        answer = asyncio.wrap_future(self._future)
+        answer.add_done_callback(_seen)
+        encoded = yield from asyncio.shield(answer).__await__()
         return decode(encoded, device=self._work.device)
 
     def wait(self, timeout_s: float | None = None) -> Any:
