@@ -17,9 +17,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from taskgraph.epoch import AttemptEnded, Epoch, Inputs, Outputs, Scratch
-from taskgraph.errors import JobError, Refused
+from taskgraph.errors import GraphError, JobError, Refused
 from taskgraph.graph.compose import Composition, Processor
-from taskgraph.node.inbound import Inbound
+from taskgraph.node.inbound import Inbound, raised
 from taskgraph.node.items import Items
 from taskgraph.node.mailbox import Mailbox
 from taskgraph.node.pulls import Pulls
@@ -301,12 +301,9 @@ class Attempt:
     def _look_whether_through(self, done: asyncio.Task[Any]) -> None:
         """The same of what nobody of ours cancels while the attempt goes on: a group takes no notice of it."""
         if done.cancelled() and self._group is not None and not self.cancelled:
-            self._beside(self._cancelled_by_users())
+            self._beside(raised(cancelled_by_users(self.task, self.number)))
         else:
             self._look_at(done)
-
-    async def _cancelled_by_users(self) -> None:
-        raise cancelled_by_users(self.task, self.number)
 
     def _unwind(self) -> None:
         """Something of the attempt raised: it waits for its threads now, and they must not wait for its answers."""
@@ -394,13 +391,31 @@ class Attempt:
             self.recording.puts[(tag, consumer)] = value
         self.out.put(tag, consumer, value)
 
-    def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None:
+    def _check_not_quiet(self, where: str, what: str) -> None:
+        """Raises where nothing may be sent any more; it fails the job, too, since nobody may look at who sends then.
+
+        Its receiver may have been sealed. A restart would not help: it would be too late in every attempt.
+        """
         self._check_alive()
+        if self.quiet.closed:
+            text = (
+                f"task {self.task}, epoch {self.number}, {where}: a {what} that is sent when all that the task runs "
+                f'has ended comes too late: who sends it beside that keeps the epoch open, with epoch.hold("why")'
+            )
+            self._on_loop(self._end_by, GraphError(text))
+            raise GraphError(text)
+
+    def _end_by(self, error: GraphError) -> None:
+        if self._group is not None and not self.cancelled:
+            self._beside(raised(error))
+
+    def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None:
+        self._check_not_quiet(where, "flag")
         for task in to:
             self._on_loop(self._send, lambda task=task: self.mailbox.send_flag(task, value))
 
     def request(self, where: str, to: int, method: str, value: Encoded) -> concurrent.futures.Future[Encoded]:
-        self._check_alive()
+        self._check_not_quiet(where, "request")
         future: concurrent.futures.Future[Encoded] = concurrent.futures.Future()
 
         def send() -> Coroutine[Any, Any, None]:

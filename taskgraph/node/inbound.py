@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from taskgraph.node.strict import Recording
     from taskgraph.protocol.sums import Ledger
 
-__all__ = ["Inbound"]
+__all__ = ["Inbound", "raised"]
 
 Channel = tuple[str, int]
 """(tag, producer)."""
@@ -159,7 +159,7 @@ class Inbound:
         try:
             self._take(tag, producer, reply.result())
         except Exception as error:
-            self._beside(_raise(error))
+            self._beside(raised(error))
 
     async def _pull(self, tag: str, producer: int) -> None:
         """Gets one item; keeps at it through failures of its producer."""
@@ -215,6 +215,6 @@ class Inbound:
         self._tracing.keep((kind, tag, producer, self._since, clock(), self._task, self._stamp, term, size))
 
 
-async def _raise(error: Exception) -> None:
+async def raised(error: Exception) -> None:
     """What a callback raises has nobody to hear it; what a task of the attempt raises ends the attempt."""
     raise error

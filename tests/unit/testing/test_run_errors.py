@@ -476,6 +476,35 @@ def test_code_that_cancels_the_task_it_runs_in_fails_the_job(
     says(fails(job(made, epochs=20), strict=False), "cancelled the asyncio task it runs in", "return from it")
 
 
+@pytest.mark.parametrize("what", ["flag", "request"])
+def test_a_message_that_is_sent_when_all_has_ended_fails_the_job(what: str) -> None:
+    beside: list[asyncio.Task[None]] = []
+
+    async def go(self: tg.Task, epoch: Any, ins: Any, outs: Any) -> None:
+        async def later() -> None:
+            await asyncio.sleep(1)
+            with pytest.raises(tg.GraphError, match="comes too late"):
+                epoch.flag("peers") if what == "flag" else epoch.request(1 - self.task_id, "get")
+
+        beside.append(asyncio.create_task(later()))
+        outs.put("x", 1)
+
+    async def end(self: tg.Task, epoch: Any, ins: Any, outs: Any) -> None:
+        await asyncio.sleep(5)  # it is sealed, and so is the other task
+
+    @tg.handles("get")
+    def get(self: tg.Task, epoch: Any, sender: int, payload: Any) -> None:
+        """Answers."""
+
+    def on_flag(self: tg.Task, epoch: Any, sender: int, meta: Any) -> None:
+        """Hears."""
+
+    members = {"go": go, "beside": _no_op_beside, "end": end, "on_flag": on_flag, "get": get}
+    made = type(tg.Task)("Made", (tg.Task,), {"compose": _through_another_task, **members})
+    says(fails(job(made), strict=False), "epoch 0, go", f"a {what} that is sent", "comes too late", "epoch.hold(")
+    assert beside
+
+
 def _timed(function: Callable[..., Any]) -> Callable[..., Any]:
     """A decorator as people write it for plain functions, on an `async def`."""
 
