@@ -300,10 +300,11 @@ class Attempt:
 
     def _look_whether_through(self, done: asyncio.Task[Any]) -> None:
         """The same of what nobody of ours cancels while the attempt goes on: a group takes no notice of it."""
-        if done.cancelled() and self._group is not None and not self.cancelled:
+        if not done.cancelled():
+            if done.exception() is not None:
+                self._unwind()
+        elif self._group is not None and not self.cancelled:
             self._beside(raised(cancelled_by_users(self.task, self.number)))
-        else:
-            self._look_at(done)
 
     def _unwind(self) -> None:
         """Something of the attempt raised: it waits for its threads now, and they must not wait for its answers."""
