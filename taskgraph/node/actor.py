@@ -21,6 +21,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Coroutine, Generator
+from contextvars import copy_context
 from pathlib import Path
 from types import CoroutineType, FrameType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
@@ -269,7 +270,9 @@ class Actor:
     ) -> R:
         self._in_turn.held = alone
         try:
-            result = function(*args)
+            # In a context of its own: what it sets there (decimal's precision, what numpy does at a division by zero)
+            # would else hold for whatever of whichever task runs in this thread next.
+            result = copy_context().run(function, *args)
             if result is not None and type(result) is CoroutineType:
                 _refuse_coroutine(function, cast(Any, result))
             if after is not None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import decimal
 import functools
 import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from trace_kit import spans_of
 
@@ -44,6 +46,25 @@ class Held:
 
 async def begun(held: Held) -> None:
     assert await asyncio.to_thread(held.began.wait, 10)
+
+
+async def test_what_a_function_sets_for_its_thread_holds_for_no_other() -> None:
+    """Else the digits of one task's result would depend on which thread another one's code happened to run in."""
+    threads = PooledThreads("t", limit=1)
+    one, other = Actor(threads, task=3, cancel_s=1), Actor(threads, task=4, cancel_s=1)
+
+    def sets() -> tuple[int, str]:
+        decimal.getcontext().prec = 6
+        np.seterr(divide="raise")
+        return seen()
+
+    def seen() -> tuple[int, str]:
+        return decimal.getcontext().prec, np.geterr()["divide"]
+
+    before = await one.call("seen", seen)
+    assert await one.call("sets", sets) == (6, "raise") != before
+    assert await one.call("seen", seen) == before == await other.call("seen", seen)
+    threads.close()
 
 
 async def test_a_coroutine_that_does_not_wait_runs_at_once(threads: PooledThreads) -> None:
