@@ -25,6 +25,7 @@ from taskgraph.errors import CoordinationError, OutcomeUnknown
 from taskgraph.launch.devices import deal, host_devices, sharing
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.standing import Standing, standing_text
+from taskgraph.launch.submit import UNKNOWN_PAUSE_S, UNKNOWN_TRIES
 from taskgraph.launch.warm import WarmNodes, WarmProcess
 from taskgraph.node import lastwords
 from taskgraph.node.config import NodeConfig
@@ -104,14 +105,18 @@ class LocalNodes:
 
     async def _take_numbers(self, count: int) -> int:
         """The first of so many numbers that this launcher alone gets, though others start nodes at this moment."""
-        key = self._keys.names
+        key, unknown = self._keys.names, 0
         while True:
             found = await self._coordinator.get(key)
             given, revision = (int(found.value), found.mod_revision) if found is not None else (0, 0)
             txn = Txn((Compare(key, revision),), (Put(key, str(given + count).encode()),))
-            with contextlib.suppress(OutcomeUnknown):  # then these numbers may be nobody's
+            try:
                 if (await self._coordinator.txn(txn)).succeeded:
                     return given + 1
+            except OutcomeUnknown:  # then these numbers may be nobody's
+                if (unknown := unknown + 1) == UNKNOWN_TRIES:
+                    raise
+                await asyncio.sleep(UNKNOWN_PAUSE_S)
 
     async def _start(self, name: str, devices: str | None, among: int) -> None:
         assert self._sockets is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import JobRunning, OutcomeUnknown
@@ -10,7 +12,12 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Delete, Op, Put, Txn
 from taskgraph.protocol.records import EpochRecord, State, StatusRecord
 
-__all__ = ["submit"]
+__all__ = ["UNKNOWN_PAUSE_S", "UNKNOWN_TRIES", "submit"]
+
+UNKNOWN_TRIES = 8
+"""Whoever waits for a command is told why after so many writes of unknown outcome: an etcd whose space is used up
+answers nothing else, for as long as it is left like that."""
+UNKNOWN_PAUSE_S = 0.25
 
 
 async def submit(coordinator: Coordinator, spec: JobSpec, beginning: Beginning | None = None) -> None:
@@ -22,12 +29,14 @@ async def submit(coordinator: Coordinator, spec: JobSpec, beginning: Beginning |
     Raises:
         JobRunning: a job of that name is running.
         Unavailable: etcd cannot be reached.
+        OutcomeUnknown: etcd does not say what becomes of its writes.
     """
     keys = Keys(spec.name)
     epoch = beginning.epoch if beginning is not None else EpochRecord(epoch=0, attempt=1, writer=spec.run)
     checkpoint: Op = Delete(keys.checkpoint)
     if beginning is not None and beginning.checkpoint is not None:
         checkpoint = Put(keys.checkpoint, beginning.checkpoint.to_bytes())
+    unknown = 0
     while True:
         old_spec, old_status = await coordinator.get(keys.spec), await coordinator.get(keys.status)
         if old_spec is not None and JobSpec.from_bytes(old_spec.value).run == spec.run:
@@ -59,5 +68,7 @@ async def submit(coordinator: Coordinator, spec: JobSpec, beginning: Beginning |
         try:
             if (await coordinator.txn(txn)).succeeded:
                 return
-        except OutcomeUnknown:
-            continue  # looked at again: the run id tells
+        except OutcomeUnknown:  # looked at again: the run id tells
+            if (unknown := unknown + 1) == UNKNOWN_TRIES:
+                raise
+            await asyncio.sleep(UNKNOWN_PAUSE_S)

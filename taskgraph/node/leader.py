@@ -412,6 +412,7 @@ class LeaderRole:
                 "killed): compare `etcdctl endpoint hashkv --cluster`, and replace the member that differs"
             )
         self.waits = tuple(lines)
+        lines += self._node.writes.waits  # which `status` shows of every node
         if self._waits_told != stamp and lines:
             self._waits_told = stamp
             shown = "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more" if len(lines) > 3 else "")

@@ -30,7 +30,11 @@ def node_status(node: Node) -> NodeStatus:
         revision=view.revision,
         leader=node.roles.leader is not None,
         replicas=tuple(_replica_status(node, r) for _, r in sorted(node.roles.replicas.items())),
-        waits=(*node.takeovers.waits, *(node.roles.leader.waits if node.roles.leader is not None else ())),
+        waits=(
+            *node.takeovers.waits,
+            *(node.roles.leader.waits if node.roles.leader is not None else ()),
+            *node.writes.waits,
+        ),
         usage=Usage.now(),
     )
 

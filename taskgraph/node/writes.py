@@ -6,19 +6,22 @@ where it then fails, the key it puts is read linearizably: its writer's name tel
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from taskgraph.coordination.api import Coordinator
 from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
+from taskgraph.node.backoff import Backoff
 from taskgraph.protocol.kv import Txn, TxnResult
 
 __all__ = ["Writes"]
 
 log = logging.getLogger("taskgraph.node")
 
-_RETRY_S = 0.05
+_SAY_AGAIN_S = 10.0
+"""An etcd whose space is used up answers at once, and may say no for hours."""
 
 
 class Writes:
@@ -26,6 +29,17 @@ class Writes:
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
+        self._tried: dict[_Tried, None] = {}
+
+    @property
+    def waits(self) -> tuple[str, ...]:
+        """What etcd was asked for in vain, and is asked for again, for `status`."""
+        now = self._coordinator.now()
+        return tuple(
+            f"a write has waited for etcd for {now - tried.since:.1f} s: {tried.error}"
+            for tried in self._tried
+            if tried.error is not None
+        )
 
     async def transact(self, txn: Txn, *, key: str, writer: str) -> int | None:
         """Executes a transaction until its outcome is known.
@@ -42,21 +56,20 @@ class Writes:
     async def execute(self, txn: Txn, key: str, writer: str) -> TxnResult | None:
         """The same, with what it read; no reads where its answer was lost, None where its comparisons failed."""
         uncertain = False
-        while True:
-            try:
-                result = await self._coordinator.txn(txn)
-            except OutcomeUnknown as error:
-                log.warning("a write's outcome is unknown, looking again: %s", error)
-                uncertain = True
-            except Unavailable as error:
-                log.warning("a write must wait: %s", error)
-                await asyncio.sleep(_RETRY_S)
-            else:
-                if result.succeeded:
-                    return result
-                if uncertain and (found := await self._written(key, writer)) is not None:
-                    return TxnResult(True, found)
-                return None
+        with self._trying() as tried:
+            while True:
+                try:
+                    result = await self._coordinator.txn(txn)
+                    if result.succeeded:
+                        return result
+                    if uncertain and (found := await self._written(key, writer)) is not None:
+                        return TxnResult(True, found)
+                    return None
+                except OutcomeUnknown as error:
+                    uncertain = True
+                    await tried.again("a write's outcome is unknown, looking again", error)
+                except Unavailable as error:
+                    await tried.again("a write must wait", error)
 
     async def attempt(self, txn: Txn) -> None:
         """Executes a transaction that may as well not happen: whoever needs it tries again when it looks next."""
@@ -67,11 +80,40 @@ class Writes:
 
     async def _written(self, key: str, writer: str) -> int | None:
         """Whether `writer` wrote `key`, and at which revision, by a linearizable read."""
-        while True:
-            try:
-                kv = await self._coordinator.get(key)
-            except Unavailable as error:
-                log.warning("a read must wait: %s", error)
-                await asyncio.sleep(_RETRY_S)
-                continue
-            return kv.mod_revision if kv is not None and json.loads(kv.value).get("writer") == writer else None
+        with self._trying() as tried:
+            while True:
+                try:
+                    kv = await self._coordinator.get(key)
+                except Unavailable as error:
+                    await tried.again("a read must wait", error)
+                    continue
+                return kv.mod_revision if kv is not None and json.loads(kv.value).get("writer") == writer else None
+
+    @contextmanager
+    def _trying(self) -> Iterator[_Tried]:
+        tried = _Tried(self._coordinator)
+        self._tried[tried] = None
+        try:
+            yield tried
+        finally:
+            del self._tried[tried]
+
+
+class _Tried:
+    """One request that is made until it is answered."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._backoff = Backoff()
+        self._said_at = 0.0
+        self.since = coordinator.now()
+        self.error: CoordinationError | None = None
+
+    async def again(self, what: str, error: CoordinationError) -> None:
+        """It failed: says so, not each time, and returns when it is to be made again."""
+        now = self._coordinator.now()
+        if self.error is None or now - self._said_at >= _SAY_AGAIN_S:
+            self._said_at = now
+            log.warning("%s: %s", what, error)
+        self.error = error
+        await self._backoff.pause()

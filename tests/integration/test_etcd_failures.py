@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import socket
 import threading
 import time
@@ -11,9 +13,12 @@ from pathlib import Path
 import pytest
 from etcd_kit import becomes, following, free_port, kill, stopped
 
+import taskgraph as tg
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.etcd import EtcdCoordinator
-from taskgraph.errors import OutcomeUnknown, Unavailable
+from taskgraph.driver import JobSpec
+from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
+from taskgraph.launch.submit import submit
 from taskgraph.protocol.kv import Compare, Delete, Get, Put, Txn
 
 
@@ -48,6 +53,47 @@ async def test_a_killed_and_restarted_etcd_costs_a_watch_no_event_and_a_lease_no
         await lease.close(revoke=True)
         assert await node.get("/leased") is None
     await etcd.stop()
+
+
+@pytest.mark.slow
+async def test_an_etcd_that_comes_back_without_its_data_is_told_by_a_watch(tmp_path: Path) -> None:
+    port = free_port()
+    etcd = EmbeddedEtcd(data_dir=tmp_path / "data", port=port)
+    await etcd.start()
+    async with await EtcdCoordinator.connect(etcd.endpoint, timeout_s=10) as node:
+        start = (await node.txn(put("/first"))).revision
+
+        async def watch() -> None:
+            async for _ in node.watch("/", start):
+                pass
+
+        watching = asyncio.ensure_future(watch())
+        for number in range(20):
+            last = (await node.txn(put(f"/{number}"))).revision
+        await kill(etcd.pid)
+        await etcd.stop()
+        etcd = EmbeddedEtcd(data_dir=tmp_path / "other", port=port)
+        await etcd.start()
+        async with asyncio.timeout(10):
+            with pytest.raises(CoordinationError, match=f"lost what it had acknowledged: it was at revision {last}"):
+                await watching
+    await etcd.stop()
+
+
+@pytest.mark.slow
+async def test_an_etcd_whose_space_is_used_up_is_told_with_the_way_out() -> None:
+    quota = ("--quota-backend-bytes", str(8 << 20))
+    spec = JobSpec.local(tg.Job(tasks=1, epochs=1, builder=tg.Task, name="full"))
+    async with (
+        EmbeddedEtcd(arguments=quota) as etcd,
+        await EtcdCoordinator.connect(etcd.endpoint) as node,
+    ):
+        with contextlib.suppress(OutcomeUnknown):
+            for number in range(20):
+                await node.txn(put(f"/{number}", os.urandom(1 << 20)))
+        async with asyncio.timeout(10):
+            with pytest.raises(OutcomeUnknown, match=r"space exceeded; it takes no writes before .*alarm disarm"):
+                await submit(node, spec)
 
 
 @pytest.mark.slow

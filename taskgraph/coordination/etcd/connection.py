@@ -21,7 +21,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from taskgraph.coordination.etcd import v3_pb2 as v3
-from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
+from taskgraph.coordination.etcd.failures import Verdict, judge, refusal, space_used_up, way_out
 from taskgraph.coordination.etcd.methods import AUTHENTICATE, STATUS, Method
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import OutcomeUnknown, Unavailable
@@ -170,13 +170,13 @@ class Connection:
                 if verdict is Verdict.LOGIN and logins < 3:
                     logins, self._token = logins + 1, None
                     continue
-                if verdict is Verdict.UNKNOWN and sent and not again:
+                if not space_used_up(details):
                     self.leave(endpoint)  # or whoever asks what became of it asks the same silent member
+                if verdict is Verdict.UNKNOWN and sent and not again:
                     raise OutcomeUnknown(
-                        f"{what}: it was sent to etcd at {endpoint.target} and no answer came ({details}). "
+                        f"{what}: it was sent to etcd at {endpoint.target}, without a usable answer ({details}). "
                         "It may or may not have happened; read again to find out."
                     ) from error
-                self.leave(endpoint)
             left = deadline - loop.time()
             if left > 0:
                 await asyncio.sleep(min(left, pause_s(tries.count)))
@@ -275,4 +275,5 @@ class Connection:
 
 
 def _details(error: grpc.aio.AioRpcError) -> str:
-    return error.details() or error.code().name
+    details = error.details() or error.code().name
+    return details + way_out(details)

@@ -14,7 +14,7 @@ import grpc
 
 from taskgraph.errors import CoordinationError, LeaseGone
 
-__all__ = ["PermissionRefused", "Verdict", "judge", "refusal"]
+__all__ = ["PermissionRefused", "Verdict", "judge", "refusal", "space_used_up", "way_out"]
 
 
 class PermissionRefused(CoordinationError):
@@ -69,6 +69,21 @@ def judge(code: grpc.StatusCode, details: str) -> Verdict:
         return Verdict.REFUSED
     # RESOURCE_EXHAUSTED "database space exceeded" belongs here: the transaction that crosses the quota is executed.
     return Verdict.UNKNOWN
+
+
+def space_used_up(details: str) -> bool:
+    """Whether etcd holds as much as it may. All members say so: it is of no use to ask another."""
+    return "database space exceeded" in details
+
+
+def way_out(details: str) -> str:
+    """What to do about it, where that is known and etcd does not say so itself; with a separator before it, or ""."""
+    if not space_used_up(details):
+        return ""
+    return (
+        "; it takes no writes before its history is compacted, its members are defragmented and the alarm is disarmed "
+        "(`etcdctl compact`, `defrag`, `alarm disarm`); with --auto-compaction-retention it does not come to that"
+    )
 
 
 def refusal(what: str, code: grpc.StatusCode, details: str) -> CoordinationError:

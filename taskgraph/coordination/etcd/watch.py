@@ -5,6 +5,9 @@ events of a revision in one message (we ask for no fragments), so a message is d
 
 The revision in a message's header is *not* the last one it contains: a watch that catches up gets old events under
 the store's current revision. Only the events themselves, and progress notices, say how far we are.
+
+A member may be behind what another one told, for a moment. An etcd that is behind for good has lost what it had
+acknowledged, and would stay silent until it has as many revisions again: a watch says so instead.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from taskgraph.coordination.etcd import convert
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.connection import Connection, Stream, pause_s
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
-from taskgraph.coordination.etcd.methods import WATCH
+from taskgraph.coordination.etcd.methods import RANGE, WATCH
+from taskgraph.errors import CoordinationError, Unavailable
 
 __all__ = ["watch"]
 
@@ -32,6 +36,7 @@ log = logging.getLogger(__name__)
 async def watch(connection: Connection, prefix: str, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
     """See `coordination.api.Coordinator.watch`."""
     position = start_revision  # the first revision not delivered yet
+    known = 0  # the last revision that etcd told us of
     failures = 0
     while True:
         stream: Stream[v3.WatchResponse] | None = None
@@ -49,11 +54,15 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
                         if answer.created:
                             if failures:
                                 log.info("watch of %r goes on at etcd %s", prefix, endpoint.target)
+                            if answer.header.revision < known:
+                                await _check_lost(connection, prefix, known)
+                            known = max(known, answer.header.revision)
                             continue
                         failures = 0
                         batch = _batch(answer, position)
                         if batch is not None:
                             position = batch.revision + 1
+                            known = max(known, batch.revision)
                             yield batch
         except grpc.aio.AioRpcError as error:
             reason = error.details() or error.code().name
@@ -77,6 +86,32 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
         level = logging.WARNING if failures == 1 else logging.DEBUG
         log.log(level, "watch of %r: etcd %s failed (%s); trying again", prefix, endpoint.target, reason)
         await asyncio.sleep(pause_s(failures))
+
+
+async def _check_lost(connection: Connection, prefix: str, known: int) -> None:
+    """Whether all members are behind what one of them told; who reads through their leader is behind none, else.
+
+    Raises:
+        CoordinationError: so they are.
+    """
+    revision = 0
+    for _ in connection.options.endpoints:
+        endpoint = connection.endpoint
+        try:
+            probe = convert.range_request(prefix, prefix=False)
+            answer = await connection.call(RANGE, probe, what=f"read of {prefix!r}", again=True)
+        except Unavailable as error:
+            log.warning("whether etcd has lost anything is not known: %s", error)
+            return
+        revision = answer.header.revision
+        if revision >= known:
+            return
+        connection.leave(endpoint)  # it may be that one alone
+    raise CoordinationError(
+        f"etcd has lost what it had acknowledged: it was at revision {known}, and is at {revision} now. Was it started "
+        "without its data, or from a backup? What it held of running jobs is gone; one that left a checkpoint goes on "
+        "from there with --resume"
+    )
 
 
 def _create(prefix: str, start_revision: int) -> v3.WatchRequest:

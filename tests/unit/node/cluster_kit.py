@@ -13,7 +13,7 @@ import pytest
 import taskgraph as tg
 from taskgraph.coordination.api import Listing, WatchBatch
 from taskgraph.coordination.memory import MemoryCoordinator
-from taskgraph.errors import Unavailable
+from taskgraph.errors import OutcomeUnknown, Unavailable
 from taskgraph.launch import inprocess
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node, Point
@@ -119,6 +119,8 @@ class Blindable(MemoryCoordinator):
         self._blind_at = ""
         self._late_keys: set[str] = set()
         self._refused = ""
+        self._lost = ""
+        self.losses = 0
         self.written = asyncio.Event()
         self._answer = asyncio.Event()
 
@@ -133,7 +135,16 @@ class Blindable(MemoryCoordinator):
         """Transactions that put `key` are refused from now on, whatever they compare; none: "" as `key`."""
         self._refused = key
 
+    def lose(self, key: str) -> None:
+        """Of transactions that put `key` nothing is heard from now on, nor do they happen; none: "" as `key`."""
+        self._lost = key
+
     async def txn(self, txn: Txn) -> TxnResult:
+        if any(isinstance(op, Put) and op.key == self._lost for op in txn.success):
+            self.losses += 1
+            if self.losses > 100_000:
+                raise AssertionError("it does nothing but try")
+            raise OutcomeUnknown("held back by the test")
         if any(isinstance(op, Put) and op.key == self._refused for op in txn.success):
             return TxnResult(False, (await super().txn(Txn())).revision, ())
         result = await super().txn(txn)
