@@ -23,7 +23,7 @@ from taskgraph.observe.format import name_of
 from taskgraph.observe.status import NodeStatus, TaskResult
 from taskgraph.protocol import transactions
 from taskgraph.protocol.keys import Keys
-from taskgraph.protocol.kv import Put, Txn
+from taskgraph.protocol.kv import Compare, Put, Txn
 from taskgraph.protocol.records import NodeRecord, State, StatusRecord
 from taskgraph.protocol.view import JobView
 from taskgraph.tls import Tls
@@ -39,6 +39,8 @@ _SUMMARY_BYTES = 1 << 20
 _KEPT_BYTES = 64 << 20
 """A larger result is not written as JSON at all: it takes several times its size, and minutes."""
 _CANCEL_TRIES = 5
+_COLLECTED_S = 10.0
+"""Whoever has the result does not wait for etcd any longer."""
 _OTHERS_FIRST_S = 15.0
 """How long whoever ran the job has for its results before others collect them and let the nodes go."""
 _TOLD = 8192
@@ -91,6 +93,7 @@ class Follower:
         self._token = token
         self._tls = tls
         self._services: list[asyncio.Task[None]] = []
+        self._run_at = 0  # the revision of the spec of the run that is followed
         self.kept_json: str | None = None
         """The result as JSON, once it was collected and unless it is too large for that."""
         self._on_event: Callable[[Event], None] | None = None
@@ -102,12 +105,20 @@ class Follower:
     def view(self) -> JobView:
         return self.keeper.view
 
+    @property
+    def _is_ours(self) -> bool:
+        """Whether the job's name still is that of the run that is followed."""
+        spec = self.view.spec
+        return spec is not None and JobSpec.from_bytes(spec).run == self._spec.run
+
     async def start(self, on_event: Callable[[Event], None] | None = None) -> None:
         """Begins; `on_event` gets every event, commits too (at least once: a new leader may repeat the last).
 
         Other events come twice, from etcd and, sooner, from the leader where they are the leader's, and are told once.
         """
         await self.keeper.load()
+        if self._is_ours:
+            self._run_at = self.view.spec_revision
         loop = asyncio.get_running_loop()
         self._services.append(loop.create_task(self.keeper.run(), name="view"))
         self._on_event = on_event
@@ -190,8 +201,11 @@ class Follower:
 
     async def ended(self) -> StatusRecord:
         """Waits for the job's end."""
-        await self.keeper.wait_until(lambda view: not view.running)
+        await self.keeper.wait_until(lambda view: not view.running or view.spec_revision != self._run_at)
         status = self.view.status
+        if self.view.spec_revision != self._run_at:  # what became of it went with its keys
+            reason = f"job {self._spec.name!r} has ended, and another one was submitted under its name"
+            return StatusRecord(state=State.CANCELLED, reason=reason if status else "the job was deleted")
         return status.record if status else StatusRecord(state=State.CANCELLED, reason="the job was deleted")
 
     async def results(self) -> list[TaskResult]:
@@ -255,19 +269,27 @@ class Follower:
         return assemble(self._spec.name, found, self.view.primaries.values(), wall_s)
 
     async def collected(self, found: list[TaskResult], result: JobResult) -> None:
-        """Lets the nodes go; keeps the result as JSON where it is small."""
+        """Lets the nodes go; keeps the result as JSON where it is small.
+
+        Where etcd does not take that, they leave after `results_kept_s`: the result is here, which counts for more.
+        """
         keys = self.view.keys
         puts = [Put(keys.collected, b'{"by":"launcher"}')]
         if size_bytes(found) < _KEPT_BYTES:
             self.kept_json = result.to_json()
             if len(text := self.kept_json.encode()) < _SUMMARY_BYTES:
                 puts.append(Put(keys.result, text))
-        while True:
-            try:
-                await self._coordinator.txn(Txn(success=tuple(puts)))
-                return
-            except OutcomeUnknown:
-                continue  # writing the same again changes nothing
+        # Nothing of a run that was submitted under this name meanwhile.
+        txn = Txn((Compare(keys.spec, self._run_at),), tuple(puts))
+        try:
+            async with asyncio.timeout(_COLLECTED_S):
+                while True:
+                    with contextlib.suppress(OutcomeUnknown):  # writing the same again changes nothing
+                        await self._coordinator.txn(txn)
+                        return
+                    await asyncio.sleep(_RETRY_S)
+        except (CoordinationError, TimeoutError) as error:
+            log.warning("that the results were collected is not known to nodes elsewhere: %s", error or "no answer")
 
     async def cancel_job(self, reason: str, *, state: str = State.CANCELLED) -> bool:
         """Ends the job, if it runs; tells it as an event.
@@ -278,17 +300,22 @@ class Follower:
         writer = f"launcher {uuid.uuid4().hex}"
         status = StatusRecord(state=state, reason=reason, writer=writer)
         event = Event(time.time(), "launcher", state, f"the job was ended: {reason}")
+        why = "others write faster than we read"
         for _ in range(_CANCEL_TRIES):
             await self.keeper.load()
             found = self.view.status
-            if found is None or found.record.state != State.RUNNING:
+            if found is None or found.record.state != State.RUNNING or not self._is_ours:
                 return found is not None and found.record.writer == writer
             txn = transactions.fail(self.view, status)
             put = Put(self.view.keys.event(f"{event.at:017.6f}-{writer.replace(' ', '-')}"), event.to_bytes())
-            with contextlib.suppress(OutcomeUnknown):  # read again: the writer tells
+            try:
                 if (await self._coordinator.txn(dataclasses.replace(txn, success=(*txn.success, put)))).succeeded:
                     return True
-        raise OutcomeUnknown(f"whether job {self._spec.name!r} was ended is not known: look at `taskgraph status`")
+            except OutcomeUnknown as error:  # read again: the writer tells
+                why = str(error)
+        raise OutcomeUnknown(
+            f"whether job {self._spec.name!r} was ended is not known: look at `taskgraph status` ({why})"
+        )
 
 
 def _event(value: bytes) -> Event | None:
