@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from taskgraph.errors import PeerGone, TransportError
+from taskgraph.errors import CoordinationError, PeerGone, TransportError
 from taskgraph.node.overdue import Overdue
 from taskgraph.protocol import transactions
 from taskgraph.protocol.records import GoneRecord
@@ -124,10 +124,13 @@ class Suspicion:
             for node, since in list(self._absent_since.items()):
                 if self._node.now() - since < limit or node in view.gone:
                     continue
-                writer = self._node.writer()
-                record = GoneRecord(reason=f"its key was absent for {limit:g} s", writer=writer)
-                txn = transactions.declare_gone(view, node, record)
-                if await self._node.transact(txn, key=view.keys.gone(node), writer=writer) is not None:
-                    self._node.events.emit(
-                        "gone", f"{self._node.name_of(node)}: {record.reason}", fields={"lost": node}
-                    )
+                record = GoneRecord(reason=f"its key was absent for {limit:g} s", writer=self._node.writer())
+                me = self._node
+                txn = transactions.declare_absent_gone(view, node, record, by=me.id, by_revision=me.node_revision)
+                try:
+                    declared = (await me.coordinator.txn(txn)).succeeded
+                except CoordinationError as error:
+                    me.log.info("whether %s is gone is looked at again: %s", node, error)
+                    break  # what was absent, and for how long, was seen before that
+                if declared:
+                    me.events.emit("gone", f"{me.name_of(node)}: {record.reason}", fields={"lost": node})

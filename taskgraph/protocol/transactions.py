@@ -34,6 +34,7 @@ __all__ = [
     "admit",
     "advance_checkpoint",
     "commit",
+    "declare_absent_gone",
     "declare_gone",
     "evict",
     "fail",
@@ -449,3 +450,13 @@ def fail(view: JobView, status: StatusRecord, fences: Iterable[Compare] = ()) ->
 def declare_gone(view: JobView, node: str, record: GoneRecord) -> Txn:
     """Says that a node is gone for good."""
     return Txn(compares=(Compare(view.keys.gone(node), 0),), success=(Put(view.keys.gone(node), record.to_bytes()),))
+
+
+def declare_absent_gone(view: JobView, node: str, record: GoneRecord, *, by: str, by_revision: int) -> Txn:
+    """Says so since its key has been absent for long, as `by` saw it: the key still is, and that observer's is not.
+
+    Whoever stood still itself, or wrote this while etcd was away, saw nothing of a node that came back.
+    """
+    txn = declare_gone(view, node, record)
+    keys = view.keys
+    return replace(txn, compares=(*txn.compares, Compare(keys.node(node), 0), Compare(keys.node(by), by_revision)))

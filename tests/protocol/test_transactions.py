@@ -90,6 +90,11 @@ def _declare_gone(world: World, view: JobView) -> Txn:
     return transactions.declare_gone(view, "b", GoneRecord(reason="x"))
 
 
+def _declare_absent_gone(world: World, view: JobView) -> Txn:
+    record, revision = GoneRecord(reason="absent"), world.revisions["a"]
+    return transactions.declare_absent_gone(view, "d", record, by="a", by_revision=revision)
+
+
 # -- what may happen in between -------------------------------------------------------------------
 
 
@@ -182,6 +187,15 @@ FENCES: list[tuple[Callable[[World, JobView], Txn], dict[str, Callable[[World], 
     (_restart, {"no longer leader": PRIMARY, "committed or restarted": EPOCH}),
     (_fail, {"the job ended": STATUS}),
     (_declare_gone, {"said before": gone("b")}),
+    (
+        _declare_absent_gone,
+        {
+            "said before": gone("d"),
+            "it came back": touch(node_key("d")),
+            "own lease gone": NO_NODE_A,
+            "own key put again": NODE_A,
+        },
+    ),
 ]
 CASES = [
     pytest.param(make, change, id=f"{make.__name__[1:]}: {why}")

@@ -37,3 +37,30 @@ def test_time_before_an_observer_was_paused_counts_for_nothing(gated: type[Gated
         assert absent.id in observer.keeper.view.gone
 
     play(job(gated, tasks=1, settings=settings), scenario, nodes=2)
+
+
+@pytest.mark.usefixtures("blindable")
+def test_who_came_back_while_it_was_being_declared_gone_is_not(gated: type[Gated]) -> None:
+    """The answers of etcd were lost for so long."""
+    settings = tg.Settings(epochs_ahead=0)
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        ended = asyncio.ensure_future(cluster.result())
+        await gated.reached.wait()
+        observer = holder(cluster, 0)
+        absent = next(node for node in cluster.nodes if node is not observer)
+        keys = observer.keeper.view.keys
+        eyes(absent).refuse(keys.node(absent.id))  # it cannot come back
+        eyes(observer).lose(keys.gone(absent.id))
+        cluster.store.revoke(absent.keeper.view.nodes[absent.id].record.lease)
+        await asyncio.sleep(1.5 * settings.lost_after_s)
+        assert eyes(observer).losses and absent.paused
+        eyes(absent).refuse("")
+        await absent.while_paused()
+        eyes(observer).lose("")
+        await asyncio.sleep(1.5 * settings.lost_after_s)
+        assert absent.id not in observer.keeper.view.gone and absent in cluster.nodes
+        gated.gate.set()
+        assert (await ended).values == {0: 3}
+
+    play(job(gated, tasks=1, settings=settings), scenario, nodes=2)
