@@ -1,6 +1,8 @@
 """Which nodes are suspected dead, and which are gone.
 
 A node whose port refuses has no process any more: kill -9 is noticed in milliseconds, long before a lease expires.
+Where it answers after all, or its key is there for longer than its lease would have lasted, something else refused, a
+firewall that was loaded anew: it is not suspected for that any more.
 A node whose key is absent lost its lease; one whose lease has ended is about to. All are grounds to take over from it
 or to evict it; only "gone" (its launcher saw it end, or its key stayed absent for `lost_after_s`) changes placement.
 """
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Suspicion"]
 
+_EXPIRY_S = 2.0
+"""After the TTL of a lease that nobody renews: until etcd has deleted its keys, and everybody has read that."""
 _PROBES = 5
 """A node that neither refuses nor answers is probed this often, then left to its lease."""
 
@@ -31,7 +35,7 @@ class Suspicion:
     def __init__(self, node: Node, changed: Callable[[], None]) -> None:
         self._node = node
         self._changed = changed
-        self._refused: set[str] = set()
+        self._refused: dict[str, float] = {}  # since when, as far as this node was not paused
         self._overdue = Overdue(node, self._lease_changed)
         self._absent_since: dict[str, float] = {}
         self._probing: dict[str, asyncio.Task[None]] = {}
@@ -40,9 +44,9 @@ class Suspicion:
         self._told: set[str] | None = None
 
     def refused(self, node: str) -> None:
-        """Its port refuses: node ids are never used again, so it is dead for good."""
+        """Its port refuses: node ids are never used again, so it is dead for good, unless its lease shows that not."""
         if node not in self._refused and node != self._node.id:
-            self._refused.add(node)
+            self._refused[node] = self._node.now()
             view = self._node.keeper.view
             if node in view.nodes:
                 self._node.events.emit(
@@ -70,7 +74,10 @@ class Suspicion:
         """A session with it broke: look whether its process still listens."""
         known = self._probing.get(node)
         if node not in self._refused and (known is None or known.done()):
-            self._probing[node] = self._node.own(self._probe(node), f"probe {node}")
+            self._probe_soon(node)
+
+    def _probe_soon(self, node: str) -> None:
+        self._probing[node] = self._node.own(self._probe(node), f"probe {node}")
 
     async def _probe(self, node: str) -> None:
         for _ in range(_PROBES):
@@ -85,6 +92,7 @@ class Suspicion:
             except TransportError:
                 await self._node.breathe()
             else:
+                self._lives(node, "it answers")
                 return
 
     def update(self) -> None:
@@ -99,7 +107,7 @@ class Suspicion:
         self._absent_since = {node: self._absent_since.get(node, now) for node in sorted(absent)}
         self.gone = frozenset(view.gone)
         self._tell_deaths()
-        self.suspects = frozenset(absent | self._refused | (self.gone & named) | self._overdue.nodes)
+        self.suspects = frozenset(absent | self._refused.keys() | (self.gone & named) | self._overdue.nodes)
 
     def _tell_deaths(self) -> None:
         """How a node died, which its launcher knows, is told by one that lives; not what was before its time."""
@@ -112,13 +120,32 @@ class Suspicion:
             if (record.running or record.task is not None) and view.running and self._node.speaks():
                 self._node.events.emit("gone", f"{self._node.name_of(node)} {record.told}", fields={"lost": node})
 
+    def _look_at_refused(self) -> None:
+        """Asks again whoever refused and is still registered. After long enough it has renewed its lease, and lives."""
+        view, since = self._node.keeper.view, self._node.now() - self._node.settings.lease_ttl_s - _EXPIRY_S
+        for node, refused_at in list(self._refused.items()):
+            if node in view.nodes and node not in view.gone:
+                if refused_at < since:
+                    self._lives(node, "it renews its lease")
+                elif (probe := self._probing.get(node)) is None or probe.done():
+                    self._probe_soon(node)
+
+    def _lives(self, node: str, why: str) -> None:
+        if self._refused.pop(node, None) is not None:
+            text = f"{self._node.name_of(node)} is there, though its port refused: {why}"
+            self._node.events.emit("found", text, fields={"found": node})
+            self.update()
+            self._changed()
+
     async def watch_absent(self) -> None:
         """Declares nodes gone that stayed absent for `lost_after_s` on this node's unpaused clock."""
         while True:
             await asyncio.sleep(min(1.0, self._node.settings.lost_after_s / 4))
             if self._node.paused:
                 self._absent_since.clear()
+                self._refused = dict.fromkeys(self._refused, self._node.now())
                 continue
+            self._look_at_refused()
             limit = self._node.settings.lost_after_s
             view = self._node.keeper.view
             for node, since in list(self._absent_since.items()):
