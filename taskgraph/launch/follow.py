@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 import time
 import uuid
 from collections import OrderedDict
@@ -39,6 +40,8 @@ _SUMMARY_BYTES = 1 << 20
 _KEPT_BYTES = 64 << 20
 """A larger result is not written as JSON at all: it takes several times its size, and minutes."""
 _CANCEL_TRIES = 5
+_UNCOLLECTED_S = 5.0
+"""Results that cannot be collected for longer, with nobody to take over from who keeps them, are told of."""
 _COLLECTED_S = 10.0
 """Whoever has the result does not wait for etcd any longer."""
 _OTHERS_FIRST_S = 15.0
@@ -150,6 +153,11 @@ class Follower:
             self._told.popitem(last=False)
         self._on_event(event)
 
+    def _say(self, kind: str, text: str) -> None:
+        """Tells something that whoever follows sees alone."""
+        log.warning("%s", text)
+        self._tell(Event(time.time(), "launcher", kind, text))
+
     async def tell_rest(self) -> None:
         """Tells the events that are in etcd and did not come yet: a job may end before its events are read."""
         if self._on_event is None:
@@ -217,7 +225,9 @@ class Follower:
         """
         self._spec.check_protocol()
         broken_tries = 0
+        tell_at = time.monotonic() + _UNCOLLECTED_S
         while True:
+            failed: TaskGraphError | None = None
             holders = {view_primary.record.node for view_primary in self.view.primaries.values()}
             found: list[TaskResult] = []
             for record in [v.record for node, v in sorted(self.view.nodes.items()) if node in holders]:
@@ -225,7 +235,10 @@ class Follower:
                     async with client_of(record, self._token, self._tls) as client:
                         found += await client.results(timeout_s=60.0)
                 except TaskGraphError as error:  # lost: its tasks are taken over, and asked for again
-                    self.unreachable = error
+                    self.unreachable = failed = error
+            if failed is not None and time.monotonic() > tell_at:
+                tell_at = math.inf
+                self._say("waits", f"the job has finished, and its results cannot be collected: {failed}")
             if complete(found, self._spec.tasks):
                 broken = damaged(found)
                 if not broken:

@@ -189,7 +189,12 @@ class Supervisor:
         run = self._spec.run
         await self._follower.keeper.wait_until(lambda view: not view.live_nodes(run))
         await asyncio.sleep(_ALL_ENDED_S)  # they may have ended because the job did: its end is read meanwhile
-        reason = f"every node has ended, nobody is left to go on{self._resumable()}\n{_tails(self._nodes)}"
+        what = "nobody is left to go on"
+        if self._follower.view.finished:
+            what = (
+                f"its results, of a job that had finished, with them ({self._follower.unreachable or 'not asked for'})"
+            )
+        reason = f"every node has ended, {what}{self._resumable()}\n{_tails(self._nodes)}"
         await self._try_to_end(reason, State.FAILED)
         raise JobFailed(reason, job=self._spec.name)
 

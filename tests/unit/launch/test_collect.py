@@ -108,6 +108,23 @@ async def test_a_result_that_is_damaged_for_good_is_an_error_that_names_the_node
     assert holder.asked == 3
 
 
+async def test_results_that_nobody_can_ask_for_are_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their sockets went with the login, or a firewall keeps the launcher from them."""
+    monkeypatch.setattr("taskgraph.launch.follow._UNCOLLECTED_S", 0.2)
+    told: list[str] = []
+    async with following(Holder(GOOD), tmp_path) as follower:
+        follower._on_event = lambda event: told.append(event.text)
+        (tmp_path / "c").unlink()
+        collecting = asyncio.ensure_future(follower.results())
+        await asyncio.sleep(1.0)
+        collecting.cancel()
+        await asyncio.gather(collecting, return_exceptions=True)
+    (text,) = told
+    assert text.startswith("the job has finished, and its results cannot be collected: no node listens at unix:")
+
+
 async def test_results_of_nodes_of_another_protocol_are_not_called_damaged(tmp_path: Path) -> None:
     holder = Holder(BAD)
     async with following(holder, tmp_path) as follower:
