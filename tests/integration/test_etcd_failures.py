@@ -57,27 +57,24 @@ async def test_a_killed_and_restarted_etcd_costs_a_watch_no_event_and_a_lease_no
 
 @pytest.mark.slow
 async def test_an_etcd_that_comes_back_without_its_data_is_told_by_a_watch(tmp_path: Path) -> None:
-    port = free_port()
+    port, seen = free_port(), [0]
     etcd = EmbeddedEtcd(data_dir=tmp_path / "data", port=port)
     await etcd.start()
     async with await EtcdCoordinator.connect(etcd.endpoint, timeout_s=10) as node:
-        start = (await node.txn(put("/first"))).revision
 
         async def watch() -> None:
-            async for _ in node.watch("/", start):
-                pass
+            async for batch in node.watch("/", 1):
+                seen[0] = batch.revision
 
         watching = asyncio.ensure_future(watch())
         for number in range(20):
             last = (await node.txn(put(f"/{number}"))).revision
+        await becomes(lambda: seen[0] == last)
         await kill(etcd.pid)
         await etcd.stop()
-        etcd = EmbeddedEtcd(data_dir=tmp_path / "other", port=port)
-        await etcd.start()
-        async with asyncio.timeout(10):
+        async with EmbeddedEtcd(data_dir=tmp_path / "other", port=port), asyncio.timeout(10):
             with pytest.raises(CoordinationError, match=f"lost what it had acknowledged: it was at revision {last}"):
                 await watching
-    await etcd.stop()
 
 
 @pytest.mark.slow
