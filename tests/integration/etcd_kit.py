@@ -145,9 +145,9 @@ def make_certificates(folder: Path) -> Certificates:
 
 
 @contextlib.asynccontextmanager
-async def etcd_with_tls(folder: Path, certificates: Certificates) -> AsyncIterator[str]:
+async def etcd_with_tls(folder: Path, certificates: Certificates, port: int = 0) -> AsyncIterator[str]:
     """An etcd that lets in only who shows a certificate of the authority. Yields its endpoint."""
-    client, peer = free_port(), free_port()
+    client, peer = port or free_port(), free_port()
     url, peer_url = f"https://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
     with (folder / "etcd.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(

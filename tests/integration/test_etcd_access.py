@@ -43,6 +43,40 @@ async def test_tls_with_client_certificates(tmp_path: Path, certificates: Certif
 
 
 @pytest.mark.slow
+async def test_renewed_certificates_are_taken_up_when_etcd_is_connected_to_anew(
+    tmp_path: Path, certificates: Certificates
+) -> None:
+    """An authority of its own stands for certificates that have expired: none of the old ones is taken any more."""
+    given = tmp_path / "given"
+    given.mkdir()
+    names = ("ca", "client", "client_key")
+
+    def give(made: Certificates) -> dict[str, Path]:
+        for name in names:
+            (given / "new").write_bytes(getattr(made, name).read_bytes())
+            (given / "new").rename(given / name)
+        return {"ca": given / "ca", "cert": given / "client", "key": given / "client_key"}
+
+    arguments = give(certificates)
+    async with etcd_with_tls(tmp_path, certificates) as endpoint:
+        node = await EtcdCoordinator.connect(endpoint, timeout_s=20.0, **arguments)
+        start = (await node.txn(put("/a"))).revision
+    async with node, following(node, "/", start + 1) as follower:
+        (tmp_path / "renewed").mkdir()
+        renewed = make_certificates(tmp_path / "renewed")
+        port = int(endpoint.rpartition(":")[2])
+        async with etcd_with_tls(tmp_path, renewed, port):
+            reading = asyncio.ensure_future(node.get("/a"))
+            await asyncio.wait([reading], timeout=1.0)
+            assert not reading.done()  # the server's authority is another one
+            give(renewed)
+            found = await reading
+            assert found is not None and found.mod_revision == start
+            revision = (await node.txn(put("/b"))).revision
+            await follower.until(revision)
+
+
+@pytest.mark.slow
 async def test_a_user_gets_what_is_granted_and_nothing_else() -> None:
     async with etcd_with_users("/job/") as etcd:
         async with await EtcdCoordinator.connect(etcd.endpoint, username="root", password="secret") as root:

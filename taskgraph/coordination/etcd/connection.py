@@ -24,7 +24,7 @@ from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal, space_used_up, way_out
 from taskgraph.coordination.etcd.methods import AUTHENTICATE, STATUS, Method
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
-from taskgraph.errors import OutcomeUnknown, Unavailable
+from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
 
 __all__ = ["Connection", "Stream", "pause_s"]
 
@@ -93,7 +93,9 @@ class Connection:
 
     def __init__(self, options: EtcdOptions) -> None:
         self.options = options
+        self._made_of = dict.fromkeys(options.endpoints, options.tls_files())  # before they are read
         self._channels = {endpoint: options.aio_channel(endpoint) for endpoint in options.endpoints}
+        self._former: list[grpc.aio.Channel] = []  # calls may be under way there: they end by themselves
         self._calls: dict[tuple[Endpoint, str], Any] = {}  # what gRPC makes of a channel and a method's path
         self._current = 0
         self._token: str | None = None
@@ -116,6 +118,8 @@ class Connection:
         Where a member is frozen, its kernel keeps the connection: a watch would wait for gRPC's pings, 15 s, while
         calls know already.
         """
+        if endpoint.tls:
+            self._renew(endpoint)
         if endpoint != self.endpoint or len(self.options.endpoints) == 1:
             return
         self._current = (self._current + 1) % len(self.options.endpoints)
@@ -123,6 +127,21 @@ class Connection:
             if stream.endpoint == endpoint:
                 stream.left = True
                 stream.cancel()
+
+    def _renew(self, endpoint: Endpoint) -> None:
+        """Where the TLS files were renewed: gRPC goes on connecting with what it was given, which has expired."""
+        files = self.options.tls_files()
+        if files == self._made_of[endpoint] or self._closed:
+            return
+        try:
+            channel = self.options.aio_channel(endpoint)
+        except CoordinationError as error:  # looked at again when it fails again
+            log.warning("etcd's TLS files were renewed, but: %s", error)
+            return
+        log.info("etcd's TLS files were renewed: %s is connected to with the new ones", endpoint.target)
+        self._former.append(self._channels[endpoint])
+        self._channels[endpoint], self._made_of[endpoint] = channel, files
+        self._calls = {key: call for key, call in self._calls.items() if key[0] != endpoint}
 
     async def call(
         self,
@@ -211,7 +230,7 @@ class Connection:
     async def close(self) -> None:
         """Ends all calls and streams."""
         self._closed = True
-        for channel in self._channels.values():
+        for channel in (*self._channels.values(), *self._former):
             await channel.close(None)
 
     def _try_s(self, left: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,6 +116,15 @@ class EtcdOptions:
         return grpc.ssl_channel_credentials(
             root_certificates=_read(self.ca), private_key=_read(self.key), certificate_chain=_read(self.cert)
         )
+
+    def tls_files(self) -> tuple[object, ...]:
+        """Something that is another one when a file was renewed."""
+        found: list[object] = []
+        for path in (self.ca, self.cert, self.key):
+            with contextlib.suppress(OSError):  # it is being replaced at this moment
+                at = path.stat() if path is not None else None
+                found.append((at.st_ino, at.st_mtime_ns, at.st_size) if at is not None else None)
+        return tuple(found)
 
     def aio_channel(self, endpoint: Endpoint) -> grpc.aio.Channel:
         """A channel for the running event loop."""
