@@ -557,51 +557,45 @@ async def test_ipv6() -> None:
     await b.close()
 
 
-async def test_an_address_that_does_not_answer_leaves_the_others_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Settings(connect_s=1.0)
+@contextlib.asynccontextmanager
+async def two_at(*addresses: tuple[int, str], settings: Settings) -> AsyncIterator[tuple[StreamTransport, Peer, int]]:
+    """One that calls, and a peer whose host has these addresses: (family, address). The last is where it listens."""
     a, b = (StreamTransport(settings, TOKEN, job=JOB, verify=verify) for _ in "ab")
 
     async def serve(caller: str, call: m.Call) -> m.Reply:
         return m.Accepted(1)
 
-    await a.start("a", serve, lambda node: None)
-    await b.start("b", serve, lambda node: None)
-    port = int(b.endpoints[0].rpartition(":")[2])
-
     async def resolve(host: str, port: int) -> list[tuple[int, tuple[object, ...]]]:
-        return [(socket.AF_INET, ("127.0.0.2", port)), (socket.AF_INET, ("127.0.0.1", port))]
-
-    monkeypatch.setattr(endpoints, "_addresses", resolve)
-    with contextlib.ExitStack() as sockets:
-        silent = sockets.enter_context(socket.socket())
-        silent.bind(("127.0.0.2", port))
-        silent.listen(0)
-        for _ in range(3):  # nobody accepts: once its backlog is full, the kernel drops what comes
-            knocking = sockets.enter_context(socket.socket())
-            knocking.setblocking(False)
-            knocking.connect_ex(("127.0.0.2", port))
-        assert await a.call(Peer("b", (f"tcp:two.example:{port}",)), SEAL) == m.Accepted(1)
-    await a.close()
-    await b.close()
-
-
-async def test_an_address_of_a_kind_that_this_kernel_lacks_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = (StreamTransport(Settings(), TOKEN, job=JOB, verify=verify) for _ in "ab")
-
-    async def serve(caller: str, call: m.Call) -> m.Reply:
-        return m.Accepted(1)
+        return [(family, (address, port)) for family, address in addresses]
 
     await a.start("a", serve, lambda node: None)
     await b.start("b", serve, lambda node: None)
     port = int(b.endpoints[0].rpartition(":")[2])
-
-    async def resolve(host: str, port: int) -> list[tuple[int, tuple[object, ...]]]:
-        return [(251, ("::1", port)), (socket.AF_INET, ("127.0.0.1", port))]  # a number that no kernel has
-
-    monkeypatch.setattr(endpoints, "_addresses", resolve)
-    assert await a.call(Peer("b", (f"tcp:two.example:{port}",)), SEAL) == m.Accepted(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(endpoints, "_addresses", resolve)
+        yield a, Peer("b", (f"tcp:two.example:{port}",)), port
     await a.close()
     await b.close()
+
+
+async def test_an_address_that_does_not_answer_leaves_the_others_their_time() -> None:
+    addresses = ((socket.AF_INET, "127.0.0.2"), (socket.AF_INET, "127.0.0.1"))
+    async with two_at(*addresses, settings=Settings(connect_s=1.0)) as (a, b, port):
+        with contextlib.ExitStack() as sockets:
+            silent = sockets.enter_context(socket.socket())
+            silent.bind(("127.0.0.2", port))
+            silent.listen(0)
+            for _ in range(3):  # nobody accepts: once its backlog is full, the kernel drops what comes
+                knocking = sockets.enter_context(socket.socket())
+                knocking.setblocking(False)
+                knocking.connect_ex(("127.0.0.2", port))
+            assert await a.call(b, SEAL) == m.Accepted(1)
+
+
+async def test_an_address_of_a_kind_that_this_kernel_lacks_is_passed_over() -> None:
+    addresses = ((251, "::1"), (socket.AF_INET, "127.0.0.1"))  # a number that no kernel has
+    async with two_at(*addresses, settings=Settings()) as (a, b, _):
+        assert await a.call(b, SEAL) == m.Accepted(1)
 
 
 async def test_tcp_options(folder: Path) -> None:
