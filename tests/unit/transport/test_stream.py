@@ -571,11 +571,13 @@ async def two_at(*addresses: tuple[int, str], settings: Settings) -> AsyncIterat
     await a.start("a", serve, lambda node: None)
     await b.start("b", serve, lambda node: None)
     port = int(b.endpoints[0].rpartition(":")[2])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(endpoints, "_addresses", resolve)
-        yield a, Peer("b", (f"tcp:two.example:{port}",)), port
-    await a.close()
-    await b.close()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(endpoints, "_addresses", resolve)
+            yield a, Peer("b", (f"tcp:two.example:{port}",)), port
+    finally:
+        await a.close()
+        await b.close()
 
 
 async def test_an_address_that_does_not_answer_leaves_the_others_their_time() -> None:
