@@ -32,7 +32,8 @@ class Tree(tg.Task, state=["count"]):
             epoch.processor(self.publish, outbound={"x": "children"})
             epoch.processor(self.check, inbound={"sum": "children"})
         else:
-            epoch.processor(self.relay, inbound={"x": "parents"}, outbound={"x": "children"})
+            if epoch.neighbors("children"):
+                epoch.processor(self.relay, inbound={"x": "parents"}, outbound={"x": "children"})
             epoch.processor(self.add, inbound={"x": "parents", "sum": "children"}, outbound={"sum": "parents"})
 
     @tg.stateless
