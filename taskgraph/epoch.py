@@ -85,7 +85,6 @@ class Epoch:
     """
 
     __slots__ = (
-        "_linked",
         "_rng",
         "_sync",
         "_where",
@@ -97,7 +96,6 @@ class Epoch:
         self._where = where
         self._sync = sync
         self._rng: np.random.Generator | None = None
-        self._linked: dict[str, tuple[int, ...]] = {}  # compose names most links more than once
 
     @property
     def number(self) -> int:
@@ -159,16 +157,19 @@ class Epoch:
         Raises:
             GraphError: it does not fit the graph; the message says how.
         """
-        composition = self._work.composing
+        work = self._work
+        composition = work.composing
         if composition is None:
             raise GraphError(f"{self._at()}: processors are declared in compose(), and only there")
+        if composition.again(compute, inbound, outbound, name, parallel, work.neighbors):
+            return
         composition.add(
             compute,
-            self._channels("inbound", inbound) if inbound is not None else {},
-            self._channels("outbound", outbound) if outbound is not None else {},
-            sync=not outbound,
+            self._channels("inbound", inbound, composition) if inbound is not None else {},
+            self._channels("outbound", outbound, composition) if outbound is not None else {},
             name=name,
             parallel=parallel,
+            declared=(inbound, outbound),
         )
 
     def flag(self, to: To, meta: Any = None) -> None:
@@ -215,7 +216,7 @@ class Epoch:
         """The job ends when this epoch commits. To fail it instead, raise."""
         self._work.finish(self._where)
 
-    def _channels(self, which: str, given: Mapping[str, To]) -> dict[str, tuple[int, ...]]:
+    def _channels(self, which: str, given: Mapping[str, To], composition: Composition) -> dict[str, tuple[int, ...]]:
         if type(given) is not dict and not isinstance(given, Mapping):
             tags = [given] if isinstance(given, str) else given if isinstance(given, list | tuple | set) else []
             tag = next((str(tag) for tag in tags if isinstance(tag, str)), "tag")
@@ -224,7 +225,7 @@ class Epoch:
                 f"{self._at()}: {which} says {'from' if which == 'inbound' else 'to'} whom each tag travels, as in "
                 f"{which}={{{tag!r}: {link!r}}}; it got {given!r:.100}"
             )
-        linked = self._linked
+        linked = composition.linked
         channels = {}
         for tag, to in given.items():
             if type(to) is not str:

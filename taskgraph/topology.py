@@ -62,7 +62,8 @@ class Topology(Mapping[str, Link]):
             if not callable(link):
                 raise JobError(f"link {name!r} must be a function (task_id, tasks, epoch) -> task ids, not {link!r}")
         self._links = dict(links)
-        self._lasting = frozenset(name for name, link in links.items() if _lasts(link))
+        self.lasting = frozenset(name for name, link in links.items() if _lasts(link))
+        """The links that are the same in every epoch."""
         self._known: dict[tuple[str, int, int], tuple[int, ...]] = {}
         self._room = _KEPT_IDS
 
@@ -105,7 +106,7 @@ class Topology(Mapping[str, Link]):
             known = ", ".join(repr(name) for name in self._links) or "none"
             raise GraphError(f"task {task_id}: there is no link {link!r}; the topology's links are: {known}")
         found = _checked(self._links[link], f"link {link!r}", task_id, tasks, epoch)
-        if link in self._lasting and len(found) < self._room:
+        if link in self.lasting and len(found) < self._room:
             self._room -= len(found) + 1
             self._known[link, task_id, tasks] = found
         return found

@@ -6,20 +6,22 @@ Pure: it knows names and task ids, not values, sockets or clocks.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from taskgraph.errors import GraphError
+from taskgraph.errors import GraphError, JobError
+from taskgraph.protocol.frozen import frozen
 
 _YIELDS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
-__all__ = ["TEXTS", "Composition", "Processor", "is_text"]
+__all__ = ["TEXTS", "Composition", "Graph", "Processor", "is_text"]
 
 TEXTS: Final[set[str]] = set()
 """Names that are texts, as most were found to be before: to look here first is no call."""
 _TEXTS_KEPT: Final = 1024
+_PLAIN: Final = frozenset((str, int))
 
 
 def is_text(name: str) -> bool:
@@ -33,14 +35,22 @@ def is_text(name: str) -> bool:
     return True
 
 
-class Processor(NamedTuple):
-    """One processor of a task in one epoch.
+Channel = tuple[str, int]
+"""(tag, producer) of an inbound one, (tag, consumer) of an outbound one."""
+Links = Mapping[str, Any] | None
+"""What `compose` says of a processor's inbound or outbound channels: tag -> a link's name, a task, or several."""
+
+
+@dataclass(slots=True, eq=False)
+class Processor:
+    """One processor of a task.
 
     Attributes:
         inbound: tag -> producers, in the order declared.
         outbound: tag -> consumers, in the order declared.
         sync: it declares no outbound channel: it runs after all others and may change state.
         parallel: it runs whenever it is ready.
+        takes, puts: its channels, one by one.
     """
 
     name: str
@@ -49,27 +59,145 @@ class Processor(NamedTuple):
     outbound: Mapping[str, tuple[int, ...]]
     sync: bool
     parallel: bool
+    takes: tuple[Channel, ...] = field(init=False)
+    puts: tuple[Channel, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.takes = tuple([(tag, task) for tag, tasks in self.inbound.items() for task in tasks])
+        self.puts = tuple([(tag, task) for tag, tasks in self.outbound.items() for task in tasks])
 
 
-@dataclass(slots=True)
-class Composition:
-    """What `compose` declared, in order.
+@frozen
+class Declaration:
+    """The words in which `compose` declared a processor.
 
     Attributes:
-        named: all processors, in the order declared.
-        ordered: processors that run one after another before the sync points.
-        parallel: those that run whenever they are ready.
-        sync_points: those that run last.
+        inbound, outbound: (tag, link or task).
+        changing: the links it names that may lead elsewhere in another epoch, and where they led.
     """
 
-    task: int
-    epoch: int
-    named: dict[str, Processor] = field(default_factory=dict)
-    ordered: list[Processor] = field(default_factory=list)
-    parallel: list[Processor] = field(default_factory=list)
-    sync_points: list[Processor] = field(default_factory=list)
-    _takes: dict[tuple[str, int], None] = field(default_factory=dict)
-    _puts: dict[tuple[str, int], str] = field(default_factory=dict)
+    compute: Callable[..., Any]
+    name: str | None
+    parallel: bool
+    inbound: tuple[tuple[str, str | int], ...]
+    outbound: tuple[tuple[str, str | int], ...]
+    changing: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@frozen
+class Graph:
+    """What `compose` declared, in order. Epochs that declare the same share one.
+
+    Attributes:
+        names: of the processors.
+        ordered: those that run one after another before the sync points.
+        parallel: those that run whenever they are ready.
+        sync_points: those that run last.
+        channels_in: (tag, producer) of every inbound channel, each once.
+        channels_out: (tag, consumer) of every outbound channel.
+        declarations: of all processors; none where one of them cannot be recognised when it is declared again.
+    """
+
+    processors: tuple[Processor, ...]
+    names: tuple[str, ...]
+    ordered: tuple[Processor, ...]
+    parallel: tuple[Processor, ...]
+    sync_points: tuple[Processor, ...]
+    channels_in: tuple[Channel, ...]
+    channels_out: tuple[Channel, ...]
+    declarations: tuple[Declaration, ...]
+
+
+class Composition:
+    """The graph that `compose` declares, while it does.
+
+    Most tasks declare the same in every epoch. What is declared in the words of the epoch before, in the same order,
+    is neither checked nor made again: one look at each processor finds that. `compose` itself runs in every epoch.
+
+    Args:
+        before: the graph of an epoch before.
+        lasting: the links that are the same in every epoch.
+    """
+
+    __slots__ = (
+        "_again",
+        "_before",
+        "_declarations",
+        "_lasting",
+        "_named",
+        "_puts",
+        "_takes",
+        "epoch",
+        "linked",
+        "task",
+    )
+
+    def __init__(
+        self, task: int, epoch: int, before: Graph | None = None, lasting: Container[str] = frozenset()
+    ) -> None:
+        self.task = task
+        self.epoch = epoch
+        self.linked: dict[str, tuple[int, ...]] = {}
+        """Where links lead that were asked for; most are named more than once."""
+        self._lasting = lasting
+        self._again = 0  # how many processors were declared again
+        self._before = before  # until one is not
+        if before is None:
+            self._begin(())
+
+    def again(
+        self,
+        compute: Callable[..., Any],
+        inbound: Links,
+        outbound: Links,
+        name: str | None,
+        parallel: bool,
+        neighbors: Callable[[str], tuple[int, ...]],
+    ) -> bool:
+        """Whether this declares the processor that was declared in this place before, and it is the same: it is added.
+
+        What is compared is of the same type, too: 1 is a task, True and 1.0 are none; and members of an enum may be
+        equal to texts, and be called otherwise.
+        """
+        before, at = self._before, self._again
+        if before is None or at == len(before.declarations):
+            return False
+        known = before.declarations[at]
+        if type(compute) is not type(known.compute) or compute != known.compute or parallel is not known.parallel:
+            return False
+        if type(name) is not type(known.name) or name != known.name:
+            return False
+        for given, links in (inbound, known.inbound), (outbound, known.outbound):
+            if given is None:
+                if links:
+                    return False
+                continue
+            if type(given) is not dict or len(given) != len(links):
+                return False
+            pairs = iter(links)
+            for tag, to in given.items():
+                known_tag, known_to = next(pairs)
+                if type(to) is not type(known_to) or to != known_to:
+                    return False
+                if type(tag) is not type(known_tag) or tag != known_tag:
+                    return False
+        if known.changing and not self._lead_as_before(known.changing, neighbors):
+            return False
+        self._again = at + 1
+        return True
+
+    def _lead_as_before(
+        self, links: tuple[tuple[str, tuple[int, ...]], ...], neighbors: Callable[[str], tuple[int, ...]]
+    ) -> bool:
+        for link, ids in links:
+            if link not in self.linked:
+                try:
+                    self.linked[link] = neighbors(link)
+                except JobError:
+                    return False  # whoever looks at the declaration finds it, too, and tells it as what it is
+            if self.linked[link] != ids:
+                return False
+        return True
 
     def add(
         self,
@@ -77,13 +205,20 @@ class Composition:
         inbound: Mapping[str, tuple[int, ...]],
         outbound: Mapping[str, tuple[int, ...]],
         *,
-        sync: bool,
         name: str | None,
         parallel: bool,
-    ) -> Processor:
-        """Adds a processor; raises GraphError where it does not fit what is there."""
+        declared: tuple[Links, Links],
+    ) -> None:
+        """Adds a processor; raises GraphError where it does not fit what is there.
+
+        Args:
+            declared: `inbound` and `outbound` as they were declared.
+        """
+        if self._before is not None:
+            self._begin(zip(self._before.processors[: self._again], self._before.declarations, strict=False))
         if not callable(compute):
             raise GraphError(f"{self._at()}: a processor's compute must be callable, not {type(compute).__name__}")
+        declaration = self._declaration(compute, *declared, name, parallel)
         name = name or _name_of(compute)
         code = getattr(compute, "__code__", None)
         if code is not None and code.co_flags & _YIELDS:
@@ -91,12 +226,12 @@ class Composition:
                 f"{self._at()}: {name!r} has a `yield`, so calling it would run nothing of it: put each value with "
                 f"outs.put(tag, value), several of one tag as a list"
             )
-        if name in self.named:
+        if name in self._named:
             raise GraphError(
                 f"{self._at()}: two processors are called {name!r}; give one of them another: "
                 f"epoch.processor(..., name='...')"
             )
-        if sync and parallel:
+        if parallel and not outbound:
             raise GraphError(
                 f"{self._at()}: processor {name!r} has no outbound channel, so it is a sync point and may change "
                 f"state; sync points run one after another: leave parallel=True out"
@@ -107,21 +242,54 @@ class Composition:
             if tag not in TEXTS and not is_text(tag):
                 raise self._no_text(tag)
             for consumer in consumers:
-                other = self._puts.setdefault((tag, consumer), name)
-                if other != name:
+                if (other := self._puts.get((tag, consumer))) is not None:
                     raise GraphError(
                         f"{self._at()}: processors {other!r} and {name!r} both declare channel {tag!r} to task "
                         f"{consumer}; a channel has one producer: give one of them another tag"
                     )
-        for tag, producers in inbound.items():
+        for tag in inbound:
             if tag not in TEXTS and not is_text(tag):
                 raise self._no_text(tag)
-            for producer in producers:
-                self._takes[(tag, producer)] = None
-        processor = Processor(name, compute, inbound, outbound, sync, parallel)
-        self.named[name] = processor
-        (self.sync_points if sync else self.parallel if parallel else self.ordered).append(processor)
-        return processor
+        self._enter(Processor(name, compute, inbound, outbound, not outbound, parallel), declaration)
+
+    def _begin(self, declared: Iterable[tuple[Processor, Declaration | None]]) -> None:
+        """From now on it is a graph of its own, which begins with these processors."""
+        self._before = None
+        self._named: dict[str, Processor] = {}
+        self._declarations: list[Declaration | None] = []
+        self._takes: dict[Channel, None] = {}
+        self._puts: dict[Channel, str] = {}
+        for processor, declaration in declared:
+            self._enter(processor, declaration)
+
+    def _enter(self, processor: Processor, declaration: Declaration | None) -> None:
+        self._named[processor.name] = processor
+        self._declarations.append(declaration)
+        self._takes |= dict.fromkeys(processor.takes)
+        self._puts |= dict.fromkeys(processor.puts, processor.name)
+
+    def _declaration(
+        self, compute: Callable[..., Any], inbound: Links, outbound: Links, name: str | None, parallel: bool
+    ) -> Declaration | None:
+        """What to recognise a processor by; None where that takes more than to compare plain values.
+
+        Nothing made for one epoch is kept for the next one, with all it refers to: no closure, no partial.
+        """
+        if type(compute) is not MethodType and (type(compute) is not FunctionType or compute.__closure__):
+            return None
+        if type(parallel) is not bool or (name is not None and type(name) is not str):
+            return None
+        found: list[tuple[tuple[str, str | int], ...]] = []
+        changing = {}
+        for given in (inbound, outbound):
+            pairs = tuple(given.items()) if given else ()
+            for tag, to in pairs:
+                if not isinstance(tag, str) or type(to) not in _PLAIN:
+                    return None
+                if type(to) is str and to not in self._lasting:
+                    changing[to] = self.linked[to]
+            found.append(pairs)
+        return Declaration(compute, name, parallel, found[0], found[1], tuple(changing.items()))
 
     def _no_text(self, tag: str) -> GraphError:
         return GraphError(f"{self._at()}: the tag {tag!a} is no text that can be encoded: name the channel otherwise")
@@ -129,22 +297,25 @@ class Composition:
     def _at(self) -> str:
         return f"task {self.task}, epoch {self.epoch}, compose"
 
-    @property
-    def processors(self) -> tuple[Processor, ...]:
-        """In the order declared."""
-        return tuple(self.named.values())
-
-    def channels_in(self) -> list[tuple[str, int]]:
-        """(tag, producer) of every inbound channel, each once, in the order declared."""
-        return list(self._takes)
-
-    def channels_out(self) -> list[tuple[str, int]]:
-        """(tag, consumer) of every outbound channel."""
-        return list(self._puts)
-
-    def producer_of(self, tag: str, consumer: int) -> str | None:
-        """Which processor puts the item of a channel."""
-        return self._puts.get((tag, consumer))
+    def graph(self) -> Graph:
+        """What was declared."""
+        before = self._before
+        if before is not None:
+            if self._again == len(before.processors):
+                return before
+            self._begin(zip(before.processors[: self._again], before.declarations, strict=False))
+        processors = tuple(self._named.values())
+        declarations = tuple([found for found in self._declarations if found is not None])
+        return Graph(
+            processors,
+            tuple(self._named),
+            tuple([p for p in processors if not p.sync and not p.parallel]),
+            tuple([p for p in processors if p.parallel]),
+            tuple([p for p in processors if p.sync]),
+            tuple(self._takes),
+            tuple(self._puts),
+            declarations if len(declarations) == len(processors) else (),
+        )
 
 
 def _name_of(compute: Callable[..., Any]) -> str:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from taskgraph.epoch import AttemptEnded, Epoch, Inputs, Outputs, Scratch
 from taskgraph.errors import GraphError, JobError, Refused
-from taskgraph.graph.compose import Composition, Processor
+from taskgraph.graph.compose import Composition, Graph, Processor
 from taskgraph.node.inbound import Inbound, raised
 from taskgraph.node.items import Items
 from taskgraph.node.mailbox import Mailbox
@@ -138,7 +138,7 @@ class Attempt:
         self._tell = replica.threads.tell
         self._group: asyncio.TaskGroup | None = group  # until the attempt is over
         self.composing: Composition | None = None
-        self._composed: asyncio.Future[Composition] = self._loop.create_future()
+        self._composed: asyncio.Future[Graph] = self._loop.create_future()
         self.out = Items(stamp, term)
         self.inbound = Inbound(
             replica,
@@ -176,12 +176,12 @@ class Attempt:
                 self._composed.cancel()
 
     async def _main(self) -> None:
-        composition = await self._compose()
-        parallel = [self._beside(self._process(p)) for p in composition.parallel]
-        self.inbound.pull(composition, self._beside)
+        graph = await self._compose()
+        parallel = [self._beside(self._process(p)) for p in graph.parallel]
+        self.inbound.pull(graph, self._beside)
         if self._point is not None:
             await self._point("processor", self.task, self.number)
-        for processor in composition.ordered:
+        for processor in graph.ordered:
             await self._process(processor)
         for work in parallel:
             await work
@@ -197,28 +197,31 @@ class Attempt:
             self.quiet.closed = True
         if self._point is not None:
             await self._point("sync", self.task, self.number)
-        for processor in composition.sync_points:
+        for processor in graph.sync_points:
             await self._process(processor)
         if not self.quiet.calm:
             await self.quiet.until_calm()
 
-    async def _compose(self) -> Composition:
+    async def _compose(self) -> Graph:
         if self.recording is not None:
             await self.recording.begin()
-        composition = self.composing = Composition(self.task, self.number)
-        self.replica.actor.stamp = self.stamp
+        replica = self.replica
+        composition = self.composing = Composition(self.task, self.number, replica.graph, replica.topology.lasting)
+        replica.actor.stamp = self.stamp
         try:
-            await self.replica.actor.call("compose", self.replica.user_task.compose, Epoch(self, "compose"))
+            await replica.actor.call("compose", replica.user_task.compose, Epoch(self, "compose"))
         finally:
             self.composing = None
+        graph = composition.graph()
+        replica.graph = graph if graph.declarations else None
         if self.recording is not None:
-            self.recording.composed = composition.processors
+            self.recording.composed = graph.processors
             await self.recording.check("compose")
-        self.out.open(composition.channels_out())
-        self._states = dict.fromkeys(composition.named, "waiting")
-        self._composed.set_result(composition)
+        self.out.open(graph.channels_out)
+        self._states = dict.fromkeys(graph.names, "waiting")
+        self._composed.set_result(graph)
         self._on_composed(self)
-        return composition
+        return graph
 
     async def _process(self, processor: Processor) -> None:
         items: Mapping[tuple[str, int], Encoded] = self.inbound.items
@@ -464,11 +467,11 @@ class Attempt:
         since = self._loop.time() - self._began
         if not self._composed.done() or self._composed.cancelled():
             return (Wait("compose", "running", self.task, "compose", since),)
-        composition = self._composed.result()
+        graph = self._composed.result()
         found: list[Wait] = []
         earlier: str | None = None
         replies = self._mailbox.awaited if self._mailbox is not None else []
-        for processor in (*composition.ordered, *composition.sync_points, *composition.parallel):
+        for processor in (*graph.ordered, *graph.sync_points, *graph.parallel):
             state = self._states[processor.name]
             if state == "done":
                 continue
@@ -493,9 +496,8 @@ class Attempt:
                 wait("order", self.task, earlier)
             if not processor.parallel:
                 earlier = processor.name
-        names = {p.name for p in composition.processors}
         for where, to, method in replies:
-            if where not in names:
+            if where not in graph.names:
                 found.append(Wait(f"handler {where.split('/')[0]}", "reply", to, method, since))
         found.extend(Wait("hold", "running", self.task, why, since) for why in self.quiet.holds)
         return tuple(found)

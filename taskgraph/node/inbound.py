@@ -13,7 +13,7 @@ from taskgraph.observe.trace import clock
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Item, Pull, Reason, Reply, Stamp
 
 if TYPE_CHECKING:
-    from taskgraph.graph.compose import Composition
+    from taskgraph.graph.compose import Graph
     from taskgraph.node.pulls import Pulls
     from taskgraph.node.replica import Replica
     from taskgraph.node.strict import Recording
@@ -35,7 +35,7 @@ class Inbound:
         "_ask_restart",
         "_awaited",
         "_channels",
-        "_composition",
+        "_graph",
         "_ledger",
         "_loop",
         "_pulling",
@@ -77,8 +77,8 @@ class Inbound:
         self._ask_restart = ask_restart
         self._tracing = replica.tracing
         self._since = 0  # of the pulls, while somebody traces
-        self._composition: Composition | None = None
-        self._channels: list[Channel] = []
+        self._graph: Graph | None = None
+        self._channels: tuple[Channel, ...] = ()
         self._spawn: Callable[[Coroutine[Any, Any, None]], object] | None = None
         self._pulling: dict[asyncio.Future[Reply], None] = {}  # under way, without a task
         self._awaited: dict[asyncio.Future[None], set[Channel]] = {}  # who waits for items, and which it lacks
@@ -91,15 +91,15 @@ class Inbound:
 
     # -- asked by the attempt ---------------------------------------------------------------------
 
-    def pull(self, composition: Composition, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+    def pull(self, graph: Graph, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
         """Asks for every item of the epoch.
 
         Args:
             spawn: runs something that belongs to the attempt; where that raises, the attempt ends.
         """
-        self._composition, self._spawn = composition, spawn
+        self._graph, self._spawn = graph, spawn
         self._since = self._tracing.on and clock()
-        self._channels = composition.channels_in()
+        self._channels = graph.channels_in
         self.open = len(self._channels)
         for tag, producer in self._channels:
             reply = self._pulls.begin(self._stamp, self._task, self._term, producer, tag)
@@ -179,8 +179,8 @@ class Inbound:
         self._take(tag, producer, reply)
 
     def _wanted_by(self, tag: str, producer: int) -> str:
-        assert self._composition is not None
-        return next(repr(p.name) for p in self._composition.processors if producer in p.inbound.get(tag, ()))
+        assert self._graph is not None
+        return next(repr(p.name) for p in self._graph.processors if producer in p.inbound.get(tag, ()))
 
     def _take(self, tag: str, producer: int, reply: Reply) -> None:
         assert isinstance(reply, Item)

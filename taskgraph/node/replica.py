@@ -16,6 +16,7 @@ import numpy as np
 
 from taskgraph.errors import DecodeError, JobError, ValueNotEncodable
 from taskgraph.graph.blocks import block_behind
+from taskgraph.graph.compose import Graph
 from taskgraph.graph.values import decode, encode, hosted, verify
 from taskgraph.jobs import Job
 from taskgraph.node.actor import Actor
@@ -75,6 +76,8 @@ class Replica:
         self.boundaries = Boundaries()
         self.log = ReportLog()
         self.previous: dict[str, float] = {}  # the task's own numbers of the epoch before
+        self.graph: Graph | None = None
+        """What it composed last, if it may compose the same again."""
         self._xp = xp
         self._built: tuple[Task, TaskShape] | None = None
         self._building = asyncio.Lock()

@@ -194,7 +194,7 @@ async def check_replay(replica: Replica, fresh: Replica, boundary: Encoded, reco
     work.composing = Composition(fresh.task, stamp.epoch)
     await fresh.actor.call("compose", fresh.user_task.compose, Epoch(work, "compose"))
     composition, work.composing = work.composing, None
-    by_name = {processor.name: processor for processor in composition.processors}
+    by_name = {processor.name: processor for processor in composition.graph().processors}
     for step in recording.steps:
         await _run_step(fresh, work, step, by_name)
     differing = [
@@ -225,7 +225,7 @@ async def _check_stateless(replica: Replica, fresh: Replica, recording: Recordin
     compose = fresh.actor.call("compose", fresh.user_task.compose, Epoch(work, "compose"))
     await _stateless(replica, fresh, stamp, "compose", compose)
     work.composing = None
-    here = {processor.name: processor for processor in composition.processors}
+    here = {processor.name: processor for processor in composition.graph().processors}
     if [_graph_of(p) for p in here.values()] != [_graph_of(p) for p in recording.composed]:
         raise await _not_stateless(replica, fresh, stamp, "compose", "declares another graph")
     for step in recording.steps:

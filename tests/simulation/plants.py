@@ -468,15 +468,13 @@ def inputs_come_in_the_order_of_arrival(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def processors_run_in_the_order_of_arrival(patch: pytest.MonkeyPatch) -> None:
-    from taskgraph.graph.compose import Composition
+    from taskgraph.graph.compose import Composition, Graph
 
-    def add(original: Any, self: Composition, *args: Any, **kwargs: Any) -> Any:
-        made = original(self, *args, **kwargs)
-        self.parallel += self.ordered
-        self.ordered.clear()
-        return made
+    def graph(original: Any, self: Composition) -> Graph:
+        made: Graph = original(self)
+        return dataclasses.replace(made, parallel=made.parallel + made.ordered, ordered=())
 
-    _changed(patch, Composition, "add", add)
+    _changed(patch, Composition, "graph", graph)
 
 
 @plant

@@ -77,12 +77,13 @@ def test_a_link_is_asked_for_once_in_compose() -> None:
     epoch.processor(no_op, inbound={"y": ["parents", 0]}, name="sync")
     assert work.asked == ["parents", "children", "parents"]
     assert work.composing is not None
-    relay, add, sync = work.composing.processors
+    graph = work.composing.graph()
+    relay, add, sync = graph.processors
     assert (relay.inbound, relay.outbound) == ({"x": (2,)}, {"x": ()})
     assert (add.inbound, add.outbound) == ({"x": (2,), "sum": ()}, {"sum": (2,)})
     assert (sync.inbound, sync.sync) == ({"y": (2, 0)}, True)
-    assert work.composing.channels_in() == [("x", 2), ("y", 2), ("y", 0)]
-    assert work.composing.channels_out() == [("sum", 2)]
+    assert graph.channels_in == (("x", 2), ("y", 2), ("y", 0))
+    assert graph.channels_out == (("sum", 2),)
 
 
 def test_processors_by_when_they_run() -> None:
@@ -92,8 +93,8 @@ def test_processors_by_when_they_run() -> None:
     epoch.processor(no_op, outbound={"a": 6}, name="first")
     epoch.processor(no_op, outbound={"b": 6}, name="beside", parallel=True)
     epoch.processor(no_op, outbound={"c": 6}, name="second")
-    made = work.composing
-    assert made is not None
+    assert work.composing is not None
+    made = work.composing.graph()
     assert [p.name for p in made.processors] == ["sync", "first", "beside", "second"]
     assert [p.name for p in made.ordered] == ["first", "second"]
     assert [p.name for p in made.parallel] == ["beside"]
@@ -106,7 +107,8 @@ def test_a_processor_that_is_refused_leaves_nothing_to_pull_or_run() -> None:
     epoch.processor(no_op, outbound={"a": 6})
     assert "two processors are called 'no_op'" in refused(lambda: epoch.processor(no_op, inbound={"b": 1}))
     assert work.composing is not None
-    assert (len(work.composing.processors), work.composing.channels_in()) == (1, [])
+    graph = work.composing.graph()
+    assert (len(graph.processors), graph.channels_in) == (1, ())
 
 
 class Callee:
@@ -132,7 +134,7 @@ def test_what_a_processor_is_called(function: Any, name: str) -> None:
     work = Work()
     Epoch(work, "compose").processor(function)
     assert work.composing is not None
-    assert [p.name for p in work.composing.processors] == [name]
+    assert [p.name for p in work.composing.graph().processors] == [name]
 
 
 def test_a_link_that_is_wrong_is_told_where_it_was_named() -> None:
@@ -160,7 +162,7 @@ def test_values_come_from_every_producer_in_the_order_declared() -> None:
     work = Work()
     Epoch(work, "compose").processor(no_op, inbound={"x": [3, 1], "y": 5, "z": "children"})
     assert work.composing is not None
-    (processor,) = work.composing.processors
+    (processor,) = work.composing.graph().processors
     items = {("x", 1): encode("one"), ("x", 3): encode("three"), ("y", 5): encode(np.zeros(2))}
     ins = Inputs(work, processor, items)
     assert list(ins.all(tg.Tag[str]("x")).items()) == [(3, "three"), (1, "one")]
@@ -180,7 +182,7 @@ def test_every_channel_is_put_once() -> None:
     work = Work()
     Epoch(work, "compose").processor(no_op, outbound={"x": [3, 1], "y": 5})
     assert work.composing is not None
-    (processor,) = work.composing.processors
+    (processor,) = work.composing.graph().processors
     outs = Outputs(work, processor)
     value = np.zeros(2)
     outs.put("x", value, to=1)
@@ -204,7 +206,7 @@ def test_an_array_to_fill_has_the_shape_asked_for(shape: Any) -> None:
     work = Work()
     Epoch(work, "compose").processor(no_op, outbound={"x": 5})
     assert work.composing is not None
-    array = Outputs(work, work.composing.processors[0]).empty("x", shape, "<i2")
+    array = Outputs(work, work.composing.graph().processors[0]).empty("x", shape, "<i2")
     assert (array.shape, array.dtype) == (np.empty(shape).shape, np.dtype("<i2"))
 
 
@@ -214,7 +216,7 @@ def test_an_array_that_came_is_passed_on_as_it_came_unless_it_was_looked_at_in_a
         no_op, inbound={"x": 1, "small": 1}, outbound=dict.fromkeys(("same", "part", "shaped", "small", "other"), 5)
     )
     assert work.composing is not None
-    (processor,) = work.composing.processors
+    (processor,) = work.composing.graph().processors
     came = encode(np.arange(100_000.0))
     ins = Inputs(work, processor, {("x", 1): came, ("small", 1): encode(np.zeros(2))})
     outs = Outputs(work, processor, ins)

@@ -1,0 +1,230 @@
+"""A graph that is declared again is the same one, and nothing that is declared otherwise passes for it."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import taskgraph as tg
+from taskgraph.epoch import Epoch, Scratch
+from taskgraph.graph.compose import Composition, Graph
+
+TASKS = 5
+
+
+class Named(str, enum.Enum):  # noqa: UP042 - what `str` gives is not what it is equal to
+    X = "x"
+
+
+class Task:
+    def one(self, epoch: Any, ins: Any, outs: Any) -> None: ...
+
+    def other(self, epoch: Any, ins: Any, outs: Any) -> None: ...
+
+    def wrong(self, epoch: Any, ins: Any, outs: Any) -> Any:
+        yield
+
+
+def alone(epoch: Any, ins: Any, outs: Any) -> None: ...
+
+
+class Alike(str):
+    """Equal to everything."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = str.__hash__
+
+
+def moving(task: int, tasks: int, epoch: int) -> list[int]:
+    return [(task + 1 + epoch // 3) % tasks]
+
+
+def failing(task: int, tasks: int, epoch: int) -> list[int]:
+    return [1] if epoch % 3 else [tasks]
+
+
+def raising(task: int, tasks: int, epoch: int) -> list[int]:
+    if epoch % 4 == 3:
+        raise ZeroDivisionError(f"in epoch {epoch}")
+    return [1, 2]
+
+
+TOPOLOGY = tg.ring() | {"moving": moving, "failing": failing, "raising": raising}
+TASK, ANOTHER = Task(), Task()
+
+
+@dataclass
+class Work:
+    """`taskgraph.epoch.Work`, as far as `compose` asks for it."""
+
+    number: int
+    composing: Composition | None
+    task: int = 0
+    asked: int = 0
+
+    def __post_init__(self) -> None:
+        self.scratch = Scratch()
+
+    def neighbors(self, link: str) -> tuple[int, ...]:
+        self.asked += 1
+        return TOPOLOGY.neighbors(link, self.task, TASKS, self.number)
+
+    def links(self) -> tuple[str, ...]:
+        return tuple(TOPOLOGY)
+
+    def tasks(self) -> int:
+        return TASKS
+
+
+Declared = Mapping[str, Any]
+"""The arguments of one `epoch.processor`."""
+
+
+def compose(declared: list[Declared], epoch: int, before: Graph | None) -> tuple[Graph, int]:
+    """The graph, and how many links were asked for."""
+    composing = Composition(0, epoch, before, TOPOLOGY.lasting)
+    work: Any = Work(epoch, composing)
+    for arguments in declared:
+        Epoch(work, "compose").processor(**arguments)
+    return composing.graph(), work.asked
+
+
+def told(graph: Graph) -> Any:
+    """All that there is to see of a graph, but who is called, which may be equal and another object."""
+    rows = [
+        (p.name, list(p.inbound.items()), list(p.outbound.items()), p.takes, p.puts, p.sync, p.parallel)
+        for p in graph.processors
+    ]
+    kinds = [[p.name for p in some] for some in (graph.ordered, graph.parallel, graph.sync_points)]
+    types = [type(tag) for p in graph.processors for tag in (*p.inbound, *p.outbound)]
+    return rows, types, kinds, graph.names, graph.channels_in, graph.channels_out
+
+
+def outcome(declared: list[Declared], epoch: int, before: Graph | None) -> tuple[Any, Graph | None]:
+    """What comes of it: a graph, or an error and what it says."""
+    try:
+        graph, _ = compose(declared, epoch, before)
+    except Exception as error:
+        return (type(error), str(error)), None
+    return (told(graph), [p.compute for p in graph.processors]), graph
+
+
+TAGS = st.sampled_from(["x", "y", "".join(["y", ""]), tg.Tag[float]("x"), Named.X, Alike("x"), "\ud800", 1, 1.0])
+WHERE = st.sampled_from(
+    [
+        *("left", "right", "moving", "failing", "raising", "nowhere", Alike("left")),
+        *(1, 2, True, 1.0, np.int64(1), 9, None),
+        *([1, 2], [2, 1], [1.0], ("left", 2), ["moving"], np.array([1, 2])),
+    ]
+)
+CHANNELS = st.one_of(st.none(), st.dictionaries(TAGS, WHERE, max_size=2), st.just([("x", 1)]))
+COMPUTES = st.one_of(
+    st.sampled_from([TASK.one, TASK.other, ANOTHER.one, TASK.wrong, alone, "no function"]),
+    st.builds(lambda: TASK.one),  # another object each time, and equal
+    st.builds(lambda: functools.partial(TASK.one)),
+    st.builds(lambda: lambda epoch, ins, outs: None),
+)
+DECLARED = st.fixed_dictionaries(
+    {"compute": COMPUTES, "inbound": CHANNELS, "outbound": CHANNELS},
+    optional={"name": st.sampled_from([None, "", "one", "two", Alike("one")]), "parallel": st.sampled_from([True, 1])},
+)
+
+
+@settings(max_examples=400)
+@given(st.data())
+def test_what_an_epoch_declares_does_not_depend_on_the_epoch_before(data: st.DataObject) -> None:
+    """Neither what comes of it, nor which error: one declaration at a time is changed, or none."""
+    declared = data.draw(st.lists(DECLARED, max_size=3))
+    before: Graph | None = None
+    for epoch in range(6):
+        expected, _ = outcome(declared, epoch, None)
+        found, graph = outcome(declared, epoch, before)
+        assert found == expected
+        before = graph or before
+        if declared and data.draw(st.booleans()):
+            at = data.draw(st.integers(0, len(declared) - 1))
+            key = data.draw(st.sampled_from(["compute", "inbound", "outbound", "name", "parallel"]))
+            other = data.draw(DECLARED)
+            if key in other:
+                declared[at] = {**declared[at], key: other[key]}
+
+
+def plain(epoch: int = 0) -> list[Declared]:
+    """Two processors, in objects made anew, as `compose` makes them."""
+    return [
+        {"compute": TASK.one, "inbound": {"x": "left"}, "outbound": {"x": "right", "n": 2}},
+        {"compute": TASK.other, "inbound": {"x": "left", "n": 1}},
+    ]
+
+
+def test_the_same_declaration_gives_the_same_graph_and_asks_for_no_link() -> None:
+    graph, asked = compose(plain(), 0, None)
+    assert asked == 2 and len(graph.declarations) == 2
+    for epoch in (1, 2):
+        again, asked = compose(plain(), epoch, graph)
+        assert again is graph and asked == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d.pop(),
+        lambda d: d.append({"compute": alone, "inbound": {"x": "left"}}),
+        lambda d: d.reverse(),
+        lambda d: d[0].update(compute=ANOTHER.one),
+        lambda d: d[0].update(compute=functools.partial(TASK.one)),
+        lambda d: d[0].update(name="another"),
+        lambda d: d[0].update(parallel=True),
+        lambda d: d[0].update(inbound={"x": "right"}),
+        lambda d: d[0].update(inbound=None),
+        lambda d: d[0].update(inbound={Named.X: "left"}),
+        lambda d: d[0].update(outbound={"n": 2, "x": "right"}),
+        lambda d: d[0].update(outbound={"x": "right", "n": 3}),
+        lambda d: d[1].update(inbound={"x": "left", "n": [1]}),
+        lambda d: d[1].update(inbound={"x": "left", "n": 1, "more": "left"}),
+    ],
+)
+def test_a_declaration_that_differs_gives_the_graph_it_would_give_alone(change: Callable[[Any], object]) -> None:
+    graph, _ = compose(plain(), 0, None)
+    declared = plain()
+    change(declared)
+    other, _ = compose(declared, 1, graph)
+    alone_, _ = compose(declared, 1, None)
+    assert other is not graph and told(other) == told(alone_)
+    assert [p.compute for p in other.processors] == [d["compute"] for d in declared]
+
+
+def test_a_link_that_changes_is_followed_and_asked_for_once_in_compose() -> None:
+    declared: list[Declared] = [
+        {"compute": TASK.one, "outbound": {"x": "moving", "y": "moving"}},
+        {"compute": TASK.other, "outbound": {"z": "moving"}},
+    ]
+    graph, _ = compose(declared, 0, None)
+    graphs = {0: graph}
+    for epoch in range(1, 7):
+        graph, asked = compose(declared, epoch, graph)
+        assert asked == 1 and graph.processors[1].outbound == {"z": tuple(moving(0, TASKS, epoch))}
+        graphs[epoch] = graph
+    assert graphs[1] is graphs[0] and graphs[3] is not graphs[2] and graphs[5] is graphs[3]
+
+
+def test_what_was_made_for_one_epoch_is_not_kept_for_the_next_one() -> None:
+    """A closure may refer to anything, a list of tasks may have changed since."""
+    held = np.zeros(3)
+    for arguments in (
+        {"compute": lambda epoch, ins, outs: held},
+        {"compute": functools.partial(alone, held)},
+        {"compute": alone, "inbound": {"x": [1]}},
+    ):
+        graph, _ = compose([{"compute": TASK.one}, arguments], 0, None)
+        assert graph.declarations == ()
