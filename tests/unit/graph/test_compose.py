@@ -184,6 +184,7 @@ def test_the_same_declaration_gives_the_same_graph_and_asks_for_no_link() -> Non
         lambda d: d[0].update(compute=ANOTHER.one),
         lambda d: d[0].update(compute=functools.partial(TASK.one)),
         lambda d: d[0].update(name="another"),
+        lambda d: d[0].update(name=Alike("another")),
         lambda d: d[0].update(parallel=True),
         lambda d: d[0].update(inbound={"x": "right"}),
         lambda d: d[0].update(inbound=None),
@@ -202,6 +203,14 @@ def test_a_declaration_that_differs_gives_the_graph_it_would_give_alone(change: 
     alone_, _ = compose(declared, 1, None)
     assert other is not graph and told(other) == told(alone_)
     assert [p.compute for p in other.processors] == [d["compute"] for d in declared]
+
+
+def test_a_number_that_is_equal_to_a_task_and_is_none_is_refused() -> None:
+    graph, _ = compose(plain(), 0, None)
+    declared = plain()
+    declared[1] = {**declared[1], "inbound": {"x": "left", "n": 1.0}}
+    with pytest.raises(tg.GraphError, match=r"task 0, epoch 1, compose: inbound 'n' takes a link's name, .*, not 1\.0"):
+        compose(declared, 1, graph)
 
 
 def test_a_link_that_changes_is_followed_and_asked_for_once_in_compose() -> None:
