@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from taskgraph.errors import DecodeError
 
-__all__ = ["DESCRIBED", "DtypeRefused", "padding", "read"]
+__all__ = ["DESCRIBED", "PARSED", "DtypeRefused", "padding", "read"]
 
 _SUBARRAY: Final = 0xFF
 _RECORD: Final = 0xFE
@@ -76,7 +76,7 @@ DESCRIBED: Final = _Described()
 """By (dtype, dtype.num): its description, and whether it is known to have no padding. Raises DtypeRefused: it holds
 Python objects, or comes from another package."""
 
-_parsed: Final = _Parsed()
+PARSED: Final = _Parsed()
 
 
 def _describe(dtype: np.dtype[Any], depth: int) -> bytes:
@@ -145,7 +145,7 @@ def read(data: bytes, at: int) -> tuple[np.dtype[Any], int]:
     size = data[at]
     if size <= _MAX_TEXT:
         end = at + 1 + size
-        return _parsed[data[at:end]], end
+        return PARSED[data[at:end]], end
     try:
         return _parse(data, at, 0)
     except (ValueError, TypeError, OverflowError, MemoryError) as error:

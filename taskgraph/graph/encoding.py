@@ -176,6 +176,9 @@ def _write_dict(writer: Writer, value: dict[Any, Any]) -> None:
                 WRITERS[type(key)](writer, key)
             except CannotTravel as refused:
                 raise refused.at(f" (in the key {key_step(key)})")  # noqa: B904
+        if type(item) is dict and not item and writer.depth < MAX_DEPTH and len(meta) <= _MAX_META:
+            meta += _EMPTY_DICT
+            continue
         try:
             WRITERS[type(item)](writer, item)
         except CannotTravel as refused:

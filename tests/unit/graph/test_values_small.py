@@ -1,0 +1,127 @@
+"""A value that is one small array takes a shorter way: to the same bytes, and with the same errors."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from taskgraph.errors import DecodeError
+from taskgraph.graph import values
+from taskgraph.graph.values import decode, digest_of, encode, verify
+from taskgraph.protocol.messages import Encoded
+
+dtypes = st.one_of(
+    npst.scalar_dtypes(),
+    npst.byte_string_dtypes(endianness="?"),
+    npst.unicode_string_dtypes(endianness="?"),
+    npst.datetime64_dtypes(endianness="?"),
+    st.sampled_from([np.dtype(t) for t in ("g", "G", "q", "l", "S0", "U0", "i1,>f8")]),
+)
+small = npst.arrays(dtypes, npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
+
+
+def at_length(value: Any) -> Encoded:
+    """As it is encoded where nothing like it was encoded before."""
+    values._starts.clear()
+    return encode(value)
+
+
+def read(encoded: Encoded, *, writable: bool = False) -> Any:
+    """What comes of it: an array's parts, or what an error says."""
+    try:
+        found = decode(encoded, writable=writable)
+    except DecodeError as error:
+        return str(error)
+    if type(found) is not np.ndarray:
+        return repr(found)
+    return found.dtype, found.dtype.num, found.shape, found.strides, found.tobytes(), str(found.flags)
+
+
+def read_at_length(encoded: Encoded, **how: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(values, "small_array", lambda meta, end: None)
+        return read(encoded, **how)
+
+
+@settings(max_examples=300)
+@given(small, st.booleans())
+def test_both_ways_give_the_same(array: np.ndarray[Any, Any], transposed: bool) -> None:
+    array = array.T if transposed else array
+    first = at_length(array)
+    later = encode(array.copy("A"))
+    assert (first.meta, first.digest, first.buffers) == (later.meta, later.digest, later.buffers)
+    assert digest_of(later.meta, later.buffers) == later.digest and verify(later)
+    for writable in (False, True):
+        assert read(later, writable=writable) == read_at_length(later, writable=writable)
+
+
+def test_the_shorter_way_is_taken() -> None:
+    array = np.arange(6.0).reshape(2, 3)
+    first = at_length(array)
+    assert values._starts == {(array.dtype, array.dtype.num, (2, 3)): first.meta[:-52]}
+    found = values.small_array(first.meta, len(first.meta) - 4)
+    assert found is not None and np.array_equal(found, array) and found.base is first.meta
+
+
+@pytest.mark.parametrize("array", [np.zeros(2, "i1,i8"), np.zeros(3, np.longdouble), np.zeros(513)])
+def test_what_has_padding_or_is_large_is_not_encoded_in_the_shorter_way(array: np.ndarray[Any, Any]) -> None:
+    at_length(array)
+    assert not values._starts
+
+
+def test_later_changes_of_the_original_do_not_arrive_and_what_arrives_is_read_only() -> None:
+    array = np.zeros(3)
+    encode(array)
+    encoded = encode(array)
+    array[:] = 1
+    found = decode(encoded)
+    assert list(found) == [0, 0, 0]
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        found.flags.writeable = True
+    own = decode(encoded, writable=True)
+    own[:] = 2
+    assert list(decode(encoded)) == [0, 0, 0]
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "_STARTS_KEPT", 3)
+    values._starts.clear()
+    for size in range(6):
+        assert decode(encode(np.arange(size))).tolist() == list(range(size))
+    assert len(values._starts) == 3
+
+
+@settings(max_examples=600)
+@given(small, st.data())
+def test_damaged_arrays_are_told_alike(array: np.ndarray[Any, Any], data: st.DataObject) -> None:
+    meta = bytearray(encode(array).meta)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(1, len(meta) - 1) | st.integers(1, min(len(meta) - 1, 24)))
+        kind = data.draw(st.sampled_from(["byte", "huge", "cut", "more"]))
+        if kind == "byte":
+            meta[at] = data.draw(st.integers(0, 255) | st.sampled_from([*b"AaNf", 3, 64, 65]))
+        elif kind == "huge":
+            meta[at : at + 8] = struct.pack("<Q", data.draw(st.sampled_from([0, 1 << 31, (1 << 63) - 1, 1 << 63])))
+        elif kind == "cut":
+            del meta[at : at + data.draw(st.integers(1, 20))]
+        else:
+            meta[at:at] = meta[at : at + data.draw(st.integers(1, 20))]
+    for trailer in (b"", bytes(4)):
+        for buffers in ((), (memoryview(b"x" * 8),)):
+            damaged = Encoded(bytes(meta) + trailer, buffers, b"")
+            assert read(damaged) == read_at_length(damaged)
+            assert verify(Encoded(damaged.meta, buffers, digest_of(damaged.meta, buffers)))
+
+
+@pytest.mark.parametrize("size", range(60))
+def test_every_truncation_is_told_alike(size: int) -> None:
+    whole = encode(np.arange(6.0).reshape(2, 3)).meta
+    for trailer in (b"", bytes(4)):
+        cut = Encoded(whole[:size] + trailer, (), b"")
+        assert read(cut) == read_at_length(cut)
