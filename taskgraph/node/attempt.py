@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from taskgraph.epoch import AttemptEnded, Epoch, Inputs, Outputs, Scratch
 from taskgraph.errors import GraphError, JobError, Refused
@@ -22,15 +22,16 @@ from taskgraph.graph.compose import Composition, Graph, Processor
 from taskgraph.node.inbound import Inbound, raised
 from taskgraph.node.items import Items
 from taskgraph.node.mailbox import Mailbox
-from taskgraph.node.pulls import Pulls
 from taskgraph.node.quiet import Quiet
-from taskgraph.node.replica import Replica
 from taskgraph.node.strict import Recording, left_by, seen
 from taskgraph.node.turns import Turns
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.messages import Encoded, Reason, Stamp, Wait
 from taskgraph.protocol.sums import Ledger
 from taskgraph.shape import is_stateless
+
+if TYPE_CHECKING:
+    from taskgraph.node.primary import Primary
 
 __all__ = ["Attempt", "Idle", "cancelled_by_users", "first_error"]
 
@@ -57,26 +58,25 @@ class Attempt:
     # One is made for every epoch. Without slots, more than 30 attributes are kept in a dictionary of each one's own.
     __slots__ = (
         "_began",
-        "_composed",
         "_group",
         "_hold_count",
         "_loop",
         "_mailbox",
-        "_on_composed",
-        "_on_idle",
-        "_point",
+        "_primary",
+        "_ready",
         "_states",
         "_tell",
         "_thread",
         "_tracing",
         "_turns",
         "allocate",
-        "ask_restart",
         "attempt",
         "cancelled",
+        "composed",
         "composing",
         "device",
         "finishing",
+        "graph",
         "inbound",
         "last",
         "ledger",
@@ -96,22 +96,18 @@ class Attempt:
 
     def __init__(
         self,
-        replica: Replica,
+        primary: Primary,
         stamp: Stamp,
-        term: int,
         *,
         group: asyncio.TaskGroup,
-        pulls: Pulls,
-        on_idle: Callable[[Idle], None],
-        ask_restart: Callable[[str], None],
-        on_composed: Callable[[Attempt], None],
-        point: Callable[[str, int, int], Awaitable[None]] | None = None,
         recording: Recording | None = None,
         turns: Turns | None = None,
     ) -> None:
+        replica = primary.replica
+        self._primary = primary
         self.replica = replica
         self.stamp = stamp
-        self.term = term
+        self.term = primary.term
         self.task = replica.task
         self._tracing = replica.tracing
         self.number = stamp.epoch
@@ -127,10 +123,6 @@ class Attempt:
         self._mailbox: Mailbox | None = None  # most epochs have none
         self.numbers: dict[str, float] = {}
         self.finishing = False
-        self.ask_restart = ask_restart
-        self._on_idle = on_idle
-        self._on_composed = on_composed
-        self._point = point
         self.recording = recording
         self._turns = turns
         self._loop = asyncio.get_running_loop()
@@ -138,18 +130,12 @@ class Attempt:
         self._tell = replica.threads.tell
         self._group: asyncio.TaskGroup | None = group  # until the attempt is over
         self.composing: Composition | None = None
-        self._composed: asyncio.Future[Graph] = self._loop.create_future()
-        self.out = Items(stamp, term)
-        self.inbound = Inbound(
-            replica,
-            stamp,
-            term,
-            loop=self._loop,
-            pulls=pulls,
-            ledger=self.ledger,
-            recording=recording,
-            ask_restart=ask_restart,
-        )
+        self.graph: Graph | None = None
+        self.composed = False
+        """Whether it can say what it offers; `out` is there since. It still can when it is over."""
+        self._ready: asyncio.Future[None] | None = None  # for who waits for that, which hardly anybody does
+        self.out: Items
+        self.inbound = Inbound(primary, stamp, self.ledger, recording, self._loop)
         self._hold_count = 0
         self.quiet = Quiet()
         self._states: dict[str, str] = {}
@@ -164,43 +150,47 @@ class Attempt:
             UserCodeError, GraphError, ValueNotEncodable: the job's own errors.
             AttemptEnded: user code unwound because the attempt is over.
         """
+        primary, inbound, quiet = self._primary, self.inbound, self.quiet
+        injects = primary.node.injects
         try:
-            await self._main()
+            graph = await self._compose()
+            parallel = [self._beside(self._process(p)) for p in graph.parallel] if graph.parallel else ()
+            inbound.pull(graph, self._beside)
+            if injects:
+                await primary.node.point("processor", self.task, self.number)
+            for processor in graph.ordered:
+                await self._process(processor)
+            for work in parallel:
+                await work
+            if inbound.open:
+                await inbound.until_all()
+            if self.replica.shape.receives:
+                await quiet.until_sealed(self._on_idle)
+            else:
+                if quiet.busy or quiet.held:
+                    await quiet.until_calm()
+                quiet.closed = True
+            if injects:
+                await primary.node.point("sync", self.task, self.number)
+            for processor in graph.sync_points:
+                await self._process(processor)
+            if quiet.busy or quiet.held:
+                await quiet.until_calm()
         except BaseException:
             self._unwind()
             raise
         finally:
             self._group = None
-            self.inbound.end()
-            if not self._composed.done():
-                self._composed.cancel()
+            inbound.end()
+            if not self.composed:
+                self._never_composed()
 
-    async def _main(self) -> None:
-        graph = await self._compose()
-        parallel = [self._beside(self._process(p)) for p in graph.parallel]
-        self.inbound.pull(graph, self._beside)
-        if self._point is not None:
-            await self._point("processor", self.task, self.number)
-        for processor in graph.ordered:
-            await self._process(processor)
-        for work in parallel:
-            await work
-        if self.inbound.open:
-            await self.inbound.until_all()
-        if self.replica.shape.receives:
-            await self.quiet.until_sealed(
-                lambda version: self._on_idle(Idle(version, self.ledger.sent_sum, self.ledger.received_sum))
-            )
-        else:
-            if not self.quiet.calm:
-                await self.quiet.until_calm()
-            self.quiet.closed = True
-        if self._point is not None:
-            await self._point("sync", self.task, self.number)
-        for processor in graph.sync_points:
-            await self._process(processor)
-        if not self.quiet.calm:
-            await self.quiet.until_calm()
+    def _on_idle(self, version: int) -> None:
+        self._primary.report_idle(self.stamp, Idle(version, self.ledger.sent_sum, self.ledger.received_sum))
+
+    def ask_restart(self, why: str) -> None:
+        """This attempt cannot be completed: the leader is asked for another."""
+        self._primary.ask_restart(self.stamp, why)
 
     async def _compose(self) -> Graph:
         if self.recording is not None:
@@ -217,10 +207,12 @@ class Attempt:
         if self.recording is not None:
             self.recording.composed = graph.processors
             await self.recording.check("compose")
-        self.out.open(graph.channels_out)
+        self.out = Items(self.stamp, self.term, graph.channels_out)
         self._states = dict.fromkeys(graph.names, "waiting")
-        self._composed.set_result(graph)
-        self._on_composed(self)
+        self.graph, self.composed = graph, True
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_result(None)
+        self._primary.attempts.composed(self)
         return graph
 
     async def _process(self, processor: Processor) -> None:
@@ -331,24 +323,33 @@ class Attempt:
 
     async def ready(self) -> None:
         """Returns when compose has run; raises Refused where the attempt ended before."""
+        if self.composed:
+            return
+        if self._ready is None:
+            self._ready = self._loop.create_future()
+            if self.cancelled or self._group is None:
+                self._ready.cancel()
         try:
-            await asyncio.shield(self._composed)
+            await asyncio.shield(self._ready)
         except asyncio.CancelledError:
-            if self._composed.cancelled():
+            if self._ready.cancelled():
                 raise Refused(Reason.ATTEMPT_GONE, f"attempt {self.attempt} is over") from None
             raise
 
-    @property
-    def composed(self) -> bool:
-        return self._composed.done() and not self._composed.cancelled()
+    def _never_composed(self) -> None:
+        if self._ready is not None:
+            self._ready.cancel()
 
     def drop(self) -> None:
         """Nothing of this attempt is needed any more: a later epoch was read, or it was cancelled."""
         self.cancelled = True
-        self._composed.cancel()
         # Whatever still refers to this attempt must not keep its values: their memory takes those of the next one.
-        self.out.drop()
-        self.inbound.drop()
+        if self.composed:
+            self.out.drop()
+        else:
+            self._never_composed()
+        if not self.inbound.settled:
+            self.inbound.drop()
         if self._mailbox is not None:
             self._mailbox.drop()
             self._mailbox = None  # they refer to each other
@@ -465,9 +466,9 @@ class Attempt:
     def waits(self) -> tuple[Wait, ...]:
         """What every unfinished processor, handler and hold waits for."""
         since = self._loop.time() - self._began
-        if not self._composed.done() or self._composed.cancelled():
+        graph = self.graph
+        if graph is None:
             return (Wait("compose", "running", self.task, "compose", since),)
-        graph = self._composed.result()
         found: list[Wait] = []
         earlier: str | None = None
         replies = self._mailbox.awaited if self._mailbox is not None else []

@@ -29,7 +29,7 @@ class Attempts:
         self._task = task
         self._term = term
         self._begun: dict[Stamp, Attempt] = {}
-        self._changed = asyncio.Event()
+        self._waiting: list[asyncio.Future[None]] = []  # for an attempt to begin
         self._parked: dict[Stamp, list[tuple[Pull, Coming]]] = {}  # for attempts yet to come
         self._ended = False
         self.latest: Stamp | None = None
@@ -55,20 +55,37 @@ class Attempts:
     def begin(self, attempt: Attempt) -> None:
         self._begun[attempt.stamp] = attempt
         self.latest = attempt.stamp
-        self._changed.set()
+        if self._waiting:
+            self._wake()
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            if not one.done():
+                one.set_result(None)
 
     def composed(self, attempt: Attempt) -> None:
         """It can say what it offers: what was pulled of it before is answered; what was of earlier ones is refused."""
-        for stamp in [stamp for stamp in self._parked if stamp <= attempt.stamp]:
-            if stamp != attempt.stamp and stamp in self._begun:
-                continue  # in flight, and not composed yet
-            for pull, coming in self._parked.pop(stamp):
-                if coming.done:
-                    continue
-                stale = stamp != attempt.stamp or self._keeper.view.term(pull.sender) != pull.sender_term
+        at, view = attempt.stamp, self._keeper.view
+        earlier = False
+        for stamp in self._parked:
+            if stamp < at:
+                earlier = True
+        for pull, coming in self._parked.pop(at, ()):
+            if not coming.done:
+                stale = view.term(pull.sender) != pull.sender_term
                 if stale or attempt.out.promise(pull, coming) is not None:
-                    # It comes again, patiently, and hears what is the matter.
-                    coming.settle(Refusal(Reason.STALE, f"task {self._task} is at {attempt.stamp}"))
+                    self._refuse(coming)
+        if earlier:
+            # What is in flight is not composed yet.
+            for stamp in [stamp for stamp in self._parked if stamp < at and stamp not in self._begun]:
+                for _, coming in self._parked.pop(stamp):
+                    if not coming.done:
+                        self._refuse(coming)
+
+    def _refuse(self, coming: Coming) -> None:
+        """It comes again, patiently, and hears what is the matter."""
+        coming.settle(Refusal(Reason.STALE, f"task {self._task} is at {self.latest}"))
 
     def drop_before(self, epoch: int) -> None:
         """`epoch` was read as committed: nobody needs what is of earlier ones."""
@@ -89,7 +106,7 @@ class Attempts:
             for _, coming in parked:
                 coming.settle(Refusal(Reason.NOT_PRIMARY, self._stepped_down))
         self._parked.clear()
-        self._changed.set()
+        self._wake()
 
     # -- asked by other tasks ---------------------------------------------------------------------
 
@@ -113,8 +130,9 @@ class Attempts:
         while self.latest is None or self.latest < stamp:
             if self._ended:
                 raise Refused(Reason.NOT_PRIMARY, self._stepped_down)
-            self._changed.clear()
-            await self._changed.wait()
+            begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(begun)
+            await begun
         attempt = self._begun.get(stamp)
         if attempt is None:
             raise Refused(Reason.STALE, f"task {self._task} is at {self.latest}, not {stamp}")

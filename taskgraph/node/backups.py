@@ -92,13 +92,19 @@ class Backups:
         self._insync.drop_pending(self._committed_epoch)
         self._boundaries = {k: b for k, b in self._boundaries.items() if k[0] <= self._committed_epoch}
 
-    def pending(self, boundary: Boundary) -> None:
-        """A snapshot was made: every member must hold it before the task is done."""
+    def pending(self, boundary: Boundary) -> bool:
+        """A snapshot was made: every member must hold it before the task is done.
+
+        Returns:
+            Whether there is something to wait for (see `held`): another node, or a wish for more of them.
+        """
         key = boundary.key
         self._boundaries[key] = boundary
-        self._insync.add(key)
-        if not (self._insync.alone or (self._nothing_to_do and self._offered_now(boundary))):
+        if not self._insync.add(key):
+            return self._node.settings.min_in_sync > 1
+        if not (self._nothing_to_do and self._offered_now(boundary)):
             self._poke()
+        return True
 
     @property
     def _nothing_to_do(self) -> bool:
@@ -163,8 +169,6 @@ class Backups:
             admit_wait_s: how long to wait for the backups wished for to become members, too.
         """
         need = self._node.settings.min_in_sync
-        if need <= 1 and not admit_wait_s and self._insync.alone:
-            return
         deadline = self._node.now() + admit_wait_s
         try:
             while True:

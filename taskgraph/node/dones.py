@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from taskgraph.node.actor import StuckError
 from taskgraph.node.attempt import Attempt
-from taskgraph.protocol.messages import Encoded
+from taskgraph.protocol.messages import Encoded, Stamp
 
 if TYPE_CHECKING:
     from taskgraph.node.reports import Rows
@@ -28,12 +28,14 @@ class Worked:
     """An attempt whose processors have all run.
 
     Attributes:
+        following: the stamp of the next epoch, and of the boundary before it.
         value: its snapshot; maybe still on a device.
         previous: what the task reported in the epoch before.
         rows: the reports that travel in the snapshot; None: they are not there yet.
     """
 
     attempt: Attempt
+    following: Stamp
     value: Encoded
     previous: dict[str, float]
     rows: Rows | None = None

@@ -14,8 +14,7 @@ from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Item, Pull, Re
 
 if TYPE_CHECKING:
     from taskgraph.graph.compose import Graph
-    from taskgraph.node.pulls import Pulls
-    from taskgraph.node.replica import Replica
+    from taskgraph.node.primary import Primary
     from taskgraph.node.strict import Recording
     from taskgraph.protocol.sums import Ledger
 
@@ -32,12 +31,12 @@ class Inbound:
     """
 
     __slots__ = (
-        "_ask_restart",
         "_awaited",
         "_channels",
         "_graph",
         "_ledger",
         "_loop",
+        "_primary",
         "_pulling",
         "_pulls",
         "_recording",
@@ -51,30 +50,27 @@ class Inbound:
         "items",
         "open",
         "over",
+        "settled",
         "taken_bytes",
     )
 
     def __init__(
         self,
-        replica: Replica,
+        primary: Primary,
         stamp: Stamp,
-        term: int,
-        *,
-        loop: asyncio.AbstractEventLoop,
-        pulls: Pulls,
         ledger: Ledger,
         recording: Recording | None,
-        ask_restart: Callable[[str], None],
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
-        self._replica = replica
+        self._primary = primary
+        self._replica = replica = primary.replica
         self._task = replica.task
         self._stamp = stamp
-        self._term = term
+        self._term = primary.term
         self._loop = loop
-        self._pulls = pulls
+        self._pulls = primary.pulls
         self._ledger = ledger
         self._recording = recording
-        self._ask_restart = ask_restart
         self._tracing = replica.tracing
         self._since = 0  # of the pulls, while somebody traces
         self._graph: Graph | None = None
@@ -88,6 +84,8 @@ class Inbound:
         self.taken_bytes = 0
         self.over = False
         """What comes is not wanted any more."""
+        self.settled = False
+        """There is nothing left to drop."""
 
     # -- asked by the attempt ---------------------------------------------------------------------
 
@@ -111,15 +109,15 @@ class Inbound:
                 self._pulling[reply] = None
                 reply.add_done_callback(partial(self._pulled, tag, producer))
 
-    async def until_here(self, lacking: set[Channel]) -> None:
-        """Returns when all of these items are here; whoever waits is woken once, by the last of them."""
+    def until_here(self, lacking: set[Channel]) -> asyncio.Future[None]:
+        """Is done when all of these items are here; whoever waits is woken once, by the last of them."""
         arrived: asyncio.Future[None] = self._loop.create_future()
         self._awaited[arrived] = lacking
-        await arrived
+        return arrived
 
-    async def until_all(self) -> None:
-        """Returns when every item of the epoch is here."""
-        await self.until_here(set(self._channels).difference(self.items))
+    def until_all(self) -> asyncio.Future[None]:
+        """Is done when every item of the epoch is here."""
+        return self.until_here(set(self._channels).difference(self.items))
 
     def end(self) -> None:
         """The attempt runs no more. Where it came to its end, it may be long until it commits."""
@@ -127,10 +125,12 @@ class Inbound:
             self._since = 0
             if self._recording is None:
                 self.items.clear()
+                self.settled = True
         self.over = True
         self._spawn = None  # it refers to the attempt, and that to us
-        for reply in tuple(self._pulling):
-            reply.cancel()
+        if self._pulling:
+            for reply in tuple(self._pulling):
+                reply.cancel()
 
     def drop(self) -> None:
         """Nothing of the attempt is needed any more: its values' memory takes those of the next one."""
@@ -173,7 +173,8 @@ class Inbound:
                 raise GraphError(
                     f"{who} pulls {tag!r} from task {producer}, which does not offer it in this epoch; {refused}"
                 ) from refused
-            self._ask_restart(f"task {self._task} cannot pull {tag!r} from task {producer}: {refused}")
+            why = f"task {self._task} cannot pull {tag!r} from task {producer}: {refused}"
+            self._primary.ask_restart(self._stamp, why)
             await asyncio.Event().wait()  # until the restart cancels this attempt
             raise AssertionError from refused
         self._take(tag, producer, reply)
@@ -187,16 +188,17 @@ class Inbound:
         if type(reply.value) is EncodedOnDevice and self._replica.device is None:
             self._beside(self._take_to_host(tag, producer, reply))
             return
-        self._pulls.came(tag, producer, reply.value)
-        self._ledger.received("item", producer, self._task, tag, reply.value.digest)
-        self.items[(tag, producer)] = reply.value
+        value, channel = reply.value, (tag, producer)
+        self._pulls.came(tag, producer, value)
+        self._ledger.received("item", producer, self._task, tag, value.digest)
+        self.items[channel] = value
         self.open -= 1
-        self.taken_bytes += reply.value.size_bytes
+        self.taken_bytes += value.size_bytes if value.buffers else len(value.meta)
         if self._recording is not None:
-            self._recording.items[(tag, producer)] = reply.value
+            self._recording.items[channel] = value
         if self._awaited:
             for waiter, lacking in tuple(self._awaited.items()):
-                lacking.discard((tag, producer))
+                lacking.discard(channel)
                 if not lacking:
                     del self._awaited[waiter]
                     if not waiter.done():

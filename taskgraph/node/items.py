@@ -27,26 +27,23 @@ class Items:
         "_there",
     )
 
-    def __init__(self, stamp: Stamp, term: int) -> None:
+    def __init__(self, stamp: Stamp, term: int, channels: Iterable[Channel]) -> None:
         self._stamp = stamp
         self._term = term
         self._there: dict[Channel, Encoded] = {}
-        self._awaited: dict[Channel, list[Coming]] = {}  # every channel without an item
+        # Every channel without an item, and who waits for that.
+        self._awaited: dict[Channel, list[Coming] | None] = dict.fromkeys(channels)
         self._dropped = False
-
-    def open(self, channels: Iterable[Channel]) -> None:
-        """These are the channels of the epoch."""
-        for channel in channels:
-            self._awaited[channel] = []
 
     def put(self, tag: str, consumer: int, value: Encoded) -> bool:
         """Gives an item to those who wait for it; False where there is one already, or none is wanted any more."""
-        waiting = self._awaited.pop((tag, consumer), None)
-        if waiting is None:
+        channel = (tag, consumer)
+        if channel not in self._awaited:
             return False
-        self._there[(tag, consumer)] = value
-        for coming in waiting:
-            coming.settle(Item(self._stamp, self._term, tag, value))
+        self._there[channel] = value
+        if (waiting := self._awaited.pop(channel)) is not None:
+            for coming in waiting:
+                coming.settle(Item(self._stamp, self._term, tag, value))
         return True
 
     def lacks(self, tag: str, consumer: int) -> bool:
@@ -70,8 +67,11 @@ class Items:
             coming.settle(Item(self._stamp, self._term, pull.tag, value))
         elif self._dropped:
             return self._over()
-        elif (waiting := self._awaited.get(channel)) is not None:
-            waiting.append(coming)
+        elif channel in self._awaited:
+            if (waiting := self._awaited[channel]) is not None:
+                waiting.append(coming)
+            else:
+                self._awaited[channel] = [coming]
         else:
             return Refusal(Reason.NOT_OFFERED, self._offers(pull.sender))
         return None
@@ -80,9 +80,11 @@ class Items:
         """Nothing of the attempt is needed any more."""
         self._dropped = True
         self._there.clear()
+        if not self._awaited:
+            return  # all were put, as of every epoch that is committed
         awaited, self._awaited = self._awaited, {}
         for waiting in awaited.values():
-            for coming in waiting:
+            for coming in waiting or ():
                 coming.settle(self._over())
 
     def _over(self) -> Refusal:

@@ -9,10 +9,9 @@ stateless of a later one may run before what is left of an earlier one.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
 
 from taskgraph.errors import TaskGraphError
 from taskgraph.node.actor import StuckError, UserCodeError
@@ -22,7 +21,7 @@ from taskgraph.node.strict import Recording, check_replay
 from taskgraph.node.turns import Turns
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.boundaries import Boundary
-from taskgraph.protocol.messages import EncodedOnDevice, Report, Stamp
+from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Report, Stamp
 
 if TYPE_CHECKING:
     from taskgraph.node.primary import Primary
@@ -50,7 +49,16 @@ class Lanes:
         self._term = primary.term
         self._tracing = primary.node.tracing
         self._at = at
+        self._loop = asyncio.get_running_loop()
         self._count = _lanes_of(primary)
+        self._several = self._count > 1
+        # What holds for the whole attempt is found out once.
+        shape, settings, epochs = primary.replica.shape, primary.node.settings, primary.replica.job.epochs
+        # The seal, and the order of calls of `on_commit`, are of committed epochs; a replay is of the epoch at work.
+        alone = settings.strict or shape.receives or "on_commit" in shape.overrides
+        self._ahead = 0 if alone else settings.epochs_ahead
+        self._end = sys.maxsize if epochs is None else epochs
+        self._checkpoints = primary.node.spec.checkpoint is not None
         self.settled = at.epoch
         """The committed boundary, once everything that follows from its commit is done."""
         self.failed_in = -1
@@ -61,7 +69,7 @@ class Lanes:
         """A thread that does not return: of an epoch that was given up, which is not what `run` raises."""
         self.lacking = ""
         """What an epoch that is to be done waits for, while others are worked on."""
-        self.began = self._node.now()
+        self.began = self._loop.time()
         """When the last epoch began that did."""
         self._room = asyncio.Event()  # an epoch may begin, perhaps
         self._next = at.epoch  # the first epoch that has not begun
@@ -92,12 +100,11 @@ class Lanes:
 
     # -- one epoch after another ------------------------------------------------------------------
 
-    async def run(self) -> None:
+    def run(self) -> Coroutine[Any, Any, None]:
         """Works until cancelled; raises the job's error of the first epoch that has one, or one of ours."""
-        first = self._at
-        if self._count == 1:
-            await self._lane(first)
-            return
+        return self._run_several(self._at) if self._several else self._lane(self._at)
+
+    async def _run_several(self, first: Stamp) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 for after in range(self._count):
@@ -110,21 +117,22 @@ class Lanes:
 
         What runs beside an attempt runs in one group; an error ends all of it.
         """
-        goes_on = False
+        goes_on, several = False, self._several
         error: BaseException
         try:
             async with asyncio.TaskGroup() as group:
                 while True:
-                    if not goes_on or self._count > 1:
+                    if several or not goes_on:
                         await self._until_allowed(stamp)
-                    self.began = self._node.now()
+                    self.began = self._loop.time()
                     began = self._tracing.on and clock()
+                    following = Stamp(stamp.attempt, stamp.epoch + 1)
                     try:
-                        goes_on = await self._work(stamp, group)
+                        goes_on = await self._work(stamp, following, group)
                     finally:
                         if began:
                             self._tracing.keep(("epoch", "", "", began, clock(), self._task, stamp, self._term, -1))
-                    stamp = Stamp(stamp.attempt, stamp.epoch + self._count)
+                    stamp = Stamp(stamp.attempt, stamp.epoch + self._count) if several else following
         except asyncio.CancelledError:
             if self.over or self.failed_in >= 0:
                 raise
@@ -143,7 +151,7 @@ class Lanes:
     async def _until_allowed(self, stamp: Stamp) -> None:
         """Returns when that epoch is the next one to begin, and may."""
         waiting = 0
-        while self._next < stamp.epoch or not self._may_begin(stamp):
+        while self._next < stamp.epoch or not self._may_begin(stamp.epoch):
             waiting = waiting or (self._next == stamp.epoch and self._tracing.on and clock())
             self._room.clear()
             await self._room.wait()
@@ -151,23 +159,18 @@ class Lanes:
             last = Stamp(stamp.attempt, stamp.epoch - 1)
             self._tracing.add("commit awaited", max(waiting, self._told_at), self._task, last, self._term)
 
-    def _may_begin(self, stamp: Stamp) -> bool:
+    def _may_begin(self, epoch: int) -> bool:
         """Whether that epoch, the first one that has not begun, may begin as far as earlier ones are concerned."""
-        node, replica, epoch = self._node, self._replica, stamp.epoch
         if epoch == self.settled:
             return True
-        if epoch > self.settled + node.settings.epochs_ahead or node.settings.strict:
+        if epoch > self.settled + self._ahead or epoch >= self._end or self._finishing:
             return False
-        if self._finishing or (replica.job.epochs is not None and epoch >= replica.job.epochs):
-            return False
-        shape = replica.shape
-        if shape.receives or "on_commit" in shape.overrides:
-            return False  # the seal, and the order of its calls, are of committed epochs
-        checkpoints = node.spec.checkpoint is not None
-        if checkpoints and self._primary.writer.due(stamp, stateful=replica.stateful):
-            return False  # it is written of the committed boundary
-        wish = node.wish(self._task)
-        if wish is not None and wish.primary not in (None, node.id):
+        if self._checkpoints:
+            boundary = Stamp(self._at.attempt, epoch)
+            if self._primary.writer.due(boundary, stateful=self._replica.stateful):
+                return False  # it is written of the committed boundary
+        wish = self._node.wishes.by_task.get(self._task)
+        if wish is not None and wish.primary is not None and wish.primary != self._node.id:
             return False  # handed over right after a commit
         held = self._primary.attempts.put_bytes
         if in_flight := epoch - self._turns.at:
@@ -178,47 +181,46 @@ class Lanes:
 
     # -- one epoch --------------------------------------------------------------------------------
 
-    async def _work(self, stamp: Stamp, group: asyncio.TaskGroup) -> bool:
+    async def _work(self, stamp: Stamp, following: Stamp, group: asyncio.TaskGroup) -> bool:
         """One attempt, its snapshot, and the report that it is done.
 
-        Returns whether the task goes on before it is committed.
+        Args:
+            following: the stamp of the next epoch, and of the boundary before it.
+
+        Returns:
+            Whether the task goes on before it is committed.
         """
         primary, node, replica = self._primary, self._node, self._replica
+        several, injects = self._several, node.injects
         if stamp.epoch == self.settled:
             await primary.hand_over_if_wished(stamp)
-            if self._task != 0 and node.spec.checkpoint is not None:
+            if self._task != 0 and self._checkpoints:
                 await self._checkpoint(stamp, replica.previous)
-        several = self._count > 1
         replica.actor.term = self._term
         attempt = Attempt(
-            replica,
+            primary,
             stamp,
-            self._term,
             group=group,
-            pulls=primary.pulls,
-            on_idle=partial(primary.report_idle, stamp),
-            on_composed=primary.attempts.composed,
-            ask_restart=partial(primary.ask_restart, stamp),
-            point=node.point if node.injects else None,
             recording=Recording(replica, stamp) if node.settings.strict else None,
             turns=self._turns if several else None,
         )
         primary.attempts.begin(attempt)
-        self._next = stamp.epoch + 1
+        self._next = following.epoch
         if several:
             self._room.set()  # for the lane of that one
-        if node.injects:
+        if injects:
             await node.point("compose", self._task, stamp.epoch)
         await attempt.run()
         if attempt.recording is not None:
             await self._replay(attempt.recording, stamp)
-        await attempt.turn("snapshot")
-        if node.injects:
+        if several:
+            await attempt.turn("snapshot")
+        if injects:
             await node.point("snapshot", self._task, stamp.epoch)
         previous, replica.previous = replica.previous, dict(attempt.numbers)
         rows: Rows | None = {}
         if self._task == 0:
-            if node.spec.checkpoint is not None:
+            if self._checkpoints:
                 await self._checkpoint(stamp, previous)
             rows = None if self._dones else node.roles.rows_now(self._task, stamp, previous)
         primary.stage, replica.actor.stamp = "snapshot", stamp
@@ -227,26 +229,25 @@ class Lanes:
         self._epoch_bytes = attempt.put_bytes + attempt.inbound.taken_bytes
         self._finishing |= attempt.finishing
         primary.stage = ""
-        worked = Worked(attempt, value, previous, rows)
         later = replica.device is not None and (type(value) is EncodedOnDevice or bool(self._dones))
         if rows is not None and not later:
-            return await self._be_done(worked, rows)
-        self._dones.add(worked)
-        self._snapshotted(stamp)
+            return await self._be_done(attempt, following, value, previous, rows)
+        self._dones.add(Worked(attempt, following, value, previous, rows))
+        self._snapshotted(stamp.epoch)
         goes_on = self._goes_on_after(attempt)
         if not goes_on:
             await self._dones.all()
         return goes_on
 
-    def _snapshotted(self, stamp: Stamp) -> None:
+    def _snapshotted(self, epoch: int) -> None:
         """The next epoch may change the state."""
-        self._turns.passed(stamp.epoch)
-        if self._count > 1:
+        self._turns.passed(epoch)
+        if self._several:
             self._room.set()  # there is memory for another one, perhaps
 
     def _goes_on_after(self, attempt: Attempt) -> bool:
         """Whether the task goes on before that attempt is committed."""
-        return not attempt.cancelled and self._may_begin(Stamp(attempt.attempt, self._next))
+        return not attempt.cancelled and self._may_begin(self._next)
 
     async def _finish(self, worked: Worked) -> None:
         """Brings an epoch to its done whose boundary was not whole when it was made.
@@ -264,50 +265,52 @@ class Lanes:
                 value = await replica.with_rows(value, {attempt.number - 1: rows} if rows else {})
         finally:
             self.lacking = ""
-        await self._be_done(dataclasses.replace(worked, value=value), rows)
+        await self._be_done(attempt, worked.following, value, worked.previous, rows)
 
-    async def _be_done(self, worked: Worked, rows: Rows) -> bool:
+    async def _be_done(
+        self, attempt: Attempt, following: Stamp, value: Encoded, previous: dict[str, float], rows: Rows
+    ) -> bool:
         """The boundary is complete: it is held by all it needs, and the leader is told.
 
         Returns what it is told: whether the task goes on before the epoch is committed.
         """
         primary, node = self._primary, self._node
-        attempt, value, stamp = worked.attempt, worked.value, worked.attempt.stamp
-        log = {stamp.epoch - 1: rows} if rows else {}
-        boundary = Boundary(Stamp(stamp.attempt, stamp.epoch + 1), self._term, value, log)
+        stamp, epoch, ledger = attempt.stamp, attempt.number, attempt.ledger
+        boundary = Boundary(following, self._term, value, {epoch - 1: rows} if rows else {})
         self._replica.boundaries.hold(boundary, committed=False)
-        primary.backups.pending(boundary)
-        if self._turns.at == stamp.epoch:
-            self._snapshotted(stamp)
+        shared = primary.backups.pending(boundary)
+        if self._turns.at == epoch:
+            self._snapshotted(epoch)
         at = node.keeper.view.epoch
-        admit_wait_s = node.settings.admit_wait_s if at is not None and stamp.epoch == at.record.base else 0.0
+        admit_wait_s = node.settings.admit_wait_s if at is not None and epoch == at.record.base else 0.0
         holding = self._tracing.on and clock()
-        await primary.backups.held(boundary.key, admit_wait_s=admit_wait_s)
+        if shared or admit_wait_s:
+            await primary.backups.held(boundary.key, admit_wait_s=admit_wait_s)
         if holding:
             held, size = clock(), value.size_bytes
             self._tracing.keep(("held by backups", "", "", holding, held, self._task, stamp, self._term, size))
         if node.paused:
             await node.while_paused()
         if node.injects:
-            await node.point("done", self._task, stamp.epoch)
-        await self._told.wait(stamp.epoch)
-        ahead = self._goes_on_after(attempt)
-        primary.report(
-            Report(
-                stamp,
-                self._task,
-                self._term,
-                done=True,
-                version=0,
-                sent=attempt.ledger.sent_sum,
-                received=attempt.ledger.received_sum,
-                finish=attempt.finishing,
-                numbers=attempt.numbers,
-                previous=worked.previous,
-                ahead=ahead,
-            )
+            await node.point("done", self._task, epoch)
+        if self._told.at != epoch:
+            await self._told.wait(epoch)
+        ahead = not attempt.cancelled and self._may_begin(self._next)
+        report = Report(
+            stamp,
+            self._task,
+            self._term,
+            True,
+            0,
+            ledger.sent_sum,
+            ledger.received_sum,
+            attempt.finishing,
+            attempt.numbers,
+            previous,
+            ahead,
         )
-        self._told.passed(stamp.epoch)
+        primary.reporter.set(report)
+        self._told.passed(epoch)
         self._told_at = self._tracing.on and clock()
         return ahead
 

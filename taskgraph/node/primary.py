@@ -70,7 +70,7 @@ class Primary:
         self._lanes: Lanes | None = None  # of the attempt at work
         self._began = node.now()
         self._moving: asyncio.Future[None] | None = None
-        self._reporter = Reporter(node, at_once=replica.task == 0)
+        self.reporter = Reporter(node, at_once=replica.task == 0)
         self._restart_asked: set[tuple[Stamp, str]] = set()
         self._group: asyncio.TaskGroup | None = None
         self.stage = "setup"
@@ -86,7 +86,7 @@ class Primary:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 group.create_task(self.backups.run(), name=f"backups of task {self.task}")
-                group.create_task(self._reporter.run(), name=f"reports of task {self.task}")
+                group.create_task(self.reporter.run(), name=f"reports of task {self.task}")
                 if self.node.spec.checkpoint is not None:
                     group.create_task(self.writer.write(), name=f"checkpoints of task {self.task}")
                     group.create_task(self.writer.tell(), name=f"checkpoints of task {self.task}, told")
@@ -211,7 +211,7 @@ class Primary:
             finally:
                 await lanes.end()  # also where this is cancelled once more
             self._lanes = None
-            self._reporter.forget()
+            self.reporter.forget()
             if not work.cancelled() and isinstance(stuck := work.exception(), StuckError):
                 raise stuck
             if lanes.stuck is not None and self._counts():
@@ -283,7 +283,7 @@ class Primary:
             self.backups.drop_pending()
             self.stage = "restore"
             await replica.restore(committed.value)
-        self._reporter.forget(before=now.epoch)
+        self.reporter.forget(before=now.epoch)
         self.attempts.drop_before(now.epoch)
         self.backups.committed(committed)
         if now.epoch > stamp.epoch:
@@ -405,7 +405,7 @@ class Primary:
     # -- reports to the leader --------------------------------------------------------------------
 
     def report_idle(self, stamp: Stamp, idle: Idle) -> None:
-        self.report(
+        self.reporter.set(
             Report(
                 stamp,
                 self.task,
@@ -417,9 +417,6 @@ class Primary:
                 previous=self.replica.previous,
             )
         )
-
-    def report(self, report: Report) -> None:
-        self._reporter.set(report)
 
     async def _tell(self, request: RequestRestart) -> None:
         await self.node.router.to_primary(0, lambda: request, timeout_s=self.node.settings.call_s)

@@ -15,53 +15,43 @@ class Quiet:
     said that it was idle refuses. Lives on the event loop; the attempt alone waits for it, in one place at a time.
     """
 
-    __slots__ = (
-        "_busy",
-        "_holds",
-        "_sealed",
-        "_told",
-        "_waiter",
-        "closed",
-        "version",
-    )
-
-    def __init__(self) -> None:
-        self.version = 0
-        self.closed = False
-        """The task takes no message of this epoch any more."""
-        self._busy = 0
-        self._holds: dict[int, str] = {}
-        self._told = False
-        self._sealed = False
-        self._waiter: asyncio.Future[None] | None = None
+    # One is made for every epoch, and hardly any is told anything: what has not changed is that of the class.
+    version = 0
+    closed = False
+    """The task takes no message of this epoch any more."""
+    busy = 0
+    """How much runs that keeps the task from being idle."""
+    held: dict[int, str] | None = None
+    """Why user code keeps the epoch open, by the mark of each hold, oldest first; None: it never did."""
+    _told = False
+    _sealed = False
+    _waiter: asyncio.Future[None] | None = None
 
     @property
     def holds(self) -> tuple[str, ...]:
         """Why user code keeps the epoch open, oldest first."""
-        return tuple(self._holds.values())
-
-    @property
-    def calm(self) -> bool:
-        """Whether nothing runs and nothing is held; either may begin again."""
-        return not self._holds and not self._busy
+        return tuple(self.held.values()) if self.held else ()
 
     def busier(self) -> None:
         """Something began that keeps the task from being idle; `calmer` follows."""
-        self._busy += 1
+        self.busy += 1
         self._moved()
 
     def calmer(self) -> None:
-        self._busy -= 1
-        if not self._busy:
+        self.busy -= 1
+        if not self.busy:
             self._wake()
 
     def hold(self, mark: int, why: str) -> None:
-        self._holds[mark] = why
+        if self.held is None:
+            self.held = {}
+        self.held[mark] = why
         self._moved()
 
     def release(self, mark: int) -> None:
-        self._holds.pop(mark, None)
-        if not self._holds:
+        if self.held is not None:
+            self.held.pop(mark, None)
+        if not self.held:
             self._wake()
 
     def _moved(self) -> None:
@@ -78,7 +68,7 @@ class Quiet:
 
     async def until_calm(self) -> None:
         """Returns when nothing runs and nothing is held; either may begin again."""
-        while not self.calm:
+        while self.busy or self.held:
             await self._until_woken()
 
     async def until_sealed(self, on_idle: Callable[[int], None]) -> None:

@@ -79,7 +79,10 @@ class Replica:
         self.graph: Graph | None = None
         """What it composed last, if it may compose the same again."""
         self._xp = xp
-        self._built: tuple[Task, TaskShape] | None = None
+        self.user_task: Task
+        """The user's object; there is one after `build`, and its shape."""
+        self.shape: TaskShape
+        self._built = False
         self._building = asyncio.Lock()
         self._set_up: asyncio.Task[None] | None = None
         self.given: list[Given] = []  # views on a device's memory that its code may have, in strict mode
@@ -112,23 +115,13 @@ class Replica:
         """A replica of the same task with an object of its own."""
         return Replica(self.task, self.job, self.router, self.threads, xp=self._xp, device=self.device)
 
-    @property
-    def user_task(self) -> Task:
-        """The user's object; there is one after `build`."""
-        assert self._built is not None
-        return self._built[0]
-
-    @property
-    def shape(self) -> TaskShape:
-        assert self._built is not None
-        return self._built[1]
-
     async def build(self) -> None:
         """Calls the task builder, once."""
         async with self._building:
-            if self._built is None:
+            if not self._built:
                 task = await self.actor.call("task builder", self._build)
-                self._built = (task, shape_of(type(task)))
+                self.shape, self.user_task = shape_of(type(task)), task
+                self._built = True
 
     def _build(self) -> Task:
         task = self.job.build(self.task)
@@ -170,8 +163,7 @@ class Replica:
         Args:
             stays: what is on a device is only copied there; `hosted` makes a boundary of it.
         """
-        assert self._built is not None
-        task, shape = self._built
+        task, shape = self.user_task, self.shape
 
         def take() -> Encoded:
             # Encoded before anything else of the task runs: the snapshot may be the task's own arrays.

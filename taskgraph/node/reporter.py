@@ -44,38 +44,33 @@ class Reporter:
 
     def set(self, report: Report) -> None:
         """This is what the leader has to know of the report's epoch."""
-        epoch = report.stamp.epoch
+        epoch, gathered, view = report.stamp.epoch, self._gathered, self._node.keeper.view
         if (before := self._reports.get(epoch)) is not None:
             before.forget()
         told = self._reports[epoch] = _Told(report)
-        self._gathered.append(told)
-        if len(self._gathered) >= self._enough or not self._may_wait(report):
+        gathered.append(told)
+        at, leader = view.stamp, view.primaries.get(0)
+        # Nobody waits for it where the task goes on, and so does the job, without this epoch's commit.
+        urgent = not report.ahead or report.finish or at is None or report.stamp <= at
+        if urgent or len(gathered) >= self._enough:
             self._send()
             return
-        told.leader = self._leader
+        told.leader = leader.mod_revision if leader is not None else 0
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._gather_s, self._send)
 
     def forget(self, before: int | None = None) -> None:
         """There is nothing to tell any more of epochs before that one; None: of any."""
         for epoch in [epoch for epoch in self._reports if before is None or epoch < before]:
-            self._reports.pop(epoch).forget()
+            told = self._reports.pop(epoch)
+            if told.way is not None:
+                told.forget()
         if self._gathered:
             self._gathered = [told for told in self._gathered if told.report.stamp.epoch in self._reports]
             if not self._gathered:
                 self._stop_timer()
             elif before is not None and self._gathered[0].report.stamp.epoch <= before:
                 self._send()  # its epoch is the one at work now
-
-    def _may_wait(self, report: Report) -> bool:
-        """Whether nobody waits for it: the task goes on, and so does the job, without this epoch's commit."""
-        at = self._node.keeper.view.stamp
-        return report.ahead and not report.finish and at is not None and report.stamp > at
-
-    @property
-    def _leader(self) -> int:
-        leader = self._node.keeper.view.primaries.get(0)
-        return leader.mod_revision if leader is not None else 0
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -84,7 +79,8 @@ class Reporter:
 
     def _send(self) -> None:
         """Sends what was gathered; what cannot be sent from here is left to `run`."""
-        self._stop_timer()
+        if self._timer is not None:
+            self._stop_timer()
         gathered, self._gathered = self._gathered, []
         if not self._begin(gathered):
             for told in gathered:
@@ -92,10 +88,10 @@ class Reporter:
             self._look.set()
 
     def _begin(self, gathered: list[_Told]) -> bool:
-        leader = self._leader
-        if not leader or self._node.paused:
+        known = self._node.keeper.view.primaries.get(0)
+        if known is None or self._node.paused:
             return False
-        since = self._node.tracing.on and clock()
+        leader, since = known.mod_revision, self._node.tracing.on and clock()
         reply = self._node.router.begin(0, _message(gathered), quiet=True)
         if reply is None:
             return False

@@ -20,13 +20,13 @@ class Wishes:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._wishes: dict[int, Wish] = {}
+        self.by_task: dict[int, Wish] = {}
         self.revision = -1
         """The structure's revision they were computed from."""
         self._told_nodes = -1
 
     def of(self, task: int) -> Wish | None:
-        return self._wishes.get(task)
+        return self.by_task.get(task)
 
     def may_start(self) -> bool:
         """A job begins when enough nodes are there: `min_nodes`, and those its launcher started, for a while."""
@@ -58,4 +58,4 @@ class Wishes:
         }
         named = {n for h in holdings.values() for n in (h.primary, *h.members) if n is not None}
         keep = frozenset(n for n in named if n not in live and n not in view.gone)
-        self._wishes = place(seats, job.tasks, job.backups, holdings, job.needs_device, keep)
+        self.by_task = place(seats, job.tasks, job.backups, holdings, job.needs_device, keep)

@@ -34,12 +34,19 @@ class Boundary:
     stamp: Stamp
     term: int
     value: Encoded
-    log: Mapping[int, Mapping[int, Mapping[str, float]]] | None = field(default=None, compare=False, repr=False)
-    key: tuple[int, int, int] = field(init=False, compare=False, repr=False)
+    log: Mapping[int, Mapping[int, Mapping[str, float]]] | None = field(compare=False, repr=False)
+    key: tuple[int, int, int] = field(compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        attempt, epoch = self.stamp
-        object.__setattr__(self, "key", (epoch, attempt, self.term))  # once: it is asked for many times an epoch
+    def __init__(
+        self,
+        stamp: Stamp,
+        term: int,
+        value: Encoded,
+        log: Mapping[int, Mapping[int, Mapping[str, float]]] | None = None,
+    ) -> None:
+        self.stamp, self.term, self.value, self.log = stamp, term, value, log  # type: ignore[misc]
+        attempt, epoch = stamp
+        self.key = (epoch, attempt, term)  # type: ignore[misc]  # once: it is asked for many times an epoch
 
 
 class Boundaries:

@@ -61,12 +61,15 @@ class InSync:
         """Boundaries a member must hold: the committed one and the pending ones."""
         return tuple(self._current)
 
-    def add(self, key: Key) -> None:
-        """A boundary more to hold."""
-        if key not in self._current:
-            self._current.append(key)
-            if len(self._current) > 1 and key < self._current[-2]:
-                self._current.sort()
+    def add(self, key: Key) -> bool:
+        """A boundary more to hold. Returns whether there is anybody besides the primary; see `alone`."""
+        current = self._current
+        if not current or key > current[-1]:
+            current.append(key)
+        elif key not in current:
+            current.append(key)
+            current.sort()
+        return bool(self._place)
 
     def keep_from(self, epoch: int) -> None:
         """`epoch` was read as committed: boundaries below it are history."""

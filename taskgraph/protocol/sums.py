@@ -117,7 +117,8 @@ class Ledger:
         if known is not None:
             return _counted(True, key, known, digest)
         self._sent[key] = digest
-        self.sent_sum = (self.sent_sum + identity(kind, sender, receiver, name, digest)) & _MASK
+        header = (_known_header if kind == "item" else _header)(kind, sender, receiver, name)  # as `identity`
+        self.sent_sum = (self.sent_sum + xxh3_128_intdigest(header + digest)) & _MASK
         return True
 
     def received(self, kind: str, sender: int, receiver: int, name: str, digest: bytes) -> bool:
@@ -131,7 +132,8 @@ class Ledger:
         if known is not None:
             return _counted(False, key, known, digest)
         self._received[key] = digest
-        self.received_sum = (self.received_sum + identity(kind, sender, receiver, name, digest)) & _MASK
+        header = (_known_header if kind == "item" else _header)(kind, sender, receiver, name)  # as `identity`
+        self.received_sum = (self.received_sum + xxh3_128_intdigest(header + digest)) & _MASK
         return True
 
     def has_received(self, kind: str, sender: int, receiver: int, name: str) -> bool:

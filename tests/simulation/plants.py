@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -66,6 +67,16 @@ def _changed(patch: pytest.MonkeyPatch, owner: Any, name: str, change: Callable[
     patch.setattr(owner, name, changed)
 
 
+def _reported(patch: pytest.MonkeyPatch, change: Callable[..., None]) -> None:
+    """`change(original, primary, report)` for every report of a primary to the leader."""
+
+    def init(original: Any, self: Primary, *args: Any) -> None:
+        original(self, *args)
+        self.reporter.set = partial(change, self.reporter.set, self)  # type: ignore[method-assign]
+
+    _changed(patch, Primary, "__init__", init)
+
+
 # -- commits ----------------------------------------------------------------------------------------
 
 
@@ -110,17 +121,17 @@ def digests_are_reported_only_for_producers_whose_term_changed(patch: pytest.Mon
     """Of the others a consumer says nothing, and the leader finds nothing wrong with that."""
     said: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
 
-    def set_report(original: Any, self: Primary, report: Report) -> None:
-        attempt = self.attempts.of(report.stamp)
+    def set_report(original: Any, primary: Primary, report: Report) -> None:
+        attempt = primary.attempts.of(report.stamp)
         assert attempt is not None
-        view = self.node.keeper.view
+        view = primary.node.keeper.view
         began = view.epoch.mod_revision if view.epoch else 0
         changed = {t for t, p in view.primaries.items() if p.mod_revision > began and p.record.term > 1}
         entries = attempt.ledger.entries()
         taken = [e for e in entries if not e.sent and (e.kind != "item" or e.sender in changed)]
         put = {(e.kind, e.sender, e.receiver, e.name): e.digest for e in entries if e.sent}
         said[(report.stamp, report.task, report.term, report.version, report.done)] = (put, taken)
-        original(self, report)
+        original(report)
 
     def decide(original: Any, self: Leader, view: Any, *, settled: bool = False) -> Any:
         every = self._reports
@@ -137,7 +148,7 @@ def digests_are_reported_only_for_producers_whose_term_changed(patch: pytest.Mon
         finally:
             self._reports = every
 
-    _changed(patch, Primary, "report", set_report)
+    _reported(patch, set_report)
     _changed(patch, Leader, "decide", decide)
 
 
@@ -532,13 +543,13 @@ def a_flag_that_is_sent_again_runs_again(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def items_are_dropped_when_the_task_is_done(patch: pytest.MonkeyPatch) -> None:
-    def set_report(original: Any, self: Primary, report: Report) -> None:
-        original(self, report)
-        attempt = self.attempts.of(report.stamp)
+    def set_report(original: Any, primary: Primary, report: Report) -> None:
+        original(report)
+        attempt = primary.attempts.of(report.stamp)
         if report.done and attempt is not None:
             attempt.out.drop()
 
-    _changed(patch, Primary, "report", set_report)
+    _reported(patch, set_report)
 
 
 @plant
@@ -595,7 +606,7 @@ def an_item_is_given_at_once_whatever_epoch_is_asked_for(patch: pytest.MonkeyPat
     def item(self: Serving, pull: Any) -> Any:
         primary = self._node.roles.primaries.get(pull.task)
         attempt = primary.attempt if primary is not None else None
-        if attempt is None or attempt.cancelled:
+        if attempt is None or attempt.cancelled or not attempt.composed:
             return None
         reply = attempt.out.ask(pull)
         return dataclasses.replace(reply, stamp=pull.stamp) if isinstance(reply, Item) else reply

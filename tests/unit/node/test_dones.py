@@ -10,10 +10,11 @@ import pytest
 
 from taskgraph.node.actor import StuckError
 from taskgraph.node.dones import Dones, Worked
+from taskgraph.protocol.messages import Stamp
 
 
 def worked(number: int) -> Worked:
-    return Worked(SimpleNamespace(number=number), None, {})  # type: ignore[arg-type]
+    return Worked(SimpleNamespace(number=number), Stamp(0, number + 1), None, {})  # type: ignore[arg-type]
 
 
 class Finishing:

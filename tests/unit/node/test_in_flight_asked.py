@@ -18,7 +18,7 @@ from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node import lastwords
 from taskgraph.node.attempts import Attempts
 from taskgraph.node.items import Items
-from taskgraph.node.primary import Primary
+from taskgraph.node.reporter import Reporter
 from taskgraph.protocol.messages import Item, Pull, Reason, Refusal, Report, Stamp
 from taskgraph.protocol.records import Ran
 from taskgraph.transport.api import Coming
@@ -33,14 +33,14 @@ __all__ = ["early"]
 def dones(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
     """task -> the epochs that its primary reported done, as it did."""
     found: dict[int, list[int]] = {0: [], 1: []}
-    tell = Primary.report
+    tell = Reporter.set
 
-    def report(primary: Primary, report: Report) -> None:
+    def report(reporter: Reporter, report: Report) -> None:
         if report.done:
             found[report.task].append(report.stamp.epoch)
-        tell(primary, report)
+        tell(reporter, report)
 
-    monkeypatch.setattr(Primary, "report", report)
+    monkeypatch.setattr(Reporter, "set", report)
     return found
 
 
@@ -155,8 +155,7 @@ class View:
 def attempt(epoch: int, *, attempt: int = 1, put: bool = False) -> Any:
     """One that can say what it offers: 'x' to task 1."""
     stamp = Stamp(attempt, epoch)
-    out = Items(stamp, 1)
-    out.open([("x", 1)])
+    out = Items(stamp, 1, [("x", 1)])
     if put:
         out.put("x", 1, encode(epoch))
     return SimpleNamespace(stamp=stamp, out=out, composed=True, drop=out.drop, put_bytes=0)

@@ -158,8 +158,7 @@ def pull(sender: int = 1, tag: str = "x") -> Pull:
 
 
 async def test_an_item_is_given_to_all_who_wait_and_to_all_who_come_later() -> None:
-    items = Items(Stamp(2, 5), 3)
-    items.open([("x", 1), ("x", 2)])
+    items = Items(Stamp(2, 5), 3, [("x", 1), ("x", 2)])
     heard: list[Any] = []
     early = [items.ask(pull()), items.ask(pull())]
     for number, coming in enumerate(early):
@@ -173,8 +172,7 @@ async def test_an_item_is_given_to_all_who_wait_and_to_all_who_come_later() -> N
 
 
 async def test_who_asks_for_what_is_not_offered_hears_what_is() -> None:
-    items = Items(Stamp(2, 5), 3)
-    items.open([("x", 1), ("y", 2)])
+    items = Items(Stamp(2, 5), 3, [("x", 1), ("y", 2)])
     items.put("x", 1, VALUE)
     refusal = items.ask(pull(tag="z"))
     assert isinstance(refusal, Refusal) and refusal.reason == Reason.NOT_OFFERED
@@ -183,8 +181,7 @@ async def test_who_asks_for_what_is_not_offered_hears_what_is() -> None:
 
 
 async def test_items_that_are_dropped_are_promised_to_nobody() -> None:
-    items = Items(Stamp(2, 5), 3)
-    items.open([("x", 1), ("x", 2)])
+    items = Items(Stamp(2, 5), 3, [("x", 1), ("x", 2)])
     items.put("x", 2, VALUE)
     waiting = items.ask(pull())
     assert isinstance(waiting, Coming)
