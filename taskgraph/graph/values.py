@@ -251,9 +251,10 @@ def digesting(meta: bytes, sizes: Sequence[int]) -> digests.Streaming:
 
 def verify(encoded: Encoded) -> bool:
     """Whether the bytes are those the digest was taken of."""
-    if not encoded.buffers and encoded.meta.endswith(_NOTHING_ON_DEVICE):  # as most items are: `digest_of`, in one call
-        return digests.without_buffers(memoryview(encoded.meta)[:-4]) == encoded.digest
-    return digest_of(encoded.meta, encoded.buffers) == encoded.digest
+    meta = encoded.meta
+    if not encoded.buffers and meta.endswith(_NOTHING_ON_DEVICE):  # `digest_of`, for what most values are
+        return digests.without_buffers(memoryview(meta)[:-4]) == encoded.digest
+    return digest_of(meta, encoded.buffers) == encoded.digest
 
 
 def _on_device(meta: bytes, at: int) -> frozenset[int]:

@@ -10,7 +10,8 @@ as the object it is.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import Final, NamedTuple
 
 from taskgraph.errors import DecodeError
 from taskgraph.protocol.frozen import frozen
@@ -40,6 +41,7 @@ __all__ = [
     "Wait",
     "Waits",
     "WaitsPage",
+    "stamp_of",
 ]
 
 
@@ -48,6 +50,10 @@ class Stamp(NamedTuple):
 
     attempt: int
     epoch: int
+
+
+stamp_of: Final = partial(tuple.__new__, Stamp)
+"""The stamp of an (attempt, epoch). For what makes many: a named tuple's own constructor is a Python function."""
 
 
 @frozen

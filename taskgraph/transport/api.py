@@ -61,7 +61,9 @@ class Coming:
         if self.done:
             return
         self.reply = reply
-        self._end()
+        self.done = True
+        if self.over is not None:
+            self.over()
         if self._listener is not None:
             self._listener(self._number, reply)
 
@@ -69,12 +71,9 @@ class Coming:
         """Nobody wants it any more."""
         if not self.done:
             self._listener = None
-            self._end()
-
-    def _end(self) -> None:
-        self.done = True
-        if self.over is not None:
-            self.over()
+            self.done = True
+            if self.over is not None:
+                self.over()
 
     def listen(self, listener: Callable[[int, Reply], object], number: int = 0) -> None:
         """Calls `listener(number, reply)` once there is one, and at once where there is. It must not raise."""

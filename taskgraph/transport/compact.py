@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Final
 
 from taskgraph.errors import DecodeError
-from taskgraph.protocol.messages import Accepted, Encoded, Item, Message, Offer, Pull, Report, Reports, Stamp
+from taskgraph.protocol.messages import Accepted, Encoded, Item, Message, Offer, Pull, Report, Reports, stamp_of
 
-__all__ = ["MARK", "PACK", "unpack"]
+__all__ = ["MARK", "PACK", "UNPACK", "pack_item", "unpack"]
 
 MARK = 0
 """The first byte of a compact header."""
@@ -40,14 +40,13 @@ def unpack(data: bytes, meta: bytes = b"") -> tuple[Message, Encoded | None]:
     Raises:
         DecodeError: not a header that one of `PACK` makes.
     """
-    kind = data[1] if data[1:] else 0
-    if kind not in _UNPACK:
-        raise DecodeError(f"a compact header of unknown kind {kind}")
+    read = UNPACK.get(data[:2])
+    if read is None:
+        raise DecodeError(f"a compact header of unknown kind {data[1:2].hex()}")
     try:
-        message = _UNPACK[kind](data, meta)
+        return read(data, meta)
     except (struct.error, UnicodeDecodeError) as error:
-        raise DecodeError(f"a compact header of kind {kind} that cannot be read: {error}") from None
-    return message, message.value if type(message) in _WITH_VALUE else None  # type: ignore[union-attr]
+        raise DecodeError(f"a compact header of kind {data[1]} that cannot be read: {error}") from None
 
 
 def _pack_pull(message: Pull) -> bytes:
@@ -55,19 +54,22 @@ def _pack_pull(message: Pull) -> bytes:
     return _PULL_HEAD.pack(MARK, _PULL, attempt, epoch, *whose, message.count) + message.tag.encode()
 
 
-def _unpack_pull(data: bytes, _: bytes) -> Pull:
+def _unpack_pull(data: bytes, _: bytes) -> tuple[Pull, None]:
     _, _, attempt, epoch, sender, sender_term, task, count = _PULL_HEAD.unpack_from(data)
-    return Pull(Stamp(attempt, epoch), sender, sender_term, task, data[_PULL_HEAD.size :].decode(), count)
+    tag = data[_PULL_HEAD.size :].decode()
+    return Pull(stamp_of((attempt, epoch)), sender, sender_term, task, tag, count), None
 
 
-def _pack_item(message: Item) -> bytes:
+def pack_item(message: Item) -> bytes:
+    """The header of an item; raises `struct.error` where something does not fit."""
     (attempt, epoch), tag = message.stamp, message.tag.encode()
     return _ITEM_HEAD.pack(MARK, _ITEM, attempt, epoch, message.term, message.value.digest) + tag
 
 
-def _unpack_item(data: bytes, meta: bytes) -> Item:
+def _unpack_item(data: bytes, meta: bytes) -> tuple[Item, Encoded]:
     _, _, attempt, epoch, term, digest = _ITEM_HEAD.unpack_from(data)
-    return Item(Stamp(attempt, epoch), term, data[_ITEM_HEAD.size :].decode(), Encoded(meta, (), digest))
+    value = Encoded(meta, (), digest)
+    return Item(stamp_of((attempt, epoch)), term, data[_ITEM_HEAD.size :].decode(), value), value
 
 
 def _pack_report(message: Report) -> bytes:
@@ -88,58 +90,54 @@ def _pack_report(message: Report) -> bytes:
     return head + named
 
 
-def _unpack_report(data: bytes, _: bytes) -> Report:
-    report, end = _read_report(data, 0)
-    _ends(data, end)
-    return report
+def _unpack_report(data: bytes, _: bytes) -> tuple[Report, None]:
+    reports = _read_reports(data, 0)
+    if len(reports) != 1:
+        raise DecodeError(f"{len(reports)} reports in place of one")
+    return reports[0], None
 
 
 def _pack_reports(message: Reports) -> bytes:
     return _REPORTS_HEAD.pack(MARK, _REPORTS) + b"".join(map(_pack_report, message.reports))
 
 
-def _unpack_reports(data: bytes, _: bytes) -> Reports:
-    reports, end = [], _REPORTS_HEAD.size
-    while end < len(data):
-        report, end = _read_report(data, end)
+def _unpack_reports(data: bytes, _: bytes) -> tuple[Reports, None]:
+    return Reports(tuple(_read_reports(data, _REPORTS_HEAD.size))), None
+
+
+def _read_reports(data: bytes, at: int) -> list[Report]:
+    """The reports that lie one behind the other from there on, up to the end."""
+    reports = []
+    while at < len(data):
+        mark, kind, attempt, epoch, task, term, flags, version, sent, received = _REPORT_HEAD.unpack_from(data, at)
+        at += _REPORT_HEAD.size
+        if mark != MARK or kind != _REPORT:
+            raise DecodeError(f"something of kind {kind} among reports")
+        if flags & ~(_DONE | _FINISH | _NUMBERS | _PREVIOUS | _NAMED | _NAMED_PREVIOUS | _AHEAD):
+            raise DecodeError(f"a report with unknown flags {flags}")
+        numbers: dict[str, float] | None = {} if flags & _NUMBERS else None
+        previous: dict[str, float] | None = {} if flags & _PREVIOUS else None
+        if flags & _NAMED:
+            at = _unpack_numbers(data, at, numbers)
+        if flags & _NAMED_PREVIOUS:
+            at = _unpack_numbers(data, at, previous)
+        report = Report(
+            stamp_of((attempt, epoch)),
+            task,
+            term,
+            flags & _DONE != 0,
+            version,
+            int.from_bytes(sent, "big"),
+            int.from_bytes(received, "big"),
+            flags & _FINISH != 0,
+            numbers,
+            previous,
+            flags & _AHEAD != 0,
+        )
         reports.append(report)
-    _ends(data, end)
-    return Reports(tuple(reports))
-
-
-def _ends(data: bytes, end: int) -> None:
-    if len(data) != end:
-        raise DecodeError(f"reports in {len(data)} bytes; they have {end}")
-
-
-def _read_report(data: bytes, start: int) -> tuple[Report, int]:
-    """The report that begins at `start`, and where it ends."""
-    mark, kind, attempt, epoch, task, term, flags, version, sent, received = _REPORT_HEAD.unpack_from(data, start)
-    if mark != MARK or kind != _REPORT:
-        raise DecodeError(f"something of kind {kind} among reports")
-    numbers: dict[str, float] | None = {} if flags & _NUMBERS else None
-    previous: dict[str, float] | None = {} if flags & _PREVIOUS else None
-    if flags & ~(_DONE | _FINISH | _NUMBERS | _PREVIOUS | _NAMED | _NAMED_PREVIOUS | _AHEAD):
-        raise DecodeError(f"a report with unknown flags {flags}")
-    end = start + _REPORT_HEAD.size
-    if flags & _NAMED:
-        end = _unpack_numbers(data, end, numbers)
-    if flags & _NAMED_PREVIOUS:
-        end = _unpack_numbers(data, end, previous)
-    report = Report(
-        Stamp(attempt, epoch),
-        task,
-        term,
-        done=bool(flags & _DONE),
-        version=version,
-        sent=int.from_bytes(sent, "big"),
-        received=int.from_bytes(received, "big"),
-        finish=bool(flags & _FINISH),
-        numbers=numbers,
-        previous=previous,
-        ahead=bool(flags & _AHEAD),
-    )
-    return report, end
+    if at != len(data):
+        raise DecodeError(f"reports in {len(data)} bytes; they have {at}")
+    return reports
 
 
 def _pack_numbers(numbers: dict[str, float]) -> bytes:
@@ -170,9 +168,8 @@ def _pack_accepted(message: Accepted) -> bytes:
     return _ACCEPTED_HEAD.pack(MARK, _ACCEPTED, message.term)
 
 
-def _unpack_accepted(data: bytes, _: bytes) -> Accepted:
-    _exactly(data, _ACCEPTED_HEAD)
-    return Accepted(_ACCEPTED_HEAD.unpack(data)[2])
+def _unpack_accepted(data: bytes, _: bytes) -> tuple[Accepted, None]:
+    return Accepted(_ACCEPTED_HEAD.unpack(data)[2]), None
 
 
 def _pack_offer(message: Offer) -> bytes:
@@ -183,23 +180,18 @@ def _pack_offer(message: Offer) -> bytes:
     return _OFFER_HEAD.pack(MARK, _OFFER, attempt, epoch, *whose, message.value.digest)
 
 
-def _unpack_offer(data: bytes, meta: bytes) -> Offer:
-    _exactly(data, _OFFER_HEAD)
+def _unpack_offer(data: bytes, meta: bytes) -> tuple[Offer, Encoded]:
     _, _, attempt, epoch, term, task, flags, invitation, digest = _OFFER_HEAD.unpack(data)
     if flags & ~(_COMMITTED | _CANDIDATE):
         raise DecodeError(f"an offer with unknown flags {flags}")
     committed, candidate = bool(flags & _COMMITTED), bool(flags & _CANDIDATE)
-    return Offer(Stamp(attempt, epoch), term, task, committed, candidate, invitation, Encoded(meta, (), digest))
-
-
-def _exactly(data: bytes, head: struct.Struct) -> None:
-    if len(data) != head.size:
-        raise DecodeError(f"a compact header of {len(data)} bytes; that kind has {head.size}")
+    value = Encoded(meta, (), digest)
+    return Offer(stamp_of((attempt, epoch)), term, task, committed, candidate, invitation, value), value
 
 
 PACK: Final[dict[type, Callable[..., bytes]]] = {
     Pull: _pack_pull,
-    Item: _pack_item,
+    Item: pack_item,
     Report: _pack_report,
     Reports: _pack_reports,
     Accepted: _pack_accepted,
@@ -207,13 +199,12 @@ PACK: Final[dict[type, Callable[..., bytes]]] = {
 }
 """What makes the header of a message of that class; it raises `struct.error` where something does not fit."""
 
-_UNPACK: dict[int, Callable[[bytes, bytes], Message]] = {
-    _PULL: _unpack_pull,
-    _ITEM: _unpack_item,
-    _REPORT: _unpack_report,
-    _REPORTS: _unpack_reports,
-    _ACCEPTED: _unpack_accepted,
-    _OFFER: _unpack_offer,
+UNPACK: Final[dict[bytes, Callable[[bytes, bytes], tuple[Message, Encoded | None]]]] = {
+    bytes((MARK, _PULL)): _unpack_pull,
+    bytes((MARK, _ITEM)): _unpack_item,
+    bytes((MARK, _REPORT)): _unpack_report,
+    bytes((MARK, _REPORTS)): _unpack_reports,
+    bytes((MARK, _ACCEPTED)): _unpack_accepted,
+    bytes((MARK, _OFFER)): _unpack_offer,
 }
-
-_WITH_VALUE: Final = frozenset({Item, Offer})
+"""By the first two bytes of a header, what reads it. It raises `struct.error` and `UnicodeDecodeError`, too."""

@@ -12,13 +12,24 @@ loop): a peer that reads slowly costs this process one chunk of buffer, besides 
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
 from taskgraph.device.staging import EncodedInPart, HostCopy
 from taskgraph.protocol.messages import Encoded
-from taskgraph.transport.frames import CHUNK_BYTES, INLINE_BYTES, LENT, Head, Kind, pack_frame, pack_whole
+from taskgraph.transport.frames import (
+    CHUNK_BYTES,
+    HEAD,
+    INLINE_BYTES,
+    LENT,
+    MAGIC,
+    PROTOCOL_VERSION,
+    Head,
+    Kind,
+    pack_whole,
+)
 
 __all__ = ["Outbox"]
 
@@ -98,6 +109,9 @@ class Outbox:
         wake: has a callback run on the event loop; called in any thread.
         failed: (call, seen, error): what was queued of that call cannot be read to its end, and nothing more of it is
             sent; `seen`: the peer has some of it.
+
+    Attributes:
+        write: may be replaced between two frames.
     """
 
     def __init__(
@@ -108,7 +122,7 @@ class Outbox:
         wake: Callable[[Callable[[], object]], object],
         failed: Callable[[int, bool, Exception], object],
     ) -> None:
-        self._write = write
+        self.write = write
         self._soon = soon
         self._lend = lend
         self._wake = wake
@@ -129,14 +143,17 @@ class Outbox:
         """Queues one frame, or one message with its value; what is small goes at once where it can."""
         if self._closed:
             return
-        if value is None:
-            frame = pack_whole(kind, call, header)
-        elif not value.buffers and len(value.meta) <= INLINE_BYTES:
-            frame = pack_whole(kind, call, header, value.meta)
-        else:
-            self._queue_value(kind, call, header, value)
+        meta = b"" if value is None else value.meta
+        size = len(meta)
+        if value is not None and (value.buffers or size > INLINE_BYTES):
+            self._send_value(kind, call, header, value)
             return
-        self._send_small(call, frame)
+        head = HEAD.pack(MAGIC, PROTOCOL_VERSION, kind, call, len(header), 0, size, size, size)
+        frame = head + header + meta
+        if self._paused or self._small:
+            self._send_small(call, frame)
+        else:
+            self.write(frame)  # as a rule
 
     def send_several(self, kind: Kind, first: int, header: bytes) -> None:
         """Queues one frame that stands for several calls: `drop` of the first of them leaves it for the others."""
@@ -148,9 +165,10 @@ class Outbox:
             self._small.append((call, frame))
             self._pump()
         else:
-            self._write(frame)
+            self.write(frame)
 
-    def _queue_value(self, kind: Kind, call: int, header: bytes, value: Encoded) -> None:
+    def _send_value(self, kind: Kind, call: int, header: bytes, value: Encoded) -> None:
+        """The same with a value that is lent, or may have to wait."""
         copies: Sequence[HostCopy | None] | None = None
         lent: Collection[int] = ()
         if type(value) is EncodedInPart:  # nothing is lent of it: who borrows reads at once
@@ -158,15 +176,20 @@ class Outbox:
         elif value.buffers:
             lent, references = self._lend(call, value)
             header = references + header
-        sizes = [buffer.nbytes for buffer in value.buffers]
-        carried: Sequence[memoryview] = value.buffers
-        if lent:
-            carried = [buffer for number, buffer in enumerate(value.buffers) if number not in lent]
-            sizes = [size | LENT if number in lent else size for number, size in enumerate(sizes)]
-        payload = len(value.meta) + sum(buffer.nbytes for buffer in carried)
+        meta, sizes, carried = len(value.meta), [], []
+        payload = meta
+        for number, buffer in enumerate(value.buffers):
+            size = buffer.nbytes
+            if number in lent:
+                sizes.append(size | LENT)
+            else:
+                sizes.append(size)
+                carried.append(buffer)
+                payload += size
         inline = payload if payload <= INLINE_BYTES and copies is None else 0
-        head = Head(kind, call, len(header), len(sizes), inline, payload, len(value.meta))
-        opening = pack_frame(head, sizes, header)
+        count = len(sizes)
+        head = HEAD.pack(MAGIC, PROTOCOL_VERSION, kind, call, len(header), count, inline, payload, meta)
+        opening = b"".join((head, struct.pack(f"!{count}Q", *sizes), header))
         if inline or not payload:
             self._send_small(call, b"".join((opening, value.meta, *carried)))
         else:
@@ -218,7 +241,7 @@ class Outbox:
                 return
             for data in self._next():
                 budget -= len(data)
-                self._write(data)
+                self.write(data)
 
     def _continue(self) -> None:
         self._scheduled = False

@@ -48,6 +48,7 @@ class FrameReader:
         on_whole: called with (kind, call, sizes, header, meta) of a message that came whole, in place of `on_open` and
             `on_complete`. Of its value, if it has one, all buffers are lent: `sizes` are theirs. Raises DecodeError.
         on_control: called with (head, header) of any other frame but chunks.
+        failed: called with what any of these, or the stream, raises in `received`; None: that raises it.
 
     Attributes:
         whole: kinds of messages that `on_whole` takes; none unless told.
@@ -63,6 +64,7 @@ class FrameReader:
         on_complete: Callable[[Incoming], None],
         on_whole: Callable[[Kind, int, tuple[int, ...], bytes, bytes], None],
         on_control: Callable[[Head, bytes], None],
+        failed: Callable[[Exception], None] | None = None,
     ) -> None:
         self.limits = limits
         self.whole: Collection[Kind] = ()
@@ -70,6 +72,7 @@ class FrameReader:
         self._on_complete = on_complete
         self._on_whole = on_whole
         self._on_control = on_control
+        self._failed = failed
         self._partial: dict[int, Incoming] = {}  # by call: a session carries calls one way and replies the other
         self._memory = bytearray(_SCRATCH_BYTES)
         self._scratch = memoryview(self._memory)
@@ -118,15 +121,46 @@ class FrameReader:
 
     def received(self, count: int) -> None:
         """`count` bytes were written to the start of `buffer()`."""
-        if self._direct is not None:
-            self._direct.filled(count)
-            self._body -= count
-            self._end_of_body()
-            return
-        self._end += count
-        while not self._stopped and (self._start < self._end or self._head is not None):
-            if not self._take_whole() and not self._step():
+        try:
+            if self._direct is not None:
+                self._direct.filled(count)
+                self._body -= count
+                self._end_of_body()
                 return
+            self._end += count
+            while not self._stopped and (self._start < self._end or self._head is not None):
+                start, stop, data = self._start, self._end, self._memory
+                if stop - start >= HEAD_BYTES and self._head is None and not self._body:
+                    # A message that lies whole in the scratch buffer, as most do, is taken out of it in place. What is
+                    # left, for whatever reason, `_step` reads, and refuses where it has to be refused.
+                    magic, version, kind, call, size, buffers, body, payload, meta = HEAD.unpack_from(data, start)
+                    begin = start + HEAD_BYTES + 8 * buffers
+                    middle = begin + size
+                    end = middle + meta
+                    if (
+                        kind in self.whole
+                        and magic == MAGIC
+                        and version == PROTOCOL_VERSION
+                        and body == payload == meta
+                        and end <= stop
+                        and end - start <= _WHOLE_BYTES
+                        and size <= self.limits.header
+                        and payload <= self.limits.payload
+                        and buffers <= self.limits.buffers
+                        and call not in self._partial
+                    ):
+                        sizes = struct.unpack_from(f"!{buffers}Q", data, start + HEAD_BYTES) if buffers else ()
+                        if not buffers or min(sizes) >= LENT:  # else one travels, be it an empty one
+                            self._start = end  # the buffer is used again: what is handed on is a copy
+                            header, value = bytes(data[begin:middle]), bytes(data[middle:end]) if meta else b""
+                            self._on_whole(KINDS[kind], call, sizes, header, value)
+                            continue
+                if not self._step():
+                    return
+        except Exception as error:
+            if self._failed is None:
+                raise
+            self._failed(error)
 
     def _make_room(self) -> None:
         """Moves what is unread to the front where the next step would not fit behind it."""
@@ -147,35 +181,6 @@ class FrameReader:
         else:
             self._memory[:unread] = bytes(self._scratch[self._start : self._end])
         self._start, self._end = 0, unread
-
-    def _take_whole(self) -> bool:
-        """Takes a message that lies whole in the scratch buffer; there may be many of them in it.
-
-        What it leaves, for whatever reason, `_step` reads, and refuses where it has to be refused.
-        """
-        start = self._start
-        if self._end - start < HEAD_BYTES or self._head is not None or self._body:
-            return False
-        magic, version, kind, call, header, buffers, body, payload, meta = HEAD.unpack_from(self._memory, start)
-        if kind not in self.whole or magic != MAGIC or version != PROTOCOL_VERSION or call in self._partial:
-            return False
-        start += HEAD_BYTES + 8 * buffers
-        middle = start + header
-        end = middle + meta
-        if body != meta or payload != meta or end > self._end or end - self._start > _WHOLE_BYTES:
-            return False
-        if header > self.limits.header or payload > self.limits.payload or buffers > self.limits.buffers:
-            return False
-        sizes: tuple[int, ...] = ()
-        if buffers:
-            sizes = struct.unpack_from(f"!{buffers}Q", self._memory, self._start + HEAD_BYTES)
-            if not all(size & LENT for size in sizes):
-                return False  # an empty one may be carried
-        self._start = end
-        data = self._memory  # used again: what is handed on is a copy
-        header, meta = bytes(data[start:middle]), bytes(data[middle:end]) if meta else b""
-        self._on_whole(KINDS[kind], call, sizes, header, meta)
-        return True
 
     def _step(self) -> bool:
         """Takes one thing off the scratch buffer; False if it holds too little for that."""

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import struct
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
@@ -22,7 +23,7 @@ from taskgraph.graph.blocks import Block
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
 from taskgraph.settings import Settings
 from taskgraph.tls import channel_binding
-from taskgraph.transport import wire
+from taskgraph.transport import compact, wire
 from taskgraph.transport._proto import frame_pb2
 from taskgraph.transport.api import Serve
 from taskgraph.transport.calls import OwnedTasks
@@ -114,6 +115,7 @@ class Session(asyncio.BufferedProtocol):
 
     _opening_kinds: ClassVar[tuple[Kind, ...]]
     get_buffer: Callable[[int], memoryview]  # type: ignore[assignment]  # only for want of the argument's name
+    buffer_updated: Callable[[int], None]  # type: ignore[assignment]
 
     def __init__(self, owner: Owner, hello: Dialling | Answering, *, hello_s: float) -> None:
         self._owner = owner
@@ -130,8 +132,9 @@ class Session(asyncio.BufferedProtocol):
             on_complete=self._on_complete,
             on_whole=self._on_whole,
             on_control=self._on_control,
+            failed=self._unreadable,
         )
-        self.get_buffer = self._reader.buffer
+        self.get_buffer, self.buffer_updated = self._reader.buffer, self._reader.received
         self._borrowing = Borrowing(self._loop, self._return)
         self.open = False
         self.peer = ""
@@ -157,18 +160,19 @@ class Session(asyncio.BufferedProtocol):
         if isinstance(self._hello, Dialling):
             self._send_hello(self._hello.open())
 
-    def buffer_updated(self, nbytes: int) -> None:
-        try:
-            self._reader.received(nbytes)
-        except HelloRefused as refused:
-            self._refused(refused)
-        except OtherVersion as error:
+    def _unreadable(self, error: Exception) -> None:
+        """What came, or what it leads to."""
+        if isinstance(error, HelloRefused):
+            self._refused(error)
+        elif isinstance(error, OtherVersion):
             # A refusal is enough: its head tells our version.
             self._refused(HelloRefused(str(error), tell=not self._hello.done))
-        except DecodeError as error:
+        elif isinstance(error, DecodeError):
             if self._hello.done:
                 log.error("session with node %s: %s; closing it", self.peer, error)
             self.end(f"it sent what cannot be read: {error}")
+        else:
+            raise error
 
     def eof_received(self) -> bool:
         self.cut_off = self.cut_off or not self.why
@@ -240,6 +244,7 @@ class Session(asyncio.BufferedProtocol):
         self._reader.limits = Limits(MAX_HEADER_BYTES, MAX_BUFFERS, self._owner.max_value_bytes)
         self._reader.whole = self._opening_kinds
         assert self._transport is not None
+        self._outbox.write = self._transport.write  # no call in between: it writes nothing once this has ended
         if pid := process_behind(self._transport.get_extra_info("socket")):
             self._borrowing.start(pid, self._owner.mappings)
             self._lending.start()
@@ -296,12 +301,16 @@ class Session(asyncio.BufferedProtocol):
         if sizes:
             self._on_lent(kind, call, sizes, header, meta)
             return
-        message, value = wire.parse_whole(header, meta)
-        if not self._admits(call, type(message)):
-            return
-        if value is not None and not self._owner.verified_now(value):
+        try:
+            message, value = compact.UNPACK.get(header[:2], wire.parse_whole)(header, meta)
+        except (struct.error, UnicodeDecodeError) as error:
+            raise DecodeError(f"a header that cannot be read: {error}") from None
+        if value is None:
+            if meta:
+                raise DecodeError(f"a {type(message).__name__} with a payload")
+        elif not self._owner.verified_now(value):
             raise _corrupted(type(message), value)
-        self._take(kind, call, message)
+        self._take_whole(kind, call, message)
 
     def _on_lent(self, kind: Kind, call: int, sizes: tuple[int, ...], header: bytes, meta: bytes) -> None:
         """The same with a value all of whose buffers stay where they are."""
@@ -330,6 +339,10 @@ class Session(asyncio.BufferedProtocol):
 
     def _take(self, kind: Kind, call: int, message: Any) -> None:
         """A message that was admitted is here, and whole."""
+        raise NotImplementedError
+
+    def _take_whole(self, kind: Kind, call: int, message: Any) -> None:
+        """A message is here, and whole: admits and takes it."""
         raise NotImplementedError
 
     def _no_memory(self, head: Head) -> None:

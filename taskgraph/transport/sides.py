@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import struct
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, cast
@@ -11,10 +12,11 @@ from typing import Any, cast
 from taskgraph.device.staging import PIECE_BYTES
 from taskgraph.errors import DecodeError, PeerLost, Refused, TransportError
 from taskgraph.graph.values import staying
-from taskgraph.protocol.messages import Accepted, Call, Encoded, EncodedOnDevice, Pull, Reason, Refusal, Reply
+from taskgraph.protocol.messages import Accepted, Call, Encoded, EncodedOnDevice, Item, Pull, Reason, Refusal, Reply
 from taskgraph.transport import wire
 from taskgraph.transport.api import Coming
 from taskgraph.transport.calls import answer, answer_later, answer_now, describe
+from taskgraph.transport.compact import pack_item
 from taskgraph.transport.devicelending import DeviceBorrowing, DeviceLending, Ticket
 from taskgraph.transport.frames import Head, Kind
 from taskgraph.transport.hello import Answering, Dialling
@@ -233,6 +235,12 @@ class DialledSession(Session):
         if len(self._devices):
             self._owner.in_thread_soon(self._devices.trim)
 
+    def _take_whole(self, kind: Kind, call: int, message: Reply) -> None:
+        pending = self._pending.get(call)
+        expected = pending is not None and type(message) is wire.REPLY_OF[type(pending.message)]
+        if expected or self._admits(call, type(message)):
+            self._take(kind, call, message)
+
     def _take(self, kind: Kind, call: int, message: Reply) -> None:
         if kind is not Kind.REPLY:
             raise DecodeError(f"a {type(message).__name__} with tickets, of which there are none")
@@ -302,6 +310,10 @@ class AcceptedSession(Session):
         else:
             self._spawn(call, partial(self._receive_and_answer, incoming))
 
+    def _take_whole(self, kind: Kind, call: int, message: Call) -> None:
+        if self._admits(call, type(message)):
+            self._take(kind, call, message)
+
     def _take(self, kind: Kind, call: int, message: Call) -> None:
         if type(message) is Pull and message.count != 1:
             self._take_all(kind, call, message)
@@ -335,8 +347,20 @@ class AcceptedSession(Session):
             del self._calls[number]
 
     def _answered(self, number: int, reply: Reply) -> None:
-        if self._calls.pop(number, None) is not None:
-            self._reply(number, reply)
+        """What was coming is there."""
+        if self._calls.pop(number, None) is None:
+            return
+        if type(reply) is Item and type(value := reply.value) is Encoded:  # `_reply`, for what most replies are
+            size = value.size_bytes if value.buffers else len(value.meta)
+            if size <= self._owner.max_value_bytes:
+                try:
+                    header = pack_item(reply)
+                except struct.error:
+                    pass
+                else:
+                    self._outbox.send(Kind.REPLY, number, header, value)
+                    return
+        self._reply(number, reply)
 
     async def _receive_and_answer(self, incoming: Incoming) -> Reply:
         call = await self._received(incoming)

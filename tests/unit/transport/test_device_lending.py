@@ -708,7 +708,7 @@ async def test_replies_with_tickets_that_have_none_end_the_session(
     reply = item(encode(3), pull()) if valued else m.Refusal(m.Reason.PAUSED)
     written: list[bytes] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session._outbox, "_write", written.append)
+        patch.setattr(session._outbox, "write", written.append)
         session._outbox.send(Kind.REPLY_ON_DEVICE, 1, wire.to_header(reply), wire.value_of(reply))
     (frame,) = written
     session._write(frame[:50] if cut else frame)

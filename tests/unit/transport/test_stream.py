@@ -267,16 +267,16 @@ async def test_strangers_who_say_nothing_are_few_and_do_not_keep_others_out(
         assert len(b.transport._strangers) <= 4
 
 
-async def test_a_quiet_call_costs_one_frame(streams: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_quiet_call_costs_one_frame(streams: Cluster) -> None:
     """No reply, no CANCEL, and nothing is kept of it at either end."""
     written: list[int] = []
-    write = stream.Session._write
-    monkeypatch.setattr(stream.Session, "_write", lambda self, data: (written.append(data[3]), write(self, data)))
     a, b = await streams.node(), await streams.node()
     await a.call(b, SEAL)
     (calling,), (serving,) = sessions_of(a.transport), sessions_of(b.transport)
     assert isinstance(calling, stream.DialledSession) and isinstance(serving, stream.AcceptedSession)
-    written.clear()
+    for session in (calling, serving):
+        write = session._outbox.write
+        session._outbox.write = lambda data, write=write: (written.append(data[3]), write(data))
     b.at_once = lambda caller, call: m.Accepted(1)
     for report in (
         m.Report(m.Stamp(1, 7), 3, 1, True, 2, 5, 6),
