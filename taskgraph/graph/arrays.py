@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import DTypeLike, NDArray
 
 from taskgraph.graph import dtypes, worksharing
-from taskgraph.graph.blocks import Allocate, block_of
+from taskgraph.graph.blocks import Allocate, block_behind
 from taskgraph.graph.digests import BLOCK_BYTES
 
 __all__ = ["Copy", "as_it_is", "empty", "freeze", "known_digest", "remember", "small_bytes", "view"]
@@ -151,7 +151,7 @@ def _copy_block(source: Array, target: Array, number: int) -> None:
 
 
 def _fills_block(array: Array) -> bool:
-    block = block_of(array)
+    block = block_behind(array)
     return block is not None and block.nbytes == array.nbytes
 
 

@@ -5,13 +5,14 @@ into its memory travels as a reference. This module knows no transport; it says 
 and finds it behind a value's buffers.
 
 A piece lives as long as anything refers to it: an array on it, a memoryview, an encoded value. Its allocator learns
-that it is garbage by a finalizer on the `Block`, and only then gives the memory to somebody else.
+that it is garbage by a `Watch` on the `Block`, and only then gives the memory to somebody else.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,23 @@ from numpy.typing import NDArray
 from taskgraph.device.api import Device
 from taskgraph.device.pinning import Pin
 
-__all__ = ["Allocate", "Block", "Origin", "block_behind", "block_of"]
+__all__ = ["Allocate", "Block", "Origin", "Watch", "block_behind"]
+
+A = TypeVar("A", bound="np.ndarray[Any, Any]")
+
+
+class Watch(weakref.ref[A]):
+    """A weak reference to memory, with what is to be known when that is garbage: `Watch(array, callback)`.
+
+    The callback is called with the watch, as long as somebody has the watch: its maker keeps it in a set. It may come
+    at any time, in any thread, also between two lines of its maker's: it does no more than to note it, and raises
+    nothing. Where a method of a deque or a set will do, no Python code runs. (`weakref.finalize` is Python code, some
+    five calls for each array that comes and goes.)
+    """
+
+    __slots__ = ()
+    __hash__ = object.__hash__  # by identity: a weak reference takes both from what it refers to, and arrays have none
+    __eq__ = object.__eq__
 
 
 class Origin(Protocol):
@@ -56,17 +73,9 @@ Allocate = Callable[[int], Block | None]
 """(bytes) -> that much writable memory, or None: take any other. May be called from every thread."""
 
 
-def block_of(array: NDArray[Any]) -> Block | None:
-    """The block that `array` is a view of, if its memory is one's."""
-    return _find(array)
-
-
-def block_behind(buffer: memoryview) -> Block | None:
-    """The block that `buffer` lies in, if it does."""
-    return _find(buffer.obj)
-
-
-def _find(holder: object) -> Block | None:
+def block_behind(memory: NDArray[Any] | memoryview) -> Block | None:
+    """The block that an array or a buffer lies in, if it does."""
+    holder: object = memory
     while holder is not None:
         if type(holder) is Block and holder.origin is not None:
             return holder

@@ -13,7 +13,7 @@ from taskgraph.device.api import Device
 from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.errors import DecodeError
 from taskgraph.graph import arrays, codecs, dtypes
-from taskgraph.graph.blocks import block_of
+from taskgraph.graph.blocks import block_behind
 from taskgraph.graph.encoding import ALIGN, MAX_DEPTH
 from taskgraph.protocol.messages import Encoded
 
@@ -310,7 +310,7 @@ def small_array(meta: bytes, end: int) -> NDArray[Any] | None:
 
 def _to_device(device: Device, host: NDArray[Any]) -> Any:
     """A copy on the device, straight from where the value lies where that memory is page-locked."""
-    block = block_of(host)
+    block = block_behind(host)
     pin = block.origin.pinned(device) if block is not None and block.origin is not None else None
     return device.to_device(host) if pin is None else pin.upload(host)
 

@@ -22,7 +22,6 @@ import mmap
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -31,7 +30,7 @@ import numpy as np
 
 from taskgraph.device.api import Device
 from taskgraph.device.pinning import Pin, pin_of
-from taskgraph.graph.blocks import Block
+from taskgraph.graph.blocks import Block, Watch
 from taskgraph.transport.regions import NAME, Region, mmap_without_fd
 
 __all__ = ["LEAST_BYTES", "Pool", "Use"]
@@ -99,24 +98,25 @@ def _anonymous() -> int:
         return os.memfd_create(NAME, flags)
 
 
-class Use:
-    """One use of a segment: what a block's `origin` is."""
+class Use(Watch[Block]):
+    """One use of a segment, all that is known of it: what its block's `origin` is, and what tells when that is garbage.
 
-    __slots__ = ("_segment", "locked")
+    Attributes:
+        offset: where the block begins in its region.
+    """
 
-    def __init__(self, segment: _Segment) -> None:
-        self._segment = segment
-        self.locked = segment.pin is not None
+    __slots__ = ("locked", "region", "segment")
+    locked: bool
+    region: Region | None
+    segment: _Segment
 
-    @property
-    def region(self) -> Region | None:
-        return self._segment.region
+    offset = 0
 
     def spoil(self) -> None:
-        self._segment.spoiled = True
+        self.segment.spoiled = True
 
     def pinned(self, device: Device) -> Pin | None:
-        return pin_of(self._segment, device)
+        return pin_of(self.segment, device)
 
 
 class Pool:
@@ -135,8 +135,10 @@ class Pool:
         self._lock = threading.Lock()
         self._shared = hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
         self._idle: list[_Segment] = []  # the one that was used last is last: it is the likeliest in the cache
-        self._used: dict[int, _Segment] = {}
-        self._garbage: deque[_Segment] = deque()  # finalizers run anywhere, also within our lock: they only append
+        self._idle_bytes = 0
+        self._used: set[Use] = set()
+        self._garbage: deque[Use] = deque()
+        self._ended = self._garbage.append  # it may run anywhere, also within our lock
         self._closed = False
 
     @property
@@ -146,12 +148,12 @@ class Pool:
 
     @property
     def idle_bytes(self) -> int:
-        return sum(segment.size for segment in self._idle)
+        return self._idle_bytes
 
     @property
     def used_bytes(self) -> int:
         """What is given out. Of what became garbage a moment ago some may be counted still."""
-        return sum(segment.size for segment in list(self._used.values()))
+        return sum(use.segment.size for use in list(self._used))
 
     def __len__(self) -> int:
         return len(self._idle) + len(self._used)
@@ -161,27 +163,29 @@ class Pool:
         if nbytes < LEAST_BYTES:
             return None
         with self._lock:
-            self._collect()
+            if self._garbage:
+                self._collect()
             segment = self._take(nbytes)
             if segment is None:
                 return None
-            self._used[id(segment)] = segment
-        block = Block((nbytes,), np.uint8, segment.memory)
-        block.origin = Use(segment)
-        weakref.finalize(block, self._garbage.append, segment).atexit = False
+            block = Block((nbytes,), np.uint8, segment.memory)
+            block.origin = use = Use(block, self._ended)
+            use.segment, use.region, use.locked = segment, segment.region, segment.pin is not None
+            self._used.add(use)
         return block
 
     def _take(self, nbytes: int) -> _Segment | None:
         if self._closed:
             return None
+        most = max(_FITS * nbytes, 2 * LEAST_BYTES)
         for at in range(len(self._idle) - 1, -1, -1):
             segment = self._idle[at]
-            if not nbytes <= segment.size <= max(_FITS * nbytes, 2 * LEAST_BYTES):
-                continue
-            if segment.pin is None or segment.pin.idle():
-                return self._idle.pop(at)
+            if nbytes <= segment.size <= most and (segment.pin is None or segment.pin.idle()):
+                del self._idle[at]
+                self._idle_bytes -= segment.size
+                return segment
         if len(self) >= self._max_segments and self._idle:
-            self._idle.pop(0).close()
+            self._drop_oldest()
         if len(self) >= self._max_segments:
             return None
         try:
@@ -195,15 +199,23 @@ class Pool:
     def _collect(self) -> None:
         """What became garbage waits for another value, or is closed."""
         while self._garbage:
-            segment = self._garbage.popleft()
-            del self._used[id(segment)]
+            use = self._garbage.popleft()
+            self._used.remove(use)
+            segment = use.segment
             if segment.spoiled or self._closed:
                 segment.close()
                 continue
             segment.freed_at = self._clock()
             self._idle.append(segment)
-        while self.idle_bytes > self._max_idle_bytes:
-            self._idle.pop(0).close()
+            self._idle_bytes += segment.size
+        while self._idle_bytes > self._max_idle_bytes:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        """Closes the segment that has been idle for longest."""
+        segment = self._idle.pop(0)
+        self._idle_bytes -= segment.size
+        segment.close()
 
     def trim(self) -> None:
         """Closes what has been idle for long. To be called now and then."""
@@ -211,16 +223,17 @@ class Pool:
             self._collect()
             now = self._clock()
             while self._idle and now - self._idle[0].freed_at > _IDLE_S:
-                self._idle.pop(0).close()
+                self._drop_oldest()
 
     def close(self) -> None:
         """Nothing is given out any more, and nobody opens anything. Views stay valid as long as somebody has them."""
         with self._lock:
             self._closed = True
             self._collect()
-            for segment in (*self._idle, *self._used.values()):
-                segment.close()
-            self._idle.clear()
+            while self._idle:
+                self._drop_oldest()
+            for use in self._used:
+                use.segment.close()
 
 
 def _rounded(nbytes: int) -> int:

@@ -15,7 +15,7 @@ import pytest
 
 from taskgraph.device import pinning
 from taskgraph.graph.arrays import empty
-from taskgraph.graph.blocks import Block, block_of
+from taskgraph.graph.blocks import Block, block_behind
 from taskgraph.graph.values import decode, digest_of, encode, hosted
 from taskgraph.host import memory_bytes
 from taskgraph.protocol.messages import Encoded
@@ -231,12 +231,12 @@ def test_another_device_copies_as_from_any_memory(soft: SoftDevice, pool: Pool) 
 def test_user_code_is_given_no_locked_memory_to_write_to(soft: SoftDevice, pool: Pool) -> None:
     """CuPy copies from such memory after the call: a write right behind it would reach the copy."""
     before = empty(HOST.shape, HOST.dtype, pool.allocate)
-    assert block_of(before) is not None
+    assert block_behind(before) is not None
     value = hosted(put(soft), allocate=pool.allocate)
     first = value.buffers[0].obj.ctypes.data  # type: ignore[attr-defined]
     del value
     after = empty(HOST.shape, HOST.dtype, pool.allocate)
-    assert block_of(after) is None and after.flags.writeable
+    assert block_behind(after) is None and after.flags.writeable
     block = pool.allocate(HOST.nbytes)
     assert block is not None and block.ctypes.data == first, "what the framework writes itself may lie there"
 
