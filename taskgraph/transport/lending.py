@@ -14,19 +14,22 @@ import contextlib
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Final, Protocol, cast
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final
 
 import numpy as np
 
 from taskgraph.errors import DecodeError
 from taskgraph.graph.blocks import Block, block_behind
 from taskgraph.protocol.messages import Encoded
-from taskgraph.transport.mappings import CannotBorrow, Mappings, Reference
+from taskgraph.transport.mappings import CannotBorrow, Loan, Mappings, Reference
 from taskgraph.transport.regions import Region
 from taskgraph.transport.segments import LEAST_BYTES
 
 __all__ = ["MAX_LENT", "Borrowing", "Lending"]
+
+_new: Final = tuple.__new__
+"""What makes a `Reference`, whose own constructor is Python code."""
 
 MAX_LENT: Final = 1024
 """Buffers of one message that are lent; further ones are sent."""
@@ -46,12 +49,6 @@ _LATE_S: Final = 0.005
 """Nor longer than this."""
 
 
-class _Shared(Protocol):
-    @property
-    def region(self) -> Region | None: ...
-    def spoil(self) -> None: ...
-
-
 class Lending:
     """What one side of a session lent to the other.
 
@@ -63,7 +60,7 @@ class Lending:
         self._now = now
         self._until: float | None = None  # nothing is lent before then; None: never
         self._lent: dict[int, tuple[Block, int]] = {}
-        self._unseen: dict[int, list[int]] = {}  # by call: leases of which none was given back
+        self._unseen: dict[int, range] = {}  # by call: leases of which none was given back
         self._last = 0
 
     def __len__(self) -> int:
@@ -82,31 +79,35 @@ class Lending:
         """The other side could not open what was lent."""
         self._until = None if for_good else self._now() + _PAUSE_S
 
-    def lend(self, call: int, value: Encoded) -> tuple[frozenset[int], bytes]:
+    def lend(self, call: int, value: Encoded) -> tuple[Collection[int], bytes]:
         """Which buffers of a value are lent, by number, and their references."""
-        if self._until is None:
+        until = self._until
+        if until is None or (until and self._now() < until):
             return _NOTHING
-        references = []
+        references: list[bytes] = []
         lent: list[int] = []
+        last = self._last
         for number, buffer in enumerate(value.buffers):
             if buffer.nbytes < LEAST_BYTES:
                 continue
             block = block_behind(buffer)
-            region = cast(_Shared, block.origin).region if block is not None else None
-            if block is None or region is None or region.fd < 0:
+            if block is None:
                 continue
-            if len(lent) >= MAX_LENT or len(self._lent) >= _MAX_LEASES or self._now() < self._until:
+            origin: Any = block.origin  # a pool's, or of a loan
+            region: Region | None = origin.region
+            if region is None or region.fd < 0:
+                continue
+            if len(lent) >= MAX_LENT or len(self._lent) >= _MAX_LEASES:
                 break
-            address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-            offset = address - region.address
-            if not 0 <= offset <= region.size - buffer.nbytes:
-                raise AssertionError(f"a buffer at {offset} of memory of {region.size} bytes")
+            whole = buffer.nbytes == block.nbytes and buffer.c_contiguous
+            offset = origin.offset if whole else _offset(buffer, region)
             self._last = lease = self._last + 1
             self._lent[lease] = (block, call)
-            self._unseen.setdefault(call, []).append(lease)
             references.append(_REFERENCE.pack(lease, region.dev, region.ino, region.size, offset, region.fd))
             lent.append(number)
-        return frozenset(lent), b"".join(references)
+        if lent:
+            self._unseen[call] = range(last + 1, self._last + 1)
+        return lent, b"".join(references)
 
     def take_back(self, call: int) -> None:
         """The message of that call was never sent."""
@@ -135,7 +136,16 @@ class Lending:
         self._unseen.clear()
 
 
-_NOTHING: Final[tuple[frozenset[int], bytes]] = (frozenset(), b"")
+_NOTHING: Final[tuple[Collection[int], bytes]] = ((), b"")
+
+
+def _offset(buffer: memoryview, region: Region) -> int:
+    """Where a buffer begins in the memory that it lies in."""
+    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+    offset = address - region.address
+    if not 0 <= offset <= region.size - buffer.nbytes:
+        raise AssertionError(f"a buffer at {offset} of memory of {region.size} bytes")
+    return offset
 
 
 def _spoil(block: Block) -> None:
@@ -187,7 +197,7 @@ class Borrowing:
             self._last = lease
             if not 0 < size <= _MAX_SIZE or not 0 < length <= size or offset > size - length:
                 raise DecodeError(f"a reference to {length} bytes at {offset} of {size}")
-            found.append(Reference(lease, fd, dev, ino, size, offset, length))
+            found.append(_new(Reference, (lease, fd, dev, ino, size, offset, length)))
         return found, header[rest:]
 
     def take(self, references: Sequence[Reference]) -> list[Block]:
@@ -206,14 +216,14 @@ class Borrowing:
 
     def refuse(self, references: Sequence[Reference]) -> None:
         """Gives back what was never looked at: the lender sends it in another way."""
-        for reference in references:
-            self.give_back(reference, False)
+        self._back.extend(reference.lease for reference in references)
         self._flush_soon()
 
-    def give_back(self, reference: Reference, spoiled: bool) -> None:
+    def give_back(self, loan: Loan) -> None:
         """Called by whatever thread found the garbage, at any time: it only notes it and wakes the loop."""
-        self._back.append(reference.lease | _SPOILED if spoiled else reference.lease)
-        self._back_bytes += reference.length
+        loan.loans.discard(loan)
+        self._back.append(loan.lease | _SPOILED if loan.spoiled else loan.lease)
+        self._back_bytes += loan.length
         if self._asked or self._closed or self._loop.is_closed():
             return
         if threading.get_ident() != self._thread:
@@ -223,7 +233,7 @@ class Borrowing:
         elif len(self._back) >= _TOGETHER or self._back_bytes >= _LARGE_BYTES:
             self._flush_soon()
         elif self._late is None:
-            self._late = self._loop.call_later(_LATE_S, self.flush)
+            self._late = self._loop.call_later(_LATE_S, self._flush_late)
 
     def _flush_soon(self) -> None:
         self._asked = True
@@ -232,19 +242,20 @@ class Borrowing:
     def flush(self) -> None:
         """Gives back now what is to be given back."""
         self._asked, self._back_bytes = False, 0
-        self._stop_waiting()
         leases = []
         while self._back:
             leases.append(_LEASE.pack(self._back.popleft()))
         if leases:
             self._send(b"".join(leases))
 
+    def _flush_late(self) -> None:
+        """Some of it may have waited for less: a timer is left alone by those who give back before it ends."""
+        self._late = None
+        self.flush()
+
     def close(self) -> None:
         """The session is over: there is nobody to give anything back to."""
         self._closed = True
-        self._stop_waiting()
-
-    def _stop_waiting(self) -> None:
         if self._late is not None:
             self._late.cancel()
             self._late = None

@@ -13,16 +13,13 @@ import mmap
 import os
 import stat
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from taskgraph.device.api import Device
-from taskgraph.graph.blocks import Block
+from taskgraph.graph.blocks import Block, Watch
 from taskgraph.transport.regions import NAME, Region, mmap_without_fd
 
 __all__ = ["CannotBorrow", "Loan", "Mappings", "Reference"]
@@ -33,8 +30,7 @@ _FOR_NOW: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 _SEAL: Final = getattr(fcntl, "F_SEAL_SHRINK", 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
+class Reference(NamedTuple):
     """A piece of a peer's memory, as the peer describes it.
 
     Attributes:
@@ -62,29 +58,35 @@ class CannotBorrow(Exception):
 
 
 class _Mapping:
-    __slots__ = ("idle_since", "loans", "memory", "region")
+    __slots__ = ("loans", "memory", "region", "used_at")
 
     def __init__(self, memory: mmap.mmap, region: Region) -> None:
         self.memory = memory
         self.region = region
-        self.loans = 0
-        self.idle_since = 0.0
+        self.loans: set[Loan] = set()
+        self.used_at = 0.0  # when it was last found to be lent
 
 
-class Loan:
-    """One borrowed piece: what its block's `origin` is. It can be lent on: its region is open here, too."""
+class Loan(Watch[Block]):
+    """One borrowed piece: what its block's `origin` is, and what tells when that is garbage.
 
-    __slots__ = ("_mapping", "spoiled")
+    It can be lent on: its region is open here, too.
+
+    Attributes:
+        lease, length, offset: as its `Reference` told.
+        loans: those of the same memory that are open, this one among them.
+        spoiled: somebody may read it for ever.
+    """
+
+    __slots__ = ("lease", "length", "loans", "offset", "region", "spoiled")
+    lease: int
+    length: int
+    loans: set[Loan]
+    offset: int
+    region: Region
+    spoiled: bool
 
     locked = False
-
-    def __init__(self, mapping: _Mapping) -> None:
-        self._mapping = mapping
-        self.spoiled = False
-
-    @property
-    def region(self) -> Region:
-        return self._mapping.region
 
     def spoil(self) -> None:
         self.spoiled = True
@@ -105,57 +107,49 @@ class Mappings:
         self._limit = limit
         self._clock = clock
         self._known: dict[tuple[int, int], _Mapping] = {}
-        self._garbage: deque[_Mapping] = deque()
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def borrow(self, pid: int, reference: Reference, give_back: Callable[[Reference, bool], None]) -> Block:
-        """The piece, read-only. `give_back(reference, spoiled)` is called, in any thread, when no view is left.
+    def borrow(self, pid: int, reference: Reference, ended: Callable[[Loan], object]) -> Block:
+        """The piece, read-only.
+
+        Args:
+            ended: called with the loan, in any thread, when no view is left; it takes it out of `loan.loans`.
 
         Raises:
-            CannotBorrow: it is not to be had; `give_back` is not called.
+            CannotBorrow: it is not to be had; `ended` is not called.
         """
-        key = (reference.dev, reference.ino)
-        mapping = self._known.get(key)
+        lease, _, dev, ino, size, offset, length = reference
+        mapping = self._known.get((dev, ino))
         if mapping is None:
             self._make_room()
-            mapping = self._known[key] = _open(pid, reference)
-        elif mapping.region.size != reference.size:
-            raise CannotBorrow(f"memory of {mapping.region.size} bytes, told to have {reference.size}", for_good=True)
-        mapping.loans += 1
-        block = Block((reference.length,), np.uint8, mapping.memory, reference.offset)
-        block.origin = loan = Loan(mapping)
-        weakref.finalize(block, self._returned, mapping, loan, reference, give_back).atexit = False
+            mapping = self._known[dev, ino] = _open(pid, reference)
+        elif mapping.region.size != size:
+            raise CannotBorrow(f"memory of {mapping.region.size} bytes, told to have {size}", for_good=True)
+        block = Block((length,), np.uint8, mapping.memory, offset)
+        block.origin = loan = Loan(block, ended)
+        loan.lease, loan.offset, loan.length, loan.spoiled = lease, offset, length, False
+        loan.region, loan.loans = mapping.region, mapping.loans
+        mapping.loans.add(loan)
+        mapping.used_at = self._clock()
         return block
-
-    def _returned(
-        self, mapping: _Mapping, loan: Loan, reference: Reference, give_back: Callable[[Reference, bool], None]
-    ) -> None:
-        self._garbage.append(mapping)
-        give_back(reference, loan.spoiled)
-
-    def _collect(self) -> None:
-        while self._garbage:
-            mapping = self._garbage.popleft()
-            mapping.loans -= 1
-            mapping.idle_since = self._clock()
 
     def _make_room(self) -> None:
         if len(self._known) < self._limit:
             return
-        self._collect()
-        idle = [(mapping.idle_since, key) for key, mapping in self._known.items() if not mapping.loans]
+        idle = [(mapping.used_at, key) for key, mapping in self._known.items() if not mapping.loans]
         if not idle:
             raise CannotBorrow(f"{self._limit} pieces of memory of others are in use here already", for_good=False)
         del self._known[min(idle)[1]]
 
     def trim(self) -> None:
         """Lets go of what has not been lent for long. To be called now and then."""
-        self._collect()
         now = self._clock()
         for key, mapping in list(self._known.items()):
-            if not mapping.loans and now - mapping.idle_since > _IDLE_S:
+            if mapping.loans:
+                mapping.used_at = now
+            elif now - mapping.used_at > _IDLE_S:
                 del self._known[key]
 
     def close(self) -> None:

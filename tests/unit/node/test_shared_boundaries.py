@@ -25,7 +25,7 @@ def test_a_stray_write_of_the_lender_is_found() -> None:
     assert block is not None
     region = block.origin.region  # type: ignore[union-attr]
     reference = Reference(1, region.fd, region.dev, region.ino, region.size, 0, MIB)
-    lent = mappings.borrow(os.getpid(), reference, lambda lease, spoiled: None)
+    lent = mappings.borrow(os.getpid(), reference, lambda loan: None)
     held = Encoded(made.meta, (lent.data.toreadonly(),), made.digest)
     assert intact(made) and intact(held)
     block.flags.writeable = True

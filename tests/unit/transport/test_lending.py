@@ -17,7 +17,7 @@ import pytest
 from transport_kit import Cluster, Node, cluster_of, digest_of, encoded, item, pull
 
 from taskgraph.errors import DecodeError, PeerLost
-from taskgraph.graph.blocks import block_behind
+from taskgraph.graph.blocks import Block, block_behind
 from taskgraph.protocol import messages as m
 from taskgraph.settings import Settings
 from taskgraph.transport import lending, mappings
@@ -118,6 +118,25 @@ async def test_what_lies_in_the_pool_is_read_where_it_lies(host: Cluster) -> Non
         np.frombuffer(got.buffers[0], np.uint8)[0] = 1
     with pytest.raises(ValueError, match="WRITEABLE"):
         np.frombuffer(got.buffers[0], np.uint8).flags.writeable = True
+
+
+async def test_a_part_of_a_block_is_lent_and_lent_on_as_that_part(host: Cluster) -> None:
+    """From where it begins in the memory: also where it is all of what was borrowed."""
+    a, b, c = await host.node(), await host.node(), await host.node()
+    whole = pooled(a, MIB)
+    block = block_behind(whole.buffers[0])
+    assert block is not None
+    block[:] = np.arange(MIB) % 251
+    part = whole.buffers[0][300_000:800_000]
+    Holder(a, m.Encoded(b"", (part,), digest_of(b"", (part,))))
+    at_b = await pulled(b, a)
+    Holder(b, at_b)
+    at_c = await pulled(c, b)
+    assert bytes(at_b.buffers[0]) == bytes(at_c.buffers[0]) == bytes(part)
+    smaller = at_b.buffers[0][100_000:300_000]
+    Holder(b, m.Encoded(b"", (smaller,), digest_of(b"", (smaller,))))
+    assert bytes((await pulled(c, b)).buffers[0]) == bytes(part[100_000:300_000])
+    assert place(at_c.buffers[0]) == place(whole.buffers[0])
 
 
 async def test_a_value_of_all_kinds_of_buffers_arrives_in_order(host: Cluster) -> None:
@@ -350,7 +369,7 @@ def test_nothing_but_sealed_anonymous_memory_of_ours_is_opened(tmp_path: Path) -
     assert block is not None
     region = block.origin.region  # type: ignore[union-attr]
     ours = Mappings(limit=4)
-    back: list[tuple[Reference, bool]] = []
+    back: list[mappings.Loan] = []
     good = reference_to(region.fd)
     refused: list[Reference] = [
         reference_to(region.fd, ino=region.ino + 1),
@@ -369,17 +388,17 @@ def test_nothing_but_sealed_anonymous_memory_of_ours_is_opened(tmp_path: Path) -
     try:
         for reference in refused:
             with pytest.raises(CannotBorrow) as caught:
-                ours.borrow(os.getpid(), reference, lambda *told: back.append(told))
+                ours.borrow(os.getpid(), reference, back.append)
             assert caught.value.for_good
         with pytest.raises(CannotBorrow, match="cannot be opened"):
-            ours.borrow(2**30, good, lambda *told: back.append(told))
+            ours.borrow(2**30, good, back.append)
         assert len(ours) == 0 and back == [] and len(os.listdir("/proc/self/fd")) == before
-        view = ours.borrow(os.getpid(), good, lambda *told: back.append(told))
+        view = ours.borrow(os.getpid(), good, back.append)
         with pytest.raises(CannotBorrow, match="told to have"):
-            ours.borrow(os.getpid(), reference_to(region.fd, size=2 * MIB), lambda *told: back.append(told))
+            ours.borrow(os.getpid(), reference_to(region.fd, size=2 * MIB), back.append)
         assert not view.flags.writeable
         del view
-        assert back == [(good, False)]
+        assert [(loan.lease, loan.length, loan.spoiled) for loan in back] == [(1, 10, False)]
     finally:
         for fd in files:
             os.close(fd)
@@ -388,18 +407,22 @@ def test_nothing_but_sealed_anonymous_memory_of_ours_is_opened(tmp_path: Path) -
     mine.close()
 
 
+def over(loan: mappings.Loan) -> None:
+    loan.loans.discard(loan)
+
+
 def test_no_more_mappings_than_allowed_and_idle_ones_go(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = Pool(max_segments=4, max_idle_bytes=8 * MIB)
     now = [100.0]
     ours = Mappings(limit=2, clock=lambda: now[0])
     blocks = [mine.allocate(MIB) for _ in range(3)]
     one, two, three = (reference_to(block.origin.region.fd) for block in blocks)  # type: ignore[union-attr]
-    views = [ours.borrow(os.getpid(), reference, lambda *_: None) for reference in (one, two)]
+    views = [ours.borrow(os.getpid(), reference, over) for reference in (one, two)]
     with pytest.raises(CannotBorrow) as caught:
-        ours.borrow(os.getpid(), three, lambda *_: None)
+        ours.borrow(os.getpid(), three, over)
     assert not caught.value.for_good
     del views[0]
-    views.append(ours.borrow(os.getpid(), three, lambda *_: None))
+    views.append(ours.borrow(os.getpid(), three, over))
     assert len(ours) == 2
     views.clear()
     ours.trim()
@@ -413,10 +436,75 @@ def test_no_more_mappings_than_allowed_and_idle_ones_go(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "open", too_many)
     with pytest.raises(CannotBorrow) as caught:
-        ours.borrow(os.getpid(), one, lambda *_: None)
+        ours.borrow(os.getpid(), one, over)
     assert not caught.value.for_good
     monkeypatch.undo()
     ours.close(), mine.close()
+
+
+def test_a_mapping_that_was_read_for_long_waits_for_the_next_loan_all_the_same() -> None:
+    mine = Pool(max_segments=4, max_idle_bytes=8 * MIB)
+    now = [100.0]
+    ours = Mappings(limit=2, clock=lambda: now[0])
+    block = mine.allocate(MIB)
+    assert block is not None
+    view = ours.borrow(os.getpid(), reference_to(block.origin.region.fd), over)  # type: ignore[union-attr]
+    for _ in range(3):
+        now[0] += mappings._IDLE_S
+        ours.trim()
+    assert len(ours) == 1
+    del view
+    now[0] += mappings._IDLE_S - 1
+    ours.trim()
+    assert len(ours) == 1, "a moment ago somebody read it"
+    now[0] += 2
+    ours.trim()
+    assert len(ours) == 0
+    mine.close()
+
+
+def test_the_mapping_that_was_lent_last_stays_where_one_must_go() -> None:
+    mine = Pool(max_segments=4, max_idle_bytes=8 * MIB)
+    now = [100.0]
+    ours = Mappings(limit=2, clock=lambda: now[0])
+    blocks = [mine.allocate(MIB) for _ in range(3)]
+    one, two, three = (reference_to(block.origin.region.fd) for block in blocks)  # type: ignore[union-attr]
+    for reference in (one, two, one, three):
+        now[0] += 1
+        del (view := [ours.borrow(os.getpid(), reference, over)])[:]
+    assert set(ours._known) == {(one.dev, one.ino), (three.dev, three.ino)} and not view
+    ours.close(), mine.close()
+
+
+def test_what_is_borrowed_goes_back_also_when_nothing_is_mapped_any_more() -> None:
+    mine, ours = Pool(max_segments=4, max_idle_bytes=8 * MIB), Mappings(limit=2)
+    block = mine.allocate(MIB)
+    assert block is not None
+    block.fill(5)
+    back: list[mappings.Loan] = []
+    view = ours.borrow(os.getpid(), reference_to(block.origin.region.fd, lease=8), back.append)  # type: ignore[union-attr]
+    ours.close()
+    gc.collect()
+    assert list(view[:2]) == [5, 5] and back == []
+    del view
+    assert [loan.lease for loan in back] == [8]
+    mine.close()
+
+
+async def test_a_mapping_is_idle_when_all_of_it_was_given_back(host: Cluster) -> None:
+    a, b = await host.node(), await host.node()
+    holder = Holder(a, pooled(a, MIB))
+    first, second = await pulled(b, a), await pulled(b, a)
+    ((_, mapping),) = stream_of(b).mappings._known.items()
+    assert len(mapping.loans) == 2, "one for each time"
+    holder.drop()
+    a.served.clear()
+    del first
+    await turns_until(lambda: lent(a) == 1)
+    assert len(mapping.loans) == 1
+    del second
+    assert not mapping.loans
+    await turns_until(lambda: lent(a) == 0)
 
 
 # What a peer may say.
@@ -473,8 +561,11 @@ async def test_a_process_that_cannot_be_seen_lends_nothing() -> None:
     assert back == [struct.pack("!QQ", 1, 2)]
 
 
-def given(lease: int, length: int = 4096) -> Reference:
-    return Reference(lease, 3, 1, 1, 1 << 30, 0, length)
+def given(lease: int, length: int = 4096, spoiled: bool = False) -> mappings.Loan:
+    """A loan that is over."""
+    found = mappings.Loan(np.zeros(1, np.uint8).view(Block))
+    found.lease, found.length, found.spoiled, found.loans = lease, length, spoiled, set()
+    return found
 
 
 def packed(*leases: int) -> bytes:
@@ -486,13 +577,13 @@ async def test_some_are_given_back_together_and_none_waits_for_long() -> None:
     back: list[bytes] = []
     ours = Borrowing(asyncio.get_running_loop(), back.append)
     for lease in (1, 2, 3):
-        ours.give_back(given(lease), False)
+        ours.give_back(given(lease))
     await asyncio.sleep(0)
     assert back == []
-    ours.give_back(given(4), True)
+    ours.give_back(given(4, spoiled=True))
     await asyncio.sleep(0)
     assert back == [packed(1, 2, 3, 4 | 1 << 63)]
-    ours.give_back(given(5), False)
+    ours.give_back(given(5))
     await turns_until(lambda: len(back) == 2)
     assert back[1] == packed(5)
 
@@ -500,11 +591,11 @@ async def test_some_are_given_back_together_and_none_waits_for_long() -> None:
 async def test_large_ones_are_given_back_at_once() -> None:
     back: list[bytes] = []
     ours = Borrowing(asyncio.get_running_loop(), back.append)
-    ours.give_back(given(1), False)
-    ours.give_back(given(2, 8 * MIB), False)
+    ours.give_back(given(1))
+    ours.give_back(given(2, 8 * MIB))
     await asyncio.sleep(0)
     assert back == [packed(1, 2)]
-    ours.give_back(given(3), False)
+    ours.give_back(given(3))
     await asyncio.sleep(0)
     assert back == [packed(1, 2)], "it is counted anew"
 
@@ -512,7 +603,7 @@ async def test_large_ones_are_given_back_at_once() -> None:
 async def test_what_another_thread_gives_back_does_not_wait() -> None:
     back: list[bytes] = []
     ours = Borrowing(asyncio.get_running_loop(), back.append)
-    await asyncio.to_thread(ours.give_back, given(1), False)
+    await asyncio.to_thread(ours.give_back, given(1))
     await turns_until(lambda: back)
     assert back == [packed(1)]
 
@@ -603,4 +694,4 @@ async def test_garbage_that_another_thread_finds_just_as_the_loop_is_closed_is_n
             raise RuntimeError("Event loop is closed")
 
     borrowing = Borrowing(cast(asyncio.AbstractEventLoop, Closing()), lambda leases: None)
-    await asyncio.to_thread(borrowing.give_back, Reference(1, 3, 1, 1, 8, 0, 8), False)
+    await asyncio.to_thread(borrowing.give_back, given(1))
