@@ -7,6 +7,7 @@ epochs that stand still or do not add up.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,10 @@ class LeaderRole:
         self._leader = Leader(node.job.tasks, node.job.epochs, ahead=self._ahead)
         self._wake = asyncio.Event()
         self._rows = asyncio.Event()
-        self._last_news = node.now()
+        self._rows_wanted = 0  # by how many
+        self._clock = asyncio.get_running_loop().time
+        self._accepted = Accepted(primary.term)
+        self._last_news = self._clock()
         self._backoff = Backoff()
         self._waits_told: Stamp | None = None
         self._cycle_found: tuple[Stamp, object] | None = None
@@ -65,7 +69,7 @@ class LeaderRole:
         self._refused: tuple[tuple[Compare, ...], int] = ((), 0)
         """What was read after a commit was refused, and how many times that was the same."""
         self.checkpointer = Checkpointer(node, primary)
-        self._commit_again_at = node.now()
+        self._commit_again_at = self._clock()
         self._commit_of = 0  # the revision of `generation` that the last commit rests on
         self._gathering: asyncio.TimerHandle | None = None
 
@@ -73,29 +77,31 @@ class LeaderRole:
 
     async def take_report(self, told: Report | Reports) -> Accepted:
         await self._node.keeper.wait_until_read(partial(within_reach, told.stamp, self._ahead))
-        return self._take(told)
+        return self._take((told,) if type(told) is Report else told.reports)  # type: ignore[union-attr]
 
     def report_now(self, told: Report | Reports) -> Accepted | None:
         """The same where there is nothing to wait for; else None."""
-        return self._take(told) if within_reach(told.stamp, self._ahead, self._node.keeper.view) else None
+        reports = (told,) if type(told) is Report else told.reports  # type: ignore[union-attr]
+        return self._take(reports) if within_reach(reports[-1].stamp, self._ahead, self._node.keeper.view) else None
 
-    def _take(self, told: Report | Reports) -> Accepted:
-        self._begin()
-        reports = (told,) if isinstance(told, Report) else told.reports
-        count = [self._leader.report(report) for report in reports]
-        if any(count):
-            self._last_news = self._node.now()
-            self._rows.set()
-            if self._leader.pressing or (self._leader.ready and not self._may_gather()):
+    def _take(self, reports: Sequence[Report]) -> Accepted:
+        leader = self._leader
+        if leader.stamp != self._node.keeper.view.stamp:
+            self._begin()
+        if leader.report(*reports):
+            self._last_news = self._clock()
+            if self._rows_wanted:
+                self._rows.set()
+            if leader.ready and (leader.pressing or not self._may_gather()):
                 self._wake.set()
-        return Accepted(self._primary.term)
+        return self._accepted
 
     async def take_restart(self, request: RequestRestart) -> Accepted:
         await self._node.keeper.wait_until_read(partial(within_reach, request.stamp, self._ahead))
         self._begin()
         if self._leader.request_restart(request.stamp, request.why):
             self._wake.set()
-        return Accepted(self._primary.term)
+        return self._accepted
 
     async def rows_before(self, stamp: Stamp, own: dict[str, float]) -> Rows:
         """What the tasks reported in the epoch before that of `stamp`, as soon as all of it is here.
@@ -103,10 +109,14 @@ class LeaderRole:
         Args:
             own: what task 0 reported in it.
         """
-        while (rows := self.rows_now(stamp, own)) is None:
-            self._rows.clear()
-            await self._rows.wait()
-        return rows
+        self._rows_wanted += 1
+        try:
+            while (rows := self.rows_now(stamp, own)) is None:
+                self._rows.clear()
+                await self._rows.wait()
+            return rows
+        finally:
+            self._rows_wanted -= 1
 
     def rows_now(self, stamp: Stamp, own: dict[str, float]) -> Rows | None:
         """The same where all of it is here; else None.
@@ -120,9 +130,7 @@ class LeaderRole:
         if at is None or at.attempt != stamp.attempt:
             return None
         if epoch >= at.epoch:
-            reports = self._leader.reports(epoch)
-            done = sum([report.done for report in reports.values()])
-            return _rows_of(reports) if done == self._node.job.tasks else None
+            return self._leader.numbers(epoch)
         told = {task: report.previous or {} for task, report in self._leader.reports().items()} | {0: own}
         if at != stamp or len(told) < self._node.job.tasks:
             return None
@@ -173,13 +181,13 @@ class LeaderRole:
             self._leader.begin(stamp)
             if stamp.epoch < self._committed:  # rolled back
                 self._committed = 0
-            self._last_news = self._node.now()
+            self._last_news = self._clock()
             self._waits_told = None
             self.waits = self._audit_waits = ()
             self._rows.set()
 
     async def _act(self) -> None:
-        settled = self._node.now() - self._last_news > _SETTLE_S
+        settled = self._clock() - self._last_news > _SETTLE_S
         decision = self._leader.decide(self._node.keeper.view, settled=settled)
         if not isinstance(decision, Diverged):
             self._audit_waits = ()
@@ -206,7 +214,7 @@ class LeaderRole:
             return False
         if self._gathering is not None:
             return True
-        left_s = self._commit_again_at - self._node.now()
+        left_s = self._commit_again_at - self._clock()
         if left_s <= 0:
             return False
         self._gathering = asyncio.get_running_loop().call_later(left_s, self._enough_gathered)
@@ -226,7 +234,7 @@ class LeaderRole:
         stamp = self._leader.stamp
         assert stamp is not None
         numbers = range(stamp.epoch, stamp.epoch + commit.epochs)
-        rows, lineage = {number: _rows_of(self._leader.reports(number)) for number in numbers}, self._lineage()
+        rows, lineage = {number: self._leader.numbers(number) or {} for number in numbers}, self._lineage()
         writer = node.writer()
         txn = transactions.commit(  # of the view as it was decided from: it goes on while anything is waited for
             view,
@@ -252,15 +260,15 @@ class LeaderRole:
             return
         self._backoff.reset()
         self._refused = ((), 0)
-        self._commit_again_at, self._commit_of = node.now() + node.settings.gather_s, view.generation_revision
+        self._commit_again_at, self._commit_of = self._clock() + node.settings.gather_s, view.generation_revision
         self._stop_gathering()
         if self._lineage() == lineage:  # else it was committed, and undone by a roll-back before we knew
             for number in numbers:
-                self._primary.replica.log.add(number, rows[number])
+                if rows[number]:
+                    self._primary.replica.log.add(number, rows[number])
             self._committed = numbers.stop
             self._rows.set()
-        for number in numbers:
-            self._tell_committed(Stamp(stamp.attempt, number), rows[number], view)
+        self._tell_committed(stamp.attempt, rows, view)
         if commit.finished:
             node.events.emit("finished", f"the job finished after epoch {numbers[-1]}", epoch=numbers[-1])
         if node.injects:
@@ -271,25 +279,22 @@ class LeaderRole:
         if self._leader.ready:
             self._wake.set()  # tasks that are ahead have reported it already
 
-    def _tell_committed(self, stamp: Stamp, rows: Rows, view: JobView) -> None:
-        node, fields = self._node, dict[str, float]()
-        for task in sorted(rows, reverse=True):
-            fields.update(rows[task])
-        base = view.epoch.record.base if view.epoch is not None else 0
-        if stamp.epoch == base:
+    def _tell_committed(self, attempt: int, committed: dict[int, Rows], view: JobView) -> None:
+        """Tells of epochs what the tasks reported in them."""
+        node, base = self._node, view.epoch.record.base if view.epoch is not None else 0
+        if base in committed:
             holders = {node.name_of(p.record.node) for p in view.primaries.values()}
             replicas = sum(len(view.in_sync(t)) for t in range(node.job.tasks))
             began = "the job began" if base == 0 else f"the job goes on from the checkpoint of epoch {base}"
             text = f"{began}: {node.job.tasks} tasks on {', '.join(sorted(holders))}; {replicas} replicas in sync"
             node.events.emit("began", text, epoch=base)  # first, so that it is told in this order
-        node.events.emit(
-            "commit",
-            f"epoch {stamp.epoch} committed",
-            epoch=stamp.epoch,
-            attempt=stamp.attempt,
-            transient=True,
-            fields=fields,
-        )
+        for epoch, rows in committed.items():
+            fields: dict[str, float] = {}
+            for task in sorted(rows, reverse=True):
+                fields.update(rows[task])
+            node.events.emit(
+                "commit", f"epoch {epoch} committed", epoch=epoch, attempt=attempt, transient=True, fields=fields
+            )
 
     def _lineage(self) -> int:
         epoch = self._node.keeper.view.epoch
@@ -468,7 +473,3 @@ def within_reach(stamp: Stamp, ahead: int, view: JobView) -> bool:
     """Whether the view has come to that stamp, or to an epoch that tasks may be so far ahead of."""
     at = view.stamp
     return at is not None and (at >= stamp or (at.attempt == stamp.attempt and stamp.epoch <= at.epoch + ahead))
-
-
-def _rows_of(reports: dict[int, Report]) -> Rows:
-    return {task: dict(report.numbers) for task, report in reports.items() if report.numbers}

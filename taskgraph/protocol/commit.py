@@ -81,11 +81,30 @@ def _later(report: Report, known: Report) -> bool:
     return not known.done and (report.done or report.version >= known.version)
 
 
+class _Told:
+    """What the tasks reported of one epoch.
+
+    Attributes:
+        reports: task -> the latest.
+        done: how many of them are dones.
+    """
+
+    __slots__ = ("done", "reports")
+
+    def __init__(self) -> None:
+        self.reports: dict[int, Report] = {}
+        self.done = 0
+
+
 class Leader:
     """What the primary of task 0 knows of the epoch at work, and of those that tasks are ahead with.
 
     Args:
         ahead: how many epochs a task may be ahead of the one at work.
+
+    Attributes:
+        stamp: the epoch at work and its attempt, as they were read.
+        ready: every task has reported something of the epoch at work. Before, only a restart can be decided.
     """
 
     def __init__(self, tasks: int, epochs: int | None, *, ahead: int = 0) -> None:
@@ -94,7 +113,8 @@ class Leader:
         self._ahead = ahead
         self.enough = max(1, (ahead + 1) // 2)  # epochs for one commit; while it is written, tasks work on the others
         self.stamp: Stamp | None = None
-        self._reports: dict[int, dict[int, Report]] = {}  # epoch -> task -> the latest
+        self.ready = False
+        self._told: dict[int, _Told] = {}  # of epochs: the one at work, and those ahead of it
         self._awaited: set[int] = set()  # epochs whose commit somebody waits for
         self._sealed: dict[int, tuple[int, int]] = {}  # task -> (term, version) a seal was answered for
         self._restart: tuple[int, str] | None = None  # the epoch that cannot be completed, and why
@@ -104,11 +124,13 @@ class Leader:
         if self.stamp == stamp:
             return
         if self.stamp is None or stamp.attempt != self.stamp.attempt:
-            self._reports, self._awaited, self._restart = {}, set(), None
+            self._told, self._awaited, self._restart = {}, set(), None
         self.stamp = stamp
         self._sealed = {}
-        self._reports = {epoch: reports for epoch, reports in self._reports.items() if epoch >= stamp.epoch}
-        self._awaited = {epoch for epoch in self._awaited if epoch >= stamp.epoch}
+        for epoch in [epoch for epoch in self._told if epoch < stamp.epoch]:
+            del self._told[epoch]
+            self._awaited.discard(epoch)
+        self.ready = self.complete(stamp.epoch)
         if self._restart is not None and self._restart[0] < stamp.epoch:
             self._restart = None
 
@@ -117,17 +139,35 @@ class Leader:
         at = self.stamp
         return at is not None and stamp.attempt == at.attempt and at.epoch <= stamp.epoch <= at.epoch + self._ahead
 
-    def report(self, report: Report) -> bool:
-        """Takes a report. Returns whether it counts (one of an epoch that is over is void)."""
-        if not self.takes(report.stamp):
+    def report(self, *reports: Report) -> bool:
+        """Takes reports, of one message. Returns whether any counts: one of an epoch that is over is void.
+
+        All in one place: there is one of every task and epoch.
+        """
+        if self.stamp is None:
             return False
-        reports = self._reports.setdefault(report.stamp.epoch, {})
-        known = reports.get(report.task)
-        if known is None or report.term > known.term or (report.term == known.term and _later(report, known)):
-            reports[report.task] = report
+        attempt, first = self.stamp
+        last, tasks, counts = first + self._ahead, self._tasks, False
+        for report in reports:
+            (in_attempt, epoch), task = report.stamp, report.task
+            if in_attempt != attempt or not first <= epoch <= last or not 0 <= task < tasks:
+                continue
+            counts = True
+            told = self._told.get(epoch)
+            if told is None:
+                told = self._told[epoch] = _Told()
+            known = told.reports.get(task)
+            if known is not None:
+                if report.term < known.term or (report.term == known.term and not _later(report, known)):
+                    continue
+                told.done -= known.done
+            told.reports[task] = report
+            told.done += report.done
             if not report.ahead:
-                self._awaited.add(report.stamp.epoch)
-        return True
+                self._awaited.add(epoch)
+            if epoch == first and known is None:
+                self.ready = self.complete(first)
+        return counts
 
     def request_restart(self, stamp: Stamp, why: str) -> bool:
         """Someone says that the attempt cannot complete the epoch of `stamp`. Returns whether that counts."""
@@ -141,19 +181,27 @@ class Leader:
         self._sealed[task] = (term, version)
 
     def reports(self, epoch: int | None = None) -> dict[int, Report]:
-        """What counts at the moment, for the numbers in it. Without a number: of the epoch at work."""
+        """What counts at the moment. Without a number: of the epoch at work."""
         if epoch is None:
             epoch = self.stamp.epoch if self.stamp is not None else 0
-        return dict(self._reports.get(epoch, {}))
+        told = self._told.get(epoch)
+        return dict(told.reports) if told is not None else {}
+
+    def numbers(self, epoch: int) -> dict[int, dict[str, float]] | None:
+        """task -> what it reported in that epoch, of tasks that did; None while not all of them are done with it."""
+        told = self._told.get(epoch)
+        if told is None or told.done != self._tasks:
+            return None
+        found = {}
+        for task, report in told.reports.items():
+            if report.numbers:
+                found[task] = dict(report.numbers)
+        return found
 
     def complete(self, epoch: int) -> bool:
         """Whether every task has reported something of it."""
-        return len(self._reports.get(epoch, ())) == self._tasks
-
-    @property
-    def ready(self) -> bool:
-        """Whether every task has reported something of the epoch at work. Before, only a restart can be decided."""
-        return self.stamp is not None and self.complete(self.stamp.epoch)
+        told = self._told.get(epoch)
+        return told is not None and len(told.reports) == self._tasks
 
     @property
     def pressing(self) -> bool:
@@ -181,6 +229,9 @@ class Leader:
             return WaitFor((), "the epoch at work has not been read yet")
         if self._restart is not None:
             return Restart(self._restart[1])
+        terms = self._terms(view)
+        if self._can_commit(self.stamp.epoch, terms):
+            return self._commit(terms)
         if missing := self.missing(view):
             return WaitFor(missing, "not finished with the epoch")
         reports = list(self.reports().values())
@@ -194,26 +245,41 @@ class Leader:
             if open_seals:
                 return SealTasks(open_seals)
             return WaitFor(tuple(r.task for r in idle), "sealed, not done yet")
-        if _agree(reports):
-            return self._commit(view)
         return self._unequal(view)
 
-    def _commit(self, view: JobView) -> Commit:
+    def _terms(self, view: JobView) -> dict[int, int]:
+        """The current term of every task, 0 before its first primary."""
+        terms = dict.fromkeys(range(self._tasks), 0)
+        for task, primary in view.primaries.items():
+            terms[task] = primary.record.term
+        return terms
+
+    def _can_commit(self, epoch: int, terms: dict[int, int]) -> bool:
+        """Whether all are done with it, in their current terms, and everything that was sent was received."""
+        told = self._told.get(epoch)
+        if told is None or told.done != self._tasks:
+            return False
+        difference = 0
+        for task, report in told.reports.items():
+            if report.term != terms[task]:
+                return False
+            difference += report.sent - report.received
+        return not difference & _MASK
+
+    def _commit(self, terms: dict[int, int]) -> Commit:
         """The epoch at work can be committed; so can those after it that are complete, up to the job's last one."""
         assert self.stamp is not None
         last = self.stamp.epoch
-        while not (finished := self._is_last(last)) and self._can_commit(view, last + 1):
+        while not (finished := self._is_last(last)) and self._can_commit(last + 1, terms):
             last += 1
-        awaited = not all(report.ahead for report in self._reports[last].values())
+        awaited = False in [report.ahead for report in self._told[last].reports.values()]
         return Commit(finished, last - self.stamp.epoch + 1, awaited)
 
-    def _can_commit(self, view: JobView, epoch: int) -> bool:
-        reports = list(self._reports.get(epoch, {}).values())
-        return not self.missing(view, epoch) and all(r.done for r in reports) and _agree(reports)
-
     def _is_last(self, epoch: int) -> bool:
-        finishes = any(report.finish for report in self._reports[epoch].values())
-        return finishes or (self._epochs is not None and epoch + 1 >= self._epochs)
+        for report in self._told[epoch].reports.values():
+            if report.finish:
+                return True
+        return self._epochs is not None and epoch + 1 >= self._epochs
 
     def _unequal(self, view: JobView) -> Action:
         if view.term_changed(in_attempt=self._ahead > 0):

@@ -254,3 +254,47 @@ def test_idle_tasks_whose_sums_stay_unequal_are_not_waited_for_for_ever(world: W
     world.take_over(1, "a")
     leader.report(report(1, at, term=2, done=False))
     assert isinstance(decide(leader, world, settled=True), Restart)
+
+
+def test_a_report_of_a_task_that_there_is_not_is_void(world: World) -> None:
+    leader = led(world)
+    assert not leader.report(report(2, S), report(-1, S))
+    leader.report(report(0, S), report(7, S))
+    assert not leader.ready
+    leader.report(report(1, S))
+    assert leader.ready
+    assert decide(leader, world) == Commit(finished=False)
+
+
+def test_a_done_is_one_no_more_where_a_later_term_is_only_idle(world: World) -> None:
+    leader = led(world)
+    leader.report(report(0, S, numbers={"a": 1.0}), report(1, S))
+    assert leader.numbers(0) == {0: {"a": 1.0}}
+    world.die("b")
+    world.take_over(1, "a")
+    leader.report(report(1, S, term=2, done=False, version=1))
+    assert leader.numbers(0) is None
+    assert decide(leader, world) == SealTasks(((1, 1),))
+    leader.report(report(1, S, term=2, numbers={"b": 2.0}))
+    assert leader.numbers(0) == {0: {"a": 1.0}, 1: {"b": 2.0}}
+    assert decide(leader, world) == Commit(finished=False)
+
+
+def test_what_is_ready_was_reported_in_the_attempt_at_work(world: World) -> None:
+    leader = led(world)
+    leader.report(report(0, S), report(1, S))
+    assert leader.ready
+    leader.begin(Stamp(2, 0))
+    assert not leader.ready and leader.numbers(0) is None
+    leader.report(report(0, Stamp(2, 0)), report(1, Stamp(2, 0)))
+    assert leader.ready
+
+
+def test_numbers_that_were_told_do_not_change_any_more(world: World) -> None:
+    """They go into a boundary, and a later term may report others."""
+    leader = led(world)
+    leader.report(report(0, S), report(1, S, numbers={"a": 1.0}))
+    told = leader.numbers(0)
+    leader.report(report(1, S, term=2, numbers={"a": 2.0}))
+    assert told == {1: {"a": 1.0}}
+    assert leader.numbers(0) == {1: {"a": 2.0}}

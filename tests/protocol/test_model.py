@@ -169,8 +169,8 @@ def by_value(patch: pytest.MonkeyPatch) -> None:
     changed(model_states, "_counted", counted)(patch)
 
 
-def any_done(self: Leader, view: JobView, epoch: int | None = None) -> tuple[int, ...]:
-    return tuple(task for task in range(self._tasks) if task not in self.reports(epoch))
+def as_reported(self: Leader, view: JobView) -> dict[int, int]:
+    return {task: report.term for task, report in self.reports().items()}
 
 
 def epoch_of_the_view(original: Callable[..., TakenOver], result: TxnResult, view: JobView, task: int) -> TakenOver:
@@ -239,7 +239,7 @@ RULES: dict[str, tuple[Patch, Model]] = {
         Model(2, "abc", CORE, "abc"),
     ),
     "a done counts in its own term": (
-        lambda patch: patch.setattr(Leader, "missing", any_done),
+        lambda patch: patch.setattr(Leader, "_terms", as_reported),
         Model(2, "abc", CORE, "abc"),
     ),
     "attempts are counted over all epochs": (
