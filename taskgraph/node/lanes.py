@@ -22,8 +22,10 @@ from taskgraph.node.turns import Turns
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Report, Stamp
+from taskgraph.shape import is_stateless
 
 if TYPE_CHECKING:
+    from taskgraph.graph.compose import Graph
     from taskgraph.node.primary import Primary
     from taskgraph.node.reports import Rows
 
@@ -59,6 +61,14 @@ class Lanes:
         self._ahead = 0 if alone else settings.epochs_ahead
         self._end = sys.maxsize if epochs is None else epochs
         self._checkpoints = primary.node.spec.checkpoint is not None
+        self._stateful = shape.stateful
+        # Where nothing that is marked stateless changes the state, and there is nothing that says what happened.
+        marked = shape.in_flight and "on_event" not in shape.overrides
+        self._may_stay = (marked or not shape.stateful) and not settings.strict
+        self._graph: Graph | None = None  # of the last epoch
+        self._stays = False  # whether it leaves the state as it was
+        self._bare: Encoded | None = None  # the last snapshot, where it may stay and carries no reports
+        self._state_bytes = 0  # of the last snapshot
         self.settled = at.epoch
         """The committed boundary, once everything that follows from its commit is done."""
         self.failed_in = -1
@@ -224,10 +234,20 @@ class Lanes:
                 await self._checkpoint(stamp, previous)
             rows = None if self._dones else node.roles.rows_now(self._task, stamp, previous)
         primary.stage, replica.actor.stamp = "snapshot", stamp
-        value = await replica.snapshot(attempt.numbers, {stamp.epoch - 1: rows} if rows else {}, stays=True)
-        attempt.put_bytes += value.size_bytes
-        self._epoch_bytes = attempt.put_bytes + attempt.inbound.taken_bytes
-        self._finishing |= attempt.finishing
+        items_bytes = attempt.put_bytes + attempt.inbound.taken_bytes
+        if attempt.graph is not self._graph:  # epochs that declare the same share one
+            self._graph, self._stays = attempt.graph, self._may_stay and self._leaves_state(attempt.graph)
+        if self._stays and self._bare is not None and not rows and not attempt.numbers:
+            value = self._bare  # the boundary before, which is held already: nothing is encoded
+        else:
+            value = await replica.snapshot(attempt.numbers, {stamp.epoch - 1: rows} if rows else {}, stays=True)
+            self._state_bytes = value.size_bytes
+            attempt.put_bytes += self._state_bytes
+            if self._may_stay:
+                self._bare = value if type(value) is Encoded and not attempt.numbers and not rows else None
+        self._epoch_bytes = items_bytes + self._state_bytes
+        if attempt.finishing:
+            self._finishing = True
         primary.stage = ""
         later = replica.device is not None and (type(value) is EncodedOnDevice or bool(self._dones))
         if rows is not None and not later:
@@ -238,6 +258,12 @@ class Lanes:
         if not goes_on:
             await self._dones.all()
         return goes_on
+
+    def _leaves_state(self, graph: Graph | None) -> bool:
+        """Whether an epoch of that graph leaves the state as it was, by what marks promise."""
+        if not self._stateful:
+            return True
+        return graph is not None and all(is_stateless(processor.compute) for processor in graph.processors)
 
     def _snapshotted(self, epoch: int) -> None:
         """The next epoch may change the state."""

@@ -1,0 +1,235 @@
+"""An epoch that cannot have changed the state needs no new snapshot: its boundary is the one before."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import Any
+
+import pytest
+from cluster_kit import holder, play
+
+import taskgraph as tg
+from taskgraph.graph.values import decode
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.replica import Replica
+
+EPOCHS = 12
+
+
+class Counting(tg.Task, state=["total"]):
+    """Its state changes in every third epoch, in a sync point that is not marked; the others only pass values on."""
+
+    taken: dict[int, list[int]]
+    total: int
+    latest = -1
+
+    def setup(self) -> None:
+        self.total = 0
+
+    @tg.stateless
+    def compose(self, epoch: tg.Epoch) -> None:
+        me = self.task_id
+        epoch.processor(self.send, outbound={"x": me})
+        if epoch.number % 3 == 2:
+            epoch.processor(self.add, inbound={"x": me})
+        else:
+            epoch.processor(functools.partial(self.look, epoch.number), inbound={"x": me}, name="look")
+
+    @tg.stateless
+    async def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("x", epoch.number)
+
+    @tg.stateless
+    async def look(self, number: int, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        assert ins["x"] == number
+
+    async def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.total += ins["x"]
+
+    def snapshot(self) -> Any:
+        self.taken[self.task_id].append(self.total)
+        return super().snapshot()
+
+    def restore(self, state: Any) -> None:
+        super().restore(state)
+
+    def result(self) -> int:
+        return self.total
+
+
+@pytest.fixture
+def counting() -> type[Counting]:
+    class Fresh(Counting, state=["total"]):
+        taken = {0: [], 1: []}  # noqa: RUF012
+
+    return Fresh
+
+
+def job(builder: Any, **options: Any) -> tg.Job:
+    return tg.Job(**{"tasks": 2, "epochs": EPOCHS, "builder": builder, "backups": 1, **options})
+
+
+async def result(cluster: InProcessCluster) -> tg.JobResult:
+    return await cluster.result()
+
+
+TOTAL = 2 + 5 + 8 + 11
+NEW = [0, 0, 2, 7, 15, 26]  # boundary 0; the first epoch of the attempt; and where it changed
+
+
+@pytest.mark.parametrize("in_flight", [1, 4])
+def test_a_state_that_nothing_can_have_changed_is_not_snapshotted_again(
+    counting: type[Counting], in_flight: int
+) -> None:
+    settings = tg.Settings(epochs_in_flight=in_flight)
+    found = play(job(lambda _: counting(), settings=settings), result, nodes=2)
+    assert found.values == {0: TOTAL, 1: TOTAL}
+    assert counting.taken == {0: NEW, 1: NEW}
+
+
+def test_what_is_not_marked_is_snapshotted_whatever_it_did(counting: type[Counting]) -> None:
+    """Nobody promises that a plain compute leaves the state alone."""
+
+    class Unmarked(counting, state=["total"]):  # type: ignore[misc, valid-type]
+        async def look(self, number: int, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            await super().look(number, epoch, ins, outs)
+
+    found = play(job(lambda _: Unmarked()), result, nodes=2)
+    assert found.values == {0: TOTAL, 1: TOTAL}
+    assert [len(taken) for taken in counting.taken.values()] == [EPOCHS + 1] * 2
+
+
+@pytest.mark.parametrize("hook", ["on_event", "on_flag", "on_commit", "handler"])
+def test_where_other_hooks_may_run_every_epoch_is_snapshotted(counting: type[Counting], hook: str) -> None:
+    hooks: dict[str, Any] = {
+        "on_event": lambda self, event: None,
+        "on_flag": lambda self, epoch, sender, meta: None,
+        "on_commit": lambda self, number, state: None,
+        "handler": tg.handles("ask")(lambda self, epoch, sender, payload: None),
+    }
+    hooked = type("Hooked", (counting,), {hook: hooks[hook]})
+    found = play(job(lambda _: hooked()), result, nodes=2)
+    assert found.values == {0: TOTAL, 1: TOTAL}
+    assert [len(taken) for taken in counting.taken.values()] == [EPOCHS + 1] * 2
+
+
+@pytest.fixture
+def snapshots(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The task of every boundary that is encoded."""
+    made: list[int] = []
+    snapshot = Replica.snapshot
+
+    async def counted(self: Replica, *args: Any, **named: Any) -> Any:
+        made.append(self.task)
+        return await snapshot(self, *args, **named)
+
+    monkeypatch.setattr(Replica, "snapshot", counted)
+    return made
+
+
+def test_in_strict_mode_every_epoch_is(counting: type[Counting], snapshots: list[int]) -> None:
+    found = play(job(lambda _: counting(), settings=tg.Settings(strict=True)), result, nodes=2)
+    assert found.values == {0: TOTAL, 1: TOTAL}
+    assert sorted(snapshots) == [0] * (EPOCHS + 1) + [1] * (EPOCHS + 1)
+
+
+@pytest.mark.parametrize("epoch", range(1, 8))
+def test_whoever_takes_over_has_the_state_that_was_not_snapshotted_again(counting: type[Counting], epoch: int) -> None:
+    """A backup was offered it under the number of each boundary."""
+
+    crashed: list[str] = []
+
+    async def crash(cluster: InProcessCluster, node: str) -> None:
+        if not crashed:
+            crashed.append(node)
+            cluster.crash(holder(cluster, 1).id)
+            await asyncio.Event().wait()
+
+    found = play(job(lambda _: counting()), result, nodes=3, stages={("done", 1, epoch): crash})
+    assert found.values == {0: TOTAL, 1: TOTAL} and found.failovers >= 1
+
+
+def test_every_boundary_is_held_under_its_own_number(counting: type[Counting]) -> None:
+    held: dict[int, Any] = {}
+
+    async def look(cluster: InProcessCluster, node: str) -> None:
+        await asyncio.sleep(3)
+        for boundary in holder(cluster, 1).roles.primaries[1].backups._boundaries.values():
+            held[boundary.stamp.epoch] = decode(boundary.value)
+
+    play(job(lambda _: counting()), result, nodes=2, stages={("done", 1, 7): look})
+    assert len(held) >= 3
+    for epoch, boundary in held.items():  # boundary e is what there is before epoch e
+        assert boundary["state"] == {"total": sum(number for number in range(epoch) if number % 3 == 2)}
+
+
+def test_what_is_reported_travels_in_the_boundary_of_its_epoch_and_in_no_other(counting: type[Counting]) -> None:
+    """Two epochs of three report something, and change nothing."""
+
+    class Reports(counting, state=["total"]):  # type: ignore[misc, valid-type]
+        @tg.stateless
+        async def look(self, number: int, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            if number % 3 == 0:
+                epoch.report(**{f"seen {self.task_id}": number})
+
+    held: dict[int, Any] = {}
+
+    async def look(cluster: InProcessCluster, node: str) -> None:
+        await asyncio.sleep(3)
+        for boundary in holder(cluster, 1).roles.primaries[1].backups._boundaries.values():
+            held[boundary.stamp.epoch] = decode(boundary.value)["numbers"]
+
+    found = play(job(lambda _: Reports()), result, nodes=2, stages={("done", 1, 7): look})
+    assert found.values == {0: TOTAL, 1: TOTAL}
+    assert [(row.epoch, dict(row.numbers)) for row in found.reports] == [
+        (epoch, {"seen 0": epoch, "seen 1": epoch}) for epoch in range(0, EPOCHS, 3)
+    ]
+    assert len(held) >= 3
+    for epoch, numbers in held.items():
+        assert numbers == ({"seen 1": epoch - 1} if epoch % 3 == 1 else {})
+
+
+def test_a_restart_begins_with_the_restored_state(counting: type[Counting]) -> None:
+    """What was snapshotted in the attempt that is over is no boundary of the next one."""
+
+    class Erratic(counting, state=["total"]):  # type: ignore[misc, valid-type]
+        asked = False
+
+        async def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            await super().add(epoch, ins, outs)
+            if self.task_id == 1 and epoch.number == 5 and not type(self).asked:
+                type(self).asked = True
+                self.total += 1000  # of an attempt that never commits
+
+    asked: list[str] = []
+
+    async def restart(cluster: InProcessCluster, node: str) -> None:
+        if not asked:
+            asked.append(node)
+            primary = holder(cluster, 1).roles.primaries[1]
+            assert primary.attempt is not None
+            primary.ask_restart(primary.attempt.stamp, "the test says so")
+            await asyncio.Event().wait()
+
+    found = play(job(lambda _: Erratic()), result, nodes=2, stages={("done", 1, 5): restart})
+    assert asked and Erratic.asked and found.values == {0: TOTAL, 1: TOTAL}
+
+
+class Stateless(tg.Task):
+    """It declares no state, and marks nothing."""
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.send, outbound={"x": self.task_id})
+        epoch.processor(self.take, inbound={"x": self.task_id})
+
+    async def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("x", epoch.number)
+
+    async def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        assert ins["x"] == epoch.number
+
+
+def test_a_task_without_state_is_snapshotted_once(snapshots: list[int]) -> None:
+    assert play(job(lambda _: Stateless()), result, nodes=2).epochs == EPOCHS
+    assert sorted(snapshots) == [0, 0, 1, 1], "boundary 0, and one for all that follow"
