@@ -89,8 +89,9 @@ class Attempts:
 
     def drop_before(self, epoch: int) -> None:
         """`epoch` was read as committed: nobody needs what is of earlier ones."""
-        for stamp in [stamp for stamp in self._begun if stamp.epoch < epoch]:
-            self._begun.pop(stamp).drop()
+        for stamp in tuple(self._begun):
+            if stamp.epoch < epoch:
+                self._begun.pop(stamp).drop()
 
     def drop(self) -> None:
         """All of them are over."""

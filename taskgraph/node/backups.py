@@ -72,11 +72,14 @@ class Backups:
 
     def committed(self, boundary: Boundary) -> None:
         """`boundary` is the committed one, here at the start of the term or read since."""
-        self._committed_epoch = boundary.stamp.epoch
-        self._boundaries = {k: b for k, b in self._boundaries.items() if k[0] >= boundary.stamp.epoch}
+        epoch = self._committed_epoch = boundary.stamp.epoch
+        for key in tuple(self._boundaries):
+            if key[0] < epoch:
+                del self._boundaries[key]
         self._boundaries[boundary.key] = boundary
-        self._insync.keep_from(boundary.stamp.epoch)
-        self._insync.add(boundary.key)
+        self._insync.keep_from(epoch)
+        if not self._insync.add(boundary.key):
+            return  # there is nobody to tell
         self._withdraw_history()
         if not self._nothing_to_do:
             self._poke()

@@ -40,7 +40,7 @@ class Lanes:
 
     Args:
         at: the epoch at work, and the attempt.
-        not_done: called where an epoch that was worked through cannot be brought to its done; see `done_error`.
+        not_done: called where an epoch that was worked through cannot be brought to its done; `dones` says why.
     """
 
     def __init__(self, primary: Primary, at: Stamp, not_done: Callable[[], None]) -> None:
@@ -82,23 +82,25 @@ class Lanes:
         self.began = self._loop.time()
         """When the last epoch began that did."""
         self._room = asyncio.Event()  # an epoch may begin, perhaps
+        self._lacks_room = False  # somebody waits for that
         self._next = at.epoch  # the first epoch that has not begun
         self._turns = Turns(at.epoch)  # whose snapshot is the next to be taken
         self._told = Turns(at.epoch)  # whose done is the next to be told
         self._told_at = 0  # when one was told last, while somebody traces
         self._finishing = False  # an epoch said that the job ends with it
         self._epoch_bytes: int | None = None  # what the epoch held and pulled that was snapshotted last
-        self._dones = Dones(self._finish, not_done)
-
-    @property
-    def done_error(self) -> BaseException | None:
-        """Why an epoch that was worked through could not be brought to its done."""
-        return self._dones.error
+        self.dones = Dones(self._finish, not_done)
 
     def settle(self, epoch: int) -> None:
         """`epoch` is the committed boundary now, and all that follows from that is done."""
         self.settled = epoch
-        self._room.set()
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """An epoch may begin, perhaps: whoever waits for that looks again."""
+        if self._lacks_room:
+            self._lacks_room = False
+            self._room.set()
 
     async def end(self) -> None:
         """The attempt is over, and `run` has ended: so does what it left to do.
@@ -106,7 +108,7 @@ class Lanes:
         Raises:
             StuckError: a thread does not return.
         """
-        await self._dones.end()
+        await self.dones.end()
 
     # -- one epoch after another ------------------------------------------------------------------
 
@@ -163,6 +165,7 @@ class Lanes:
         waiting = 0
         while self._next < stamp.epoch or not self._may_begin(stamp.epoch):
             waiting = waiting or (self._next == stamp.epoch and self._tracing.on and clock())
+            self._lacks_room = True
             self._room.clear()
             await self._room.wait()
         if waiting and self._told.at == stamp.epoch:
@@ -217,7 +220,7 @@ class Lanes:
         primary.attempts.begin(attempt)
         self._next = following.epoch
         if several:
-            self._room.set()  # for the lane of that one
+            self._make_room()  # for the lane of that one
         if injects:
             await node.point("compose", self._task, stamp.epoch)
         await attempt.run()
@@ -232,7 +235,7 @@ class Lanes:
         if self._task == 0:
             if self._checkpoints:
                 await self._checkpoint(stamp, previous)
-            rows = None if self._dones else node.roles.rows_now(self._task, stamp, previous)
+            rows = None if self.dones else node.roles.rows_now(self._task, stamp, previous)
         primary.stage, replica.actor.stamp = "snapshot", stamp
         items_bytes = attempt.put_bytes + attempt.inbound.taken_bytes
         if attempt.graph is not self._graph:  # epochs that declare the same share one
@@ -249,14 +252,14 @@ class Lanes:
         if attempt.finishing:
             self._finishing = True
         primary.stage = ""
-        later = replica.device is not None and (type(value) is EncodedOnDevice or bool(self._dones))
+        later = replica.device is not None and (type(value) is EncodedOnDevice or bool(self.dones))
         if rows is not None and not later:
             return await self._be_done(attempt, following, value, previous, rows)
-        self._dones.add(Worked(attempt, following, value, previous, rows))
+        self.dones.add(Worked(attempt, following, value, previous, rows))
         self._snapshotted(stamp.epoch)
         goes_on = self._goes_on_after(attempt)
         if not goes_on:
-            await self._dones.all()
+            await self.dones.all()
         return goes_on
 
     def _leaves_state(self, graph: Graph | None) -> bool:
@@ -269,7 +272,7 @@ class Lanes:
         """The next epoch may change the state."""
         self._turns.passed(epoch)
         if self._several:
-            self._room.set()  # there is memory for another one, perhaps
+            self._make_room()  # there is memory for another one, perhaps
 
     def _goes_on_after(self, attempt: Attempt) -> bool:
         """Whether the task goes on before that attempt is committed."""

@@ -70,7 +70,7 @@ class Primary:
         self._lanes: Lanes | None = None  # of the attempt at work
         self._began = node.now()
         self._moving: asyncio.Future[None] | None = None
-        self.reporter = Reporter(node, at_once=replica.task == 0)
+        self.reporter = Reporter(node, leads=replica.task == 0)
         self._restart_asked: set[tuple[Stamp, str]] = set()
         self._group: asyncio.TaskGroup | None = None
         self.stage = "setup"
@@ -185,7 +185,8 @@ class Primary:
 
         Returns where it was by then: the epoch at work, and the attempt that is over.
         """
-        at = self.node.keeper.view.stamp
+        keeper = self.node.keeper
+        at = keeper.view.stamp
         assert at is not None
         lanes = self._lanes = Lanes(self, at, self._not_done)
         work = asyncio.get_running_loop().create_task(lanes.run())
@@ -193,7 +194,8 @@ class Primary:
         try:
             while True:
                 await self._until_moved(at, work)
-                if not self._goes_on(at):
+                view = keeper.view
+                if not view.running or view.stamp is None or view.stamp.attempt != at.attempt or self._undone():
                     return at
                 try:
                     lanes.settle(await self._moved(at))  # epochs were committed, and the attempt goes on
@@ -219,11 +221,12 @@ class Primary:
 
     async def _until_moved(self, at: Stamp, work: asyncio.Task[None]) -> None:
         """Returns when the view shows another stamp than `at`, or that the job ended."""
-        keeper, moved = self.node.keeper, partial(_moved_on, at)
+        keeper, lanes, moved = self.node.keeper, self._lanes, partial(_moved_on, at)
         moving = self._moving = keeper.when(moved)
         if work.done():
             self._worked(work)
-        self._not_done()
+        if lanes is not None and lanes.dones.error is not None:
+            self._not_done()
         try:
             await moving
         except (UserCodeError, TaskGraphError) as error:
@@ -250,7 +253,7 @@ class Primary:
 
     def _not_done(self) -> None:
         """An epoch that was worked through could not be brought to its done: no code of the job's was left to run."""
-        error = self._lanes.done_error if self._lanes is not None else None
+        error = self._lanes.dones.error if self._lanes is not None else None
         if error is not None and self._moving is not None and not self._moving.done():
             self._moving.set_exception(error)
 
@@ -259,34 +262,32 @@ class Primary:
         status = self.node.keeper.view.status
         return status is not None and status.record.state in (State.RUNNING, State.FINISHED)
 
-    def _goes_on(self, at: Stamp) -> bool:
-        view = self.node.keeper.view
-        return view.running and view.stamp is not None and view.stamp.attempt == at.attempt and not self._undone()
-
     async def _moved(self, stamp: Stamp) -> int:
         """The view shows another stamp than `stamp`: commits, a restart, or commits and then restarts.
 
         Returns:
             The epoch at work by then.
         """
-        await self._unless_replaced()
         replica, view = self.replica, self.node.keeper.view
-        now = view.stamp
+        if not view.is_primary(self.task, self.node.id, self.term):
+            await self._unless_replaced()
+        now, boundaries = view.stamp, replica.boundaries
         assert now is not None
-        if now.epoch > stamp.epoch:
+        committed = boundaries.committed
+        if committed is None or committed.stamp.epoch != now.epoch:  # the node has not followed the view yet
             replica.read_epoch(now.epoch)
-        committed = replica.boundaries.committed
+            committed = boundaries.committed
         if committed is None or committed.stamp.epoch != now.epoch:
             raise AssertionError(f"task {self.task}: epoch {now.epoch} committed without its boundary")
         if now.attempt > stamp.attempt:
-            replica.boundaries.drop_pending()
+            boundaries.drop_pending()
             self.backups.drop_pending()
             self.stage = "restore"
             await replica.restore(committed.value)
         self.reporter.forget(before=now.epoch)
         self.attempts.drop_before(now.epoch)
         self.backups.committed(committed)
-        if now.epoch > stamp.epoch:
+        if now.epoch > stamp.epoch and "on_commit" in replica.shape.overrides:
             self.stage = "on_commit"
             await replica.on_commit(now.epoch - 1, committed.value)
         self.stage = ""
@@ -439,4 +440,5 @@ class Primary:
 
 
 def _moved_on(stamp: Stamp, view: JobView) -> bool:
-    return view.stamp != stamp or not view.running
+    now = view.stamp  # one is made for every commit: most are asked of while there is no other
+    return (now is not stamp and now != stamp) or not view.running

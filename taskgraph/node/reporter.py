@@ -29,13 +29,14 @@ class Reporter:
     lost, new, not known yet or refuses, and a node that is paused.
 
     Args:
-        at_once: nothing is gathered. So with task 0: the leader is at hand, and its next report takes this one.
+        leads: of task 0, whose primary leads: nothing is gathered, and nothing travels.
     """
 
-    def __init__(self, node: Node, *, at_once: bool = False) -> None:
+    def __init__(self, node: Node, *, leads: bool = False) -> None:
         self._node = node
+        self._leads = leads
         settings = node.settings
-        self._enough = 1 if at_once or not settings.gather_s else settings.epochs_ahead // 4  # half of a commit
+        self._enough = 1 if leads or not settings.gather_s else settings.epochs_ahead // 4  # half of a commit
         self._gather_s = settings.gather_s / 2
         self._reports: dict[int, _Told] = {}  # epoch -> the latest
         self._gathered: list[_Told] = []  # to be sent when there are enough, or at the timer
@@ -47,9 +48,12 @@ class Reporter:
         epoch, gathered, view = report.stamp.epoch, self._gathered, self._node.keeper.view
         if (before := self._reports.get(epoch)) is not None:
             before.forget()
-        told = self._reports[epoch] = _Told(report)
-        gathered.append(told)
         at, leader = view.stamp, view.primaries.get(0)
+        told = self._reports[epoch] = _Told(report)
+        if self._leads and not gathered and leader is not None and self._took(report):
+            told.leader = leader.mod_revision
+            return
+        gathered.append(told)
         # Nobody waits for it where the task goes on, and so does the job, without this epoch's commit.
         urgent = not report.ahead or report.finish or at is None or report.stamp <= at
         if urgent or len(gathered) >= self._enough:
@@ -61,16 +65,28 @@ class Reporter:
 
     def forget(self, before: int | None = None) -> None:
         """There is nothing to tell any more of epochs before that one; None: of any."""
-        for epoch in [epoch for epoch in self._reports if before is None or epoch < before]:
-            told = self._reports.pop(epoch)
-            if told.way is not None:
-                told.forget()
+        reports = self._reports
+        for epoch in tuple(reports):
+            if before is None or epoch < before:
+                told = reports.pop(epoch)
+                if told.way is not None:
+                    told.forget()
         if self._gathered:
-            self._gathered = [told for told in self._gathered if told.report.stamp.epoch in self._reports]
+            self._gathered = [told for told in self._gathered if told.report.stamp.epoch in reports]
             if not self._gathered:
                 self._stop_timer()
             elif before is not None and self._gathered[0].report.stamp.epoch <= before:
                 self._send()  # its epoch is the one at work now
+
+    def _took(self, report: Report) -> bool:
+        """Whether the leader took it, which is of this very node: without a call."""
+        node = self._node
+        role, since = node.roles.leader, node.tracing.on and clock()
+        if role is None or node.paused or role.report_now(report) is None:
+            return False
+        if since:
+            self._trace(report, since)
+        return True
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -100,7 +116,8 @@ class Reporter:
             told.leader, told.way = leader, way
         reply.add_done_callback(partial(self._answered, way))
         if since:
-            self._trace(gathered, since)
+            for told in gathered:
+                self._trace(told.report, since)
         return True
 
     def _answered(self, way: _Way, reply: asyncio.Future[Reply]) -> None:
@@ -113,10 +130,9 @@ class Reporter:
                     told.leader = 0
                     self._look.set()
 
-    def _trace(self, told: Sequence[_Told], since: int) -> None:
-        for report in (one.report for one in told):
-            kind = "done" if report.done else "idle"
-            self._node.tracing.keep((kind, "", 0, since, clock(), report.task, report.stamp, report.term, -1))
+    def _trace(self, report: Report, since: int) -> None:
+        kind = "done" if report.done else "idle"
+        self._node.tracing.keep((kind, "", 0, since, clock(), report.task, report.stamp, report.term, -1))
 
     async def run(self) -> None:
         """Tells the leader what could not be told at once, and every new leader all of it again."""
@@ -132,10 +148,10 @@ class Reporter:
             since = self._node.tracing.on and clock()
             same = partial(_message, untold)
             await self._node.router.to_primary(0, same, timeout_s=self._node.settings.call_s)
-            if since:
-                self._trace(untold, since)
             for told in untold:
                 told.leader = revision
+                if since:
+                    self._trace(told.report, since)
 
     async def _until_news(self, leader: Versioned[PrimaryRecord] | None) -> None:
         """Returns when there is something to tell in `run`, or another leader."""

@@ -54,13 +54,9 @@ class Boundaries:
 
     def __init__(self) -> None:
         self._held: dict[tuple[int, int, int], Boundary] = {}
-        self._committed: Boundary | None = None
-        self._floor = 0
-
-    @property
-    def committed(self) -> Boundary | None:
+        self.committed: Boundary | None = None
         """The boundary of the last epoch read as committed, if this replica holds it."""
-        return self._committed
+        self._floor = 0
 
     @property
     def pending(self) -> tuple[Boundary, ...]:
@@ -71,13 +67,13 @@ class Boundaries:
         if boundary.stamp.attempt < self._floor:
             return  # of epochs that were undone
         if committed:
-            if self._committed is None or boundary.stamp.epoch >= self._committed.stamp.epoch:
-                self._committed = boundary
+            if self.committed is None or boundary.stamp.epoch >= self.committed.stamp.epoch:
+                self.committed = boundary
                 self._held = {k: b for k, b in self._held.items() if b.stamp.epoch > boundary.stamp.epoch}
             return
         key = boundary.key
-        if self._committed is not None:
-            known = self._committed.key
+        if self.committed is not None:
+            known = self.committed.key
             if key[0] < known[0] or key == known:
                 return  # history, or the same one again
             if key[0] == known[0]:
@@ -85,7 +81,7 @@ class Boundaries:
                     return  # never let a pending boundary near a committed one of a later term or attempt
                 # Its primary began from the boundary before, read in etcd: what is held here did not commit. It was
                 # taken for the committed one by a replica that was evicted by then, and now is asked to come back.
-                self._committed = None
+                self.committed = None
         self._held[key] = boundary
 
     def until(self, epoch: int) -> tuple[Boundary, ...]:
@@ -93,24 +89,32 @@ class Boundaries:
 
         Several epochs may be committed at once. What was said above of the committed one holds for each of them.
         """
-        first = self._committed.stamp.epoch if self._committed is not None else -1
-        best = {key[0]: self._held[key] for key in sorted(self._held) if first < key[0] <= epoch}
-        return tuple(best[number] for number in sorted(best))
+        first = self.committed.stamp.epoch if self.committed is not None else -1
+        best: dict[int, Boundary] = {}
+        for key in sorted(self._held):
+            if first < key[0] <= epoch:
+                best[key[0]] = self._held[key]
+        return tuple(best.values())
 
     def read_epoch(self, epoch: int) -> Boundary | None:
         """`epoch` was read as committed from etcd. Returns the boundary that became the committed one now, if any."""
-        if self._committed is not None and self._committed.stamp.epoch >= epoch:
+        if self.committed is not None and self.committed.stamp.epoch >= epoch:
             return None
-        best = max((key for key in self._held if key[0] == epoch), default=None)
+        best = None
+        for key in self._held:
+            if key[0] == epoch and (best is None or key > best):
+                best = key
         if best is None:
             return None  # not a member at that time: what it holds below is of no use to anyone who reads the view
-        self._committed = self._held[best]
-        self._held = {key: b for key, b in self._held.items() if key[0] > epoch}
-        return self._committed
+        self.committed = self._held[best]
+        for key in tuple(self._held):
+            if key[0] <= epoch:
+                del self._held[key]
+        return self.committed
 
     def holds(self, epoch: int) -> bool:
         """Whether the committed boundary of `epoch` is here."""
-        return self._committed is not None and self._committed.stamp.epoch == epoch
+        return self.committed is not None and self.committed.stamp.epoch == epoch
 
     def drop_pending(self) -> None:
         """The attempt they were made in is over and was not committed."""
@@ -123,10 +127,10 @@ class Boundaries:
         """
         self._floor = max(self._floor, lineage)
         self._held = {key: b for key, b in self._held.items() if b.stamp.attempt >= self._floor}
-        if self._committed is not None and self._committed.stamp.attempt < self._floor:
-            self._committed = None
+        if self.committed is not None and self.committed.stamp.attempt < self._floor:
+            self.committed = None
 
     def clear(self) -> None:
         """Everything goes: the replica is no member any more, or boundary 0 is made anew."""
         self._held.clear()
-        self._committed = None
+        self.committed = None

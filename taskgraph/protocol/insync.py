@@ -73,7 +73,9 @@ class InSync:
 
     def keep_from(self, epoch: int) -> None:
         """`epoch` was read as committed: boundaries below it are history."""
-        self._current = [key for key in self._current if key[0] >= epoch]
+        current = self._current  # in order
+        while current and current[0][0] < epoch:
+            del current[0]
         for acked in self._acked.values():
             acked.intersection_update(self._current)
 

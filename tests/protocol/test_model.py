@@ -187,19 +187,19 @@ def first_attempt(original: Callable[..., Txn], view: JobView, **kwargs: Any) ->
 
 def the_first_pending_boundary(self: Boundaries, epoch: int) -> Boundary | None:
     """Of several pending boundaries of an epoch the lowest is taken for the committed one."""
-    if self._committed is not None and self._committed.stamp.epoch >= epoch:
+    if self.committed is not None and self.committed.stamp.epoch >= epoch:
         return None
     best = min((key for key in self._held if key[0] == epoch), default=None)
     if best is None:
         return None
-    self._committed = self._held[best]
+    self.committed = self._held[best]
     self._held = {key: b for key, b in self._held.items() if key[0] > epoch}
-    return self._committed
+    return self.committed
 
 
 def a_guess_is_kept(original: Callable[..., None], self: Boundaries, boundary: Boundary, *, committed: bool) -> None:
     """What an evicted replica took for the committed boundary stays, whatever it is offered when it comes back."""
-    if committed or self._committed is None or boundary.stamp.epoch > self._committed.stamp.epoch:
+    if committed or self.committed is None or boundary.stamp.epoch > self.committed.stamp.epoch:
         original(self, boundary, committed=committed)
 
 
@@ -214,7 +214,7 @@ def freed_on_a_hint(original: Callable[..., None], self: Boundaries, boundary: B
     """Who is offered the next boundary takes that for news that the one before it is not needed."""
     original(self, boundary, committed=committed)
     if not committed:
-        self._committed = None
+        self.committed = None
 
 
 def only_the_committed(original: Callable[..., tuple[Any, ...]], self: InSync, node: str) -> tuple[Any, ...]:

@@ -154,7 +154,7 @@ def test_an_epoch_that_cannot_be_done_fails_the_job_though_a_commit_is_read_in_t
 
     async def met(cluster: InProcessCluster, node: str) -> None:
         primary = cluster.node(node).roles.primaries[0]
-        primary._lanes._dones.error = UserCodeError("snapshot", ValueError("it is not there"))
+        primary._lanes.dones.error = UserCodeError("snapshot", ValueError("it is not there"))
 
     async def scenario(cluster: InProcessCluster) -> None:
         with pytest.raises(tg.JobFailed, match="it is not there"):

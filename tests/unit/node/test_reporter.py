@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 from taskgraph.node.reporter import Reporter
@@ -301,4 +302,67 @@ async def test_a_node_that_is_paused_keeps_what_was_gathered() -> None:
     node.resumed.set()
     await _turns()
     assert node.patient == [Reports((*_ahead(1), _report(2)))]
+    running.cancel()
+
+
+class _Leader:
+    """The leader's role on this very node."""
+
+    def __init__(self) -> None:
+        self.takes = True
+        self.took: list[Report] = []
+
+    def report_now(self, report: Report) -> Accepted | None:
+        if self.takes:
+            self.took.append(report)
+        return Accepted(1) if self.takes else None
+
+
+async def _leading() -> tuple[_Node, _Leader, Reporter, asyncio.Task[None]]:
+    node, leader = _Node(), _Leader()
+    node.keeper.lead(1)
+    node.roles = SimpleNamespace(leader=leader)  # type: ignore[attr-defined]
+    reporter = Reporter(node, leads=True)  # type: ignore[arg-type]
+    running = asyncio.create_task(reporter.run())
+    await _turns()
+    return node, leader, reporter, running
+
+
+async def test_the_leaders_own_task_tells_it_without_a_call() -> None:
+    node, leader, reporter, running = await _leading()
+    for report in (*_ahead(1, 2), _report(3)):
+        reporter.set(report)
+    await _turns()
+    assert leader.took == [*_ahead(1, 2), _report(3)], "and nothing is gathered"
+    assert not node.begun and not node.patient
+    running.cancel()
+
+
+async def test_what_a_leader_at_hand_does_not_take_goes_its_way() -> None:
+    """Its view has not come so far, or it does not lead yet, or its node is paused."""
+    node, leader, reporter, running = await _leading()
+    leader.takes = False
+    reporter.set(_report(1))
+    assert [report for report, _ in node.begun] == [_report(1)]
+    node.roles.leader = None  # type: ignore[attr-defined]
+    reporter.set(_report(2))
+    assert [report for report, _ in node.begun] == [_report(1), _report(2)]
+    node.roles.leader, leader.takes, node.paused = leader, True, True  # type: ignore[attr-defined]
+    reporter.set(_report(3))
+    await _turns()
+    assert not leader.took and not node.patient
+    node.paused = False
+    node.resumed.set()
+    await _turns()
+    assert node.patient == [_report(3)]
+    running.cancel()
+
+
+async def test_whoever_leads_after_it_is_told_again_what_it_took() -> None:
+    node, leader, reporter, running = await _leading()
+    reporter.set(_report(1))
+    node.roles.leader = None  # type: ignore[attr-defined]
+    node.keeper.lead(2)
+    await _turns()
+    assert leader.took == [_report(1)] and node.patient == [_report(1)]
     running.cancel()
