@@ -56,7 +56,7 @@ class Backups:
         self._invited: dict[str, int] = {}  # the number of each node's latest invitation
         self._caught_up_by: dict[str, float] = {}  # candidates that hold something: until when an epoch waits for them
         self._group: asyncio.TaskGroup | None = None
-        self._moved = asyncio.Event()  # something about the set changed; waits look again
+        self._watching: list[asyncio.Future[None]] = []  # dones that wait for something about the set to change
         self._poked = False
         self._waits: dict[asyncio.Future[None], Callable[[], bool]] = {}  # tenders, and what each waits for
         self._offered: dict[str, dict[Key, asyncio.Future[Reply]]] = {}  # offers under way that no tender made
@@ -81,7 +81,7 @@ class Backups:
         if not self._insync.add(boundary.key):
             return  # there is nobody to tell
         self._withdraw_history()
-        if not self._nothing_to_do:
+        if not self._insync.all_members(len(self._idle)):
             self._poke()
 
     def rolled_back(self, boundary: Boundary) -> None:
@@ -105,19 +105,12 @@ class Backups:
         self._boundaries[key] = boundary
         if not self._insync.add(key):
             return self._node.settings.min_in_sync > 1
-        if not (self._nothing_to_do and self._offered_now(boundary)):
+        offered = self._insync.all_members(len(self._idle))  # and their tenders have nothing to do
+        if offered:
+            for node in self._idle:
+                offered = offered and self._offer_now(node, boundary)
+        if not offered:
             self._poke()
-        return True
-
-    @property
-    def _nothing_to_do(self) -> bool:
-        """Whether all other nodes that are anything are members, with tenders that have nothing to do."""
-        return len(self._idle) == len(self._insync) and self._insync.steady
-
-    def _offered_now(self, boundary: Boundary) -> bool:
-        for node in self._idle:  # noqa: SIM110 - every epoch: a generator would cost more than it
-            if not self._offer_now(node, boundary):
-                return False
         return True
 
     def _offer_now(self, node: str, boundary: Boundary) -> bool:
@@ -148,7 +141,7 @@ class Backups:
         if began:
             self._trace_offer(began, node, boundary)
         if self._insync.steady:
-            self._moved.set()
+            self._changed()
         else:
             self._poke()
 
@@ -171,21 +164,20 @@ class Backups:
         Args:
             admit_wait_s: how long to wait for the backups wished for to become members, too.
         """
-        need = self._node.settings.min_in_sync
-        deadline = self._node.now() + admit_wait_s
+        need, insync = self._node.settings.min_in_sync, self._insync
+        deadline = self._node.now() + admit_wait_s if admit_wait_s else 0.0
         try:
             while True:
-                self._moved.clear()
-                lacking = self._insync.waits_for(key)
+                lacking = insync.waits_for(key)
                 if lacking:
                     self._blocked[key] = partial(self._lacks, "the acknowledgement of", lacking)
-                    await self._moved.wait()
+                    await self._change()
                     continue
-                if self._insync.holders(key) < need:
+                if need > 1 and insync.holders(key) < need:
                     self._blocked[key] = partial(self._lacks_holders, key, need)
-                    await self._moved.wait()
+                    await self._change()
                     continue
-                if not admit_wait_s and self._insync.steady:
+                if not admit_wait_s and insync.steady:
                     return
                 awaited = self._awaited(deadline)
                 if not awaited:
@@ -193,9 +185,23 @@ class Backups:
                 self._blocked[key] = partial(self._lacks, "the admission of", tuple(awaited))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(max(awaited.values()) - self._node.now()):
-                        await self._moved.wait()
+                        await self._change()
         finally:
             self._blocked.pop(key, None)
+
+    def _change(self) -> asyncio.Future[None]:
+        """Is done when something about the set changed."""
+        change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._watching.append(change)
+        return change
+
+    def _changed(self) -> None:
+        """Something about the set did: waits look again."""
+        if self._watching:
+            watching, self._watching = self._watching, []
+            for change in watching:
+                if not change.done():
+                    change.set_result(None)
 
     def _lacks(self, what: str, nodes: tuple[str, ...]) -> str:
         return f"{what} {', '.join(map(self._node.name_of, nodes))}"
@@ -239,7 +245,7 @@ class Backups:
 
     def _poke(self) -> None:
         """Something about the set changed that the view does not show: looked at once, after the caller is through."""
-        self._moved.set()
+        self._changed()
         if self._tending and not self._poked:
             self._poked = True
             asyncio.get_running_loop().call_soon(self._look_again)
@@ -259,7 +265,7 @@ class Backups:
 
     def _look(self) -> None:
         """The view or a suspicion changed: invite whom placement wishes for, tend whoever is there."""
-        self._moved.set()
+        self._changed()
         for future in [future for future, something in self._waits.items() if something()]:
             if not future.done():
                 future.set_result(None)
@@ -312,7 +318,7 @@ class Backups:
             if self._unwanted(node):
                 if place is Place.CANDIDATE:
                     self._insync.dismiss(node)
-                    self._moved.set()
+                    self._changed()
                     return
                 await self._evict(node, backoff)
                 continue

@@ -96,7 +96,9 @@ class Replica:
             self._lineage = record.lineage
             self.boundaries.roll_back(record.lineage)
             self.log.cut(record.base)
-        self.read_epoch(record.epoch)
+        committed = self.boundaries.committed
+        if committed is None or committed.stamp.epoch < record.epoch:
+            self.read_epoch(record.epoch)
 
     def promise(self, term: int, invitation: int) -> None:
         """A boundary was acknowledged to the primary of `term`: it stays until that primary releases it."""

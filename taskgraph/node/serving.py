@@ -243,8 +243,8 @@ class Serving:
         if offer.committed:
             replica.fold_log(offer.value)
         replica.promise(offer.term, offer.invitation)
-        if epoch is not None:
-            replica.follow(epoch.record)
+        if epoch is not None and offer.stamp.epoch <= epoch.record.epoch:
+            replica.follow(epoch.record)  # it is not ahead of what was read already
 
     def _trace_hold(self, began: int, peer: str, offer: Offer) -> None:
         made, size = Stamp(offer.stamp.attempt, offer.stamp.epoch - 1), offer.value.size_bytes

@@ -96,10 +96,6 @@ class InSync:
     def place(self, node: str) -> Place | None:
         return self._place.get(node)
 
-    def __len__(self) -> int:
-        """How many other nodes are anything."""
-        return len(self._place)
-
     @property
     def alone(self) -> bool:
         """Whether no other node is anything: no member, no candidate, nobody evicted who still counts."""
@@ -112,6 +108,10 @@ class InSync:
             if place is not Place.MEMBER:
                 return False
         return True
+
+    def all_members(self, count: int) -> bool:
+        """Whether there are that many other nodes, and every one is a member."""
+        return len(self._place) == count and self.steady
 
     @property
     def nodes(self) -> tuple[str, ...]:
