@@ -66,14 +66,15 @@ class Attempts:
 
     def composed(self, attempt: Attempt) -> None:
         """It can say what it offers: what was pulled of it before is answered; what was of earlier ones is refused."""
-        at, view = attempt.stamp, self._keeper.view
+        at, primaries = attempt.stamp, self._keeper.view.primaries
         earlier = False
         for stamp in self._parked:
             if stamp < at:
                 earlier = True
         for pull, coming in self._parked.pop(at, ()):
             if not coming.done:
-                stale = view.term(pull.sender) != pull.sender_term
+                sender = primaries.get(pull.sender)
+                stale = sender is None or sender.record.term != pull.sender_term
                 if stale or attempt.out.promise(pull, coming) is not None:
                     self._refuse(coming)
         if earlier:

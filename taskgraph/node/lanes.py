@@ -89,6 +89,7 @@ class Lanes:
         self._told_at = 0  # when one was told last, while somebody traces
         self._finishing = False  # an epoch said that the job ends with it
         self._epoch_bytes: int | None = None  # what the epoch held and pulled that was snapshotted last
+        self._most_bytes = 0  # the most that any did
         self.dones = Dones(self._finish, not_done)
 
     def settle(self, epoch: int) -> None:
@@ -185,6 +186,8 @@ class Lanes:
         wish = self._node.wishes.by_task.get(self._task)
         if wish is not None and wish.primary is not None and wish.primary != self._node.id:
             return False  # handed over right after a commit
+        if not self._several and (epoch - self.settled) * self._most_bytes <= _AHEAD_BYTES:
+            return True  # so small are all of them
         held = self._primary.attempts.put_bytes
         if in_flight := epoch - self._turns.at:
             if self._epoch_bytes is None:
@@ -248,7 +251,9 @@ class Lanes:
             attempt.put_bytes += self._state_bytes
             if self._may_stay:
                 self._bare = value if type(value) is Encoded and not attempt.numbers and not rows else None
-        self._epoch_bytes = items_bytes + self._state_bytes
+        epoch_bytes = self._epoch_bytes = items_bytes + self._state_bytes
+        if epoch_bytes > self._most_bytes:
+            self._most_bytes = epoch_bytes
         if attempt.finishing:
             self._finishing = True
         primary.stage = ""
@@ -322,8 +327,9 @@ class Lanes:
             await node.while_paused()
         if node.injects:
             await node.point("done", self._task, epoch)
-        if self._told.at != epoch:
-            await self._told.wait(epoch)
+        told = self._told
+        if told.at != epoch:
+            await told.wait(epoch)
         ahead = not attempt.cancelled and self._may_begin(self._next)
         report = Report(
             stamp,
@@ -339,7 +345,7 @@ class Lanes:
             ahead,
         )
         primary.reporter.set(report)
-        self._told.passed(epoch)
+        told.passed(epoch)
         self._told_at = self._tracing.on and clock()
         return ahead
 
