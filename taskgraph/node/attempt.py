@@ -153,6 +153,8 @@ class Attempt:
         primary, inbound, quiet = self._primary, self.inbound, self.quiet
         injects = primary.node.injects
         try:
+            if injects:
+                await primary.node.point("compose", self.task, self.number)
             graph = await self._compose()
             parallel = [self._beside(self._process(p)) for p in graph.parallel] if graph.parallel else ()
             inbound.pull(graph, self._beside)

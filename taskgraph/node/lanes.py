@@ -130,7 +130,9 @@ class Lanes:
 
         What runs beside an attempt runs in one group; an error ends all of it.
         """
-        goes_on, several = False, self._several
+        primary, replica, several = self._primary, self._replica, self._several
+        strict, turns = self._node.settings.strict, self._turns if several else None
+        goes_on = False
         error: BaseException
         try:
             async with asyncio.TaskGroup() as group:
@@ -141,7 +143,17 @@ class Lanes:
                     began = self._tracing.on and clock()
                     following = Stamp(stamp.attempt, stamp.epoch + 1)
                     try:
-                        goes_on = await self._work(stamp, following, group)
+                        if stamp.epoch == self.settled:
+                            await self._after_commit(stamp)
+                        replica.actor.term = self._term
+                        recording = Recording(replica, stamp) if strict else None
+                        attempt = Attempt(primary, stamp, group=group, recording=recording, turns=turns)
+                        primary.attempts.begin(attempt)
+                        self._next = following.epoch
+                        if several:
+                            self._make_room()  # for the lane of that one
+                        await attempt.run()
+                        goes_on = await self._after_work(attempt, following)
                     finally:
                         if began:
                             self._tracing.keep(("epoch", "", "", began, clock(), self._task, stamp, self._term, -1))
@@ -197,8 +209,14 @@ class Lanes:
 
     # -- one epoch --------------------------------------------------------------------------------
 
-    async def _work(self, stamp: Stamp, following: Stamp, group: asyncio.TaskGroup) -> bool:
-        """One attempt, its snapshot, and the report that it is done.
+    async def _after_commit(self, stamp: Stamp) -> None:
+        """What comes before the first epoch after a commit."""
+        await self._primary.hand_over_if_wished(stamp)
+        if self._task != 0 and self._checkpoints:
+            await self._checkpoint(stamp, self._replica.previous)
+
+    async def _after_work(self, attempt: Attempt, following: Stamp) -> bool:
+        """All that an attempt runs has run: its snapshot, and the report that it is done.
 
         Args:
             following: the stamp of the next epoch, and of the boundary before it.
@@ -206,32 +224,12 @@ class Lanes:
         Returns:
             Whether the task goes on before it is committed.
         """
-        primary, node, replica = self._primary, self._node, self._replica
-        several, injects = self._several, node.injects
-        if stamp.epoch == self.settled:
-            await primary.hand_over_if_wished(stamp)
-            if self._task != 0 and self._checkpoints:
-                await self._checkpoint(stamp, replica.previous)
-        replica.actor.term = self._term
-        attempt = Attempt(
-            primary,
-            stamp,
-            group=group,
-            recording=Recording(replica, stamp) if node.settings.strict else None,
-            turns=self._turns if several else None,
-        )
-        primary.attempts.begin(attempt)
-        self._next = following.epoch
-        if several:
-            self._make_room()  # for the lane of that one
-        if injects:
-            await node.point("compose", self._task, stamp.epoch)
-        await attempt.run()
+        primary, node, replica, stamp = self._primary, self._node, self._replica, attempt.stamp
         if attempt.recording is not None:
             await self._replay(attempt.recording, stamp)
-        if several:
+        if self._several:
             await attempt.turn("snapshot")
-        if injects:
+        if node.injects:
             await node.point("snapshot", self._task, stamp.epoch)
         previous, replica.previous = replica.previous, dict(attempt.numbers)
         rows: Rows | None = {}
@@ -314,7 +312,10 @@ class Lanes:
         self._replica.boundaries.hold(boundary, committed=False)
         shared = primary.backups.pending(boundary)
         if self._turns.at == epoch:
-            self._snapshotted(epoch)
+            if self._several:
+                self._snapshotted(epoch)
+            else:
+                self._turns.at = following.epoch  # as there, where nobody waits for a turn
         at = node.keeper.view.epoch
         admit_wait_s = node.settings.admit_wait_s if at is not None and epoch == at.record.base else 0.0
         holding = self._tracing.on and clock()
@@ -345,7 +346,10 @@ class Lanes:
             ahead,
         )
         primary.reporter.set(report)
-        told.passed(epoch)
+        if told.waiting:
+            told.passed(epoch)
+        else:
+            told.at = following.epoch
         self._told_at = self._tracing.on and clock()
         return ahead
 

@@ -11,24 +11,25 @@ class Turns:
     """Epochs pass in their order.
 
     Attributes:
-        at: the one whose turn it is; all before it have passed.
+        at: the one whose turn it is; all before it have passed. Where nobody is `waiting`, it may be set instead of a
+            call of `passed`.
     """
 
     def __init__(self, at: int) -> None:
         self.at = at
-        self._waiting: dict[int, asyncio.Event] = {}
+        self.waiting: dict[int, asyncio.Event] = {}
 
     async def wait(self, epoch: int) -> None:
         """Returns when all before `epoch` have passed."""
         if self.at < epoch:
-            event = self._waiting.get(epoch)
+            event = self.waiting.get(epoch)
             if event is None:
-                event = self._waiting[epoch] = asyncio.Event()
+                event = self.waiting[epoch] = asyncio.Event()
             await event.wait()
 
     def passed(self, epoch: int) -> None:
         """`epoch`, whose turn it was, has passed."""
         assert epoch == self.at, f"epoch {epoch} passed at the turn of {self.at}"
         self.at = epoch + 1
-        if self._waiting and (event := self._waiting.pop(self.at, None)) is not None:
+        if self.waiting and (event := self.waiting.pop(self.at, None)) is not None:
             event.set()
