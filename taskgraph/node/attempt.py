@@ -125,8 +125,8 @@ class Attempt:
         self.finishing = False
         self.recording = recording
         self._turns = turns
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
+        self._loop = primary.loop
+        self._thread = primary.thread
         self._tell = replica.threads.tell
         self._group: asyncio.TaskGroup | None = group  # until the attempt is over
         self.composing: Composition | None = None

@@ -189,7 +189,8 @@ class Inbound:
             self._beside(self._take_to_host(tag, producer, reply))
             return
         value, channel = reply.value, (tag, producer)
-        self._pulls.came(tag, producer, value)
+        if value.buffers or self._pulls.large:
+            self._pulls.came(tag, producer, value)
         self._ledger.received("item", producer, self._task, tag, value.digest)
         self.items[channel] = value
         self.open -= 1

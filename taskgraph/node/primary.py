@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,8 @@ class Primary:
         ahead = 1 if settings.strict else max(1, settings.epochs_ahead)
         self.pulls = Pulls(node.router, ahead=ahead, epochs=replica.job.epochs)
         self._lanes: Lanes | None = None  # of the attempt at work
+        self.loop = asyncio.get_running_loop()
+        self.thread = threading.get_ident()
         self._began = node.now()
         self._moving: asyncio.Future[None] | None = None
         self.reporter = Reporter(node, leads=replica.task == 0)

@@ -38,7 +38,8 @@ class Pulls:
         self._epochs = epochs
         self._attempt = -1
         self._latest: dict[Channel, int] = {}  # the epoch it was pulled in last
-        self._large: dict[Channel, int] = {}  # bytes of its last item, where that was large
+        self.large: dict[Channel, int] = {}
+        """The bytes of a channel's last item, where large. While there is none, `came` need not hear of small ones."""
         self._early: dict[Channel, dict[int, asyncio.Future[Reply]]] = {}  # asked for, and not wanted yet
 
     def begin(self, stamp: Stamp, sender: int, term: int, producer: int, tag: str) -> asyncio.Future[Reply] | None:
@@ -70,16 +71,16 @@ class Pulls:
         count = min(self._ahead, _EARLY_CALLS // len(self._latest))
         if self._epochs is not None:
             count = min(count, self._epochs - epoch)
-        if self._large:
-            count = min(count, _EARLY_BYTES // sum(self._large.values()))
+        if self.large:
+            count = min(count, _EARLY_BYTES // sum(self.large.values()))
         return count
 
     def came(self, tag: str, producer: int, value: Encoded) -> None:
         """This was the item of its epoch: how many more are asked for in advance depends on their size."""
         if value.buffers:
-            self._large[(tag, producer)] = value.size_bytes
-        elif self._large:
-            self._large.pop((tag, producer), None)
+            self.large[(tag, producer)] = value.size_bytes
+        elif self.large:
+            self.large.pop((tag, producer), None)
 
     def _forget(self, channel: Channel) -> None:
         for reply in self._early.pop(channel).values():
@@ -90,7 +91,7 @@ class Pulls:
         for channel in tuple(self._early):
             self._forget(channel)
         self._latest.clear()
-        self._large.clear()
+        self.large.clear()
 
 
 def _failed(reply: asyncio.Future[Reply]) -> bool:

@@ -283,16 +283,20 @@ def _is_small_snapshot(task: Task, shape: TaskShape) -> bool:
     if "snapshot" in shape.overrides:
         return False
     has = vars(task)
-    for name in type(task).__taskgraph_state__:  # noqa: SIM110 - once an epoch: a generator would cost more than it
-        if name not in has or not _is_small(has[name]):
+    for name in type(task).__taskgraph_state__:
+        if name not in has:
+            return False
+        value = has[name]
+        if type(value) is np.ndarray:  # as most are
+            if value.nbytes > _SMALL_BYTES or value.dtype.kind not in "biufc":
+                return False
+        elif not _is_small(value):
             return False
     return True
 
 
 def _is_small(value: Any) -> bool:
     kind = type(value)
-    if kind is np.ndarray:
-        return bool(value.nbytes <= _SMALL_BYTES and value.dtype.kind in "biufc")
     if kind in (str, bytes):
         return len(value) <= _SMALL_BYTES
     return kind in (float, bool, type(None)) or (kind is int and value.bit_length() <= 64)

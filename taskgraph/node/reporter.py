@@ -49,7 +49,8 @@ class Reporter:
         if (before := self._reports.get(epoch)) is not None:
             before.forget()
         at, leader = view.stamp, view.primaries.get(0)
-        told = self._reports[epoch] = _Told(report)
+        told = self._reports[epoch] = _Told()
+        told.report = report
         if self._leads and not gathered and leader is not None and self._took(report):
             told.leader = leader.mod_revision
             return
@@ -96,29 +97,24 @@ class Reporter:
     def _send(self) -> None:
         """Sends what was gathered; what cannot be sent from here is left to `run`."""
         if self._timer is not None:
-            self._stop_timer()
+            self._timer.cancel()
+            self._timer = None
         gathered, self._gathered = self._gathered, []
-        if not self._begin(gathered):
+        node, reply = self._node, None
+        leader, since = node.keeper.view.primaries.get(0), node.tracing.on and clock()
+        if leader is not None and not node.paused:
+            reply = node.router.begin(0, _message(gathered), quiet=True)
+        if leader is None or reply is None:
             for told in gathered:
                 told.leader = 0
             self._look.set()
-
-    def _begin(self, gathered: list[_Told]) -> bool:
-        known = self._node.keeper.view.primaries.get(0)
-        if known is None or self._node.paused:
-            return False
-        leader, since = known.mod_revision, self._node.tracing.on and clock()
-        reply = self._node.router.begin(0, _message(gathered), quiet=True)
-        if reply is None:
-            return False
+            return
         way = _Way(gathered, reply, len(gathered))
         for told in gathered:
-            told.leader, told.way = leader, way
-        reply.add_done_callback(partial(self._answered, way))
-        if since:
-            for told in gathered:
+            told.leader, told.way = leader.mod_revision, way
+            if since:
                 self._trace(told.report, since)
-        return True
+        reply.add_done_callback(partial(self._answered, way))
 
     def _answered(self, way: _Way, reply: asyncio.Future[Reply]) -> None:
         """The leader has them where nothing is heard. What is heard may be that it does not."""
@@ -167,12 +163,11 @@ class Reporter:
             self._look.set()
 
 
-@dataclass(slots=True, eq=False)
 class _Told:
     """A report, and the revision of the leader that has it, or to which it is on its way; 0: nobody."""
 
     report: Report
-    leader: int = 0
+    leader = 0
     way: _Way | None = None
 
     def forget(self) -> None:

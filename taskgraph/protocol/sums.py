@@ -98,13 +98,11 @@ _Key = tuple[str, int, int, str]
 class Ledger:
     """What one task sent and received in one attempt and one term. A restart or a takeover begins a new one."""
 
-    __slots__ = ("_received", "_sent", "received_sum", "sent_sum")
-
-    def __init__(self) -> None:
-        self.sent_sum = 0
-        self.received_sum = 0
-        self._sent: dict[_Key, bytes] = {}
-        self._received: dict[_Key, bytes] = {}
+    # One is made for every epoch of every task: what has not changed is that of the class.
+    sent_sum = 0
+    received_sum = 0
+    _sent: dict[_Key, bytes] | None = None
+    _received: dict[_Key, bytes] | None = None
 
     def sent(self, kind: str, sender: int, receiver: int, name: str, digest: bytes) -> bool:
         """Counts something this task sent; False where it was counted before.
@@ -113,8 +111,9 @@ class Ledger:
             Conflict: it was counted before with another digest. The sums stay as they were.
         """
         key = (kind, sender, receiver, name)
-        known = self._sent.get(key)
-        if known is not None:
+        if self._sent is None:
+            self._sent = {}
+        elif (known := self._sent.get(key)) is not None:
             return _counted(True, key, known, digest)
         self._sent[key] = digest
         header = (_known_header if kind == "item" else _header)(kind, sender, receiver, name)  # as `identity`
@@ -128,8 +127,9 @@ class Ledger:
             Conflict: it was counted before with another digest. The sums stay as they were.
         """
         key = (kind, sender, receiver, name)
-        known = self._received.get(key)
-        if known is not None:
+        if self._received is None:
+            self._received = {}
+        elif (known := self._received.get(key)) is not None:
             return _counted(False, key, known, digest)
         self._received[key] = digest
         header = (_known_header if kind == "item" else _header)(kind, sender, receiver, name)  # as `identity`
@@ -138,12 +138,12 @@ class Ledger:
 
     def has_received(self, kind: str, sender: int, receiver: int, name: str) -> bool:
         """Whether that identity was received before, so that its effect must not happen again."""
-        return (kind, sender, receiver, name) in self._received
+        return self._received is not None and (kind, sender, receiver, name) in self._received
 
     def entries(self) -> tuple[LedgerEntry, ...]:
         """Every entry, for a leader that found the sums unequal."""
-        sent = [LedgerEntry(True, *key, digest) for key, digest in self._sent.items()]
-        received = [LedgerEntry(False, *key, digest) for key, digest in self._received.items()]
+        sent = [LedgerEntry(True, *key, digest) for key, digest in (self._sent or {}).items()]
+        received = [LedgerEntry(False, *key, digest) for key, digest in (self._received or {}).items()]
         return (*sent, *received)
 
 
