@@ -10,7 +10,7 @@ import asyncio
 import concurrent.futures
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast, overload
+from typing import Any, Generic, Protocol, TypeVar, cast, overload
 
 import numpy as np
 import xxhash
@@ -68,7 +68,7 @@ class Work(Protocol):
     def allocate(self, nbytes: int) -> Block | None:
         """Memory that travels well, where there is some."""
 
-    def put(self, tag: str, consumer: int, value: Encoded) -> None: ...
+    def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None: ...
     def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None: ...
     def request(self, where: str, to: int, method: str, value: Encoded) -> concurrent.futures.Future[Encoded]: ...
     def wait_in_thread(self, future: concurrent.futures.Future[Encoded], timeout_s: float | None) -> Encoded: ...
@@ -91,7 +91,7 @@ class Epoch:
         "_work",
     )
 
-    def __init__(self, work: Work, where: str, *, sync: bool = False) -> None:
+    def __init__(self, work: Work, where: str, sync: bool = False) -> None:
         self._work = work
         self._where = where
         self._sync = sync
@@ -303,24 +303,26 @@ class Reply:
         return decode(self._work.wait_in_thread(self._future, timeout_s), device=self._work.device)
 
 
-class _Given(NamedTuple):
-    """An array as it was handed to user code, which cannot write to it, but may have set its shape or dtype since."""
+_Given = tuple[NDArray[Any], tuple[int, ...], tuple[int, ...], np.dtype[Any], Encoded]
+"""An array as it was handed to user code, which cannot write to it, but may have set its shape or dtype since: the
+array, its shape, strides and dtype then, and what it was decoded from."""
 
-    array: NDArray[Any]
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: np.dtype[Any]
-    encoded: Encoded
 
-    def is_still(self, value: object) -> bool:
-        array = self.array
-        return (
-            value is array
-            and not (type(array) is np.ndarray and array.flags.writeable)
-            and array.shape == self.shape
-            and array.strides == self.strides
-            and array.dtype is self.dtype
-        )
+def _as_it_came(value: Any, given: Mapping[int, _Given]) -> Encoded | None:
+    """What an array was decoded from, where it still is what was given."""
+    found = given.get(id(value))
+    if found is None:
+        return None
+    array, shape, strides, dtype, encoded = found
+    if (
+        value is not array
+        or (type(array) is np.ndarray and array.flags.writeable)
+        or array.shape != shape
+        or array.strides != strides
+        or array.dtype is not dtype
+    ):
+        return None
+    return encoded
 
 
 class Inputs:
@@ -339,7 +341,7 @@ class Inputs:
         self._processor = processor
         self._inbound = processor.inbound
         self._items = items
-        self.given: dict[int, _Given] = {}
+        self.given: dict[int, _Given] | None = None
         """Large arrays that were handed to user code, by `id`: whoever passes one on need not encode it again."""
 
     @overload
@@ -357,7 +359,8 @@ class Inputs:
                 f"{self._at()}: {name!r} comes from {len(producers)} tasks "
                 f"({', '.join(map(str, producers)) or 'none'}); use ins.all({name!r})"
             )
-        return self._value((name, producers[0]))
+        encoded = self._items[name, producers[0]]
+        return self._large(encoded) if encoded.buffers else decode(encoded, device=self._work.device)
 
     @overload
     def all(self, tag: Tag[T]) -> dict[int, T]: ...
@@ -371,14 +374,16 @@ class Inputs:
             raise self._not_declared(name)
         values = {}
         for producer in producers:
-            values[producer] = self._value((name, producer))
+            encoded = self._items[name, producer]
+            values[producer] = self._large(encoded) if encoded.buffers else decode(encoded, device=self._work.device)
         return values
 
-    def _value(self, channel: tuple[str, int]) -> Any:
-        encoded = self._items[channel]
+    def _large(self, encoded: Encoded) -> Any:
         value = decode(encoded, device=self._work.device)
-        if encoded.buffers and (type(value) is np.ndarray or _is_view(encoded, value)):
-            self.given[id(value)] = _Given(value, value.shape, value.strides, value.dtype, encoded)
+        if type(value) is np.ndarray or _is_view(encoded, value):
+            if self.given is None:
+                self.given = {}
+            self.given[id(value)] = (value, value.shape, value.strides, value.dtype, encoded)
         return value
 
     def __contains__(self, tag: object) -> bool:
@@ -405,7 +410,7 @@ class Outputs:
 
     __slots__ = (
         "_filling",
-        "_given",
+        "_inputs",
         "_processor",
         "_put",
         "_work",
@@ -414,9 +419,9 @@ class Outputs:
     def __init__(self, work: Work, processor: Processor, inputs: Inputs | None = None) -> None:
         self._work = work
         self._processor = processor
-        self._given: Mapping[int, _Given] = inputs.given if inputs is not None else {}
+        self._inputs = inputs
         self._put: set[tuple[str, int]] = set()
-        self._filling: list[tuple[str, tuple[int, ...], NDArray[Any]]] = []
+        self._filling: list[tuple[str, tuple[int, ...], NDArray[Any]]] | None = None
 
     @overload
     def put(self, tag: Tag[T], value: T, to: To | None = None) -> None: ...
@@ -433,16 +438,13 @@ class Outputs:
         """
         consumers = self._claim(tag, to)
         if consumers:
-            given = self._given.get(id(value)) if self._given else None
-            if given is not None and given.is_still(value):
-                encoded = given.encoded
-            else:
-                what = f"channel {str(tag)!r} of task {self._work.task}"
-                work = self._work
+            work, inputs = self._work, self._inputs
+            encoded = None if inputs is None or inputs.given is None else _as_it_came(value, inputs.given)
+            if encoded is None:
+                what = f"channel {str(tag)!r} of task {work.task}"
                 stays = work.device is not None
                 encoded = encode(value, what=what, allocate=work.allocate, stays=stays, lendable=stays)
-            for consumer in consumers:
-                self._work.put(str(tag), consumer, encoded)
+            work.put(str(tag), consumers, encoded)
 
     def empty(
         self, tag: str, shape: int | tuple[int, ...], dtype: DTypeLike = float, to: To | None = None
@@ -450,24 +452,21 @@ class Outputs:
         """An array to fill: it is sent when the processor returns. Fill it, do not keep it."""
         array: NDArray[Any] = empty(shape, dtype, self._work.allocate)
         consumers = self._claim(tag, to)
+        if self._filling is None:
+            self._filling = []
         self._filling.append((str(tag), consumers, array))
         return array
 
     def close(self) -> None:
         """Sends what was filled in place, and checks that every channel was put. Called by the framework."""
-        for tag, consumers, array in self._filling:
-            if consumers:
-                encoded = encode(array, what=f"channel {tag!r} of task {self._work.task}", adopt=True)
-                for consumer in consumers:
-                    self._work.put(tag, consumer, encoded)
-        self._filling = []
-        missing = [
-            f"{tag!r} to task {consumer}"
-            for tag, consumers in self._processor.outbound.items()
-            for consumer in consumers
-            if (tag, consumer) not in self._put
-        ]
-        if missing:
+        if self._filling is not None:
+            for tag, consumers, array in self._filling:
+                if consumers:
+                    encoded = encode(array, what=f"channel {tag!r} of task {self._work.task}", adopt=True)
+                    self._work.put(tag, consumers, encoded)
+            self._filling = None
+        if not self._put.issuperset(self._processor.puts):
+            missing = [f"{tag!r} to task {task}" for tag, task in self._processor.puts if (tag, task) not in self._put]
             raise GraphError(
                 f"{self._at()}: returned without putting {', '.join(missing[:5])}"
                 f"{' ...' if len(missing) > 5 else ''}; every declared channel is put exactly once per epoch: "

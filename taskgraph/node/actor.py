@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import copy_context
 from pathlib import Path
-from types import CoroutineType, FrameType, FunctionType, MethodType
+from types import CodeType, CoroutineType, FrameType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
 from taskgraph.epoch import AttemptEnded
@@ -95,6 +95,8 @@ class Actor:
         self._loop_thread = threading.get_ident()
         self.forks = forks.count
         self._turn = asyncio.Lock()
+        self.in_threads = 0
+        """Calls in threads that hold the turn or wait for it. Without one it is free: no coroutine keeps it."""
         self._in_turn = threading.local()
         self._running: dict[int, Running] = {}
         self._calls = 0
@@ -127,9 +129,10 @@ class Actor:
         """
         stamp = self.stamp
         try:
-            if not is_async(function):
+            code = getattr(function, "__code__", None)
+            if (type(code) is not CodeType or not code.co_flags & inspect.CO_COROUTINE) and not is_async(function):
                 return await self._call_thread(where, function, args, alone, after)
-            if alone and self._turn.locked():
+            if self.in_threads and alone and self._turn.locked():
                 await self._turn_free()
             coroutine: Coroutine[Any, Any, R] = function(*args)  # type: ignore[assignment]
             if self._device is not None:
@@ -153,7 +156,7 @@ class Actor:
                 return result
             finally:
                 if words is not None:
-                    words.ran()
+                    words.running[:] = lastwords.NOTHING  # as `words.ran`, without a call
                 if began:
                     self._tracing.keep(("code", where, "", began, clock(), self.task, stamp or NO_STAMP, self.term, -1))
         except (AttemptEnded, StuckError):
@@ -169,7 +172,7 @@ class Actor:
     async def here(self, where: str, function: Callable[[], R]) -> R:
         """Calls something of ours in the task's turn, on the event loop: for what is done in microseconds."""
         stamp = self.stamp
-        if self._turn.locked():
+        if self.in_threads and self._turn.locked():
             await self._turn_free()
         began = self._tracing.on and clock()
         try:
@@ -216,7 +219,12 @@ class Actor:
     ) -> R:
         stamp = self.stamp
         if alone:
-            await self._turn.acquire()
+            self.in_threads += 1
+            try:
+                await self._turn.acquire()
+            except BaseException:
+                self.in_threads -= 1
+                raise
         began, mark = self._tracing.on and clock(), 0
         call = functools.partial(self._in_thread, where, alone, function, args, after)
         if self._device is not None:
@@ -249,6 +257,7 @@ class Actor:
             if began:
                 self._tracing.keep(("code", where, "", began, clock(), self.task, stamp or NO_STAMP, self.term, -1))
             if alone:
+                self.in_threads -= 1
                 self._turn.release()
 
     def _took(self, where: str, took_s: float) -> None:
@@ -368,7 +377,7 @@ class _Resumed:
                     yield waited
                 except BaseException as raised:
                     error = raised
-                while turn is not None and turn.locked():
+                while turn is not None and actor.in_threads and turn.locked():
                     try:
                         yield from turn.acquire().__await__()
                     except asyncio.CancelledError as cancelled:

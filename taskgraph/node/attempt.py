@@ -220,10 +220,9 @@ class Attempt:
     async def _process(self, processor: Processor) -> None:
         items: Mapping[tuple[str, int], Encoded] = self.inbound.items
         lacking = set()
-        for tag, producers in processor.inbound.items():
-            for producer in producers:
-                if (tag, producer) not in items:
-                    lacking.add((tag, producer))
+        for channel in processor.takes:
+            if channel not in items:
+                lacking.add(channel)
         if lacking:
             waiting = self._tracing.on and clock()
             await self.inbound.until_here(lacking)
@@ -233,7 +232,7 @@ class Attempt:
         if self._turns is not None and not is_stateless(processor.compute):
             await self.turn(processor.name)
         self._states[processor.name] = "running"
-        epoch = Epoch(self, processor.name, sync=processor.sync)
+        epoch = Epoch(self, processor.name, processor.sync)
         if self.recording is not None and self.device is not None:
             items = await self.recording.given(processor)
         inputs = Inputs(self, processor, items)
@@ -377,26 +376,26 @@ class Attempt:
     def tasks(self) -> int:
         return self.replica.job.tasks
 
-    def put(self, tag: str, consumer: int, value: Encoded) -> None:
+    def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
         if self.cancelled:
             raise AttemptEnded
         if threading.get_ident() == self._thread:  # as `_on_loop`, without a call
-            self._put(tag, consumer, value)
+            self._put(tag, consumers, value)
         else:
-            self._tell(self._put, tag, consumer, value)
+            self._tell(self._put, tag, consumers, value)
 
-    def _put(self, tag: str, consumer: int, value: Encoded) -> None:
-        if not self.out.lacks(tag, consumer):
-            return  # the attempt is over
-        self.ledger.sent("item", self.task, consumer, tag, value.digest)
-        self.put_bytes += value.size_bytes
-        if self._tracing.on:
-            now = clock()
-            size = value.size_bytes
-            self._tracing.keep(("put", tag, consumer, now, now, self.task, self.stamp, self.term, size))
-        if self.recording is not None:
-            self.recording.puts[(tag, consumer)] = value
-        self.out.put(tag, consumer, value)
+    def _put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
+        size = value.size_bytes
+        for consumer in consumers:
+            if not self.out.put(tag, consumer, value):
+                continue  # the attempt is over
+            self.ledger.sent("item", self.task, consumer, tag, value.digest)
+            self.put_bytes += size
+            if self._tracing.on:
+                now = clock()
+                self._tracing.keep(("put", tag, consumer, now, now, self.task, self.stamp, self.term, size))
+            if self.recording is not None:
+                self.recording.puts[(tag, consumer)] = value
 
     def _check_not_quiet(self, where: str, what: str) -> None:
         """Raises where nothing may be sent any more; it fails the job, too, since nobody may look at who sends then.

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import Ran
 
-__all__ = ["LastWords", "Left", "begin", "end", "listen", "mean", "meant", "on_loop", "read"]
+__all__ = ["NOTHING", "LastWords", "Left", "begin", "end", "listen", "mean", "meant", "on_loop", "read"]
 
 log = logging.getLogger("taskgraph.node")
 
@@ -40,7 +40,8 @@ _LONG = 100
 _HEAD = struct.Struct("<QQq")
 """What a slot begins with: a number that grows with every call, 0 while the slot is free; the task; its epoch."""
 _ORDER = struct.Struct("<Q")
-_FREE = bytes(_ORDER.size)
+NOTHING = bytes(_ORDER.size)
+"""What a slot begins with while it is free."""
 _MEANT_AT = _SLOTS * _SLOT_BYTES
 """One byte: whether the end of the process is meant."""
 _BYTES = _MEANT_AT + 1
@@ -68,6 +69,8 @@ class LastWords:
             self._map = mmap.mmap(descriptor, _BYTES)
         finally:
             os.close(descriptor)
+        self.running = memoryview(self._map)[: len(NOTHING)]
+        """What the slot of the event loop's call begins with."""
 
     def runs(self, task: int, stamp: Stamp | None, where: str) -> None:
         """The event loop runs this, and nothing else before `ran`: most calls neither wait nor need a thread."""
@@ -76,11 +79,11 @@ class LastWords:
         self._map[: len(text) + _HEAD.size] = _HEAD.pack(self._calls, task, epoch) + text
 
     def ran(self) -> None:
-        self._map[: len(_FREE)] = _FREE
+        self.running[:] = NOTHING
 
     def began(self, call: tuple[int, int], task: int, epoch: int, where: bytes) -> None:
         """A call in a thread; or what the event loop runs begins to wait. `where` as `named` makes it."""
-        taken, free = self._threads if self._map[: len(_FREE)] == _FREE else self._waiting
+        taken, free = self._threads if self.running == NOTHING else self._waiting
         slot = taken[call] = free.pop() if free else taken.pop(next(iter(taken)))
         self._calls += 1
         at = slot * _SLOT_BYTES

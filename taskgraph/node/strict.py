@@ -366,8 +366,8 @@ class _Replay:
     def allocate(self, nbytes: int) -> Block | None:
         return None  # only digests are compared
 
-    def put(self, tag: str, consumer: int, value: Encoded) -> None:
-        self.digests[(tag, consumer)] = value.digest
+    def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
+        self.digests |= {(tag, consumer): value.digest for consumer in consumers}
 
     def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None:
         pass  # what it led to elsewhere is in the recording

@@ -118,7 +118,7 @@ class _Alone:
     def allocate(self, nbytes: int) -> Block | None:
         return None
 
-    def put(self, tag: str, consumer: int, value: Encoded) -> None:
+    def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
         self.put_values[tag] = value
 
     def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None:

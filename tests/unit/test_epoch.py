@@ -50,8 +50,8 @@ class Work:
     def allocate(self, nbytes: int) -> None:
         return None
 
-    def put(self, tag: str, consumer: int, value: Encoded) -> None:
-        self.put_values[(tag, consumer)] = value
+    def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
+        self.put_values |= {(tag, consumer): value for consumer in consumers}
 
     def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None:
         raise NotImplementedError

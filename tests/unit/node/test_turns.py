@@ -159,6 +159,29 @@ async def test_a_cancelled_coroutine_hears_of_it_at_its_turn(threads: PooledThre
     assert order == ["function returns", "coroutine unwinds"]
 
 
+async def test_what_is_ours_waits_for_a_function_that_holds_the_task(threads: PooledThreads) -> None:
+    """Also where another function gave up waiting for its turn meanwhile."""
+    actor, held = Actor(threads, task=3, cancel_s=1), Held()
+    order: list[str] = []
+    async with asyncio.TaskGroup() as group:
+        group.create_task(actor.call("held", held))
+        await begun(held)
+        queued = group.create_task(actor.call("queued", lambda: order.append("queued")))
+        await asyncio.sleep(0)
+        queued.cancel()
+        await asyncio.wait([queued])
+        ours = group.create_task(actor.here("ours", lambda: order.append("ours")))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        order.append("function returns")
+        held.go.set()
+        await ours
+    assert order == ["function returns", "ours"] and actor.in_threads == 0
+    with pytest.raises(UserCodeError):
+        await actor.call("fails", lambda: 1 / 0)
+    assert actor.in_threads == 0
+
+
 async def test_one_cancelled_before_it_began_never_begins(threads: PooledThreads) -> None:
     actor, held = Actor(threads, task=3, cancel_s=1), Held()
 
