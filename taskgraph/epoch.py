@@ -22,7 +22,7 @@ from taskgraph.errors import GraphError, JobError
 from taskgraph.graph.arrays import empty
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import TEXTS, Composition, Processor, is_text
-from taskgraph.graph.values import decode, encode
+from taskgraph.graph.values import decode, encode, small_array
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
 
 __all__ = ["AttemptEnded", "Epoch", "Hold", "Inputs", "Outputs", "Reply", "Scratch", "Tag", "To", "Work"]
@@ -360,7 +360,8 @@ class Inputs:
                 f"({', '.join(map(str, producers)) or 'none'}); use ins.all({name!r})"
             )
         encoded = self._items[name, producers[0]]
-        return self._large(encoded) if encoded.buffers else decode(encoded, device=self._work.device)
+        small = None if encoded.buffers else small_array(encoded.meta)
+        return self._decoded(encoded) if small is None else small
 
     @overload
     def all(self, tag: Tag[T]) -> dict[int, T]: ...
@@ -375,12 +376,13 @@ class Inputs:
         values = {}
         for producer in producers:
             encoded = self._items[name, producer]
-            values[producer] = self._large(encoded) if encoded.buffers else decode(encoded, device=self._work.device)
+            small = None if encoded.buffers else small_array(encoded.meta)
+            values[producer] = self._decoded(encoded) if small is None else small
         return values
 
-    def _large(self, encoded: Encoded) -> Any:
+    def _decoded(self, encoded: Encoded) -> Any:
         value = decode(encoded, device=self._work.device)
-        if type(value) is np.ndarray or _is_view(encoded, value):
+        if encoded.buffers and (type(value) is np.ndarray or _is_view(encoded, value)):
             if self.given is None:
                 self.given = {}
             self.given[id(value)] = (value, value.shape, value.strides, value.dtype, encoded)

@@ -174,9 +174,7 @@ class Composition:
                 continue
             if type(given) is not dict or len(given) != len(links):
                 return False
-            pairs = iter(links)
-            for tag, to in given.items():
-                known_tag, known_to = next(pairs)
+            for (tag, to), (known_tag, known_to) in zip(given.items(), links, strict=True):
                 if type(to) is not type(known_to) or to != known_to:
                     return False
                 if type(tag) is not type(known_tag) or tag != known_tag:

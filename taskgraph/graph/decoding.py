@@ -17,7 +17,7 @@ from taskgraph.graph.blocks import block_behind
 from taskgraph.graph.encoding import ALIGN, MAX_DEPTH
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["Reader", "small_array"]
+__all__ = ["SHAPES", "Reader"]
 
 _I64 = struct.Struct("<q")
 _U32 = struct.Struct("<I")
@@ -25,7 +25,8 @@ _U64 = struct.Struct("<Q")
 _F64 = struct.Struct("<d")
 _C128 = struct.Struct("<dd")
 _TOO_DEEP: Final = f"a value is nested more than {MAX_DEPTH} deep"
-_SHAPES: Final = tuple(struct.Struct(f"<{ndim}Q") for ndim in range(65))
+SHAPES: Final = tuple(struct.Struct(f"<{ndim}Q") for ndim in range(65))
+"""How an array's sides are written, by their number."""
 _INLINE_ARRAY: Final = ord("A")
 
 
@@ -245,7 +246,7 @@ class Reader:
         inline = meta[self._at - 1] == _INLINE_ARRAY
         dtype, at = dtypes.read(meta, self._at)
         ndim = meta[at]
-        shape = _SHAPES[ndim].unpack_from(meta, at + 1)
+        shape = SHAPES[ndim].unpack_from(meta, at + 1)
         at += 1 + 8 * ndim
         if dtype.subdtype is not None:
             raise DecodeError("an array of arrays: its shape says so, not its dtype")
@@ -281,31 +282,6 @@ class Reader:
         if dtype.subdtype is not None or dtype.kind in "SU":
             raise DecodeError(f"a scalar of dtype {dtype}")
         return arrays.view(self._take(dtype.itemsize), 0, dtype, (), writable=self._writable)[()]
-
-
-def small_array(meta: bytes, end: int) -> NDArray[Any] | None:
-    """The array that a value is, between its first byte and `end`, where it is one small array and nothing else.
-
-    Most items are: this is what `Reader` does for them, in one call. None where it would do anything else, or refuse.
-    """
-    at = 3 + meta[2]
-    dtype = dtypes.PARSED.get(meta[2:at])
-    if dtype is None or meta[1] != _INLINE_ARRAY or at >= end:
-        return None
-    try:
-        ndim = meta[at]
-        shape = _SHAPES[ndim].unpack_from(meta, at + 1)
-        at += 1 + 8 * ndim
-        at += -at % ALIGN
-        size = dtype.itemsize
-        for extent in shape:
-            size *= extent
-        if at + size != end or not size:
-            return None
-        found: NDArray[Any] = np.ndarray(shape, dtype, meta, at)
-    except (IndexError, OverflowError, TypeError, ValueError, struct.error):
-        return None
-    return found if found.flags.aligned else None
 
 
 def _to_device(device: Device, host: NDArray[Any]) -> Any:

@@ -27,8 +27,8 @@ from taskgraph.errors import DecodeError
 from taskgraph.graph import arrays, digests, dtypes
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.codecs import codec, message
-from taskgraph.graph.decoding import Reader, small_array
-from taskgraph.graph.encoding import WRITERS, Writer
+from taskgraph.graph.decoding import SHAPES, Reader
+from taskgraph.graph.encoding import ALIGN, WRITERS, Writer
 from taskgraph.graph.refusals import CannotTravel
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
 
@@ -43,6 +43,7 @@ __all__ = [
     "in_part",
     "message",
     "separate",
+    "small_array",
     "staying",
     "untouched",
     "value_end",
@@ -53,6 +54,7 @@ _VERSION: Final = 1
 _START: Final = bytes((_VERSION,))
 _U32 = struct.Struct("<I")
 _NOTHING_ON_DEVICE: Final = _U32.pack(0)
+_SMALL_ARRAY: Final = _START + b"A"
 _NONE: Final[frozenset[int]] = frozenset()
 
 _starts: Final[dict[tuple[np.dtype[Any], int, tuple[int, ...]], bytes]] = {}
@@ -231,12 +233,40 @@ def decode(encoded: Encoded, *, device: Device | None = None, writable: bool = F
     if meta[end:] != _NOTHING_ON_DEVICE:
         end = value_end(meta)
         on_device = _on_device(meta, end)
-    elif not encoded.buffers and (small := small_array(meta, end)) is not None:
+    elif not encoded.buffers and (small := small_array(meta)) is not None:
         return small.copy() if writable else small
     value = Reader(encoded, 1, end, on_device, device, writable).whole()
     if encoded.buffers and type(value) is np.ndarray and len(encoded.buffers) == 1:
         arrays.remember(value, meta[:end], encoded.digest)
     return value
+
+
+def small_array(meta: bytes) -> NDArray[Any] | None:
+    """The array that a value without buffers is, where it is one of a plain dtype and nothing else.
+
+    Most items are: this is what `decode` does with them, in one call. None where it would do anything else, or refuse.
+    """
+    end = len(meta) - 4
+    if meta[:2] != _SMALL_ARRAY or meta[end:] != _NOTHING_ON_DEVICE or end < 3:
+        return None
+    at = 3 + meta[2]
+    dtype = dtypes.PARSED.get(meta[2:at])
+    if dtype is None or at >= end:
+        return None
+    try:
+        ndim = meta[at]
+        shape = SHAPES[ndim].unpack_from(meta, at + 1)
+        at += 1 + 8 * ndim
+        at += -at % ALIGN
+        size = dtype.itemsize
+        for extent in shape:
+            size *= extent
+        if at + size != end or not size:
+            return None
+        found: NDArray[Any] = np.ndarray(shape, dtype, meta, at)
+    except (IndexError, OverflowError, TypeError, ValueError, struct.error):
+        return None
+    return found if found.flags.aligned else None
 
 
 def digest_of(meta: bytes, buffers: Sequence[memoryview]) -> bytes:

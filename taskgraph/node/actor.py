@@ -98,7 +98,7 @@ class Actor:
         self.in_threads = 0
         """Calls in threads that hold the turn or wait for it. Without one it is free: no coroutine keeps it."""
         self._in_turn = threading.local()
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, tuple[str, float]] = {}
         self._calls = 0
         self._brief: dict[str, int] = {}  # what is brief, and how often it may take long before it is not
         self.abandoned = False
@@ -106,7 +106,7 @@ class Actor:
     @property
     def running(self) -> tuple[Running, ...]:
         """User code that has begun and not returned, oldest first, but for what the event loop runs just now."""
-        return tuple(self._running.values())
+        return tuple([Running(where, since) for where, since in self._running.values()])
 
     async def call(
         self,
@@ -238,7 +238,7 @@ class Actor:
                     work = self._threads.start(call, brief=True)
                 finally:
                     if words is not None:
-                        words.ran()
+                        words.running[:] = lastwords.NOTHING
                 if not work.over:
                     mark = self._begin(where, stamp)
             else:
@@ -249,7 +249,8 @@ class Actor:
             except asyncio.CancelledError:
                 await self._outlast(work.future(), where)
                 raise
-            self._took(where, work.took_s)
+            if work.took_s > _BRIEF_S or self._brief.get(where) != _BRIEF_FOR:
+                self._took(where, work.took_s)
             return result
         finally:
             if mark:
@@ -327,13 +328,16 @@ class Actor:
 
     def _begin(self, where: str, stamp: Stamp | None) -> int:
         self._calls += 1
-        self._running[self._calls] = Running(where, self._loop.time())
-        lastwords.begin((id(self), self._calls), self.task, stamp, where)
+        self._running[self._calls] = where, self._loop.time()
+        if lastwords.here is not None:
+            epoch = stamp.epoch if stamp is not None else -1
+            lastwords.here.began((id(self), self._calls), self.task, epoch, lastwords.named(where))
         return self._calls
 
     def _end(self, mark: int) -> None:
         self._running.pop(mark, None)
-        lastwords.end((id(self), mark))
+        if lastwords.here is not None:
+            lastwords.here.ended((id(self), mark))
 
 
 def call_under_way(innermost: FrameType) -> tuple[int, str, str] | None:
@@ -435,6 +439,8 @@ def is_async(function: Callable[..., Any]) -> bool:
         return _looks_async(function)
     if plain.__code__.co_flags & inspect.CO_COROUTINE:
         return True
+    if not plain.__dict__:  # where a decorator's mark would be
+        return False
     known = _ASYNC.get(plain)
     if known is None:
         known = _ASYNC[plain] = _looks_async(function)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import Ran
 
-__all__ = ["NOTHING", "LastWords", "Left", "begin", "end", "listen", "mean", "meant", "on_loop", "read"]
+__all__ = ["NOTHING", "LastWords", "Left", "listen", "mean", "meant", "on_loop", "read"]
 
 log = logging.getLogger("taskgraph.node")
 
@@ -82,7 +82,12 @@ class LastWords:
         self.running[:] = NOTHING
 
     def began(self, call: tuple[int, int], task: int, epoch: int, where: bytes) -> None:
-        """A call in a thread; or what the event loop runs begins to wait. `where` as `named` makes it."""
+        """A call in a thread; or what the event loop runs begins to wait.
+
+        Args:
+            epoch: -1 where the task has none at work here.
+            where: as `named` makes it.
+        """
         taken, free = self._threads if self.running == NOTHING else self._waiting
         slot = taken[call] = free.pop() if free else taken.pop(next(iter(taken)))
         self._calls += 1
@@ -166,18 +171,6 @@ def listen(folder: Path) -> None:
         here = LastWords(folder)
     except OSError as error:
         log.warning("what runs here when this process dies will not be known: %s", error)
-
-
-def begin(call: tuple[int, int], task: int, stamp: Stamp | None, where: str) -> None:
-    """User code of a task begins; None where the task has no epoch at work here."""
-    if here is not None:
-        here.began(call, task, stamp.epoch if stamp is not None else -1, named(where))
-
-
-def end(call: tuple[int, int]) -> None:
-    """It returned."""
-    if here is not None:
-        here.ended(call)
 
 
 def mean() -> None:

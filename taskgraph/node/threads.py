@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from taskgraph.node import forks
 
@@ -115,16 +115,13 @@ class PooledThreads:
         self._told: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
         self._heard = False  # the loop is about to look at what is told
 
-    def start(self, function: Callable[[], R], *, brief: bool) -> Work[R]:
-        return self._start(function, brief)
-
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
-        work = self._start(function, False)
+        work = self.start(function, brief=False)
         future = work.future()
         future.add_done_callback(work.waited)
         return future
 
-    def _start(self, function: Callable[[], R], brief: bool) -> _Work[R]:
+    def start(self, function: Callable[[], R], *, brief: bool) -> _Work[R]:
         work = _Work(self, self._loop, function)
         with self._lock:
             if self._closed:
@@ -312,7 +309,7 @@ class _Work(Generic[R]):
         if self._error is not None:
             error, self._error = self._error, None  # its traceback refers to us
             raise error
-        return cast(R, self._result)
+        return self._result  # type: ignore[return-value]  # `typing.cast` is a call
 
     def future(self) -> asyncio.Future[R]:
         future = self._future = self._loop.create_future()
@@ -334,7 +331,7 @@ class _Work(Generic[R]):
             error, self._error = self._error, None
             future.set_exception(error)
         else:
-            future.set_result(cast(R, self._result))
+            future.set_result(self._result)  # type: ignore[arg-type]
 
     def waited(self, future: asyncio.Future[R]) -> None:
         """Nobody asks for another future: if this one was cancelled, it need not begin any more."""

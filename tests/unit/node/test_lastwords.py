@@ -129,10 +129,9 @@ def test_it_outlives_the_process_however_that_ends(tmp_path: Path, end: str) -> 
     code = (
         "import ctypes, os, pathlib, sys\n"
         "from taskgraph.node import lastwords\n"
-        "from taskgraph.protocol.messages import Stamp\n"
         "lastwords.listen(pathlib.Path(sys.argv[1]))\n"
-        "lastwords.begin((1, 1), 0, Stamp(1, 0), 'setup'); lastwords.end((1, 1))\n"
-        "lastwords.begin((1, 2), 7, None, 'send')\n"
+        "lastwords.here.began((1, 1), 0, 0, lastwords.named('setup')); lastwords.here.ended((1, 1))\n"
+        "lastwords.here.began((1, 2), 7, -1, lastwords.named('send'))\n"
         f"{end}\n"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode != 0
