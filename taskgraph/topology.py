@@ -64,7 +64,8 @@ class Topology(Mapping[str, Link]):
         self._links = dict(links)
         self.lasting = frozenset(name for name, link in links.items() if _lasts(link))
         """The links that are the same in every epoch."""
-        self._known: dict[tuple[str, int, int], tuple[int, ...]] = {}
+        self.known: dict[tuple[str, int, int], tuple[int, ...]] = {}
+        """By link, task and number of tasks: what `neighbors` found that is the same in every epoch."""
         self._room = _KEPT_IDS
 
     def __getitem__(self, name: str) -> Link:
@@ -99,7 +100,7 @@ class Topology(Mapping[str, Link]):
         Raises:
             GraphError: no such link, or it names a task that does not exist, or one twice.
         """
-        found = self._known.get((link, task_id, tasks))
+        found = self.known.get((link, task_id, tasks))
         if found is not None:
             return found
         if link not in self._links:
@@ -108,7 +109,7 @@ class Topology(Mapping[str, Link]):
         found = _checked(self._links[link], f"link {link!r}", task_id, tasks, epoch)
         if link in self.lasting and len(found) < self._room:
             self._room -= len(found) + 1
-            self._known[link, task_id, tasks] = found
+            self.known[link, task_id, tasks] = found
         return found
 
 

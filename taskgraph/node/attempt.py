@@ -368,7 +368,10 @@ class Attempt:
             raise AttemptEnded
 
     def neighbors(self, link: str) -> tuple[int, ...]:
-        return self.replica.topology.neighbors(link, self.task, self.replica.job.tasks, self.number)
+        replica = self.replica
+        tasks = replica.job.tasks
+        known = replica.topology.known.get((link, self.task, tasks))
+        return replica.topology.neighbors(link, self.task, tasks, self.number) if known is None else known
 
     def links(self) -> tuple[str, ...]:
         return tuple(self.replica.topology)
@@ -385,7 +388,7 @@ class Attempt:
             self._tell(self._put, tag, consumers, value)
 
     def _put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
-        size = value.size_bytes
+        size = value.size_bytes if value.buffers else len(value.meta)
         for consumer in consumers:
             if not self.out.put(tag, consumer, value):
                 continue  # the attempt is over

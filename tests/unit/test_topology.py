@@ -382,4 +382,4 @@ def test_so_many_neighbors_are_kept_and_no_more(monkeypatch: pytest.MonkeyPatch)
     everybody = tg.full()
     for _ in range(2):
         assert [everybody.neighbors("all", task, 4, 0) for task in range(4)] == [(0, 1, 2, 3)] * 4
-    assert len(everybody._known) == 2
+    assert len(everybody.known) == 2
