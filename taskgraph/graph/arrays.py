@@ -19,10 +19,12 @@ from taskgraph.graph import dtypes, worksharing
 from taskgraph.graph.blocks import Allocate, block_behind
 from taskgraph.graph.digests import BLOCK_BYTES
 
-__all__ = ["Copy", "as_it_is", "empty", "freeze", "known_digest", "remember", "small_bytes", "view"]
+__all__ = ["INLINE_BYTES", "Copy", "as_it_is", "empty", "freeze", "known_digest", "remember", "small_bytes", "view"]
 
 Array = NDArray[Any]
 
+INLINE_BYTES: Final = 4096
+"""Bulk of at most this size travels inside meta: copying it costs less than another piece to send."""
 _SHARED_PART: Final = 2
 """Memory is shared where the array is at least this part (one half) of it: a row must not keep a whole table alive."""
 
@@ -76,7 +78,7 @@ def empty(shape: int | tuple[int, ...], dtype: DTypeLike, allocate: Allocate) ->
     nbytes = -1 if found.subdtype is not None or found.hasobject else found.itemsize
     for size in sizes:
         nbytes = nbytes * size if type(size) is int and size >= 0 <= nbytes else -1
-    block = allocate(nbytes) if nbytes >= 0 else None
+    block = allocate(nbytes) if nbytes > INLINE_BYTES else None
     if block is not None and block.origin is not None and block.origin.locked:
         # Libraries return from a copy of page-locked memory to a device before it is made: user code could not know.
         block = None

@@ -15,6 +15,7 @@ from taskgraph.device.api import Device, OnDevice
 from taskgraph.device.buffers import Private
 from taskgraph.device.lookup import device_of
 from taskgraph.graph import arrays, codecs, dtypes
+from taskgraph.graph.arrays import INLINE_BYTES
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.digests import BLOCK_BYTES
 from taskgraph.graph.libraries import codec_of_library
@@ -24,8 +25,6 @@ __all__ = ["ALIGN", "INLINE_BYTES", "MAX_DEPTH", "WRITERS", "Writer"]
 
 MAX_DEPTH: Final = 100
 """Containers in containers. Each takes one or two Python frames of the thousand there are."""
-INLINE_BYTES: Final = 4096
-"""Bulk of at most this size travels inside meta: copying it costs less than another piece to send."""
 ALIGN: Final = 16
 """Where array elements begin inside meta; the data of a bytes object itself begins at a multiple of 16."""
 _MAX_BUFFERS: Final = 1 << 16
