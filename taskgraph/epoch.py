@@ -161,7 +161,9 @@ class Epoch:
         composition = work.composing
         if composition is None:
             raise GraphError(f"{self._at()}: processors are declared in compose(), and only there")
-        if composition.again(compute, inbound, outbound, name, parallel, work.neighbors):
+        if composition.before is not None and composition.again(
+            compute, inbound, outbound, name, parallel, work.neighbors
+        ):
             return
         composition.add(
             compute,

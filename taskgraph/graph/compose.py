@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, field
 from types import FunctionType, MethodType
 from typing import Any, Final
 
@@ -21,7 +20,6 @@ __all__ = ["TEXTS", "Composition", "Graph", "Processor", "is_text"]
 TEXTS: Final[set[str]] = set()
 """Names that are texts, as most were found to be before: to look here first is no call."""
 _TEXTS_KEPT: Final = 1024
-_PLAIN: Final = frozenset((str, int))
 
 
 def is_text(name: str) -> bool:
@@ -41,7 +39,7 @@ Links = Mapping[str, Any] | None
 """What `compose` says of a processor's inbound or outbound channels: tag -> a link's name, a task, or several."""
 
 
-@dataclass(slots=True, eq=False)
+@frozen
 class Processor:
     """One processor of a task.
 
@@ -59,12 +57,8 @@ class Processor:
     outbound: Mapping[str, tuple[int, ...]]
     sync: bool
     parallel: bool
-    takes: tuple[Channel, ...] = field(init=False)
-    puts: tuple[Channel, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.takes = tuple([(tag, task) for tag, tasks in self.inbound.items() for task in tasks])
-        self.puts = tuple([(tag, task) for tag, tasks in self.outbound.items() for task in tasks])
+    takes: tuple[Channel, ...]
+    puts: tuple[Channel, ...]
 
 
 @frozen
@@ -72,15 +66,15 @@ class Declaration:
     """The words in which `compose` declared a processor.
 
     Attributes:
-        inbound, outbound: (tag, link or task).
+        inbound, outbound: (tag, link or task, or several in a sequence of its own).
         changing: the links it names that may lead elsewhere in another epoch, and where they led.
     """
 
     compute: Callable[..., Any]
     name: str | None
     parallel: bool
-    inbound: tuple[tuple[str, str | int], ...]
-    outbound: tuple[tuple[str, str | int], ...]
+    inbound: tuple[tuple[str, Any], ...]
+    outbound: tuple[tuple[str, Any], ...]
     changing: tuple[tuple[str, tuple[int, ...]], ...]
 
 
@@ -121,12 +115,15 @@ class Composition:
 
     __slots__ = (
         "_again",
-        "_before",
         "_declarations",
         "_lasting",
         "_named",
+        "_ordered",
+        "_parallel",
         "_puts",
+        "_sync_points",
         "_takes",
+        "before",
         "epoch",
         "linked",
         "task",
@@ -141,7 +138,8 @@ class Composition:
         """Where links lead that were asked for; most are named more than once."""
         self._lasting = lasting
         self._again = 0  # how many processors were declared again
-        self._before = before  # until one is not
+        self.before = before
+        """What is expected to be declared again; None once something else is."""
         if before is None:
             self._begin(())
 
@@ -159,7 +157,7 @@ class Composition:
         What is compared is of the same type, too: 1 is a task, True and 1.0 are none; and members of an enum may be
         equal to texts, and be called otherwise.
         """
-        before, at = self._before, self._again
+        before, at = self.before, self._again
         if before is None or at == len(before.declarations):
             return False
         known = before.declarations[at]
@@ -175,7 +173,12 @@ class Composition:
             if type(given) is not dict or len(given) != len(links):
                 return False
             for (tag, to), (known_tag, known_to) in zip(given.items(), links, strict=True):
-                if type(to) is not type(known_to) or to != known_to:
+                kind = type(to)
+                if kind is not type(known_to):
+                    return False
+                if (kind is list or kind is tuple) and list(map(type, to)) != list(map(type, known_to)):
+                    return False
+                if to != known_to:
                     return False
                 if type(tag) is not type(known_tag) or tag != known_tag:
                     return False
@@ -212,8 +215,8 @@ class Composition:
         Args:
             declared: `inbound` and `outbound` as they were declared.
         """
-        if self._before is not None:
-            self._begin(zip(self._before.processors[: self._again], self._before.declarations, strict=False))
+        if self.before is not None:
+            self._begin(zip(self.before.processors[: self._again], self.before.declarations, strict=False))
         if not callable(compute):
             raise GraphError(f"{self._at()}: a processor's compute must be callable, not {type(compute).__name__}")
         declaration = self._declaration(compute, *declared, name, parallel)
@@ -236,25 +239,33 @@ class Composition:
             )
         if name not in TEXTS and not is_text(name):
             raise GraphError(f"{self._at()}: the name {name!a} of a processor is no text that can be encoded")
+        takes, puts = [], []
         for tag, consumers in outbound.items():
             if tag not in TEXTS and not is_text(tag):
                 raise self._no_text(tag)
             for consumer in consumers:
+                puts.append((tag, consumer))
                 if (other := self._puts.get((tag, consumer))) is not None:
                     raise GraphError(
                         f"{self._at()}: processors {other!r} and {name!r} both declare channel {tag!r} to task "
                         f"{consumer}; a channel has one producer: give one of them another tag"
                     )
-        for tag in inbound:
+        for tag, producers in inbound.items():
             if tag not in TEXTS and not is_text(tag):
                 raise self._no_text(tag)
-        self._enter(Processor(name, compute, inbound, outbound, not outbound, parallel), declaration)
+            for producer in producers:
+                takes.append((tag, producer))  # noqa: PERF401 - a comprehension is a call before Python 3.12
+        processor = Processor(name, compute, inbound, outbound, not outbound, parallel, tuple(takes), tuple(puts))
+        self._enter(processor, declaration)
 
     def _begin(self, declared: Iterable[tuple[Processor, Declaration | None]]) -> None:
         """From now on it is a graph of its own, which begins with these processors."""
-        self._before = None
+        self.before = None
         self._named: dict[str, Processor] = {}
-        self._declarations: list[Declaration | None] = []
+        self._declarations: list[Declaration] = []
+        self._ordered: list[Processor] = []
+        self._parallel: list[Processor] = []
+        self._sync_points: list[Processor] = []
         self._takes: dict[Channel, None] = {}
         self._puts: dict[Channel, str] = {}
         for processor, declaration in declared:
@@ -262,7 +273,12 @@ class Composition:
 
     def _enter(self, processor: Processor, declaration: Declaration | None) -> None:
         self._named[processor.name] = processor
-        self._declarations.append(declaration)
+        if declaration is not None:
+            self._declarations.append(declaration)
+        if processor.sync:
+            self._sync_points.append(processor)
+        else:
+            (self._parallel if processor.parallel else self._ordered).append(processor)
         self._takes |= dict.fromkeys(processor.takes)
         self._puts |= dict.fromkeys(processor.puts, processor.name)
 
@@ -277,17 +293,25 @@ class Composition:
             return None
         if type(parallel) is not bool or (name is not None and type(name) is not str):
             return None
-        found: list[tuple[tuple[str, str | int], ...]] = []
+        found: tuple[list[tuple[str, Any]], list[tuple[str, Any]]] = ([], [])
         changing = {}
-        for given in (inbound, outbound):
-            pairs = tuple(given.items()) if given else ()
-            for tag, to in pairs:
-                if not isinstance(tag, str) or type(to) not in _PLAIN:
+        for given, pairs in (inbound, found[0]), (outbound, found[1]):
+            for tag, to in given.items() if given else ():
+                kind = type(to)
+                if not isinstance(tag, str):
                     return None
-                if type(to) is str and to not in self._lasting:
-                    changing[to] = self.linked[to]
-            found.append(pairs)
-        return Declaration(compute, name, parallel, found[0], found[1], tuple(changing.items()))
+                if kind is str:
+                    if to not in self._lasting:
+                        changing[to] = self.linked[to]
+                elif kind is list or kind is tuple:
+                    for one in to:
+                        if type(one) is not int and (type(one) is not str or one not in self._lasting):
+                            return None
+                    to = kind(to)  # a list may be another when it comes again
+                elif kind is not int:
+                    return None
+                pairs.append((tag, to))
+        return Declaration(compute, name, parallel, tuple(found[0]), tuple(found[1]), tuple(changing.items()))
 
     def _no_text(self, tag: str) -> GraphError:
         return GraphError(f"{self._at()}: the tag {tag!a} is no text that can be encoded: name the channel otherwise")
@@ -297,22 +321,20 @@ class Composition:
 
     def graph(self) -> Graph:
         """What was declared."""
-        before = self._before
+        before = self.before
         if before is not None:
             if self._again == len(before.processors):
                 return before
             self._begin(zip(before.processors[: self._again], before.declarations, strict=False))
-        processors = tuple(self._named.values())
-        declarations = tuple([found for found in self._declarations if found is not None])
         return Graph(
-            processors,
+            tuple(self._named.values()),
             tuple(self._named),
-            tuple([p for p in processors if not p.sync and not p.parallel]),
-            tuple([p for p in processors if p.parallel]),
-            tuple([p for p in processors if p.sync]),
+            tuple(self._ordered),
+            tuple(self._parallel),
+            tuple(self._sync_points),
             tuple(self._takes),
             tuple(self._puts),
-            declarations if len(declarations) == len(processors) else (),
+            tuple(self._declarations) if len(self._declarations) == len(self._named) else (),
         )
 
 

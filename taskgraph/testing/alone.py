@@ -57,7 +57,8 @@ def compute(
             items[(str(tag), producer)] = encode(value, what=f"inbound {str(tag)!r}")
     outbound: Mapping[str, tuple[int, ...]]
     outbound = _Anything() if outs is None else {str(tag): (_CONSUMER,) for tag in outs}
-    processor = Processor("processor", function, inbound, outbound, sync=False, parallel=False)
+    puts = tuple([(str(tag), _CONSUMER) for tag in outs or ()])
+    processor = Processor("processor", function, inbound, outbound, sync=False, parallel=False, takes=(), puts=puts)
     inputs = Inputs(work, processor, items)
     outputs = Outputs(work, processor, inputs)
     try:
