@@ -161,9 +161,8 @@ class Epoch:
         composition = work.composing
         if composition is None:
             raise GraphError(f"{self._at()}: processors are declared in compose(), and only there")
-        if composition.before is not None and composition.again(
-            compute, inbound, outbound, name, parallel, work.neighbors
-        ):
+        before = composition.before
+        if before is not None and composition.again(compute, inbound, outbound, name, parallel, work.neighbors):
             return
         composition.add(
             compute,

@@ -35,6 +35,7 @@ class Work:
         self.topology = tg.tree() if links is None else tg.Topology(links)
         self.composing: Composition | None = Composition(self.task, self.number)
         self.asked: list[str] = []
+        self.allocated: list[int] = []
         self.put_values: dict[tuple[str, int], Encoded] = {}
 
     def neighbors(self, link: str) -> tuple[int, ...]:
@@ -48,7 +49,7 @@ class Work:
         return 7
 
     def allocate(self, nbytes: int) -> None:
-        return None
+        self.allocated.append(nbytes)
 
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
         self.put_values |= {(tag, consumer): value for consumer in consumers}
@@ -208,6 +209,19 @@ def test_an_array_to_fill_has_the_shape_asked_for(shape: Any) -> None:
     assert work.composing is not None
     array = Outputs(work, work.composing.graph().processors[0]).empty("x", shape, "<i2")
     assert (array.shape, array.dtype) == (np.empty(shape).shape, np.dtype("<i2"))
+
+
+def test_only_an_array_that_does_not_travel_inside_meta_takes_memory_of_the_transport() -> None:
+    work = Work()
+    Epoch(work, "compose").processor(no_op, outbound={"x": 5, "y": 5})
+    assert work.composing is not None
+    outs = Outputs(work, work.composing.graph().processors[0])
+    outs.empty("x", 512)
+    assert work.allocated == []
+    outs.empty("y", 513)
+    assert work.allocated == [8 * 513]
+    outs.close()
+    assert [len(work.put_values[(tag, 5)].buffers) for tag in ("x", "y")] == [0, 1]
 
 
 def test_an_array_that_came_is_passed_on_as_it_came_unless_it_was_looked_at_in_another_way() -> None:
