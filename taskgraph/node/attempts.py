@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import Refused
-from taskgraph.protocol.messages import Item, Pull, Reason, Refusal, Stamp
+from taskgraph.protocol.messages import Item, Pull, Reason, Refusal, Reply, Stamp, stamp_of
 from taskgraph.transport.api import Coming
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Attempts:
         self._term = term
         self._begun: dict[Stamp, Attempt] = {}
         self._waiting: list[asyncio.Future[None]] = []  # for an attempt to begin
-        self._parked: dict[Stamp, list[tuple[Pull, Coming]]] = {}  # for attempts yet to come
+        self._parked: dict[Stamp, list[tuple[Pull, Coming]]] = {}  # for attempts yet to come; of a pull's epochs any
         self._ended = False
         self.latest: Stamp | None = None
         """Of the one that began last; it may be over."""
@@ -122,6 +122,20 @@ class Attempts:
         coming = Coming()
         self._parked.setdefault(pull.stamp, []).append((pull, coming))
         return coming
+
+    def items(self, pull: Pull) -> list[Reply | Coming | None]:
+        """`item` for each of the epochs of a pull, most of which are yet to come."""
+        found: list[Reply | Coming | None] = []
+        attempt, epoch = pull.stamp
+        for nth in range(pull.count):
+            stamp = stamp_of((attempt, epoch + nth))
+            if self._ended or (self.latest is not None and self.latest >= stamp):
+                found.append(self.item(pull.each(nth)))
+            else:
+                coming = Coming()
+                self._parked.setdefault(stamp, []).append((pull, coming))
+                found.append(coming)
+        return found
 
     async def at(self, stamp: Stamp) -> Attempt:
         """The attempt at `stamp`, as soon as it began.

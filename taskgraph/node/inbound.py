@@ -11,6 +11,7 @@ from taskgraph.errors import GraphError, Refused
 from taskgraph.graph.values import hosted
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Item, Pull, Reason, Reply, Stamp
+from taskgraph.transport.api import Begun
 
 if TYPE_CHECKING:
     from taskgraph.graph.compose import Graph
@@ -107,7 +108,11 @@ class Inbound:
                 self._pulled(tag, producer, reply)
             else:
                 self._pulling[reply] = None
-                reply.add_done_callback(partial(self._pulled, tag, producer))
+                came = partial(self._pulled, tag, producer)
+                if isinstance(reply, Begun):
+                    reply.listener = came
+                else:
+                    reply.add_done_callback(came)
 
     def until_here(self, lacking: set[Channel]) -> asyncio.Future[None]:
         """Is done when all of these items are here; whoever waits is woken once, by the last of them."""

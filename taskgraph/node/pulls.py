@@ -55,7 +55,7 @@ class Pulls:
         early = self._early.get(channel)
         if early:
             reply = early.pop(epoch, None)
-            if reply is not None and not _failed(reply):
+            if reply is not None and not (reply.done() and (reply.cancelled() or reply.exception() is not None)):
                 return reply
             self._forget(channel)
         count = self._count(epoch)
@@ -92,7 +92,3 @@ class Pulls:
             self._forget(channel)
         self._latest.clear()
         self.large.clear()
-
-
-def _failed(reply: asyncio.Future[Reply]) -> bool:
-    return reply.done() and (reply.cancelled() or reply.exception() is not None)

@@ -59,8 +59,9 @@ class Router:
         self._looked_at = -1
         self._in_flight: dict[asyncio.Timeout, Callable[[JobView], bool]] = {}
         self._sweep_at = _SWEEP_AT
-        # The same without a task. Weak: a reply's value is its caller's alone, and its memory takes the next one.
-        self._begun: list[tuple[weakref.ref[asyncio.Future[Reply]], Callable[[JobView], bool]]] = []
+        # The same without a task, those together that began together. Weak: a reply's value is its caller's alone, and
+        # its memory takes the next one.
+        self._begun: list[tuple[list[weakref.ref[asyncio.Future[Reply]]], Callable[[JobView], bool]]] = []
         keeper.on_change(self._abandon, structure=True)
 
     def _abandon(self) -> None:
@@ -75,8 +76,10 @@ class Router:
             scope.reschedule(now)
         self._sweep()
         for begun, in_vain in tuple(self._begun):
-            if (reply := begun()) is not None and in_vain(view):
-                reply.cancel()
+            if in_vain(view):
+                for reply in [known() for known in begun]:
+                    if reply is not None:
+                        reply.cancel()
 
     def peer(self, node: str) -> Peer | None:
         """How to reach a node; also one whose key is absent just now, if it was ever seen."""
@@ -137,9 +140,8 @@ class Router:
             begun = self._transport.calls_now(peer, pull)
         except TransportError:
             return None
-        in_vain = partial(_replaced, task, primary.mod_revision)
-        for reply in begun or ():
-            self._watch(reply, in_vain)
+        if begun:
+            self._watch([*map(weakref.ref, begun)], partial(_replaced, task, primary.mod_revision))
         return begun
 
     def begin_at(self, node: str, message: Call) -> asyncio.Future[Reply] | None:
@@ -157,18 +159,24 @@ class Router:
     ) -> asyncio.Future[Reply] | None:
         reply = self._transport.call_now(peer, message, quiet=quiet)
         if reply is not None and not reply.done():
-            self._watch(reply, in_vain)
+            self._watch([weakref.ref(reply)], in_vain)
         return reply
 
-    def _watch(self, reply: asyncio.Future[Reply], in_vain: Callable[[JobView], bool]) -> None:
-        """Has a call ended once the view shows that it is in vain. Those that ended by themselves go in passing."""
-        self._begun.append((weakref.ref(reply), in_vain))
+    def _watch(self, begun: list[weakref.ref[asyncio.Future[Reply]]], in_vain: Callable[[JobView], bool]) -> None:
+        """Has calls ended once the view shows that they are in vain. Those that ended by themselves go in passing."""
+        self._begun.append((begun, in_vain))
         if len(self._begun) >= self._sweep_at:
             self._sweep()
 
     def _sweep(self) -> None:
-        self._begun = [(begun, in_vain) for begun, in_vain in self._begun if _is_open(begun())]
-        self._sweep_at = _SWEEP_AT + 2 * len(self._begun)
+        kept = []
+        for begun, in_vain in self._begun:
+            for known in begun:
+                if (reply := known()) is not None and not reply.done():
+                    kept.append((begun, in_vain))
+                    break
+        self._begun = kept
+        self._sweep_at = _SWEEP_AT + 2 * len(kept)
 
     async def _call(
         self, peer: Peer, message: Call, timeout_s: float | None, in_vain: Callable[[JobView], bool]
@@ -237,10 +245,6 @@ class Router:
                 await self._keeper.wait_until(lambda view: _revision(view, task) != known)
         except TimeoutError:
             pass
-
-
-def _is_open(reply: asyncio.Future[Reply] | None) -> bool:
-    return reply is not None and not reply.done()
 
 
 def _unregistered(node: str, view: JobView) -> bool:

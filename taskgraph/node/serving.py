@@ -40,11 +40,12 @@ from taskgraph.protocol.messages import (
     WaitsPage,
     Written,
 )
-from taskgraph.transport.api import Coming
+from taskgraph.transport.api import Coming, Counted
 
 if TYPE_CHECKING:
     from taskgraph.node.leader import LeaderRole
     from taskgraph.node.node import Node
+    from taskgraph.node.primary import Primary
     from taskgraph.node.replica import Replica
 
 __all__ = ["Serving"]
@@ -60,7 +61,7 @@ class Serving:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._under_way = 0
+        self._waiting = Counted()  # calls that wait here
         self._ahead = node.settings.epochs_ahead
 
     def now(self, peer: str, message: Call) -> Reply | Coming | None:
@@ -69,7 +70,7 @@ class Serving:
         Everything else, and every doubt, is left to the call itself.
         """
         node = self._node
-        if node.paused or self._under_way >= node.settings.max_parked:
+        if node.paused or self._waiting.count >= node.settings.max_parked:
             return None
         if type(message) is Pull:
             return self._item(message)
@@ -78,21 +79,39 @@ class Serving:
         return self._offer_now(peer, message) if type(message) is Offer else None
 
     def _item(self, pull: Pull) -> Reply | Coming | None:
+        primary = self._asked(pull)
+        if primary is None:
+            return None
+        reply = primary.attempts.item(pull)
+        if type(reply) is Coming:
+            self._waiting.count += 1
+            reply.among = self._waiting
+        return reply
+
+    def all_now(self, peer: str, pull: Pull) -> list[Reply | Coming | None] | None:
+        """`now` for each of the epochs of a pull."""
+        node, waiting = self._node, self._waiting
+        if node.paused or waiting.count + pull.count > node.settings.max_parked:
+            return None
+        primary = self._asked(pull)
+        if primary is None:
+            return None
+        replies = primary.attempts.items(pull)
+        for reply in replies:
+            if type(reply) is Coming:
+                waiting.count += 1
+                reply.among = waiting
+        return replies
+
+    def _asked(self, pull: Pull) -> Primary | None:
+        """The primary that can say what there is to all that a pull is of."""
         primary, view = self._node.roles.primaries.get(pull.task), self._node.keeper.view
         if primary is None or view.term(pull.sender) != pull.sender_term:
             return None
         if view.stamp is None or pull.stamp < view.stamp:
             return None
-        if not within_reach(pull.stamp, _PULLED_AHEAD * self._ahead, view):
-            return None
-        reply = primary.attempts.item(pull)
-        if type(reply) is Coming:
-            self._under_way += 1
-            reply.over = self._came
-        return reply
-
-    def _came(self) -> None:
-        self._under_way -= 1
+        last = Stamp(pull.stamp.attempt, pull.stamp.epoch + pull.count - 1)
+        return primary if within_reach(last, _PULLED_AHEAD * self._ahead, view) else None
 
     def _offer_now(self, peer: str, offer: Offer) -> Accepted | None:
         """A pending boundary for a replica that is set up: all that a member is offered."""
@@ -113,9 +132,9 @@ class Serving:
         """Answers one call; raises Refused."""
         if self._node.paused:
             raise Refused(Reason.PAUSED, f"{self._node.name} cannot prove its lease at the moment")
-        if self._under_way >= self._node.settings.max_parked:
-            raise Refused(Reason.PAUSED, f"{self._under_way} calls wait at {self._node.name} already")
-        self._under_way += 1
+        if self._waiting.count >= self._node.settings.max_parked:
+            raise Refused(Reason.PAUSED, f"{self._waiting.count} calls wait at {self._node.name} already")
+        self._waiting.count += 1
         try:
             return await self._dispatch(peer, message)
         except asyncio.CancelledError:
@@ -128,7 +147,7 @@ class Serving:
         except UserCodeError as error:  # its task's primary fails the job, or the attempt was dead: the caller waits
             raise Refused(Reason.USER_ERROR, str(error)) from error
         finally:
-            self._under_way -= 1
+            self._waiting.count -= 1
 
     async def _dispatch(self, peer: str, message: Call) -> Reply:
         match message:

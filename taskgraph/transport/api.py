@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from taskgraph.graph.blocks import Block
 from taskgraph.protocol.messages import Call, Pull, Reply
 
-__all__ = ["Coming", "OnLost", "Peer", "Serve", "ServeNow", "Transport"]
+__all__ = ["Begun", "Coming", "Counted", "OnLost", "Peer", "Serve", "ServeAll", "ServeNow", "Transport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,17 @@ Serve = Callable[[str, Call], Awaitable[Reply]]
 `errors.Refused` answers with that refusal; any other exception answers BAD_MESSAGE and is logged with its traceback.
 It is cancelled when the caller cancels its call or its session breaks.
 
-It may have an attribute `now`, a `ServeNow`: most calls of an epoch need no task of their own."""
+It may have an attribute `now`, a `ServeNow`: most calls of an epoch need no task of their own; and an
+attribute `all_now`, a `ServeAll`."""
+
+
+class Counted:
+    """How many replies are still to be made."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
 
 
 class Coming:
@@ -44,17 +54,20 @@ class Coming:
 
     In place of a future: its one listener is called where it is settled, without a turn of the event loop in between,
     and a reply may be a `Refusal`. Lives on the event loop.
+
+    Attributes:
+        reply: None until there is one.
+        done: it was settled or cancelled.
+        among: one of these it is, until it is done.
+        listener: called with (number, reply) where it is settled; to be set here only where there is no reply yet.
     """
 
-    __slots__ = ("_listener", "_number", "done", "over", "reply")
-
-    def __init__(self) -> None:
-        self.reply: Reply | None = None
-        self.done = False
-        self.over: Callable[[], object] | None = None
-        """Called once, when it is settled or cancelled."""
-        self._listener: Callable[[int, Reply], object] | None = None
-        self._number = 0
+    # The class holds what they begin with: many are made at a time, and none of them needs a call for that.
+    reply: Reply | None = None
+    done = False
+    among: Counted | None = None
+    listener: Callable[[int, Reply], object] | None = None
+    number = 0
 
     def settle(self, reply: Reply) -> None:
         """This is the reply. Nothing happens where there is one, or nobody wants it any more."""
@@ -62,25 +75,25 @@ class Coming:
             return
         self.reply = reply
         self.done = True
-        if self.over is not None:
-            self.over()
-        if self._listener is not None:
-            self._listener(self._number, reply)
+        if self.among is not None:
+            self.among.count -= 1
+        if self.listener is not None:
+            self.listener(self.number, reply)
 
     def cancel(self) -> None:
         """Nobody wants it any more."""
         if not self.done:
-            self._listener = None
+            self.listener = None
             self.done = True
-            if self.over is not None:
-                self.over()
+            if self.among is not None:
+                self.among.count -= 1
 
     def listen(self, listener: Callable[[int, Reply], object], number: int = 0) -> None:
         """Calls `listener(number, reply)` once there is one, and at once where there is. It must not raise."""
         if self.reply is not None:
             listener(number, self.reply)
         else:
-            self._listener, self._number = listener, number
+            self.listener, self.number = listener, number
 
     def __await__(self) -> Generator[Any, None, Reply]:
         if self.reply is None:
@@ -103,6 +116,23 @@ class Coming:
 ServeNow = Callable[[str, Call], "Reply | Coming | None"]
 """(node of the caller, call) -> the reply, or one that is coming where that is all there is to wait for, or None:
 `Serve` has to be asked. It raises as `Serve` does. What is coming is cancelled where `Serve` would be."""
+
+ServeAll = Callable[[str, Pull], "list[Reply | Coming | None] | None"]
+"""(node of the caller, a pull of several epochs) -> what `ServeNow` has for each of them, in order. None: it has to be
+asked about each."""
+
+
+class Begun(asyncio.Future[Reply]):
+    """A call under way, as `Transport.call_now` may return it.
+
+    Attributes:
+        listener: in place of a done callback, of which there can be one: called with this once it is done. A reply it
+            is told where that comes in, without a turn of the event loop in between: it must neither raise nor call
+            anything that waits for the transport. The rest it is told as a done callback is.
+    """
+
+    listener: Callable[[asyncio.Future[Reply]], object] | None = None
+
 
 OnLost = Callable[[str], None]
 """(node): the last session with that node broke without a goodbye. Called on the event loop, must not block."""

@@ -8,11 +8,20 @@ from collections.abc import Awaitable, Coroutine
 from typing import Any, NoReturn, TypeVar
 
 from taskgraph.errors import Refused, TransportError
-from taskgraph.protocol.messages import Accepted, Call, Reason, Refusal, Reply
-from taskgraph.transport.api import Coming, Serve, ServeNow
+from taskgraph.protocol.messages import Accepted, Call, Pull, Reason, Refusal, Reply
+from taskgraph.transport.api import Coming, Serve, ServeAll, ServeNow
 from taskgraph.transport.wire import REPLY_OF
 
-__all__ = ["OwnedTasks", "answer", "answer_later", "answer_now", "answer_quietly", "describe", "unwrap"]
+__all__ = [
+    "OwnedTasks",
+    "answer",
+    "answer_all_now",
+    "answer_later",
+    "answer_now",
+    "answer_quietly",
+    "describe",
+    "unwrap",
+]
 
 log = logging.getLogger("taskgraph.transport")
 T = TypeVar("T")
@@ -39,6 +48,18 @@ def answer_now(serve: Serve, caller: str, call: Call) -> Reply | Coming | None:
     if type(reply) is REPLY_OF[type(call)]:
         return reply  # as a rule
     return reply if reply is None or isinstance(reply, Coming) else _checked(reply, caller, call)
+
+
+def answer_all_now(serve: Serve, caller: str, pull: Pull) -> list[Reply | Coming | None]:
+    """`answer_now` for each of the epochs of a pull."""
+    every: ServeAll | None = getattr(serve, "all_now", None)
+    try:
+        replies = None if every is None else every(caller, pull)
+    except Exception as error:
+        return [_refusal(error, caller, pull)] * pull.count
+    if replies is None:
+        replies = [answer_now(serve, caller, pull.each(nth)) for nth in range(pull.count)]
+    return replies
 
 
 async def answer(serve: Serve, caller: str, call: Call) -> Reply:

@@ -14,8 +14,8 @@ from taskgraph.errors import DecodeError, PeerLost, Refused, TransportError
 from taskgraph.graph.values import staying
 from taskgraph.protocol.messages import Accepted, Call, Encoded, EncodedOnDevice, Item, Pull, Reason, Refusal, Reply
 from taskgraph.transport import wire
-from taskgraph.transport.api import Coming
-from taskgraph.transport.calls import answer, answer_later, answer_now, describe
+from taskgraph.transport.api import Begun, Coming
+from taskgraph.transport.calls import answer, answer_all_now, answer_later, answer_now, describe
 from taskgraph.transport.compact import pack_item
 from taskgraph.transport.devicelending import DeviceBorrowing, DeviceLending, Ticket
 from taskgraph.transport.frames import Head, Kind
@@ -36,21 +36,21 @@ MAX_COUNT = 1 << 10
 _TRIES = 4
 
 
-class _Pending(asyncio.Future[Reply]):
+class _Pending(Begun):
     """A call that waits for its reply: the future of it, which its caller may cancel."""
 
-    __slots__ = ("message", "number", "quiet", "session", "tries")
-
     session: DialledSession
-    message: Call
-    quiet: bool  # no reply may come of it, and cancelling it only forgets it
+    message: Call  # with several of a pull, all of it
     number: int
-    tries: int
+    nth = 0  # which of these it is
+    quiet = False  # no reply may come of it, and cancelling it only forgets it
+    tries = 1
 
     def cancel(self, msg: Any | None = None) -> bool:
         if not super().cancel(msg):
             return False
         self.session.cancelled(self)
+        self._tell_soon()
         return True
 
     def settle(self, reply: Reply) -> None:
@@ -58,13 +58,22 @@ class _Pending(asyncio.Future[Reply]):
             return
         if type(reply) is Refusal:
             self.fail(Refused(reply.reason, reply.text))
-        else:
-            self.set_result(reply)
+            return
+        self.set_result(reply)
+        if (listener := self.listener) is not None:
+            self.listener = None
+            listener(self)
 
     def fail(self, error: TransportError) -> None:
         if not self.done():
             self.set_exception(error)
             self.exception()  # seen, even if nobody looks
+            self._tell_soon()
+
+    def _tell_soon(self) -> None:
+        if (listener := self.listener) is not None:
+            self.listener = None
+            self.get_loop().call_soon(listener, self)
 
 
 class DialledSession(Session):
@@ -100,7 +109,7 @@ class DialledSession(Session):
                 f"{describe(message)}: {value.size_bytes} bytes; max_value_bytes is {self._owner.max_value_bytes}",
             )
         pending = _Pending(loop=self._loop)
-        pending.session, pending.message, pending.quiet, pending.tries = self, message, quiet, 0
+        pending.session, pending.message, pending.quiet = self, message, quiet
         self._send_call(pending, value)
         return pending
 
@@ -111,11 +120,10 @@ class DialledSession(Session):
         header = wire.to_header(message)
         first, self._last_call = self._last_call + 1, self._last_call + message.count
         begun: list[asyncio.Future[Reply]] = []
-        for number in range(message.count):
+        for nth in range(message.count):
             pending = _Pending(loop=self._loop)
-            pending.session, pending.message, pending.quiet, pending.tries = self, message.each(number), False, 1
-            pending.number = first + number
-            self._pending[pending.number] = pending
+            pending.session, pending.message, pending.nth, pending.number = self, message, nth, first + nth
+            self._pending[first + nth] = pending
             begun.append(pending)
         self._outbox.send_several(Kind.CALL, first, header)
         return begun
@@ -123,7 +131,6 @@ class DialledSession(Session):
     def _send_call(self, pending: _Pending, value: Encoded | None) -> None:
         header = wire.to_header(pending.message)  # raises ValueError or TypeError: the caller's mistake
         self._last_call = pending.number = self._last_call + 1
-        pending.tries += 1
         self._pending[pending.number] = pending
         self._outbox.send(Kind.TELL if pending.quiet else Kind.CALL, pending.number, header, value)
 
@@ -168,6 +175,9 @@ class DialledSession(Session):
             pending.fail(PeerLost(f"node {self.peer} goes on lending what cannot be opened here"))
         else:
             # Calls may be made twice: that is how they survive a session, too.
+            pending.tries += 1
+            if type(pending.message) is Pull and pending.message.count != 1:
+                pending.message = pending.message.each(pending.nth)
             self._send_call(pending, wire.value_of(pending.message))
 
     def _on_complete(self, incoming: Incoming) -> None:
@@ -287,7 +297,7 @@ class AcceptedSession(Session):
         if call in self._calls:
             raise DecodeError(f"call {call} is made twice")
         if len(self._calls) >= MAX_CALLS:
-            self._reply(call, Refusal(Reason.PAUSED, f"{MAX_CALLS} calls of this session are being served"))
+            self._reply(call, _too_many())
             return False
         self._calls[call] = None
         return True
@@ -316,7 +326,7 @@ class AcceptedSession(Session):
 
     def _take(self, kind: Kind, call: int, message: Call) -> None:
         if type(message) is Pull and message.count != 1:
-            self._take_all(kind, call, message)
+            self._take_all(call, message)
             return
         reply = answer_now(self._owner.serve, self.peer, message)
         if reply is None:
@@ -329,13 +339,31 @@ class AcceptedSession(Session):
             if type(reply) is not Accepted or kind is not Kind.TELL:
                 self._reply(call, reply)
 
-    def _take_all(self, kind: Kind, first: int, message: Pull) -> None:
+    def _take_all(self, first: int, pull: Pull) -> None:
         """One frame for several calls: each is a call like any other, by its own number."""
-        if not 0 < message.count <= MAX_COUNT:
-            raise DecodeError(f"a frame of {message.count} calls")
-        for number in range(message.count):
-            if number == 0 or self._admits(first + number, Pull):
-                self._take(kind, first + number, message.each(number))
+        if not 0 < pull.count <= MAX_COUNT:
+            raise DecodeError(f"a frame of {pull.count} calls")
+        del self._calls[first]
+        numbers = range(first, first + pull.count)
+        if not self._calls.keys().isdisjoint(numbers):
+            raise DecodeError(f"one of the calls {first} to {numbers[-1]} is made twice")
+        if len(self._calls) + pull.count > MAX_CALLS:
+            for number in numbers:
+                self._reply(number, _too_many())
+            return
+        serve, caller, answered = self._owner.serve, self.peer, self._answered
+        for nth, reply in enumerate(answer_all_now(serve, caller, pull)):
+            number = first + nth
+            if isinstance(reply, Coming):
+                self._calls[number] = reply
+                if reply.reply is None:
+                    reply.listener, reply.number = answered, number
+                else:
+                    answered(number, reply.reply)
+            elif reply is None:
+                self._spawn(number, partial(answer_later, serve, caller, pull.each(nth)))
+            else:
+                self._reply(number, reply)
 
     def _spawn(self, number: int, answers: Callable[[], Coroutine[Any, Any, Reply]]) -> None:
         task = self._owner.tasks.spawn(self._serve(number, answers), name=f"serve {self.peer} {number}")
@@ -434,6 +462,10 @@ class AcceptedSession(Session):
         for task in calls.values():
             if task is not None:
                 task.cancel()
+
+
+def _too_many() -> Refusal:
+    return Refusal(Reason.PAUSED, f"{MAX_CALLS} calls of this session are being served")
 
 
 def _not_copied(error: Exception) -> Refusal:

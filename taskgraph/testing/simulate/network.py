@@ -10,17 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from taskgraph.errors import PeerGone, PeerLost, TransportError
+from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
 from taskgraph.graph.blocks import Block
-from taskgraph.protocol.messages import Call, Pull, Reply
+from taskgraph.protocol.messages import Call, Pull, Refusal, Reply
 from taskgraph.settings import Settings
 from taskgraph.testing.simulate.loop import Process
-from taskgraph.transport.api import OnLost, Peer, Serve
-from taskgraph.transport.calls import OwnedTasks, answer, answer_quietly, describe, unwrap
+from taskgraph.transport.api import Coming, OnLost, Peer, Serve
+from taskgraph.transport.calls import OwnedTasks, answer, answer_all_now, answer_quietly, describe, unwrap
 
 __all__ = ["SimNetwork", "SimTransport"]
 
@@ -36,7 +37,7 @@ class _Connection:
     acceptor: str
     open: dict[str, bool]  # node -> whether its end is open
     pending: dict[int, asyncio.Future[Reply]] = field(default_factory=dict)  # calls of the dialler
-    serving: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # the same at the acceptor
+    serving: dict[int, asyncio.Task[None] | Coming] = field(default_factory=dict)  # the same at the acceptor
     last_at: dict[str, float] = field(default_factory=dict)  # to -> when the last message arrives there
     half_open: bool = False
     probe: bool = False
@@ -283,10 +284,26 @@ class SimTransport:
         return self._tasks.spawn(self._begun(peer, message, quiet), name=f"call {peer.node} from {self.node}")
 
     def calls_now(self, peer: Peer, message: Pull) -> list[asyncio.Future[Reply]] | None:
-        if peer.node == self.node:
+        connection = self._dialled.get(peer.node)
+        if self._down or connection is None or not connection.open[self.node]:
             return None
-        begun = [self.call_now(peer, message.each(number)) for number in range(message.count)]
-        return [call for call in begun if call is not None] or None  # all of them, or none
+        first, self._calls = self._calls + 1, self._calls + message.count
+        target = self.network.transports.get(connection.acceptor)
+        begun: list[asyncio.Future[Reply]] = []
+        for number in range(first, first + message.count):
+            reply = connection.pending[number] = _OneOfSeveral(loop=asyncio.get_running_loop())
+            reply.add_done_callback(partial(self._one_is_over, connection, number, target))
+            begun.append(reply)
+        if target is not None:
+            self.network.transmit(connection, self.node, partial(target._accept_all, connection, first, message))
+        return begun
+
+    def _one_is_over(
+        self, connection: _Connection, number: int, target: SimTransport | None, reply: asyncio.Future[Reply]
+    ) -> None:
+        connection.pending.pop(number, None)
+        if reply.cancelled() and target is not None:
+            self.network.transmit(connection, self.node, partial(target._cancel, connection, number))
 
     async def _begun(self, peer: Peer, message: Call, quiet: bool) -> Reply:
         if peer.node == self.node or not quiet:
@@ -423,7 +440,31 @@ class SimTransport:
         self.network.on_message(connection.dialler, self.node, message)
         if self._down or not connection.open[self.node]:
             return  # killed at this very moment
-        work = self._answer(connection, number, message, quiet)
+        self._begin(connection, number, self._answer(connection, number, message, quiet))
+
+    def _accept_all(self, connection: _Connection, first: int, pull: Pull) -> None:
+        """The same with one that is of several epochs."""
+        if self._down:
+            return
+        self.network.on_message(connection.dialler, self.node, pull)
+        if self._down or not connection.open[self.node]:
+            return
+        assert self._serve is not None
+        for nth, reply in enumerate(answer_all_now(self._serve, connection.dialler, pull)):
+            number = first + nth
+            if isinstance(reply, Coming):
+                connection.serving[number] = reply
+                reply.listen(partial(self._came, connection), number)
+            elif reply is None:
+                self._begin(connection, number, self._answer(connection, number, pull.each(nth), quiet=False))
+            else:
+                self._reply(connection, number, reply)
+
+    def _came(self, connection: _Connection, number: int, reply: Reply) -> None:
+        if connection.serving.pop(number, None) is not None:
+            self._reply(connection, number, reply)
+
+    def _begin(self, connection: _Connection, number: int, work: Coroutine[Any, Any, None]) -> None:
         task = self._tasks.spawn(work, name=f"serve {connection.dialler} at {self.node}")
         connection.serving[number] = task
         task.add_done_callback(lambda _: connection.serving.pop(number, None))
@@ -436,9 +477,10 @@ class SimTransport:
     async def _answer(self, connection: _Connection, number: int, message: Call, quiet: bool) -> None:
         assert self._serve is not None
         answered = await (answer_quietly if quiet else answer)(self._serve, connection.dialler, message)
-        if answered is None:
-            return
+        if answered is not None:
+            self._reply(connection, number, answered)
 
+    def _reply(self, connection: _Connection, number: int, answered: Reply) -> None:
         def deliver() -> None:
             self.network.on_message(self.node, connection.dialler, answered)
             reply = connection.pending.get(number)
@@ -472,6 +514,20 @@ class SimTransport:
         if connection.acceptor == self.node:
             for task in list(connection.serving.values()):
                 task.cancel()
+
+
+class _OneOfSeveral(asyncio.Future[Reply]):
+    """One call of several: who made them has no task that waits for it."""
+
+    def set_result(self, reply: Reply, /) -> None:
+        if isinstance(reply, Refusal):
+            self.set_exception(Refused(reply.reason, reply.text))
+        else:
+            super().set_result(reply)
+
+    def set_exception(self, error: type | BaseException, /) -> None:
+        super().set_exception(error)
+        self.exception()  # seen, even if nobody looks
 
 
 _OUTSIDE = contextvars.Context()

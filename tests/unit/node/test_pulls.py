@@ -12,7 +12,7 @@ from taskgraph.graph.values import encode
 from taskgraph.node.items import Items
 from taskgraph.node.pulls import Pulls
 from taskgraph.protocol.messages import Item, Pull, Reason, Refusal, Reply, Stamp
-from taskgraph.transport.api import Coming
+from taskgraph.transport.api import Coming, Counted
 
 VALUE = encode(7)
 
@@ -192,14 +192,14 @@ async def test_items_that_are_dropped_are_promised_to_nobody() -> None:
 
 async def test_what_is_coming_is_heard_of_once_and_not_by_who_left() -> None:
     heard: list[Any] = []
-    over: list[int] = []
     coming = Coming()
-    coming.over = lambda: over.append(1)
+    coming.among = among = Counted()
+    among.count = 1
     coming.listen(lambda number, reply: heard.append(number), 4)
     coming.settle(Refusal("no"))
     coming.settle(Refusal("again"))
     coming.cancel()
-    assert heard == [4] and over == [1] and await coming == Refusal("no")
+    assert heard == [4] and among.count == 0 and await coming == Refusal("no")
     coming.listen(lambda number, reply: heard.append(number), 5)
     assert heard == [4, 5], "there is one: told at once"
     left = Coming()

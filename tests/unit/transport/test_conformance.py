@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 from transport_kit import EXCHANGES, Cluster, Node, encoded, item, pull
@@ -208,6 +210,18 @@ async def test_what_is_still_coming_needs_no_handler(cluster: Cluster) -> None:
         assert target.served == []
 
 
+class Awaited(Coming):
+    """Tells when nobody wants it any more."""
+
+    def __init__(self, left: Callable[[], None]) -> None:
+        self.left = left
+
+    def cancel(self) -> None:
+        if not self.done:
+            super().cancel()
+            self.left()
+
+
 class Shelf:
     """Gives items when told to; says which epochs were asked for, and which are not wanted any more."""
 
@@ -220,17 +234,13 @@ class Shelf:
         if not isinstance(call, m.Pull):
             return None
         assert call.count == 1, "each call is served by itself"
-        coming = self.asked[call.stamp.epoch] = Coming()
-        epoch = call.stamp.epoch
-
-        def over() -> None:
-            if coming.reply is None:
-                self.gone.add(epoch)
-            self.changed.set()
-
-        coming.over = over
+        coming = self.asked[call.stamp.epoch] = Awaited(partial(self.leave, call.stamp.epoch))
         self.changed.set()
         return coming
+
+    def leave(self, epoch: int) -> None:
+        self.gone.add(epoch)
+        self.changed.set()
 
     async def until(self, count: int, *, gone: bool = False) -> None:
         async with asyncio.timeout(5):
@@ -289,6 +299,51 @@ async def test_a_pull_of_several_epochs_is_lost_with_its_peer_and_forgotten_with
             await shelf.until(3, gone=True)
         else:
             b = await cluster.node()
+
+
+async def test_what_there_is_to_several_calls_may_be_told_together(cluster: Cluster) -> None:
+    """An item, one that is coming, one that came meanwhile, a refusal, one to be asked for, and one that raises."""
+    a, b = await cluster.node(), await cluster.node()
+    await a.call(b, SEAL)
+    wanted = several(5)
+    items = [item(wanted.each(nth), encoded(bytes([nth]))) for nth in range(5)]
+    left: list[int] = []
+    later, came, unwanted = (Awaited(partial(left.append, nth)) for nth in range(3))
+    came.settle(items[2])
+    replies = [items[0], later, came, m.Refusal(m.Reason.STALE, "behind"), None]
+    b.at_once = lambda caller, call: replies[call.stamp.epoch - wanted.stamp.epoch] if type(call) is m.Pull else None
+    b.all_at_once = lambda caller, pull: list(replies)
+
+    async def handler(caller: str, call: m.Call) -> m.Reply:
+        return items[4] if type(call) is m.Pull else m.Accepted(1)
+
+    b.handler = handler
+    begun = a.transport.calls_now(b.peer, wanted)
+    assert begun is not None
+    for nth in (0, 2, 4):
+        assert await asyncio.wait_for(begun[nth], 5) == items[nth]
+    with pytest.raises(Refused, match="behind"):
+        await begun[3]
+    assert [call for _, call in b.served if type(call) is m.Pull] == [wanted.each(4)]
+    assert not begun[1].done()
+    later.settle(items[1])
+    assert await asyncio.wait_for(begun[1], 5) == items[1]
+
+    replies[:] = [unwanted, items[1], items[2], items[3], items[4]]
+    begun = a.transport.calls_now(b.peer, wanted)
+    assert begun is not None and await asyncio.wait_for(begun[4], 5) == items[4]
+    begun[0].cancel()
+    await time_passes(a, b)
+    assert left == [2] and unwanted.done
+
+    def raises(caller: str, call: m.Call) -> m.Reply:
+        raise Refused(m.Reason.PAUSED, "not now")
+
+    b.at_once = lambda caller, call: raises(caller, call) if type(call) is m.Pull else None
+    b.all_at_once = raises  # type: ignore[assignment]
+    for reply in a.transport.calls_now(b.peer, wanted) or [pytest.fail("none begun")]:
+        with pytest.raises(Refused, match="not now"):
+            await asyncio.wait_for(reply, 5)
 
 
 async def test_several_calls_are_not_begun_where_a_session_has_to_be_made(cluster: Cluster) -> None:

@@ -21,14 +21,15 @@ from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
 from taskgraph.graph.blocks import Allocate
 from taskgraph.protocol import messages as m
 from taskgraph.settings import Settings
-from taskgraph.transport import endpoints, incoming, stream, wire
+from taskgraph.transport import endpoints, incoming, sides, stream, wire
 from taskgraph.transport._proto import frame_pb2
-from taskgraph.transport.api import Peer
+from taskgraph.transport.api import Coming, Peer
 from taskgraph.transport.frames import CHUNK_BYTES, Head, Kind, pack_frame, pack_whole
 from taskgraph.transport.sides import DialledSession
 from taskgraph.transport.stream import StreamTransport
 
 SEAL = m.Seal(m.Stamp(1, 1), 1, 1)
+PULL = (m.Stamp(1, 7), 3, 1, 5, "grad")
 NO_STAMP = frame_pb2.Header(seal=frame_pb2.Seal(task=1)).SerializeToString()
 
 
@@ -362,6 +363,10 @@ async def test_a_half_written_frame_then_the_end(streams: Cluster) -> None:
         pack_whole(Kind.CALL, 9, wire.to_header(m.Accepted(1))),
         pack_whole(Kind.CALL, 9, wire.to_header(pull()), b"a payload"),
         pack_frame(Head(Kind.CALL, 1, len(NO_STAMP)), (), NO_STAMP),
+        pack_whole(Kind.CALL, 9, wire.to_header(m.Pull(*PULL, 0))),
+        pack_whole(Kind.CALL, 9, wire.to_header(m.Pull(*PULL, sides.MAX_COUNT + 1))),
+        pack_whole(Kind.CALL, 9, wire.to_header(m.Pull(*PULL)))
+        + pack_whole(Kind.CALL, 7, wire.to_header(m.Pull(*PULL, 3))),
         bytes(40),
     ],
 )
@@ -373,6 +378,67 @@ async def test_nonsense_in_an_open_session_breaks_it(streams: Cluster, data: byt
     assert await asyncio.wait_for(b.lost.get(), 5) == a.name
     assert await asyncio.wait_for(a.lost.get(), 5) == b.name  # until it knows, a call may end with the old session
     await a.call(b, SEAL)
+
+
+async def test_no_more_calls_are_served_at_a_time_than_a_session_may_have(
+    streams: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = await streams.node(), await streams.node()
+    await a.call(b, SEAL)
+    monkeypatch.setattr(sides, "MAX_CALLS", 3)
+    waiting = [Coming() for _ in range(3)]
+    b.at_once = lambda caller, call: waiting[0] if type(call) is m.Pull else None
+    b.all_at_once = lambda caller, pull: waiting[: pull.count]
+    refused = a.transport.calls_now(b.peer, m.Pull(*PULL, 4))
+    three = a.transport.calls_now(b.peer, m.Pull(*PULL, 3))
+    one = a.transport.call_now(b.peer, m.Pull(*PULL))
+    assert refused is not None and three is not None and one is not None
+    for reply in (*refused, one):
+        with pytest.raises(Refused, match="3 calls of this session") as caught:
+            await asyncio.wait_for(reply, 5)
+        assert caught.value.reason == m.Reason.PAUSED
+    for nth, coming in enumerate(waiting):
+        coming.settle(item(m.Pull(*PULL).each(nth), encoded(b"x")))
+        assert await asyncio.wait_for(three[nth], 5) == coming.reply
+    assert await a.call(b, SEAL) == m.Accepted(1)
+
+
+class Forgetful:
+    """Of a session, what a call tells it."""
+
+    def __init__(self) -> None:
+        self.cancelled_calls: list[object] = []
+
+    def cancelled(self, pending: object) -> None:
+        self.cancelled_calls.append(pending)
+
+
+async def test_a_reply_is_heard_where_it_comes_in_and_the_rest_a_turn_later() -> None:
+    """Once, whatever else is said of the call."""
+    heard: list[asyncio.Future[m.Reply]] = []
+
+    def begun() -> sides._Pending:
+        pending = sides._Pending(loop=asyncio.get_running_loop())
+        pending.session = Forgetful()  # type: ignore[assignment]
+        pending.listener = heard.append
+        return pending
+
+    replied, refused, lost, given_up = begun(), begun(), begun(), begun()
+    replied.settle(m.Accepted(7))
+    assert heard == [replied] and replied.result() == m.Accepted(7)
+    refused.settle(m.Refusal(m.Reason.STALE, "behind"))
+    lost.fail(PeerLost("gone"))
+    assert given_up.cancel() and given_up.session.cancelled_calls == [given_up]  # type: ignore[attr-defined]
+    for pending in (replied, refused, lost, given_up):
+        pending.settle(m.Accepted(8))
+        pending.fail(PeerLost("again"))
+        pending.cancel()
+    assert heard == [replied]
+    await asyncio.sleep(0)
+    assert heard == [replied, refused, lost, given_up]
+    assert isinstance(refused.exception(), Refused) and isinstance(lost.exception(), PeerLost) and given_up.cancelled()
+    await asyncio.sleep(0)
+    assert len(heard) == 4
 
 
 async def test_values_beyond_the_limit_are_refused_on_both_sides(streams: Cluster) -> None:

@@ -21,7 +21,7 @@ from taskgraph.settings import Settings
 from taskgraph.testing.simulate.loop import Process
 from taskgraph.testing.simulate.network import SimNetwork, SimTransport
 from taskgraph.tls import CA, CERT, KEY, Tls
-from taskgraph.transport.api import Coming, Peer, ServeNow, Transport
+from taskgraph.transport.api import Coming, Peer, ServeAll, ServeNow, Transport
 from taskgraph.transport.memory import MemoryNetwork, MemoryTransport
 from taskgraph.transport.stream import StreamTransport
 
@@ -115,12 +115,16 @@ class Node:
         self.served: list[tuple[str, m.Call]] = []
         self.handler: Callable[[str, m.Call], Awaitable[m.Reply]] = self._accept
         self.at_once: ServeNow = lambda caller, call: None
+        self.all_at_once: ServeAll = lambda caller, pull: None
 
     async def _accept(self, caller: str, call: m.Call) -> m.Reply:
         return m.Accepted(1)
 
     def now(self, caller: str, call: m.Call) -> m.Reply | Coming | None:
         return self.at_once(caller, call)
+
+    def all_now(self, caller: str, pull: m.Pull) -> list[m.Reply | Coming | None] | None:
+        return self.all_at_once(caller, pull)
 
     async def __call__(self, caller: str, call: m.Call) -> m.Reply:
         self.served.append((caller, call))
