@@ -8,7 +8,7 @@ begin with a byte 0, which no protobuf message does, and the message's number. W
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from taskgraph.errors import DecodeError
@@ -73,21 +73,29 @@ def _unpack_item(data: bytes, meta: bytes) -> tuple[Item, Encoded]:
 
 
 def _pack_report(message: Report) -> bytes:
-    (attempt, epoch), flags, named = message.stamp, 0, b""
-    flags |= _DONE if message.done else 0
-    flags |= _FINISH if message.finish else 0
-    flags |= _NUMBERS if message.numbers is not None else 0
-    flags |= _PREVIOUS if message.previous is not None else 0
-    flags |= _AHEAD if message.ahead else 0
-    if message.numbers:
-        flags |= _NAMED
-        named = _pack_numbers(message.numbers)
-    if message.previous:
-        flags |= _NAMED_PREVIOUS
-        named += _pack_numbers(message.previous)
-    sums = message.sent.to_bytes(16, "big"), message.received.to_bytes(16, "big")
-    head = _REPORT_HEAD.pack(MARK, _REPORT, attempt, epoch, message.task, message.term, flags, message.version, *sums)
-    return head + named
+    return _pack_each((message,))
+
+
+def _pack_each(reports: Sequence[Report]) -> bytes:
+    """Reports, one behind the other, each as if it travelled alone."""
+    packed = []
+    for message in reports:
+        (attempt, epoch), flags, named = message.stamp, 0, b""
+        flags |= _DONE if message.done else 0
+        flags |= _FINISH if message.finish else 0
+        flags |= _NUMBERS if message.numbers is not None else 0
+        flags |= _PREVIOUS if message.previous is not None else 0
+        flags |= _AHEAD if message.ahead else 0
+        if message.numbers:
+            flags |= _NAMED
+            named = _pack_numbers(message.numbers)
+        if message.previous:
+            flags |= _NAMED_PREVIOUS
+            named += _pack_numbers(message.previous)
+        sums = message.sent.to_bytes(16, "big"), message.received.to_bytes(16, "big")
+        whose = message.task, message.term, flags, message.version
+        packed.append(_REPORT_HEAD.pack(MARK, _REPORT, attempt, epoch, *whose, *sums) + named)
+    return b"".join(packed)
 
 
 def _unpack_report(data: bytes, _: bytes) -> tuple[Report, None]:
@@ -98,7 +106,7 @@ def _unpack_report(data: bytes, _: bytes) -> tuple[Report, None]:
 
 
 def _pack_reports(message: Reports) -> bytes:
-    return _REPORTS_HEAD.pack(MARK, _REPORTS) + b"".join(map(_pack_report, message.reports))
+    return _REPORTS_HEAD.pack(MARK, _REPORTS) + _pack_each(message.reports)
 
 
 def _unpack_reports(data: bytes, _: bytes) -> tuple[Reports, None]:

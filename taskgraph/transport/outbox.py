@@ -191,7 +191,11 @@ class Outbox:
         head = HEAD.pack(MAGIC, PROTOCOL_VERSION, kind, call, len(header), count, inline, payload, meta)
         opening = b"".join((head, struct.pack(f"!{count}Q", *sizes), header))
         if inline or not payload:
-            self._send_small(call, b"".join((opening, value.meta, *carried)))
+            frame = b"".join((opening, value.meta, *carried))
+            if self._paused or self._small:
+                self._send_small(call, frame)
+            else:
+                self.write(frame)
         else:
             parts = [memoryview(value.meta), *carried]
             self._waiting.append(_Large(call, opening, parts, payload, copies))
@@ -199,7 +203,7 @@ class Outbox:
 
     def drop(self, call: int) -> bool:
         """Sends nothing more of that call. Returns whether the peer has seen, or will see, some of it."""
-        if self.idle:
+        if not (self._small or self._turn or self._waiting or self._aside):
             return True
         before = len(self._small) + len(self._waiting)
         if self._small:

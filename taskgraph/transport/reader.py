@@ -45,13 +45,14 @@ class FrameReader:
             bounded and nothing is allocated yet. Returns the `Incoming` that takes the payload, or None: the payload
             is skipped then. Raises DecodeError.
         on_complete: called with an `Incoming` that has all of its payload.
-        on_whole: called with (kind, call, sizes, header, meta) of a message that came whole, in place of `on_open` and
-            `on_complete`. Of its value, if it has one, all buffers are lent: `sizes` are theirs. Raises DecodeError.
+        on_whole: called with (kind, call, sizes, header, meta) of a frame that came whole and is all of its message,
+            in place of the others. Of its value, if it has one, all buffers are lent: `sizes` are theirs. Raises
+            DecodeError.
         on_control: called with (head, header) of any other frame but chunks.
         failed: called with what any of these, or the stream, raises in `received`; None: that raises it.
 
     Attributes:
-        whole: kinds of messages that `on_whole` takes; none unless told.
+        whole: kinds of frames that `on_whole` takes; none unless told.
 
     A `DecodeError` from `received` is final: the stream cannot be read any further.
     """

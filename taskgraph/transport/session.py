@@ -14,7 +14,7 @@ import contextlib
 import logging
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 from taskgraph.device.buffers import DeviceBuffer
@@ -40,7 +40,7 @@ from taskgraph.transport.frames import (
 from taskgraph.transport.hello import HELLO_LIMITS, Answering, Dialling, HelloRefused
 from taskgraph.transport.incoming import Digesting, Incoming
 from taskgraph.transport.lending import Borrowing, Lending
-from taskgraph.transport.mappings import CannotBorrow, Mappings
+from taskgraph.transport.mappings import CannotBorrow, Mappings, Reference
 from taskgraph.transport.outbox import Outbox
 from taskgraph.transport.reader import FrameReader
 
@@ -242,7 +242,7 @@ class Session(asyncio.BufferedProtocol):
         self._timer.cancel()
         self.open, self.peer, self.probe = True, self._hello.peer, self._hello.probe
         self._reader.limits = Limits(MAX_HEADER_BYTES, MAX_BUFFERS, self._owner.max_value_bytes)
-        self._reader.whole = self._opening_kinds
+        self._reader.whole = (*self._opening_kinds, Kind.RETURN)
         assert self._transport is not None
         self._outbox.write = self._transport.write  # no call in between: it writes nothing once this has ended
         if pid := process_behind(self._transport.get_extra_info("socket")):
@@ -297,41 +297,42 @@ class Session(asyncio.BufferedProtocol):
         self._cannot_borrow(call)
 
     def _on_whole(self, kind: Kind, call: int, sizes: tuple[int, ...], header: bytes, meta: bytes) -> None:
-        """A message without a stop between its header and its value: `_on_open` and `_on_complete` in one."""
-        if sizes:
-            self._on_lent(kind, call, sizes, header, meta)
+        """A frame that is all of its message: `_on_open` and `_on_complete` in one. All buffers of it are lent."""
+        if kind is Kind.RETURN:
+            if sizes or meta:
+                raise DecodeError("a RETURN frame with a payload")
+            self._lending.returned(header)
             return
+        references: Sequence[Reference] = ()
+        if sizes:
+            lengths = [*map(LENT.__xor__, sizes)]
+            references, header = self._borrowing.read(header, lengths)
+            if (whole := len(meta) + sum(lengths)) > self._reader.limits.payload:
+                raise DecodeError(f"a value of {whole} bytes; the limit is {self._reader.limits.payload}")
         try:
             message, value = compact.UNPACK.get(header[:2], wire.parse_whole)(header, meta)
         except (struct.error, UnicodeDecodeError) as error:
             raise DecodeError(f"a header that cannot be read: {error}") from None
         if value is None:
-            if meta:
+            if meta or sizes:
                 raise DecodeError(f"a {type(message).__name__} with a payload")
+        elif sizes:
+            if not self._admits(call, type(message)):
+                self._borrowing.refuse(references)
+                return
+            try:
+                blocks = self._borrowing.take(references)
+            except CannotBorrow as error:
+                self._decline(call, error)
+                return
+            buffers = tuple([block.data.toreadonly() for block in blocks])
+            # Nobody has seen the value yet. What never left the host's memory is what its producer digested.
+            object.__setattr__(value, "buffers", buffers)
+            self._take(kind, call, message)
+            return
         elif not self._owner.verified_now(value):
             raise _corrupted(type(message), value)
         self._take_whole(kind, call, message)
-
-    def _on_lent(self, kind: Kind, call: int, sizes: tuple[int, ...], header: bytes, meta: bytes) -> None:
-        """The same with a value all of whose buffers stay where they are."""
-        lengths = [size ^ LENT for size in sizes]
-        references, header = self._borrowing.read(header, lengths)
-        if (whole := len(meta) + sum(lengths)) > self._reader.limits.payload:
-            raise DecodeError(f"a value of {whole} bytes; the limit is {self._reader.limits.payload}")
-        message, value = wire.parse_whole(header, meta)
-        if value is None:
-            raise DecodeError(f"a {type(message).__name__} with a payload")
-        if not self._admits(call, type(message)):
-            self._borrowing.refuse(references)
-            return
-        try:
-            blocks = self._borrowing.take(references)
-        except CannotBorrow as error:
-            self._decline(call, error)
-            return
-        buffers = tuple([block.data.toreadonly() for block in blocks])
-        # What never left the host's memory is what its producer digested.
-        self._take(kind, call, wire.with_value(message, Encoded(meta, buffers, value.digest)))
 
     def _admits(self, call: int, cls: type) -> bool:
         """Whether to receive this message (False: skip it). Raises DecodeError."""

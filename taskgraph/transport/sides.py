@@ -50,7 +50,8 @@ class _Pending(Begun):
         if not super().cancel(msg):
             return False
         self.session.cancelled(self)
-        self._tell_soon()
+        if self.listener is not None:
+            self._tell_soon()
         return True
 
     def settle(self, reply: Reply) -> None:
@@ -139,6 +140,8 @@ class DialledSession(Session):
         if self._pending.pop(pending.number, None) is None or self.why:
             return
         self._reader.drop(pending.number)
+        if pending.quiet and self._outbox.idle:
+            return  # it was sent, and nothing more is said of it
         if self._take_back(pending.number) and not pending.quiet:
             self._outbox.send(Kind.CANCEL, pending.number)
 

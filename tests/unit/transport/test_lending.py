@@ -21,7 +21,7 @@ from taskgraph.graph.blocks import Block, block_behind
 from taskgraph.protocol import messages as m
 from taskgraph.settings import Settings
 from taskgraph.transport import lending, mappings
-from taskgraph.transport.frames import LENT, Head, Kind, pack_frame
+from taskgraph.transport.frames import LENT, Head, Kind, pack_frame, pack_whole
 from taskgraph.transport.lending import MAX_LENT, Borrowing, Lending
 from taskgraph.transport.mappings import CannotBorrow, Mappings, Reference
 from taskgraph.transport.segments import Pool
@@ -637,6 +637,8 @@ def test_leases_that_were_never_lent_are_refused() -> None:
     "frame",
     [
         pack_frame(Head(Kind.RETURN, 0, 8), (), struct.pack("!Q", 77)),
+        pack_whole(Kind.RETURN, 0, b"", b"a payload"),
+        pack_frame(Head(Kind.RETURN, 0, 0, 1), (LENT | 5000,), b""),
         pack_frame(Head(Kind.REPLY, 1, 44, 1), (LENT | 5000,), told(size=4096)),
         pack_frame(Head(Kind.REPLY, 1, 44, 1), (LENT,), told(size=4096)),
         pack_frame(Head(Kind.REPLY, 1, 4, 1), (LENT | 5000,), bytes(4)),
