@@ -108,9 +108,10 @@ async def test_cancelling_a_call_cancels_the_handler(cluster: Cluster) -> None:
 async def test_a_call_that_takes_too_long_is_lost_and_its_handler_cancelled(cluster: Cluster) -> None:
     a, b = await cluster.node(), await cluster.node()
     for target in (b, a):
+        await a.call(target, SEAL)  # to dial may take its time, too
         target.handler = gate = Gate()
-        with pytest.raises(PeerLost, match=r"no answer .* within 0.05 s to Pull 'grad' to task 5"):
-            await a.call(target, pull(), timeout_s=0.05)
+        with pytest.raises(PeerLost, match=r"no answer .* within 0.2 s to Pull 'grad' to task 5"):
+            await a.call(target, pull(), timeout_s=0.2)
         await waits(gate.cancelled)
     assert a.lost.empty()
 
