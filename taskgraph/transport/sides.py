@@ -250,9 +250,12 @@ class DialledSession(Session):
 
     def _take_whole(self, kind: Kind, call: int, message: Reply) -> None:
         pending = self._pending.get(call)
-        expected = pending is not None and type(message) is wire.REPLY_OF[type(pending.message)]
-        if expected or self._admits(call, type(message)):
-            self._take(kind, call, message)
+        if pending is None or kind is not Kind.REPLY or type(message) is not wire.REPLY_OF[type(pending.message)]:
+            if self._admits(call, type(message)):
+                self._take(kind, call, message)
+            return
+        del self._pending[call]
+        pending.settle(message)
 
     def _take(self, kind: Kind, call: int, message: Reply) -> None:
         if kind is not Kind.REPLY:
