@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taskgraph.device.api import Array, Device, Event, Stream
-from taskgraph.protocol.frozen import frozen
 from taskgraph.protocol.messages import Encoded
 
 __all__ = ["PIECE_BYTES", "EncodedInPart", "HostCopy"]
@@ -167,7 +166,6 @@ class HostCopy:
             call()
 
 
-@frozen
 class EncodedInPart(Encoded):
     """A value some of whose buffers are still being copied to the host. It is there to be sent, and for nothing else.
 
@@ -175,7 +173,13 @@ class EncodedInPart(Encoded):
         copies: for each buffer the copy that fills it; None where it is filled.
     """
 
-    copies: tuple[HostCopy | None, ...]
+    __slots__ = ("copies",)
+
+    def __init__(
+        self, meta: bytes, buffers: tuple[memoryview, ...], digest: bytes, copies: tuple[HostCopy | None, ...]
+    ) -> None:
+        super().__init__(meta, buffers, digest)
+        self.copies: Final = copies
 
     def begin(self) -> None:
         """Waits until something of the first buffer that is on its way is there. Raises what ended that."""

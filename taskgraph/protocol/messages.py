@@ -56,7 +56,6 @@ stamp_of: Final = partial(tuple.__new__, Stamp)
 """The stamp of an (attempt, epoch). For what makes many: a named tuple's own constructor is a Python function."""
 
 
-@frozen
 class Encoded:
     """A value as bytes: immutable, digested, ready for a socket or for a reader in the same process.
 
@@ -64,18 +63,36 @@ class Encoded:
         meta: the structure (types, shapes, small values); decoded by `taskgraph.graph.values`.
         buffers: the bulk, each a C-contiguous read-only buffer of bytes, in the order meta names them.
         digest: of meta and buffers, 16 bytes; what it is, `taskgraph.graph.digests` says.
+        size_bytes: of meta and buffers. Taken once: it is asked for many times an epoch.
     """
 
-    meta: bytes
-    buffers: tuple[memoryview, ...]
-    digest: bytes
+    __slots__ = ("buffers", "digest", "meta", "size_bytes")
 
-    @property
-    def size_bytes(self) -> int:
-        size = len(self.meta)
-        for buffer in self.buffers:  # no generator: it is asked for many times an epoch
+    def __init__(self, meta: bytes, buffers: tuple[memoryview, ...], digest: bytes) -> None:
+        self.meta: Final = meta
+        self.buffers = buffers
+        self.digest: Final = digest
+        size = len(meta)
+        for buffer in buffers:
             size += buffer.nbytes
-        return size
+        self.size_bytes = size
+
+    def complete(self, buffers: tuple[memoryview, ...]) -> None:
+        """These are the buffers of a value that was made without any, and that nobody has seen yet."""
+        self.buffers = buffers
+        for buffer in buffers:
+            self.size_bytes += buffer.nbytes
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return (self.digest, self.meta, self.buffers) == (other.digest, other.meta, other.buffers)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(meta={self.meta!r}, buffers={self.buffers!r}, digest={self.digest!r})"
 
 
 class EncodedOnDevice(Encoded):

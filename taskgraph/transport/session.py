@@ -326,8 +326,7 @@ class Session(asyncio.BufferedProtocol):
                 self._decline(call, error)
                 return
             buffers = tuple([block.data.toreadonly() for block in blocks])
-            # Nobody has seen the value yet. What never left the host's memory is what its producer digested.
-            object.__setattr__(value, "buffers", buffers)
+            value.complete(buffers)  # what never left the host's memory is what its producer digested
             self._take(kind, call, message)
             return
         elif not self._owner.verified_now(value):

@@ -384,16 +384,18 @@ class AcceptedSession(Session):
         """What was coming is there."""
         if self._calls.pop(number, None) is None:
             return
-        if type(reply) is Item and type(value := reply.value) is Encoded:  # `_reply`, for what most replies are
-            size = value.size_bytes if value.buffers else len(value.meta)
-            if size <= self._owner.max_value_bytes:
-                try:
-                    header = pack_item(reply)
-                except struct.error:
-                    pass
-                else:
-                    self._outbox.send(Kind.REPLY, number, header, value)
-                    return
+        if (
+            type(reply) is Item
+            and type(reply.value) is Encoded
+            and reply.value.size_bytes <= self._owner.max_value_bytes
+        ):
+            try:  # `_reply`, for what most replies are: an item on the host
+                header = pack_item(reply)
+            except struct.error:
+                pass
+            else:
+                self._outbox.send(Kind.REPLY, number, header, reply.value)
+                return
         self._reply(number, reply)
 
     async def _receive_and_answer(self, incoming: Incoming) -> Reply:

@@ -33,7 +33,7 @@ from taskgraph.protocol.records import NodeRecord, PrimaryRecord
 
 TOKEN = bytes(range(32))
 GOOD = encode(np.arange(1000.0))
-BAD = dataclasses.replace(GOOD, buffers=(memoryview(encode(np.arange(1.0, 1001.0)).buffers[0]),))
+BAD = Encoded(GOOD.meta, (memoryview(encode(np.arange(1.0, 1001.0)).buffers[0]),), GOOD.digest)
 
 
 class Holder:

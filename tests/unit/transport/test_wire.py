@@ -117,3 +117,14 @@ def test_what_an_exception_said_travels_though_it_cannot_be_encoded() -> None:
     refusal, asked = m.Refusal(m.Reason.USER_ERROR, "f\udcff"), m.RequestRestart(m.Stamp(1, 2), 3, "f\udcff")
     assert wire.parse_header(wire.to_header(refusal)).message(None) == dataclasses.replace(refusal, text="f\\udcff")
     assert wire.parse_header(wire.to_header(asked)).message(None) == dataclasses.replace(asked, why="f\\udcff")
+
+
+def test_a_value_knows_its_size_also_where_its_buffers_came_later() -> None:
+    whole, bare = encoded(b"meta", bytes(10), bytes(5)), encoded(b"meta")
+    assert (whole.size_bytes, bare.size_bytes) == (19, 4)
+    late = m.Encoded(b"meta", (), whole.digest)
+    late.complete(whole.buffers)
+    assert late == whole and late.size_bytes == 19 and hash(late) == hash(whole)
+    assert m.EncodedOnDevice(whole.meta, whole.buffers, whole.digest) != whole
+    for other in (m.Encoded(b"atem", whole.buffers, whole.digest), m.Encoded(b"meta", (), whole.digest), bare, 7):
+        assert late != other
