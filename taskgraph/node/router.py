@@ -141,7 +141,9 @@ class Router:
         except TransportError:
             return None
         if begun:
-            self._watch([*map(weakref.ref, begun)], partial(_replaced, task, primary.mod_revision))
+            self._begun.append(([*map(weakref.ref, begun)], partial(_replaced, task, primary.mod_revision)))
+            if len(self._begun) >= self._sweep_at:
+                self._sweep()
         return begun
 
     def begin_at(self, node: str, message: Call) -> asyncio.Future[Reply] | None:
@@ -159,16 +161,13 @@ class Router:
     ) -> asyncio.Future[Reply] | None:
         reply = self._transport.call_now(peer, message, quiet=quiet)
         if reply is not None and not reply.done():
-            self._watch([weakref.ref(reply)], in_vain)
+            self._begun.append(([weakref.ref(reply)], in_vain))
+            if len(self._begun) >= self._sweep_at:
+                self._sweep()
         return reply
 
-    def _watch(self, begun: list[weakref.ref[asyncio.Future[Reply]]], in_vain: Callable[[JobView], bool]) -> None:
-        """Has calls ended once the view shows that they are in vain. Those that ended by themselves go in passing."""
-        self._begun.append((begun, in_vain))
-        if len(self._begun) >= self._sweep_at:
-            self._sweep()
-
     def _sweep(self) -> None:
+        """Forgets calls that ended by themselves."""
         kept = []
         for begun, in_vain in self._begun:
             for known in begun:

@@ -14,7 +14,7 @@ from typing import Final
 from taskgraph.errors import DecodeError
 from taskgraph.protocol.messages import Accepted, Encoded, Item, Message, Offer, Pull, Report, Reports, stamp_of
 
-__all__ = ["MARK", "PACK", "UNPACK", "pack_item", "unpack"]
+__all__ = ["MARK", "PACK", "UNPACK", "unpack"]
 
 MARK = 0
 """The first byte of a compact header."""
@@ -60,8 +60,7 @@ def _unpack_pull(data: bytes, _: bytes) -> tuple[Pull, None]:
     return Pull(stamp_of((attempt, epoch)), sender, sender_term, task, tag, count), None
 
 
-def pack_item(message: Item) -> bytes:
-    """The header of an item; raises `struct.error` where something does not fit."""
+def _pack_item(message: Item) -> bytes:
     (attempt, epoch), tag = message.stamp, message.tag.encode()
     return _ITEM_HEAD.pack(MARK, _ITEM, attempt, epoch, message.term, message.value.digest) + tag
 
@@ -199,7 +198,7 @@ def _unpack_offer(data: bytes, meta: bytes) -> tuple[Offer, Encoded]:
 
 PACK: Final[dict[type, Callable[..., bytes]]] = {
     Pull: _pack_pull,
-    Item: pack_item,
+    Item: _pack_item,
     Report: _pack_report,
     Reports: _pack_reports,
     Accepted: _pack_accepted,

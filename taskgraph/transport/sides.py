@@ -12,11 +12,11 @@ from typing import Any, cast
 from taskgraph.device.staging import PIECE_BYTES
 from taskgraph.errors import DecodeError, PeerLost, Refused, TransportError
 from taskgraph.graph.values import staying
-from taskgraph.protocol.messages import Accepted, Call, Encoded, EncodedOnDevice, Item, Pull, Reason, Refusal, Reply
+from taskgraph.protocol.messages import Accepted, Call, Encoded, EncodedOnDevice, Pull, Reason, Refusal, Reply
 from taskgraph.transport import wire
 from taskgraph.transport.api import Begun, Coming
 from taskgraph.transport.calls import answer, answer_all_now, answer_later, answer_now, describe
-from taskgraph.transport.compact import pack_item
+from taskgraph.transport.compact import PACK
 from taskgraph.transport.devicelending import DeviceBorrowing, DeviceLending, Ticket
 from taskgraph.transport.frames import Head, Kind
 from taskgraph.transport.hello import Answering, Dialling
@@ -103,7 +103,8 @@ class DialledSession(Session):
         """
         if not self.open:
             raise PeerLost(f"node {self.peer}: {self.why or 'no hello yet'}")
-        value = wire.value_of(message)
+        field = wire.VALUE_FIELD[type(message)]
+        value: Encoded | None = None if field is None else getattr(message, field)
         if value is not None and value.size_bytes > self._owner.max_value_bytes:
             raise Refused(
                 Reason.BAD_MESSAGE,
@@ -130,7 +131,11 @@ class DialledSession(Session):
         return begun
 
     def _send_call(self, pending: _Pending, value: Encoded | None) -> None:
-        header = wire.to_header(pending.message)  # raises ValueError or TypeError: the caller's mistake
+        message = pending.message
+        try:
+            header = PACK.get(type(message), wire.to_header)(message)
+        except struct.error:
+            header = wire.to_header(message)  # raises ValueError or TypeError: the caller's mistake
         self._last_call = pending.number = self._last_call + 1
         self._pending[pending.number] = pending
         self._outbox.send(Kind.TELL if pending.quiet else Kind.CALL, pending.number, header, value)
@@ -339,11 +344,11 @@ class AcceptedSession(Session):
             self._spawn(call, partial(answer_later, self._owner.serve, self.peer, message))
         elif isinstance(reply, Coming):
             self._calls[call] = reply
-            reply.listen(self._answered, call)
-        else:
+            reply.listen(self._reply, call)
+        elif type(reply) is Accepted and kind is Kind.TELL:
             del self._calls[call]
-            if type(reply) is not Accepted or kind is not Kind.TELL:
-                self._reply(call, reply)
+        else:
+            self._reply(call, reply)
 
     def _take_all(self, first: int, pull: Pull) -> None:
         """One frame for several calls: each is a call like any other, by its own number."""
@@ -357,7 +362,7 @@ class AcceptedSession(Session):
             for number in numbers:
                 self._reply(number, _too_many())
             return
-        serve, caller, answered = self._owner.serve, self.peer, self._answered
+        serve, caller, answered = self._owner.serve, self.peer, self._reply
         for nth, reply in enumerate(answer_all_now(serve, caller, pull)):
             number = first + nth
             if isinstance(reply, Coming):
@@ -380,24 +385,6 @@ class AcceptedSession(Session):
         if self._calls.get(number) is task:  # else it was cancelled, or its reply is being staged
             del self._calls[number]
 
-    def _answered(self, number: int, reply: Reply) -> None:
-        """What was coming is there."""
-        if self._calls.pop(number, None) is None:
-            return
-        if (
-            type(reply) is Item
-            and type(reply.value) is Encoded
-            and reply.value.size_bytes <= self._owner.max_value_bytes
-        ):
-            try:  # `_reply`, for what most replies are: an item on the host
-                header = pack_item(reply)
-            except struct.error:
-                pass
-            else:
-                self._outbox.send(Kind.REPLY, number, header, reply.value)
-                return
-        self._reply(number, reply)
-
     async def _receive_and_answer(self, incoming: Incoming) -> Reply:
         call = await self._received(incoming)
         del incoming  # see `_serve`
@@ -411,7 +398,10 @@ class AcceptedSession(Session):
             self._reply(number, reply)
 
     def _reply(self, number: int, reply: Reply) -> None:
-        value = wire.value_of(reply)
+        """This is the reply to that call, which is over now but for what has to be copied first."""
+        self._calls.pop(number, None)
+        field = wire.VALUE_FIELD[type(reply)]
+        value: Encoded | None = None if field is None else getattr(reply, field)
         limit = self._owner.max_value_bytes
         if value is not None and value.size_bytes > limit:
             log.error("a reply of %d bytes; max_value_bytes is %d", value.size_bytes, limit)
@@ -424,7 +414,10 @@ class AcceptedSession(Session):
                 self._spawn(number, partial(self._staged, reply))
                 return
         try:
-            header = wire.to_header(reply)
+            try:
+                header = PACK.get(type(reply), wire.to_header)(reply)
+            except struct.error:
+                header = wire.to_header(reply)
         except (TypeError, ValueError) as error:
             log.exception("a %s cannot travel", type(reply).__name__)
             text = f"the reply cannot travel: {error}"

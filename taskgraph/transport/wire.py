@@ -33,6 +33,7 @@ __all__ = [
     "DIGEST_BYTES",
     "REPLIES",
     "REPLY_OF",
+    "VALUE_FIELD",
     "ParsedHeader",
     "parse_header",
     "parse_whole",
@@ -232,14 +233,15 @@ def _slot(cls: type) -> str:
 
 _BY_CLASS: dict[type, tuple[str, _Codec]] = {cls: (_slot(cls), _codec(cls)) for cls in (*CALLS, *REPLIES)}
 _BY_SLOT: dict[str, _Codec] = dict(_BY_CLASS.values())
-_VALUE_FIELD: dict[type, str | None] = {
+VALUE_FIELD: dict[type, str | None] = {
     cls: next((f.name for f in codec.fields if f.value), None) for cls, (_, codec) in _BY_CLASS.items()
 }
+"""By class of message, the name of the field that holds its bulk, where it has one."""
 
 
 def value_of(message: Message) -> Encoded | None:
     """The bulk a message carries, or None."""
-    name = _VALUE_FIELD[type(message)]
+    name = VALUE_FIELD[type(message)]
     return None if name is None else getattr(message, name)
 
 
@@ -247,7 +249,7 @@ def with_value(message: Message, value: Encoded) -> Message:
     """The same message with another value in place of the one it carries."""
     if type(message) is messages.Item:  # as a rule
         return messages.Item(message.stamp, message.term, message.tag, value)
-    name = _VALUE_FIELD[type(message)]
+    name = VALUE_FIELD[type(message)]
     assert name is not None
     changed: dict[str, Any] = {name: value}
     return dataclasses.replace(message, **changed)
@@ -309,7 +311,7 @@ def parse_header(data: bytes | memoryview) -> ParsedHeader:
     codec = _BY_SLOT[slot]
     proto = getattr(header, slot)
     digest = None
-    if (name := _VALUE_FIELD[codec.cls]) is not None:
+    if (name := VALUE_FIELD[codec.cls]) is not None:
         if not proto.HasField(name):
             raise DecodeError(f"a {codec.cls.__name__} without {name}")
         digest = getattr(proto, name).digest
