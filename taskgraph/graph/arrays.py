@@ -7,16 +7,16 @@ makes views that cannot be made writable.
 
 from __future__ import annotations
 
-import weakref
 from functools import partial
 from typing import Any, Final
+from weakref import getweakrefs
 
 import numpy as np
 import xxhash
 from numpy.typing import DTypeLike, NDArray
 
 from taskgraph.graph import dtypes, worksharing
-from taskgraph.graph.blocks import Allocate, block_behind
+from taskgraph.graph.blocks import Allocate, Watch, block_behind
 from taskgraph.graph.digests import BLOCK_BYTES
 
 __all__ = ["INLINE_BYTES", "Copy", "as_it_is", "empty", "freeze", "known_digest", "remember", "small_bytes", "view"]
@@ -34,11 +34,27 @@ _CHUNK_BYTES: Final = 512 << 10
 well; two threads that share a copy lose a fifth by 256 KiB, since each piece releases the interpreter's lock."""
 
 
-_decoded: Final[weakref.WeakValueDictionary[int, Array]] = weakref.WeakValueDictionary()
-"""The bases of decoded arrays, by id: their memory belongs to an encoded value, and nobody writes to it."""
+class _Decoded(Watch[Array]):
+    """Is on the base of a decoded array: its memory belongs to an encoded value, and nobody writes to it.
 
-_whole: Final[dict[int, tuple[weakref.ref[Array], bytes, bytes]]] = {}
-"""Bases of decoded arrays, by id, with meta and digest of a value that is such an array and nothing else."""
+    Attributes:
+        whole: meta and digest of the value, where that is such an array and nothing else.
+    """
+
+    __slots__ = ("whole",)
+    whole: tuple[bytes, bytes] | None
+
+
+_decoded: Final[set[_Decoded]] = set()
+"""Those whose arrays live; each array knows its own."""
+
+
+def _mark(base: object) -> _Decoded | None:
+    if type(base) is np.ndarray:
+        for found in getweakrefs(base):
+            if type(found) is _Decoded:
+                return found
+    return None
 
 
 def small_bytes(array: Array) -> bytes:
@@ -59,16 +75,23 @@ def freeze(array: Array, *, adopt: bool = False) -> memoryview:
     return Copy(array, None).made() if shared is None else shared
 
 
-def as_it_is(array: Array, *, adopt: bool = False) -> memoryview | None:
-    """What `freeze` gives, if that needs no copy."""
-    if array.nbytes == 0:
+def as_it_is(array: Array, *, adopt: bool = False, packed: bool = False) -> memoryview | None:
+    """What `freeze` gives, if that needs no copy.
+
+    Args:
+        packed: its dtype is known to have no padding.
+    """
+    size = array.nbytes
+    if size == 0:
         return memoryview(b"")
-    if not array.flags.c_contiguous or dtypes.padding(array.dtype) is not None:
+    flags = array.flags
+    if not flags.c_contiguous or not (packed or dtypes.padding(array.dtype) is None):
         return None
-    if not (adopt and (array.flags.owndata or _fills_block(array))) and not _is_immutable(array):
+    own = adopt and (flags.owndata or ((block := block_behind(array)) is not None and block.nbytes == size))
+    if not own and not _is_immutable(array):
         return None
-    array.flags.writeable = False
-    return array.reshape(-1).view(np.uint8).data.toreadonly()
+    flags.writeable = False
+    return array.reshape(-1).view(np.uint8).data  # read-only, as the array is
 
 
 def empty(shape: int | tuple[int, ...], dtype: DTypeLike, allocate: Allocate) -> Array:
@@ -152,26 +175,20 @@ def _copy_block(source: Array, target: Array, number: int) -> None:
     np.copyto(target[block], source[block])
 
 
-def _fills_block(array: Array) -> bool:
-    block = block_behind(array)
-    return block is not None and block.nbytes == array.nbytes
-
-
 def remember(array: Array, meta: bytes, digest: bytes) -> None:
     """A value was decoded that is `array` alone: who encodes it again need not take the digest again."""
-    base = array.base
-    key = id(base)
-    if isinstance(base, np.ndarray) and _decoded.get(key) is base:
-        _whole[key] = (weakref.ref(base, lambda _: _whole.pop(key, None)), meta, digest)
+    mark = _mark(array.base)
+    if mark is not None:
+        mark.whole = meta, digest
 
 
 def known_digest(array: Array, meta: bytes) -> bytes | None:
     """The digest of the value that is `array` alone and has this meta, where it was decoded from just that."""
     base = array.base
-    known = _whole.get(id(base))
-    if base is None or known is None or known[0]() is not base or base.nbytes != array.nbytes or known[1] != meta:
+    mark = _mark(base)
+    if base is None or mark is None or mark.whole is None or base.nbytes != array.nbytes or mark.whole[0] != meta:
         return None
-    return known[2]
+    return mark.whole[1]
 
 
 def _is_immutable(array: Array) -> bool:
@@ -179,7 +196,7 @@ def _is_immutable(array: Array) -> bool:
         return False
     base: Any = array
     while type(base) is np.ndarray:
-        if _decoded.get(id(base)) is base:
+        if _mark(base) is not None:
             return array.nbytes * _SHARED_PART >= base.nbytes
         base = base.base
     return type(base) is bytes and array.nbytes * _SHARED_PART >= len(base)
@@ -204,7 +221,9 @@ def view(data: bytes | memoryview, at: int, dtype: np.dtype[Any], shape: tuple[i
     else:
         # By frombuffer, since ndarray() takes the object behind a memoryview, which may be writable, for its base.
         base = np.frombuffer(data if data.readonly else data.toreadonly(), np.uint8)
-        _decoded[id(base)] = base
+        mark = _Decoded(base, _decoded.discard)
+        mark.whole = None
+        _decoded.add(mark)
         found = np.ndarray(shape, dtype, base, at)
     if writable:
         return found.copy()

@@ -46,13 +46,20 @@ def digest(value: bytes | bytearray | memoryview, buffers: Sequence[memoryview |
     """The digest of a value: 16 bytes. Idle cores take part where there is much of it."""
     if not buffers:
         return without_buffers(value)
-    sizes = [buffer.nbytes for buffer in buffers]
+    sizes: list[int] = []
+    for buffer in buffers:
+        sizes.append(buffer.nbytes)  # noqa: PERF401 - a comprehension is a call before Python 3.12
     whole = _begin(value, sizes)
     if sum(sizes) >= worksharing.LEAST_BYTES:
         _shared(whole, buffers)
-    else:
-        for buffer in buffers:
-            for begin in range(0, buffer.nbytes, BLOCK_BYTES):
+        return whole.digest()
+    for buffer in buffers:
+        size = buffer.nbytes
+        if size <= BLOCK_BYTES and isinstance(buffer, memoryview):
+            if size:
+                whole.update(xxhash.xxh3_128_digest(buffer))
+        else:
+            for begin in range(0, size, BLOCK_BYTES):
                 whole.update(_block(buffer, begin))
     return whole.digest()
 

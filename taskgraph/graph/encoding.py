@@ -200,7 +200,7 @@ def _write_array(writer: Writer, value: NDArray[Any], adopt: bool = False) -> No
         meta += value.tobytes() if packed else arrays.small_bytes(value)
     else:
         meta += b"a" + header + shape
-        shared = arrays.as_it_is(value, adopt=adopt or writer.adopt)
+        shared = arrays.as_it_is(value, adopt=adopt or writer.adopt, packed=packed)
         if shared is None:
             copy = arrays.Copy(value, writer.allocate)
             writer.buffers.append(copy.made() if writer.eager else copy)

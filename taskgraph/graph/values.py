@@ -62,6 +62,14 @@ _starts: Final[dict[tuple[np.dtype[Any], int, tuple[int, ...]], bytes]] = {}
 shape. Of those that were encoded before, whose elements follow as they are."""
 _STARTS_KEPT: Final = 1024
 
+_lone: Final[dict[bytes, tuple[np.dtype[Any], tuple[int, ...], int, bytes]]] = {}
+"""What `Reader` made of the meta of values that are one large array and nothing else: dtype, shape, bytes of elements,
+and the meta without its trailer. The same array comes in every epoch, but for its elements."""
+_BUFFERED_ARRAY: Final = ord("a")
+_LONE_KEPT: Final = 1024
+_LONE_BYTES: Final = 256
+"""Longer ones, of records with many fields, are read each time."""
+
 
 def encode(
     value: Any,
@@ -127,10 +135,12 @@ def _remember_start(array: NDArray[Any], whole: bytes) -> None:
 def _seal(writer: Writer, value: Any) -> tuple[tuple[memoryview, ...], bytes]:
     """Makes the copies that are left to make; the buffers, and the digest of a value that has some."""
     waiting = writer.buffers
-    if len(waiting) == 1 and isinstance(waiting[0], memoryview) and type(value) is np.ndarray:
-        known = arrays.known_digest(value, bytes(writer.meta))
-        if known is not None:
-            return (waiting[0],), known
+    lone = waiting[0]
+    if len(waiting) == 1 and isinstance(lone, memoryview):  # there is nothing to copy
+        known = None
+        if type(value) is np.ndarray and not writer.adopt:  # what is given away was not decoded, as a rule
+            known = arrays.known_digest(value, bytes(writer.meta))
+        return (lone,), known or digests.digest(writer.meta, (lone,))
     for buffer in waiting:
         if not isinstance(buffer, memoryview):
             buffer.begin()
@@ -226,6 +236,13 @@ def decode(encoded: Encoded, *, device: Device | None = None, writable: bool = F
         DecodeError: the bytes are not a value, or name a type that is not declared here.
     """
     meta = encoded.meta
+    if len(encoded.buffers) == 1 and not writable and meta in _lone:
+        buffer = encoded.buffers[0]
+        dtype, shape, nbytes, start = _lone[meta]
+        if type(buffer) is memoryview and buffer.nbytes == nbytes and buffer.format == "B" and buffer.c_contiguous:
+            array = arrays.view(buffer, 0, dtype, shape, writable=False)
+            arrays.remember(array, start, encoded.digest)
+            return array
     size = len(meta)
     if size < 6 or meta[0] != _VERSION:
         raise DecodeError(f"not an encoded value: it begins with {bytes(meta[:1])!r}, format {_VERSION} is known here")
@@ -237,7 +254,12 @@ def decode(encoded: Encoded, *, device: Device | None = None, writable: bool = F
         return small.copy() if writable else small
     value = Reader(encoded, 1, end, on_device, device, writable).whole()
     if encoded.buffers and type(value) is np.ndarray and len(encoded.buffers) == 1:
-        arrays.remember(value, meta[:end], encoded.digest)
+        start = meta[:end]
+        arrays.remember(value, start, encoded.digest)
+        if meta[1] == _BUFFERED_ARRAY and not on_device and size <= _LONE_BYTES:  # not of a codec, which may make any
+            if len(_lone) >= _LONE_KEPT:
+                _lone.clear()
+            _lone[meta] = value.dtype, value.shape, value.nbytes, start
     return value
 
 
