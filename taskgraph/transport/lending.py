@@ -14,7 +14,7 @@ import contextlib
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -45,8 +45,8 @@ _TOGETHER: Final = 4
 """Leases that are given back in one message: each wakes the process of the lender up."""
 _LARGE_BYTES: Final = 4 << 20
 """Of that much nothing waits: its memory takes other values."""
-_LATE_S: Final = 0.005
-"""Nor longer than this."""
+_LATE_S: Final = 0.02
+"""Nor longer than this: some epochs of such values, so that as a rule so many come together."""
 
 
 class Lending:
@@ -79,7 +79,7 @@ class Lending:
         """The other side could not open what was lent."""
         self._until = None if for_good else self._now() + _PAUSE_S
 
-    def lend(self, call: int, value: Encoded) -> tuple[Collection[int], bytes]:
+    def lend(self, call: int, value: Encoded) -> tuple[frozenset[int], bytes]:
         """Which buffers of a value are lent, by number, and their references."""
         until = self._until
         if until is None or (until and self._now() < until):
@@ -107,7 +107,7 @@ class Lending:
             lent.append(number)
         if lent:
             self._unseen[call] = range(last + 1, self._last + 1)
-        return lent, b"".join(references)
+        return frozenset(lent), b"".join(references)
 
     def take_back(self, call: int) -> None:
         """The message of that call was never sent."""
@@ -136,7 +136,7 @@ class Lending:
         self._unseen.clear()
 
 
-_NOTHING: Final[tuple[Collection[int], bytes]] = ((), b"")
+_NOTHING: Final[tuple[frozenset[int], bytes]] = (frozenset(), b"")
 
 
 def _offset(buffer: memoryview, region: Region) -> int:

@@ -17,7 +17,6 @@ from taskgraph.device import shared
 from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.device.staging import EncodedInPart
 from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
-from taskgraph.graph.blocks import Block
 from taskgraph.graph.values import hosted, in_part
 from taskgraph.host import memory_bytes
 from taskgraph.protocol.messages import Call, Encoded, EncodedOnDevice, Pull, Refusal, Reply
@@ -179,6 +178,7 @@ class StreamTransport:
         self._staging: ThreadPoolExecutor | None = None
         descriptors = endpoints.descriptors()
         self._pool = Pool(max_segments=min(descriptors // 8, 1024), max_idle_bytes=_idle_bytes())
+        self.allocate = self._pool.allocate
         self.mappings = Mappings(limit=min(descriptors // 8, 1024))
         self._trimming: asyncio.TimerHandle | None = None
         self._state = "not started"
@@ -186,9 +186,6 @@ class StreamTransport:
     @property
     def endpoints(self) -> tuple[str, ...]:
         return self._endpoints
-
-    def allocate(self, nbytes: int) -> Block | None:
-        return self._pool.allocate(nbytes)
 
     # Life.
 
