@@ -202,11 +202,20 @@ def _is_immutable(array: Array) -> bool:
     return type(base) is bytes and array.nbytes * _SHARED_PART >= len(base)
 
 
-def view(data: bytes | memoryview, at: int, dtype: np.dtype[Any], shape: tuple[int, ...], *, writable: bool) -> Array:
+def view(
+    data: bytes | memoryview,
+    at: int,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    *,
+    writable: bool,
+    whole: tuple[bytes, bytes] | None = None,
+) -> Array:
     """The array of the bytes at `at`: a view that cannot be made writable, or a fresh writable copy.
 
     Args:
         data: immutable; long enough.
+        whole: as `remember` is told, where that is known before.
 
     Raises:
         ValueError, TypeError: no such array can be made.
@@ -222,7 +231,7 @@ def view(data: bytes | memoryview, at: int, dtype: np.dtype[Any], shape: tuple[i
         # By frombuffer, since ndarray() takes the object behind a memoryview, which may be writable, for its base.
         base = np.frombuffer(data if data.readonly else data.toreadonly(), np.uint8)
         mark = _Decoded(base, _decoded.discard)
-        mark.whole = None
+        mark.whole = whole
         _decoded.add(mark)
         found = np.ndarray(shape, dtype, base, at)
     if writable:

@@ -240,9 +240,7 @@ def decode(encoded: Encoded, *, device: Device | None = None, writable: bool = F
         buffer = encoded.buffers[0]
         dtype, shape, nbytes, start = _lone[meta]
         if type(buffer) is memoryview and buffer.nbytes == nbytes and buffer.format == "B" and buffer.c_contiguous:
-            array = arrays.view(buffer, 0, dtype, shape, writable=False)
-            arrays.remember(array, start, encoded.digest)
-            return array
+            return arrays.view(buffer, 0, dtype, shape, writable=False, whole=(start, encoded.digest))
     size = len(meta)
     if size < 6 or meta[0] != _VERSION:
         raise DecodeError(f"not an encoded value: it begins with {bytes(meta[:1])!r}, format {_VERSION} is known here")
