@@ -151,7 +151,7 @@ async def _ended(reached: Reached) -> None:
     await keeper.load()
     watching = asyncio.ensure_future(keeper.run())
     try:
-        await keeper.wait_until(lambda view: not view.running)
+        await keeper.wait_until(lambda view: not view.running, structure=True)
         await asyncio.sleep(_LAST_EVENT_S)
     finally:
         watching.cancel()

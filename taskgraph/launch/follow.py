@@ -175,7 +175,7 @@ class Follower:
         """Commits come from the leader itself: they are too many for etcd."""
         last = -1
         while True:
-            await self.keeper.wait_until(lambda v: v.primary_node(0) in v.nodes)
+            await self.keeper.wait_until(lambda v: v.primary_node(0) in v.nodes, structure=True)
             node = self.view.primary_node(0)
             assert node is not None
             changed = asyncio.ensure_future(self._other_leader(node))
@@ -191,7 +191,7 @@ class Follower:
                 await asyncio.gather(changed, streaming, return_exceptions=True)
 
     async def _other_leader(self, node: str) -> None:
-        await self.keeper.wait_until(lambda view: view.primary_node(0) != node)
+        await self.keeper.wait_until(lambda view: view.primary_node(0) != node, structure=True)
 
     async def _commits(self, record: NodeRecord, last: int, on_event: Callable[[Event], None]) -> int:
         try:
@@ -209,7 +209,9 @@ class Follower:
 
     async def ended(self) -> StatusRecord:
         """Waits for the job's end."""
-        await self.keeper.wait_until(lambda view: not view.running or view.spec_revision != self._run_at)
+        await self.keeper.wait_until(
+            lambda view: not view.running or view.spec_revision != self._run_at, structure=True
+        )
         status = self.view.status
         if self.view.spec_revision != self._run_at:  # what became of it went with its keys
             reason = f"job {self._spec.name!r} has ended, and another one was submitted under its name"
@@ -261,9 +263,13 @@ class Follower:
         if self._spec.expected_nodes:  # whoever ran it wants its values: it goes first, unless it is gone
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_OTHERS_FIRST_S):
-                    await self.keeper.wait_until(lambda view: view.collected or not view.live_nodes(run))
+                    await self.keeper.wait_until(
+                        lambda view: view.collected or not view.live_nodes(run), structure=True
+                    )
         collecting = asyncio.ensure_future(self.results())
-        over = asyncio.ensure_future(self.keeper.wait_until(lambda v: v.collected or not v.live_nodes(run)))
+        over = asyncio.ensure_future(
+            self.keeper.wait_until(lambda v: v.collected or not v.live_nodes(run), structure=True)
+        )
         try:
             await asyncio.wait([collecting, over], return_when=asyncio.FIRST_COMPLETED)
             if not collecting.done():

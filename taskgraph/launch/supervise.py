@@ -179,7 +179,7 @@ class Supervisor:
     async def _failed_after_all(self) -> StatusRecord:
         """A `result()` that raises fails a job that had finished; one that was rolled back runs again."""
         keeper, going_on = self._follower.keeper, (State.FINISHED, State.RUNNING)
-        await keeper.wait_until(lambda v: v.status is None or v.status.record.state not in going_on)
+        await keeper.wait_until(lambda v: v.status is None or v.status.record.state not in going_on, structure=True)
         status = keeper.view.status
         return status.record if status else StatusRecord(state=State.CANCELLED, reason="the job was deleted")
 
@@ -187,7 +187,7 @@ class Supervisor:
         """Raises JobFailed when every node started here ended and none started elsewhere is registered."""
         await self._all_ended.wait()
         run = self._spec.run
-        await self._follower.keeper.wait_until(lambda view: not view.live_nodes(run))
+        await self._follower.keeper.wait_until(lambda view: not view.live_nodes(run), structure=True)
         await asyncio.sleep(_ALL_ENDED_S)  # they may have ended because the job did: its end is read meanwhile
         what = "nobody is left to go on"
         if self._follower.view.finished:

@@ -7,7 +7,6 @@ epochs that stand still or do not add up.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -76,17 +75,17 @@ class LeaderRole:
     # -- what primaries say -----------------------------------------------------------------------
 
     async def take_report(self, told: Report | Reports) -> Accepted:
-        await self._node.keeper.wait_until_read(partial(within_reach, told.stamp, self._ahead))
-        return self._take((told,) if type(told) is Report else told.reports)  # type: ignore[union-attr]
+        while (taken := self.report_now(told)) is None:
+            await self._node.keeper.wait_until_read(partial(within_reach, told.stamp, self._ahead))
+        return taken
 
     def report_now(self, told: Report | Reports) -> Accepted | None:
         """The same where there is nothing to wait for; else None."""
-        reports = (told,) if type(told) is Report else told.reports  # type: ignore[union-attr]
-        return self._take(reports) if within_reach(reports[-1].stamp, self._ahead, self._node.keeper.view) else None
-
-    def _take(self, reports: Sequence[Report]) -> Accepted:
-        leader = self._leader
-        if leader.stamp != self._node.keeper.view.stamp:
+        leader, view = self._leader, self._node.keeper.view
+        reports = told.reports if isinstance(told, Reports) else (told,)
+        if not within_reach(reports[-1].stamp, self._ahead, view):
+            return None
+        if leader.stamp != view.stamp:
             self._begin()
         if leader.report(*reports):
             self._last_news = self._clock()
@@ -123,7 +122,8 @@ class LeaderRole:
 
         This leader committed it, or has it to commit, or is told by everybody what a leader before it committed.
         """
-        self._begin()
+        if self._leader.stamp != self._node.keeper.view.stamp:
+            self._begin()
         epoch, log, at = stamp.epoch - 1, self._primary.replica.log, self._leader.stamp
         if epoch < self._committed:
             return log.of(epoch)

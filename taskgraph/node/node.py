@@ -50,6 +50,7 @@ from taskgraph.protocol import transactions
 from taskgraph.protocol.kv import Compare, Txn
 from taskgraph.protocol.placement import Wish
 from taskgraph.protocol.records import NodeRecord, StatusRecord
+from taskgraph.protocol.view import JobView
 from taskgraph.transport.api import Transport
 
 __all__ = ["Node", "Point"]
@@ -382,19 +383,25 @@ class Node:
     async def _over(self) -> None:
         view = self.keeper.view
         while True:
-            await self.keeper.wait_until(lambda v: not v.running or self._other_run() or self._draining.over)
+            await self._until_view(lambda v: not v.running or self._other_run())
             if self._draining.over or self._other_run() or not view.finished:
                 return
             try:
                 async with asyncio.timeout(self.settings.results_kept_s):
-                    await self.keeper.wait_until(
-                        lambda v: v.collected or self._other_run() or not v.finished or self._draining.over
-                    )
+                    await self._until_view(lambda v: v.collected or self._other_run() or not v.finished)
             except TimeoutError:
                 self.log.warning("nobody collected the results within %g s", self.settings.results_kept_s)
                 return
             if not view.running:  # else what was lost with the results is computed again
                 return
+
+    async def _until_view(self, shows: Callable[[JobView], bool]) -> None:
+        """Returns when the view `shows` it, by something else than `epoch`, or when this node has drained.
+
+        Who still holds a boundary depends on the epoch; only a node that drains asks for that, at every commit.
+        """
+        await self.keeper.wait_until(lambda v: shows(v) or self._draining.asked, structure=True)
+        await self.keeper.wait_until(lambda v: shows(v) or self._draining.over)
 
     def _other_run(self) -> bool:
         """Whether the job's name was given to another run, or deleted. A spec is decoded once."""

@@ -105,6 +105,8 @@ class Leader:
     Attributes:
         stamp: the epoch at work and its attempt, as they were read.
         ready: every task has reported something of the epoch at work. Before, only a restart can be decided.
+        pressing: there is no use in waiting for more to commit with what everybody has reported: either that is enough
+            for a commit, or somebody does not go on without one.
     """
 
     def __init__(self, tasks: int, epochs: int | None, *, ahead: int = 0) -> None:
@@ -114,6 +116,7 @@ class Leader:
         self.enough = max(1, (ahead + 1) // 2)  # epochs for one commit; while it is written, tasks work on the others
         self.stamp: Stamp | None = None
         self.ready = False
+        self.pressing = False
         self._told: dict[int, _Told] = {}  # of epochs: the one at work, and those ahead of it
         self._awaited: set[int] = set()  # epochs whose commit somebody waits for
         self._sealed: dict[int, tuple[int, int]] = {}  # task -> (term, version) a seal was answered for
@@ -130,7 +133,7 @@ class Leader:
         for epoch in [epoch for epoch in self._told if epoch < stamp.epoch]:
             del self._told[epoch]
             self._awaited.discard(epoch)
-        self.ready = self.complete(stamp.epoch)
+        self._look()
         if self._restart is not None and self._restart[0] < stamp.epoch:
             self._restart = None
 
@@ -147,7 +150,7 @@ class Leader:
         if self.stamp is None:
             return False
         attempt, first = self.stamp
-        last, tasks, counts = first + self._ahead, self._tasks, False
+        last, tasks, counts, look = first + self._ahead, self._tasks, False, False
         for report in reports:
             (in_attempt, epoch), task = report.stamp, report.task
             if in_attempt != attempt or not first <= epoch <= last or not 0 <= task < tasks:
@@ -165,9 +168,18 @@ class Leader:
             told.done += report.done
             if not report.ahead:
                 self._awaited.add(epoch)
-            if epoch == first and known is None:
-                self.ready = self.complete(first)
+            if len(told.reports) == tasks:
+                look = True
+        if look:
+            self._look()
         return counts
+
+    def _look(self) -> None:
+        """What is complete has changed, or who waits for it, or which epoch is at work."""
+        assert self.stamp is not None
+        at = self.stamp.epoch
+        self.ready = self.complete(at)
+        self.pressing = self.complete(at + self.enough - 1) or any(map(self.complete, self._awaited))
 
     def request_restart(self, stamp: Stamp, why: str) -> bool:
         """Someone says that the attempt cannot complete the epoch of `stamp`. Returns whether that counts."""
@@ -202,16 +214,6 @@ class Leader:
         """Whether every task has reported something of it."""
         told = self._told.get(epoch)
         return told is not None and len(told.reports) == self._tasks
-
-    @property
-    def pressing(self) -> bool:
-        """Whether there is no use in waiting for more to commit with what everybody has reported.
-
-        Either that is enough for a commit, or somebody does not go on without one.
-        """
-        if self.stamp is None:
-            return False
-        return self.complete(self.stamp.epoch + self.enough - 1) or any(map(self.complete, self._awaited))
 
     def missing(self, view: JobView, epoch: int | None = None) -> tuple[int, ...]:
         """Tasks without a report of their current term."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
-from cluster_kit import job, play
+from cluster_kit import Counting, job, play
 
 import taskgraph as tg
 from taskgraph.errors import Refused
@@ -92,3 +93,37 @@ def test_a_node_that_leaves_takes_nothing_over() -> None:
         assert [run.exception() for run in runs] == [None] * 2
 
     play(job(Slow, tasks=2, epochs=10_000), scenario, nodes=2)
+
+
+class Paced(Counting, state=["total"]):
+    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        await asyncio.sleep(0.01)
+        await super().count(epoch, ins, outs)
+
+
+def test_whether_it_has_drained_is_asked_at_every_commit_once_it_drains() -> None:
+    """Who was evicted holds its last boundary until the epoch after it is committed."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        node, asked = cluster.nodes[0], list[int]()
+
+        class Drains:
+            asked = False
+
+            @property
+            def over(self) -> bool:
+                asked.append(node.epoch)
+                return node.epoch >= 30
+
+        drains: Any = Drains()
+        node._draining = drains
+        await node.keeper.wait_until(lambda view: view.running)
+        await node.epoch_read(10)
+        assert not asked, "it does not drain"
+        drains.asked = True
+        node.keeper.notify_later()
+        (run,) = [member.run for member in cluster._members.values()]
+        await asyncio.wait([run])
+        assert len(asked) > 3 and 30 <= asked[-1] < 60, "nothing but the epoch changed"
+
+    play(job(Paced, tasks=1, epochs=60), scenario, nodes=1)
