@@ -42,6 +42,9 @@ _REPLY_BYTES = 256 << 10
 """Events that wait for one who follows go in one message up to about that size."""
 _QUEUE = 10_000
 """Events a slow follower may be behind; older ones are left out, and it is told how many."""
+_PACE_S = 0.05
+"""Commits come by the hundreds a second, for people to see: those of such a while go in one message. An event that is
+kept goes at once, with those that wait."""
 _CLOSE_S = 0.5
 """Calls under way get this long when the node ends."""
 _SIGNAL_AFTER_S = 0.05
@@ -241,6 +244,7 @@ class ControlServer:
                 yield pb.EventReply(json=first, lost=lost, more=more)
         finally:
             stop()
+            follower.end()
             self._followers.discard(follower)
 
     async def _results(self, node: Controlled, request: pb.ResultsRequest) -> AsyncGenerator[pb.ResultChunk, None]:
@@ -279,32 +283,48 @@ class _Follower:
         self._queue: deque[Event] = deque()  # bounded by `take`
         self._lost = 0
         self._over = False
-        self._look = asyncio.Event()
+        self._look = asyncio.Event()  # something is to be sent now
+        self._loop = asyncio.get_running_loop()
+        self._sent_at = -_PACE_S
+        self._timer: asyncio.TimerHandle | None = None
 
     def take(self, event: Event) -> None:
         if len(self._queue) >= _QUEUE:
             self._queue.popleft()
             self._lost += 1
         self._queue.append(event)
-        self._look.set()
+        if not event.transient:
+            self._look.set()
+        elif self._timer is None:
+            self._timer = self._loop.call_at(self._sent_at + _PACE_S, self._look.set)
 
     def end(self) -> None:
         """Nothing follows what was taken."""
         self._over = True
         self._look.set()
+        if self._timer is not None:
+            self._timer.cancel()
 
     async def next(self) -> tuple[list[str], int] | None:
         """The next events, as JSON, and how many were left out before the first; None at the end."""
-        while not self._queue:
+        while True:
+            await self._look.wait()
+            self._look.clear()
+            if self._queue:
+                break
             if self._over:
                 return None
-            self._look.clear()
-            await self._look.wait()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._sent_at = self._loop.time()
         found: list[str] = []
         size, lost, self._lost = 0, self._lost, 0
         while self._queue and size < _REPLY_BYTES:
             found.append(self._queue.popleft().to_bytes().decode())
             size += len(found[-1])
+        if self._queue or self._over:
+            self._look.set()
         return found, lost
 
 

@@ -14,10 +14,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 
 from taskgraph.coordination.api import Coordinator
 from taskgraph.errors import CoordinationError, DecodeError
+from taskgraph.protocol.frozen import frozen
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Delete, Put, Txn
 
@@ -36,7 +37,7 @@ _MAX_TEXT = 4000
 _LAST_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Event:
     """Something that happened.
 
@@ -80,6 +81,7 @@ class EventLog:
         self._node = node
         self._ring: deque[Event] = deque(maxlen=_RING)
         self._listeners: list[Callable[[Event], None]] = []
+        self._durable_listeners: list[Callable[[Event], None]] = []
         self._keepers: list[_Keeper] = []
 
     def emit(
@@ -97,15 +99,25 @@ class EventLog:
         """Tells an event to the log and to everyone who listens."""
         text = text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " ..."
         event = Event(time.time(), self._node, kind, text, task, epoch, attempt, term, transient, dict(fields or {}))
-        log.log(logging.DEBUG if transient else logging.INFO, "%s", text)
         self._ring.append(event)
+        if not transient:
+            log.info("%s", text)
+            for listener in tuple(self._durable_listeners):
+                listener(event)
+        elif log.isEnabledFor(logging.DEBUG):
+            log.debug("%s", text)
         for listener in tuple(self._listeners):
             listener(event)
 
-    def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]:
-        """Calls `listener` with every event from now on; returns how to stop. A listener must not raise or wait."""
-        self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener) if listener in self._listeners else None
+    def listen(self, listener: Callable[[Event], None], *, transient: bool = True) -> Callable[[], None]:
+        """Calls `listener` with events from now on; returns how to stop. A listener must not raise or wait.
+
+        Args:
+            transient: with those, too, of which there is one in every epoch.
+        """
+        listeners = self._listeners if transient else self._durable_listeners
+        listeners.append(listener)
+        return lambda: listeners.remove(listener) if listener in listeners else None
 
     def recent(self) -> list[Event]:
         """What this node remembers, oldest first."""
@@ -114,7 +126,7 @@ class EventLog:
     @contextlib.contextmanager
     def keeping(self, keeper: _Keeper) -> Iterator[None]:
         """Has `keeper` take every event, within a block."""
-        stop = self.listen(keeper.take)
+        stop = self.listen(keeper.take, transient=False)
         self._keepers.append(keeper)
         try:
             yield

@@ -18,7 +18,7 @@ from taskgraph.graph.values import decode, encode, verify
 from taskgraph.node import control
 from taskgraph.node.control import ControlServer
 from taskgraph.observe.control_client import ControlClient, control_address
-from taskgraph.observe.events import EventLog
+from taskgraph.observe.events import Event, EventLog
 from taskgraph.observe.status import NodeStatus, ReplicaStatus, ReportRow, TaskResult
 from taskgraph.observe.usage import Usage
 from taskgraph.tls import Tls
@@ -238,6 +238,43 @@ async def test_events_that_come_together_go_in_one_message(service: Service, mon
             found = [(await anext(following))[0].epoch for _ in range(12)]
     assert found == list(range(12))
     assert replies == [1, 10, 2], "no message is much larger than it has to be"
+
+
+async def test_commits_of_a_while_go_in_one_message_and_what_is_kept_takes_them_along_at_once(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "_PACE_S", 1.0)
+    replies: list[list[str]] = []
+    following_next = control._Follower.next
+
+    async def seen(self: control._Follower) -> tuple[list[str], int] | None:
+        found = await following_next(self)
+        replies.append([Event.from_bytes(event.encode()).text for event in found[0]] if found is not None else [])
+        return found
+
+    def commit(text: str) -> None:
+        service.events.emit("commit", text, transient=True)
+
+    monkeypatch.setattr(control._Follower, "next", seen)
+    loop = asyncio.get_running_loop()
+    async with service.client() as client, contextlib.aclosing(client.events(follow=True)) as following:
+        commit("first")
+        began = loop.time()
+        assert (await anext(following))[0].text == "first"
+        assert loop.time() - began < 0.9, "after a while without any, one goes at once"
+        for text in ("second", "third"):
+            commit(text)
+            await asyncio.sleep(0.01)
+        assert replies == [["first"]]
+        service.events.emit("restart", "kept")
+        assert [(await anext(following))[0].text for _ in range(3)] == ["second", "third", "kept"]
+        assert loop.time() - began < 0.9, "it was not waited for"
+        commit("fourth")
+        commit("fifth")
+        async with asyncio.timeout(5):
+            assert [(await anext(following))[0].text for _ in range(2)] == ["fourth", "fifth"]
+        assert loop.time() - began > 0.9, "a while after the last message"
+    assert replies == [["first"], ["second", "third", "kept"], ["fourth", "fifth"]]
 
 
 async def test_a_follower_hears_the_last_event_and_does_not_delay_the_end(service: Service) -> None:
