@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from taskgraph.protocol.frozen import frozen
 from taskgraph.protocol.kv import KeyEvent, KeyValue, Txn, TxnResult
 
 __all__ = ["Coordinator", "Lease", "Listing", "WatchBatch", "WatchCompacted"]
@@ -23,7 +24,7 @@ class Listing:
     items: tuple[KeyValue, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class WatchBatch:
     """Events of complete revisions, in order; `revision` is the last one contained.
 

@@ -99,10 +99,14 @@ class ViewKeeper:
     async def wait_until_read(self, predicate: Callable[[JobView], bool]) -> None:
         """The same, for something that already happened: after `refresh_s` it re-reads etcd instead of waiting on."""
         while not predicate(self.view):
+            waiting = self.when(predicate)
+            timer = asyncio.get_running_loop().call_later(self._refresh_s, _give_up, waiting)
             try:
-                async with asyncio.timeout(self._refresh_s):
-                    await self.wait_until(predicate)
-            except TimeoutError:
+                await waiting
+            finally:
+                timer.cancel()
+                waiting.cancel()
+            if not predicate(self.view):
                 await self.refresh()
 
     async def caught_up(self, revision: int) -> None:
@@ -150,12 +154,18 @@ class ViewKeeper:
 
     def _notify(self, waiters: _Waiters, listeners: list[Callable[[], None]]) -> None:
         view = self.view
-        for future in [future for future, predicate in waiters.items() if future.done() or predicate(view)]:
-            waiters.pop(future, None)
-            if not future.done():
-                future.set_result(None)
+        for future, predicate in tuple(waiters.items()):
+            if future.done() or predicate(view):
+                waiters.pop(future, None)
+                if not future.done():
+                    future.set_result(None)
         for listener in tuple(listeners):
             listener()
+
+
+def _give_up(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
 
 
 def _forget(waiters: _Waiters, future: asyncio.Future[None]) -> None:

@@ -55,21 +55,35 @@ class Writes:
 
     async def execute(self, txn: Txn, key: str, writer: str) -> TxnResult | None:
         """The same, with what it read; no reads where its answer was lost, None where its comparisons failed."""
+        since = self._coordinator.now()
+        try:
+            result = await self._coordinator.txn(txn)
+        except (OutcomeUnknown, Unavailable) as error:
+            return await self._execute_again(txn, key, writer, since, error)
+        return result if result.succeeded else None
+
+    async def _execute_again(
+        self, txn: Txn, key: str, writer: str, since: float, error: CoordinationError
+    ) -> TxnResult | None:
+        """The first try failed with `error`."""
         uncertain = False
-        with self._trying() as tried:
+        with self._trying(since) as tried:
             while True:
-                try:
-                    result = await self._coordinator.txn(txn)
-                    if result.succeeded:
-                        return result
-                    if uncertain and (found := await self._written(key, writer)) is not None:
-                        return TxnResult(True, found)
-                    return None
-                except OutcomeUnknown as error:
+                if isinstance(error, OutcomeUnknown):
                     uncertain = True
                     await tried.again("a write's outcome is unknown, looking again", error)
-                except Unavailable as error:
+                else:
                     await tried.again("a write must wait", error)
+                try:
+                    result = await self._coordinator.txn(txn)
+                except (OutcomeUnknown, Unavailable) as another:
+                    error = another
+                    continue
+                if result.succeeded:
+                    return result
+                if uncertain and (found := await self._written(key, writer)) is not None:
+                    return TxnResult(True, found)
+                return None
 
     async def attempt(self, txn: Txn) -> None:
         """Executes a transaction that may as well not happen: whoever needs it tries again when it looks next."""
@@ -80,7 +94,7 @@ class Writes:
 
     async def _written(self, key: str, writer: str) -> int | None:
         """Whether `writer` wrote `key`, and at which revision, by a linearizable read."""
-        with self._trying() as tried:
+        with self._trying(self._coordinator.now()) as tried:
             while True:
                 try:
                     kv = await self._coordinator.get(key)
@@ -90,8 +104,8 @@ class Writes:
                 return kv.mod_revision if kv is not None and json.loads(kv.value).get("writer") == writer else None
 
     @contextmanager
-    def _trying(self) -> Iterator[_Tried]:
-        tried = _Tried(self._coordinator)
+    def _trying(self, since: float) -> Iterator[_Tried]:
+        tried = _Tried(self._coordinator, since)
         self._tried[tried] = None
         try:
             yield tried
@@ -102,11 +116,11 @@ class Writes:
 class _Tried:
     """One request that is made until it is answered."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(self, coordinator: Coordinator, since: float) -> None:
         self._coordinator = coordinator
         self._backoff = Backoff()
         self._said_at = 0.0
-        self.since = coordinator.now()
+        self.since = since
         self.error: CoordinationError | None = None
 
     async def again(self, what: str, error: CoordinationError) -> None:

@@ -6,13 +6,15 @@ memory. Comparisons are by mod or create revision only, never by value: a value 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
+
+from taskgraph.protocol.frozen import frozen
 
 __all__ = ["Compare", "Delete", "Get", "KeyEvent", "KeyValue", "Put", "Txn", "TxnResult"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class KeyValue:
     """One key as the coordinator holds it.
 
@@ -29,7 +31,7 @@ class KeyValue:
     lease: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class KeyEvent:
     """A put or a delete, as a watch tells it. A delete has an empty value and the delete's mod revision."""
 
@@ -37,7 +39,7 @@ class KeyEvent:
     kv: KeyValue
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Compare:
     """`key`'s mod (or create) revision equals `revision`. Revision 0 means: the key is absent."""
 
@@ -46,14 +48,14 @@ class Compare:
     target: Literal["mod", "create"] = "mod"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Put:
     key: str
     value: bytes
     lease: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Delete:
     """Deletes `key`, or everything that starts with it where `prefix` is set."""
 
@@ -61,7 +63,7 @@ class Delete:
     prefix: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Get:
     """Reads `key`, or everything that starts with it where `prefix` is set, in key order."""
 
@@ -72,7 +74,7 @@ class Get:
 Op = Put | Delete | Get
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Txn:
     """If all `compares` hold, `success` happens, else `failure`; in either case at one revision."""
 
@@ -81,7 +83,7 @@ class Txn:
     failure: tuple[Op, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TxnResult:
     """What a transaction did.
 

@@ -7,10 +7,11 @@ recognised when it is read again.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, NamedTuple, Self
 
 from taskgraph.errors import DecodeError
+from taskgraph.protocol.frozen import frozen
 
 __all__ = [
     "CheckpointRecord",
@@ -31,7 +32,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 _decode = json.JSONDecoder().raw_decode
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Record:
     """A key's value."""
 
@@ -48,8 +49,9 @@ class Record:
             raw, end = _decode(text := data.decode().strip())
             if end != len(text):
                 raise ValueError("something follows it")
-            if not raw.keys() <= (names := _names(cls).keys()):
-                raw = {name: raw[name] for name in raw.keys() & names}
+            names = _NAMES.get(cls) or _names(cls)
+            if not raw.keys() <= names.keys():
+                raw = {name: raw[name] for name in raw.keys() & names.keys()}
             for name, value in raw.items():
                 if type(value) is list:
                     raw[name] = tuple(value)
@@ -69,7 +71,7 @@ def _names(cls: type[Record]) -> dict[str, None]:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class EpochRecord(Record):
     """`epoch`: the boundary that is committed, which is also the number of the epoch at work, and the attempt.
 
@@ -85,7 +87,7 @@ class EpochRecord(Record):
     base: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class CheckpointRecord(Record):
     """`checkpoint`: the newest complete checkpoint of the current lineage.
 
@@ -110,7 +112,7 @@ class State:
     CANCELLED = "cancelled"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class StatusRecord(Record):
     """`status`: what became of the job. The fields after `reason` say where a failure happened."""
 
@@ -122,7 +124,7 @@ class StatusRecord(Record):
     traceback: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class NodeRecord(Record):
     """`nodes/{node}`, the only leased key.
 
@@ -165,7 +167,7 @@ class Ran(NamedTuple):
         return f"{self.where!r} of task {self.task}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class GoneRecord(Record):
     """`gone/{node}`: whoever started the node's process saw it end, or its absence was long enough.
 
@@ -196,7 +198,7 @@ class GoneRecord(Record):
         return verb + self.reason + (f" while it ran {' and '.join(self.running)}" if self.running else "")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class PrimaryRecord(Record):
     """`tasks/{t}/primary`. Never leased: terms only grow. `failovers` counts the terms that began with a failure."""
 
@@ -206,7 +208,7 @@ class PrimaryRecord(Record):
     failovers: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class MemberRecord(Record):
     """`tasks/{t}/members/{node}`: that node is in sync.
 

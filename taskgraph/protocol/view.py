@@ -7,9 +7,9 @@ revision that this view read. A view may be behind; it is never a mixture of rev
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from taskgraph.protocol.frozen import frozen
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyEvent, KeyValue
 from taskgraph.protocol.messages import Stamp
@@ -30,7 +30,7 @@ __all__ = ["JobView", "Versioned", "holds"]
 R = TypeVar("R", bound=Record)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Versioned(Generic[R]):
     """A record with the revisions it was read at."""
 
@@ -94,9 +94,10 @@ class JobView:
 
     def _put(self, kv: KeyValue) -> None:
         if kv.key == self.keys.epoch:  # first, and not taken apart: one in every epoch, at every node
-            before, self.epoch = self.epoch, _versioned(EpochRecord, kv)
-            self.stamp = Stamp(self.epoch.record.attempt, self.epoch.record.epoch)
-            if before is None or not _same_attempt(before, self.epoch):
+            record, before = EpochRecord.from_bytes(kv.value), self.stamp
+            self.epoch = Versioned(record, kv.create_revision, kv.mod_revision)
+            self.stamp = Stamp(record.attempt, record.epoch)
+            if before is None or before.attempt != record.attempt:
                 self.attempt_revision = kv.mod_revision
             return
         match self._split(kv.key):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.errors import CoordinationError
-from taskgraph.protocol.kv import Compare, Delete, Get, KeyEvent, KeyValue, Put, Txn, TxnResult
+from taskgraph.protocol.kv import Delete, Get, KeyEvent, KeyValue, Put, Txn, TxnResult
 
 __all__ = ["event", "key_value", "range_of", "range_request", "txn_request", "txn_result", "writes"]
+
+
+_DELETE = v3.Event.DELETE
+_EQUAL, _MOD, _CREATE = v3.Compare.EQUAL, v3.Compare.MOD, v3.Compare.CREATE
 
 
 def range_of(key: str, *, prefix: bool) -> tuple[bytes, bytes]:
@@ -30,7 +34,9 @@ def key_value(kv: v3.KeyValue) -> KeyValue:
 
 
 def event(told: v3.Event) -> KeyEvent:
-    return KeyEvent("delete" if told.type == v3.Event.DELETE else "put", key_value(told.kv))
+    kv = told.kv
+    found = KeyValue(kv.key.decode(), kv.value, kv.create_revision, kv.mod_revision, kv.lease)
+    return KeyEvent("delete" if told.type == _DELETE else "put", found)
 
 
 def writes(txn: Txn) -> bool:
@@ -43,11 +49,18 @@ def writes(txn: Txn) -> bool:
 
 
 def txn_request(txn: Txn) -> v3.TxnRequest:
-    return v3.TxnRequest(
-        compare=[_compare(compare) for compare in txn.compares],
-        success=[_op(op) for op in txn.success],
-        failure=[_op(op) for op in txn.failure],
-    )
+    request = v3.TxnRequest()
+    for compare in txn.compares:
+        key, _ = range_of(compare.key, prefix=False)
+        if compare.target == "mod":
+            request.compare.add(result=_EQUAL, target=_MOD, key=key, mod_revision=compare.revision)
+        else:
+            request.compare.add(result=_EQUAL, target=_CREATE, key=key, create_revision=compare.revision)
+    for op in txn.success:
+        _add(request.success.add(), op)
+    for op in txn.failure:
+        _add(request.failure.add(), op)
+    return request
 
 
 def txn_result(answer: v3.TxnResponse) -> TxnResult:
@@ -59,20 +72,14 @@ def txn_result(answer: v3.TxnResponse) -> TxnResult:
     return TxnResult(answer.succeeded, answer.header.revision, reads)
 
 
-def _compare(compare: Compare) -> v3.Compare:
-    key, _ = range_of(compare.key, prefix=False)
-    if compare.target == "mod":
-        return v3.Compare(result=v3.Compare.EQUAL, target=v3.Compare.MOD, key=key, mod_revision=compare.revision)
-    return v3.Compare(result=v3.Compare.EQUAL, target=v3.Compare.CREATE, key=key, create_revision=compare.revision)
-
-
-def _op(op: Put | Delete | Get) -> v3.RequestOp:
+def _add(to: v3.RequestOp, op: Put | Delete | Get) -> None:
     match op:
         case Put():
             key, _ = range_of(op.key, prefix=False)
-            return v3.RequestOp(request_put=v3.PutRequest(key=key, value=op.value, lease=op.lease))
+            put = to.request_put
+            put.key, put.value, put.lease = key, op.value, op.lease
         case Delete():
             key, end = range_of(op.key, prefix=op.prefix)
-            return v3.RequestOp(request_delete_range=v3.DeleteRangeRequest(key=key, range_end=end))
+            to.request_delete_range.CopyFrom(v3.DeleteRangeRequest(key=key, range_end=end))
         case Get():
-            return v3.RequestOp(request_range=range_request(op.key, prefix=op.prefix))
+            to.request_range.CopyFrom(range_request(op.key, prefix=op.prefix))

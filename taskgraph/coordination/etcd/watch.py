@@ -147,5 +147,9 @@ def _batch(answer: v3.WatchResponse, position: int) -> WatchBatch | None:
     if not answer.events:
         revision = answer.header.revision
         return WatchBatch(revision, ()) if revision >= position else None
-    events = tuple([convert.event(told) for told in answer.events if told.kv.mod_revision >= position])
-    return WatchBatch(events[-1].kv.mod_revision, events) if events else None
+    found = []
+    for told in answer.events:
+        event = convert.event(told)
+        if event.kv.mod_revision >= position:
+            found.append(event)
+    return WatchBatch(found[-1].kv.mod_revision, tuple(found)) if found else None
