@@ -236,9 +236,9 @@ def decode(encoded: Encoded, *, device: Device | None = None, writable: bool = F
         DecodeError: the bytes are not a value, or name a type that is not declared here.
     """
     meta = encoded.meta
-    if len(encoded.buffers) == 1 and not writable and meta in _lone:
+    if len(encoded.buffers) == 1 and not writable and (known := _lone.get(meta)) is not None:
         buffer = encoded.buffers[0]
-        dtype, shape, nbytes, start = _lone[meta]
+        dtype, shape, nbytes, start = known  # looked up once: another thread may clear the table
         if type(buffer) is memoryview and buffer.nbytes == nbytes and buffer.format == "B" and buffer.c_contiguous:
             return arrays.view(buffer, 0, dtype, shape, writable=False, whole=(start, encoded.digest))
     size = len(meta)
