@@ -28,7 +28,7 @@ from taskgraph.graph import arrays, digests, dtypes
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.codecs import codec, message
 from taskgraph.graph.decoding import SHAPES, Reader
-from taskgraph.graph.encoding import ALIGN, WRITERS, Writer
+from taskgraph.graph.encoding import ALIGN, INLINE_BYTES, WRITERS, Writer
 from taskgraph.graph.refusals import CannotTravel
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
 
@@ -58,8 +58,8 @@ _SMALL_ARRAY: Final = _START + b"A"
 _NONE: Final[frozenset[int]] = frozenset()
 
 _starts: Final[dict[tuple[np.dtype[Any], int, tuple[int, ...]], bytes]] = {}
-"""What a value that is one small array begins with, up to its elements: by dtype, its number (`dtypes.DESCRIBED`) and
-shape. Of those that were encoded before, whose elements follow as they are."""
+"""What a value begins with that is one array, up to the elements, which follow as they are or are in a buffer: by
+dtype, its number (`dtypes.DESCRIBED`) and shape. Of those that were encoded before and have no padding."""
 _STARTS_KEPT: Final = 1024
 
 _lone: Final[dict[bytes, tuple[np.dtype[Any], tuple[int, ...], int, bytes]]] = {}
@@ -100,6 +100,8 @@ def encode(
     if type(value) is np.ndarray:
         start = _starts.get((value.dtype, value.dtype.num, value.shape))
         if start is not None:
+            if value.nbytes > INLINE_BYTES:
+                return _large_array(value, start, adopt, allocate)
             whole = start + value.tobytes()
             return Encoded(whole + _NOTHING_ON_DEVICE, (), digests.without_buffers(whole))
     writer = Writer(adopt, allocate, stays, lendable)
@@ -116,20 +118,37 @@ def encode(
         ready, digest = _seal(writer, value)
     else:
         ready, digest = (), digests.without_buffers(meta)
-        if type(value) is np.ndarray:
-            _remember_start(value, bytes(meta))
+    if type(value) is np.ndarray:
+        _remember_start(value, bytes(meta))
     meta += struct.pack(f"<{len(flags) + 1}I", *flags, len(flags)) if flags else _NOTHING_ON_DEVICE
     if writer.stayed:
         return EncodedOnDevice(bytes(meta), ready, digest)
     return Encoded(bytes(meta), ready, digest)
 
 
-def _remember_start(array: NDArray[Any], whole: bytes) -> None:
-    """The next small array of this dtype and shape begins like this one, whose value is `whole`."""
+def _remember_start(array: NDArray[Any], meta: bytes) -> None:
+    """The next array of this dtype and shape begins like this one, which was written as `meta`."""
     dtype = array.dtype
     _, packed = dtypes.DESCRIBED[dtype, dtype.num]
-    if packed and len(_starts) < _STARTS_KEPT:
-        _starts[dtype, dtype.num, array.shape] = whole[: len(whole) - array.nbytes]
+    if packed:
+        if len(_starts) >= _STARTS_KEPT:
+            _starts.clear()
+        inline = array.nbytes if array.nbytes <= INLINE_BYTES else 0
+        _starts[dtype, dtype.num, array.shape] = meta[: len(meta) - inline]
+
+
+def _large_array(array: NDArray[Any], start: bytes, adopt: bool, allocate: Allocate | None) -> Encoded:
+    """A value that is one large array and begins with `start`: what `Writer` and `_seal` make of it."""
+    buffer = arrays.as_it_is(array, adopt=adopt, packed=True)
+    if buffer is None:
+        copy = arrays.Copy(array, allocate)
+        copy.begin()
+        digest = digests.digest(start, (copy,))
+        buffer = copy.sealed()
+    else:
+        known = None if adopt else arrays.known_digest(array, start)
+        digest = known or digests.digest(start, (buffer,))
+    return Encoded(start + _NOTHING_ON_DEVICE, (buffer,), digest)
 
 
 def _seal(writer: Writer, value: Any) -> tuple[tuple[memoryview, ...], bytes]:

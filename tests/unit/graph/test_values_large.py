@@ -31,6 +31,7 @@ ARRAYS = [
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(values, "_lone", {})
+    monkeypatch.setattr(values, "_starts", {})
     return
 
 
@@ -43,7 +44,7 @@ def test_it_is_read_once_and_then_known(array: np.ndarray, monkeypatch: pytest.M
     encoded = encode(array)
     first = decode(encoded)
     changed = array.copy()
-    changed[0] = array[-1]
+    changed.flat[0] = array.flat[-1]
     other = encode(changed)
     fresh = decode(other, writable=True)
     monkeypatch.setattr(values, "Reader", no_reader)
@@ -54,6 +55,30 @@ def test_it_is_read_once_and_then_known(array: np.ndarray, monkeypatch: pytest.M
         with pytest.raises(ValueError, match="WRITEABLE"):
             again.flags.writeable = True
     assert fresh.flags.writeable and np.array_equal(fresh, changed)
+
+
+@pytest.mark.parametrize("adopt", [False, True])
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype.str}-{array.shape}")
+def test_it_is_written_once_and_then_known(array: np.ndarray, adopt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = array.copy("K")
+    changed.flat[0] = array.flat[-1]
+    first = [encode(one.copy("K"), adopt=adopt) for one in (array, changed)]
+    assert first[0].meta == first[1].meta
+    packed = array.dtype not in (PADDED, np.longdouble)
+    assert len(values._starts) == packed
+    if packed:
+        monkeypatch.setattr(values, "Writer", no_reader)
+    for one, before in zip((array.copy("K"), changed), first, strict=True):
+        memory = np.empty(one.nbytes, np.uint8)
+        again = encode(one, adopt=adopt, allocate=lambda _: memory)  # type: ignore[arg-type,return-value]  # noqa: B023
+        found = np.frombuffer(again.buffers[0], np.uint8)
+        assert again == before and again.buffers[0].readonly and len(again.buffers) == 1
+        taken = adopt and packed and one.flags.c_contiguous
+        assert np.shares_memory(found, one) == taken and np.shares_memory(found, memory) == (not taken)
+        assert one.flags.writeable == (not taken)
+        if not taken:
+            one.flat[0] = one.flat[1]
+            assert again == before
 
 
 def test_what_does_not_fit_is_refused_also_when_its_like_was_read() -> None:

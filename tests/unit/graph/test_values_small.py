@@ -70,8 +70,8 @@ def test_the_shorter_way_is_taken() -> None:
     assert found is not None and np.array_equal(found, array) and found.base is first.meta
 
 
-@pytest.mark.parametrize("array", [np.zeros(2, "i1,i8"), np.zeros(3, np.longdouble), np.zeros(513)])
-def test_what_has_padding_or_is_large_is_not_encoded_in_the_shorter_way(array: np.ndarray[Any, Any]) -> None:
+@pytest.mark.parametrize("array", [np.zeros(2, "i1,i8"), np.zeros(3, np.longdouble), np.zeros(513, "i1,i8")])
+def test_what_has_padding_is_not_encoded_in_the_shorter_way(array: np.ndarray[Any, Any]) -> None:
     at_length(array)
     assert not values._starts
 
@@ -95,7 +95,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     values._starts.clear()
     for size in range(6):
         assert decode(encode(np.arange(size))).tolist() == list(range(size))
-    assert len(values._starts) == 3
+        assert len(values._starts) <= 3
 
 
 @settings(max_examples=600)
