@@ -382,12 +382,9 @@ class Attempt:
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
         if self.cancelled:
             raise AttemptEnded
-        if threading.get_ident() == self._thread:  # as `_on_loop`, without a call
-            self._put(tag, consumers, value)
-        else:
-            self._tell(self._put, tag, consumers, value)
-
-    def _put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
+        if threading.get_ident() != self._thread:
+            self._tell(self._put_told, tag, consumers, value)
+            return
         size = value.size_bytes if value.buffers else len(value.meta)
         for consumer in consumers:
             if not self.out.put(tag, consumer, value):
@@ -399,6 +396,11 @@ class Attempt:
                 self._tracing.keep(("put", tag, consumer, now, now, self.task, self.stamp, self.term, size))
             if self.recording is not None:
                 self.recording.puts[(tag, consumer)] = value
+
+    def _put_told(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
+        """What a thread put, which does not hear any more that the attempt is over."""
+        if not self.cancelled:
+            self.put(tag, consumers, value)
 
     def _check_not_quiet(self, where: str, what: str) -> None:
         """Raises where nothing may be sent any more; it fails the job, too, since nobody may look at who sends then.
