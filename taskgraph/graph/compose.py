@@ -163,7 +163,7 @@ class Composition:
         known = before.declarations[at]
         if type(compute) is not type(known.compute) or compute != known.compute or parallel is not known.parallel:
             return False
-        if type(name) is not type(known.name) or name != known.name:
+        if name is not known.name and (type(name) is not type(known.name) or name != known.name):
             return False
         for given, links in (inbound, known.inbound), (outbound, known.outbound):
             if given is None:
@@ -173,15 +173,17 @@ class Composition:
             if type(given) is not dict or len(given) != len(links):
                 return False
             for (tag, to), (known_tag, known_to) in zip(given.items(), links, strict=True):
-                kind = type(to)
-                if kind is not type(known_to):
+                # Constants of the code, which most are, are the very same objects.
+                if tag is not known_tag and (type(tag) is not type(known_tag) or tag != known_tag):
                     return False
-                if (kind is list or kind is tuple) and list(map(type, to)) != list(map(type, known_to)):
-                    return False
-                if to != known_to:
-                    return False
-                if type(tag) is not type(known_tag) or tag != known_tag:
-                    return False
+                if to is not known_to:
+                    kind = type(to)
+                    if kind is not type(known_to):
+                        return False
+                    if (kind is list or kind is tuple) and list(map(type, to)) != list(map(type, known_to)):
+                        return False
+                    if to != known_to:
+                        return False
         if known.changing and not self._lead_as_before(known.changing, neighbors):
             return False
         self._again = at + 1
