@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import decimal
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import AsyncIterator
@@ -157,6 +158,22 @@ async def test_a_cancelled_coroutine_hears_of_it_at_its_turn(threads: PooledThre
         with pytest.raises(asyncio.CancelledError):
             await waiting
     assert order == ["function returns", "coroutine unwinds"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="only Python 3.12 has such marks")
+async def test_what_a_decorator_marked_as_a_coroutine_function_is_one(threads: PooledThreads) -> None:
+    actor = Actor(threads, task=3, cancel_s=1)
+
+    async def compute() -> int:
+        return threading.get_ident()
+
+    def wrapper() -> object:
+        return compute()
+
+    with pytest.raises(UserCodeError, match="is a plain function and returned a coroutine"):
+        await actor.call("compute", wrapper)
+    inspect.markcoroutinefunction(wrapper)  # type: ignore[attr-defined,unused-ignore]
+    assert await actor.call("compute", wrapper) == threading.get_ident()
 
 
 async def test_what_is_ours_waits_for_a_function_that_holds_the_task(threads: PooledThreads) -> None:
