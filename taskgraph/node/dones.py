@@ -53,16 +53,13 @@ class Dones:
         self._finish = finish
         self._failed = failed
         self.error: BaseException | None = None
-        self._open: deque[Worked] = deque()
+        self.open: deque[Worked] = deque()
+        """Those that are not done."""
         self._finishing: asyncio.Task[None] | None = None
-
-    def __bool__(self) -> bool:
-        """Whether there are epochs that are not done."""
-        return bool(self._open)
 
     def add(self, worked: Worked) -> None:
         """It is finished after those before it; nobody waits for that here. After one that cannot be, it is not."""
-        self._open.append(worked)
+        self.open.append(worked)
         if self._finishing is None and self.error is None:
             self._begin()
 
@@ -84,15 +81,15 @@ class Dones:
         while self._finishing is not None:
             self._finishing.cancel()
             await asyncio.wait([self._finishing])
-        self._open.clear()
+        self.open.clear()
         error, self.error = self.error, None
         if isinstance(error, StuckError):
             raise error
 
     async def _finish_all(self) -> None:
-        while self._open:
-            await self._finish(self._open[0])
-            self._open.popleft()
+        while self.open:
+            await self._finish(self.open[0])
+            self.open.popleft()
 
     def _ended(self, finishing: asyncio.Task[None]) -> None:
         self._finishing = None
@@ -101,5 +98,5 @@ class Dones:
         if (error := finishing.exception()) is not None:
             self.error = error
             self._failed()
-        elif self._open:  # added when the last one was done, and this was not known yet
+        elif self.open:  # added when the last one was done, and this was not known yet
             self._begin()

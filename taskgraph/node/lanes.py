@@ -236,7 +236,11 @@ class Lanes:
         if self._task == 0:
             if self._checkpoints:
                 await self._checkpoint(stamp, previous)
-            rows = None if self.dones else node.roles.rows_now(self._task, stamp, previous)
+            leader = node.roles.leader
+            if self.dones.open:
+                rows = None  # its done comes after theirs
+            elif leader is not None:
+                rows = leader.rows_now(stamp, previous)
         primary.stage, replica.actor.stamp = "snapshot", stamp
         items_bytes = attempt.put_bytes + attempt.inbound.taken_bytes
         if attempt.graph is not self._graph:  # epochs that declare the same share one
@@ -255,12 +259,12 @@ class Lanes:
         if attempt.finishing:
             self._finishing = True
         primary.stage = ""
-        later = replica.device is not None and (type(value) is EncodedOnDevice or bool(self.dones))
+        later = replica.device is not None and (type(value) is EncodedOnDevice or bool(self.dones.open))
         if rows is not None and not later:
             return await self._be_done(attempt, following, value, previous, rows)
         self.dones.add(Worked(attempt, following, value, previous, rows))
-        self._snapshotted(stamp.epoch)
-        goes_on = self._goes_on_after(attempt)
+        self._snapshotted(following.epoch)
+        goes_on = not attempt.cancelled and self._may_begin(self._next)
         if not goes_on:
             await self.dones.all()
         return goes_on
@@ -271,15 +275,13 @@ class Lanes:
             return True
         return graph is not None and all(is_stateless(processor.compute) for processor in graph.processors)
 
-    def _snapshotted(self, epoch: int) -> None:
+    def _snapshotted(self, following: int) -> None:
         """The next epoch may change the state."""
-        self._turns.passed(epoch)
         if self._several:
+            self._turns.passed(following - 1)
             self._make_room()  # there is memory for another one, perhaps
-
-    def _goes_on_after(self, attempt: Attempt) -> bool:
-        """Whether the task goes on before that attempt is committed."""
-        return not attempt.cancelled and self._may_begin(self._next)
+        else:
+            self._turns.at = following  # nobody waits for a turn
 
     async def _finish(self, worked: Worked) -> None:
         """Brings an epoch to its done whose boundary was not whole when it was made.
@@ -293,8 +295,10 @@ class Lanes:
                 value = await replica.hosted(value)
             if rows is None:
                 self.lacking = f"what the tasks report in epoch {attempt.number - 1}"
-                rows = await self._node.roles.rows_before(self._task, attempt.stamp, worked.previous)
-                value = await replica.with_rows(value, {attempt.number - 1: rows} if rows else {})
+                leader = self._node.roles.leader
+                rows = await leader.rows_before(attempt.stamp, worked.previous) if leader is not None else {}
+                if rows:
+                    value = await replica.with_rows(value, {attempt.number - 1: rows})
         finally:
             self.lacking = ""
         await self._be_done(attempt, worked.following, value, worked.previous, rows)
@@ -313,9 +317,9 @@ class Lanes:
         shared = primary.backups.pending(boundary)
         if self._turns.at == epoch:
             if self._several:
-                self._snapshotted(epoch)
+                self._snapshotted(following.epoch)
             else:
-                self._turns.at = following.epoch  # as there, where nobody waits for a turn
+                self._turns.at = following.epoch  # as there, without a call
         at = node.keeper.view.epoch
         admit_wait_s = node.settings.admit_wait_s if at is not None and epoch == at.record.base else 0.0
         holding = self._tracing.on and clock()

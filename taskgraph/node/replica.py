@@ -231,8 +231,6 @@ class Replica:
 
     async def with_rows(self, value: Encoded, rows: dict[int, Any]) -> Encoded:
         """The same boundary, which carried no reports yet, with these."""
-        if not rows:
-            return value
         add = partial(with_log, value, rows)
         return add() if value.size_bytes <= _SMALL_BYTES else await self.actor.call("reports", add, alone=False)
 

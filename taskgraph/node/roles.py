@@ -160,10 +160,6 @@ class Roles:
         """Task 0's boundary carries the reports of the epoch before: its leader knows them, or will."""
         return await self.leader.rows_before(stamp, own) if task == 0 and self.leader is not None else {}
 
-    def rows_now(self, task: int, stamp: Stamp, own: dict[str, float]) -> Rows | None:
-        """The same where it knows them; else None."""
-        return self.leader.rows_now(stamp, own) if task == 0 and self.leader is not None else {}
-
     # -- replicas ---------------------------------------------------------------------------------
 
     def replica(self, task: int) -> Replica:

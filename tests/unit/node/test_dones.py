@@ -42,11 +42,11 @@ async def test_they_are_done_in_their_order_and_nobody_waits_for_that() -> None:
     finishing = Finishing()
     for number in range(3):
         finishing.dones.add(worked(number))
-    assert finishing.dones
+    assert finishing.dones.open
     finishing.may.set()
     await finishing.dones.all()
     assert finishing.done == [0, 1, 2]
-    assert not finishing.dones
+    assert not finishing.dones.open
     finishing.dones.add(worked(3))
     await finishing.dones.all()
     assert finishing.done == [0, 1, 2, 3]
@@ -58,7 +58,7 @@ async def test_when_the_attempt_ends_the_rest_is_not_done() -> None:
     await asyncio.sleep(0)
     await finishing.dones.end()
     finishing.may.set()
-    assert not finishing.dones
+    assert not finishing.dones.open
     finishing.dones.add(worked(5))
     await finishing.dones.all()
     assert finishing.done == [5], "what comes is of another attempt"
@@ -99,7 +99,7 @@ async def test_what_is_added_is_done_whenever_it_is_added(turns: int) -> None:
         for _ in range(turns):
             await asyncio.sleep(0)
     await finishing.dones.all()
-    assert finishing.done == list(range(6)) and not finishing.dones
+    assert finishing.done == list(range(6)) and not finishing.dones.open
 
 
 @pytest.mark.parametrize("turns", range(4))
@@ -115,7 +115,7 @@ async def test_the_attempt_may_end_in_any_turn(turns: int) -> None:
         await finishing.dones.end()
     finishing.may.set()
     await asyncio.sleep(0)
-    assert 1 not in finishing.done and not finishing.dones and not finishing.failed
+    assert 1 not in finishing.done and not finishing.dones.open and not finishing.failed
 
 
 async def test_nothing_is_done_after_one_that_could_not_be() -> None:
