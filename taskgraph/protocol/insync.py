@@ -53,6 +53,13 @@ class InSync:
         self._place: dict[str, Place] = dict.fromkeys(members, Place.MEMBER) | dict.fromkeys(self._marked, Place.MARKED)
         self._acked: dict[str, set[Key]] = {node: set(held) for node in self._place}
         self._current: list[Key] = sorted(held)
+        self.steady = True
+        """Whether every other node is a member: nobody is on the way in or out."""
+        self._placed()
+
+    def _placed(self) -> None:
+        """Some node stands elsewhere than before."""
+        self.steady = all(place is Place.MEMBER for place in self._place.values())
 
     # -- what is there to hold --------------------------------------------------------------------
 
@@ -62,7 +69,7 @@ class InSync:
         return tuple(self._current)
 
     def add(self, key: Key) -> bool:
-        """A boundary more to hold. Returns whether there is anybody besides the primary; see `alone`."""
+        """A boundary more to hold. Returns whether any other node is anything: member, candidate, on the way out."""
         current = self._current
         if not current or key > current[-1]:
             current.append(key)
@@ -96,19 +103,6 @@ class InSync:
     def place(self, node: str) -> Place | None:
         return self._place.get(node)
 
-    @property
-    def alone(self) -> bool:
-        """Whether no other node is anything: no member, no candidate, nobody evicted who still counts."""
-        return not self._place
-
-    @property
-    def steady(self) -> bool:
-        """Whether every other node is a member: nobody is on the way in or out."""
-        for place in self._place.values():  # noqa: SIM110 - several times an epoch: a generator would cost more than it
-            if place is not Place.MEMBER:
-                return False
-        return True
-
     def all_members(self, count: int) -> bool:
         """Whether there are that many other nodes, and every one is a member."""
         return len(self._place) == count and self.steady
@@ -128,11 +122,13 @@ class InSync:
         if node not in self._place:
             self._place[node] = Place.CANDIDATE
             self._acked[node] = set()
+            self._placed()
 
     def dismiss(self, node: str) -> bool:
         """A candidate is not wished for any more. Returns whether it was forgotten: not while it may be a member."""
         if self._place.get(node) is Place.CANDIDATE:
             del self._place[node], self._acked[node]
+            self._placed()
             return True
         return False
 
@@ -177,6 +173,7 @@ class InSync:
         if not self.may_admit(node):
             raise ValueError(f"{node} is {self._place.get(node)}, not a candidate that holds every boundary")
         self._place[node] = Place.ADMITTING
+        self._placed()
 
     def admitted(self, node: str, written: bool) -> None:
         """It is known whether the admitting write happened."""
@@ -184,12 +181,14 @@ class InSync:
             self._place[node] = Place.MEMBER if written else self._or_marked(node, Place.CANDIDATE)
             if written:
                 self._marked -= {node}
+            self._placed()
 
     def evicting(self, node: str) -> None:
         """The evicting write is about to be sent; the acknowledgement is needed until it is known to have happened."""
         if self._place.get(node) not in (Place.MEMBER, Place.MARKED):
             raise ValueError(f"{node} is {self._place.get(node)}, not a member")
         self._place[node] = Place.EVICTING
+        self._placed()
 
     def evicted(self, node: str, written: bool) -> None:
         if self._place.get(node) is Place.EVICTING:
@@ -198,6 +197,7 @@ class InSync:
                 self._marked -= {node}
             else:
                 self._place[node] = self._or_marked(node, Place.MEMBER)
+            self._placed()
 
     def _or_marked(self, node: str, place: Place) -> Place:
         """What `node` is again, as the write about it failed."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from taskgraph.protocol.insync import InSync, Place
@@ -218,3 +220,36 @@ def test_a_key_of_another_term_is_another_boundary() -> None:
     insync.add((1, 1, 2))
     insync.acknowledge("b", (1, 1, 1))
     assert insync.waits_for((1, 1, 2)) == ("b",)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_is_steady_while_every_other_node_is_a_member(seed: int) -> None:
+    """Whatever became of each of them, and in whatever order."""
+    rng = random.Random(seed)
+    insync = InSync(["a"], [K0], marked=["m"] if seed % 2 else [])
+    nodes = ["a", "b", "c", "m"]
+    seen = set()
+    for step in range(200):
+        node, place = rng.choice(nodes), insync.place
+        if place(node) is None:
+            insync.invite(node)
+        elif place(node) is Place.CANDIDATE and rng.random() < 0.2:
+            insync.dismiss(node)
+        elif insync.may_admit(node) and rng.random() < 0.7:
+            insync.admitting(node)
+        elif place(node) is Place.ADMITTING:
+            insync.admitted(node, rng.random() < 0.8)
+        elif place(node) in (Place.MEMBER, Place.MARKED) and rng.random() < 0.3:
+            insync.evicting(node)
+        elif place(node) is Place.EVICTING:
+            insync.evicted(node, rng.random() < 0.7)
+        else:
+            insync.acknowledge(node, K0)
+        places = [place(node) for node in insync.nodes]
+        assert insync.steady == all(one is Place.MEMBER for one in places), f"step {step}"
+        assert [insync.all_members(count) for count in range(5)] == [
+            insync.steady and count == len(places) for count in range(5)
+        ]
+        assert insync.add(K0) == bool(places)
+        seen.add(insync.steady)
+    assert seen == {True, False}
