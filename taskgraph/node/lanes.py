@@ -21,7 +21,7 @@ from taskgraph.node.strict import Recording, check_replay
 from taskgraph.node.turns import Turns
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.boundaries import Boundary
-from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Report, Stamp
+from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Report, Stamp, stamp_of
 from taskgraph.shape import is_stateless
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Lanes:
                         await self._until_allowed(stamp)
                     self.began = self._loop.time()
                     began = self._tracing.on and clock()
-                    following = Stamp(stamp.attempt, stamp.epoch + 1)
+                    following = stamp_of((stamp.attempt, stamp.epoch + 1))
                     try:
                         if stamp.epoch == self.settled:
                             await self._after_commit(stamp)
