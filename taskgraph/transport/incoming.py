@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from taskgraph.errors import DecodeError
-from taskgraph.graph.blocks import Allocate, Block
+from taskgraph.graph.blocks import Allocate
 from taskgraph.transport.frames import LENT, Head
 from taskgraph.transport.wire import ParsedHeader
 
@@ -58,7 +58,7 @@ class Incoming:
         sizes: Sequence[int],
         parsed: ParsedHeader,
         *,
-        lent: Sequence[Block] = (),
+        lent: Sequence[memoryview] = (),
         allocate: Allocate = _no_pool,
         digesting: Digesting | None = None,
     ) -> None:
@@ -72,10 +72,10 @@ class Incoming:
         self.head = head
         self.parsed = parsed
         self.missing = head.payload
-        if [block.nbytes | LENT for block in lent] != [size for size in sizes if size & LENT]:
+        if [buffer.nbytes | LENT for buffer in lent] != [size for size in sizes if size & LENT]:
             raise DecodeError("a value with memory that was not lent")
-        blocks = iter(lent)
-        self._lent = [next(blocks).data if size & LENT else None for size in sizes]
+        borrowed = iter(lent)
+        self._lent = [next(borrowed) if size & LENT else None for size in sizes]
         carried = (size for size in sizes if not size & LENT)
         self._targets = [_allocate(size, allocate) for size in (head.meta, *carried)]  # may be empty ones
         self._sizes = sizes

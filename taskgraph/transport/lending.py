@@ -200,19 +200,19 @@ class Borrowing:
             found.append(_new(Reference, (lease, fd, dev, ino, size, offset, length)))
         return found, header[rest:]
 
-    def take(self, references: Sequence[Reference]) -> list[Block]:
-        """What they refer to. Raises CannotBorrow; then all of them are given back."""
-        blocks: list[Block] = []
+    def take(self, references: Sequence[Reference]) -> list[memoryview]:
+        """What they refer to, read-only. Raises CannotBorrow; then all of them are given back."""
+        buffers: list[memoryview] = []
         for at, reference in enumerate(references):
             try:
                 if self._mappings is None:  # it may see us, and we not it
                     raise CannotBorrow("the process at the other end is not one that can be seen here", for_good=True)
-                blocks.append(self._mappings.borrow(self._pid, reference, self.give_back))
+                buffers.append(self._mappings.borrow(self._pid, reference, self.give_back).data)
             except CannotBorrow:
-                blocks.clear()
+                buffers.clear()
                 self.refuse(references[at:])
                 raise
-        return blocks
+        return buffers
 
     def refuse(self, references: Sequence[Reference]) -> None:
         """Gives back what was never looked at: the lender sends it in another way."""

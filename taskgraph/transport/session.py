@@ -321,12 +321,11 @@ class Session(asyncio.BufferedProtocol):
                 self._borrowing.refuse(references)
                 return
             try:
-                blocks = self._borrowing.take(references)
+                buffers = self._borrowing.take(references)
             except CannotBorrow as error:
                 self._decline(call, error)
                 return
-            buffers = tuple([block.data.toreadonly() for block in blocks])
-            value.complete(buffers)  # what never left the host's memory is what its producer digested
+            value.complete(tuple(buffers))  # what never left the host's memory is what its producer digested
             self._take(kind, call, message)
             return
         elif not self._owner.verified_now(value):
