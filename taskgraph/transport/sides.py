@@ -63,7 +63,11 @@ class _Pending(Begun):
         self.set_result(reply)
         if (listener := self.listener) is not None:
             self.listener = None
-            listener(self)
+            try:
+                listener(self)
+            except Exception as error:  # as with any callback: the session has no part in it
+                told = {"message": f"a reply to {describe(self.message)} was not taken", "exception": error}
+                self.get_loop().call_exception_handler(told)
 
     def fail(self, error: TransportError) -> None:
         if not self.done():

@@ -23,7 +23,7 @@ from taskgraph.protocol import messages as m
 from taskgraph.settings import Settings
 from taskgraph.transport import endpoints, incoming, sides, stream, wire
 from taskgraph.transport._proto import frame_pb2
-from taskgraph.transport.api import Coming, Peer
+from taskgraph.transport.api import Begun, Coming, Peer
 from taskgraph.transport.frames import CHUNK_BYTES, Head, Kind, pack_frame, pack_whole
 from taskgraph.transport.sides import DialledSession
 from taskgraph.transport.stream import StreamTransport
@@ -363,6 +363,10 @@ async def test_a_half_written_frame_then_the_end(streams: Cluster) -> None:
         pack_whole(Kind.CALL, 9, wire.to_header(m.Accepted(1))),
         pack_whole(Kind.CALL, 9, wire.to_header(pull()), b"a payload"),
         pack_frame(Head(Kind.CALL, 1, len(NO_STAMP)), (), NO_STAMP),
+        pack_whole(Kind.CALL, 9, wire.to_header(pull())[:10]),
+        pack_whole(Kind.CALL, 9, wire.to_header(pull())[:-1] + b"\xff"),
+        pack_whole(Kind.CALL, 9, b"\0\xff"),
+        pack_whole(Kind.CALL, 9, b""),
         pack_whole(Kind.CALL, 9, wire.to_header(m.Pull(*PULL, 0))),
         pack_whole(Kind.CALL, 9, wire.to_header(m.Pull(*PULL, sides.MAX_COUNT + 1))),
         pack_whole(Kind.CALL, 9, wire.to_header(m.Pull(*PULL)))
@@ -439,6 +443,25 @@ async def test_a_reply_is_heard_where_it_comes_in_and_the_rest_a_turn_later() ->
     assert isinstance(refused.exception(), Refused) and isinstance(lost.exception(), PeerLost) and given_up.cancelled()
     await asyncio.sleep(0)
     assert len(heard) == 4
+
+
+async def test_a_listener_that_raises_is_told_of_and_the_session_goes_on(streams: Cluster) -> None:
+    a, b = await streams.node(), await streams.node()
+    await a.call(b, SEAL)
+    told: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+
+    def raises(reply: asyncio.Future[m.Reply]) -> None:
+        raise LookupError("no such thing")
+
+    reply = a.transport.call_now(b.peer, SEAL)
+    assert isinstance(reply, Begun)
+    reply.listener = raises
+    assert await reply == m.Accepted(1)
+    assert await a.call(b, SEAL) == m.Accepted(1)
+    (context,) = told
+    assert isinstance(context["exception"], LookupError) and "Seal to task 1" in str(context["message"])
+    assert a.lost.empty() and b.lost.empty()
 
 
 async def test_values_beyond_the_limit_are_refused_on_both_sides(streams: Cluster) -> None:
