@@ -110,7 +110,7 @@ async def test_what_lies_in_the_pool_is_read_where_it_lies(host: Cluster) -> Non
     value = pooled(a, MIB, 3 * MIB, fill=7)
     Holder(a, value)
     got = await pulled(b, a)
-    assert got == value
+    assert got == value and got.size_bytes == value.size_bytes == 4 * MIB + len(value.meta)
     assert [place(buffer) for buffer in got.buffers] == [place(buffer) for buffer in value.buffers]
     assert all(buffer.readonly for buffer in got.buffers)
     assert lent(a) == 2
@@ -147,6 +147,17 @@ async def test_a_value_of_all_kinds_of_buffers_arrives_in_order(host: Cluster) -
     Holder(a, value)
     assert await pulled(b, a) == value
     assert lent(a) == 2
+
+
+async def test_an_empty_buffer_beside_a_lent_one_is_neither_lent_nor_missing(host: Cluster) -> None:
+    a, b = await host.node(), await host.node()
+    large = pooled(a, MIB, fill=7)
+    buffers = (*large.buffers, memoryview(b""))
+    value = m.Encoded(large.meta, buffers, digest_of(large.meta, buffers))
+    Holder(a, value)
+    got = await pulled(b, a)
+    assert got == value and got.size_bytes == value.size_bytes and lent(a) == 1
+    assert place(got.buffers[0]) == place(large.buffers[0])
 
 
 async def test_a_call_lends_what_it_carries(host: Cluster) -> None:

@@ -369,8 +369,6 @@ async def test_a_half_written_frame_then_the_end(streams: Cluster) -> None:
         pack_whole(Kind.CALL, 9, b""),
         pack_whole(Kind.CALL, 9, wire.to_header(m.Pull(*PULL, 0))),
         pack_whole(Kind.CALL, 9, wire.to_header(m.Pull(*PULL, sides.MAX_COUNT + 1))),
-        pack_whole(Kind.CALL, 9, wire.to_header(m.Pull(*PULL)))
-        + pack_whole(Kind.CALL, 7, wire.to_header(m.Pull(*PULL, 3))),
         bytes(40),
     ],
 )
@@ -382,6 +380,22 @@ async def test_nonsense_in_an_open_session_breaks_it(streams: Cluster, data: byt
     assert await asyncio.wait_for(b.lost.get(), 5) == a.name
     assert await asyncio.wait_for(a.lost.get(), 5) == b.name  # until it knows, a call may end with the old session
     await a.call(b, SEAL)
+
+
+@pytest.mark.parametrize(("first", "count"), [(9, 1), (9, 3), (7, 3), (8, 3)])
+async def test_a_call_that_is_made_twice_breaks_the_session(
+    streams: Cluster, caplog: pytest.LogCaptureFixture, first: int, count: int
+) -> None:
+    """Also as one of several."""
+    a, b = await streams.node(), await streams.node()
+    await a.call(b, SEAL)
+    (session,) = sessions_of(a.transport)
+    b.at_once = lambda caller, call: Coming()
+    with caplog.at_level("ERROR"):
+        for number, pulls in ((9, 1), (first, count)):
+            session._write(pack_whole(Kind.CALL, number, wire.to_header(m.Pull(*PULL, pulls))))
+        assert await asyncio.wait_for(b.lost.get(), 5) == a.name
+    assert "is made twice" in caplog.text
 
 
 async def test_no_more_calls_are_served_at_a_time_than_a_session_may_have(
