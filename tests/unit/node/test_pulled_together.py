@@ -20,10 +20,11 @@ class View:
 
     def __init__(self, epoch: int = 4) -> None:
         self.stamp = Stamp(1, epoch)
-        self.terms = 1
+        self.consumer = SimpleNamespace(term=1)
+        self.primaries = {1: SimpleNamespace(record=self.consumer)}
 
     def term(self, task: int) -> int:
-        return self.terms
+        return self.consumer.term if task in self.primaries else 0
 
     @property
     def primaries(self) -> dict[int, Any]:
@@ -67,7 +68,7 @@ async def test_each_epoch_of_a_pull_is_answered_by_its_own_attempt() -> None:
     assert [state(coming) for coming in later] == [None] * 3
     eighth.out.put("x", 1, VALUE)
     assert [state(coming) for coming in later] == [Item(Stamp(1, 8), 1, "x", VALUE), None, None]
-    view.terms = 2  # the consumer was replaced: its successor asks itself
+    view.consumer.term = 2  # the consumer was replaced: its successor asks itself
     composed(asked, 9)
     assert isinstance(stale := state(later[1]), Refusal) and stale.reason == Reason.STALE
     asked.end()
