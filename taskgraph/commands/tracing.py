@@ -78,7 +78,8 @@ async def _run(tracer: Tracer, keeper: ViewKeeper) -> bool:
 
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, interrupt)
-    watching = asyncio.ensure_future(keeper.run())
+    # Of commits its nodes tell: a watch of all would take as long at each as tracing takes of a few epochs.
+    watching = asyncio.ensure_future(keeper.run_by(keeper.view.keys.nodes, keeper.view.keys.status))
     try:
         await tracer.run()
     except BaseExceptionGroup as errors:

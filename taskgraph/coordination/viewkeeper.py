@@ -75,6 +75,27 @@ class ViewKeeper:
                 log.info("the watch from revision %d was compacted away; listing again", start)
                 await self._load_persistently()
 
+    async def run_by(self, *prefixes: str) -> None:
+        """Instead of `run`, where commits need not be heard of: lists again when something under these has changed.
+
+        `epoch` is then as it was at that time.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                for prefix in prefixes:
+                    group.create_task(self._list_after(prefix))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _list_after(self, prefix: str) -> None:
+        while True:
+            try:
+                async for batch in self._coordinator.watch(prefix, self.view.revision + 1):
+                    if batch.events and batch.revision > self.view.revision:
+                        await self._load_persistently()
+            except WatchCompacted:
+                await self._load_persistently()
+
     def when(self, predicate: Callable[[JobView], bool], *, structure: bool = False) -> asyncio.Future[None]:
         """A future that is done as soon as the view satisfies `predicate`; cancel it when it is not needed.
 

@@ -139,8 +139,9 @@ class Tracer:
 
     @property
     def epoch(self) -> int:
-        """The epoch the job is at, as etcd tells it."""
-        return self._keeper.view.stamp.epoch if self._keeper.view.stamp is not None else -1
+        """The epoch the job is at, as its nodes tell it, and etcd."""
+        told = [trace.epoch for trace in self.nodes.values()]
+        return max(*told, self._keeper.view.stamp.epoch if self._keeper.view.stamp is not None else -1, -1)
 
     def _found(self, node: str, record: NodeRecord) -> NodeTrace:
         spool = self._folder / f"{len(self.nodes)}.spool"

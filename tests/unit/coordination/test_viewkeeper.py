@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from taskgraph.coordination.api import Coordinator
+from taskgraph.coordination.api import Coordinator, Listing
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.protocol.kv import Op, Put, Txn
-from taskgraph.protocol.records import EpochRecord, PrimaryRecord, Record
+from taskgraph.protocol.records import EpochRecord, NodeRecord, PrimaryRecord, Record, State, StatusRecord
 from taskgraph.protocol.view import JobView
 
 
@@ -96,6 +96,49 @@ async def test_a_listing_and_a_nudge_wake_all(job: Job) -> None:
     job.keeper.notify_later()
     await waiting
     assert (job.changes, job.structures) == (4, 3)
+
+
+async def test_who_need_not_hear_of_commits_lists_again_when_something_else_changed(
+    cluster, node: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = 0
+    listing = node.list
+
+    async def counted(prefix: str) -> Listing:
+        nonlocal listed
+        listed += 1
+        return await listing(prefix)
+
+    monkeypatch.setattr(node, "list", counted)
+    keeper = ViewKeeper(node, cluster.prefix.strip("/").replace("/", "-"), refresh_s=1.0)
+    keys = keeper.view.keys
+
+    async def put(key: str, record: Record) -> None:
+        await node.txn(Txn(success=(Put(key, record.to_bytes()),)))
+
+    await put(keys.status, StatusRecord(state=State.RUNNING))
+    await keeper.load()
+    watching = asyncio.create_task(keeper.run_by(keys.nodes, keys.status))
+    for epoch in range(5):
+        await put(keys.epoch, EpochRecord(epoch=epoch, attempt=0))
+    await put(keys.primary(3), PrimaryRecord(node="n1", term=1, stateful=True))
+    await put(
+        keys.node("n1"),
+        NodeRecord(
+            **dict.fromkeys(("name", "run", "host", "control", "fingerprint"), ""), pid=1, endpoints=(), lease=0
+        ),
+    )
+    await keeper.wait_until(lambda view: "n1" in view.nodes)
+    assert keeper.view.stamp is not None and keeper.view.stamp.epoch == 4
+    assert keeper.view.primary_node(3) == "n1", "all of it is as it was then"
+    assert listed == 2
+    await put(keys.epoch, EpochRecord(epoch=5, attempt=0))
+    await put(keys.status, StatusRecord(state=State.FINISHED))
+    await keeper.wait_until(lambda view: not view.running)
+    assert listed == 3
+    watching.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watching
 
 
 async def test_who_gave_up_waiting_is_not_asked_again_and_a_listener_stops(job: Job) -> None:
