@@ -91,8 +91,8 @@ class LeaderRole:
             self._last_news = self._clock()
             if self._rows_wanted:
                 self._rows.set()
-            if leader.ready and (leader.pressing or not self._may_gather()):
-                self._wake.set()
+            if leader.ready:
+                self._wake_if_due()
         return self._accepted
 
     async def take_restart(self, request: RequestRestart) -> Accepted:
@@ -160,7 +160,8 @@ class LeaderRole:
         try:
             while True:
                 self._wake.clear()
-                await self._node.while_paused()
+                if self._node.paused:
+                    await self._node.while_paused()
                 if self._node.keeper.view.running:
                     self._begin()
                     await self._act()
@@ -203,6 +204,11 @@ class LeaderRole:
                 await self._explain_and_fail()
             case WaitFor():
                 pass
+
+    def _wake_if_due(self) -> None:
+        """Wakes the role, where it would not only wait for more to commit together with what is ready."""
+        if self._leader.pressing or not self._may_gather():
+            self._wake.set()
 
     def _may_wait(self, commit: Commit) -> bool:
         """Whether more epochs may come to be committed with these: nobody waits for them, and it is not for long."""
@@ -276,8 +282,8 @@ class LeaderRole:
                 await node.point("committed", 0, number)
         await node.keeper.caught_up(revision)
         self._begin()
-        if self._leader.ready:
-            self._wake.set()  # tasks that are ahead have reported it already
+        if self._leader.ready:  # tasks that are ahead have reported it already
+            self._wake_if_due()
 
     def _tell_committed(self, attempt: int, committed: dict[int, Rows], view: JobView) -> None:
         """Tells of epochs what the tasks reported in them."""

@@ -6,6 +6,7 @@ import pytest
 from cluster_kit import IN_STEP, Counting
 
 import taskgraph as tg
+from taskgraph.node.leader import LeaderRole
 from taskgraph.protocol.commit import Action, Commit, Leader
 from taskgraph.protocol.view import JobView
 
@@ -28,3 +29,24 @@ def test_it_decides_once_for_an_epoch_and_now_and_then(monkeypatch: pytest.Monke
     assert commits == EPOCHS
     # Beside them: when nodes and members came, and twice a second. Two for each epoch would be one too many.
     assert len(decisions) - commits < EPOCHS / 2
+
+
+def test_it_decides_once_for_a_commit_of_several_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is ready when one is written is committed with more, later, and not looked at before that."""
+    decided, written = list[Action](), list[Commit]()
+    decide, commit = Leader.decide, LeaderRole._commit
+
+    def counted(self: Leader, view: JobView, *, settled: bool = False) -> Action:
+        decided.append(decide(self, view, settled=settled))
+        return decided[-1]
+
+    async def counted_commit(self: LeaderRole, action: Commit) -> None:
+        written.append(action)
+        await commit(self, action)
+
+    monkeypatch.setattr(Leader, "decide", counted)
+    monkeypatch.setattr(LeaderRole, "_commit", counted_commit)
+    job = tg.Job(tasks=5, epochs=400, builder=lambda _: Counting())
+    assert tg.run(job, nodes=0, timeout_s=30).values == dict.fromkeys(range(5), 400)
+    assert len(written) > 10
+    assert sum(isinstance(decision, Commit) for decision in decided) - len(written) < len(written) / 3
