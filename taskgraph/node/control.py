@@ -321,7 +321,7 @@ class _Follower:
         found: list[str] = []
         size, lost, self._lost = 0, self._lost, 0
         while self._queue and size < _REPLY_BYTES:
-            found.append(self._queue.popleft().to_bytes().decode())
+            found.append(self._queue.popleft().to_json())
             size += len(found[-1])
         if self._queue or self._over:
             self._look.set()

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, fields
+from operator import attrgetter
 
 from taskgraph.coordination.api import Coordinator
 from taskgraph.errors import CoordinationError, DecodeError
@@ -60,7 +61,10 @@ class Event:
     fields: dict[str, str | int | float] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        return _encode({name: getattr(self, name) for name in _FIELDS}).encode()
+        return self.to_json().encode()
+
+    def to_json(self) -> str:
+        return _encode(dict(zip(_FIELDS, _values(self), strict=True)))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Event:
@@ -71,6 +75,7 @@ class Event:
 
 
 _FIELDS = tuple(each.name for each in fields(Event))
+_values = attrgetter(*_FIELDS)
 _encode = json.JSONEncoder(separators=(",", ":")).encode  # not `json.dumps`, which makes one each time: a commit is one
 
 
