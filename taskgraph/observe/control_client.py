@@ -157,9 +157,9 @@ class ControlClient:
     async def events(self, *, follow: bool) -> AsyncIterator[tuple[Event, int]]:
         """(event, how many were left out before it)."""
         async for reply in self._stream("Events", pb.EventsRequest(follow=follow), pb.EventReply, None):
-            yield Event.from_bytes(reply.json.encode()), reply.lost
+            yield Event.from_json(reply.json), reply.lost
             for event in reply.more:
-                yield Event.from_bytes(event.encode()), 0
+                yield Event.from_json(event), 0
 
     async def results(self, timeout_s: float | None = None) -> list[TaskResult]:
         """Results of the tasks this node is primary of; waits until they are computed."""

@@ -69,14 +69,23 @@ class Event:
     @classmethod
     def from_bytes(cls, data: bytes) -> Event:
         try:
-            return cls(**json.loads(data))
-        except (ValueError, TypeError) as error:
+            return cls.from_json(data.decode())
+        except UnicodeDecodeError as error:
             raise DecodeError(f"not an event: {data[:200]!r} ({error})") from error
+
+    @classmethod
+    def from_json(cls, text: str) -> Event:
+        try:
+            return cls(**_decode(text))
+        except (ValueError, TypeError) as error:
+            raise DecodeError(f"not an event: {text[:200]!r} ({error})") from error
 
 
 _FIELDS = tuple(each.name for each in fields(Event))
 _values = attrgetter(*_FIELDS)
-_encode = json.JSONEncoder(separators=(",", ":")).encode  # not `json.dumps`, which makes one each time: a commit is one
+# Not `json.dumps` and `json.loads`: these make an encoder each time, and guess encodings. Each commit is one.
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+_decode = json.JSONDecoder().decode
 
 
 class EventLog:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
-from taskgraph.errors import Unavailable
+from taskgraph.errors import DecodeError, Unavailable
 from taskgraph.observe.events import Event, EventLog, keep_events
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Txn, TxnResult
@@ -111,3 +111,9 @@ async def test_what_is_on_its_way_to_etcd_when_the_node_ends_is_not_lost(monkeyp
     with pytest.raises(asyncio.CancelledError):
         await keeping
     assert in_etcd(store) == ["began", "finished"]
+
+
+@pytest.mark.parametrize("data", [b"\xff{}", b"{", b"[]", b'{"at": 1}', b"{}{}", b'{"unknown": 1}'])
+def test_what_is_no_event_is_named(data: bytes) -> None:
+    with pytest.raises(DecodeError, match="not an event"):
+        Event.from_bytes(data)
