@@ -258,7 +258,7 @@ def a_pending_boundary_replaces_the_committed_one(patch: pytest.MonkeyPatch) -> 
     def hold(original: Any, self: Boundaries, boundary: Boundary, *, committed: bool) -> None:
         original(self, boundary, committed=committed)
         if not committed:
-            self._committed = boundary
+            self.committed = boundary
 
     _changed(patch, Boundaries, "hold", hold)
 
@@ -266,14 +266,14 @@ def a_pending_boundary_replaces_the_committed_one(patch: pytest.MonkeyPatch) -> 
 @plant
 def of_several_pending_boundaries_the_first_is_taken(patch: pytest.MonkeyPatch) -> None:
     def read_epoch(self: Boundaries, epoch: int) -> Boundary | None:
-        if self._committed is not None and self._committed.stamp.epoch >= epoch:
+        if self.committed is not None and self.committed.stamp.epoch >= epoch:
             return None
         first = min((key for key in self._held if key[0] == epoch), default=None)
         if first is None:
             return None
-        self._committed = self._held[first]
+        self.committed = self._held[first]
         self._held = {key: b for key, b in self._held.items() if key[0] > epoch}
-        return self._committed
+        return self.committed
 
     patch.setattr(Boundaries, "read_epoch", read_epoch)
 
