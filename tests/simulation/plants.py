@@ -6,6 +6,7 @@ A plant changes the decisions and the transactions of `taskgraph`; of the simula
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import sys
 from collections.abc import Callable
@@ -134,7 +135,7 @@ def digests_are_reported_only_for_producers_whose_term_changed(patch: pytest.Mon
         original(report)
 
     def decide(original: Any, self: Leader, view: Any, *, settled: bool = False) -> Any:
-        every = self._reports
+        every = self._told
         reports = self.reports()
         pages = {r.task: said.get((r.stamp, r.task, r.term, r.version, r.done)) for r in reports.values()}
         if all(pages.values()):
@@ -142,11 +143,14 @@ def digests_are_reported_only_for_producers_whose_term_changed(patch: pytest.Mon
             taken = [e for page in pages.values() if page for e in page[1]]
             if all(puts.get((e.kind, e.sender, e.receiver, e.name)) == e.digest for e in taken):
                 agreed = {t: dataclasses.replace(r, sent=0, received=0) for t, r in reports.items()}
-                self._reports = {**every, self.stamp.epoch: agreed} if self.stamp is not None else every
+                if self.stamp is not None and self.stamp.epoch in every:
+                    told = copy.copy(every[self.stamp.epoch])
+                    told.reports = agreed
+                    self._told = {**every, self.stamp.epoch: told}
         try:
             return original(self, view, settled=settled)
         finally:
-            self._reports = every
+            self._told = every
 
     _reported(patch, set_report)
     _changed(patch, Leader, "decide", decide)
@@ -167,13 +171,17 @@ def a_done_of_an_old_term_counts(patch: pytest.MonkeyPatch) -> None:
     def missing(self: Leader, view: Any, epoch: int | None = None) -> tuple[int, ...]:
         return tuple(t for t in range(self._tasks) if t not in self.reports(epoch))
 
+    def can_commit(original: Any, self: Leader, epoch: int, terms: dict[int, int]) -> bool:
+        return bool(original(self, epoch, terms | {task: r.term for task, r in self.reports(epoch).items()}))
+
     patch.setattr(Leader, "missing", missing)
+    _changed(patch, Leader, "_can_commit", can_commit)
 
 
 @plant
 def the_sums_are_not_compared(patch: pytest.MonkeyPatch) -> None:
-    def report(original: Any, self: Leader, given: Report) -> bool:
-        return bool(original(self, dataclasses.replace(given, sent=0, received=0)))
+    def report(original: Any, self: Leader, *given: Report) -> bool:
+        return bool(original(self, *[dataclasses.replace(one, sent=0, received=0) for one in given]))
 
     _changed(patch, Leader, "report", report)
 
@@ -634,7 +642,7 @@ def the_content_of_items_is_not_in_the_sums(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def epochs_ahead_are_committed_with_reports_of_gone_terms(patch: pytest.MonkeyPatch) -> None:
-    def can_commit(original: Any, self: Leader, view: Any, epoch: int) -> bool:
+    def can_commit(original: Any, self: Leader, epoch: int, terms: dict[int, int]) -> bool:
         reports = self.reports(epoch)
         return len(reports) == self._tasks and all(report.done for report in reports.values())
 
@@ -644,9 +652,9 @@ def epochs_ahead_are_committed_with_reports_of_gone_terms(patch: pytest.MonkeyPa
 @plant
 def reports_of_epochs_ahead_outlive_a_restart(patch: pytest.MonkeyPatch) -> None:
     def begin(original: Any, self: Leader, stamp: Stamp) -> None:
-        kept = self._reports
+        kept = self._told
         original(self, stamp)
-        self._reports = {epoch: reports for epoch, reports in kept.items() if epoch >= stamp.epoch}
+        self._told = {epoch: told for epoch, told in kept.items() if epoch >= stamp.epoch}
 
     _changed(patch, Leader, "begin", begin)
 
