@@ -26,10 +26,6 @@ class View:
     def term(self, task: int) -> int:
         return self.consumer.term if task in self.primaries else 0
 
-    @property
-    def primaries(self) -> dict[int, Any]:
-        return {1: SimpleNamespace(record=SimpleNamespace(term=self.terms))}
-
 
 def attempts(view: View) -> Attempts:
     return Attempts(SimpleNamespace(view=view), 0, 1)  # type: ignore[arg-type]
