@@ -17,13 +17,13 @@ from taskgraph.errors import OutcomeUnknown, Refused
 from taskgraph.launch import inprocess
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.backups import Backups
-from taskgraph.node.leader import LeaderRole
 from taskgraph.node.node import Node
 from taskgraph.node.primary import Primary
 from taskgraph.node.serving import Serving
 from taskgraph.observe.status import TaskResult
+from taskgraph.protocol.commit import Leader
 from taskgraph.protocol.kv import Put, Txn, TxnResult
-from taskgraph.protocol.messages import Accepted, Audit, HandOver, Reason, Report
+from taskgraph.protocol.messages import Audit, HandOver, Reason, Report
 from taskgraph.testing.simulate.client import SimCoordinator
 from taskgraph.testing.simulate.etcd import SimEtcd, SimStore
 from taskgraph.testing.simulate.loop import Process, SimLoop
@@ -160,11 +160,11 @@ async def test_a_link_that_is_slow_when_ledgers_are_asked_for(monkeypatch: pytes
 
 async def test_a_take_over_while_ledgers_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they said before it is of nobody's concern: the job failed although a primary had been replaced."""
-    dispatch, take = Serving._dispatch, LeaderRole._take
+    dispatch, take = Serving._dispatch, Leader.report
     asked: list[int] = []
 
-    def lie(self: LeaderRole, report: Report) -> Accepted:
-        return take(self, dataclasses.replace(report, sent=report.sent + 1) if report.task == 1 else report)
+    def lie(self: Leader, *reports: Report) -> bool:
+        return take(self, *[dataclasses.replace(one, sent=one.sent + 1) if one.task == 1 else one for one in reports])
 
     async def while_asked(self: Serving, peer: str, message: Any) -> Any:
         reply = await dispatch(self, peer, message)
@@ -174,7 +174,7 @@ async def test_a_take_over_while_ledgers_are_asked_for(monkeypatch: pytest.Monke
             asked.append(message.task)
         return reply
 
-    monkeypatch.setattr(LeaderRole, "_take", lie)
+    monkeypatch.setattr(Leader, "report", lie)
     monkeypatch.setattr(Serving, "_dispatch", while_asked)
     cluster = _job(Counts)
     await cluster.start(2)
