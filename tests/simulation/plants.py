@@ -33,7 +33,7 @@ from taskgraph.node.serving import Serving
 from taskgraph.node.turns import Turns
 from taskgraph.protocol import checkpointing, transactions
 from taskgraph.protocol.boundaries import Boundaries, Boundary
-from taskgraph.protocol.commit import Leader
+from taskgraph.protocol.commit import Leader, _Told
 from taskgraph.protocol.insync import InSync, Place
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Put, Txn
@@ -620,6 +620,7 @@ def an_item_is_given_at_once_whatever_epoch_is_asked_for(patch: pytest.MonkeyPat
         return dataclasses.replace(reply, stamp=pull.stamp) if isinstance(reply, Item) else reply
 
     patch.setattr(Serving, "_item", item)
+    patch.setattr(Serving, "all_now", lambda self, peer, pull: None)  # each is asked for
 
 
 @plant
