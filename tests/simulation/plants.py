@@ -33,7 +33,7 @@ from taskgraph.node.serving import Serving
 from taskgraph.node.turns import Turns
 from taskgraph.protocol import checkpointing, transactions
 from taskgraph.protocol.boundaries import Boundaries, Boundary
-from taskgraph.protocol.commit import Leader, _Told
+from taskgraph.protocol.commit import Leader
 from taskgraph.protocol.insync import InSync, Place
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Put, Txn
