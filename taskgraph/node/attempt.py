@@ -386,13 +386,13 @@ class Attempt:
             self._tell(self._put_told, tag, consumers, value)
             return
         size = value.size_bytes if value.buffers else len(value.meta)
+        now = self._tracing.on and clock()  # before it goes: no pull of it ends before
         for consumer in consumers:
             if not self.out.put(tag, consumer, value):
                 continue  # the attempt is over
             self.ledger.sent("item", self.task, consumer, tag, value.digest)
             self.put_bytes += size
-            if self._tracing.on:
-                now = clock()
+            if now:
                 self._tracing.keep(("put", tag, consumer, now, now, self.task, self.stamp, self.term, size))
             if self.recording is not None:
                 self.recording.puts[(tag, consumer)] = value
