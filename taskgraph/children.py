@@ -1,16 +1,36 @@
-"""Signals to processes that asyncio started."""
+"""Processes of ours: signals to them, and those that another process forked for us."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Protocol
 
-__all__ = ["tell_child"]
+__all__ = ["Adopted", "Child", "adopting", "can_adopt", "tell_child"]
+
+_SET_CHILD_SUBREAPER, _GET_CHILD_SUBREAPER = 36, 37
+"""Of Linux's prctl."""
+_UNKNOWN = 255
+"""The exit code of a child that somebody else has waited for; asyncio says the same."""
 
 
-def tell_child(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+class Child(Protocol):
+    """What `asyncio.subprocess.Process` and `Adopted` have in common."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | None: ...
+    async def wait(self) -> int: ...
+
+
+def tell_child(process: Child, number: signal.Signals) -> None:
     """Sends a signal to a child; nothing, where it has ended.
 
     `process.send_signal` and `process.kill` look first whether the child has ended, and so may take its exit code from
@@ -33,3 +53,99 @@ def _is_child(pid: int) -> bool:
     except ChildProcessError:
         return False
     return True
+
+
+class Adopted:
+    """A child of ours that asyncio did not start. Made in a running event loop, as soon as its id is known."""
+
+    def __init__(self, pid: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[int] = self._loop.create_future()
+        self._pid = pid
+        self._fd = os.pidfd_open(pid)  # it is readable when the process has ended
+        self._loop.add_reader(self._fd, self._look)
+
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, negative: the signal that ended it; None: it has not ended yet."""
+        return self._ended.result() if self._ended.done() else None
+
+    async def wait(self) -> int:
+        """Returns its exit code when it has ended."""
+        return await asyncio.shield(self._ended)
+
+    def _look(self) -> None:
+        try:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+        except ChildProcessError:
+            code = _UNKNOWN
+        else:
+            if not pid:
+                return
+            code = os.waitstatus_to_exitcode(status)
+        self._loop.remove_reader(self._fd)
+        os.close(self._fd)
+        self._ended.set_result(code)
+
+
+_adopting_lock = threading.Lock()
+_adopting = 0
+_adopted_before = 0
+"""What held when the first began."""
+
+
+def can_adopt() -> bool:
+    """Whether this system lets a process adopt the orphans of its children, and wait for any process."""
+    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        _subreaper()
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def adopting() -> Iterator[None]:
+    """Within, what our descendants leave behind when they end becomes ours, instead of the system's.
+
+    A child whose own child is an orphan at once thereby starts a process that is ours. Only for as long as that takes:
+    who is nobody's at other times is none of our business, and we would have to wait for it.
+
+    Raises:
+        OSError: the system does not do that. See `can_adopt`.
+    """
+    global _adopting, _adopted_before
+    with _adopting_lock:
+        if not _adopting:
+            _adopted_before = _subreaper()
+            _set_subreaper(1)
+        _adopting += 1
+    try:
+        yield
+    finally:
+        with _adopting_lock:
+            _adopting -= 1
+            if not _adopting:
+                _set_subreaper(_adopted_before)
+
+
+def _subreaper() -> int:
+    found = ctypes.c_int()
+    _prctl(_GET_CHILD_SUBREAPER, ctypes.byref(found))
+    return found.value
+
+
+def _set_subreaper(value: int) -> None:
+    _prctl(_SET_CHILD_SUBREAPER, ctypes.c_ulong(value))
+
+
+def _prctl(what: int, value: object) -> None:
+    none = ctypes.c_ulong(0)
+    if ctypes.CDLL(None, use_errno=True).prctl(what, value, none, none, none):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

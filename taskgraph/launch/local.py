@@ -19,14 +19,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from taskgraph.children import tell_child
+from taskgraph.children import Child, tell_child
 from taskgraph.coordination.api import Coordinator
 from taskgraph.errors import CoordinationError, OutcomeUnknown
 from taskgraph.launch.devices import deal, host_devices, sharing
+from taskgraph.launch.forkserver import ForkServer, NodeProcess
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.standing import Standing, standing_text
 from taskgraph.launch.submit import UNKNOWN_PAUSE_S, UNKNOWN_TRIES
-from taskgraph.launch.warm import WarmNodes, WarmProcess
 from taskgraph.node import lastwords
 from taskgraph.node.config import NodeConfig
 from taskgraph.observe.events import Event
@@ -52,7 +52,7 @@ _LOOK_S = 1.0
 class _Process:
     name: str
     node_id: str
-    process: asyncio.subprocess.Process
+    process: Child
     pipe: int
     log_path: Path
     code: int | None = None
@@ -60,7 +60,11 @@ class _Process:
 
 
 class LocalNodes:
-    """The nodes one launcher started for one job."""
+    """The nodes one launcher started for one job.
+
+    Args:
+        ahead: what the first of them are forked from, where that was started ahead; it is ended then.
+    """
 
     def __init__(
         self,
@@ -73,7 +77,7 @@ class LocalNodes:
         listen: str = "",
         insecure_listen: bool = False,
         on_exit: Callable[[str, int], None] | None = None,
-        warm: WarmNodes | None = None,
+        ahead: ForkServer | None = None,
     ) -> None:
         self._entry = entry
         self._coordinator = coordinator
@@ -83,7 +87,7 @@ class LocalNodes:
         self._listen = listen
         self._insecure_listen = insecure_listen
         self._on_exit = on_exit
-        self._warm = warm
+        self._ahead = ahead
         self._keys = Keys(entry.name)
         self._processes: dict[str, _Process] = {}
         self._watches: set[asyncio.Task[None]] = set()
@@ -96,12 +100,20 @@ class LocalNodes:
 
         Raises:
             CoordinationError: etcd does not answer, or refuses.
+            JobError: a process cannot be started.
         """
         first = await self._take_numbers(count)
         self._sockets = self._runtime.sockets(self._entry.name)
         devices = deal(host_devices() if self._deal_devices else (), first - 1, count)
-        for number, own, among in zip(itertools.count(first), devices, sharing(devices)):
-            await self._start(f"n{number}", own, among)
+        async with self._forkserver() as server:
+            for number, own, among in zip(itertools.count(first), devices, sharing(devices)):
+                await self._start(server, f"n{number}", own, among)
+
+    def _forkserver(self) -> contextlib.AbstractAsyncContextManager[ForkServer]:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.blas_threads == self._blas_threads:
+            return contextlib.aclosing(ahead)
+        return ForkServer(self._runtime.folder(self._entry.name), self._blas_threads)
 
     async def _take_numbers(self, count: int) -> int:
         """The first of so many numbers that this launcher alone gets, though others start nodes at this moment."""
@@ -118,7 +130,7 @@ class LocalNodes:
                     raise
                 await asyncio.sleep(UNKNOWN_PAUSE_S)
 
-    async def _start(self, name: str, devices: str | None, among: int) -> None:
+    async def _start(self, server: ForkServer, name: str, devices: str | None, among: int) -> None:
         assert self._sockets is not None
         config = NodeConfig(
             job=self._entry.name,
@@ -135,18 +147,14 @@ class LocalNodes:
             devices=devices,
             sharing=among,
         )
-        started = await self._spawn(config, self._runtime.folder(self._entry.name) / f"{name}.log")
+        started = await self._spawn(server, config, self._runtime.folder(self._entry.name) / f"{name}.log")
         entry = self._processes[name] = _Process(name, config.node_id, started.process, started.pipe, started.log_path)
         watch = asyncio.get_running_loop().create_task(self._watch(entry), name=f"watch {name}")
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)
 
-    async def _spawn(self, config: NodeConfig, log_path: Path) -> WarmProcess:
-        started = self._warm.take(config.name, log_path, self._blas_threads) if self._warm is not None else None
-        if started is None:
-            started = await WarmProcess.start(log_path, self._blas_threads)
-        started.tell(config)
-        return started
+    async def _spawn(self, server: ForkServer, config: NodeConfig, log_path: Path) -> NodeProcess:
+        return await server.start(config, log_path)
 
     @property
     def alive(self) -> int:

@@ -19,11 +19,11 @@ from taskgraph.jobs import Job, JobResult
 from taskgraph.launch.access import etcd_access, node_access
 from taskgraph.launch.collect import job_failed
 from taskgraph.launch.follow import Follower
+from taskgraph.launch.forkserver import ForkServer
 from taskgraph.launch.resuming import plan
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks, Supervisor
-from taskgraph.launch.warm import WarmNodes
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
 
@@ -104,14 +104,12 @@ async def arun(
         if not stack.enter_context(runtime.claim(spec.name)) or runtime.find(spec.name) is not None:
             raise _running_here(runtime, spec.name)
         runtime.remove(spec.name)  # what a launcher that was killed left
-        embedded = warm = None
+        embedded = ahead = None
         if etcd is None:
             stack.callback(runtime.remove, spec.name)
             log = runtime.folder(spec.name) / "etcd.log"
-            # A new etcd knows no names of nodes: these will be n1, n2, ...
-            names = [f"n{number}" for number in range(1, nodes + 1)]
-            blas_threads = spec.settings.get("blas_threads", 1)
-            warm = await stack.enter_async_context(WarmNodes(log.parent, names, blas_threads))
+            # What nodes need is loaded while etcd starts.
+            ahead = await stack.enter_async_context(ForkServer(log.parent, spec.settings.get("blas_threads", 1)))
             embedded = await stack.enter_async_context(EmbeddedEtcd(private=True, log=log))
         access = {} if etcd is None else etcd_access() if tls is None else tls  # the embedded one wants none
         entry = JobEntry(
@@ -143,7 +141,7 @@ async def arun(
             listen=listen,
             insecure_listen=insecure_listen,
             etcd_ended=etcd_ended,
-            warm=warm,
+            ahead=ahead,
         )
         return await supervisor.run(nodes, timeout_s)
 

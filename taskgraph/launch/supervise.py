@@ -18,9 +18,9 @@ from taskgraph.errors import CoordinationError, JobFailed, JobTimeout, TaskGraph
 from taskgraph.jobs import JobResult
 from taskgraph.launch.collect import job_failed
 from taskgraph.launch.follow import Follower, kept_events, node_statuses
+from taskgraph.launch.forkserver import ForkServer
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
-from taskgraph.launch.warm import WarmNodes
 from taskgraph.node.failing import culprit_text
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import waits_text
@@ -60,7 +60,7 @@ class Supervisor:
 
     Args:
         etcd_ended: returns when the job's own etcd ended, and how; None where it is somebody else's.
-        warm: processes that were started ahead.
+        ahead: what nodes are forked from, where that was started ahead.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Supervisor:
         listen: str = "",
         insecure_listen: bool = False,
         etcd_ended: Callable[[], Awaitable[str]] | None = None,
-        warm: WarmNodes | None = None,
+        ahead: ForkServer | None = None,
     ) -> None:
         self._spec = spec
         self._entry = entry
@@ -92,7 +92,7 @@ class Supervisor:
             listen=listen,
             insecure_listen=insecure_listen,
             on_exit=self._on_exit,
-            warm=warm,
+            ahead=ahead,
         )
         self._all_ended = asyncio.Event()
         self._without_etcd = ""

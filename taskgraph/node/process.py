@@ -1,6 +1,6 @@
 """A node as a process: connects, loads the driver, serves, and really ends.
 
-    python -m taskgraph.node.process FD     (how a launcher starts one: what to be, it reads from this pipe)
+    python -m taskgraph.node.process FD     (how a launcher starts them: what to be, it is told by this socket)
 
 Exit codes: 0 the job is over, or the node drained; 1 it cannot go on; 3 etcd cannot be reached; 4 its driver is not
 the one the job was submitted with; 5 its CUDA device cannot be used any more; 130 and 143 told to end at once.
@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import gc
 import io
-import json
 import logging
 import os
 import select
@@ -40,6 +39,7 @@ from taskgraph.node import lastwords
 from taskgraph.node.config import NodeConfig
 from taskgraph.node.control import ControlServer
 from taskgraph.node.deviceloss import DeviceLost
+from taskgraph.node.forkserver import serve
 from taskgraph.node.inject import injected
 from taskgraph.node.node import Node
 from taskgraph.observe.events import EventLog, keep_events
@@ -285,23 +285,7 @@ def main(config: NodeConfig) -> NoReturn:
     _exit(code)
 
 
-def _told(pipe: int) -> NodeConfig:
-    """What the launcher tells us to be, once it knows: a process may be started before there is anything to be.
-
-    Ends the process where the launcher is gone before.
-    """
-    parent, said = os.getppid(), b""
-    poll = select.poll()
-    poll.register(pipe, select.POLLIN | select.POLLHUP)
-    while not said.endswith(b"\n"):
-        got = os.read(pipe, 1 << 16) if poll.poll(_PARENT_CHECK_S * 1000) else None
-        if got == b"" or os.getppid() != parent:
-            _exit(OK)  # nobody says anything of a process that was not needed
-        said += got or b""
-    return NodeConfig(**{**json.loads(said), "parent_fd": pipe})
-
-
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not sys.argv[1].isdigit():
         sys.exit("usage: python -m taskgraph.node.process FD (by hand: taskgraph node)")
-    main(_told(int(sys.argv[1])))
+    serve(socket.socket(fileno=int(sys.argv[1])), main)

@@ -17,6 +17,7 @@ from cli_kit import Cli, Command, Done, shell, sums
 
 import taskgraph as tg
 from taskgraph.driver import load_driver
+from taskgraph.node.inject import VARIABLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -164,9 +165,9 @@ async def test_code_that_ends_its_process_at_once_is_named_as_well(cli: Cli) -> 
     await cli.nothing_left()
 
 
-async def test_code_that_ended_the_processes_of_all_replicas_is_named(cli: Cli) -> None:
+async def test_code_that_ended_the_processes_of_all_replicas_is_named(cli: Cli, tmp_path: Path) -> None:
     # In step a successor begins with the fatal epoch, and dies of it before it has another backup.
-    done = await cli("run", FATAL, "--nodes", "4", "-o", "ahead=0")
+    done = await cli("run", FATAL, "--nodes", "4", "-o", "ahead=0", "-o", "alone=true", **{VARIABLE: str(tmp_path)})
     assert done.code == 1
     assert "task 1: every replica in sync is gone" in done.err
     died = [line for line in done.err.splitlines() if "exited with code 11 while it ran 'crash' of task 1; " in line]

@@ -28,12 +28,12 @@ from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver import JobSpec, load_driver
 from taskgraph.errors import PeerGone, TaskGraphError
 from taskgraph.graph.values import decode
+from taskgraph.launch.forkserver import ForkServer
 from taskgraph.launch.inprocess import arun_inprocess
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.standing import Standing
 from taskgraph.launch.submit import submit
-from taskgraph.launch.warm import WarmProcess
 from taskgraph.node.config import NodeConfig
 from taskgraph.node.process import wait_for_job
 from taskgraph.observe.control_client import ControlClient, control_address
@@ -409,8 +409,9 @@ async def test_a_node_that_dies_before_it_registers_is_declared_gone(
 @pytest.mark.slow
 async def test_without_an_etcd_a_node_says_what_it_tried(tmp_path: Path) -> None:
     port = free_port()
-    started = await WarmProcess.start(tmp_path / "n1.log", 1)
-    started.tell(NodeConfig(job="held", name="n1", etcd=f"127.0.0.1:{port}", token="00" * 32))
+    config = NodeConfig(job="held", name="n1", etcd=f"127.0.0.1:{port}", token="00" * 32)
+    async with ForkServer(tmp_path, 1) as server:
+        started = await server.start(config, tmp_path / "n1.log")
     async with asyncio.timeout(LIMIT_S):
         assert await started.process.wait() == 3
     os.close(started.pipe)

@@ -26,8 +26,8 @@ from taskgraph.commands.certifying import make_certs
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.errors import PeerLost, TaskGraphError
 from taskgraph.graph.values import verify
+from taskgraph.launch.forkserver import ForkServer, NodeProcess
 from taskgraph.launch.local import LocalNodes
-from taskgraph.launch.warm import WarmProcess
 from taskgraph.node.config import NodeConfig
 from taskgraph.observe.control_client import ControlClient, control_address
 from taskgraph.protocol import messages as m
@@ -51,8 +51,8 @@ REFUSED = re.compile(r"refused a connection from .*?: (.*)")
 class OverTcp(LocalNodes):
     """Nodes that reach each other over TCP, as if each had a host of its own."""
 
-    async def _spawn(self, config: NodeConfig, log_path: Path) -> WarmProcess:
-        return await super()._spawn(dataclasses.replace(config, sockets=""), log_path)
+    async def _spawn(self, server: ForkServer, config: NodeConfig, log_path: Path) -> NodeProcess:
+        return await super()._spawn(server, dataclasses.replace(config, sockets=""), log_path)
 
 
 class Door:

@@ -17,13 +17,15 @@ class Fatal(tg.Task, state=["steps"]):
     Where that is -1, in `setup()`; where it is the number of epochs, in `result()`.
 
     `once`: only where the file of that name is not there yet.
+    `alone`: from then on no node becomes its backup.
     """
 
-    def __init__(self, fatal_at: int, how: str, linger_s: float, once: Path | None) -> None:
+    def __init__(self, fatal_at: int, how: str, linger_s: float, once: Path | None, alone: bool) -> None:
         self.fatal_at = fatal_at
         self.how = how
         self.linger_s = linger_s
         self.once = once
+        self.alone = alone
 
     def setup(self) -> None:
         self.steps = 0
@@ -44,6 +46,8 @@ class Fatal(tg.Task, state=["steps"]):
             return
         if self.once:
             self.once.touch()
+        if self.alone:
+            Path(os.environ["TASKGRAPH_INJECT"], "hold,held,task=1").touch()
         time.sleep(self.linger_s)
         if self.how == "segfault":
             ctypes.string_at(0)
@@ -68,6 +72,7 @@ def fatal(
     how: str = "11",
     linger_s: float = 0.0,
     once: bool = False,
+    alone: bool = False,
     folder: str = "",
     ahead: int = tg.Settings().epochs_ahead,
     checkpoint: str | None = None,
@@ -80,6 +85,6 @@ def fatal(
         epochs=epochs,
         checkpoint=checkpoint,
         checkpoint_every=1,
-        builder=lambda task_id: Fatal(fatal_at, how, linger_s, done),
+        builder=lambda task_id: Fatal(fatal_at, how, linger_s, done, alone),
         settings=tg.Settings(epochs_ahead=ahead),
     )

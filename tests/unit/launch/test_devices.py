@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,7 +96,10 @@ class Told(LocalNodes):
         super().__init__(entry, MemoryCoordinator(MemoryStore()), Runtime(root), deal_devices=deal_devices)
         self.told: list[NodeConfig] = []
 
-    async def _spawn(self, config: NodeConfig, log_path: Path) -> Any:
+    def _forkserver(self) -> Any:
+        return contextlib.nullcontext()
+
+    async def _spawn(self, server: Any, config: NodeConfig, log_path: Path) -> Any:
         self.told.append(config)
         return SimpleNamespace(process=None, pipe=-1, log_path=log_path)
 

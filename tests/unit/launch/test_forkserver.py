@@ -1,0 +1,230 @@
+"""Processes that nodes are forked from."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from taskgraph import host
+from taskgraph.children import can_adopt, tell_child
+from taskgraph.errors import JobError
+from taskgraph.launch.forkserver import ForkServer, NodeProcess
+from taskgraph.node import forkserver
+from taskgraph.node.config import NodeConfig
+
+pytestmark = pytest.mark.slow
+forks = pytest.mark.skipif(not can_adopt(), reason="this system cannot fork nodes from one process")
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """An etcd that takes connections and says nothing: a node that is told of it waits."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield "{}:{}".format(*listening.getsockname())
+
+
+def config(etcd: str, name: str = "n1") -> NodeConfig:
+    return NodeConfig(job="fit", name=name, etcd=etcd, token="ab" * 32, parent_pid=os.getpid())
+
+
+async def end(started: NodeProcess) -> int:
+    os.close(started.pipe)
+    async with asyncio.timeout(LIMIT_S):
+        return await started.process.wait()
+
+
+@forks
+async def test_nodes_are_ours_and_copies_of_one_process(tmp_path: Path, silent: str) -> None:
+    async with ForkServer(tmp_path, 1) as server:
+        nodes = [await server.start(config(silent, name), tmp_path / f"{name}.log") for name in ("n1", "n2")]
+    pids = [node.process.pid for node in nodes]
+    assert sorted(os.listdir(tmp_path)) == ["n1.log", "n2.log"]
+    assert _parents(pids) == [os.getpid()] * 2, "and what they were forked from is gone"
+    assert [os.getsid(pid) for pid in pids] == pids, "a Ctrl-C on the terminal is for the launcher alone"
+    assert _code(pids[0]) == _code(pids[1])
+    assert [node.process.returncode for node in nodes] == [None, None]
+    tell_child(nodes[1].process, signal.SIGKILL)
+    assert await end(nodes[1]) == nodes[1].process.returncode == -signal.SIGKILL
+    assert await end(nodes[0]) == 1
+    for node in nodes:
+        assert node.log_path.stat().st_mode & 0o777 == 0o600
+        with pytest.raises(ProcessLookupError):
+            os.kill(node.process.pid, 0)
+    assert nodes[0].log_path.read_text().endswith("taskgraph node: the launcher is gone\n")
+    assert nodes[1].log_path.read_text().count("\n") <= 1, "each has a log of its own"
+
+
+@forks
+async def test_nodes_that_are_started_at_a_time_each_get_their_own(tmp_path: Path, silent: str) -> None:
+    async with ForkServer(tmp_path, 1) as a, ForkServer(tmp_path, 1) as b:
+        nodes = await asyncio.gather(
+            a.start(config(silent, "n1"), tmp_path / "n1.log"), b.start(config(silent, "n2"), tmp_path / "n2.log")
+        )
+        assert _parents([node.process.pid for node in nodes]) == [os.getpid()] * 2
+        assert [await end(node) for node in nodes] == [1, 1]
+
+
+@forks
+async def test_orphans_of_others_are_not_ours(tmp_path: Path) -> None:
+    async with ForkServer(tmp_path, 1) as server:
+        started = await server.start(config("127.0.0.1:1"), tmp_path / "n1.log")
+    script = "import os, time\nif not os.fork():\n    os.setsid(); time.sleep(60)\nelse:\n    os._exit(0)"
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
+    await parent.wait()
+    (orphan,) = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_orphan(pid, script)]
+    try:
+        assert _parents([orphan]) != [os.getpid()]
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+        await end(started)
+
+
+async def test_a_system_that_cannot_starts_each_by_itself(tmp_path: Path, silent: str) -> None:
+    async with ForkServer(tmp_path, 1, fork=False) as server:
+        nodes = [await server.start(config(silent, name), tmp_path / f"{name}.log") for name in ("n1", "n2")]
+    assert sorted(os.listdir(tmp_path)) == ["n1.log", "n2.log"]
+    assert [await end(node) for node in nodes] == [1, 1]
+
+
+@forks
+async def test_numbers_drawn_in_nodes_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where something has loaded numpy's generator before they are forked."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if 'taskgraph.node.process' in sys.orig_argv:\n"
+        "    import random, numpy.random\n"
+        "    from taskgraph.node import config\n"
+        "    def folder(self):\n"
+        "        print(numpy.random.random(), random.random(), flush=True); os._exit(9)\n"
+        "    config.NodeConfig.__getattribute__ = lambda self, name: folder(self) if name == 'devices' else "
+        "object.__getattribute__(self, name)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    async with ForkServer(tmp_path, 1) as server:
+        nodes = [await server.start(config("127.0.0.1:1", name), tmp_path / f"{name}.log") for name in ("n1", "n2")]
+    assert [await end(node) for node in nodes] == [9, 9]
+    drawn = [float(text) for node in nodes for text in node.log_path.read_text().split()]
+    assert len(set(drawn)) == 4
+
+
+@forks
+async def test_one_that_cannot_load_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "uvloop.py").write_text("raise ImportError('uvloop is broken here')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    async with ForkServer(tmp_path, 1) as server:
+        with pytest.raises(JobError, match=r"(?s)node n1 cannot be started: .* it said:.*uvloop is broken here"):
+            await server.start(config("127.0.0.1:1"), tmp_path / "n1.log")
+        with pytest.raises(JobError, match=r"(?s)node n2 cannot be started: .*uvloop is broken here"):
+            await server.start(config("127.0.0.1:1", "n2"), tmp_path / "n2.log")
+
+
+@forks
+async def test_one_that_is_stopped_is_killed_at_the_end(tmp_path: Path) -> None:
+    async with ForkServer(tmp_path, 1):
+        (pid,) = _writing_to(tmp_path)
+        os.kill(pid, signal.SIGSTOP)
+    assert _writing_to(tmp_path) == []
+
+
+@forks
+@pytest.mark.parametrize("stopped", [False, True])
+async def test_a_cancelled_start_leaves_none(tmp_path: Path, silent: str, stopped: bool) -> None:
+    async with ForkServer(tmp_path, 1) as server:
+        if stopped:
+            os.kill(_writing_to(tmp_path)[0], signal.SIGSTOP)
+        starting = asyncio.ensure_future(server.start(config(silent), tmp_path / "n1.log"))
+        await asyncio.sleep(0.05)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert not [pid for pid in _writing_to(tmp_path) if "n1" in os.readlink(f"/proc/{pid}/fd/1")]
+        if stopped:
+            with pytest.raises(JobError, match="has ended"):
+                await server.start(config(silent), tmp_path / "n1.log")
+    assert _writing_to(tmp_path) == []
+
+
+@forks
+async def test_none_outlives_a_launcher_that_is_killed(tmp_path: Path, silent: str) -> None:
+    script = f"""
+import asyncio, os, signal
+from pathlib import Path
+from taskgraph.launch.forkserver import ForkServer
+from taskgraph.node.config import NodeConfig
+async def main():
+    folder = Path({str(tmp_path)!r})
+    async with ForkServer(folder, 1) as server:
+        config = NodeConfig(job="fit", name="n1", etcd={silent!r}, token="ab" * 32, parent_pid=os.getpid())
+        await server.start(config, folder / "n1.log")
+        os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+    launcher = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
+    assert await launcher.wait() == -signal.SIGKILL
+    async with asyncio.timeout(30):
+        while _writing_to(tmp_path):  # noqa: ASYNC110 (they are nobody's children here)
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("which", [1, 2])
+def test_a_system_without_processes_left_is_told(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
+    """The child that is to fork the node cannot be forked, or cannot fork."""
+    fork, calls, tester = os.fork, [0], os.getpid()
+
+    def refused() -> int:
+        calls[0] += 1
+        if calls[0] == which:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return fork()
+
+    monkeypatch.setattr(os, "fork", refused)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        answer = forkserver._forked(theirs, config("127.0.0.1:1"), 1, lambda _: os._exit(0))
+    assert os.getpid() == tester
+    assert list(answer) == ["error"] and os.strerror(errno.EAGAIN) in answer["error"]
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+async def test_one_that_has_ended_starts_none(tmp_path: Path) -> None:
+    server = ForkServer(tmp_path, 1, fork=True)
+    with pytest.raises(JobError, match="no node can be started any more"):
+        await server.start(config("127.0.0.1:1"), tmp_path / "n1.log")
+
+
+def _parents(pids: list[int]) -> list[int]:
+    return [int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids]
+
+
+def _code(pid: int) -> list[str]:
+    """Where its executable memory lies."""
+    return [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if " r-xp " in line and "/" in line]
+
+
+def _is_orphan(pid: int, script: str) -> bool:
+    try:
+        return script.encode() in Path(f"/proc/{pid}/cmdline").read_bytes() and host.state(pid) != "Z"
+    except OSError:
+        return False
+
+
+def _writing_to(folder: Path) -> list[int]:
+    """Processes whose output goes to a file in this folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/fd/1"):
+        with contextlib.suppress(OSError):
+            if os.readlink(path).startswith(str(folder)):
+                found.append(int(path.parts[2]))
+    return found
