@@ -180,13 +180,14 @@ asyncio.run(main())
 @pytest.mark.parametrize("which", [1, 2])
 def test_a_system_without_processes_left_is_told(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
     """The child that is to fork the node cannot be forked, or cannot fork."""
-    fork, calls, tester = os.fork, [0], os.getpid()
+    fork, calls, tester, forked = os.fork, [0], os.getpid(), []
 
     def refused() -> int:
         calls[0] += 1
         if calls[0] == which:
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        return fork()
+        forked.append(fork())
+        return forked[-1]
 
     monkeypatch.setattr(os, "fork", refused)
     ours, theirs = socket.socketpair()
@@ -194,8 +195,10 @@ def test_a_system_without_processes_left_is_told(monkeypatch: pytest.MonkeyPatch
         answer = forkserver._forked(theirs, config("127.0.0.1:1"), 1, lambda _: os._exit(0))
     assert os.getpid() == tester
     assert list(answer) == ["error"] and os.strerror(errno.EAGAIN) in answer["error"]
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    assert len(forked) == which - 1
+    for pid in forked:
+        with pytest.raises(ChildProcessError):  # it has ended, and was waited for
+            os.waitpid(pid, os.WNOHANG)
 
 
 async def test_one_that_has_ended_starts_none(tmp_path: Path) -> None:
