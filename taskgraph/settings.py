@@ -66,7 +66,7 @@ class Settings:
     lost_after_s: float = 30.0
     min_in_sync: int = 1
     admit_wait_s: float = 10.0
-    epochs_ahead: int = 16
+    epochs_ahead: int = 64
     epochs_in_flight: int = 4
     gather_s: float = 0.02
     start_wait_s: float = 15.0

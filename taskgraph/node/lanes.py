@@ -256,6 +256,7 @@ class Lanes:
         epoch_bytes = self._epoch_bytes = items_bytes + self._state_bytes
         if epoch_bytes > self._most_bytes:
             self._most_bytes = epoch_bytes
+            self._gather_by(attempt.put_bytes)
         if attempt.finishing:
             self._finishing = True
         primary.stage = ""
@@ -268,6 +269,13 @@ class Lanes:
         if not goes_on:
             await self.dones.all()
         return goes_on
+
+    def _gather_by(self, put_bytes: int) -> None:
+        """What is gathered is a part of the epochs that it may be ahead, which are fewer where they are so large."""
+        ahead = min(self._ahead, _AHEAD_BYTES // max(1, put_bytes))
+        self._primary.reporter.gather_by(ahead)
+        if self._task == 0 and self._node.roles.leader is not None:
+            self._node.roles.leader.gather_by(ahead)
 
     def _leaves_state(self, graph: Graph | None) -> bool:
         """Whether an epoch of that graph leaves the state as it was, by what marks promise."""

@@ -72,6 +72,10 @@ class LeaderRole:
         self._commit_of = 0  # the revision of `generation` that the last commit rests on
         self._gathering: asyncio.TimerHandle | None = None
 
+    def gather_by(self, ahead: int) -> None:
+        """Task 0, whose epochs are as large as others' for all we know, may be so many epochs ahead."""
+        self._leader.gather_by(ahead)
+
     # -- what primaries say -----------------------------------------------------------------------
 
     async def take_report(self, told: Report | Reports) -> Accepted:

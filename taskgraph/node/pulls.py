@@ -15,6 +15,8 @@ Channel = tuple[str, int]
 _EARLY_BYTES = 32 << 20
 """What comes before its epoch may be that much: each producer bounds what it puts ahead of the commit, and a task may
 have many producers."""
+_AT_ONCE = 16
+"""Of so many epochs an item is asked for at a time: of four times as many, each call costs more than it saves."""
 _EARLY_CALLS = 256
 """So many calls of one task wait at its producers, besides those of the epoch at work."""
 
@@ -28,13 +30,13 @@ class Pulls:
     nothing unless the attempt of their epoch takes them.
 
     Args:
-        ahead: how many epochs are asked for at a time; 1: no more than the one at work.
+        ahead: how many epochs may be asked for at a time; 1: no more than the one at work.
         epochs: of the job, where that is known.
     """
 
     def __init__(self, router: Router, *, ahead: int, epochs: int | None) -> None:
         self._router = router
-        self._ahead = ahead
+        self._ahead = min(ahead, _AT_ONCE)
         self._epochs = epochs
         self._attempt = -1
         self._latest: dict[Channel, int] = {}  # the epoch it was pulled in last

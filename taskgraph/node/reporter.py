@@ -36,12 +36,17 @@ class Reporter:
         self._node = node
         self._leads = leads
         settings = node.settings
-        self._enough = 1 if leads or not settings.gather_s else settings.epochs_ahead // 4  # half of a commit
+        self._enough = 1
         self._gather_s = settings.gather_s / 2
         self._reports: dict[int, _Told] = {}  # epoch -> the latest
         self._gathered: list[_Told] = []  # to be sent when there are enough, or at the timer
         self._timer: asyncio.TimerHandle | None = None
         self._look = asyncio.Event()
+        self.gather_by(settings.epochs_ahead)
+
+    def gather_by(self, ahead: int) -> None:
+        """The task may be so many epochs ahead: a quarter of that is a message, which is half of a commit."""
+        self._enough = 1 if self._leads or not self._gather_s else max(1, ahead // 4)
 
     def set(self, report: Report) -> None:
         """This is what the leader has to know of the report's epoch."""

@@ -113,7 +113,7 @@ class Leader:
         self._tasks = tasks
         self._epochs = epochs
         self._ahead = ahead
-        self.enough = max(1, (ahead + 1) // 2)  # epochs for one commit; while it is written, tasks work on the others
+        self.gather_by(ahead)
         self.stamp: Stamp | None = None
         self.ready = False
         self.pressing = False
@@ -121,6 +121,10 @@ class Leader:
         self._awaited: set[int] = set()  # epochs whose commit somebody waits for
         self._sealed: dict[int, tuple[int, int]] = {}  # task -> (term, version) a seal was answered for
         self._restart: tuple[int, str] | None = None  # the epoch that cannot be completed, and why
+
+    def gather_by(self, ahead: int) -> None:
+        """Tasks may be so many epochs ahead: half of that is enough for a commit; while it is written, they work on."""
+        self.enough = max(1, (ahead + 1) // 2)
 
     def begin(self, stamp: Stamp) -> None:
         """`stamp` was read from etcd; what belongs to another attempt or an earlier epoch is void."""

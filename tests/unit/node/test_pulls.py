@@ -56,6 +56,14 @@ async def test_a_channel_pulled_twice_running_is_pulled_in_advance() -> None:
     assert len(set(replies)) == 10, "each epoch has a call of its own"
 
 
+async def test_more_than_sixteen_at_a_time_gain_nothing() -> None:
+    router = Asked()
+    asks = pulls(router, ahead=64)
+    for epoch in range(18):
+        begin(asks, epoch)
+    assert router.calls == [(0, 0, 1), (0, 1, 16), (0, 17, 16)]
+
+
 async def test_a_channel_that_is_not_in_every_epoch_is_not() -> None:
     router = Asked()
     asks = pulls(router)

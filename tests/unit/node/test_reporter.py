@@ -213,6 +213,18 @@ async def test_of_epochs_ahead_several_are_gathered() -> None:
     running.cancel()
 
 
+async def test_a_task_that_may_be_less_far_ahead_gathers_less() -> None:
+    node, reporter, running = await _started()
+    reporter.gather_by(8)
+    for epoch in (1, 2):
+        reporter.set(*_ahead(epoch))
+    assert [message for message, _ in node.begun] == [Reports(_ahead(1, 2))]
+    reporter.gather_by(0)
+    reporter.set(*_ahead(3))
+    assert [message for message, _ in node.begun[1:]] == [*_ahead(3)]
+    running.cancel()
+
+
 async def test_what_was_gathered_does_not_wait_long() -> None:
     node, reporter, running = await _started()
     reporter.set(*_ahead(1))
