@@ -437,12 +437,13 @@ async def test_nothing_outlives_a_launcher_that_is_killed(stuck: str) -> None:
             await becomes(lambda: runtime.find("held") is not None, LIMIT_S)
             entry = runtime.find("held")
             assert entry is not None
+            await two_registered(entry.etcd)
             if stuck:
                 await becomes(lambda: (folder / "stuck").exists(), LIMIT_S)
-            else:
-                await two_registered(entry.etcd)
+            # Two nodes, etcd and its guard; what the nodes were forked from ends a moment after them.
+            await becomes(lambda: len(descendants(launcher.pid)) == 4, LIMIT_S)
             started = descendants(launcher.pid)
-            assert len(started) == 4, "two nodes, etcd and its guard"
+            assert len(started) == 4
         finally:
             await kill_and_reap(launcher)
         await becomes(lambda: not any(running(pid) for pid in started), 5.0)
@@ -473,9 +474,10 @@ def command_of(pid: int) -> str:
 
 def descendants(pid: int) -> set[int]:
     found: set[int] = set()
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in path.read_text().split():
-            found |= {int(child)} | descendants(int(child))
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        for path in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in path.read_text().split():
+                found |= {int(child)} | descendants(int(child))
     return found
 
 
