@@ -89,6 +89,7 @@ class Attempt:
         "replica",
         "scratch",
         "seed",
+        "snapshot_bytes",
         "stamp",
         "task",
         "term",
@@ -119,7 +120,8 @@ class Attempt:
         self.device = replica.device
         self.allocate = replica.router.allocate
         self.ledger = Ledger()
-        self.put_bytes = 0  # what is kept for those who pull it, and for the backups, until it commits
+        self.put_bytes = 0  # what is kept for those who pull it, until it commits: each value once
+        self.snapshot_bytes = 0  # and for the backups
         self._mailbox: Mailbox | None = None  # most epochs have none
         self.numbers: dict[str, float] = {}
         self.finishing = False
@@ -386,16 +388,17 @@ class Attempt:
             self._tell(self._put_told, tag, consumers, value)
             return
         size = value.size_bytes if value.buffers else len(value.meta)
-        now = self._tracing.on and clock()  # before it goes: no pull of it ends before
+        kept, now = 0, self._tracing.on and clock()  # before it goes: no pull of it ends before
         for consumer in consumers:
             if not self.out.put(tag, consumer, value):
                 continue  # the attempt is over
             self.ledger.sent("item", self.task, consumer, tag, value.digest)
-            self.put_bytes += size
+            kept = size
             if now:
                 self._tracing.keep(("put", tag, consumer, now, now, self.task, self.stamp, self.term, size))
             if self.recording is not None:
                 self.recording.puts[(tag, consumer)] = value
+        self.put_bytes += kept
 
     def _put_told(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
         """What a thread put, which does not hear any more that the attempt is over."""

@@ -42,12 +42,12 @@ class Attempts:
         """The one at `stamp`, where it began and is not over."""
         return self._begun.get(stamp)
 
-    @property
-    def put_bytes(self) -> int:
-        """What all of them hold for others."""
+    def held_bytes(self, before: int) -> int:
+        """What the epochs before that one hold: items for others, items of others, and their boundaries."""
         found = 0
         for attempt in self._begun.values():
-            found += attempt.put_bytes
+            if attempt.number < before:
+                found += attempt.put_bytes + attempt.inbound.taken_bytes + attempt.snapshot_bytes
         return found
 
     # -- as the primary goes on -------------------------------------------------------------------

@@ -199,7 +199,8 @@ class Inbound:
         self._ledger.received("item", producer, self._task, tag, value.digest)
         self.items[channel] = value
         self.open -= 1
-        self.taken_bytes += value.size_bytes if value.buffers else len(value.meta)
+        if producer != self._task:  # else it was put here, and counted
+            self.taken_bytes += value.size_bytes if value.buffers else len(value.meta)
         if self._recording is not None:
             self._recording.items[channel] = value
         if self._awaited:

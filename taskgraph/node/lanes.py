@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Lanes"]
 
-_AHEAD_BYTES = 32 << 20
-"""A task whose uncommitted epochs hold more than that begins no other: items and boundaries stay until they commit."""
+_AHEAD_BYTES = 80 << 20
+"""A task whose uncommitted epochs hold more than that begins no other: items and boundaries stay until they commit.
+
+That is below 150 MiB with what a node of one task takes besides."""
 
 
 class Lanes:
@@ -200,7 +202,7 @@ class Lanes:
             return False  # handed over right after a commit
         if not self._several and (epoch - self.settled) * self._most_bytes <= _AHEAD_BYTES:
             return True  # so small are all of them
-        held = self._primary.attempts.put_bytes
+        held = self._primary.attempts.held_bytes(self._turns.at)
         if in_flight := epoch - self._turns.at:
             if self._epoch_bytes is None:
                 return False  # how large its epochs are is found out with one
@@ -242,7 +244,6 @@ class Lanes:
             elif leader is not None:
                 rows = leader.rows_now(stamp, previous)
         primary.stage, replica.actor.stamp = "snapshot", stamp
-        items_bytes = attempt.put_bytes + attempt.inbound.taken_bytes
         if attempt.graph is not self._graph:  # epochs that declare the same share one
             self._graph, self._stays = attempt.graph, self._may_stay and self._leaves_state(attempt.graph)
         if self._stays and self._bare is not None and not rows and not attempt.numbers:
@@ -250,13 +251,13 @@ class Lanes:
         else:
             value = await replica.snapshot(attempt.numbers, {stamp.epoch - 1: rows} if rows else {}, stays=True)
             self._state_bytes = value.size_bytes
-            attempt.put_bytes += self._state_bytes
+            attempt.snapshot_bytes = self._state_bytes
             if self._may_stay:
                 self._bare = value if type(value) is Encoded and not attempt.numbers and not rows else None
-        epoch_bytes = self._epoch_bytes = items_bytes + self._state_bytes
-        if epoch_bytes > self._most_bytes:
-            self._most_bytes = epoch_bytes
-            self._gather_by(attempt.put_bytes)
+        self._epoch_bytes = attempt.put_bytes + attempt.inbound.taken_bytes + self._state_bytes
+        if self._epoch_bytes > self._most_bytes:
+            self._most_bytes = self._epoch_bytes
+            self._gather()
         if attempt.finishing:
             self._finishing = True
         primary.stage = ""
@@ -270,9 +271,9 @@ class Lanes:
             await self.dones.all()
         return goes_on
 
-    def _gather_by(self, put_bytes: int) -> None:
+    def _gather(self) -> None:
         """What is gathered is a part of the epochs that it may be ahead, which are fewer where they are so large."""
-        ahead = min(self._ahead, _AHEAD_BYTES // max(1, put_bytes))
+        ahead = min(self._ahead, _AHEAD_BYTES // self._most_bytes)
         self._primary.reporter.gather_by(ahead)
         if self._task == 0 and self._node.roles.leader is not None:
             self._node.roles.leader.gather_by(ahead)

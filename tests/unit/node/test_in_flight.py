@@ -303,9 +303,9 @@ def test_a_node_that_leaves_hands_over_when_what_is_in_flight_is_committed(early
 # -- memory -------------------------------------------------------------------------------------------
 
 
-def test_large_epochs_begin_when_the_one_before_is_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not when it is committed. Two have room, with the one that is to be pulled again, say."""
-    monkeypatch.setattr(lanes, "_AHEAD_BYTES", 100_000)
+def test_large_epochs_begin_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in flight is taken to be as large as the one before it; what an epoch puts for its own task counts once."""
+    monkeypatch.setattr(lanes, "_AHEAD_BYTES", 70_000)
 
     class Large(Early, state=["seen"]):
         script = Script()
@@ -327,7 +327,7 @@ def test_large_epochs_begin_when_the_one_before_is_through(monkeypatch: pytest.M
         assert script.epochs("early", 0) == [0, 1]
         through.set()
         await asyncio.sleep(3)
-        assert script.epochs("early", 0) == [0, 1, 2], "40 kB of each of two uncommitted epochs"
+        assert script.epochs("early", 0) == [0, 1], "40 kB of each of two uncommitted epochs"
         assert at_work(cluster) == Stamp(1, 0)
         last = script.hold("early", 0, 11)
         commit.set()
@@ -338,3 +338,41 @@ def test_large_epochs_begin_when_the_one_before_is_through(monkeypatch: pytest.M
         return await cluster.result()
 
     whole(play(job(Large), scenario, nodes=2))
+
+
+def test_what_uncommitted_epochs_hold_is_each_item_once_at_whoever_put_it_and_took_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lanes, "_AHEAD_BYTES", 100_000)
+
+    class Feeds(tg.Task):
+        """Tasks 0 and 2 feed task 1, task 0 also tasks 3 and 4, and task 4 is stuck."""
+
+        script = Script()
+
+        async def compose(self, epoch: tg.Epoch) -> None:
+            takers: dict[int, tuple[int, ...]] = {0: (1, 3, 4), 2: (1,)}
+            if self.task_id in takers:
+                epoch.processor(self.give, outbound={"x": takers[self.task_id]})
+            else:
+                givers = [giver for giver, to in takers.items() if self.task_id in to]
+                epoch.processor(self.take, inbound={"x": givers})
+
+        async def give(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            await self.script.at("work", self.task_id, epoch.number)
+            outs.put("x", bytes(40_000))
+
+        async def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            await self.script.at("work", self.task_id, epoch.number)
+
+    script = Feeds.script
+    commit = script.hold("work", 4, 0)
+
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        await asyncio.sleep(3)
+        begun = [len(script.epochs("work", task)) for task in range(5)]
+        assert begun == [3, 2, 3, 3, 1], "40 kB an epoch; task 1 takes 80"
+        commit.set()
+        return await cluster.result()
+
+    assert play(tg.Job(tasks=5, epochs=12, builder=Feeds), scenario, nodes=2).epochs == 12
