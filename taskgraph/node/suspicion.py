@@ -48,7 +48,7 @@ class Suspicion:
         if node not in self._refused and node != self._node.id:
             self._refused[node] = self._node.now()
             view = self._node.keeper.view
-            if node in view.nodes:
+            if node in view.nodes and node not in view.gone:  # else that it died was told
                 self._node.events.emit(
                     "lost",
                     f"{self._node.name_of(node)} is gone: its port refuses",
@@ -117,8 +117,13 @@ class Suspicion:
         for node in sorted(view.gone.keys() - self._told):
             self._told.add(node)
             record = view.gone[node].record
-            if (record.running or record.task is not None) and view.running and self._node.speaks():
-                self._node.events.emit("gone", f"{self._node.name_of(node)} {record.told}", fields={"lost": node})
+            if not (view.running and self._node.speaks()):
+                continue
+            name = self._node.name_of(node)
+            if record.running or record.task is not None:
+                self._node.events.emit("gone", f"{name} {record.told}", fields={"lost": node})
+            elif record.died and node not in self._refused:  # its launcher was faster than whoever missed it
+                self._node.events.emit("lost", f"{name} is gone: {record.reason}", fields={"lost": node})
 
     def _look_at_refused(self) -> None:
         """Asks again whoever refused and is still registered. After long enough it has renewed its lease, and lives."""

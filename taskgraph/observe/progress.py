@@ -139,9 +139,10 @@ class Progress:
             self._tell(min(event.at for event in events), whose + text)
 
     def _told_lost(self, text: str) -> bool:
-        """Whether another node told just now that it misses this one."""
-        now, before = self._clock(), self._lost.get(text, float("-inf"))
-        self._lost[text] = now
+        """Whether another node told just now that it misses this one, from whatever it knows that."""
+        what = text.partition(":")[0]
+        now, before = self._clock(), self._lost.get(what, float("-inf"))
+        self._lost[what] = now
         return now - before < _LOST_S
 
     def line(self, text: str) -> None:

@@ -192,6 +192,11 @@ class GoneRecord(Record):
         return tuple(dict.fromkeys(map(str, self.ran)))
 
     @property
+    def died(self) -> bool:
+        """Whether its process was seen to end: it neither left nor was missed for too long."""
+        return self.reason.startswith(("killed", "exited"))
+
+    @property
     def told(self) -> str:
         """After the node's name."""
         verb = "was " if self.reason.startswith("killed") else ""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from cluster_kit import Counting, holder, job, play
+from cluster_kit import Counting, Gated, gated, holder, job, play
 
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.observe.events import Event
+
+__all__ = ["gated"]
 
 
 def of_kind(cluster: InProcessCluster, *kinds: str) -> list[Event]:
@@ -26,6 +28,37 @@ def test_an_eviction_right_after_a_take_over_tells_the_epoch_it_happened_in() ->
         assert evicted and all(event.epoch == 3 and not event.transient for event in evicted)
 
     play(job(Counting, tasks=1, epochs=5), scenario, nodes=3, stages={("compose", 0, 3): crash})
+
+
+def test_a_death_that_its_launcher_tells_before_anybody_misses_the_node_is_told(gated: type[Gated]) -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        idle = next(node for node in cluster.nodes if node is not holder(cluster, 0))
+        cluster.crash(idle.id)
+        await asyncio.sleep(1)
+        gated.gate.set()
+        await cluster.result()
+        assert [event.text for event in of_kind(cluster, "lost", "gone")] == [f"{idle.name} is gone: killed"]
+
+    play(job(gated, tasks=1, backups=0), scenario, nodes=3)
+
+
+def test_a_death_is_told_once_where_a_node_misses_it_before_its_launcher_tells_it(gated: type[Gated]) -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        primary = holder(cluster, 0)
+        idle = next(node for node in cluster.nodes if node is not primary)
+        speaker = min(cluster.nodes, key=lambda node: node.id)
+        if speaker is idle:
+            idle = next(node for node in cluster.nodes if node not in (speaker, primary))
+        speaker.suspicion.refused(idle.id)
+        cluster.crash(idle.id)
+        await asyncio.sleep(1)
+        gated.gate.set()
+        await cluster.result()
+        assert [event.text for event in of_kind(cluster, "lost", "gone")] == [f"{idle.name} is gone: its port refuses"]
+
+    play(job(gated, tasks=1, backups=0), scenario, nodes=3)
 
 
 def test_who_leaves_after_the_jobs_end_is_no_news_that_is_kept() -> None:

@@ -96,6 +96,7 @@ def test_what_is_the_same_of_several_tasks_within_a_moment_is_one_line() -> None
     progress = Progress("fit", 9, 1000, out=out, clock=clock)
     for _ in range(3):
         progress.event(event("lost", "n1 is gone: its port refuses"))
+    progress.event(event("lost", "n1 is gone: killed by SIGKILL"))  # by one whom its launcher told first
     for task in (0, 1, 2, 7):
         progress.event(of_task(task, "takeover", f"n{2 + task // 2 % 2} is primary after n1 (term 2)"))
     progress.event(of_task(4, "evicted", "n1 is out of its in-sync set (in sync: 1)"))
