@@ -41,6 +41,7 @@ class Suspicion:
         self._probing: dict[str, asyncio.Task[None]] = {}
         self.suspects: frozenset[str] = frozenset()
         self.gone: frozenset[str] = frozenset()
+        self._missed: set[str] = set()  # whose loss it told because their ports refuse
         self._told: set[str] | None = None
 
     def refused(self, node: str) -> None:
@@ -48,7 +49,8 @@ class Suspicion:
         if node not in self._refused and node != self._node.id:
             self._refused[node] = self._node.now()
             view = self._node.keeper.view
-            if node in view.nodes and node not in view.gone:  # else that it died was told
+            if node in view.nodes and node not in view.gone:
+                self._missed.add(node)
                 self._node.events.emit(
                     "lost",
                     f"{self._node.name_of(node)} is gone: its port refuses",
@@ -122,7 +124,7 @@ class Suspicion:
             name = self._node.name_of(node)
             if record.running or record.task is not None:
                 self._node.events.emit("gone", f"{name} {record.told}", fields={"lost": node})
-            elif record.died and node not in self._refused:  # its launcher was faster than whoever missed it
+            elif record.died and node not in self._missed:  # its launcher was faster than whoever missed it
                 self._node.events.emit("lost", f"{name} is gone: {record.reason}", fields={"lost": node})
 
     def _look_at_refused(self) -> None:

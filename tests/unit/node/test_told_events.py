@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from cluster_kit import Counting, Gated, gated, holder, job, play
 
 from taskgraph.launch.inprocess import InProcessCluster
@@ -43,20 +44,30 @@ def test_a_death_that_its_launcher_tells_before_anybody_misses_the_node_is_told(
     play(job(gated, tasks=1, backups=0), scenario, nodes=3)
 
 
-def test_a_death_is_told_once_where_a_node_misses_it_before_its_launcher_tells_it(gated: type[Gated]) -> None:
+@pytest.mark.parametrize(
+    ("when", "text"),
+    [
+        ("before it is killed", "its port refuses"),
+        ("before its death is read", "its port refuses"),
+        ("as soon as its death is read", "killed"),
+    ],
+)
+def test_a_death_is_told_once_by_whom_the_port_refuses(gated: type[Gated], when: str, text: str) -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         await gated.reached.wait()
-        primary = holder(cluster, 0)
-        idle = next(node for node in cluster.nodes if node is not primary)
-        speaker = min(cluster.nodes, key=lambda node: node.id)
-        if speaker is idle:
-            idle = next(node for node in cluster.nodes if node not in (speaker, primary))
-        speaker.suspicion.refused(idle.id)
+        speaker, *others = sorted(cluster.nodes, key=lambda node: node.id)
+        idle = next(node for node in others if node is not holder(cluster, 0))
+        if when == "before it is killed":
+            speaker.suspicion.refused(idle.id)
         cluster.crash(idle.id)
+        if when == "as soon as its death is read":
+            while idle.id not in speaker.keeper.view.gone:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        speaker.suspicion.refused(idle.id)
         await asyncio.sleep(1)
         gated.gate.set()
         await cluster.result()
-        assert [event.text for event in of_kind(cluster, "lost", "gone")] == [f"{idle.name} is gone: its port refuses"]
+        assert [event.text for event in of_kind(cluster, "lost", "gone")] == [f"{idle.name} is gone: {text}"]
 
     play(job(gated, tasks=1, backups=0), scenario, nodes=3)
 
