@@ -3,8 +3,8 @@
     python benchmarks/tracing.py --pairs 100 --tasks 7 --backups 1
 
 Prints epochs per second and the processor time of all nodes per epoch, with and without; medians of the turns, and the
-median of the ratios of neighbors. How long `taskgraph trace` needs to start and to write its file is not in it; what
-it does while the job is looked at is.
+median and the quartiles of the ratios of neighbors; every other pair begins with tracing. How long `taskgraph trace`
+needs to start and to write its file is not in it; what it does while the job is looked at is.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ async def turn(job: RunningJob, pids: list[int], seconds: float) -> tuple[float,
     return done / (time.monotonic() - began), (processor_s(pids) - used) / done * 1e6
 
 
-async def traced(job: RunningJob, pids: list[int], seconds: float, folder: Path) -> tuple[float, float]:
+async def traced(job: RunningJob, pids: list[int], seconds: float, folder: Path, every: int) -> tuple[float, float]:
     """The same while the job is traced, from here."""
     keeper, began = job.follower.keeper, asyncio.Event()
-    tracer = Tracer(keeper, job.run, job.token, None, folder, epochs=1_000_000, say=lambda _: began.set())
+    tracer = Tracer(keeper, job.run, job.token, None, folder, epochs=1_000_000, every=every, say=lambda _: began.set())
     tracing = asyncio.ensure_future(tracer.run())
     try:
         await began.wait()
@@ -68,14 +68,17 @@ async def main(options: argparse.Namespace) -> None:
             await running.follower.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch > 50)
             pids = [node.record.pid for node in running.view.nodes.values()]
             off, on = [], []
-            for _ in range(options.pairs):
-                off.append(await turn(running, pids, options.seconds))
-                on.append(await traced(running, pids, options.seconds, Path(folder)))
-                await asyncio.sleep(_SETTLE_S)
+            for number in range(2 * options.pairs):
+                if number % 4 in (0, 3):
+                    off.append(await turn(running, pids, options.seconds))
+                else:
+                    on.append(await traced(running, pids, options.seconds, Path(folder), options.every))
+                    await asyncio.sleep(_SETTLE_S)
     for at, what in enumerate(("epochs per second", "us of processor time per epoch")):
         a, b = [x[at] for x in off], [x[at] for x in on]
-        ratio = statistics.median(y / x for x, y in zip(a, b, strict=True))
-        print(f"{what}: {statistics.median(a):.1f} off, {statistics.median(b):.1f} on, ratio {ratio:.4f}", flush=True)
+        low, ratio, high = statistics.quantiles([y / x for x, y in zip(a, b, strict=True)], n=4)
+        medians = f"{statistics.median(a):.1f} off, {statistics.median(b):.1f} on"
+        print(f"{what}: {medians}, ratio {ratio:.4f} ({low:.3f} to {high:.3f})", flush=True)
 
 
 if __name__ == "__main__":
@@ -85,5 +88,6 @@ if __name__ == "__main__":
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--tasks", type=int, default=7)
     parser.add_argument("--n", type=int, default=1, help="float64 values an item (1)")
+    parser.add_argument("--every", type=int, default=0, help="one epoch of so many; 0: as `taskgraph trace` (0)")
     parser.add_argument("--backups", type=int, default=1)
     uvloop.run(main(parser.parse_args()))

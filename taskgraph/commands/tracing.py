@@ -17,7 +17,7 @@ from taskgraph.commands.common import Reached, reach
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import JobError
 from taskgraph.files import whole_file
-from taskgraph.launch.tracing import NodeTrace, Tracer
+from taskgraph.launch.tracing import NodeTrace, Tracer, words_of
 from taskgraph.observe.clocks import NodeClock
 from taskgraph.observe.trace import clock
 from taskgraph.observe.trace_file import TraceFile
@@ -34,6 +34,8 @@ def trace(options: argparse.Namespace) -> int:
     """Traces some epochs of a running job."""
     if options.epochs < 1:
         raise JobError(f"--epochs {options.epochs}: at least one")
+    if options.every < 0:
+        raise JobError(f"--every {options.every}: at least 1, which is all of them; without it few enough are chosen")
     path = Path(options.output)
     if not path.parent.is_dir():
         raise JobError(f"--output {path}: there is no directory {path.parent}")
@@ -53,6 +55,7 @@ async def _trace(options: argparse.Namespace, path: Path) -> int:
                 entry.node_access,
                 Path(folder),
                 epochs=options.epochs,
+                every=options.every,
                 say=_say,
             )
             interrupted = await _run(tracer, keeper)
@@ -116,6 +119,7 @@ def _write(path: Path, reached: Reached, tracer: Tracer, began_ns: int) -> dict[
                 "job": reached.name,
                 "first_epoch": tracer.first,
                 "last_epoch": last,
+                "every": tracer.every,
                 "nodes": nodes,
                 "missing": _missing(tracer, last),
             }
@@ -167,10 +171,10 @@ def _summary(path: Path, about: dict[str, Any]) -> str:
     nodes = about["nodes"]
     foreign = [node["clock_within_us"] for node in nodes if not node["shares_our_clock"]]
     clocks = f"clocks within {max(foreign):.0f} us of each other" if foreign else "all on one clock"
+    epochs = f"epochs {about['first_epoch']} to {about['last_epoch']}{words_of(about['every'])}"
     return (
-        f"{path}: epochs {about['first_epoch']} to {about['last_epoch']} of job {about['job']}, "
-        f"{sum(node['spans'] for node in nodes)} spans on {len(nodes)} nodes, {clocks}. "
-        f"Open it in https://ui.perfetto.dev"
+        f"{path}: {epochs}, of job {about['job']}: {sum(node['spans'] for node in nodes)} spans on "
+        f"{len(nodes)} nodes, {clocks}. Open it in https://ui.perfetto.dev"
     )
 
 

@@ -137,7 +137,7 @@ class Actor:
             coroutine: Coroutine[Any, Any, R] = function(*args)  # type: ignore[assignment]
             if self._device is not None:
                 coroutine = _OnStream(coroutine, self._device, self._stream_of(self._device))
-            words, began = lastwords.here, self._tracing.on and clock()
+            words, began = lastwords.here, self._tracing.on and self._tracing.began(stamp)
             if words is not None:
                 words.runs(self.task, stamp, where)
             try:
@@ -158,7 +158,7 @@ class Actor:
                 if words is not None:
                     words.running[:] = lastwords.NOTHING  # as `words.ran`, without a call
                 if began:
-                    self._tracing.keep(("code", where, "", began, clock(), self.task, stamp or NO_STAMP, self.term, -1))
+                    self._tracing.keep("code", where, "", began, clock(), self.task, stamp or NO_STAMP, self.term, -1)
         except (AttemptEnded, StuckError):
             raise
         except asyncio.CancelledError as error:
@@ -174,14 +174,14 @@ class Actor:
         stamp = self.stamp
         if self.in_threads and self._turn.locked():
             await self._turn_free()
-        began = self._tracing.on and clock()
+        began = self._tracing.on and self._tracing.began(stamp)
         try:
             return function()
         except Exception as error:
             raise UserCodeError(where, error) from error
         finally:
             if began:
-                self._tracing.keep(("code", where, "", began, clock(), self.task, stamp or NO_STAMP, self.term, -1))
+                self._tracing.keep("code", where, "", began, clock(), self.task, stamp or NO_STAMP, self.term, -1)
 
     async def _turn_free(self) -> None:
         """Returns when no thread holds the task. Nothing else takes it before the next await of who called this."""
@@ -225,7 +225,7 @@ class Actor:
             except BaseException:
                 self.in_threads -= 1
                 raise
-        began, mark = self._tracing.on and clock(), 0
+        began, mark = self._tracing.on and self._tracing.began(stamp), 0
         call = functools.partial(self._in_thread, where, alone, function, args, after)
         if self._device is not None:
             call = functools.partial(self._on_stream, self._device, call)
@@ -256,7 +256,7 @@ class Actor:
             if mark:
                 self._end(mark)
             if began:
-                self._tracing.keep(("code", where, "", began, clock(), self.task, stamp or NO_STAMP, self.term, -1))
+                self._tracing.keep("code", where, "", began, clock(), self.task, stamp or NO_STAMP, self.term, -1)
             if alone:
                 self.in_threads -= 1
                 self._turn.release()

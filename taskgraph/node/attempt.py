@@ -53,6 +53,7 @@ class Attempt:
     Args:
         group: where what runs beside it belongs; there, too, an error ends all of it.
         turns: of the task's epochs, where several are in flight: what is not stateless waits for that of this one.
+        traced: whether somebody looks at this epoch.
     """
 
     # One is made for every epoch. Without slots, more than 30 attributes are kept in a dictionary of each one's own.
@@ -93,6 +94,7 @@ class Attempt:
         "stamp",
         "task",
         "term",
+        "traced",
     )
 
     def __init__(
@@ -103,6 +105,7 @@ class Attempt:
         group: asyncio.TaskGroup,
         recording: Recording | None = None,
         turns: Turns | None = None,
+        traced: bool = False,
     ) -> None:
         replica = primary.replica
         self._primary = primary
@@ -111,6 +114,7 @@ class Attempt:
         self.term = primary.term
         self.task = replica.task
         self._tracing = replica.tracing
+        self.traced = traced
         self.number = stamp.epoch
         self.attempt = stamp.attempt
         self.last = replica.job.epochs is not None and stamp.epoch + 1 >= replica.job.epochs
@@ -159,7 +163,7 @@ class Attempt:
                 await primary.node.point("compose", self.task, self.number)
             graph = await self._compose()
             parallel = [self._beside(self._process(p)) for p in graph.parallel] if graph.parallel else ()
-            inbound.pull(graph, self._beside)
+            inbound.pull(graph, self._beside, self.traced and clock())
             if injects:
                 await primary.node.point("processor", self.task, self.number)
             for processor in graph.ordered:
@@ -226,11 +230,11 @@ class Attempt:
             if channel not in items:
                 lacking.add(channel)
         if lacking:
-            waiting = self._tracing.on and clock()
+            waiting = self.traced and clock()
             await self.inbound.until_here(lacking)
             if waiting:
                 ended = clock()
-                self._tracing.keep(("wait", processor.name, "", waiting, ended, self.task, self.stamp, self.term, -1))
+                self._tracing.keep("wait", processor.name, "", waiting, ended, self.task, self.stamp, self.term, -1)
         if self._turns is not None and not is_stateless(processor.compute):
             await self.turn(processor.name)
         self._states[processor.name] = "running"
@@ -258,7 +262,7 @@ class Attempt:
         """Returns when all earlier epochs are snapshotted: `where` rests on the state, or changes it."""
         if self._turns is None or self._turns.at >= self.number:
             return
-        waiting = self._tracing.on and clock()
+        waiting = self.traced and clock()
         await self._turns.wait(self.number)
         if waiting:
             self._tracing.add("turn", waiting, self.task, self.stamp, self.term, where)
@@ -388,14 +392,14 @@ class Attempt:
             self._tell(self._put_told, tag, consumers, value)
             return
         size = value.size_bytes if value.buffers else len(value.meta)
-        kept, now = 0, self._tracing.on and clock()  # before it goes: no pull of it ends before
+        kept, now = 0, self.traced and clock()  # before it goes: no pull of it ends before
         for consumer in consumers:
             if not self.out.put(tag, consumer, value):
                 continue  # the attempt is over
             self.ledger.sent("item", self.task, consumer, tag, value.digest)
             kept = size
             if now:
-                self._tracing.keep(("put", tag, consumer, now, now, self.task, self.stamp, self.term, size))
+                self._tracing.keep("put", tag, consumer, now, now, self.task, self.stamp, self.term, size)
             if self.recording is not None:
                 self.recording.puts[(tag, consumer)] = value
         self.put_bytes += kept

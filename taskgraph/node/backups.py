@@ -116,7 +116,7 @@ class Backups:
     def _offer_now(self, node: str, boundary: Boundary) -> bool:
         """Offers a member a pending boundary, where that takes no waiting."""
         message = Offer(boundary.stamp, self._term, self._task, False, False, self._invited[node], boundary.value)
-        began = self._node.tracing.on and clock()
+        began = self._node.tracing.on and self._node.tracing.began(boundary.stamp, boundary=True)
         reply = self._node.router.begin_at(node, message)
         if reply is None:
             return False
@@ -370,7 +370,7 @@ class Backups:
         message = Offer(boundary.stamp, self._term, self._task, committed, candidate, invitation, value)
         settings = self._node.settings
         timeout_s = settings.setup_s if candidate else settings.call_s
-        began = self._node.tracing.on and clock()
+        began = self._node.tracing.on and self._node.tracing.began(boundary.stamp, boundary=True)
         call = asyncio.ensure_future(self._node.router.to_node(node, message, timeout_s=timeout_s))
         # A candidate's is not given up because an epoch committed: what takes longer than an epoch would never be over.
         dead = self._when(node, lambda: not candidate and key not in self._insync.missing(node))
@@ -402,7 +402,7 @@ class Backups:
     def _trace_offer(self, began: int, node: str, boundary: Boundary) -> None:
         made, who = Stamp(boundary.stamp.attempt, boundary.stamp.epoch - 1), self._node.name_of(node)
         size = boundary.value.size_bytes
-        self._node.tracing.keep(("offer", "", who, began, clock(), self._task, made, self._term, size))
+        self._node.tracing.keep("offer", "", who, began, clock(), self._task, made, self._term, size)
 
     async def _admit(self, node: str, backoff: Backoff) -> None:
         """Writes the candidate into the in-sync set."""

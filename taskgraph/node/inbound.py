@@ -90,14 +90,14 @@ class Inbound:
 
     # -- asked by the attempt ---------------------------------------------------------------------
 
-    def pull(self, graph: Graph, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+    def pull(self, graph: Graph, spawn: Callable[[Coroutine[Any, Any, None]], object], since: int) -> None:
         """Asks for every item of the epoch.
 
         Args:
             spawn: runs something that belongs to the attempt; where that raises, the attempt ends.
+            since: what `clock()` says, where somebody traces the epoch; else 0.
         """
-        self._graph, self._spawn = graph, spawn
-        self._since = self._tracing.on and clock()
+        self._graph, self._spawn, self._since = graph, spawn, since
         self._channels = graph.channels_in
         self.open = len(self._channels)
         for tag, producer in self._channels:
@@ -221,7 +221,7 @@ class Inbound:
     def _trace(self, kind: str, tag: str, producer: int, item: Item | None) -> None:
         """The term is the producer's: it tells which of several equal items came."""
         size, term = (item.value.size_bytes, item.term) if item is not None else (-1, 0)
-        self._tracing.keep((kind, tag, producer, self._since, clock(), self._task, self._stamp, term, size))
+        self._tracing.keep(kind, tag, producer, self._since, clock(), self._task, self._stamp, term, size)
 
 
 async def raised(error: Exception) -> None:

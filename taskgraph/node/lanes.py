@@ -142,14 +142,15 @@ class Lanes:
                     if several or not goes_on:
                         await self._until_allowed(stamp)
                     self.began = self._loop.time()
-                    began = self._tracing.on and clock()
+                    traced = self._tracing.on and self._tracing.takes(stamp.epoch)
+                    began = traced and clock()
                     following = stamp_of((stamp.attempt, stamp.epoch + 1))
                     try:
                         if stamp.epoch == self.settled:
                             await self._after_commit(stamp)
                         replica.actor.term = self._term
                         recording = Recording(replica, stamp) if strict else None
-                        attempt = Attempt(primary, stamp, group=group, recording=recording, turns=turns)
+                        attempt = Attempt(primary, stamp, group=group, recording=recording, turns=turns, traced=traced)
                         primary.attempts.begin(attempt)
                         self._next = following.epoch
                         if several:
@@ -158,7 +159,7 @@ class Lanes:
                         goes_on = await self._after_work(attempt, following)
                     finally:
                         if began:
-                            self._tracing.keep(("epoch", "", "", began, clock(), self._task, stamp, self._term, -1))
+                            self._tracing.keep("epoch", "", "", began, clock(), self._task, stamp, self._term, -1)
                     stamp = Stamp(stamp.attempt, stamp.epoch + self._count) if several else following
         except asyncio.CancelledError:
             if self.over or self.failed_in >= 0:
@@ -179,7 +180,9 @@ class Lanes:
         """Returns when that epoch is the next one to begin, and may."""
         waiting = 0
         while self._next < stamp.epoch or not self._may_begin(stamp.epoch):
-            waiting = waiting or (self._next == stamp.epoch and self._tracing.on and clock())
+            waiting = waiting or (
+                self._next == stamp.epoch and self._tracing.on and self._tracing.began(stamp, boundary=True)
+            )
             self._lacks_room = True
             self._room.clear()
             await self._room.wait()
@@ -331,12 +334,12 @@ class Lanes:
                 self._turns.at = following.epoch  # as there, without a call
         at = node.keeper.view.epoch
         admit_wait_s = node.settings.admit_wait_s if at is not None and epoch == at.record.base else 0.0
-        holding = self._tracing.on and clock()
+        holding = attempt.traced and clock()
         if shared or admit_wait_s:
             await primary.backups.held(boundary.key, admit_wait_s=admit_wait_s)
         if holding:
             held, size = clock(), value.size_bytes
-            self._tracing.keep(("held by backups", "", "", holding, held, self._task, stamp, self._term, size))
+            self._tracing.keep("held by backups", "", "", holding, held, self._task, stamp, self._term, size)
         if node.paused:
             await node.while_paused()
         if node.injects:

@@ -136,7 +136,8 @@ class Reporter:
 
     def _trace(self, report: Report, since: int) -> None:
         kind = "done" if report.done else "idle"
-        self._node.tracing.keep((kind, "", 0, since, clock(), report.task, report.stamp, report.term, -1))
+        if self._node.tracing.takes(report.stamp.epoch):
+            self._node.tracing.keep(kind, "", 0, since, clock(), report.task, report.stamp, report.term, -1)
 
     async def run(self) -> None:
         """Tells the leader what could not be told at once, and every new leader all of it again."""

@@ -122,7 +122,7 @@ class Serving:
         if view.term(offer.task) < offer.term or view.stamp is None or view.stamp.attempt < offer.stamp.attempt:
             return None  # what it was made in has to be read here, too
         self._check_offer(peer, offer)
-        began = node.tracing.on and clock()
+        began = node.tracing.on and node.tracing.began(offer.stamp, boundary=True)
         self._hold(replica, offer)
         if began:
             self._trace_hold(began, peer, offer)
@@ -233,7 +233,7 @@ class Serving:
         # What it was made in was read from etcd by its primary: here, a roll-back that began it must be read, too.
         await keeper.wait_until_read(lambda view: view.stamp is not None and view.stamp.attempt >= offer.stamp.attempt)
         self._check_offer(peer, offer)
-        began = node.tracing.on and clock()
+        began = node.tracing.on and node.tracing.began(offer.stamp, boundary=True)
         replica = node.roles.replica(offer.task)
         try:
             await replica.set_up()
@@ -268,7 +268,7 @@ class Serving:
     def _trace_hold(self, began: int, peer: str, offer: Offer) -> None:
         made, size = Stamp(offer.stamp.attempt, offer.stamp.epoch - 1), offer.value.size_bytes
         who = self._node.name_of(peer)
-        self._node.tracing.keep(("hold", "", who, began, clock(), offer.task, made, offer.term, size))
+        self._node.tracing.keep("hold", "", who, began, clock(), offer.task, made, offer.term, size)
 
     def _check_offer(self, peer: str, offer: Offer) -> None:
         view = self._node.keeper.view

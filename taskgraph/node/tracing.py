@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol
 
 from taskgraph.observe._proto import control_pb2 as pb
 from taskgraph.observe.events import EventLog
 from taskgraph.observe.trace import Tracing
-from taskgraph.observe.trace_chunks import Packer
+from taskgraph.observe.trace_chunks import chunks
 
 __all__ = ["Traced", "traced"]
 
@@ -36,29 +35,32 @@ class Traced(Protocol):
 async def traced(
     node: Traced, events: EventLog, requests: AsyncIterator[pb.TraceRequest], ending: asyncio.Event
 ) -> AsyncGenerator[pb.TraceChunk, None]:
-    """Spans of `node`, from now on. First comes a chunk with none, which tells the latest epoch that began before.
+    """Spans of `node`, from the first request on. First comes a chunk with none, which tells the latest epoch that
+    began before.
 
     Args:
         events: told in between.
-        requests: the first that names an epoch says when to end; so does the end of them.
+        requests: the first says which epochs; the first that names one says when to end, and so does the end of them.
         ending: set where the node ends.
 
     Raises:
         TaskGraphError: somebody else traces it.
     """
-    tracing, packer = node.tracing, Packer()
-    tracing.start(events)
-    over = asyncio.ensure_future(_first_of(ending, node, requests))
+    tracing, asked = node.tracing, aiter(requests)
+    first = await _first_request(asked, ending)
+    if first is None:
+        return
+    tracing.start(events, max(first.every, 1))
+    over = asyncio.ensure_future(_first_of(ending, node, asked))
     try:
         yield pb.TraceChunk(epoch=node.latest)
         while True:
             last = over.done()
             if last:
                 over.result()
-            async with contextlib.aclosing(packer.chunks(tracing)) as chunks:
-                async for chunk in chunks:
-                    chunk.epoch = node.epoch
-                    yield chunk
+            for chunk in chunks(tracing):
+                chunk.epoch = node.epoch
+                yield chunk
             if last:
                 yield pb.TraceChunk(epoch=node.epoch, over=True)
                 return
@@ -71,6 +73,22 @@ async def traced(
         tracing.stop()
         over.cancel()
         await asyncio.gather(over, return_exceptions=True)
+
+
+async def _first_request(requests: AsyncIterator[pb.TraceRequest], ending: asyncio.Event) -> pb.TraceRequest | None:
+    """None: there is none, or the node ends."""
+
+    async def asked() -> pb.TraceRequest | None:
+        return await anext(requests, None)
+
+    first, end = waits = asyncio.ensure_future(asked()), asyncio.ensure_future(ending.wait())
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        return first.result() if first.done() else None
+    finally:
+        for one in waits:
+            one.cancel()
+        await asyncio.gather(first, end, return_exceptions=True)
 
 
 async def _first_of(ending: asyncio.Event, node: Traced, requests: AsyncIterator[pb.TraceRequest]) -> None:

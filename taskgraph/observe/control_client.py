@@ -60,8 +60,11 @@ class TraceCall:
 
     async def until(self, epoch: int) -> None:
         """Asks the node to end when it has read this epoch."""
+        await self.ask(pb.TraceRequest(until_epoch=epoch))
+
+    async def ask(self, request: pb.TraceRequest) -> None:
         with contextlib.suppress(asyncio.InvalidStateError):  # it ended already: `next` tells why
-            await self._call.write(pb.TraceRequest(until_epoch=epoch))
+            await self._call.write(request)
 
     async def enough(self) -> None:
         """Asks the node to end now."""
@@ -182,15 +185,21 @@ class ControlClient:
         return ClockReading(middle, reply.at_ns - middle, (after - before) // 2, reply.host_key)
 
     @contextlib.asynccontextmanager
-    async def trace(self) -> AsyncIterator[TraceCall]:
-        """Traces the node until `TraceCall.until`, or until the block ends."""
+    async def trace(self, every: int = 1) -> AsyncIterator[TraceCall]:
+        """Traces the node until `TraceCall.until`, or until the block ends.
+
+        Args:
+            every: of the epochs, those that this divides.
+        """
         call: Any = self._channel.stream_stream(
             f"/{SERVICE}/Trace",
             request_serializer=lambda message: message.SerializeToString(),
             response_deserializer=pb.TraceChunk.FromString,
         )(metadata=self._metadata)
         try:
-            yield TraceCall(call)
+            begun = TraceCall(call)
+            await begun.ask(pb.TraceRequest(every=every))
+            yield begun
         except grpc.aio.AioRpcError as error:
             raise self._error("Trace", error) from error
         finally:

@@ -15,6 +15,7 @@ from cli_kit import DRIVER, LIMIT_S, Cli, shell
 pytestmark = pytest.mark.slow
 
 STEADY = DRIVER.with_name("steady.py")
+FAST = Path(__file__).parents[2] / "benchmarks" / "tree.py"
 IN_STEP = ("-o", "ahead=0")
 """No task is ahead of the commit: which epoch is traced first can be told in advance."""
 
@@ -118,7 +119,7 @@ async def test_every_task_of_every_epoch_on_every_node(cli: Cli) -> None:
 async def test_a_node_that_is_killed_and_one_that_joins_are_named(cli: Cli) -> None:
     run = await cli.start("run", str(STEADY), "--nodes", "3", "-o", "epochs=100000")
     await run.until("the job began")
-    tracing = await cli.start("trace", "--epochs", "90000", "-o", "t.json")
+    tracing = await cli.start("trace", "--epochs", "90000", "--every", "1", "-o", "t.json")
     await tracing.until("tracing epochs")
     assert (await cli("kill", "--node", "n2")).code == 0
     await run.until("is primary after")
@@ -143,6 +144,29 @@ async def test_a_node_that_is_killed_and_one_that_joins_are_named(cli: Cli) -> N
     told = [e for e in trace.events if e["ph"] == "i" and e["name"] == "takeover"]
     assert taken and {s["args"]["task"] for s in taken} == {e["args"]["task"] for e in told}
     assert all(trace.nodes[s["pid"]] != "n2" for s in taken)
+
+
+async def test_of_a_fast_job_a_long_trace_has_whole_epochs_some_apart(cli: Cli) -> None:
+    run = await cli.start("run", str(FAST), "--nodes", "3", "-o", "epochs=10000000")
+    await run.until("the job began")
+    tracing = await cli.start("trace", "--epochs", "1000000", "-o", "t.json")
+    await tracing.until("tracing epochs")
+    await asyncio.sleep(1.5)
+    tracing.interrupt()
+    done = await tracing.done()
+    assert done.code == 130, done.err
+    run.interrupt()
+    await run.done()
+    trace = Trace(cli.cwd / "t.json")
+    first, last, every = (trace.about[key] for key in ("first_epoch", "last_epoch", "every"))
+    assert every > 1 and f", one of {every}" in done.err and f", one of {every}, of job tree" in done.out
+    epochs = set(range(first, last + 1, every))
+    assert len(epochs) > 10, "of a second"
+    for task in range(7):
+        for name in ("epoch", "compose", "done", *(("snapshot", "held by backups", "hold") if task == 0 else ())):
+            found = trace.epochs(name, task=task)
+            assert epochs <= found and not any(epoch % every for epoch in found), f"{name} of task {task}"
+    assert trace.epochs("commit") - epochs, "all of them are there: they commit what was traced"
 
 
 async def test_a_job_that_fails_meanwhile_leaves_what_was_seen(cli: Cli) -> None:
@@ -185,5 +209,7 @@ async def test_what_cannot_be_traced_is_said(cli: Cli) -> None:
     assert done.code == 3 and "no running job 'nobody' is known here" in done.err
     done = await cli("trace", "nobody", "--epochs", "0")
     assert done.code == 2 and "at least one" in done.err
+    done = await cli("trace", "nobody", "--every", "-1")
+    assert done.code == 2 and "at least 1" in done.err
     done = await cli("trace", "nobody", "-o", "no/folder/t.json")
     assert done.code == 2 and "there is no directory no/folder" in done.err

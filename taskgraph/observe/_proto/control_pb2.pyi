@@ -166,18 +166,12 @@ class ClockReply(_message.Message):
     def __init__(self, at_ns: _Optional[int] = ..., host_key: _Optional[str] = ...) -> None: ...
 
 class TraceRequest(_message.Message):
-    __slots__ = ("until_epoch",)
+    __slots__ = ("until_epoch", "every")
     UNTIL_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    EVERY_FIELD_NUMBER: _ClassVar[int]
     until_epoch: int
-    def __init__(self, until_epoch: _Optional[int] = ...) -> None: ...
-
-class TraceSpans(_message.Message):
-    __slots__ = ("texts", "numbers")
-    TEXTS_FIELD_NUMBER: _ClassVar[int]
-    NUMBERS_FIELD_NUMBER: _ClassVar[int]
-    texts: bytes
-    numbers: bytes
-    def __init__(self, texts: _Optional[bytes] = ..., numbers: _Optional[bytes] = ...) -> None: ...
+    every: int
+    def __init__(self, until_epoch: _Optional[int] = ..., every: _Optional[int] = ...) -> None: ...
 
 class TraceChunk(_message.Message):
     __slots__ = ("epoch", "lost", "over", "names", "spans")
@@ -190,5 +184,5 @@ class TraceChunk(_message.Message):
     lost: int
     over: bool
     names: _containers.RepeatedScalarFieldContainer[str]
-    spans: _containers.RepeatedCompositeFieldContainer[TraceSpans]
-    def __init__(self, epoch: _Optional[int] = ..., lost: _Optional[int] = ..., over: bool = ..., names: _Optional[_Iterable[str]] = ..., spans: _Optional[_Iterable[_Union[TraceSpans, _Mapping]]] = ...) -> None: ...
+    spans: bytes
+    def __init__(self, epoch: _Optional[int] = ..., lost: _Optional[int] = ..., over: bool = ..., names: _Optional[_Iterable[str]] = ..., spans: _Optional[bytes] = ...) -> None: ...

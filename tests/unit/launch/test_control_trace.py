@@ -11,6 +11,7 @@ import pytest
 
 from taskgraph.errors import PeerGone, TaskGraphError
 from taskgraph.node.control import ControlServer
+from taskgraph.node.tracing import traced
 from taskgraph.observe._proto import control_pb2 as pb
 from taskgraph.observe.control_client import ControlClient, TraceCall, control_address
 from taskgraph.observe.events import EventLog
@@ -88,7 +89,7 @@ async def rest(call: TraceCall) -> tuple[list[Span], pb.TraceChunk]:
 def add(service: Service, count: int) -> None:
     now, stamp = clock(), Stamp(1, service.node.epoch)
     for number in range(count):
-        service.node.tracing.keep(("put", "x", "", now, now, 3, stamp, 1, number))
+        service.node.tracing.keep("put", "x", "", now, now, 3, stamp, 1, number)
 
 
 async def test_until_an_epoch_was_read(service: Service) -> None:
@@ -105,6 +106,43 @@ async def test_until_an_epoch_was_read(service: Service) -> None:
     assert [s[9] for s in spans if s[0] == "put"] == [0, 1, 2, 0, 1]
     assert (last.over, last.epoch, last.lost) == (True, 9, 0)
     await service.off()
+
+
+async def test_the_first_request_says_which_epochs(service: Service) -> None:
+    async with service.client() as client, client.trace(every=3) as call:
+        assert await call.next() is not None
+        assert [epoch for epoch in range(7) if service.node.tracing.takes(epoch)] == [0, 3, 6]
+    await service.off()
+    async with tracing(service):
+        assert all(service.node.tracing.takes(epoch) for epoch in range(7))
+
+
+async def test_nothing_begins_before_it_is_asked_for() -> None:
+    node, ending = Node(), asyncio.Event()
+    asked: asyncio.Queue[pb.TraceRequest] = asyncio.Queue()
+
+    async def requests() -> AsyncIterator[pb.TraceRequest]:
+        while True:
+            yield await asked.get()
+
+    async def nothing() -> AsyncIterator[pb.TraceRequest]:
+        for request in ():
+            yield request
+
+    assert [chunk async for chunk in traced(node, EventLog("n1"), nothing(), ending)] == []
+    chunks = traced(node, EventLog("n1"), requests(), ending)
+    first = asyncio.ensure_future(anext(chunks, None))
+    await asyncio.sleep(0.01)
+    assert not first.done() and not node.tracing.on
+    asked.put_nowait(pb.TraceRequest())
+    told = await asyncio.wait_for(first, LIMIT_S)
+    assert told is not None and told.epoch == 7 and node.tracing.on and node.tracing.takes(5)
+    await chunks.aclose()
+    assert not node.tracing.on
+    never = asyncio.ensure_future(anext(traced(node, EventLog("n1"), requests(), ending), None))
+    await asyncio.sleep(0.01)
+    ending.set()
+    assert await asyncio.wait_for(never, LIMIT_S) is None and not node.tracing.on
 
 
 async def test_an_epoch_that_was_read_before_ends_it_at_once(service: Service) -> None:

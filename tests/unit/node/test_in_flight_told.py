@@ -128,7 +128,7 @@ def test_a_trace_shows_each_epoch_on_a_row_of_its_own() -> None:
 
     async def scenario(cluster: InProcessCluster) -> list[Span]:
         await cluster.result()
-        return await spans_of(node[0].tracing)
+        return spans_of(node[0].tracing)
 
     node: list[Node] = []
     job = tg.Job(tasks=1, epochs=30, builder=lambda _: Slow())

@@ -51,7 +51,7 @@ def test_all_that_an_epoch_is_and_waits_only_for_what_was_lacking() -> None:
 
     async def scenario(cluster: InProcessCluster) -> list[Span]:
         await cluster.result()
-        return await spans_of(nodes[0].tracing)
+        return spans_of(nodes[0].tracing)
 
     job = tg.Job(tasks=2, epochs=EPOCHS, builder=lambda _: Pair(), backups=0)
     spans = play(job, scenario, nodes=1, stages={("processor", 0, 0): traced})

@@ -341,7 +341,7 @@ async def test_a_span_names_the_epoch_it_was_begun_for(threads: PooledThreads) -
         actor.stamp = Stamp(1, 9)
         held.go.set()
         await snapshot
-    epochs = {span[1]: span[6] for span in await spans_of(tracing)}
+    epochs = {span[1]: span[6] for span in spans_of(tracing)}
     assert epochs == {"held": 7, "snapshot": 8}
 
 
