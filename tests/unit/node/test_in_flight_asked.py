@@ -279,7 +279,7 @@ def test_a_trace_names_the_epoch_of_each_call(early: type[Early]) -> None:
         await asyncio.sleep(3)
         gate.set()
         found = await cluster.result()
-        spans.extend(await spans_of(holder(cluster, 0).tracing))
+        spans.extend(spans_of(holder(cluster, 0).tracing))
         return found
 
     given = job(early, tasks=1, backups=0)
