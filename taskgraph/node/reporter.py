@@ -1,6 +1,7 @@
 """Tells the leader what a primary reports: the latest report of each epoch, once to every leader.
 
-Of epochs ahead of the one at work nobody waits for a report: several are gathered, and travel as one message.
+Where tasks work ahead of the commit nobody waits for a report: several are gathered, and travel as one message, which
+is there shortly before the leader commits again. A report that somebody waits for goes at once.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Reporter"]
 
+_SHORTLY_BEFORE = 0.75
+"""Of `gather_s`, from a commit on: then reports are on their way that the next commit may be of."""
+_FIRST = 0.5
+"""Of `gather_s`: so long the first one waits where the next commit is overdue already."""
+
 
 class Reporter:
     """One primary's reports, of the epoch at work and of those it is ahead with.
@@ -35,18 +41,21 @@ class Reporter:
     def __init__(self, node: Node, *, leads: bool = False) -> None:
         self._node = node
         self._leads = leads
-        settings = node.settings
+        self._loop = asyncio.get_running_loop()
         self._enough = 1
-        self._gather_s = settings.gather_s / 2
+        self._gather_s = node.settings.gather_s
+        self._due = 0.0  # shortly before the leader commits again, by the commit that was seen last
+        self._due_of = 0  # the revision of `generation` then: after a takeover nothing is gathered for a commit
+        self._sent = False  # whether anything was since that commit
         self._reports: dict[int, _Told] = {}  # epoch -> the latest
         self._gathered: list[_Told] = []  # to be sent when there are enough, or at the timer
         self._timer: asyncio.TimerHandle | None = None
         self._look = asyncio.Event()
-        self.gather_by(settings.epochs_ahead)
+        self.gather_by(node.settings.epochs_ahead)
 
     def gather_by(self, ahead: int) -> None:
-        """The task may be so many epochs ahead: a quarter of that is a message, which is half of a commit."""
-        self._enough = 1 if self._leads or not self._gather_s else max(1, ahead // 4)
+        """The task may be so many epochs ahead: half of that is enough for a message, as it is for a commit."""
+        self._enough = 1 if self._leads or not self._gather_s else max(1, ahead // 2)
 
     def set(self, report: Report) -> None:
         """This is what the leader has to know of the report's epoch."""
@@ -61,17 +70,36 @@ class Reporter:
             return
         gathered.append(told)
         # Nobody waits for it where the task goes on, and so does the job, without this epoch's commit.
-        urgent = not report.ahead or report.finish or at is None or report.stamp <= at
-        if urgent or len(gathered) >= self._enough:
+        waited_for = not report.ahead or report.finish
+        enough = len(gathered) >= self._enough
+        if waited_for or enough or at is None or (report.stamp <= at and not self._early(view)):
             self._send()
             return
         told.leader = leader.mod_revision if leader is not None else 0
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._gather_s, self._send)
+            self._arm()
+
+    def _early(self, view: JobView) -> bool:
+        """Whether the leader waits for more, even where all have reported the epoch at work."""
+        return self._loop.time() < self._due and view.generation_revision == self._due_of
+
+    def _arm(self) -> None:
+        """What was gathered goes when the leader commits again; where that is overdue, or it has some already, soon."""
+        now, at = self._loop.time(), self._due
+        if self._sent:
+            at = now + self._gather_s
+        elif at <= now:
+            at = now + _FIRST * self._gather_s
+        self._timer = self._loop.call_at(at, self._send)
 
     def forget(self, before: int | None = None) -> None:
-        """There is nothing to tell any more of epochs before that one; None: of any."""
+        """There is nothing to tell any more of epochs before that one, which is at work; None: of any."""
         reports = self._reports
+        if before is None:
+            self._due = 0.0
+        else:
+            self._due, self._sent = self._loop.time() + _SHORTLY_BEFORE * self._gather_s, False
+            self._due_of = self._node.keeper.view.generation_revision
         for epoch in tuple(reports):
             if before is None or epoch < before:
                 told = reports.pop(epoch)
@@ -82,10 +110,9 @@ class Reporter:
                         way.reply.cancel()
         if self._gathered:
             self._gathered = [told for told in self._gathered if told.report.stamp.epoch in reports]
-            if not self._gathered:
-                self._stop_timer()
-            elif before is not None and self._gathered[0].report.stamp.epoch <= before:
-                self._send()  # its epoch is the one at work now
+            self._stop_timer()
+            if self._gathered:
+                self._arm()
 
     def _took(self, report: Report) -> bool:
         """Whether the leader took it, which is of this very node: without a call."""
@@ -107,7 +134,7 @@ class Reporter:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        gathered, self._gathered = self._gathered, []
+        gathered, self._gathered, self._sent = self._gathered, [], True
         node, reply = self._node, None
         leader, since = node.keeper.view.primaries.get(0), node.tracing.on and clock()
         if leader is not None and not node.paused:

@@ -18,6 +18,7 @@ class _Keeper:
     def __init__(self) -> None:
         self.view = self
         self.stamp = Stamp(0, 0)
+        self.generation_revision = 1
         self.primaries: dict[int, Versioned[PrimaryRecord]] = {}
         self._waits: list[tuple[asyncio.Future[None], Any]] = []
 
@@ -46,7 +47,7 @@ class _Node:
 
     class settings:
         call_s = 5.0
-        epochs_ahead = 12  # three are enough for a message
+        epochs_ahead = 6  # three are enough for a message
         gather_s = 0.04
 
     def __init__(self) -> None:
@@ -83,6 +84,21 @@ def _report(epoch: int, *, done: bool = True, ahead: bool = False) -> Report:
 
 def _ahead(*epochs: int) -> tuple[Report, ...]:
     return tuple(_report(epoch, ahead=True) for epoch in epochs)
+
+
+def _committed(node: _Node, reporter: Reporter, epoch: int) -> float:
+    """A commit is seen: `epoch` is at work now. Returns when."""
+    node.keeper.stamp = Stamp(0, epoch)
+    reporter.forget(before=epoch)
+    return asyncio.get_running_loop().time()
+
+
+async def _until_sent(node: _Node, count: int = 1) -> float:
+    """Returns when so many messages were sent, and when that was."""
+    async with asyncio.timeout(5):
+        while len(node.begun) < count:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    return asyncio.get_running_loop().time()
 
 
 async def _turns() -> None:
@@ -215,7 +231,7 @@ async def test_of_epochs_ahead_several_are_gathered() -> None:
 
 async def test_a_task_that_may_be_less_far_ahead_gathers_less() -> None:
     node, reporter, running = await _started()
-    reporter.gather_by(8)
+    reporter.gather_by(4)
     for epoch in (1, 2):
         reporter.set(*_ahead(epoch))
     assert [message for message, _ in node.begun] == [Reports(_ahead(1, 2))]
@@ -229,10 +245,7 @@ async def test_what_was_gathered_does_not_wait_long() -> None:
     node, reporter, running = await _started()
     began = asyncio.get_running_loop().time()
     reporter.set(*_ahead(1))
-    async with asyncio.timeout(5):
-        while not node.begun:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-    assert asyncio.get_running_loop().time() > began + 0.9 * node.settings.gather_s / 2
+    assert await _until_sent(node) > began + 0.9 * node.settings.gather_s / 2
     assert [message for message, _ in node.begun] == [*_ahead(1)]
     running.cancel()
 
@@ -249,16 +262,60 @@ async def test_a_report_that_somebody_may_wait_for_takes_with_it_what_was_gather
     running.cancel()
 
 
-async def test_what_was_gathered_is_told_once_its_epoch_is_the_one_at_work() -> None:
+async def test_what_was_gathered_is_there_shortly_before_the_leader_commits_again() -> None:
+    """Also of the epoch at work, of which the leader commits nothing before."""
     node, reporter, running = await _started()
-    for report in _ahead(2, 3):
-        reporter.set(report)
-    node.keeper.stamp = Stamp(0, 1)
-    reporter.forget(before=1)
+    reporter.set(*_ahead(2))
+    committed = _committed(node, reporter, 2)
+    reporter.set(*_ahead(3))
+    await _turns()
     assert not node.begun
-    node.keeper.stamp = Stamp(0, 2)
-    reporter.forget(before=2)
+    waited = await _until_sent(node) - committed
+    assert waited > 0.7 * node.settings.gather_s
     assert [message for message, _ in node.begun] == [Reports(_ahead(2, 3))]
+    reporter.set(*_ahead(4))
+    await _turns()
+    assert len(node.begun) == 1, "it is for the commit after that"
+    running.cancel()
+
+
+async def test_every_commit_gathers_anew() -> None:
+    node, reporter, running = await _started()
+    _committed(node, reporter, 1)
+    reporter.set(*_ahead(1))
+    await asyncio.sleep(0.5 * node.settings.gather_s)
+    assert not node.begun
+    committed = _committed(node, reporter, 1)
+    waited = await _until_sent(node) - committed
+    assert waited > 0.7 * node.settings.gather_s
+    running.cancel()
+
+
+async def test_where_a_commit_is_overdue_the_epoch_at_work_is_reported_at_once() -> None:
+    node, reporter, running = await _started()
+    _committed(node, reporter, 1)
+    await asyncio.sleep(node.settings.gather_s)
+    reporter.set(*_ahead(1))
+    assert [message for message, _ in node.begun] == [*_ahead(1)]
+    running.cancel()
+
+
+async def test_after_a_takeover_the_epoch_at_work_is_reported_at_once() -> None:
+    """The leader commits it as soon as all have reported."""
+    node, reporter, running = await _started()
+    _committed(node, reporter, 1)
+    node.keeper.generation_revision += 1
+    reporter.set(*_ahead(1))
+    assert [message for message, _ in node.begun] == [*_ahead(1)]
+    running.cancel()
+
+
+async def test_in_another_attempt_the_epoch_at_work_is_reported_at_once() -> None:
+    node, reporter, running = await _started()
+    _committed(node, reporter, 1)
+    reporter.forget()
+    reporter.set(*_ahead(1))
+    assert [message for message, _ in node.begun] == [*_ahead(1)]
     running.cancel()
 
 
