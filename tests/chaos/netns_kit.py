@@ -1,20 +1,24 @@
 """Hosts that are network namespaces of this one, joined by a router that can be told to drop what goes from A to B.
 
-Needs root, and `ip`. Everything is made under names of our own and removed; the addresses are of 198.18.0.0/15, which
-is set aside for tests of networks.
+Needs root, and `ip`. Everything is made under names of our own and removed, by the next run where this one is killed.
+The addresses are a /20 of 198.18.0.0/15, which is set aside for tests of networks, that nothing here has a route to.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 
-_OF_THE_TEST = 250
+_BLOCKS = tuple(ipaddress.ip_network("198.18.0.0/15").subnets(new_prefix=20))
+_HOSTS = range(1, 15)
+_OF_THE_TEST = 15
 
 
 def why_not() -> str:
@@ -42,15 +46,53 @@ async def _sh(script: str) -> None:
     assert process.returncode == 0, f"{script}\n{said.decode()}"
 
 
+def _listed(*command: str) -> list[str]:
+    return subprocess.run(["ip", *command], check=True, capture_output=True, text=True, timeout=10).stdout.splitlines()
+
+
+def _of_the_dead(names: list[str]) -> list[str]:
+    """Those of `names` that a test made which is no more."""
+    made = ((name, re.match(r"tg(\d+)\D", name)) for name in names)
+    return [name for name, by in made if by and not os.path.exists(f"/proc/{by[1]}")]
+
+
+def remove_left() -> None:
+    """Removes what tests have left that were killed before they could. Another that begins now does so, too."""
+    links = [line.split()[0].partition("@")[0] for line in _listed("-br", "link", "show", "type", "veth")]
+    spaces = [line.split()[0] for line in _listed("netns", "list")]
+    for name in _of_the_dead(links):
+        subprocess.run(["ip", "link", "del", name], check=False, timeout=10)
+    for name in _of_the_dead(spaces):
+        subprocess.run(["ip", "netns", "del", name], check=False, timeout=10)
+
+
+def _free_block() -> ipaddress.IPv4Network:
+    """Addresses that this machine has no route to."""
+    words = (line.split()[0] for line in _listed("-4", "route", "show", "table", "all"))
+    taken = [ipaddress.ip_network(word) for word in words if re.fullmatch(r"[\d.]+(/\d+)?", word)]
+    turn = os.getpid() % len(_BLOCKS)  # so that two that begin at once take others
+    for block in _BLOCKS[turn:] + _BLOCKS[:turn]:
+        if not any(block.overlaps(other) for other in taken if isinstance(other, ipaddress.IPv4Network)):
+            return block
+    raise RuntimeError("this machine has routes to all of 198.18.0.0/15: see `ip route`")
+
+
 class Network:
     """Hosts by number, from 1 on, and the test itself, which reaches all of them and is never cut off."""
 
     def __init__(self, hosts: tuple[int, ...]) -> None:
+        if not set(hosts) <= set(_HOSTS):
+            raise ValueError(f"hosts are numbered {_HOSTS[0]} to {_HOSTS[-1]}, not {hosts}")
         self._prefix = f"tg{os.getpid()}"
         self._hosts = hosts
+        self._block = _free_block()
+        self._nets = tuple(self._block.subnets(new_prefix=24))
 
     def address(self, host: int) -> str:
-        return f"198.18.{host}.2"
+        return str(self._nets[host][2])
+
+    def _router(self, host: int) -> str:
+        return str(self._nets[host][1])
 
     def _name(self, host: int | str) -> str:
         return f"{self._prefix}-{host}"
@@ -72,14 +114,14 @@ class Network:
             lines += [
                 f"ip link add {here} type veth peer name {there}",
                 f"ip link set {there} netns {router}",
-                f"ip -n {router} addr add 198.18.{host}.1/24 dev {there}",
+                f"ip -n {router} addr add {self._router(host)}/24 dev {there}",
                 f"ip -n {router} link set {there} up",
             ]
             if host == _OF_THE_TEST:
                 lines += [
                     f"ip addr add {self.address(host)}/24 dev {here}",
                     f"ip link set {here} up",
-                    f"ip route add 198.18.0.0/16 via 198.18.{host}.1",
+                    f"ip route add {self._block} via {self._router(host)}",
                 ]
                 continue
             lines += [
@@ -88,7 +130,7 @@ class Network:
                 f"ip -n {name} link set lo up",
                 f"ip -n {name} addr add {self.address(host)}/24 dev {here}",
                 f"ip -n {name} link set {here} up",
-                f"ip -n {name} route add default via 198.18.{host}.1",
+                f"ip -n {name} route add default via {self._router(host)}",
             ]
         await _sh("\n".join(lines))
 
@@ -121,6 +163,7 @@ def both(a: int, b: int) -> tuple[tuple[int, int], tuple[int, int]]:
 @contextlib.asynccontextmanager
 async def network(count: int, *more: int) -> AsyncIterator[Network]:
     """Hosts 1 to `count`, and `more`."""
+    remove_left()
     made = Network((*range(1, count + 1), *more))
     try:
         await made.make()
