@@ -103,7 +103,8 @@ class LocalNodes:
             JobError: a process cannot be started.
         """
         first = await self._take_numbers(count)
-        self._sockets = self._runtime.sockets(self._entry.name)
+        if self._sockets is None:
+            self._sockets = self._runtime.sockets(self._entry.name)
         devices = deal(host_devices() if self._deal_devices else (), first - 1, count)
         async with self._forkserver() as server:
             for number, own, among in zip(itertools.count(first), devices, sharing(devices)):
@@ -290,6 +291,7 @@ class LocalNodes:
             await self._last_tellings(_LAST_TELL_S if tell else 0.0)
             if self._sockets is not None:
                 shutil.rmtree(self._sockets, ignore_errors=True)
+                self._sockets = None
 
     async def _last_tellings(self, timeout_s: float) -> None:
         if self._telling:

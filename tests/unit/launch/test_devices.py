@@ -101,7 +101,7 @@ class Told(LocalNodes):
 
     async def _spawn(self, server: Any, config: NodeConfig, log_path: Path) -> Any:
         self.told.append(config)
-        return SimpleNamespace(process=None, pipe=-1, log_path=log_path)
+        return SimpleNamespace(process=SimpleNamespace(returncode=0), pipe=-1, log_path=log_path)
 
     async def _watch(self, entry: Any) -> None:
         pass
@@ -113,10 +113,16 @@ async def test_each_node_is_told_how_many_share_its_device(
 ) -> None:
     monkeypatch.setattr("taskgraph.launch.local.host_devices", lambda: ("0", "1"))
     nodes = Told(tmp_path / "runtime", deal_devices=deal_devices)
-    await nodes.start(3)
-    assert [config.sharing for config in nodes.told] == shared
-    await nodes.start(1)
-    assert nodes.told[3].name == "n4" and nodes.told[3].sharing == 1
+    try:
+        await nodes.start(3)
+        assert [config.sharing for config in nodes.told] == shared
+        await nodes.start(1)
+        assert nodes.told[3].name == "n4" and nodes.told[3].sharing == 1
+        folders = {config.sockets for config in nodes.told}
+        assert len(folders) == 1 and all(Path(folder).is_dir() for folder in folders)
+    finally:
+        await nodes.stop(0)
+    assert not any(Path(folder).exists() for folder in folders)
 
 
 def test_a_device_is_called_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
