@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,6 +109,13 @@ def test_requirements_have_ranges_and_say_what_disk_they_want() -> None:
     found = dict(install.lines())
     assert all(">=" in requirement for requirement in found)
     assert [gib for requirement, gib in found.items() if requirement.startswith("torch")] == [12.0]
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Short: else the sockets of a job that runs below it are elsewhere, and left there unseen where it is killed."""
+    with tempfile.TemporaryDirectory(prefix="tg-") as name:
+        yield Path(name)
 
 
 @contextlib.contextmanager

@@ -107,6 +107,11 @@ class Told(LocalNodes):
         pass
 
 
+def _there(nodes: Told) -> set[str]:
+    """The folders for their sockets that there are."""
+    return {config.sockets for config in nodes.told if Path(config.sockets).is_dir()}
+
+
 @pytest.mark.parametrize(("deal_devices", "shared"), [(True, [2, 1, 2]), (False, [3, 3, 3])])
 async def test_each_node_is_told_how_many_share_its_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deal_devices: bool, shared: list[int]
@@ -118,11 +123,10 @@ async def test_each_node_is_told_how_many_share_its_device(
         assert [config.sharing for config in nodes.told] == shared
         await nodes.start(1)
         assert nodes.told[3].name == "n4" and nodes.told[3].sharing == 1
-        folders = {config.sockets for config in nodes.told}
-        assert len(folders) == 1 and all(Path(folder).is_dir() for folder in folders)
+        assert len(there := _there(nodes)) == 1
     finally:
         await nodes.stop(0)
-    assert not any(Path(folder).exists() for folder in folders)
+    assert there and not _there(nodes)
 
 
 def test_a_device_is_called_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
