@@ -69,10 +69,10 @@ def remove_left() -> None:
 def _free_block() -> ipaddress.IPv4Network:
     """Addresses that this machine has no route to."""
     words = (line.split()[0] for line in _listed("-4", "route", "show", "table", "all"))
-    taken = [ipaddress.ip_network(word) for word in words if re.fullmatch(r"[\d.]+(/\d+)?", word)]
+    taken = [ipaddress.IPv4Network(word) for word in words if re.fullmatch(r"[\d.]+(/\d+)?", word)]
     turn = os.getpid() % len(_BLOCKS)  # so that two that begin at once take others
     for block in _BLOCKS[turn:] + _BLOCKS[:turn]:
-        if not any(block.overlaps(other) for other in taken if isinstance(other, ipaddress.IPv4Network)):
+        if not any(block.overlaps(other) for other in taken):
             return block
     raise RuntimeError("this machine has routes to all of 198.18.0.0/15: see `ip route`")
 
