@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from contest import SEGMENTS_IN, adopt_orphans, ended_by, run
 from figures import UNITS, Line, Rounds, lines_of, put_into, table
-from suite import WORKS, Contender, Work
+from suite import WORKS, Contender, Work, tree_of
 
 HERE = Path(__file__).parent
 _SHORT, _USUAL, _LONG = (2, 1.0), (3, 2.0), (7, 4.0)
@@ -61,11 +61,16 @@ class Pythons:
 def chosen(keys: str, names: str, *, barred: bool = False) -> list[Work]:
     """The works asked for, with the contenders asked for; rows that lack one of theirs go. `barred`: no bar, no row."""
     wanted = [key for key in keys.split(",") if key]
-    unknown = set(wanted) - {work.key for work in WORKS}
+    known = {work.key: work for work in WORKS}
+    found = {key: known.get(key) or tree_of(key) for key in wanted}
+    unknown = sorted(key for key, work in found.items() if work is None)
     if unknown:
-        raise SystemExit(f"no work {', '.join(sorted(unknown))}; there are: {', '.join(work.key for work in WORKS)}")
+        raise SystemExit(
+            f"no work {', '.join(unknown)}; there are: {', '.join(known)}; and TxN, a tree of T tasks, at least 2, with N "
+            "numbers of 8 bytes: 10x4096"
+        )
     only = [name.strip() for name in names.split(";") if name.strip()]
-    works = [work for work in WORKS if not wanted or work.key in wanted]
+    works = [work for work in found.values() if work is not None] if wanted else list(WORKS)
     if barred:
         works = [_with_bars(work) for work in works]
     return [_reduced(work, only) if only else work for work in works]
@@ -183,7 +188,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="2 rounds of 1 s")
     parser.add_argument("--long", action="store_true", help="7 rounds of 4 s")
-    parser.add_argument("--works", default="", help=f"of: {', '.join(work.key for work in WORKS)}")
+    parser.add_argument(
+        "--works",
+        default="",
+        help=f"of: {', '.join(work.key for work in WORKS)}; or any tree, TxN: T tasks, N numbers of 8 bytes (10x4096)",
+    )
     parser.add_argument("--contenders", default="", help="only these, separated by ';'")
     parser.add_argument("--bars", action="store_true", help="only contenders that there is a bar for")
     parser.add_argument("--repeats", type=int, default=0, help="rounds")

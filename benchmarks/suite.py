@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = ["WORKS", "Contender", "Row", "Work"]
+__all__ = ["WORKS", "Contender", "Row", "Work", "tree_of"]
 
 _HEAP_KEPT = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
@@ -101,8 +101,26 @@ def _in_flight(tasks: int, n: int) -> tuple[Contender, tuple[Row, ...]]:
     return _ours(tasks, n, "--in-flight", "4", name=_IN_FLIGHT), rows
 
 
+def _size(nbytes: int) -> str:
+    for unit, power in (("MiB", 20), ("KiB", 10)):
+        if nbytes >= 1 << power:
+            return f"{nbytes / (1 << power):.4g} {unit}"
+    return f"{nbytes} B"
+
+
+def tree_of(key: str) -> Work | None:
+    """The work of a tree of any size, written TxN: T tasks, N numbers of 8 bytes. It has no bars.
+
+    None: the key is not written so.
+    """
+    tasks, x, n = key.partition("x")
+    if not (x and tasks.isdecimal() and n.isdecimal() and int(tasks) > 1 and int(n) > 0):
+        return None
+    return _tree(key, int(tasks), int(n), {})
+
+
 def _tree(key: str, tasks: int, n: int, bars: dict[str, float], *extra: Contender, rows: tuple[Row, ...] = ()) -> Work:
-    size = f"{8 * n} B" if n < 1000 else f"{8 * n >> 20} MiB"
+    size = _size(8 * n)
     if n < 1_000_000:  # larger ones are not in flight together: memory is bounded
         several, more = _in_flight(tasks, n)
         extra, rows = (*extra, several), rows + more

@@ -276,6 +276,27 @@ def test_works_can_be_reduced_to_what_has_a_bar() -> None:
     assert [one.name for one in bench_command.chosen("small", "ours;Gloo")[0].contenders] == ["ours", "Gloo"]
 
 
+def test_trees_of_any_size_are_works() -> None:
+    some, small = bench_command.chosen("10x4096,small", "ours;Gloo;grpc.aio, heap kept")
+    assert some.title == "T=10, 32 KiB" and small.key == "small"
+    assert [(one.name, one.arguments) for one in some.contenders] == [
+        (name, ("--tasks", "10", "--n", "4096")) for name in ("ours", "grpc.aio, heap kept", "Gloo")
+    ]
+    assert [row.against for row in some.rows] == ["grpc.aio, heap kept", "Gloo"]
+
+
+@pytest.mark.parametrize("key", ["1x3", "7x0", "x", "7x", "7x1x1", "-7x1", "7.0x1", "large-15"])
+def test_what_is_no_work_is_said_with_all_that_there_are(key: str) -> None:
+    with pytest.raises(SystemExit, match=f"no work {key}; there are: small, .*start; and TxN, a tree of T tasks"):
+        bench_command.chosen(f"small,{key}", "")
+
+
+def test_titles_tell_how_large_items_are() -> None:
+    titles = [work.title for work in bench_command.chosen("2x1,2x127,2x128,2x1000,2x131072,2x8388609", "")]
+    sizes = ["8 B", "1016 B", "1 KiB", "7.812 KiB", "1 MiB", "64 MiB"]
+    assert titles == [f"T=2, {size}" for size in sizes]
+
+
 def test_what_no_python_can_import_is_skipped_by_name() -> None:
     pythons = bench_command.Pythons("")
     python, why = pythons.find(("no_such_module",))
