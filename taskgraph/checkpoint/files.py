@@ -4,7 +4,8 @@ The value is encoded already (`graph.values`): a description and its bulk. The d
 `taskgraph.value`; each piece of bulk is a tensor, too. Arrays have their names, dtypes and shapes, so that other tools
 see what a user would: `theta`, `layers.0.weight`. What safetensors has no name for (structured and complex dtypes, big
 endian, long bytes) are tensors of bytes. So nothing is converted, and what is read is what was written, bit by bit.
-Small arrays lie within the description; they are written a second time under their names, for other tools alone.
+Small arrays lie within the description; they are written a second time under their names, for other tools alone. Those
+that lie side by side in one piece of bulk are a tensor each.
 
 The file's digest is of its header, but for the digest itself, and of all data: whatever is cut off, torn or flipped is
 noticed. It is against accidents, not against forgers.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -26,13 +27,14 @@ import numpy as np
 import xxhash
 
 from taskgraph.errors import CheckpointError, DecodeError
+from taskgraph.graph.arrays import PACK_ALIGN, pack_at
 from taskgraph.graph.outline import Named, outline
 from taskgraph.graph.values import verify
 from taskgraph.protocol.messages import Encoded
 
 __all__ = ["FileInfo", "Label", "pack", "unpack"]
 
-_FORMAT: Final = "taskgraph checkpoint 2"
+_FORMAT: Final = "taskgraph checkpoint 3"
 _VALUE: Final = "taskgraph.value"
 _NO_DIGEST: Final = "0" * 32
 _ALIGN: Final = 64
@@ -74,12 +76,22 @@ class FileInfo:
 def pack(value: Encoded, label: Label) -> tuple[FileInfo, list[memoryview]]:
     """The file as parts to be written one after the other; bulk is not copied."""
     named = [n for n in outline(value) if _safe_name(n.dtype) is not None and n.data.nbytes]
-    by_buffer = {n.buffer: n for n in named if n.buffer is not None}
+    by_buffer = {n.buffer: n for n in named if n.buffer is not None and n.part is None}
+    parts_of = {n.buffer: [p for p in named if p.buffer == n.buffer] for n in named if n.part is not None}
     names: dict[str, int] = {_VALUE: 0, "__metadata__": 0}
     entries: list[tuple[str, str, tuple[int, ...], memoryview]] = []
-    buffers: list[str] = []
+    buffers: list[str | dict[str, Any]] = []
     for number, data in enumerate(value.buffers):
         known = by_buffer.get(number)
+        if number in parts_of:
+            told = []
+            for at, part, of in _parts(data, parts_of[number]):
+                name = _unused(f"taskgraph.bytes.{number}" if of is None else _tensor_name(of), names)
+                dtype, shape = ("U8", (part.nbytes,)) if of is None else (_safe_name(of.dtype) or "U8", of.shape)
+                entries.append((name, dtype, shape, part))
+                told.append((at, name))
+            buffers.append({"size": data.nbytes, "parts": told})
+            continue
         if known is not None:
             name = _unused(_tensor_name(known), names)
             entries.append((name, _safe_name(known.dtype) or "U8", known.shape, data))
@@ -114,8 +126,22 @@ def pack(value: Encoded, label: Label) -> tuple[FileInfo, list[memoryview]]:
     return FileInfo(label.task, len(head) + at, digest), [memoryview(head), *parts]
 
 
+def _parts(data: memoryview, named: Iterable[Named]) -> Iterator[tuple[int, memoryview, Named | None]]:
+    """What a buffer of several parts consists of, but for what is zero between them: where, what, and its name."""
+    end = 0
+    for one in named:
+        assert one.part is not None
+        begin = pack_at(end)
+        if begin < one.part:  # of what has no name
+            yield begin, data[begin : one.part], None
+        yield one.part, one.data, one
+        end = one.part + one.data.nbytes
+    if (begin := pack_at(end)) < data.nbytes:
+        yield begin, data[begin:], None
+
+
 def unpack(data: memoryview, label: Label, info: FileInfo, *, path: str) -> Encoded:
-    """The value of a file. It shares the file's memory.
+    """The value of a file. It shares the file's memory, but for buffers that are of several tensors.
 
     Raises:
         CheckpointError: the file is cut off, corrupt, or another one's; named by `path`.
@@ -137,7 +163,7 @@ def unpack(data: memoryview, label: Label, info: FileInfo, *, path: str) -> Enco
         raise CheckpointError(f"{path} is another file than the one that was written: its digest is {digest}")
     try:
         meta = bytes(_tensor(data, at, header[_VALUE]))
-        buffers = tuple(_tensor(data, at, header[name]) for name in json.loads(about["buffers"]))
+        buffers = tuple(_buffer(data, at, header, told) for told in json.loads(about["buffers"]))
         value = Encoded(meta, buffers, bytes.fromhex(about["value_digest"]))
         if verify(value):
             return value
@@ -166,6 +192,19 @@ def _tensor(data: memoryview, at: int, entry: dict[str, Any]) -> memoryview:
     if not 0 <= begin <= end <= data.nbytes - at:
         raise ValueError(f"a tensor from {begin} to {end} of {data.nbytes - at} bytes")
     return data[at + begin : at + end]
+
+
+def _buffer(data: memoryview, at: int, header: dict[str, Any], told: Any) -> memoryview:
+    """One of the value's buffers: a tensor by its name, or several of them, and where each is in it."""
+    if isinstance(told, str):
+        return _tensor(data, at, header[told])
+    size, parts = told["size"], [(begin, _tensor(data, at, header[name])) for begin, name in told["parts"]]
+    if not 0 <= size <= sum(part.nbytes + PACK_ALIGN for _, part in parts):
+        raise ValueError(f"{len(parts)} tensors in a buffer of {size} bytes")
+    buffer = memoryview(bytearray(size))
+    for begin, part in parts:
+        buffer[begin : begin + part.nbytes] = part
+    return buffer.toreadonly()
 
 
 def _digest(header: bytes, parts: Iterable[memoryview]) -> str:

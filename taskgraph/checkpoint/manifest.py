@@ -15,7 +15,7 @@ from taskgraph.version import VERSION
 
 __all__ = ["Manifest", "Name", "Origin"]
 
-_FORMAT: Final = "taskgraph checkpoint 2"
+_FORMAT: Final = "taskgraph checkpoint 3"
 _NAME = re.compile(r"s(\d{4,9})-a(\d{6,18})-e(\d{9,18})-([0-9a-z]{1,16})")
 
 

@@ -19,12 +19,35 @@ from taskgraph.graph import dtypes, worksharing
 from taskgraph.graph.blocks import Allocate, Watch, block_behind
 from taskgraph.graph.digests import BLOCK_BYTES
 
-__all__ = ["INLINE_BYTES", "Copy", "as_it_is", "empty", "freeze", "known_digest", "remember", "small_bytes", "view"]
+__all__ = [
+    "INLINE_BYTES",
+    "PACK_ALIGN",
+    "SMALL_BYTES",
+    "Copy",
+    "Pack",
+    "as_it_is",
+    "base_of",
+    "empty",
+    "freeze",
+    "known_digest",
+    "pack_at",
+    "remember",
+    "small_bytes",
+    "view",
+]
 
 Array = NDArray[Any]
 
-INLINE_BYTES: Final = 4096
-"""Bulk of at most this size travels inside meta: copying it costs less than another piece to send."""
+SMALL_BYTES: Final = 512
+"""Bulk of at most this size is inside meta."""
+INLINE_BYTES: Final = 64 << 10
+"""So is larger bulk, as long as meta is shorter than this with it; bulk of this size has a buffer of its own.
+Measured: to look after a buffer, until it is decoded in another process, costs as much as to copy 64 KiB a few times.
+To change either is to change digests: see `digests.BLOCK_BYTES`."""
+_COPIED_BYTES: Final = 16 << 10
+"""Parts of a pack that are copied at once: to copy them twice costs less than to hold views of them."""
+PACK_ALIGN: Final = 64
+"""Where each part of a `Pack` begins: at the start of a line of the cache."""
 _SHARED_PART: Final = 2
 """Memory is shared where the array is at least this part (one half) of it: a row must not keep a whole table alive."""
 
@@ -101,7 +124,7 @@ def empty(shape: int | tuple[int, ...], dtype: DTypeLike, allocate: Allocate) ->
     nbytes = -1 if found.subdtype is not None or found.hasobject else found.itemsize
     for size in sizes:
         nbytes = nbytes * size if type(size) is int and size >= 0 <= nbytes else -1
-    block = allocate(nbytes) if nbytes > INLINE_BYTES else None
+    block = allocate(nbytes) if nbytes >= INLINE_BYTES else None
     if block is not None and block.origin is not None and block.origin.locked:
         # Libraries return from a copy of page-locked memory to a device before it is made: user code could not know.
         block = None
@@ -170,6 +193,71 @@ class Copy:
         return self.sealed()
 
 
+def pack_at(end: int) -> int:
+    """Where the part of a pack begins that follows one which ends there."""
+    return -(-end // PACK_ALIGN) * PACK_ALIGN
+
+
+class Pack:
+    """One buffer for what is too much for meta, and too little for a buffer each: still to be filled.
+
+    Each part begins at a multiple of `PACK_ALIGN`; what is between them is zero.
+
+    Args:
+        allocate: gives the memory it goes to, where it has some.
+    """
+
+    __slots__ = ("_allocate", "_parts", "_target", "nbytes")
+
+    def __init__(self, allocate: Allocate | None) -> None:
+        self.nbytes = 0
+        self._allocate = allocate
+        self._parts: list[tuple[int, bytes | Array]] = []
+        self._target = memoryview(b"")
+
+    def add(self, data: bytes) -> None:
+        """The next part."""
+        self._add(data, len(data))
+
+    def add_array(self, array: Array, *, packed: bool, now: bool) -> None:
+        """The same, of an array's elements in C order.
+
+        Args:
+            packed: its dtype has no padding.
+            now: its elements are taken at once; else when the pack is filled.
+        """
+        size = array.nbytes
+        if size > _COPIED_BYTES and packed and not now and array.flags.c_contiguous:
+            self._add(array.reshape(-1).view(np.uint8), size)
+        else:
+            self._add(array.tobytes() if packed else small_bytes(array), size)
+
+    def _add(self, part: bytes | Array, size: int) -> None:
+        at = pack_at(self.nbytes)
+        self._parts.append((at, part))
+        self.nbytes = at + size
+
+    def begin(self) -> None:
+        """Fills it. To be called before `digest` is."""
+        block = self._allocate(self.nbytes) if self._allocate is not None else None
+        self._target = target = (np.empty(self.nbytes, np.uint8) if block is None else block).data
+        end = 0
+        for at, part in self._parts:
+            if at != end:
+                target[end:at] = bytes(at - end)
+            end = at + len(part)
+            target[at:end] = part if isinstance(part, bytes) else part.data
+        self._parts.clear()
+
+    def digest(self, begin: int, end: int) -> bytes:
+        """The xxh3-128 of these bytes."""
+        return xxhash.xxh3_128_digest(self._target[begin:end])
+
+    def sealed(self) -> memoryview:
+        """The buffer."""
+        return self._target.toreadonly()
+
+
 def _copy_block(source: Array, target: Array, number: int) -> None:
     block = slice(number * BLOCK_BYTES, (number + 1) * BLOCK_BYTES)
     np.copyto(target[block], source[block])
@@ -202,8 +290,18 @@ def _is_immutable(array: Array) -> bool:
     return type(base) is bytes and array.nbytes * _SHARED_PART >= len(base)
 
 
+def base_of(data: memoryview, whole: tuple[bytes, bytes] | None = None) -> Array:
+    """What arrays are made on that are views of a buffer; it is known by them not to change."""
+    # By frombuffer, since ndarray() takes the object behind a memoryview, which may be writable, for its base.
+    base = np.frombuffer(data if data.readonly else data.toreadonly(), np.uint8)
+    mark = _Decoded(base, _decoded.discard)
+    mark.whole = whole
+    _decoded.add(mark)
+    return base
+
+
 def view(
-    data: bytes | memoryview,
+    data: bytes | memoryview | Array,
     at: int,
     dtype: np.dtype[Any],
     shape: tuple[int, ...],
@@ -214,7 +312,7 @@ def view(
     """The array of the bytes at `at`: a view that cannot be made writable, or a fresh writable copy.
 
     Args:
-        data: immutable; long enough.
+        data: immutable; long enough. An array is one of `base_of`.
         whole: as `remember` is told, where that is known before.
 
     Raises:
@@ -225,15 +323,7 @@ def view(
         found = np.ndarray(shape, np.dtype([("f", dtype)]))["f"]
         found.flags.writeable = writable
         return found
-    if isinstance(data, bytes):
-        found = np.ndarray(shape, dtype, data, at)
-    else:
-        # By frombuffer, since ndarray() takes the object behind a memoryview, which may be writable, for its base.
-        base = np.frombuffer(data if data.readonly else data.toreadonly(), np.uint8)
-        mark = _Decoded(base, _decoded.discard)
-        mark.whole = whole
-        _decoded.add(mark)
-        found = np.ndarray(shape, dtype, base, at)
+    found = np.ndarray(shape, dtype, base_of(data, whole) if isinstance(data, memoryview) else data, at)
     if writable:
         return found.copy()
     if not found.flags.aligned:  # some code cannot work on unaligned elements, and numpy is slow on them

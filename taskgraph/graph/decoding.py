@@ -28,6 +28,7 @@ _TOO_DEEP: Final = f"a value is nested more than {MAX_DEPTH} deep"
 SHAPES: Final = tuple(struct.Struct(f"<{ndim}Q") for ndim in range(65))
 """How an array's sides are written, by their number."""
 _INLINE_ARRAY: Final = ord("A")
+_PACKED_ARRAY: Final = ord("0")
 
 
 class Reader:
@@ -41,7 +42,22 @@ class Reader:
     readers: ClassVar[tuple[Callable[[Any], Any], ...]]
     view = staticmethod(arrays.view)
 
-    __slots__ = ("_arrays", "_at", "_buffers", "_depth", "_device", "_end", "_meta", "_next", "_on_device", "_writable")
+    __slots__ = (
+        "_arrays",
+        "_at",
+        "_buffers",
+        "_depth",
+        "_device",
+        "_end",
+        "_meta",
+        "_next",
+        "_on_device",
+        "_pack",
+        "_pack_base",
+        "_pack_end",
+        "_pack_number",
+        "_writable",
+    )
 
     def __init__(
         self, encoded: Encoded, at: int, end: int, on_device: frozenset[int], device: Device | None, writable: bool
@@ -54,6 +70,9 @@ class Reader:
         self._device = device
         self._writable = writable
         self._next = 0  # buffers are named in their order
+        self._pack: memoryview | None = None  # the buffer that has parts, from the first of them on
+        self._pack_base: NDArray[Any] | None = None  # what its arrays are made on
+        self._pack_end = self._pack_number = 0  # where the last part ended; which buffer it is
         self._arrays = 0
         self._depth = 0
 
@@ -72,6 +91,8 @@ class Reader:
             raise DecodeError(f"a value ends at byte {self._at} of {self._end}")
         if self._next != len(self._buffers):
             raise DecodeError(f"a value names {self._next} buffers and has {len(self._buffers)}")
+        if self._pack is not None and self._pack_end != self._pack.nbytes:
+            raise DecodeError(f"the parts of a buffer end at byte {self._pack_end} of {self._pack.nbytes}")
         if self._on_device and max(self._on_device) >= self._arrays:
             raise DecodeError(f"a value of {self._arrays} arrays has others on a device")
         return found
@@ -120,15 +141,39 @@ class Reader:
     def _text(self) -> str:
         return str(self._inline(), "utf-8", "surrogatepass")
 
-    def _buffer(self, size: int) -> Any:
-        """The next buffer: a memoryview; for an array that stayed on its device, a `DeviceBuffer`."""
+    def _next_buffer(self) -> Any:
         if self._next >= len(self._buffers):
             raise DecodeError(f"a value names buffer {self._next} and has {len(self._buffers)}")
-        buffer = self._buffers[self._next]
         self._next += 1
+        return self._buffers[self._next - 1]
+
+    def _buffer(self, size: int) -> Any:
+        """The next buffer: a memoryview; for an array that stayed on its device, a `DeviceBuffer`."""
+        buffer = self._next_buffer()
         if buffer.nbytes != size or buffer.format != "B" or not buffer.c_contiguous:
             raise DecodeError(f"a value names a buffer of {size} bytes, and has one of {buffer.nbytes}")
         return buffer
+
+    def _part(self, size: int) -> tuple[memoryview, int]:
+        """The buffer that has parts, and where in it the next one begins."""
+        pack = self._pack
+        if pack is None:
+            self._pack_number = self._next
+            found = self._next_buffer()
+            if type(found) is not memoryview or found.format != "B" or not found.c_contiguous:
+                raise DecodeError("a value has parts of a buffer that is none")
+            pack = self._pack = found
+        at = arrays.pack_at(self._pack_end)
+        if size > pack.nbytes - at:
+            raise DecodeError(f"a value has a part of {size} bytes at {at} of {pack.nbytes}")
+        self._pack_end = at + size
+        return pack, at
+
+    def _packed(self) -> bytes:
+        self._at += 8
+        size = _U64.unpack_from(self._meta, self._at - 8)[0]
+        pack, at = self._part(size)
+        return bytes(pack[at : at + size])
 
     def _buffered(self) -> bytes:
         self._at += 8
@@ -241,9 +286,9 @@ class Reader:
             raise DecodeError(f"not a protobuf message {name!r}: {error}") from error
 
     def array(self) -> Any:
-        """An array whose elements follow, or are in a buffer: the tag says so."""
+        """An array whose elements follow, are in a buffer, or are part of one: the tag says so."""
         meta = self._meta
-        inline = meta[self._at - 1] == _INLINE_ARRAY
+        tag = meta[self._at - 1]
         dtype, at = dtypes.read(meta, self._at)
         ndim = meta[at]
         shape = SHAPES[ndim].unpack_from(meta, at + 1)
@@ -254,12 +299,18 @@ class Reader:
         for extent in shape:
             size *= extent
         data: Any
-        if inline:
+        if tag == _INLINE_ARRAY:
             at += -at % ALIGN
             if size > self._end - at:
                 raise DecodeError(f"an array announces {size} bytes and has {self._end - at} left")
             self._at = at + size
             data = meta
+        elif tag == _PACKED_ARRAY:
+            self._at = at
+            data, at = self._part(size)
+            if self._pack_base is None:
+                self._pack_base = arrays.base_of(data)
+            data = self._pack_base
         else:
             self._at = at
             data, at = self._buffer(size), 0
@@ -300,18 +351,23 @@ _READERS: Final[dict[int, Callable[[Reader], Any]]] = {
     ord("f"): Reader.real,
     ord("c"): Reader.two_reals,
     ord("S"): Reader._text,
+    ord("1"): lambda reader: str(reader._packed(), "utf-8", "surrogatepass"),
     ord("s"): lambda reader: str(reader._buffered(), "utf-8", "surrogatepass"),
     ord("B"): Reader._inline,
+    ord("2"): Reader._packed,
     ord("b"): Reader._buffered,
     ord("L"): Reader.sequence,
     ord("U"): lambda reader: tuple(reader.sequence()),
     ord("D"): Reader.mapping,
     _INLINE_ARRAY: Reader.array,
+    _PACKED_ARRAY: Reader.array,
     ord("a"): Reader.array,
     ord("G"): Reader.scalar,
     ord("X"): lambda reader: np.str_(reader._text()),
+    ord("3"): lambda reader: np.str_(str(reader._packed(), "utf-8", "surrogatepass")),
     ord("x"): lambda reader: np.str_(str(reader._buffered(), "utf-8", "surrogatepass")),
     ord("Y"): lambda reader: np.bytes_(reader._inline()),
+    ord("4"): lambda reader: np.bytes_(reader._packed()),
     ord("y"): lambda reader: np.bytes_(reader._buffered()),
     ord("M"): Reader.message,
     ord("C"): Reader.coded,

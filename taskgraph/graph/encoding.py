@@ -15,13 +15,13 @@ from taskgraph.device.api import Device, OnDevice
 from taskgraph.device.buffers import Private
 from taskgraph.device.lookup import device_of
 from taskgraph.graph import arrays, codecs, dtypes
-from taskgraph.graph.arrays import INLINE_BYTES
+from taskgraph.graph.arrays import INLINE_BYTES, SMALL_BYTES
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.digests import BLOCK_BYTES
 from taskgraph.graph.libraries import codec_of_library
 from taskgraph.graph.refusals import CannotTravel, key_step, way_out
 
-__all__ = ["ALIGN", "INLINE_BYTES", "MAX_DEPTH", "WRITERS", "Writer"]
+__all__ = ["ALIGN", "MAX_DEPTH", "WRITERS", "Writer"]
 
 MAX_DEPTH: Final = 100
 """Containers in containers. Each takes one or two Python frames of the thousand there are."""
@@ -44,6 +44,9 @@ _C128 = struct.Struct("<dd")
 _SHAPES: Final = tuple(struct.Struct(f"<B{ndim}Q") for ndim in range(65))
 
 
+Buffer = memoryview | arrays.Copy | arrays.Pack | Private
+
+
 class Writer:
     """Writes one value."""
 
@@ -57,13 +60,15 @@ class Writer:
         "lendable",
         "meta",
         "on_device",
+        "pack",
         "stayed",
         "stays",
     )
 
     def __init__(self, adopt: bool, allocate: Allocate | None, stays: bool = False, lendable: bool = False) -> None:
         self.meta = bytearray()
-        self.buffers: list[memoryview | arrays.Copy | Private] = []  # copies are made when the digest is taken
+        self.buffers: list[Buffer] = []  # copies are made when the digest is taken
+        self.pack: arrays.Pack | None = None  # one of them
         self.stays = stays
         self.lendable = lendable
         self.stayed: tuple[Any, ...] = ()  # arrays that did: until they are copied, nobody may get their memory
@@ -84,17 +89,34 @@ class Writer:
             "and what is shared only once",
         )
 
+    def inline(self, size: int) -> bool:
+        """Whether bulk of so many bytes goes inside meta; else what is less than `INLINE_BYTES` goes to the pack.
+
+        It depends on the value alone, not on where its arrays are.
+        """
+        return size <= SMALL_BYTES or len(self.meta) + size < INLINE_BYTES or len(self.buffers) >= _MAX_BUFFERS
+
+    def packed(self) -> arrays.Pack:
+        """The pack, made where it is needed first."""
+        if self.pack is None:
+            self.pack = arrays.Pack(self.allocate)
+            self.buffers.append(self.pack)
+        return self.pack
+
     def text(self, text: str) -> None:
         data = text.encode("utf-8", "surrogatepass")
         self.meta += _U64.pack(len(data))
         self.meta += data
 
-    def data(self, inline: bytes, buffered: bytes, data: bytes) -> None:
-        """Immutable bytes, after one of two tags."""
+    def data(self, inline: bytes, packed: bytes, buffered: bytes, data: bytes) -> None:
+        """Immutable bytes, after one of three tags."""
         size = len(data)
-        if size <= INLINE_BYTES or len(self.buffers) >= _MAX_BUFFERS:
+        if self.inline(size):
             self.meta += inline + _U64.pack(size)
             self.meta += data
+        elif size < INLINE_BYTES:
+            self.meta += packed + _U64.pack(size)
+            self.packed().add(data)
         else:
             self.meta += buffered + _U64.pack(size)
             self.buffers.append(memoryview(data))
@@ -114,11 +136,11 @@ def _write_float(writer: Writer, value: float) -> None:
 
 
 def _write_str(writer: Writer, value: str) -> None:
-    writer.data(b"S", b"s", value.encode("utf-8", "surrogatepass"))
+    writer.data(b"S", b"1", b"s", value.encode("utf-8", "surrogatepass"))
 
 
 def _write_bytes(writer: Writer, value: bytes) -> None:
-    writer.data(b"B", b"b", value)
+    writer.data(b"B", b"2", b"b", value)
 
 
 def _write_sequence(writer: Writer, value: list[Any] | tuple[Any, ...]) -> None:
@@ -194,10 +216,13 @@ def _write_array(writer: Writer, value: NDArray[Any], adopt: bool = False) -> No
     writer.arrays += 1
     meta = writer.meta
     shape = _SHAPES[value.ndim].pack(value.ndim, *value.shape)
-    if value.nbytes <= INLINE_BYTES or len(writer.buffers) >= _MAX_BUFFERS:
+    if writer.inline(value.nbytes):
         meta += b"A" + header + shape
         meta += _PADS[len(meta) % ALIGN]
         meta += value.tobytes() if packed else arrays.small_bytes(value)
+    elif value.nbytes < INLINE_BYTES:
+        meta += b"0" + header + shape
+        writer.packed().add_array(value, packed=packed, now=writer.eager > 0)
     else:
         meta += b"a" + header + shape
         shared = arrays.as_it_is(value, adopt=adopt or writer.adopt, packed=packed)
@@ -232,9 +257,9 @@ def _write_staying(writer: Writer, value: Any, device: Device) -> None:
 
 def _write_scalar(writer: Writer, value: np.generic) -> None:
     if type(value) is np.str_:
-        writer.data(b"X", b"x", value.encode("utf-8", "surrogatepass"))  # str(value) drops NULs at its end
+        writer.data(b"X", b"3", b"x", value.encode("utf-8", "surrogatepass"))  # str(value) drops NULs at its end
     elif type(value) is np.bytes_:
-        writer.data(b"Y", b"y", bytes(value))
+        writer.data(b"Y", b"4", b"y", bytes(value))
     else:
         array = np.asarray(value)
         if array.dtype.type is not type(value):
@@ -293,7 +318,7 @@ def _write_other(writer: Writer, value: Any) -> None:
     elif isinstance(value, np.generic):
         _write_scalar(writer, value)
     elif (device := device_of(value)) is not None:
-        if writer.stays and value.nbytes > INLINE_BYTES and device.keeps(value):
+        if writer.stays and value.nbytes >= INLINE_BYTES and device.keeps(value):
             _write_staying(writer, value, device)
         else:
             _write_on_device(writer, OnDevice(device.to_host(value)))
@@ -331,7 +356,7 @@ def _write_protobuf(writer: Writer, value: Any) -> None:
         ) from error
     writer.meta += b"P"
     writer.text(name)
-    writer.data(b"B", b"b", data)
+    writer.data(b"B", b"2", b"b", data)
 
 
 class _Writers(dict[type, Callable[[Writer, Any], None]]):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from taskgraph.graph.decoding import Reader
 from taskgraph.graph.values import value_end
@@ -27,6 +28,7 @@ class Named:
         path: keys, indices and field names that lead to it, as texts.
         data: its elements in C order.
         buffer: which of the value's buffers that is; None for a small one, which lies in meta.
+        part: where in that buffer it begins, if the buffer has several parts.
     """
 
     path: tuple[str, ...]
@@ -34,6 +36,7 @@ class Named:
     shape: tuple[int, ...]
     data: memoryview
     buffer: int | None
+    part: int | None = None
 
 
 def outline(encoded: Encoded) -> list[Named]:
@@ -90,12 +93,24 @@ class _Outline(Reader):
         self._depth -= 1
 
     def view(  # type: ignore[override]
-        self, data: bytes | memoryview, at: int, dtype: np.dtype[Any], shape: tuple[int, ...], *, writable: bool
+        self,
+        data: bytes | memoryview | NDArray[Any],
+        at: int,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        *,
+        writable: bool,
     ) -> None:
         """Takes note of an array instead of making it."""
         size = math.prod(shape) * dtype.itemsize
-        buffer = self._next - 1 if isinstance(data, memoryview) else None
-        self.found.append(Named(tuple(self._path), dtype, shape, memoryview(data)[at : at + size], buffer))
+        buffer, part = None, False
+        if isinstance(data, memoryview):
+            buffer = self._next - 1
+        elif not isinstance(data, bytes):
+            buffer, part, data = self._pack_number, True, data.data
+        self.found.append(
+            Named(tuple(self._path), dtype, shape, memoryview(data)[at : at + size], buffer, at if part else None)
+        )
 
 
 def _step(key: object) -> str | None:

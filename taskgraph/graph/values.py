@@ -6,7 +6,9 @@ with a `codec`. Each arrives with exactly the type and the bits it was sent with
 out. `docs/values.md` tells it to users.
 
 The format. Meta is a version byte, the value, and a trailer. A value is a tag byte and what the tag's writer puts
-(`encoding`). Bulk of more than 4 KiB is not in meta but in a buffer; buffers come in the order of their tags. The
+(`encoding`). Bulk of more than 512 bytes that would make meta longer than 64 KiB is not in meta but in a buffer: one
+for each of 64 KiB and more, and one, the *pack*, for all the others, each of them from a multiple of 64 bytes on.
+Buffers come in the order of their tags. The
 trailer lists which arrays, by number, lived on a device: a u32 each, then a u32 that counts them. It is left out of
 the digest (`digests`), which is of the value alone. All numbers are little-endian.
 """
@@ -25,10 +27,11 @@ from taskgraph.device.buffers import DeviceBuffer, Digested, Private
 from taskgraph.device.staging import EncodedInPart
 from taskgraph.errors import DecodeError
 from taskgraph.graph import arrays, digests, dtypes
+from taskgraph.graph.arrays import INLINE_BYTES
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.codecs import codec, message
 from taskgraph.graph.decoding import SHAPES, Reader
-from taskgraph.graph.encoding import ALIGN, INLINE_BYTES, WRITERS, Writer
+from taskgraph.graph.encoding import ALIGN, WRITERS, Writer
 from taskgraph.graph.refusals import CannotTravel
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
 
@@ -100,7 +103,7 @@ def encode(
     if type(value) is np.ndarray:
         start = _starts.get((value.dtype, value.dtype.num, value.shape))
         if start is not None:
-            if value.nbytes > INLINE_BYTES:
+            if not _inline(value):
                 return _large_array(value, start, adopt, allocate)
             whole = start + value.tobytes()
             return Encoded(whole + _NOTHING_ON_DEVICE, (), digests.without_buffers(whole))
@@ -133,8 +136,13 @@ def _remember_start(array: NDArray[Any], meta: bytes) -> None:
     if packed:
         if len(_starts) >= _STARTS_KEPT:
             _starts.clear()
-        inline = array.nbytes if array.nbytes <= INLINE_BYTES else 0
+        inline = array.nbytes if _inline(array) else 0
         _starts[dtype, dtype.num, array.shape] = meta[: len(meta) - inline]
+
+
+def _inline(array: NDArray[Any]) -> bool:
+    """`Writer.inline` of an array that is the whole value."""
+    return len(_START) + array.nbytes < INLINE_BYTES
 
 
 def _large_array(array: NDArray[Any], start: bytes, adopt: bool, allocate: Allocate | None) -> Encoded:

@@ -391,7 +391,7 @@ class Attempt:
         if threading.get_ident() != self._thread:
             self._tell(self._put_told, tag, consumers, value)
             return
-        size = value.size_bytes if value.buffers else len(value.meta)
+        size = value.size_bytes
         kept, now = 0, self.traced and clock()  # before it goes: no pull of it ends before
         for consumer in consumers:
             if not self.out.put(tag, consumer, value):

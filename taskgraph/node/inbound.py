@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from taskgraph.errors import GraphError, Refused
 from taskgraph.graph.values import hosted
+from taskgraph.node.pulls import LARGE_BYTES
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Item, Pull, Reason, Reply, Stamp
 from taskgraph.transport.api import Begun
@@ -194,13 +195,13 @@ class Inbound:
             self._beside(self._take_to_host(tag, producer, reply))
             return
         value, channel = reply.value, (tag, producer)
-        if value.buffers or self._pulls.large:
+        if value.size_bytes > LARGE_BYTES or self._pulls.large:
             self._pulls.came(tag, producer, value)
         self._ledger.received("item", producer, self._task, tag, value.digest)
         self.items[channel] = value
         self.open -= 1
         if producer != self._task:  # else it was put here, and counted
-            self.taken_bytes += value.size_bytes if value.buffers else len(value.meta)
+            self.taken_bytes += value.size_bytes
         if self._recording is not None:
             self._recording.items[channel] = value
         if self._awaited:

@@ -7,7 +7,7 @@ import asyncio
 from taskgraph.node.router import Router
 from taskgraph.protocol.messages import Encoded, Pull, Reply, Stamp
 
-__all__ = ["Pulls"]
+__all__ = ["LARGE_BYTES", "Pulls"]
 
 Channel = tuple[str, int]
 """(tag, producer)."""
@@ -17,6 +17,8 @@ _EARLY_BYTES = 32 << 20
 have many producers."""
 _AT_ONCE = 16
 """Of so many epochs an item is asked for at a time: of four times as many, each call costs more than it saves."""
+LARGE_BYTES = 4 << 10
+"""An item of more bytes counts for that: all together they may be large."""
 _EARLY_CALLS = 256
 """So many calls of one task wait at its producers, besides those of the epoch at work."""
 
@@ -79,7 +81,7 @@ class Pulls:
 
     def came(self, tag: str, producer: int, value: Encoded) -> None:
         """This was the item of its epoch: how many more are asked for in advance depends on their size."""
-        if value.buffers:
+        if value.size_bytes > LARGE_BYTES:
             self.large[(tag, producer)] = value.size_bytes
         elif self.large:
             self.large.pop((tag, producer), None)

@@ -41,10 +41,10 @@ __all__ = [
     "unpack_head",
 ]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 #: A payload up to this size travels in the frame that opens the message, copied into one write.
-INLINE_BYTES = 64 << 10
+INLINE_BYTES = 136 << 10
 #: What a large payload is cut into. 1 MiB takes 0.3 ms on a unix socket: the longest a small message waits behind it.
 CHUNK_BYTES = 1 << 20
 #: The largest body a reader accepts; leaves other versions room to cut differently.

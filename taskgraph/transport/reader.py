@@ -29,7 +29,7 @@ from taskgraph.transport.incoming import Incoming
 
 __all__ = ["FrameReader"]
 
-_SCRATCH_BYTES = 64 << 10  # the reusable receive buffer of a session
+_SCRATCH_BYTES = 192 << 10  # the reusable receive buffer of a session
 _WHOLE_BYTES = _SCRATCH_BYTES  # a longer message is not taken whole, even where a large header made the buffer grow
 _DIRECT_BYTES = 32 << 10  # a rest at least this long is received in place; below, one more copy is cheaper than a read
 
@@ -45,9 +45,9 @@ class FrameReader:
             bounded and nothing is allocated yet. Returns the `Incoming` that takes the payload, or None: the payload
             is skipped then. Raises DecodeError.
         on_complete: called with an `Incoming` that has all of its payload.
-        on_whole: called with (kind, call, sizes, header, meta) of a frame that came whole and is all of its message,
-            in place of the others. Of its value, if it has one, all buffers are lent: `sizes` are theirs. Raises
-            DecodeError.
+        on_whole: called with (kind, call, sizes, header, meta, carried) of a frame that came whole and is all of its
+            message, in place of the others. Of the buffers of its value, if it has some, `sizes` are theirs, either all
+            are lent, or all are in `carried`, one behind the other. Raises DecodeError.
         on_control: called with (head, header) of any other frame but chunks.
         failed: called with what any of these, or the stream, raises in `received`; None: that raises it.
 
@@ -63,7 +63,7 @@ class FrameReader:
         *,
         on_open: Callable[[Head, tuple[int, ...], bytes], Incoming | None],
         on_complete: Callable[[Incoming], None],
-        on_whole: Callable[[Kind, int, tuple[int, ...], bytes, bytes], None],
+        on_whole: Callable[[Kind, int, tuple[int, ...], bytes, bytes, bytes], None],
         on_control: Callable[[Head, bytes], None],
         failed: Callable[[Exception], None] | None = None,
     ) -> None:
@@ -137,24 +137,31 @@ class FrameReader:
                     magic, version, kind, call, size, buffers, body, payload, meta = HEAD.unpack_from(data, start)
                     begin = start + HEAD_BYTES + 8 * buffers
                     middle = begin + size
-                    end = middle + meta
+                    end = middle + payload
                     if (
                         kind in self.whole
                         and magic == MAGIC
                         and version == PROTOCOL_VERSION
-                        and body == payload == meta
-                        and end <= stop
+                        and body == payload >= meta
                         and end - start <= _WHOLE_BYTES
                         and size <= self.limits.header
                         and payload <= self.limits.payload
                         and buffers <= self.limits.buffers
                         and call not in self._partial
                     ):
+                        if end > stop:  # cut: it costs less to wait for the rest of it than to take it piece by piece
+                            self._needed = end - start
+                            return
+                        self._needed = HEAD_BYTES
                         sizes = struct.unpack_from(f"!{buffers}Q", data, start + HEAD_BYTES) if buffers else ()
-                        if not buffers or min(sizes) >= LENT:  # else one travels, be it an empty one
+                        lent = not buffers or min(sizes) >= LENT  # all of them; else one travels, be it an empty one
+                        if payload == (meta if lent else meta + sum(sizes)):
                             self._start = end  # the buffer is used again: what is handed on is a copy
-                            header, value = bytes(data[begin:middle]), bytes(data[middle:end]) if meta else b""
-                            self._on_whole(KINDS[kind], call, sizes, header, value)
+                            bulk = middle + meta
+                            header = bytes(data[begin:middle])
+                            value = bytes(self._scratch[middle:bulk]) if meta else b""
+                            carried = b"" if lent else bytes(self._scratch[bulk:end])
+                            self._on_whole(KINDS[kind], call, sizes, header, value, carried)
                             continue
                 if not self._step():
                     return

@@ -44,7 +44,7 @@ from taskgraph.transport.mappings import CannotBorrow, Mappings, Reference
 from taskgraph.transport.outbox import Outbox
 from taskgraph.transport.reader import FrameReader
 
-__all__ = ["VERIFY_AT_ONCE_BYTES", "Owner", "Session"]
+__all__ = ["VERIFY_AT_ONCE_BYTES", "Owner", "Session", "cut"]
 
 log = logging.getLogger("taskgraph.transport")
 
@@ -242,7 +242,8 @@ class Session(asyncio.BufferedProtocol):
         self._timer.cancel()
         self.open, self.peer, self.probe = True, self._hello.peer, self._hello.probe
         self._reader.limits = Limits(MAX_HEADER_BYTES, MAX_BUFFERS, self._owner.max_value_bytes)
-        self._reader.whole = (*self._opening_kinds, Kind.RETURN)
+        whole = [kind for kind in self._opening_kinds if kind is not Kind.REPLY_ON_DEVICE]  # which has to be copied yet
+        self._reader.whole = (*whole, Kind.RETURN)
         assert self._transport is not None
         self._outbox.write = self._transport.write  # no call in between: it writes nothing once this has ended
         if pid := process_behind(self._transport.get_extra_info("socket")):
@@ -296,15 +297,21 @@ class Session(asyncio.BufferedProtocol):
         self._outbox.send(Kind.DECLINE, call, _FOR_GOOD if error.for_good else b"")
         self._cannot_borrow(call)
 
-    def _on_whole(self, kind: Kind, call: int, sizes: tuple[int, ...], header: bytes, meta: bytes) -> None:
-        """A frame that is all of its message: `_on_open` and `_on_complete` in one. All buffers of it are lent."""
+    def _on_whole(
+        self, kind: Kind, call: int, sizes: tuple[int, ...], header: bytes, meta: bytes, carried: bytes
+    ) -> None:
+        """A frame that is all of its message: `_on_open` and `_on_complete` in one.
+
+        Its buffers, if it has some, are either all lent or all in `carried`.
+        """
         if kind is Kind.RETURN:
             if sizes or meta:
                 raise DecodeError("a RETURN frame with a payload")
             self._lending.returned(header)
             return
         references: Sequence[Reference] = ()
-        if sizes:
+        lent = bool(sizes) and sizes[0] >= LENT
+        if lent:
             lengths = [*map(LENT.__xor__, sizes)]
             references, header = self._borrowing.read(header, lengths)
             if (whole := len(meta) + sum(lengths)) > self._reader.limits.payload:
@@ -316,7 +323,7 @@ class Session(asyncio.BufferedProtocol):
         if value is None:
             if meta or sizes:
                 raise DecodeError(f"a {type(message).__name__} with a payload")
-        elif sizes:
+        elif lent:
             if not self._admits(call, type(message)):
                 self._borrowing.refuse(references)
                 return
@@ -328,8 +335,11 @@ class Session(asyncio.BufferedProtocol):
             value.complete(tuple(buffers))  # what never left the host's memory is what its producer digested
             self._take(kind, call, message)
             return
-        elif not self._owner.verified_now(value):
-            raise _corrupted(type(message), value)
+        else:
+            if sizes:
+                value.complete(cut(carried, sizes))
+            if not self._owner.verified_now(value):
+                raise _corrupted(type(message), value)
         self._take_whole(kind, call, message)
 
     def _admits(self, call: int, cls: type) -> bool:
@@ -464,6 +474,15 @@ class Session(asyncio.BufferedProtocol):
     def _release(self) -> None:
         """Lets go of everybody who waits for this session."""
         raise NotImplementedError
+
+
+def cut(carried: bytes, sizes: Sequence[int]) -> tuple[memoryview, ...]:
+    """The buffers that came one behind the other."""
+    whole, at, buffers = memoryview(carried), 0, []
+    for size in sizes:
+        buffers.append(whole[at : at + size])
+        at += size
+    return tuple(buffers)
 
 
 def _corrupted(cls: type, value: Encoded) -> DecodeError:

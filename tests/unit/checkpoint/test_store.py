@@ -152,8 +152,8 @@ def test_a_checkpoint_of_an_earlier_format_is_foreign(tmp_path: Path) -> None:
     store = Store(f"file://{tmp_path}", ORIGIN)
     manifest = save(store, 10)
     for file in (tmp_path / "fit" / manifest.name).glob("manifest*.json"):
-        file.write_text(file.read_text().replace("taskgraph checkpoint 2", "taskgraph checkpoint 1"))
-    with pytest.raises(CheckpointError, match=r"is foreign: its format is 'taskgraph checkpoint 1', not '.* 2'"):
+        file.write_text(file.read_text().replace("taskgraph checkpoint 3", "taskgraph checkpoint 2"))
+    with pytest.raises(CheckpointError, match=r"is foreign: its format is 'taskgraph checkpoint 2', not '.* 3'"):
         store.open(manifest.name)
 
 
@@ -217,7 +217,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
 def test_a_full_file_system(tmp_path: Path) -> None:
     mounted = tmp_path / "small"
     mounted.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", mounted], capture_output=True, text=True)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=192k", "tmpfs", mounted], capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"no mount here: {done.stderr}")
     try:

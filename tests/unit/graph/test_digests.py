@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import taskgraph as tg
-from taskgraph.graph import arrays, digests, worksharing
+from taskgraph.graph import arrays, digests, encoding, values, worksharing
 from taskgraph.graph.values import decode, digest_of, digesting, encode, verify
 from taskgraph.protocol.messages import Encoded
 
+INLINE_BYTES = 64 << 10
 MIB = 1 << 20
 SMALL = 512
 
@@ -59,7 +60,9 @@ def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 @pytest.fixture
 def small(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 512 bytes, all of them shared."""
+    """Blocks of 512 bytes, all of them shared; arrays of 4 KiB have buffers of their own."""
+    for module in (arrays, encoding, values):
+        monkeypatch.setattr(module, "INLINE_BYTES", 4096)
     monkeypatch.setattr(digests, "BLOCK_BYTES", SMALL)
     monkeypatch.setattr(arrays, "BLOCK_BYTES", SMALL)
     monkeypatch.setattr(arrays, "_CHUNK_BYTES", 200)
@@ -67,7 +70,7 @@ def small(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SIZES = [
-    ((4097,), "f79e348fbde7f94cbebe38100cae6af6"),
+    ((INLINE_BYTES,), "286e697b1b3a1018fe52300e8220da00"),
     ((MIB - 1,), "e182885e1b1e2a5986aa2b679efe6cd2"),
     ((MIB,), "0d859bba47ded1d0b4a985bbe806df3b"),
     ((MIB + 1,), "944392bd481ef05235fefe796070e1a1"),
@@ -75,7 +78,7 @@ SIZES = [
     ((16 * MIB - 1,), "cc6b148d93b1b191f35b6fb07820af5e"),
     ((16 * MIB,), "269552c500a46440a8e2eeecffd82576"),
     ((17 * MIB + 5,), "a1117f09f9e03d83d3ce423282034554"),
-    ((5000, 3 * MIB, 13 * MIB + 7, MIB), "133e15214bbd5feb364a2fa70762e96e"),
+    ((100_000, 3 * MIB, 13 * MIB + 7, MIB), "f5e12d277b31c089a40c7a6dc07f08c4"),
 ]
 
 
@@ -229,7 +232,7 @@ def test_a_value_without_buffers_is_digested_as_it_is() -> None:
 
 
 def test_what_is_not_there_yet_is_missing() -> None:
-    encoded = encode(np.arange(1000))
+    encoded = encode(np.arange(10_000))
     hasher = digesting(encoded.meta, [encoded.buffers[0].nbytes])
     hasher.update(encoded.buffers[0][:-1])
     assert hasher.digest() != encoded.digest

@@ -210,8 +210,8 @@ def test_a_buffer_nobody_names() -> None:
 
 
 def test_a_buffer_of_another_size() -> None:
-    sample = encode(np.zeros(1000))
-    with pytest.raises(DecodeError, match="8000 bytes, and has one of 7999"):
+    sample = encode(np.zeros(10_000))
+    with pytest.raises(DecodeError, match="80000 bytes, and has one of 79999"):
         decode(Encoded(sample.meta, (sample.buffers[0][1:],), b""))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from taskgraph.errors import DecodeError
-from taskgraph.graph import arrays, digests, values
+from taskgraph.graph import arrays, digests, encoding, values
 from taskgraph.graph.values import codec, decode, digest_of, encode
 from taskgraph.protocol.messages import Encoded
 
@@ -30,6 +30,9 @@ ARRAYS = [
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """And arrays of 4 KiB are large."""
+    for module in (arrays, encoding, values):
+        monkeypatch.setattr(module, "INLINE_BYTES", 4096)
     monkeypatch.setattr(values, "_lone", {})
     monkeypatch.setattr(values, "_starts", {})
     return

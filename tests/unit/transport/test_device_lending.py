@@ -148,7 +148,7 @@ async def test_large_and_small_arrays_of_device_and_host_in_one_value(
 ) -> None:
     producer, consumer, _ = nodes
     more = {
-        "small": soft.xp.arange(1000.0),  # its bulk is a buffer, but too small for memory that others open
+        "small": soft.xp.arange(10_000.0),  # its bulk is a buffer, but too small for memory that others open
         "tiny": soft.xp.arange(3.0),
         "there": np.arange(400_000.0),
         "text": "x" * 100_000,
@@ -162,7 +162,7 @@ async def test_large_and_small_arrays_of_device_and_host_in_one_value(
     for key in ("x", "small", "tiny", "y"):
         assert type(found[key]) is SoftArray
     assert np.array_equal(found["x"].get(), HOST) and np.array_equal(found["y"].get(), np.arange(250_000.0))
-    assert np.array_equal(found["small"].get(), np.arange(1000.0)) and np.array_equal(found["there"], more["there"])
+    assert np.array_equal(found["small"].get(), np.arange(10_000.0)) and np.array_equal(found["there"], more["there"])
     assert found["text"] == more["text"]
     assert [buffer.host_copies for buffer in staying(value)] == [0, 1, 0], "only what is too small"
 

@@ -16,10 +16,11 @@ from taskgraph.graph import values
 from taskgraph.protocol import messages as m
 from taskgraph.transport import incoming as receiving
 from taskgraph.transport import wire
-from taskgraph.transport.frames import PROTOCOL_VERSION, Head, Kind, Limits, pack_frame, pack_whole
+from taskgraph.transport.frames import LENT, PROTOCOL_VERSION, Head, Kind, Limits, pack_frame, pack_whole
 from taskgraph.transport.incoming import Incoming
 from taskgraph.transport.outbox import Outbox
 from taskgraph.transport.reader import FrameReader
+from taskgraph.transport.session import cut
 
 _START = b"TG" + bytes((PROTOCOL_VERSION,))
 
@@ -51,10 +52,14 @@ class Reading:
         value = None if digest is None else m.Encoded(incoming.meta(), incoming.buffers(), digest)
         self.messages.append((incoming.head.call, incoming.parsed.message(value)))
 
-    def _whole(self, kind: Kind, call: int, sizes: tuple[int, ...], header: bytes, meta: bytes) -> None:
-        if sizes:
+    def _whole(self, kind: Kind, call: int, sizes: tuple[int, ...], header: bytes, meta: bytes, carried: bytes) -> None:
+        if sizes and sizes[0] >= LENT:
             raise DecodeError("nothing is lent here")
-        message, _ = wire.parse_whole(header, meta)
+        message, value = wire.parse_whole(header, meta)
+        if sizes:
+            if value is None:
+                raise DecodeError("a payload where none belongs")
+            value.complete(cut(carried, sizes))
         if call not in self.skip:
             self.messages.append((call, message))
 

@@ -53,7 +53,7 @@ heads = st.builds(
 @settings(deadline=None, max_examples=150)
 @given(heads, st.binary(max_size=100), st.lists(st.integers(1, 50), max_size=20))
 def test_any_head_costs_no_more_than_its_limits(limits: Limits, head: bytes, rest: bytes, cuts: list[int]) -> None:
-    with at_most((64 << 10) + 2 * limits.payload + 100_000 + 200 * limits.buffers), contextlib.suppress(DecodeError):
+    with at_most((192 << 10) + 2 * limits.payload + 100_000 + 200 * limits.buffers), contextlib.suppress(DecodeError):
         Reading(limits).feed(head + rest, cuts)
 
 
@@ -61,7 +61,7 @@ def test_any_head_costs_no_more_than_its_limits(limits: Limits, head: bytes, res
 @given(st.binary(max_size=500), st.lists(st.integers(1, 50), max_size=20))
 def test_whatever_a_stranger_sends_costs_a_receive_buffer(data: bytes, cuts: list[int]) -> None:
     for prefix in (b"", b"TG\x02", pack_frame(Head(Kind.HELLO_OPEN, 0, header=4096))):
-        with at_most(200_000), contextlib.suppress(DecodeError):
+        with at_most((192 << 10) + 100_000), contextlib.suppress(DecodeError):
             Reading(HELLO_LIMITS).feed(prefix + data, cuts)
 
 
