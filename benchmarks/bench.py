@@ -66,8 +66,8 @@ def chosen(keys: str, names: str, *, barred: bool = False) -> list[Work]:
     unknown = sorted(key for key, work in found.items() if work is None)
     if unknown:
         raise SystemExit(
-            f"no work {', '.join(unknown)}; there are: {', '.join(known)}; and TxN, a tree of T tasks, at least 2, with N "
-            "numbers of 8 bytes: 10x4096"
+            f"no work {', '.join(unknown)}; there are: {', '.join(known)}; "
+            "and TxN, a tree of T tasks, at least 2, with N numbers of 8 bytes: 10x4096"
         )
     only = [name.strip() for name in names.split(";") if name.strip()]
     works = [work for work in found.values() if work is not None] if wanted else list(WORKS)

@@ -330,9 +330,9 @@ def test_the_digest_taken_on_the_way_is_that_of_the_whole(cuts: list[int], small
     parsed = wire.parse_header(wire.to_header(m.Flag(m.Stamp(1, 1), 1, 1, 1, value)))
     incoming = Incoming(head, sizes, parsed, digesting=values.digesting)
     at = 0
-    for cut in (*cuts, len(payload)):
-        incoming.take(memoryview(payload)[at : at + cut])
-        at += cut
+    for count in (*cuts, len(payload)):
+        incoming.take(memoryview(payload)[at : at + count])
+        at += count
     assert incoming.missing == 0
     assert incoming.digest() == value.digest == values.digest_of(incoming.meta(), incoming.buffers())
     assert Incoming(head, sizes, parsed).digest() is None
