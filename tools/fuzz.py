@@ -84,7 +84,9 @@ def _frames() -> tuple[Target, list[bytes]]:
             value = None if parsed.digest is None else m.Encoded(incoming.meta(), incoming.buffers(), parsed.digest)
             parsed.message(value)
 
-        def on_whole(kind: Kind, call: int, sizes: tuple[int, ...], header: bytes, meta: bytes) -> None:
+        def on_whole(kind: Kind, call: int, sizes: tuple[int, ...], header: bytes, meta: bytes, carried: bytes) -> None:
+            if carried and sum(sizes) != len(carried):
+                raise Finding(f"buffers of {sizes} in {len(carried)} bytes")
             wire.parse_whole(header, meta)
 
         reader = FrameReader(
@@ -105,7 +107,7 @@ def _frames() -> tuple[Target, list[bytes]]:
                 room[:count] = rest[:count]
                 reader.received(count)
                 rest = rest[count:]
-                if len(reader._memory) > (64 << 10) + 2 * len(data):
+                if len(reader._memory) > (192 << 10) + 2 * len(data):
                     raise Finding(f"a reader with a buffer of {len(reader._memory)} bytes after {len(data)}")
 
     header = wire.to_header(m.Flag(m.Stamp(1, 1), 1, 1, 1, m.Encoded(b"meta", (memoryview(b"bulk"),), bytes(16))))

@@ -46,6 +46,15 @@ STATES: dict[str, Any] = {
     "not contiguous": {"t": np.arange(10_000).reshape(100, 100).T[::2], "f": np.asfortranarray(np.ones((90, 80)))},
     "long bytes and text": {"blob": bytes(range(256)) * 100, "text": "x" * 10_000},
     "names that clash": {1: np.ones(1000), "1": np.zeros(1000), "taskgraph.value": np.ones(2), "a.b": np.ones(2)},
+    "many that are small": {
+        "layers": {f"l{n}": {"w": np.full((30, 40), float(n)), "b": np.full(77, n, np.int16)} for n in range(40)},
+        "text": "é" * 700,
+        "complex": np.arange(300) * 1j,
+        "blob": bytes(range(250)) * 3,
+        "last": np.arange(1000) % 2 == 0,
+        "odd": np.arange(100.0, dtype=">f8"),
+    },
+    "only what has no name beside each other": {"own": np.zeros(8000), "blobs": [b"x" * 700, "y" * 800, b"z" * 900]},
     "odd keys": {(1, 2): np.ones(2), None: np.zeros(2), "": np.ones(1), "__metadata__": np.ones(3)},
 }
 
@@ -93,6 +102,39 @@ def test_others_see_arrays_by_name(tmp_path: Any) -> None:
     assert set(tensors) == {"theta", "layers.0.w", "layer.weight", "taskgraph.value"}
     alone = safetensors_numpy.load(packed(weights)[1])
     assert np.array_equal(alone["state"], weights)
+
+
+def test_those_that_lie_side_by_side_are_tensors_once_each() -> None:
+    """In one buffer of the value; in the file as what they are, and not a second time."""
+    layers = {f"layer{n}": np.random.default_rng(n).normal(size=(50, 60)) for n in range(100)}
+    value = encode({"state": {**layers, "blob": b"x" * 5000}, "numbers": {}, "log": {}})
+    assert len(value.buffers) == 1
+    info, data = packed({**layers, "blob": b"x" * 5000})
+    tensors = safetensors_numpy.load(data)
+    assert all(np.array_equal(tensors[name], array) for name, array in layers.items())
+    bulk = sum(array.nbytes for array in layers.values()) + 5000
+    assert info.size < bulk + len(value.meta) + (64 << 10) + 20_000, "the description, and what is in it once more"
+
+
+def test_a_buffer_that_cannot_be_put_together_is_corrupt() -> None:
+    """Though its file has the digest that it was written with."""
+    value = encode({"state": {str(n): np.full(1000, n) for n in range(20)}, "numbers": {}, "log": {}})
+    size, count = value.buffers[0].nbytes, len(value.buffers)
+    assert count == 1
+    for said in ('{"size": -1', '{"size": 1e99', '{"size": 99999999999999', '{"size": 9', '{"siz_": 9', '["size", 9'):
+        changed: list[FileInfo] = []
+
+        def dumps(told: Any, said: str = said, **more: Any) -> str:
+            text = real(told, **more)
+            return text.replace(f'{{"size": {size}', said).replace("}]", "}]" if said[0] == "{" else "]]")
+
+        real = json.dumps
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("taskgraph.checkpoint.files.json.dumps", dumps)
+            info, parts = pack(value, LABEL)
+            changed.append(info)
+        with pytest.raises(CheckpointError, match="f is corrupt"):
+            unpack(memoryview(b"".join(parts)), LABEL, changed[0], path="f")
 
 
 def test_bulk_is_not_copied() -> None:

@@ -140,6 +140,21 @@ async def test_large_items_are_asked_for_in_advance_as_far_as_they_are_not_too_m
     assert router.calls[-1] == (0, 12, 16)
 
 
+async def test_items_without_buffers_count_where_they_are_large() -> None:
+    router = Asked()
+    asks = pulls(router, ahead=16)
+    value = encode(np.zeros(60_000, np.uint8))
+    assert not value.buffers
+    for epoch in range(2):
+        for producer in range(60):
+            begin(asks, epoch)
+            asks.came("x", producer, value)
+    assert sum(asks.large.values()) == 60 * value.size_bytes
+    begin(asks, 20)
+    begin(asks, 21)
+    assert router.calls[-1] == (0, 21, (32 << 20) // (60 * value.size_bytes))
+
+
 async def test_of_many_channels_fewer_epochs_are_asked_for_in_advance() -> None:
     router = Asked()
     asks = pulls(router, ahead=16)
