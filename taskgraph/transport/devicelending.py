@@ -26,6 +26,7 @@ from taskgraph.device.api import HANDLE_BYTES, IDENTITY_BYTES, Array, Device, St
 from taskgraph.device.buffers import DeviceBuffer, Private
 from taskgraph.device.shared import LEAST_BYTES, Borrower, Segment, SharedMemory
 from taskgraph.errors import DecodeError
+from taskgraph.graph.arrays import SMALL_BYTES
 from taskgraph.graph.digests import BLOCK_BYTES
 from taskgraph.graph.values import arrived
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
@@ -354,4 +355,4 @@ class DeviceBorrowing:
             self._tell(b"".join([_NUMBER.pack(number) for number in numbers]))
 
 
-assert TICKET_BYTES < 4096  # taskgraph.graph.encoding.INLINE_BYTES
+assert TICKET_BYTES <= SMALL_BYTES  # of which size no other buffer is

@@ -119,22 +119,19 @@ def test_those_that_lie_side_by_side_are_tensors_once_each() -> None:
 def test_a_buffer_that_cannot_be_put_together_is_corrupt() -> None:
     """Though its file has the digest that it was written with."""
     value = encode({"state": {str(n): np.full(1000, n) for n in range(20)}, "numbers": {}, "log": {}})
-    size, count = value.buffers[0].nbytes, len(value.buffers)
+    real, size, count = json.dumps, value.buffers[0].nbytes, len(value.buffers)
     assert count == 1
     for said in ('{"size": -1', '{"size": 1e99', '{"size": 99999999999999', '{"size": 9', '{"siz_": 9', '["size", 9'):
-        changed: list[FileInfo] = []
 
         def dumps(told: Any, said: str = said, **more: Any) -> str:
             text = real(told, **more)
             return text.replace(f'{{"size": {size}', said).replace("}]", "}]" if said[0] == "{" else "]]")
 
-        real = json.dumps
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("taskgraph.checkpoint.files.json.dumps", dumps)
             info, parts = pack(value, LABEL)
-            changed.append(info)
         with pytest.raises(CheckpointError, match="f is corrupt"):
-            unpack(memoryview(b"".join(parts)), LABEL, changed[0], path="f")
+            unpack(memoryview(b"".join(parts)), LABEL, info, path="f")
 
 
 def test_bulk_is_not_copied() -> None:
