@@ -29,6 +29,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 if TYPE_CHECKING:
     from taskgraph.transport.frames import Head
@@ -180,6 +181,7 @@ def _values() -> tuple[Target, list[bytes]]:
     import numpy as np
 
     from taskgraph.errors import DecodeError
+    from taskgraph.graph import encoding, values
     from taskgraph.graph.outline import outline
     from taskgraph.graph.values import decode, digest_of, encode
     from taskgraph.protocol.messages import Encoded
@@ -204,10 +206,14 @@ def _values() -> tuple[Target, list[bytes]]:
         {"theta": np.zeros(3), "n": np.int64(4)},
     ]
     found = [b"\0" + encode(sample).meta for sample in samples]
-    large = encode(np.zeros(510))  # its bulk is too small for a buffer; the next one's is not
-    found.append(b"\0" + large.meta)
-    larger = encode(np.zeros(520, np.int64))
-    found += [b"\xff" + larger.meta + bytes(larger.buffers[0])[:4080]] if larger.buffers else []
+    with mock.patch.multiple(encoding, INLINE_BYTES=1000), mock.patch.multiple(values, INLINE_BYTES=1000):
+        for sample, size in (
+            (np.zeros(510), 4080),  # it has a buffer of its own
+            ([np.zeros(100), np.zeros(110), "x" * 600, b"y" * 608], 2144),  # all but the first are side by side in one
+        ):
+            (buffer,) = (encoded := encode(sample)).buffers
+            assert buffer.nbytes == size and size % 16 == 0
+            found.append(bytes((size // 16,)) + encoded.meta + bytes(buffer))
     return run, found
 
 
