@@ -216,10 +216,10 @@ def test_only_an_array_that_does_not_travel_inside_meta_takes_memory_of_the_tran
     Epoch(work, "compose").processor(no_op, outbound={"x": 5, "y": 5})
     assert work.composing is not None
     outs = Outputs(work, work.composing.graph().processors[0])
-    outs.empty("x", 512)
+    outs.empty("x", 8191)
     assert work.allocated == []
-    outs.empty("y", 513)
-    assert work.allocated == [8 * 513]
+    outs.empty("y", 8192)
+    assert work.allocated == [8 * 8192]
     outs.close()
     assert [len(work.put_values[(tag, 5)].buffers) for tag in ("x", "y")] == [0, 1]
 

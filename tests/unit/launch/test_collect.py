@@ -32,8 +32,8 @@ from taskgraph.protocol.messages import Encoded
 from taskgraph.protocol.records import NodeRecord, PrimaryRecord
 
 TOKEN = bytes(range(32))
-GOOD = encode(np.arange(1000.0))
-BAD = Encoded(GOOD.meta, (memoryview(encode(np.arange(1.0, 1001.0)).buffers[0]),), GOOD.digest)
+GOOD = encode(np.arange(10_000.0))
+BAD = Encoded(GOOD.meta, (memoryview(encode(np.arange(1.0, 10_001.0)).buffers[0]),), GOOD.digest)
 
 
 class Holder:
@@ -97,7 +97,7 @@ async def test_a_result_that_arrived_damaged_is_asked_for_again(tmp_path: Path) 
     async with following(holder, tmp_path) as follower:
         found = await follower.results()
     assert holder.asked == 2 and damaged(found) == []
-    assert np.array_equal(follower.assemble(found, 0.0).values[0], np.arange(1000.0))
+    assert np.array_equal(follower.assemble(found, 0.0).values[0], np.arange(10_000.0))
 
 
 async def test_a_result_that_is_damaged_for_good_is_an_error_that_names_the_node(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from taskgraph.launch import inprocess
 from taskgraph.node import roles
 from taskgraph.testing.softdevice import SoftArray, SoftDevice
 
-SIZE = 2000
+SIZE = 10_000
 RUNS = [(None, False), (None, True), (1, False), (2, True), (3, True)]
 
 

@@ -20,7 +20,7 @@ from taskgraph.protocol.boundaries import Boundaries, Boundary
 from taskgraph.protocol.messages import Encoded
 from taskgraph.testing.softdevice import SoftDevice
 
-SIZE = 3000
+SIZE = 10_000
 
 
 @pytest.fixture(params=[(None, False), (None, True), (1, False), (2, True)], ids=["late", "races", "1", "2, races"])

@@ -138,8 +138,8 @@ class Mixes(tg.Task, state=["row"]):
     """Computes of both kinds, some of which run before the epoch before was snapshotted."""
 
     def setup(self) -> None:
-        self.weights = self.xp.arange(2000.0) / 1000
-        self.row = self.xp.arange(2000.0) + self.task_id
+        self.weights = self.xp.arange(10_000.0) / 1000
+        self.row = self.xp.arange(10_000.0) + self.task_id
 
     @tg.stateless
     def compose(self, epoch: tg.Epoch) -> None:
@@ -165,8 +165,8 @@ class Mixes(tg.Task, state=["row"]):
 
 
 def expected(tasks: int, epochs: int) -> list[np.ndarray]:
-    weights = np.arange(2000.0) / 1000
-    rows = [np.arange(2000.0) + task for task in range(tasks)]
+    weights = np.arange(10_000.0) / 1000
+    rows = [np.arange(10_000.0) + task for task in range(tasks)]
     for number in range(epochs):
         rows = [rows[t - 1] * (weights * (1.0 + number)) + rows[t] * (weights * 2.0) for t in range(tasks)]
     return rows
@@ -193,7 +193,7 @@ class Flagged(tg.Task, state=["total"]):
         self.total = 0.0
 
     def compose(self, epoch: tg.Epoch) -> None:
-        epoch.flag("right", self.xp.arange(2000.0) + epoch.number)
+        epoch.flag("right", self.xp.arange(10_000.0) + epoch.number)
         epoch.processor(self.add)
 
     def on_flag(self, epoch: tg.Epoch, sender: int, meta: SoftArray) -> None:
@@ -211,5 +211,5 @@ def test_what_is_replayed_is_on_the_stream_of_who_replays_it(monkeypatch: pytest
     monkeypatch.setattr(inprocess, "device_count", lambda: 1)
     monkeypatch.setattr(roles, "array_module", lambda devices: (soft.xp, soft))
     result = tg.testing.run(tg.Job(tasks=2, epochs=3, builder=Flagged, topology=tg.ring()))
-    assert result.values == dict.fromkeys(range(2), 3 * sum(range(2000)) + 2000.0 * 3)
+    assert result.values == dict.fromkeys(range(2), 3 * sum(range(10_000)) + 10_000.0 * 3)
     assert not soft.waits_on_loops
