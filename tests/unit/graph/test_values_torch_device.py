@@ -126,7 +126,7 @@ def test_later_writes_do_not_reach_it(there: There) -> None:
 
 
 def test_what_arrives_is_ones_own(there: There) -> None:
-    encoded = encode(torch.zeros(10_000), stays=True)
+    encoded = encode(torch.zeros(20_000), stays=True)
     for writable in (False, True):
         back = decode(encoded, device=there.soft, writable=writable)
         assert not back.any()
@@ -136,7 +136,7 @@ def test_what_arrives_is_ones_own(there: There) -> None:
 
 def test_the_memory_it_came_in_goes_back_behind_the_copy(there: There) -> None:
     """PyTorch copies on a stream of its own: the task's has to follow that while the view is still there."""
-    encoded = encode(torch.zeros(10_000), stays=True)
+    encoded = encode(torch.zeros(20_000), stays=True)
     (buffer,) = staying(encoded)
     there.read.clear()
     viewed = []
@@ -152,7 +152,7 @@ def test_what_cannot_be_read_there_goes_by_the_host(there: There, refusal: Excep
     def refuse() -> None:
         raise refusal
 
-    tensor = tensor_of("bfloat16", (80, 90))
+    tensor = tensor_of("bfloat16", (300, 290))
     there.meanwhile = refuse
     encoded = encode(tensor, stays=True)
     assert type(encoded) is Encoded
@@ -180,7 +180,7 @@ def test_an_error_of_the_device_is_none_of_those(there: There) -> None:
 
     there.meanwhile = fail
     with pytest.raises(AcceleratorError):
-        encode(torch.zeros(10_000), stays=True)
+        encode(torch.zeros(20_000), stays=True)
 
 
 def test_pytorch_is_asked_for_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
