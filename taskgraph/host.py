@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["began", "memory_bytes", "state"]
+__all__ = ["began", "cores", "memory_bytes", "state"]
 
 
 def memory_bytes() -> int:
@@ -14,6 +14,19 @@ def memory_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return 0
+
+
+if hasattr(os, "sched_getaffinity"):
+
+    def cores() -> int:
+        """How many cores this process may use."""
+        return len(os.sched_getaffinity(0))
+
+else:
+
+    def cores() -> int:
+        """How many cores this process may use."""
+        return os.cpu_count() or 1
 
 
 def state(pid: int) -> str:

@@ -29,7 +29,8 @@ class Settings:
             next one begins.
         epochs_in_flight: how many epochs of a task may be worked on at a time, where its methods are marked
             `@tg.stateless`; 1: one after another.
-        gather_s: where tasks work ahead, how long short epochs wait to be committed together.
+        gather_s: where tasks work ahead, how long short epochs wait to be committed together; up to five times as
+            long where more than two nodes share a core.
         start_wait_s: how long a job waits for all the nodes its launcher started, beyond `min_nodes`.
         hand_over_s: how long a primary waits for the backup it handed over to before it goes on itself.
         drain_s: how long a node that was told to leave tries to hand everything over.

@@ -24,6 +24,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+from taskgraph.host import cores
+
 __all__ = ["LEAST_BYTES", "cores", "for_each"]
 
 LEAST_BYTES: Final = 16 << 20
@@ -54,19 +56,6 @@ def for_each(work: Work, blocks: int) -> None:
     else:
         for block in range(blocks):
             work(block)
-
-
-if hasattr(os, "sched_getaffinity"):
-
-    def cores() -> int:
-        """How many cores this process may use."""
-        return len(os.sched_getaffinity(0))
-
-else:
-
-    def cores() -> int:
-        """How many cores this process may use."""
-        return os.cpu_count() or 1
 
 
 def idle() -> int:

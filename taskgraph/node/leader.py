@@ -270,7 +270,7 @@ class LeaderRole:
             return
         self._backoff.reset()
         self._refused = ((), 0)
-        self._commit_again_at, self._commit_of = self._clock() + node.settings.gather_s, view.generation_revision
+        self._commit_again_at, self._commit_of = self._clock() + node.gathering.seconds(), view.generation_revision
         self._stop_gathering()
         if self._lineage() == lineage:  # else it was committed, and undone by a roll-back before we knew
             for number in numbers:

@@ -32,6 +32,7 @@ from taskgraph.node.draining import Draining
 from taskgraph.node.failing import failure_record
 from taskgraph.node.fatal import FatalCode
 from taskgraph.node.forks import kept_from_children
+from taskgraph.node.gathering import Gathering
 from taskgraph.node.noticing import Noticing
 from taskgraph.node.registration import Registration
 from taskgraph.node.roles import Roles
@@ -120,6 +121,7 @@ class Node:
         self.device_loss = DeviceLoss(self, own_process)
         self.own_process = own_process
         self.fatal_code = FatalCode(self)
+        self.gathering = Gathering(self)
         self._draining = Draining(self)
         self._serving = Serving(self)
         self.suspicion = Suspicion(self, self.roles.reconsider)

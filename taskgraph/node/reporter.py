@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["Reporter"]
 
 _SHORTLY_BEFORE = 0.75
-"""Of `gather_s`, from a commit on: then reports are on their way that the next commit may be of."""
+"""Of the time that commits are gathered, from one on: then reports are on their way that the next commit may be of."""
 _FIRST = 0.5
-"""Of `gather_s`: so long the first one waits where the next commit is overdue already."""
+"""Of that time: so long the first one waits where the next commit is overdue already."""
 
 
 class Reporter:
@@ -43,7 +43,7 @@ class Reporter:
         self._leads = leads
         self._loop = asyncio.get_running_loop()
         self._enough = 1
-        self._gather_s = node.settings.gather_s
+        self._gathering = node.gathering
         self._due = 0.0  # shortly before the leader commits again, by the commit that was seen last
         self._due_of = 0  # the revision of `generation` then: after a takeover nothing is gathered for a commit
         self._sent = False  # whether anything was since that commit
@@ -55,7 +55,7 @@ class Reporter:
 
     def gather_by(self, ahead: int) -> None:
         """The task may be so many epochs ahead: half of that is enough for a message, as it is for a commit."""
-        self._enough = 1 if self._leads or not self._gather_s else max(1, ahead // 2)
+        self._enough = 1 if self._leads or not self._node.settings.gather_s else max(1, ahead // 2)
 
     def set(self, report: Report) -> None:
         """This is what the leader has to know of the report's epoch."""
@@ -87,9 +87,9 @@ class Reporter:
         """What was gathered goes when the leader commits again; where that is overdue, or it has some already, soon."""
         now, at = self._loop.time(), self._due
         if self._sent:
-            at = now + self._gather_s
+            at = now + self._gathering.seconds()
         elif at <= now:
-            at = now + _FIRST * self._gather_s
+            at = now + _FIRST * self._gathering.seconds()
         self._timer = self._loop.call_at(at, self._send)
 
     def forget(self, before: int | None = None) -> None:
@@ -98,7 +98,7 @@ class Reporter:
         if before is None:
             self._due = 0.0
         else:
-            self._due, self._sent = self._loop.time() + _SHORTLY_BEFORE * self._gather_s, False
+            self._due, self._sent = self._loop.time() + _SHORTLY_BEFORE * self._gathering.seconds(), False
             self._due_of = self._node.keeper.view.generation_revision
         for epoch in tuple(reports):
             if before is None or epoch < before:

@@ -50,6 +50,11 @@ class _Node:
         epochs_ahead = 6  # three are enough for a message
         gather_s = 0.04
 
+    class gathering:
+        @staticmethod
+        def seconds() -> float:
+            return _Node.settings.gather_s
+
     def __init__(self) -> None:
         self.keeper = _Keeper()
         self.router = self

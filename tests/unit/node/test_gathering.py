@@ -1,0 +1,97 @@
+"""Where many nodes share cores, commits are rarer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import taskgraph as tg
+from taskgraph.node import gathering
+from taskgraph.node.gathering import Gathering, longer
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import KeyEvent, KeyValue
+from taskgraph.protocol.records import GoneRecord, NodeRecord, PrimaryRecord, Record
+from taskgraph.protocol.view import JobView
+
+KEYS = Keys("fit")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cores", "expected"),
+    [(1, 64, 0.02), (4, 2, 0.02), (5, 2, 0.025), (8, 2, 0.04), (20, 2, 0.1), (1000, 2, 0.1), (15, 15, 0.02)],
+)
+def test_from_two_nodes_a_core_on_it_is_longer_up_to_five_times(nodes: int, cores: int, expected: float) -> None:
+    assert longer(0.02, nodes, cores) == pytest.approx(expected)
+    assert longer(0.0, nodes, cores) == 0.0, "nothing is gathered where that was set"
+
+
+class _Keeper:
+    def __init__(self) -> None:
+        self.view = JobView("fit")
+        self._revision = 0
+
+    def write(self, key: str, record: Record | None) -> None:
+        self._revision += 1
+        kv = KeyValue(key, b"" if record is None else record.to_bytes(), self._revision, self._revision)
+        self.view.apply(self._revision, [KeyEvent("delete" if record is None else "put", kv)])
+
+    def node(self, name: str, host: str, run: str = "r1") -> None:
+        record = NodeRecord(
+            name=name, run=run, host=host, pid=1, endpoints=(), control="", fingerprint="", lease=1, writer="w"
+        )
+        self.write(KEYS.node(name), record)
+
+
+class _Node:
+    host = "here"
+
+    def __init__(self, own_process: bool = True) -> None:
+        self.keeper = _Keeper()
+        self.own_process = own_process
+        self.settings = tg.Settings(gather_s=0.02)
+
+    class spec:
+        run = "r1"
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathering, "cores", lambda: 2)
+
+
+def primary(node: str) -> PrimaryRecord:
+    return PrimaryRecord(node=node, term=1, stateful=True, writer="w")
+
+
+def test_nodes_of_the_leaders_host_count_as_they_come_and_go() -> None:
+    node: Any = _Node()
+    subject = Gathering(node)
+    for number in range(8):
+        node.keeper.node(f"n{number}", "here")
+        node.keeper.node(f"m{number % 7}", "there")
+        node.keeper.node(f"old{number}", "here", run="r0")
+    assert subject.seconds() == pytest.approx(0.04), "there is no leader yet: its own host"
+    node.keeper.write(KEYS.primary(0), primary("m1"))
+    assert subject.seconds() == pytest.approx(0.035)
+    node.keeper.write(KEYS.gone("m2"), GoneRecord(reason="killed", writer="w"))
+    node.keeper.write(KEYS.node("m3"), None)
+    assert subject.seconds() == pytest.approx(0.025)
+    node.keeper.write(KEYS.primary(0), primary("n3"))
+    assert subject.seconds() == pytest.approx(0.04)
+
+
+def test_a_commit_alone_is_no_reason_to_count_again() -> None:
+    node: Any = _Node()
+    subject = Gathering(node)
+    node.keeper.node("n1", "here")
+    assert subject.seconds() == 0.02
+    node.keeper.view.nodes = None
+    assert subject.seconds() == 0.02
+
+
+def test_nodes_of_one_process_are_woken_together() -> None:
+    node: Any = _Node(own_process=False)
+    for number in range(99):
+        node.keeper.node(f"n{number}", "here")
+    assert Gathering(node).seconds() == 0.02
