@@ -36,9 +36,16 @@ class Gathering:
         self._seconds = node.settings.gather_s
         self._known = -1
 
-    def seconds(self) -> float:
-        """From a commit to the next one, where nobody waits for it, and not so many epochs come before."""
+    def seconds(self, ahead: int) -> float:
+        """From a commit to the next one, where nobody waits for it, and not so many epochs come before.
+
+        Args:
+            ahead: how many epochs who asks may be ahead of the last commit. Where that is fewer than was set, since
+                they are large, it would run out of them: it stays as it was set.
+        """
         node, view = self._node, self._node.keeper.view
+        if ahead < node.settings.epochs_ahead:
+            return node.settings.gather_s
         if self._known != view.structure_revision:
             self._known = view.structure_revision
             if node.own_process:

@@ -55,6 +55,7 @@ class Reporter:
 
     def gather_by(self, ahead: int) -> None:
         """The task may be so many epochs ahead: half of that is enough for a message, as it is for a commit."""
+        self._ahead = ahead
         self._enough = 1 if self._leads or not self._node.settings.gather_s else max(1, ahead // 2)
 
     def set(self, report: Report) -> None:
@@ -87,9 +88,9 @@ class Reporter:
         """What was gathered goes when the leader commits again; where that is overdue, or it has some already, soon."""
         now, at = self._loop.time(), self._due
         if self._sent:
-            at = now + self._gathering.seconds()
+            at = now + self._gathering.seconds(self._ahead)
         elif at <= now:
-            at = now + _FIRST * self._gathering.seconds()
+            at = now + _FIRST * self._gathering.seconds(self._ahead)
         self._timer = self._loop.call_at(at, self._send)
 
     def forget(self, before: int | None = None) -> None:
@@ -98,7 +99,7 @@ class Reporter:
         if before is None:
             self._due = 0.0
         else:
-            self._due, self._sent = self._loop.time() + _SHORTLY_BEFORE * self._gathering.seconds(), False
+            self._due, self._sent = self._loop.time() + _SHORTLY_BEFORE * self._gathering.seconds(self._ahead), False
             self._due_of = self._node.keeper.view.generation_revision
         for epoch in tuple(reports):
             if before is None or epoch < before:

@@ -71,27 +71,36 @@ def test_nodes_of_the_leaders_host_count_as_they_come_and_go() -> None:
         node.keeper.node(f"n{number}", "here")
         node.keeper.node(f"m{number % 7}", "there")
         node.keeper.node(f"old{number}", "here", run="r0")
-    assert subject.seconds() == pytest.approx(0.04), "there is no leader yet: its own host"
+    assert subject.seconds(64) == pytest.approx(0.04), "there is no leader yet: its own host"
     node.keeper.write(KEYS.primary(0), primary("m1"))
-    assert subject.seconds() == pytest.approx(0.035)
+    assert subject.seconds(64) == pytest.approx(0.035)
     node.keeper.write(KEYS.gone("m2"), GoneRecord(reason="killed", writer="w"))
     node.keeper.write(KEYS.node("m3"), None)
-    assert subject.seconds() == pytest.approx(0.025)
+    assert subject.seconds(64) == pytest.approx(0.025)
     node.keeper.write(KEYS.primary(0), primary("n3"))
-    assert subject.seconds() == pytest.approx(0.04)
+    assert subject.seconds(64) == pytest.approx(0.04)
 
 
 def test_a_commit_alone_is_no_reason_to_count_again() -> None:
     node: Any = _Node()
     subject = Gathering(node)
     node.keeper.node("n1", "here")
-    assert subject.seconds() == 0.02
+    assert subject.seconds(64) == 0.02
     node.keeper.view.nodes = None
-    assert subject.seconds() == 0.02
+    assert subject.seconds(64) == 0.02
 
 
 def test_nodes_of_one_process_are_woken_together() -> None:
     node: Any = _Node(own_process=False)
     for number in range(99):
         node.keeper.node(f"n{number}", "here")
-    assert Gathering(node).seconds() == 0.02
+    assert Gathering(node).seconds(64) == 0.02
+
+
+def test_where_epochs_are_so_large_that_fewer_may_be_ahead_it_stays_as_set() -> None:
+    node: Any = _Node()
+    for number in range(8):
+        node.keeper.node(f"n{number}", "here")
+    subject = Gathering(node)
+    assert subject.seconds(node.settings.epochs_ahead) == pytest.approx(0.04)
+    assert subject.seconds(node.settings.epochs_ahead - 1) == 0.02

@@ -52,7 +52,7 @@ class _Node:
 
     class gathering:
         @staticmethod
-        def seconds() -> float:
+        def seconds(ahead: int) -> float:
             return _Node.settings.gather_s
 
     def __init__(self) -> None:
