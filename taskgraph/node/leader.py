@@ -71,11 +71,11 @@ class LeaderRole:
         self._commit_again_at = self._clock()
         self._commit_of = 0  # the revision of `generation` that the last commit rests on
         self._gathering: asyncio.TimerHandle | None = None
-        self._ahead = node.settings.epochs_ahead
+        self._gathered_by = self._ahead
 
     def gather_by(self, ahead: int) -> None:
         """Task 0, whose epochs are as large as others' for all we know, may be so many epochs ahead."""
-        self._ahead = ahead
+        self._gathered_by = ahead
         self._leader.gather_by(ahead)
 
     # -- what primaries say -----------------------------------------------------------------------
@@ -272,7 +272,8 @@ class LeaderRole:
             return
         self._backoff.reset()
         self._refused = ((), 0)
-        self._commit_again_at, self._commit_of = self._clock() + node.gathering.seconds(self._ahead), view.generation_revision
+        self._commit_again_at = self._clock() + node.gathering.seconds(self._gathered_by)
+        self._commit_of = view.generation_revision
         self._stop_gathering()
         if self._lineage() == lineage:  # else it was committed, and undone by a roll-back before we knew
             for number in numbers:
