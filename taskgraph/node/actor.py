@@ -36,7 +36,16 @@ if TYPE_CHECKING:
     from taskgraph.device.api import Device, Stream
     from taskgraph.protocol.messages import Stamp
 
-__all__ = ["Actor", "Running", "StuckError", "UserCodeError", "call_under_way", "defined_at", "is_async"]
+__all__ = [
+    "Actor",
+    "Running",
+    "StuckError",
+    "UserCodeError",
+    "call_under_way",
+    "cancelled_by_users",
+    "defined_at",
+    "is_async",
+]
 
 R = TypeVar("R")
 
@@ -60,6 +69,13 @@ class UserCodeError(Exception):
 
 class StuckError(Exception):
     """A compute did not return within `cancel_s` after its attempt ended: only the end of the process frees it."""
+
+
+class _CancelledItself(BaseException):
+    """User code cancelled the asyncio task that it was called in. `times`: as often as it did."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
 
 
 class Running(NamedTuple):
@@ -140,13 +156,18 @@ class Actor:
             words, began = lastwords.here, self._tracing.on and self._tracing.began(stamp)
             if words is not None:
                 words.runs(self.task, stamp, where)
+            cancelling = _current_task().cancelling
             try:
                 try:
+                    times = cancelling()
                     try:
                         waited = coroutine.send(None)
                     finally:
                         if forks.count != self.forks:
                             self.end_child(where)
+                        if cancelling() > times:
+                            coroutine.close()
+                            raise _CancelledItself(cancelling() - times)
                 except StopIteration as returned:  # without a wait, as most do
                     result: R = returned.value
                 else:
@@ -161,6 +182,10 @@ class Actor:
                     self._tracing.keep("code", where, "", began, clock(), self.task, stamp or NO_STAMP, self.term, -1)
         except (AttemptEnded, StuckError):
             raise
+        except _CancelledItself as itself:
+            await _take_back(itself)
+            epoch = f", epoch {stamp.epoch}" if stamp is not None else ""
+            raise UserCodeError(where, cancelled_by_users(f"task {self.task}{epoch}, {where!r}: ")) from itself
         except asyncio.CancelledError as error:
             caller = asyncio.current_task()
             if not is_async(function) or (caller is not None and caller.cancelling()):
@@ -374,6 +399,7 @@ class _Resumed:
 
     def __await__(self) -> Generator[Any, Any, Any]:
         actor, coroutine, waited, turn = self._actor, self._coroutine, self._waited, self._turn
+        cancelling = _current_task().cancelling
         try:
             while True:
                 error: BaseException | None = None
@@ -388,16 +414,50 @@ class _Resumed:
                         error = cancelled  # before its turn came: it must hear of it, at its turn
                     else:
                         turn.release()
+                times = cancelling()
                 try:
                     try:
                         waited = coroutine.send(None) if error is None else coroutine.throw(error)
                     finally:
                         if forks.count != actor.forks:
                             actor.end_child(self._where)
+                        if cancelling() > times:
+                            raise _CancelledItself(cancelling() - times)
                 except StopIteration as stop:
                     return stop.value
         finally:
             coroutine.close()
+
+
+def _current_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
+
+
+async def _take_back(itself: _CancelledItself) -> None:
+    """The caller goes on as if it had not been cancelled: who awaits it would else take it for one that was given up.
+
+    Raises:
+        CancelledError: we cancelled it, too.
+    """
+    caller = _current_task()
+    for _ in range(itself.times):
+        caller.uncancel()
+    times = caller.cancelling()
+    try:
+        await asyncio.sleep(0)  # where Python before 3.13 raises it nevertheless
+    except asyncio.CancelledError:
+        if caller.cancelling() > times:
+            raise
+
+
+def cancelled_by_users(of: str) -> JobError:
+    """What to say where an asyncio task of ours was cancelled, and not by us."""
+    return JobError(
+        f"{of}code of the job cancelled the asyncio task it runs in, which is not its own (as "
+        f"asyncio.current_task().cancel() does): to end a processor return from it, to fail the job raise"
+    )
 
 
 class _OnStream(Coroutine[Any, Any, R]):

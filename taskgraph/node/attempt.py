@@ -17,8 +17,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from taskgraph.epoch import AttemptEnded, Epoch, Inputs, Outputs, Scratch
-from taskgraph.errors import GraphError, JobError, Refused
+from taskgraph.errors import GraphError, Refused
 from taskgraph.graph.compose import Composition, Graph, Processor
+from taskgraph.node.actor import cancelled_by_users
 from taskgraph.node.inbound import Inbound, raised
 from taskgraph.node.items import Items
 from taskgraph.node.mailbox import Mailbox
@@ -33,7 +34,7 @@ from taskgraph.shape import is_stateless
 if TYPE_CHECKING:
     from taskgraph.node.primary import Primary
 
-__all__ = ["Attempt", "Idle", "cancelled_by_users", "first_error"]
+__all__ = ["Attempt", "Idle", "first_error"]
 
 R = TypeVar("R")
 
@@ -306,7 +307,7 @@ class Attempt:
             if done.exception() is not None:
                 self._unwind()
         elif self._group is not None and not self.cancelled:
-            self._beside(raised(cancelled_by_users(self.task, self.number)))
+            self._beside(raised(cancelled_by_users(f"task {self.task}, epoch {self.number}: ")))
 
     def _unwind(self) -> None:
         """Something of the attempt raised: it waits for its threads now, and they must not wait for its answers."""
@@ -515,14 +516,6 @@ class Attempt:
                 found.append(Wait(f"handler {where.split('/')[0]}", "reply", to, method, since))
         found.extend(Wait("hold", "running", self.task, why, since) for why in self.quiet.holds)
         return tuple(found)
-
-
-def cancelled_by_users(task: int, epoch: int) -> JobError:
-    """What to say where an asyncio task of ours was cancelled, and not by us."""
-    return JobError(
-        f"task {task}, epoch {epoch}: code of the job cancelled the asyncio task it runs in, which is not its own (as "
-        f"asyncio.current_task().cancel() does): to end a processor return from it, to fail the job raise"
-    )
 
 
 def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:

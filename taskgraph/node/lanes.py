@@ -14,8 +14,8 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from taskgraph.errors import TaskGraphError
-from taskgraph.node.actor import StuckError, UserCodeError
-from taskgraph.node.attempt import Attempt, cancelled_by_users, first_error
+from taskgraph.node.actor import StuckError, UserCodeError, cancelled_by_users
+from taskgraph.node.attempt import Attempt, first_error
 from taskgraph.node.dones import Dones, Worked
 from taskgraph.node.strict import Recording, check_replay
 from taskgraph.node.turns import Turns
@@ -164,7 +164,7 @@ class Lanes:
         except asyncio.CancelledError:
             if self.over or self.failed_in >= 0:
                 raise
-            error = cancelled_by_users(self._task, stamp.epoch)
+            error = cancelled_by_users(f"task {self._task}, epoch {stamp.epoch}: ")
         except BaseExceptionGroup as errors:
             error = first_error(errors)
             if (stuck := errors.subgroup(StuckError)) is not None:

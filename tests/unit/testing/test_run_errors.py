@@ -422,6 +422,20 @@ async def _cancels_itself_and_returns(self: tg.Task, epoch: Any, ins: Any, outs:
             outs.put(tag, 1)
 
 
+async def _cancels_itself_and_goes_on(*args: Any) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    await asyncio.sleep(0.1)
+    task.cancel()
+
+
+async def _cancels_itself_and_raises(*args: Any) -> None:
+    try:
+        await _cancels_itself_and_goes_on()
+    finally:
+        raise ValueError("after all")
+
+
 async def _puts(self: tg.Task, epoch: Any, ins: Any, outs: Any) -> None:
     outs.put("x", 1)
 
@@ -461,6 +475,11 @@ def _through_another_task(self: tg.Task, epoch: tg.Epoch) -> None:
         ("end", _cancels_itself_and_returns, {}),
         ("on_flag", _cancels_itself, {"go": _sends_a_flag}),
         ("get", _answers_with_its_own_end, {"go": _asks}),
+        ("setup", _cancels_itself, {}),
+        ("setup", _cancels_itself_and_goes_on, {}),
+        ("on_commit", _cancels_itself, {}),
+        ("on_commit", _cancels_itself_and_goes_on, {}),
+        ("on_commit", _cancels_itself_and_raises, {}),
     ],
 )
 def test_code_that_cancels_the_task_it_runs_in_fails_the_job(
