@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Lanes"]
 
-_AHEAD_BYTES = 80 << 20
+_AHEAD_BYTES = 88 << 20
 """A task whose uncommitted epochs hold more than that begins no other: items and boundaries stay until they commit.
 
 That is below 150 MiB with what a node of one task takes besides."""
