@@ -444,12 +444,10 @@ async def _take_back(itself: _CancelledItself) -> None:
     caller = _current_task()
     for _ in range(itself.times):
         caller.uncancel()
-    times = caller.cancelling()
-    try:
+    with contextlib.suppress(asyncio.CancelledError):
         await asyncio.sleep(0)  # where Python before 3.13 raises it nevertheless
-    except asyncio.CancelledError:
-        if caller.cancelling() > times:
-            raise
+    if caller.cancelling():
+        raise asyncio.CancelledError from itself
 
 
 def cancelled_by_users(of: str) -> JobError:
