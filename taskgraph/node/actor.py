@@ -72,7 +72,7 @@ class StuckError(Exception):
 
 
 class _CancelledItself(BaseException):
-    """User code cancelled the asyncio task that it was called in. `times`: as often as it did."""
+    """User code that has ended had cancelled the asyncio task it was called in. `times`: as often as it did."""
 
     def __init__(self, times: int) -> None:
         self.times = times
@@ -158,20 +158,22 @@ class Actor:
                 words.runs(self.task, stamp, where)
             cancelling = _current_task().cancelling
             try:
+                before, ended = cancelling(), True
                 try:
-                    times = cancelling()
                     try:
                         waited = coroutine.send(None)
+                        ended = False
                     finally:
                         if forks.count != self.forks:
                             self.end_child(where)
-                        if cancelling() > times:
-                            coroutine.close()
-                            raise _CancelledItself(cancelling() - times)
+                        times = cancelling() - before  # by the code itself: we do not run meanwhile
+                        if times > 0 and ended:
+                            raise _CancelledItself(times)
                 except StopIteration as returned:  # without a wait, as most do
                     result: R = returned.value
                 else:
-                    result = await self._resumed(where, stamp, coroutine, waited, self._turn if alone else None)
+                    turn = self._turn if alone else None
+                    result = await self._resumed(where, stamp, coroutine, waited, turn, times)
                 if after is not None:
                     after()
                 return result
@@ -214,7 +216,13 @@ class Actor:
             pass
 
     async def _resumed(
-        self, where: str, stamp: Stamp | None, coroutine: Coroutine[Any, Any, R], waited: Any, turn: asyncio.Lock | None
+        self,
+        where: str,
+        stamp: Stamp | None,
+        coroutine: Coroutine[Any, Any, R],
+        waited: Any,
+        turn: asyncio.Lock | None,
+        times: int,
     ) -> R:
         """Drives a coroutine on that awaits something: from now on others can see that it is under way."""
         words = lastwords.here
@@ -222,7 +230,7 @@ class Actor:
         if words is not None:
             words.ran()
         try:
-            result: R = await _Resumed(self, where, coroutine, waited, turn)
+            result: R = await _Resumed(self, where, coroutine, waited, turn, times)
             return result
         finally:
             if words is not None:
@@ -386,20 +394,29 @@ class _Resumed:
     Args:
         waited: what it awaits.
         turn: None where it needs none. Only threads hold one for longer than it takes the event loop to notice.
+        times: how often it has cancelled the asyncio task it runs in. It hears of that at its await, cleans up, and may
+            take it back, as `asyncio.timeout` does; what counts is what is left when it ends.
     """
 
     def __init__(
-        self, actor: Actor, where: str, coroutine: Coroutine[Any, Any, R], waited: Any, turn: asyncio.Lock | None
+        self,
+        actor: Actor,
+        where: str,
+        coroutine: Coroutine[Any, Any, R],
+        waited: Any,
+        turn: asyncio.Lock | None,
+        times: int,
     ) -> None:
         self._actor = actor
         self._where = where
         self._coroutine = coroutine
         self._waited = waited
         self._turn = turn
+        self._times = times
 
     def __await__(self) -> Generator[Any, Any, Any]:
         actor, coroutine, waited, turn = self._actor, self._coroutine, self._waited, self._turn
-        cancelling = _current_task().cancelling
+        cancelling, times = _current_task().cancelling, self._times
         try:
             while True:
                 error: BaseException | None = None
@@ -414,15 +431,17 @@ class _Resumed:
                         error = cancelled  # before its turn came: it must hear of it, at its turn
                     else:
                         turn.release()
-                times = cancelling()
+                before, ended = cancelling(), True
                 try:
                     try:
                         waited = coroutine.send(None) if error is None else coroutine.throw(error)
+                        ended = False
                     finally:
                         if forks.count != actor.forks:
                             actor.end_child(self._where)
-                        if cancelling() > times:
-                            raise _CancelledItself(cancelling() - times)
+                        times = max(0, times + cancelling() - before)  # it may take back what others did, too
+                        if times and ended:
+                            raise _CancelledItself(times)
                 except StopIteration as stop:
                     return stop.value
         finally:

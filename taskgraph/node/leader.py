@@ -71,7 +71,7 @@ class LeaderRole:
         self._commit_again_at = self._clock()
         self._commit_of = 0  # the revision of `generation` that the last commit rests on
         self._gathering: asyncio.TimerHandle | None = None
-        self._gathered_by = self._ahead
+        self._gathered_by = self._ahead  # as `gather_by` was told last
 
     def gather_by(self, ahead: int) -> None:
         """Task 0, whose epochs are as large as others' for all we know, may be so many epochs ahead."""

@@ -51,7 +51,21 @@ async def twice() -> None:
     cancel()
 
 
-@pytest.mark.parametrize("code", [returns, raises, awaits, later, twice])
+async def cleans_up() -> None:
+    try:
+        await awaits()
+    finally:
+        await asyncio.sleep(0.01)
+
+
+async def goes_on() -> None:
+    try:
+        await later()
+    except asyncio.CancelledError:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("code", [returns, raises, awaits, later, twice, cleans_up, goes_on])
 async def test_it_is_a_mistake_of_that_code_and_who_called_it_goes_on(actor: Actor, code: object) -> None:
     with pytest.raises(UserCodeError, match=r"task 3, 'hook': code of the job cancelled the asyncio task it runs in"):
         await actor.call("hook", code)
@@ -73,6 +87,11 @@ async def test_what_takes_its_cancelling_back_itself_is_none(actor: Actor) -> No
                 await asyncio.sleep(5)
         except* ValueError:
             pass
+        with pytest.raises(asyncio.CancelledError):
+            await awaits()
+        task = asyncio.current_task()
+        assert task is not None
+        task.uncancel()
         return 7
 
     async def raises_soon() -> None:

@@ -11,7 +11,7 @@ from taskgraph.node import gathering
 from taskgraph.node.gathering import Gathering, longer
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyEvent, KeyValue
-from taskgraph.protocol.records import GoneRecord, NodeRecord, PrimaryRecord, Record
+from taskgraph.protocol.records import EpochRecord, GoneRecord, NodeRecord, PrimaryRecord, Record
 from taskgraph.protocol.view import JobView
 
 KEYS = Keys("fit")
@@ -86,7 +86,10 @@ def test_a_commit_alone_is_no_reason_to_count_again() -> None:
     subject = Gathering(node)
     node.keeper.node("n1", "here")
     assert subject.seconds(64) == 0.02
-    node.keeper.view.nodes = None
+    view = node.keeper.view
+    node.keeper.write(KEYS.epoch, EpochRecord(epoch=1, attempt=1, writer="w"))
+    assert view.stamp is not None
+    view.nodes = None  # who counts now fails
     assert subject.seconds(64) == 0.02
 
 
