@@ -185,7 +185,7 @@ def node(options: argparse.Namespace) -> int:
             etcd=etcd,
             token=token,
             tls=tls,
-            sockets=str(Runtime().sockets(options.job)),
+            sockets=str(Runtime().sockets(options.job).path),
             listen=listen,
             node_tls=node_tls,
             insecure_listen=insecure,

@@ -24,7 +24,7 @@ from taskgraph.coordination.api import Coordinator
 from taskgraph.errors import CoordinationError, OutcomeUnknown
 from taskgraph.launch.devices import deal, host_devices, sharing
 from taskgraph.launch.forkserver import ForkServer, NodeProcess
-from taskgraph.launch.runtime import JobEntry, Runtime
+from taskgraph.launch.runtime import JobEntry, Runtime, Sockets
 from taskgraph.launch.standing import Standing, standing_text
 from taskgraph.launch.submit import UNKNOWN_PAUSE_S, UNKNOWN_TRIES
 from taskgraph.node import lastwords
@@ -92,7 +92,7 @@ class LocalNodes:
         self._processes: dict[str, _Process] = {}
         self._watches: set[asyncio.Task[None]] = set()
         self._telling: set[asyncio.Task[None]] = set()
-        self._sockets: Path | None = None
+        self._sockets: Sockets | None = None
         self._stopping = False
 
     async def start(self, count: int) -> None:
@@ -140,7 +140,7 @@ class LocalNodes:
             etcd=self._entry.etcd,
             token=self._entry.token,
             tls=self._entry.tls,
-            sockets=str(self._sockets),
+            sockets=str(self._sockets.path),
             listen=self._listen,
             node_tls=self._entry.node_tls,
             insecure_listen=self._insecure_listen,
@@ -192,7 +192,7 @@ class LocalNodes:
 
     def _folder(self, entry: _Process) -> Path | None:
         """Where a node has its sockets, and its last words."""
-        return self._sockets / entry.node_id.rpartition("-")[2] if self._sockets is not None else None
+        return self._sockets.path / entry.node_id.rpartition("-")[2] if self._sockets is not None else None
 
     async def _look(self, entry: _Process, folder: Path) -> None:
         """Tells, until cancelled, where the event loop of a node stands still."""
@@ -290,7 +290,7 @@ class LocalNodes:
             await asyncio.gather(*self._watches, return_exceptions=True)
             await self._last_tellings(_LAST_TELL_S if tell else 0.0)
             if self._sockets is not None:
-                shutil.rmtree(self._sockets, ignore_errors=True)
+                self._sockets.remove()
                 self._sockets = None
 
     async def _last_tellings(self, timeout_s: float) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
-import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -264,12 +265,87 @@ def test_sockets_have_short_paths_and_private_folders_wherever_the_directory_is(
     runtime = Runtime(tmp_path / below)
     first, second = runtime.sockets("fit"), runtime.sockets("fit")
     try:
-        assert first != second
-        assert len(os.fsencode(first / "12345678" / "0123456789abcdef")) < 100
-        assert stat.S_IMODE(first.stat().st_mode) == 0o700
+        assert first.path != second.path
+        assert len(os.fsencode(first.path / "12345678" / "0123456789abcdef")) < 100
+        assert stat.S_IMODE(first.path.stat().st_mode) == 0o700
     finally:
         for folder in (first, second):
-            shutil.rmtree(folder)
+            folder.remove()
+    assert not first.path.exists() and not second.path.exists()
+
+
+@pytest.mark.parametrize("below", ["t", "a-very-long-name-" * 6])
+def test_sockets_of_a_launcher_that_was_killed_are_removed_by_the_next_and_those_of_one_that_lives_are_not(
+    tmp_path: Path, below: str
+) -> None:
+    code = (
+        "import pathlib, sys, time; from taskgraph.launch.runtime import Runtime;"
+        "folder = Runtime(pathlib.Path(sys.argv[1])).sockets('fit'); (folder.path / 'node').mkdir();"
+        "print(folder.path, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / below)], stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        left = Path(launcher.stdout.readline().strip())
+        runtime = Runtime(tmp_path / below)
+        try:
+            ours = runtime.sockets("fit")
+            assert (left / "node").is_dir()
+        finally:
+            launcher.kill()
+        launcher.wait()
+        other = runtime.sockets("other")
+        try:
+            assert not left.exists()
+            assert ours.path.is_dir() and other.path.is_dir()
+        finally:
+            ours.remove()
+            other.remove()
+
+
+@pytest.mark.parametrize("when", ["locked", "removed", "removed when it is open"])
+def test_who_takes_a_new_folder_for_one_that_was_left_does_no_harm(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Another launcher finds ours between our making and our locking it."""
+    made: list[Path] = []
+    make, lock, locks = tempfile.mkdtemp, fcntl.flock, list[int]()
+
+    def mkdtemp(prefix: str, dir: Path) -> str:
+        made.append(Path(make(prefix=prefix, dir=dir)))
+        if len(made) == 1 and when == "locked":
+            locks.append(os.open(made[0], os.O_RDONLY))
+            lock(locks[0], fcntl.LOCK_EX)
+        if len(made) == 1 and when == "removed":
+            made[0].rmdir()
+        return str(made[-1])
+
+    def flock(file: int, how: int) -> None:
+        if len(made) == 1 and when == "removed when it is open":
+            made[0].rmdir()
+        lock(file, how)
+
+    monkeypatch.setattr("tempfile.mkdtemp", mkdtemp)
+    monkeypatch.setattr("fcntl.flock", flock)
+    sockets = runtime.sockets("fit")
+    try:
+        assert len(made) == 2 and sockets.path == made[1] and sockets.path.is_dir()
+    finally:
+        sockets.remove()
+        for held in locks:
+            os.close(held)
+
+
+def test_where_no_folder_can_be_locked_none_is_removed(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    first, second = runtime.sockets("fit"), runtime.sockets("fit")
+    assert first.path.is_dir() and second.path.is_dir()
+    for folder in (first, second):
+        folder.remove()
 
 
 def test_one_launcher_at_a_time_runs_a_job_of_a_name(runtime: Runtime) -> None:
