@@ -34,6 +34,7 @@ _BATCH = 32
 _GATHER_S = 0.1
 """Events come in bursts, around a failure or a drain, when all nodes are busy; each write wakes every node's watch."""
 _RETRY_S = 0.5
+_SAY_AGAIN_S = 10.0
 _MAX_TEXT = 4000
 _LAST_S = 1.0
 
@@ -165,7 +166,9 @@ class _Keeper:
     """Durable events that wait to be written."""
 
     def __init__(self, keys: Keys, node_id: str) -> None:
-        self.waiting: deque[tuple[str, Event]] = deque(maxlen=_RING)
+        self.waiting: deque[tuple[str, Event]] = deque()
+        self._left_out = 0
+        self._said_at = -_SAY_AGAIN_S
         self._keys = keys
         self._node_id = node_id
         self._numbers = itertools.count()
@@ -176,6 +179,9 @@ class _Keeper:
 
     def take(self, event: Event) -> None:
         if not event.transient:
+            if len(self.waiting) >= _RING:
+                self.waiting.popleft()
+                self._left_out += 1
             key = self._keys.event(f"{event.at:017.6f}-{self._node_id}-{next(self._numbers)}")
             self.waiting.append((key, event))
             self._some.set()
@@ -187,6 +193,25 @@ class _Keeper:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GATHER_S):
                 await self._hurry.wait()
+
+    async def write_some(self, coordinator: Coordinator) -> int:
+        """Writes the oldest; they go back where etcd is away, or the node ends. Returns how many were written."""
+        batch = [self.waiting.popleft() for _ in range(min(_BATCH, len(self.waiting)))]
+        try:
+            await coordinator.txn(Txn(success=tuple(Put(key, event.to_bytes()) for key, event in batch)))
+        except BaseException as error:  # perhaps written, perhaps not: the keys are unique, and twice is once
+            self.waiting.extendleft(reversed(batch))
+            if not isinstance(error, CoordinationError):
+                raise
+            if coordinator.now() - self._said_at >= _SAY_AGAIN_S:
+                self._said_at = coordinator.now()
+                log.warning("events wait for etcd: %s", error)
+            await asyncio.sleep(_RETRY_S)
+            return 0
+        if self._left_out:
+            log.warning("%d events were left out: etcd was away for too long", self._left_out)
+            self._left_out = 0
+        return len(batch)
 
     def written(self) -> None:
         """Nothing waits any more."""
@@ -216,7 +241,7 @@ async def keep_events(events: EventLog, coordinator: Coordinator, job: str, *, n
             while True:
                 await keeper.burst()
                 while keeper.waiting:
-                    written += await _write_some(coordinator, keeper.waiting)
+                    written += await keeper.write_some(coordinator)
                 keeper.written()
                 if written >= _BATCH:
                     written = 0
@@ -225,27 +250,9 @@ async def keep_events(events: EventLog, coordinator: Coordinator, job: str, *, n
             try:
                 async with asyncio.timeout(_LAST_S):
                     while keeper.waiting:
-                        await _write_some(coordinator, keeper.waiting)
+                        await keeper.write_some(coordinator)
             except TimeoutError:
                 log.warning("%d events could not be kept", len(keeper.waiting))
-
-
-async def _write_some(coordinator: Coordinator, waiting: deque[tuple[str, Event]]) -> int:
-    """Writes the oldest; they go back where etcd is away, or the node ends. Returns how many were written."""
-    batch = [waiting.popleft() for _ in range(min(_BATCH, len(waiting)))]
-    try:
-        await coordinator.txn(Txn(success=tuple(Put(key, event.to_bytes()) for key, event in batch)))
-    except BaseException as error:  # perhaps written, perhaps not: the keys are unique, and twice is once
-        room = _RING - len(waiting)
-        if room < len(batch):
-            log.warning("%d events were left out: etcd is away for too long", len(batch) - room)
-        waiting.extendleft(reversed(batch[len(batch) - min(room, len(batch)) :]))
-        if not isinstance(error, CoordinationError):
-            raise
-        log.warning("events wait for etcd: %s", error)
-        await asyncio.sleep(_RETRY_S)
-        return 0
-    return len(batch)
 
 
 async def _prune(coordinator: Coordinator, keys: Keys, kept: int) -> None:

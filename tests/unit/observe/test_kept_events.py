@@ -91,6 +91,42 @@ async def test_events_are_waited_for_a_second_at_most(
     assert "1 events could not be kept" in caplog.text
 
 
+async def test_an_etcd_that_is_away_for_long_is_told_now_and_then_and_what_was_left_out_for_it_when_it_is_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    events, store = EventLog("n1"), MemoryStore()
+    coordinator, tries, away = MemoryCoordinator(store), 0, True
+    write = coordinator.txn
+
+    async def txn(txn: Txn) -> TxnResult:
+        nonlocal tries
+        if not away:
+            return await write(txn)
+        tries += 1
+        raise Unavailable("etcd is away")
+
+    monkeypatch.setattr(coordinator, "txn", txn)
+    monkeypatch.setattr("taskgraph.observe.events._RETRY_S", 0.005)
+    monkeypatch.setattr("taskgraph.observe.events._RING", 40)
+    keeping = asyncio.ensure_future(keep_events(events, coordinator, JOB, node_id="n1-1", kept=100))
+    await asyncio.sleep(0)
+    for number in range(50):
+        events.emit("evicted", f"{number}")
+    async with asyncio.timeout(5):
+        while tries < 10:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "events wait for etcd: etcd is away"
+    ]
+    away = False
+    await events.kept()
+    assert in_etcd(store) == [str(number) for number in range(10, 50)]
+    assert "10 events were left out: etcd was away for too long" in caplog.text
+    keeping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await keeping
+
+
 async def test_what_is_on_its_way_to_etcd_when_the_node_ends_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     events, store = EventLog("n1"), MemoryStore()
     coordinator, written = MemoryCoordinator(store), asyncio.Event()
