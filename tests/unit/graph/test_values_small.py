@@ -92,10 +92,31 @@ def test_later_changes_of_the_original_do_not_arrive_and_what_arrives_is_read_on
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(values, "_STARTS_KEPT", 3)
+    monkeypatch.setattr(values, "_SHAPES_KEPT", 3)
     values._starts.clear()
+    values._shapes.clear()
     for size in range(6):
         assert decode(encode(np.arange(size))).tolist() == list(range(size))
-        assert len(values._starts) <= 3
+        assert len(values._starts) <= 3 and len(values._shapes) <= 3
+    assert values._shapes
+
+
+def test_arrays_of_equal_length_and_other_kinds_take_turns() -> None:
+    kinds = [np.arange(6.0).reshape(shape).astype(dtype) for shape in [(2, 3), (3, 2)] for dtype in ("<f8", ">f8", "<i8")]
+    encoded = [encode(array) for array in kinds]
+    assert len({len(one.meta) for one in encoded}) == 1
+    for _ in range(3):
+        for one, array in zip(encoded, kinds, strict=True):
+            assert read(one) == read_at_length(one)
+            assert np.array_equal(decode(one), array) and decode(one).dtype == array.dtype
+
+
+def test_what_begins_like_the_last_one_is_refused_where_its_trailer_is_another() -> None:
+    encoded = encode(np.arange(3.0))
+    decode(encoded)
+    damaged = Encoded(encoded.meta[:-4] + b"\1\0\0\0", (), encoded.digest)
+    assert values.small_array(damaged.meta) is None
+    assert read(damaged) == read_at_length(damaged)
 
 
 @settings(max_examples=600)
