@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Container, Iterable, Mapping
+from operator import is_
 from types import FunctionType, MethodType
 from typing import Any, Final
 
@@ -66,15 +67,15 @@ class Declaration:
     """The words in which `compose` declared a processor.
 
     Attributes:
-        inbound, outbound: (tag, link or task, or several in a sequence of its own).
+        inbound, outbound: the tags, and what each leads to: a link, a task, or several in a sequence of its own.
         changing: the links it names that may lead elsewhere in another epoch, and where they led.
     """
 
     compute: Callable[..., Any]
     name: str | None
     parallel: bool
-    inbound: tuple[tuple[str, Any], ...]
-    outbound: tuple[tuple[str, Any], ...]
+    inbound: tuple[tuple[str, ...], tuple[Any, ...]]
+    outbound: tuple[tuple[str, ...], tuple[Any, ...]]
     changing: tuple[tuple[str, tuple[int, ...]], ...]
 
 
@@ -165,25 +166,17 @@ class Composition:
             return False
         if name is not known.name and (type(name) is not type(known.name) or name != known.name):
             return False
-        for given, links in (inbound, known.inbound), (outbound, known.outbound):
+        for given, (tags, tos) in (inbound, known.inbound), (outbound, known.outbound):
             if given is None:
-                if links:
+                if tags:
                     return False
-                continue
-            if type(given) is not dict or len(given) != len(links):
+            elif type(given) is not dict or len(given) != len(tags):
                 return False
-            for (tag, to), (known_tag, known_to) in zip(given.items(), links, strict=True):
-                # Constants of the code, which most are, are the very same objects.
-                if tag is not known_tag and (type(tag) is not type(known_tag) or tag != known_tag):
-                    return False
-                if to is not known_to:
-                    kind = type(to)
-                    if kind is not type(known_to):
-                        return False
-                    if (kind is list or kind is tuple) and list(map(type, to)) != list(map(type, known_to)):
-                        return False
-                    if to != known_to:
-                        return False
+            # Constants of the code, which most are, are the very same objects.
+            elif all(map(is_, given, tags)) and all(map(is_, given.values(), tos)):
+                continue
+            elif not _equal(given, tags, tos):
+                return False
         if known.changing and not self._lead_as_before(known.changing, neighbors):
             return False
         self._again = at + 1
@@ -295,9 +288,11 @@ class Composition:
             return None
         if type(parallel) is not bool or (name is not None and type(name) is not str):
             return None
-        found: tuple[list[tuple[str, Any]], list[tuple[str, Any]]] = ([], [])
+        found: list[tuple[tuple[str, ...], tuple[Any, ...]]] = []
         changing = {}
-        for given, pairs in (inbound, found[0]), (outbound, found[1]):
+        for given in inbound, outbound:
+            tags: list[str] = []
+            tos: list[Any] = []
             for tag, to in given.items() if given else ():
                 kind = type(to)
                 if not isinstance(tag, str):
@@ -312,8 +307,11 @@ class Composition:
                     to = kind(to)  # a list may be another when it comes again
                 elif kind is not int:
                     return None
-                pairs.append((tag, to))
-        return Declaration(compute, name, parallel, tuple(found[0]), tuple(found[1]), tuple(changing.items()))
+                tags.append(tag)
+                tos.append(to)
+            found.append((tuple(tags), tuple(tos)))
+        takes, puts = found
+        return Declaration(compute, name, parallel, takes, puts, tuple(changing.items()))
 
     def _no_text(self, tag: str) -> GraphError:
         return GraphError(f"{self._at()}: the tag {tag!a} is no text that can be encoded: name the channel otherwise")
@@ -338,6 +336,22 @@ class Composition:
             tuple(self._puts),
             tuple(self._declarations) if len(self._declarations) == len(self._named) else (),
         )
+
+
+def _equal(given: dict[str, Any], tags: tuple[str, ...], tos: tuple[Any, ...]) -> bool:
+    """Whether these links are equal, and of the same types, to those that were declared; there are as many."""
+    for (tag, to), known_tag, known_to in zip(given.items(), tags, tos, strict=True):
+        if tag is not known_tag and (type(tag) is not type(known_tag) or tag != known_tag):
+            return False
+        if to is not known_to:
+            kind = type(to)
+            if kind is not type(known_to):
+                return False
+            if (kind is list or kind is tuple) and list(map(type, to)) != list(map(type, known_to)):
+                return False
+            if to != known_to:
+                return False
+    return True
 
 
 def _name_of(compute: Callable[..., Any]) -> str:

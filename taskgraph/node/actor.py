@@ -20,6 +20,7 @@ import sys
 import threading
 import traceback
 import weakref
+from asyncio import current_task
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import copy_context
 from pathlib import Path
@@ -49,6 +50,7 @@ __all__ = [
 
 R = TypeVar("R")
 
+_COROUTINE = inspect.CO_COROUTINE
 _BRIEF_S = 100e-6
 """What takes no longer takes no longer than a hop to a thread and back: beside others it would gain nothing."""
 _BRIEF_NAMES = 1000
@@ -146,7 +148,7 @@ class Actor:
         stamp = self.stamp
         try:
             code = getattr(function, "__code__", None)
-            if (type(code) is not CodeType or not code.co_flags & inspect.CO_COROUTINE) and not is_async(function):
+            if (type(code) is not CodeType or not code.co_flags & _COROUTINE) and not is_async(function):
                 return await self._call_thread(where, function, args, alone, after)
             if self.in_threads and alone and self._turn.locked():
                 await self._turn_free()
@@ -156,7 +158,7 @@ class Actor:
             words, began = lastwords.here, self._tracing.on and self._tracing.began(stamp)
             if words is not None:
                 words.runs(self.task, stamp, where)
-            cancelling = _current_task().cancelling
+            cancelling = current_task(self._loop).cancelling  # type: ignore[union-attr]  # it is one that awaits this
             try:
                 before, ended = cancelling(), True
                 try:
@@ -514,7 +516,7 @@ def is_async(function: Callable[..., Any]) -> bool:
     plain = function.__func__ if type(function) is MethodType else function
     if type(plain) is not FunctionType:
         return _looks_async(function)
-    if plain.__code__.co_flags & inspect.CO_COROUTINE:
+    if plain.__code__.co_flags & _COROUTINE:
         return True
     if not plain.__dict__:  # where a decorator's mark would be
         return False

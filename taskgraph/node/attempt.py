@@ -226,11 +226,7 @@ class Attempt:
 
     async def _process(self, processor: Processor) -> None:
         items: Mapping[tuple[str, int], Encoded] = self.inbound.items
-        lacking = set()
-        for channel in processor.takes:
-            if channel not in items:
-                lacking.add(channel)
-        if lacking:
+        if processor.takes and (lacking := set(processor.takes).difference(items)):
             waiting = self.traced and clock()
             await self.inbound.until_here(lacking)
             if waiting:

@@ -66,18 +66,16 @@ class Attempts:
 
     def composed(self, attempt: Attempt) -> None:
         """It can say what it offers: what was pulled of it before is answered; what was of earlier ones is refused."""
-        at, primaries = attempt.stamp, self._keeper.view.primaries
-        earlier = False
-        for stamp in self._parked:
-            if stamp < at:
-                earlier = True
-        for pull, coming in self._parked.pop(at, ()):
+        parked = self._parked
+        if not parked:
+            return
+        at, primaries, promise = attempt.stamp, self._keeper.view.primaries, attempt.out.promise
+        for pull, coming in parked.pop(at, ()):
             if not coming.done:
                 sender = primaries.get(pull.sender)
-                stale = sender is None or sender.record.term != pull.sender_term
-                if stale or attempt.out.promise(pull, coming) is not None:
+                if sender is None or sender.record.term != pull.sender_term or promise(pull, coming) is not None:
                     self._refuse(coming)
-        if earlier:
+        if parked and min(parked) < at:
             # What is in flight is not composed yet.
             for stamp in [stamp for stamp in self._parked if stamp < at and stamp not in self._begun]:
                 for _, coming in self._parked.pop(stamp):

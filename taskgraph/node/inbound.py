@@ -79,7 +79,7 @@ class Inbound:
         self._channels: tuple[Channel, ...] = ()
         self._spawn: Callable[[Coroutine[Any, Any, None]], object] | None = None
         self._pulling: dict[asyncio.Future[Reply], None] = {}  # under way, without a task
-        self._awaited: dict[asyncio.Future[None], set[Channel]] = {}  # who waits for items, and which it lacks
+        self._awaited: list[tuple[asyncio.Future[None], set[Channel]]] = []  # who waits for items, and which it lacks
         self.items: dict[Channel, Encoded] = {}
         self.open = 0
         """How many are still to come."""
@@ -118,7 +118,7 @@ class Inbound:
     def until_here(self, lacking: set[Channel]) -> asyncio.Future[None]:
         """Is done when all of these items are here; whoever waits is woken once, by the last of them."""
         arrived: asyncio.Future[None] = self._loop.create_future()
-        self._awaited[arrived] = lacking
+        self._awaited.append((arrived, lacking))
         return arrived
 
     def until_all(self) -> asyncio.Future[None]:
@@ -159,11 +159,13 @@ class Inbound:
         self._pulling.pop(reply, None)
         if self.over:
             return
-        if reply.cancelled() or reply.exception() is not None:
+        try:
+            item = reply.result()
+        except (Exception, asyncio.CancelledError):
             self._beside(self._pull(tag, producer))
             return
         try:
-            self._take(tag, producer, reply.result())
+            self._take(tag, producer, item)
         except Exception as error:
             self._beside(raised(error))
 
@@ -190,27 +192,28 @@ class Inbound:
         return next(repr(p.name) for p in self._graph.processors if producer in p.inbound.get(tag, ()))
 
     def _take(self, tag: str, producer: int, reply: Reply) -> None:
-        assert isinstance(reply, Item)
-        if type(reply.value) is EncodedOnDevice and self._replica.device is None:
+        assert type(reply) is Item
+        value, channel, task = reply.value, (tag, producer), self._task
+        if type(value) is EncodedOnDevice and self._replica.device is None:
             self._beside(self._take_to_host(tag, producer, reply))
             return
-        value, channel = reply.value, (tag, producer)
-        if value.size_bytes > LARGE_BYTES or self._pulls.large:
+        size = value.size_bytes
+        if size > LARGE_BYTES or self._pulls.large:
             self._pulls.came(tag, producer, value)
-        self._ledger.received("item", producer, self._task, tag, value.digest)
+        self._ledger.received("item", producer, task, tag, value.digest)
         self.items[channel] = value
         self.open -= 1
-        if producer != self._task:  # else it was put here, and counted
-            self.taken_bytes += value.size_bytes
+        if producer != task:  # else it was put here, and counted
+            self.taken_bytes += size
         if self._recording is not None:
             self._recording.items[channel] = value
-        if self._awaited:
-            for waiter, lacking in tuple(self._awaited.items()):
-                lacking.discard(channel)
-                if not lacking:
-                    del self._awaited[waiter]
-                    if not waiter.done():
-                        waiter.set_result(None)
+        for waiting in tuple(self._awaited):
+            waiter, lacking = waiting
+            lacking.discard(channel)
+            if not lacking:
+                self._awaited.remove(waiting)
+                if not waiter.done():
+                    waiter.set_result(None)
         if self._since:
             self._trace("pull", tag, producer, reply)
 

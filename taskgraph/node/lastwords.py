@@ -74,9 +74,9 @@ class LastWords:
 
     def runs(self, task: int, stamp: Stamp | None, where: str) -> None:
         """The event loop runs this, and nothing else before `ran`: most calls neither wait nor need a thread."""
-        self._calls += 1
-        text, epoch = named(where), stamp.epoch if stamp is not None else -1
-        self._map[: len(text) + _HEAD.size] = _HEAD.pack(self._calls, task, epoch) + text
+        self._calls = calls = self._calls + 1
+        said = _HEAD.pack(calls, task, stamp.epoch if stamp is not None else -1) + named(where)
+        self._map[: len(said)] = said
 
     def ran(self) -> None:
         self.running[:] = NOTHING

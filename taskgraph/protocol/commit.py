@@ -86,14 +86,17 @@ class _Told:
 
     Attributes:
         reports: task -> the latest.
+        rows: task -> the numbers in it, where it has some.
         done: how many of them are dones.
+        finishing: how many of them say that the job ends with this epoch.
     """
 
-    __slots__ = ("done", "reports")
+    __slots__ = ("done", "finishing", "reports", "rows")
 
     def __init__(self) -> None:
         self.reports: dict[int, Report] = {}
-        self.done = 0
+        self.rows: dict[int, dict[str, float]] = {}
+        self.done = self.finishing = 0
 
 
 class Leader:
@@ -168,8 +171,14 @@ class Leader:
                 if report.term < known.term or (report.term == known.term and not _later(report, known)):
                     continue
                 told.done -= known.done
+                told.finishing -= known.finish
+                told.rows.pop(task, None)
             told.reports[task] = report
             told.done += report.done
+            if report.numbers:
+                told.rows[task] = report.numbers
+            if report.finish:
+                told.finishing += 1
             if not report.ahead:
                 self._awaited.add(epoch)
             if len(told.reports) == tasks:
@@ -208,11 +217,7 @@ class Leader:
         told = self._told.get(epoch)
         if told is None or told.done != self._tasks:
             return None
-        found = {}
-        for task, report in told.reports.items():
-            if report.numbers:
-                found[task] = dict(report.numbers)
-        return found
+        return {task: dict(numbers) for task, numbers in told.rows.items()} if told.rows else {}
 
     def complete(self, epoch: int) -> bool:
         """Whether every task has reported something of it."""
@@ -282,10 +287,7 @@ class Leader:
         return Commit(finished, last - self.stamp.epoch + 1, awaited)
 
     def _is_last(self, epoch: int) -> bool:
-        for report in self._told[epoch].reports.values():
-            if report.finish:
-                return True
-        return self._epochs is not None and epoch + 1 >= self._epochs
+        return self._told[epoch].finishing > 0 or (self._epochs is not None and epoch + 1 >= self._epochs)
 
     def _unequal(self, view: JobView) -> Action:
         if view.term_changed(in_attempt=self._ahead > 0):

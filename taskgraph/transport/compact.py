@@ -23,6 +23,7 @@ _PULL, _ITEM, _REPORT, _ACCEPTED, _REPORTS, _OFFER = 1, 2, 3, 4, 5, 6
 _PULL_HEAD = struct.Struct("!BBqqqqqH")  # attempt, epoch, sender, sender_term, task, count; then the tag
 _ITEM_HEAD = struct.Struct("!BBqqq16s")  # attempt, epoch, term, digest; then the tag
 _REPORT_HEAD = struct.Struct("!BBqqqqBq16s16s")  # attempt, epoch, task, term, flags, version, sent, received; numbers
+_REPORT_HEAD_BYTES = _REPORT_HEAD.size
 _REPORTS_HEAD = struct.Struct("!BB")  # then each as if it travelled alone
 _COUNT = struct.Struct("!H")  # of named numbers; then the numbers, the sizes of their names, and the names
 _ACCEPTED_HEAD = struct.Struct("!BBq")  # term
@@ -32,6 +33,8 @@ _DONE, _FINISH = 1, 2
 _NUMBERS, _PREVIOUS = 4, 8  # they are a dict, where they are None otherwise
 _NAMED, _NAMED_PREVIOUS = 16, 32  # which is not empty, and stands behind the head
 _AHEAD = 64
+_OF_MOST = _DONE | _FINISH | _NUMBERS | _PREVIOUS | _AHEAD  # what is said by the flag alone
+_KNOWN = _OF_MOST | _NAMED | _NAMED_PREVIOUS
 
 
 def unpack(data: bytes, meta: bytes = b"") -> tuple[Message, Encoded | None]:
@@ -77,23 +80,23 @@ def _pack_report(message: Report) -> bytes:
 
 def _pack_each(reports: Sequence[Report]) -> bytes:
     """Reports, one behind the other, each as if it travelled alone."""
-    packed = []
+    packed, head = [], _REPORT_HEAD.pack
     for message in reports:
-        (attempt, epoch), flags, named = message.stamp, 0, b""
-        flags |= _DONE if message.done else 0
-        flags |= _FINISH if message.finish else 0
-        flags |= _NUMBERS if message.numbers is not None else 0
-        flags |= _PREVIOUS if message.previous is not None else 0
-        flags |= _AHEAD if message.ahead else 0
-        if message.numbers:
-            flags |= _NAMED
-            named = _pack_numbers(message.numbers)
-        if message.previous:
-            flags |= _NAMED_PREVIOUS
-            named += _pack_numbers(message.previous)
-        sums = message.sent.to_bytes(16, "big"), message.received.to_bytes(16, "big")
+        (attempt, epoch), numbers, previous = message.stamp, message.numbers, message.previous
+        flags = (
+            (_DONE if message.done else 0)
+            | (_FINISH if message.finish else 0)
+            | (0 if numbers is None else _NAMED | _NUMBERS if numbers else _NUMBERS)
+            | (0 if previous is None else _NAMED_PREVIOUS | _PREVIOUS if previous else _PREVIOUS)
+            | (_AHEAD if message.ahead else 0)
+        )
+        sent, received = message.sent.to_bytes(16, "big"), message.received.to_bytes(16, "big")
         whose = message.task, message.term, flags, message.version
-        packed.append(_REPORT_HEAD.pack(MARK, _REPORT, attempt, epoch, *whose, *sums) + named)
+        packed.append(head(MARK, _REPORT, attempt, epoch, *whose, sent, received))
+        if numbers:
+            packed.append(_pack_numbers(numbers))
+        if previous:
+            packed.append(_pack_numbers(previous))
     return b"".join(packed)
 
 
@@ -114,36 +117,37 @@ def _unpack_reports(data: bytes, _: bytes) -> tuple[Reports, None]:
 
 def _read_reports(data: bytes, at: int) -> list[Report]:
     """The reports that lie one behind the other from there on, up to the end."""
-    reports = []
-    while at < len(data):
+    reports, size, number = [], len(data), int.from_bytes
+    while at < size:
         mark, kind, attempt, epoch, task, term, flags, version, sent, received = _REPORT_HEAD.unpack_from(data, at)
-        at += _REPORT_HEAD.size
+        at += _REPORT_HEAD_BYTES
         if mark != MARK or kind != _REPORT:
             raise DecodeError(f"something of kind {kind} among reports")
-        if flags & ~(_DONE | _FINISH | _NUMBERS | _PREVIOUS | _NAMED | _NAMED_PREVIOUS | _AHEAD):
-            raise DecodeError(f"a report with unknown flags {flags}")
         numbers: dict[str, float] | None = {} if flags & _NUMBERS else None
         previous: dict[str, float] | None = {} if flags & _PREVIOUS else None
-        if flags & _NAMED:
-            at = _unpack_numbers(data, at, numbers)
-        if flags & _NAMED_PREVIOUS:
-            at = _unpack_numbers(data, at, previous)
+        if flags & ~_OF_MOST:
+            if flags & ~_KNOWN:
+                raise DecodeError(f"a report with unknown flags {flags}")
+            if flags & _NAMED:
+                at = _unpack_numbers(data, at, numbers)
+            if flags & _NAMED_PREVIOUS:
+                at = _unpack_numbers(data, at, previous)
         report = Report(
             stamp_of((attempt, epoch)),
             task,
             term,
             flags & _DONE != 0,
             version,
-            int.from_bytes(sent, "big"),
-            int.from_bytes(received, "big"),
+            number(sent, "big"),
+            number(received, "big"),
             flags & _FINISH != 0,
             numbers,
             previous,
             flags & _AHEAD != 0,
         )
         reports.append(report)
-    if at != len(data):
-        raise DecodeError(f"reports in {len(data)} bytes; they have {at}")
+    if at != size:
+        raise DecodeError(f"reports in {size} bytes; they have {at}")
     return reports
 
 

@@ -13,9 +13,7 @@ from collections.abc import Callable, Collection
 
 from taskgraph.errors import DecodeError
 from taskgraph.transport.frames import (
-    HEAD,
     HEAD_BYTES,
-    KINDS,
     LENT,
     MAGIC,
     OPENING,
@@ -31,6 +29,8 @@ __all__ = ["FrameReader"]
 
 _SCRATCH_BYTES = 192 << 10  # the reusable receive buffer of a session
 _WHOLE_BYTES = _SCRATCH_BYTES  # a longer message is not taken whole, even where a large header made the buffer grow
+_BEGINNING, _BEGINS = struct.Struct("!2sBB"), struct.Struct("!I")  # magic, version and kind of a frame: as one number
+_WHOLE_HEAD = struct.Struct("!IQIIIQQ")  # a head, read so that one look tells whether it is one that `on_whole` takes
 _DIRECT_BYTES = 32 << 10  # a rest at least this long is received in place; below, one more copy is cheaper than a read
 
 
@@ -68,7 +68,7 @@ class FrameReader:
         failed: Callable[[Exception], None] | None = None,
     ) -> None:
         self.limits = limits
-        self.whole: Collection[Kind] = ()
+        self._whole: dict[int, Kind] = {}
         self._on_open = on_open
         self._on_complete = on_complete
         self._on_whole = on_whole
@@ -85,6 +85,14 @@ class FrameReader:
         self._body = 0  # bytes of the current body still to come
         self._direct: Incoming | None = None  # whose memory `buffer` returned
         self._stopped = False
+
+    @property
+    def whole(self) -> Collection[Kind]:
+        return self._whole.values()
+
+    @whole.setter
+    def whole(self, kinds: Collection[Kind]) -> None:
+        self._whole = {_BEGINS.unpack(_BEGINNING.pack(MAGIC, PROTOCOL_VERSION, kind))[0]: kind for kind in kinds}
 
     @property
     def mid_frame(self) -> bool:
@@ -134,35 +142,40 @@ class FrameReader:
                 if stop - start >= HEAD_BYTES and self._head is None and not self._body:
                     # A message that lies whole in the scratch buffer, as most do, is taken out of it in place. What is
                     # left, for whatever reason, `_step` reads, and refuses where it has to be refused.
-                    magic, version, kind, call, size, buffers, body, payload, meta = HEAD.unpack_from(data, start)
+                    begins, call, size, buffers, body, payload, meta = _WHOLE_HEAD.unpack_from(data, start)
+                    kind, limits = self._whole.get(begins), self.limits
                     begin = start + HEAD_BYTES + 8 * buffers
                     middle = begin + size
                     end = middle + payload
                     if (
-                        kind in self.whole
-                        and magic == MAGIC
-                        and version == PROTOCOL_VERSION
+                        kind is not None
                         and body == payload >= meta
                         and end - start <= _WHOLE_BYTES
-                        and size <= self.limits.header
-                        and payload <= self.limits.payload
-                        and buffers <= self.limits.buffers
+                        and size <= limits.header
+                        and payload <= limits.payload
+                        and buffers <= limits.buffers
                         and call not in self._partial
                     ):
                         if end > stop:  # cut: it costs less to wait for the rest of it than to take it piece by piece
                             self._needed = end - start
                             return
                         self._needed = HEAD_BYTES
-                        sizes = struct.unpack_from(f"!{buffers}Q", data, start + HEAD_BYTES) if buffers else ()
-                        lent = not buffers or min(sizes) >= LENT  # all of them; else one travels, be it an empty one
-                        if payload == (meta if lent else meta + sum(sizes)):
-                            self._start = end  # the buffer is used again: what is handed on is a copy
-                            bulk = middle + meta
-                            header = bytes(data[begin:middle])
-                            value = bytes(self._scratch[middle:bulk]) if meta else b""
-                            carried = b"" if lent else bytes(self._scratch[bulk:end])
-                            self._on_whole(KINDS[kind], call, sizes, header, value, carried)
-                            continue
+                        if not buffers:  # as a rule
+                            if payload == meta:
+                                self._start = end  # the buffer is used again: what is handed on is a copy
+                                value = bytes(self._scratch[middle:end]) if meta else b""
+                                self._on_whole(kind, call, (), bytes(data[begin:middle]), value, b"")
+                                continue
+                        else:
+                            sizes = struct.unpack_from(f"!{buffers}Q", data, start + HEAD_BYTES)
+                            lent = min(sizes) >= LENT  # all of them; else one travels, be it an empty one
+                            if payload == (meta if lent else meta + sum(sizes)):
+                                self._start = end
+                                bulk = middle + meta
+                                value = bytes(self._scratch[middle:bulk]) if meta else b""
+                                carried = b"" if lent else bytes(self._scratch[bulk:end])
+                                self._on_whole(kind, call, sizes, bytes(data[begin:middle]), value, carried)
+                                continue
                 if not self._step():
                     return
         except Exception as error:

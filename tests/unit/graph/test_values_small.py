@@ -102,7 +102,8 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_arrays_of_equal_length_and_other_kinds_take_turns() -> None:
-    kinds = [np.arange(6.0).reshape(shape).astype(dtype) for shape in [(2, 3), (3, 2)] for dtype in ("<f8", ">f8", "<i8")]
+    shapes, dtypes = [(2, 3), (3, 2)], ["<f8", ">f8", "<i8"]
+    kinds = [np.arange(6.0).reshape(shape).astype(dtype) for shape in shapes for dtype in dtypes]
     encoded = [encode(array) for array in kinds]
     assert len({len(one.meta) for one in encoded}) == 1
     for _ in range(3):
