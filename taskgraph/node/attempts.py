@@ -124,15 +124,18 @@ class Attempts:
     def items(self, pull: Pull) -> list[Reply | Coming | None]:
         """`item` for each of the epochs of a pull, most of which are yet to come."""
         found: list[Reply | Coming | None] = []
-        attempt, epoch = pull.stamp
+        (attempt, epoch), parked, latest = pull.stamp, self._parked, self.latest
         for nth in range(pull.count):
             stamp = stamp_of((attempt, epoch + nth))
-            if self._ended or (self.latest is not None and self.latest >= stamp):
+            if self._ended or (latest is not None and latest >= stamp):
                 found.append(self.item(pull.each(nth)))
+                continue
+            coming = Coming()
+            found.append(coming)
+            if stamp in parked:
+                parked[stamp].append((pull, coming))
             else:
-                coming = Coming()
-                self._parked.setdefault(stamp, []).append((pull, coming))
-                found.append(coming)
+                parked[stamp] = [(pull, coming)]
         return found
 
     async def at(self, stamp: Stamp) -> Attempt:

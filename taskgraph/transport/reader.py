@@ -87,6 +87,16 @@ class FrameReader:
         self._stopped = False
 
     @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        self._limits = limits
+        # What is no longer than this in all is within each of them.
+        self._whole_bytes = min(_WHOLE_BYTES, limits.header, limits.payload, 8 * limits.buffers)
+
+    @property
     def whole(self) -> Collection[Kind]:
         return self._whole.values()
 
@@ -143,17 +153,14 @@ class FrameReader:
                     # A message that lies whole in the scratch buffer, as most do, is taken out of it in place. What is
                     # left, for whatever reason, `_step` reads, and refuses where it has to be refused.
                     begins, call, size, buffers, body, payload, meta = _WHOLE_HEAD.unpack_from(data, start)
-                    kind, limits = self._whole.get(begins), self.limits
+                    kind = self._whole.get(begins)
                     begin = start + HEAD_BYTES + 8 * buffers
                     middle = begin + size
                     end = middle + payload
                     if (
                         kind is not None
                         and body == payload >= meta
-                        and end - start <= _WHOLE_BYTES
-                        and size <= limits.header
-                        and payload <= limits.payload
-                        and buffers <= limits.buffers
+                        and end - start <= self._whole_bytes
                         and call not in self._partial
                     ):
                         if end > stop:  # cut: it costs less to wait for the rest of it than to take it piece by piece

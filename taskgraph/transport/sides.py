@@ -42,7 +42,7 @@ class _Pending(Begun):
     session: DialledSession
     message: Call  # with several of a pull, all of it
     number: int
-    nth = 0  # which of these it is
+    first: int  # the number of the first of these; its own, where it is the only one
     quiet = False  # no reply may come of it, and cancelling it only forgets it
     tries = 1
 
@@ -126,10 +126,10 @@ class DialledSession(Session):
         header = wire.to_header(message)
         first, self._last_call = self._last_call + 1, self._last_call + message.count
         begun: list[asyncio.Future[Reply]] = []
-        for nth in range(message.count):
-            pending = _Pending(loop=self._loop)
-            pending.session, pending.message, pending.nth, pending.number = self, message, nth, first + nth
-            self._pending[first + nth] = pending
+        loop, waiting = self._loop, self._pending
+        for number in range(first, first + message.count):
+            waiting[number] = pending = _Pending(loop=loop)
+            pending.session, pending.message, pending.first, pending.number = self, message, first, number
             begun.append(pending)
         self._outbox.send_several(Kind.CALL, first, header)
         return begun
@@ -140,7 +140,7 @@ class DialledSession(Session):
             header = PACK.get(type(message), wire.to_header)(message)
         except struct.error:
             header = wire.to_header(message)  # raises ValueError or TypeError: the caller's mistake
-        self._last_call = pending.number = self._last_call + 1
+        self._last_call = pending.number = pending.first = self._last_call + 1
         self._pending[pending.number] = pending
         self._outbox.send(Kind.TELL if pending.quiet else Kind.CALL, pending.number, header, value)
 
@@ -189,7 +189,7 @@ class DialledSession(Session):
             # Calls may be made twice: that is how they survive a session, too.
             pending.tries += 1
             if type(pending.message) is Pull and pending.message.count != 1:
-                pending.message = pending.message.each(pending.nth)
+                pending.message = pending.message.each(pending.number - pending.first)
             self._send_call(pending, wire.value_of(pending.message))
 
     def _on_complete(self, incoming: Incoming) -> None:
