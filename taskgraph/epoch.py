@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from itertools import repeat
 from types import SimpleNamespace
 from typing import Any, Generic, Protocol, TypeVar, cast, overload
 
@@ -54,14 +55,16 @@ class Work(Protocol):
     task: int
     number: int
     attempt: int
-    last: bool
-    seed: int
     cancelled: bool
     scratch: Scratch
     device: Device | None
     composing: Composition | None
     """The graph being composed; None outside compose."""
 
+    @property
+    def last(self) -> bool: ...
+    @property
+    def seed(self) -> int: ...
     def neighbors(self, link: str) -> tuple[int, ...]: ...
     def links(self) -> tuple[str, ...]: ...
     def tasks(self) -> int: ...
@@ -351,7 +354,7 @@ class Inputs:
     def __getitem__(self, tag: str) -> Any: ...
     def __getitem__(self, tag: str) -> Any:
         """The value of the one producer of `tag`. Raises GraphError where there are none or several."""
-        name = str(tag)
+        name = tag if type(tag) is str else str(tag)
         producers = self._inbound.get(name)
         if producers is None:
             raise self._not_declared(name)
@@ -370,7 +373,7 @@ class Inputs:
     def all(self, tag: str) -> dict[int, Any]: ...
     def all(self, tag: str) -> Any:
         """{task id: value} in the order declared, never of arrival."""
-        name = str(tag)
+        name = tag if type(tag) is str else str(tag)
         producers = self._inbound.get(name)
         if producers is None:
             raise self._not_declared(name)
@@ -477,12 +480,15 @@ class Outputs:
             )
 
     def _claim(self, tag: str, to: To | None) -> tuple[int, ...]:
-        tag = str(tag)
+        tag = tag if type(tag) is str else str(tag)
         declared = self._processor.outbound.get(tag)
         if declared is None:
             names = ", ".join(repr(t) for t in self._processor.outbound) or "none (it is a sync point)"
             raise GraphError(f"{self._at()}: no outbound channel {tag!r} is declared; outbound are: {names}")
         consumers = declared if to is None else _task_ids(self._work, to, self._at, f"channel {tag!r}")
+        if to is None and self._put.isdisjoint(channels := [*zip(repeat(tag), consumers)]):  # as a rule
+            self._put.update(channels)
+            return consumers
         for consumer in consumers:
             if consumer not in declared:
                 raise GraphError(

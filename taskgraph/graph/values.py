@@ -31,6 +31,7 @@ from taskgraph.graph.arrays import INLINE_BYTES
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.codecs import codec, message
 from taskgraph.graph.decoding import SHAPES, Reader
+from taskgraph.graph.digests import without_buffers
 from taskgraph.graph.encoding import ALIGN, WRITERS, Writer
 from taskgraph.graph.refusals import CannotTravel
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
@@ -55,6 +56,7 @@ __all__ = [
 
 _VERSION: Final = 1
 _START: Final = bytes((_VERSION,))
+_START_BYTES: Final = len(_START)
 _U32 = struct.Struct("<I")
 _NOTHING_ON_DEVICE: Final = _U32.pack(0)
 _SMALL_ARRAY: Final = _START + b"A"
@@ -108,10 +110,10 @@ def encode(
     if type(value) is np.ndarray:
         start = _starts.get((value.dtype, value.dtype.num, value.shape))
         if start is not None:
-            if not _inline(value):
+            if _START_BYTES + value.nbytes >= INLINE_BYTES:  # as `_inline`
                 return _large_array(value, start, adopt, allocate)
             whole = start + value.tobytes()
-            return Encoded(whole + _NOTHING_ON_DEVICE, (), digests.without_buffers(whole))
+            return Encoded(whole + _NOTHING_ON_DEVICE, (), without_buffers(whole))
     writer = Writer(adopt, allocate, stays, lendable)
     writer.meta += _START
     try:
@@ -125,7 +127,7 @@ def encode(
     if writer.buffers:
         ready, digest = _seal(writer, value)
     else:
-        ready, digest = (), digests.without_buffers(meta)
+        ready, digest = (), without_buffers(meta)
     if type(value) is np.ndarray:
         _remember_start(value, bytes(meta))
     meta += struct.pack(f"<{len(flags) + 1}I", *flags, len(flags)) if flags else _NOTHING_ON_DEVICE
@@ -147,7 +149,7 @@ def _remember_start(array: NDArray[Any], meta: bytes) -> None:
 
 def _inline(array: NDArray[Any]) -> bool:
     """`Writer.inline` of an array that is the whole value."""
-    return len(_START) + array.nbytes < INLINE_BYTES
+    return _START_BYTES + array.nbytes < INLINE_BYTES
 
 
 def _large_array(array: NDArray[Any], start: bytes, adopt: bool, allocate: Allocate | None) -> Encoded:
@@ -344,7 +346,7 @@ def verify(encoded: Encoded) -> bool:
     """Whether the bytes are those the digest was taken of."""
     meta = encoded.meta
     if not encoded.buffers and meta.endswith(_NOTHING_ON_DEVICE):  # `digest_of`, for what most values are
-        return digests.without_buffers(memoryview(meta)[:-4]) == encoded.digest
+        return without_buffers(memoryview(meta)[:-4]) == encoded.digest
     return digest_of(meta, encoded.buffers) == encoded.digest
 
 

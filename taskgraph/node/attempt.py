@@ -55,6 +55,7 @@ class Attempt:
         group: where what runs beside it belongs; there, too, an error ends all of it.
         turns: of the task's epochs, where several are in flight: what is not stateless waits for that of this one.
         traced: whether somebody looks at this epoch.
+        began: the loop's time.
     """
 
     # One is made for every epoch. Without slots, more than 30 attributes are kept in a dictionary of each one's own.
@@ -67,7 +68,6 @@ class Attempt:
         "_primary",
         "_ready",
         "_states",
-        "_tell",
         "_thread",
         "_tracing",
         "_turns",
@@ -80,7 +80,6 @@ class Attempt:
         "finishing",
         "graph",
         "inbound",
-        "last",
         "ledger",
         "number",
         "numbers",
@@ -90,7 +89,6 @@ class Attempt:
         "recording",
         "replica",
         "scratch",
-        "seed",
         "snapshot_bytes",
         "stamp",
         "task",
@@ -107,6 +105,7 @@ class Attempt:
         recording: Recording | None = None,
         turns: Turns | None = None,
         traced: bool = False,
+        began: float = 0.0,
     ) -> None:
         replica = primary.replica
         self._primary = primary
@@ -118,8 +117,6 @@ class Attempt:
         self.traced = traced
         self.number = stamp.epoch
         self.attempt = stamp.attempt
-        self.last = replica.job.epochs is not None and stamp.epoch + 1 >= replica.job.epochs
-        self.seed = replica.job.seed
         self.cancelled = False
         self.scratch = Scratch()
         self.device = replica.device
@@ -132,21 +129,30 @@ class Attempt:
         self.finishing = False
         self.recording = recording
         self._turns = turns
+        self._began = began
         self._loop = primary.loop
         self._thread = primary.thread
-        self._tell = replica.threads.tell
         self._group: asyncio.TaskGroup | None = group  # until the attempt is over
         self.composing: Composition | None = None
         self.graph: Graph | None = None
+        # Whether it can say what it offers; `out` and `_states` are there since. It still can when it is over.
         self.composed = False
-        """Whether it can say what it offers; `out` is there since. It still can when it is over."""
         self._ready: asyncio.Future[None] | None = None  # for who waits for that, which hardly anybody does
-        self.out: Items
-        self.inbound = Inbound(primary, stamp, self.ledger, recording, self._loop)
+        self.inbound = Inbound(primary, stamp, self.ledger, recording)
         self._hold_count = 0
         self.quiet = Quiet()
-        self._states: dict[str, str] = {}
-        self._began = self._loop.time()
+
+    out: Items
+    _states: dict[str, str]
+
+    @property
+    def last(self) -> bool:
+        epochs = self.replica.job.epochs
+        return epochs is not None and self.number + 1 >= epochs
+
+    @property
+    def seed(self) -> int:
+        return self.replica.job.seed
 
     # -- the run ----------------------------------------------------------------------------------
 
@@ -364,7 +370,7 @@ class Attempt:
         if threading.get_ident() == self._thread:
             function(*args)
         else:
-            self._tell(function, *args)
+            self.replica.threads.tell(function, *args)
 
     def _check_alive(self) -> None:
         if self.cancelled:
@@ -386,7 +392,7 @@ class Attempt:
         if self.cancelled:
             raise AttemptEnded
         if threading.get_ident() != self._thread:
-            self._tell(self._put_told, tag, consumers, value)
+            self.replica.threads.tell(self._put_told, tag, consumers, value)
             return
         size = value.size_bytes
         kept, now = 0, self.traced and clock()  # before it goes: no pull of it ends before

@@ -37,18 +37,14 @@ class Inbound:
         "_channels",
         "_graph",
         "_ledger",
-        "_loop",
         "_primary",
         "_pulling",
         "_pulls",
         "_recording",
-        "_replica",
         "_since",
         "_spawn",
         "_stamp",
         "_task",
-        "_term",
-        "_tracing",
         "items",
         "open",
         "over",
@@ -62,18 +58,13 @@ class Inbound:
         stamp: Stamp,
         ledger: Ledger,
         recording: Recording | None,
-        loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._primary = primary
-        self._replica = replica = primary.replica
-        self._task = replica.task
+        self._task = primary.task
         self._stamp = stamp
-        self._term = primary.term
-        self._loop = loop
         self._pulls = primary.pulls
         self._ledger = ledger
         self._recording = recording
-        self._tracing = replica.tracing
         self._since = 0  # of the pulls, while somebody traces
         self._graph: Graph | None = None
         self._channels: tuple[Channel, ...] = ()
@@ -81,13 +72,10 @@ class Inbound:
         self._pulling: dict[asyncio.Future[Reply], None] = {}  # under way, without a task
         self._awaited: list[tuple[asyncio.Future[None], set[Channel]]] = []  # who waits for items, and which it lacks
         self.items: dict[Channel, Encoded] = {}
-        self.open = 0
-        """How many are still to come."""
+        self.open = 0  # how many are still to come
         self.taken_bytes = 0
-        self.over = False
-        """What comes is not wanted any more."""
-        self.settled = False
-        """There is nothing left to drop."""
+        self.over = False  # what comes is not wanted any more
+        self.settled = False  # there is nothing left to drop
 
     # -- asked by the attempt ---------------------------------------------------------------------
 
@@ -101,8 +89,9 @@ class Inbound:
         self._graph, self._spawn, self._since = graph, spawn, since
         self._channels = graph.channels_in
         self.open = len(self._channels)
-        for tag, producer in self._channels:
-            reply = self._pulls.begin(self._stamp, self._task, self._term, producer, tag)
+        begin, stamp, task, term = self._pulls.begin, self._stamp, self._task, self._primary.term
+        for channel in self._channels:
+            reply, (tag, producer) = begin(stamp, task, term, channel), channel
             if reply is None:
                 self._beside(self._pull(tag, producer))
             elif reply.done():
@@ -117,7 +106,7 @@ class Inbound:
 
     def until_here(self, lacking: set[Channel]) -> asyncio.Future[None]:
         """Is done when all of these items are here; whoever waits is woken once, by the last of them."""
-        arrived: asyncio.Future[None] = self._loop.create_future()
+        arrived: asyncio.Future[None] = self._primary.loop.create_future()
         self._awaited.append((arrived, lacking))
         return arrived
 
@@ -172,8 +161,8 @@ class Inbound:
     async def _pull(self, tag: str, producer: int) -> None:
         """Gets one item; keeps at it through failures of its producer."""
         try:
-            reply = await self._replica.router.to_primary(
-                producer, lambda: Pull(self._stamp, self._task, self._term, producer, tag)
+            reply = await self._primary.replica.router.to_primary(
+                producer, lambda: Pull(self._stamp, self._task, self._primary.term, producer, tag)
             )
         except Refused as refused:
             if refused.reason == Reason.NOT_OFFERED:
@@ -194,7 +183,7 @@ class Inbound:
     def _take(self, tag: str, producer: int, reply: Reply) -> None:
         assert type(reply) is Item
         value, channel, task = reply.value, (tag, producer), self._task
-        if type(value) is EncodedOnDevice and self._replica.device is None:
+        if value.buffers and type(value) is EncodedOnDevice and self._primary.replica.device is None:
             self._beside(self._take_to_host(tag, producer, reply))
             return
         size = value.size_bytes
@@ -219,13 +208,14 @@ class Inbound:
 
     async def _take_to_host(self, tag: str, producer: int, item: Item) -> None:
         """Takes an item that is on the device of another node in this process, for a task that has none."""
-        value = await self._replica.threads.run(partial(hosted, item.value))
+        value = await self._primary.replica.threads.run(partial(hosted, item.value))
         self._take(tag, producer, Item(item.stamp, item.term, item.tag, value))
 
     def _trace(self, kind: str, tag: str, producer: int, item: Item | None) -> None:
         """The term is the producer's: it tells which of several equal items came."""
         size, term = (item.value.size_bytes, item.term) if item is not None else (-1, 0)
-        self._tracing.keep(kind, tag, producer, self._since, clock(), self._task, self._stamp, term, size)
+        tracing = self._primary.replica.tracing
+        tracing.keep(kind, tag, producer, self._since, clock(), self._task, self._stamp, term, size)
 
 
 async def raised(error: Exception) -> None:

@@ -46,7 +46,7 @@ class Pulls:
         """The bytes of a channel's last item, where large. While there is none, `came` need not hear of small ones."""
         self._early: dict[Channel, dict[int, asyncio.Future[Reply]]] = {}  # asked for, and not wanted yet
 
-    def begin(self, stamp: Stamp, sender: int, term: int, producer: int, tag: str) -> asyncio.Future[Reply] | None:
+    def begin(self, stamp: Stamp, sender: int, term: int, channel: Channel) -> asyncio.Future[Reply] | None:
         """Asks for one item, unless it was asked for; None where that takes more than one try.
 
         The future is the caller's: it ends as that of `Router.begin`.
@@ -54,7 +54,7 @@ class Pulls:
         if stamp.attempt != self._attempt:
             self.drop()
             self._attempt = stamp.attempt
-        channel, epoch = (tag, producer), stamp.epoch
+        epoch = stamp.epoch
         before, self._latest[channel] = self._latest.get(channel), epoch
         early = self._early.get(channel)
         if early:
@@ -62,7 +62,7 @@ class Pulls:
             if reply is not None and not (reply.done() and (reply.cancelled() or reply.exception() is not None)):
                 return reply
             self._forget(channel)
-        count = self._count(epoch)
+        (tag, producer), count = channel, self._count(epoch)
         if count > 1 and before == epoch - 1:
             replies = self._router.begin_all(producer, Pull(stamp, sender, term, producer, tag, count))
             if replies:

@@ -74,9 +74,9 @@ class Boundaries:
         key = boundary.key
         if self.committed is not None:
             known = self.committed.key
-            if key[0] < known[0] or key == known:
-                return  # history, or the same one again
-            if key[0] == known[0]:
+            if key[0] <= known[0]:
+                if key[0] < known[0] or key == known:
+                    return  # history, or the same one again
                 if key < known:
                     return  # never let a pending boundary near a committed one of a later term or attempt
                 # Its primary began from the boundary before, read in etcd: what is held here did not commit. It was

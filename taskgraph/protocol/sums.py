@@ -16,7 +16,7 @@ Where the sums differ the leader asks for the entries themselves, and `explain` 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from typing import Final
 
 from xxhash import xxh3_128_intdigest
 
@@ -26,6 +26,13 @@ from taskgraph.protocol.messages import LedgerEntry
 __all__ = ["Conflict", "Kind", "Ledger", "explain", "identity", "total"]
 
 _MASK = (1 << 128) - 1  # the sums live in the integers mod 2**128, the width of the hash
+
+
+_Key = tuple[str, int, int, str]
+"""Of an entry: kind, sender, receiver, name."""
+_headers: Final[dict[_Key, bytes]] = {}
+"""Of items, what is hashed before their digest."""
+_HEADERS_KEPT: Final = 4096
 
 
 class Kind:
@@ -73,26 +80,25 @@ def identity(kind: str, sender: int, receiver: int, name: str, digest: bytes) ->
     The header ends with a newline that no number contains and gives the lengths of `kind` and `name`; the digest
     is the rest. So no two different entries have the same encoding.
     """
-    # Items have the same headers in every epoch; those of other kinds have names of their own.
-    header = (_known_header if kind == Kind.ITEM else _header)(kind, sender, receiver, name)
-    return xxh3_128_intdigest(header + digest)
+    return xxh3_128_intdigest(_header((kind, sender, receiver, name)) + digest)
 
 
-def _header(kind: str, sender: int, receiver: int, name: str) -> bytes:
+def _header(key: _Key) -> bytes:
+    kind, sender, receiver, name = key
     kind_bytes = kind.encode()
     name_bytes = name.encode("utf-8", "surrogatepass")  # any str is a tag, also one that is no Unicode text
-    return b"%d %d %d %d\n" % (sender, receiver, len(kind_bytes), len(name_bytes)) + kind_bytes + name_bytes
-
-
-_known_header = lru_cache(maxsize=4096)(_header)
+    header = b"%d %d %d %d\n" % (sender, receiver, len(kind_bytes), len(name_bytes)) + kind_bytes + name_bytes
+    # Items have the same headers in every epoch; those of other kinds have names of their own.
+    if kind == Kind.ITEM:
+        if len(_headers) >= _HEADERS_KEPT:
+            _headers.clear()
+        _headers[key] = header
+    return header
 
 
 def total(sums: Iterable[int]) -> int:
     """The sum over all tasks, mod 2**128."""
     return sum(sums) & _MASK
-
-
-_Key = tuple[str, int, int, str]
 
 
 class Ledger:
@@ -116,7 +122,7 @@ class Ledger:
         elif (known := self._sent.get(key)) is not None:
             return _counted(True, key, known, digest)
         self._sent[key] = digest
-        header = (_known_header if kind == "item" else _header)(kind, sender, receiver, name)  # as `identity`
+        header = _headers.get(key) or _header(key)
         self.sent_sum = (self.sent_sum + xxh3_128_intdigest(header + digest)) & _MASK
         return True
 
@@ -132,7 +138,7 @@ class Ledger:
         elif (known := self._received.get(key)) is not None:
             return _counted(False, key, known, digest)
         self._received[key] = digest
-        header = (_known_header if kind == "item" else _header)(kind, sender, receiver, name)  # as `identity`
+        header = _headers.get(key) or _header(key)
         self.received_sum = (self.received_sum + xxh3_128_intdigest(header + digest)) & _MASK
         return True
 

@@ -143,13 +143,16 @@ class Outbox:
         """Queues one frame, or one message with its value; what is small goes at once where it can."""
         if self._closed:
             return
-        meta = b"" if value is None else value.meta
-        size = len(meta)
-        if value is not None and (value.buffers or size > INLINE_BYTES):
-            self._send_value(kind, call, header, value)
-            return
-        head = HEAD.pack(MAGIC, PROTOCOL_VERSION, kind, call, len(header), 0, size, size, size)
-        frame = head + header + meta
+        if value is None:
+            frame = HEAD.pack(MAGIC, PROTOCOL_VERSION, kind, call, len(header), 0, 0, 0, 0) + header
+        else:
+            meta = value.meta
+            size = len(meta)
+            if value.buffers or size > INLINE_BYTES:
+                self._send_value(kind, call, header, value)
+                return
+            head = HEAD.pack(MAGIC, PROTOCOL_VERSION, kind, call, len(header), 0, size, size, size)
+            frame = head + header + meta
         if self._paused or self._small:
             self._send_small(call, frame)
         else:

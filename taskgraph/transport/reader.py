@@ -172,6 +172,8 @@ class FrameReader:
                                 self._start = end  # the buffer is used again: what is handed on is a copy
                                 value = bytes(self._scratch[middle:end]) if meta else b""
                                 self._on_whole(kind, call, (), bytes(data[begin:middle]), value, b"")
+                                if end == stop:
+                                    return
                                 continue
                         else:
                             sizes = struct.unpack_from(f"!{buffers}Q", data, start + HEAD_BYTES)

@@ -50,6 +50,7 @@ log = logging.getLogger("taskgraph.transport")
 
 T = TypeVar("T")
 _FOR_GOOD = b"\x01"
+_RETURN = Kind.RETURN  # of an enum, a member is looked up by a call
 _OF_DEVICES = (Kind.RETURN_ON_DEVICE, Kind.DECLINE_ON_DEVICE)
 #: High-water mark of the event loop's own buffer. Beyond the kernel's, so that a fast reader never finds us idle.
 _WRITE_BUFFER_BYTES = 256 << 10
@@ -304,14 +305,13 @@ class Session(asyncio.BufferedProtocol):
 
         Its buffers, if it has some, are either all lent or all in `carried`.
         """
-        if kind is Kind.RETURN:
+        if kind is _RETURN:
             if sizes or meta:
                 raise DecodeError("a RETURN frame with a payload")
             self._lending.returned(header)
             return
-        references: Sequence[Reference] = ()
-        lent = bool(sizes) and sizes[0] >= LENT
-        if lent:
+        references: Sequence[Reference] | None = None
+        if sizes and sizes[0] >= LENT:
             lengths = [*map(LENT.__xor__, sizes)]
             references, header = self._borrowing.read(header, lengths)
             if (whole := len(meta) + sum(lengths)) > self._reader.limits.payload:
@@ -323,7 +323,7 @@ class Session(asyncio.BufferedProtocol):
         if value is None:
             if meta or sizes:
                 raise DecodeError(f"a {type(message).__name__} with a payload")
-        elif lent:
+        elif references is not None:
             if not self._admits(call, type(message)):
                 self._borrowing.refuse(references)
                 return

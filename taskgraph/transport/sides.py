@@ -7,12 +7,12 @@ import logging
 import struct
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from taskgraph.device.staging import PIECE_BYTES
 from taskgraph.errors import DecodeError, PeerLost, Refused, TransportError
 from taskgraph.graph.values import staying
-from taskgraph.protocol.messages import Accepted, Call, Encoded, EncodedOnDevice, Pull, Reason, Refusal, Reply
+from taskgraph.protocol.messages import Accepted, Call, Encoded, EncodedOnDevice, Item, Pull, Reason, Refusal, Reply
 from taskgraph.transport import wire
 from taskgraph.transport.api import Begun, Coming
 from taskgraph.transport.calls import answer, answer_all_now, answer_later, answer_now, describe
@@ -23,6 +23,7 @@ from taskgraph.transport.hello import Answering, Dialling
 from taskgraph.transport.incoming import Incoming
 from taskgraph.transport.mappings import CannotBorrow
 from taskgraph.transport.session import VERIFY_AT_ONCE_BYTES, Owner, Session
+from taskgraph.transport.wire import REPLY_OF
 
 __all__ = ["AcceptedSession", "DialledSession"]
 
@@ -34,6 +35,7 @@ MAX_CALLS = 1 << 17
 MAX_COUNT = 1 << 10
 #: How often a call is made that carries, or brings, memory that cannot be opened: as bytes from the second time on.
 _TRIES = 4
+_REPLY: Final = Kind.REPLY  # of an enum, a member is looked up by a call
 
 
 class _Pending(Begun):
@@ -259,7 +261,7 @@ class DialledSession(Session):
 
     def _take_whole(self, kind: Kind, call: int, message: Reply) -> None:
         pending = self._pending.get(call)
-        if pending is None or kind is not Kind.REPLY or type(message) is not wire.REPLY_OF[type(pending.message)]:
+        if pending is None or kind is not _REPLY or type(message) is not REPLY_OF[type(pending.message)]:
             if self._admits(call, type(message)):
                 self._take(kind, call, message)
             return
@@ -404,14 +406,12 @@ class AcceptedSession(Session):
     def _reply(self, number: int, reply: Reply) -> None:
         """This is the reply to that call, which is over now but for what has to be copied first."""
         self._calls.pop(number, None)
-        field = wire.VALUE_FIELD[type(reply)]
-        value: Encoded | None = None if field is None else getattr(reply, field)
-        limit = self._owner.max_value_bytes
+        kind, cls, limit = _REPLY, type(reply), self._owner.max_value_bytes
+        value = reply.value if type(reply) is Item else wire.value_of(reply)
         if value is not None and value.size_bytes > limit:
             log.error("a reply of %d bytes; max_value_bytes is %d", value.size_bytes, limit)
             text = f"the reply has {value.size_bytes} bytes; max_value_bytes is {limit}"
-            reply, value = Refusal(Reason.BAD_MESSAGE, text), None
-        kind = Kind.REPLY
+            reply, cls, value = Refusal(Reason.BAD_MESSAGE, text), Refusal, None
         if type(value) is EncodedOnDevice:
             value, kind = self._devices.lend(number, value), Kind.REPLY_ON_DEVICE
             if value is None:
@@ -419,7 +419,7 @@ class AcceptedSession(Session):
                 return
         try:
             try:
-                header = PACK.get(type(reply), wire.to_header)(reply)
+                header = PACK.get(cls, wire.to_header)(reply)
             except struct.error:
                 header = wire.to_header(reply)
         except (TypeError, ValueError) as error:

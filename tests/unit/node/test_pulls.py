@@ -43,7 +43,7 @@ def pulls(router: Asked, *, ahead: int = 4, epochs: int | None = None) -> Pulls:
 
 
 def begin(pulls: Pulls, epoch: int, *, attempt: int = 0, tag: str = "x") -> asyncio.Future[Reply]:
-    reply = pulls.begin(Stamp(attempt, epoch), 1, 1, 0, tag)
+    reply = pulls.begin(Stamp(attempt, epoch), 1, 1, (tag, 0))
     assert reply is not None
     return reply
 
@@ -160,7 +160,7 @@ async def test_of_many_channels_fewer_epochs_are_asked_for_in_advance() -> None:
     asks = pulls(router, ahead=16)
     for epoch in range(3):
         for producer in range(100):
-            asks.begin(Stamp(0, epoch), 1, 1, producer, "x")
+            asks.begin(Stamp(0, epoch), 1, 1, ("x", producer))
     assert {count for _, epoch, count in router.calls if epoch > 0} == {2}
     assert sum(count - 1 for *_, count in router.calls) <= 256
 
@@ -173,7 +173,7 @@ async def test_where_nothing_is_saved_each_is_asked_for_by_itself() -> None:
         begin(asks, epoch)
     assert [count for *_, count in router.calls] == [1, 1, 1]
     router.refuses = True
-    assert asks.begin(Stamp(0, 3), 1, 1, 0, "x") is None
+    assert asks.begin(Stamp(0, 3), 1, 1, ("x", 0)) is None
 
 
 def pull(sender: int = 1, tag: str = "x") -> Pull:
