@@ -61,17 +61,16 @@ class Items:
 
     def promise(self, pull: Pull, coming: Coming) -> Refusal | None:
         """Settles `coming` as soon as there is the item; where there will not be, it says why."""
-        channel = (pull.tag, pull.sender)
-        value = self._there.get(channel)
-        if value is not None:
+        channel, awaited = (pull.tag, pull.sender), self._awaited
+        if channel in awaited:
+            if (waiting := awaited[channel]) is None:
+                awaited[channel] = [coming]  # as a rule
+            else:
+                waiting.append(coming)
+        elif (value := self._there.get(channel)) is not None:
             coming.settle(Item(self._stamp, self._term, pull.tag, value))
         elif self._dropped:
             return self._over()
-        elif channel in self._awaited:
-            if (waiting := self._awaited[channel]) is not None:
-                waiting.append(coming)
-            else:
-                self._awaited[channel] = [coming]
         else:
             return Refusal(Reason.NOT_OFFERED, self._offers(pull.sender))
         return None

@@ -100,16 +100,15 @@ class Boundaries:
         """`epoch` was read as committed from etcd. Returns the boundary that became the committed one now, if any."""
         if self.committed is not None and self.committed.stamp.epoch >= epoch:
             return None
-        best = None
-        for key in self._held:
-            if key[0] == epoch and (best is None or key > best):
+        best, later = None, {}
+        for key, boundary in self._held.items():
+            if key[0] > epoch:
+                later[key] = boundary
+            elif key[0] == epoch and (best is None or key > best):
                 best = key
         if best is None:
             return None  # not a member at that time: what it holds below is of no use to anyone who reads the view
-        self.committed = self._held[best]
-        for key in tuple(self._held):
-            if key[0] <= epoch:
-                del self._held[key]
+        self.committed, self._held = self._held[best], later
         return self.committed
 
     def holds(self, epoch: int) -> bool:
