@@ -205,7 +205,8 @@ class Lanes:
         wish = self._node.wishes.by_task.get(self._task)
         if wish is not None and wish.primary is not None and wish.primary != self._node.id:
             return False  # handed over right after a commit
-        if not self._several and (epoch - self.settled) * self._most_bytes <= _AHEAD_BYTES:
+        known = not self._several or self._epoch_bytes is not None
+        if known and (epoch - self.settled) * self._most_bytes <= _AHEAD_BYTES:
             return True  # so small are all of them
         held = self._primary.attempts.held_bytes(self._turns.at)
         if in_flight := epoch - self._turns.at:

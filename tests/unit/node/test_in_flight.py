@@ -15,6 +15,7 @@ from flight_kit import Early, Script, at_work, boundaries, early, job, result, s
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node import lanes
+from taskgraph.node.attempts import Attempts
 from taskgraph.protocol.messages import Stamp
 
 __all__ = ["early"]
@@ -338,6 +339,22 @@ def test_large_epochs_begin_when_there_is_room(monkeypatch: pytest.MonkeyPatch) 
         return await cluster.result()
 
     whole(play(job(Large), scenario, nodes=2))
+
+
+def test_nobody_adds_up_what_uncommitted_epochs_hold_while_they_are_small(
+    early: type[Early], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was done for every epoch, over all of those that are not committed."""
+    looks: list[int] = []
+    held_bytes = Attempts.held_bytes
+
+    def looked(self: Attempts, before: int) -> int:
+        looks.append(before)
+        return held_bytes(self, before)
+
+    monkeypatch.setattr(Attempts, "held_bytes", looked)
+    whole(play(job(early, epochs=40), result, nodes=2), epochs=40)
+    assert not [before for before in looks if before > 0], "but while it is not known how large an epoch is"
 
 
 def test_what_uncommitted_epochs_hold_is_each_item_once_at_whoever_put_it_and_took_it(
