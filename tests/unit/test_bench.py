@@ -19,6 +19,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import bench as bench_command
+import bytecode
 import contest
 import figures
 import install
@@ -175,6 +176,40 @@ def test_a_short_bench_of_us_a_peer_and_a_floor(tmp_path: Path) -> None:
     assert all(line["ratio"] > 0 for line in found["lines"])
     assert left(tmp_path) == []
     assert os.listdir(tmp_path) == [out.name]
+
+
+def test_instructions_are_counted_one_by_one() -> None:
+    def counted(numbers: int) -> tuple[int, int]:
+        counts = bytecode.Instructions()
+        counts.start()
+        for number in range(numbers):
+            divmod(abs(number), 7)
+        work.parent(numbers)
+        counts.stop()
+        name = "parent " + work.__file__
+        return counts.ran.total() - counts.ran[name], counts.ran[name] * counts.calls[name]
+
+    few, more, most = counted(1), counted(2), counted(102)
+    assert few[1] == more[1] == most[1] > 0
+    assert most[0] - more[0] == 100 * (more[0] - few[0]) > 0
+
+
+def test_tasks_of_a_tree_have_three_roles_at_most() -> None:
+    assert bytecode.roles(7) == {0: 1, 2: 2, 6: 4}
+    assert bytecode.roles(2) == {0: 1, 1: 1} and bytecode.roles(1) == {0: 1}
+
+
+@pytest.mark.slow
+def test_an_epoch_of_nodes_is_counted_by_function(tmp_path: Path) -> None:
+    short = ("--tasks", "3", "--epochs", "10", "--gather-s", "1", "--top", "1000")
+    with bench(tmp_path, *short, script="bytecode.py") as process:
+        text, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, text
+    total, *lines = [line for line in text.splitlines() if re.match(r" *[0-9]+ ", line)]
+    assert re.fullmatch(r"[0-9]+ instructions and [0-9]+ calls an epoch", total), text
+    found = {name.split()[0]: float(calls) for _, _, _, calls, _, name in (line.split(None, 5) for line in lines)}
+    assert (found["Tree._add"], found["Tree._check"], found["Counting.compose"]) == (2, 1, 3)
+    assert left(tmp_path) == []
 
 
 @pytest.mark.slow
