@@ -75,14 +75,18 @@ Allocate = Callable[[int], Block | None]
 
 def block_behind(memory: NDArray[Any] | memoryview) -> Block | None:
     """The block that an array or a buffer lies in, if it does."""
-    holder: object = memory
+    holder: Any = memory
     while holder is not None:
-        if type(holder) is Block and holder.origin is not None:
-            return holder
-        if isinstance(holder, np.ndarray):
+        kind = type(holder)
+        if kind is np.ndarray:
             holder = holder.base
-        elif isinstance(holder, memoryview):
+        elif kind is memoryview:
             holder = holder.obj
+        elif kind is Block and holder.origin is not None:
+            found: Block = holder
+            return found
+        elif isinstance(holder, np.ndarray):
+            holder = holder.base
         else:
             return None
     return None

@@ -21,7 +21,6 @@ import numpy as np
 
 from taskgraph.errors import DecodeError
 from taskgraph.graph.blocks import Block, block_behind
-from taskgraph.protocol.messages import Encoded
 from taskgraph.transport.mappings import CannotBorrow, Loan, Mappings, Reference
 from taskgraph.transport.regions import Region
 from taskgraph.transport.segments import LEAST_BYTES
@@ -39,6 +38,7 @@ _MAX_SIZE: Final = 1 << 62
 _PAUSE_S: Final = 5.0
 """Nothing is lent for this long to a peer that could not open it for want of something it may have again."""
 _REFERENCE: Final = struct.Struct("!QQQQQI")
+_REFERENCE_BYTES: Final = _REFERENCE.size
 _LEASE: Final = struct.Struct("!Q")
 _SPOILED: Final = 1 << 63
 _TOGETHER: Final = 4
@@ -60,7 +60,7 @@ class Lending:
         self._now = now
         self._until: float | None = None  # nothing is lent before then; None: never
         self._lent: dict[int, tuple[Block, int]] = {}
-        self._unseen: dict[int, range] = {}  # by call: leases of which none was given back
+        self._unseen: dict[int, range] = {}  # by call: leases, one behind the other, of which none was given back
         self._last = 0
 
     def __len__(self) -> int:
@@ -79,35 +79,27 @@ class Lending:
         """The other side could not open what was lent."""
         self._until = None if for_good else self._now() + _PAUSE_S
 
-    def lend(self, call: int, value: Encoded) -> tuple[frozenset[int], bytes]:
-        """Which buffers of a value are lent, by number, and their references."""
-        until = self._until
-        if until is None or (until and self._now() < until):
-            return _NOTHING
-        references: list[bytes] = []
-        lent: list[int] = []
-        last = self._last
-        for number, buffer in enumerate(value.buffers):
-            if buffer.nbytes < LEAST_BYTES:
-                continue
-            block = block_behind(buffer)
-            if block is None:
-                continue
-            origin: Any = block.origin  # a pool's, or of a loan
-            region: Region | None = origin.region
-            if region is None or region.fd < 0:
-                continue
-            if len(lent) >= MAX_LENT or len(self._lent) >= _MAX_LEASES:
-                break
-            whole = buffer.nbytes == block.nbytes and buffer.c_contiguous
-            offset = origin.offset if whole else _offset(buffer, region)
-            self._last = lease = self._last + 1
-            self._lent[lease] = (block, call)
-            references.append(_REFERENCE.pack(lease, region.dev, region.ino, region.size, offset, region.fd))
-            lent.append(number)
-        if lent:
-            self._unseen[call] = range(last + 1, self._last + 1)
-        return frozenset(lent), b"".join(references)
+    def lend(self, call: int, buffer: memoryview) -> bytes:
+        """The reference to a buffer that is lent with the message of that call; nothing where it is to be sent."""
+        until, size = self._until, buffer.nbytes
+        if until is None or size < LEAST_BYTES or (until and self._now() < until):
+            return b""
+        block = block_behind(buffer)
+        if block is None:
+            return b""
+        origin: Any = block.origin  # a pool's, or of a loan
+        region: Region | None = origin.region
+        if region is None or region.fd < 0:
+            return b""
+        lent, unseen, lease = self._lent, self._unseen.get(call), self._last + 1
+        if len(lent) >= _MAX_LEASES or (unseen is not None and len(unseen) >= MAX_LENT):
+            return b""
+        whole = size == block.nbytes and buffer.c_contiguous
+        offset = origin.offset if whole else _offset(buffer, region)
+        self._last = lease
+        lent[lease] = (block, call)
+        self._unseen[call] = range(lease if unseen is None else unseen.start, lease + 1)
+        return _REFERENCE.pack(lease, region.dev, region.ino, region.size, offset, region.fd)
 
     def take_back(self, call: int) -> None:
         """The message of that call was never sent."""
@@ -134,9 +126,6 @@ class Lending:
             _spoil(block)
         self._lent.clear()
         self._unseen.clear()
-
-
-_NOTHING: Final[tuple[frozenset[int], bytes]] = (frozenset(), b"")
 
 
 def _offset(buffer: memoryview, region: Region) -> int:
@@ -186,18 +175,18 @@ class Borrowing:
         """
         if len(lengths) > MAX_LENT:
             raise DecodeError(f"a value with {len(lengths)} references; the limit is {MAX_LENT}")
-        rest = len(lengths) * _REFERENCE.size
+        rest = len(lengths) * _REFERENCE_BYTES
         if len(header) < rest:
             raise DecodeError(f"{len(lengths)} references in a header of {len(header)} bytes")
         found = []
         for length, told in zip(lengths, _REFERENCE.iter_unpack(header[:rest]), strict=True):
-            lease, dev, ino, size, offset, fd = told
+            lease, _, _, size, offset, _ = told
             if not self._last < lease < _SPOILED:
                 raise DecodeError(f"lease {lease} after {self._last}")
             self._last = lease
             if not 0 < size <= _MAX_SIZE or not 0 < length <= size or offset > size - length:
                 raise DecodeError(f"a reference to {length} bytes at {offset} of {size}")
-            found.append(_new(Reference, (lease, fd, dev, ino, size, offset, length)))
+            found.append(_new(Reference, (*told, length)))
         return found, header[rest:]
 
     def take(self, references: Sequence[Reference]) -> list[memoryview]:

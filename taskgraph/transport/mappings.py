@@ -35,17 +35,17 @@ class Reference(NamedTuple):
 
     Attributes:
         lease: the peer's number for this loan.
-        fd: the descriptor at the peer.
         dev, ino, size: of the memory behind it.
         offset, length: the piece, within the memory.
+        fd: the descriptor at the peer.
     """
 
     lease: int
-    fd: int
     dev: int
     ino: int
     size: int
     offset: int
+    fd: int
     length: int
 
 
@@ -120,7 +120,7 @@ class Mappings:
         Raises:
             CannotBorrow: it is not to be had; `ended` is not called.
         """
-        lease, _, dev, ino, size, offset, length = reference
+        lease, dev, ino, size, offset, _, length = reference
         mapping = self._known.get((dev, ino))
         if mapping is None:
             self._make_room()

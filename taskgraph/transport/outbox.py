@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from taskgraph.device.staging import EncodedInPart, HostCopy
@@ -104,8 +104,8 @@ class Outbox:
     Args:
         write: takes bytes or a view of memory that will not change; does not block.
         soon: runs a callback after other ready work of the event loop.
-        lend: (call, value) -> which of a value's buffers do not travel, by number, and the references to them, which
-            go in front of the header.
+        lend: (call, buffer) -> what stands in front of the header for a buffer that does not travel; nothing where it
+            does. Asked for all that are large, in their order.
         wake: has a callback run on the event loop; called in any thread.
         failed: (call, seen, error): what was queued of that call cannot be read to its end, and nothing more of it is
             sent; `seen`: the peer has some of it.
@@ -118,7 +118,7 @@ class Outbox:
         self,
         write: Callable[[bytes | memoryview], None],
         soon: Callable[[Callable[[], None]], object],
-        lend: Callable[[int, Encoded], tuple[Collection[int], bytes]],
+        lend: Callable[[int, memoryview], bytes],
         wake: Callable[[Callable[[], object]], object],
         failed: Callable[[int, bool, Exception], object],
     ) -> None:
@@ -173,22 +173,22 @@ class Outbox:
     def _send_value(self, kind: Kind, call: int, header: bytes, value: Encoded) -> None:
         """The same with a value that is lent, or may have to wait."""
         copies: Sequence[HostCopy | None] | None = None
-        lent: Collection[int] = ()
         if type(value) is EncodedInPart:  # nothing is lent of it: who borrows reads at once
             copies = (None, *value.copies)
-        elif value.buffers:
-            lent, references = self._lend(call, value)
-            header = references + header
-        meta, sizes, carried = len(value.meta), [], []
+        meta, sizes, carried, references = len(value.meta), [], [], []
         payload = meta
-        for number, buffer in enumerate(value.buffers):
+        for buffer in value.buffers:
             size = buffer.nbytes
-            if number in lent:
+            reference = b"" if copies is not None else self._lend(call, buffer)
+            if reference:
+                references.append(reference)
                 sizes.append(size | LENT)
             else:
                 sizes.append(size)
                 carried.append(buffer)
                 payload += size
+        if references:
+            header = b"".join(references) + header
         inline = payload if payload <= INLINE_BYTES and copies is None else 0
         count = len(sizes)
         head = HEAD.pack(MAGIC, PROTOCOL_VERSION, kind, call, len(header), count, inline, payload, meta)

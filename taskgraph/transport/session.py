@@ -50,7 +50,7 @@ log = logging.getLogger("taskgraph.transport")
 
 T = TypeVar("T")
 _FOR_GOOD = b"\x01"
-_RETURN = Kind.RETURN  # of an enum, a member is looked up by a call
+_RETURN = Kind.RETURN  # a global: to look up a member of an enum takes longer
 _OF_DEVICES = (Kind.RETURN_ON_DEVICE, Kind.DECLINE_ON_DEVICE)
 #: High-water mark of the event loop's own buffer. Beyond the kernel's, so that a fast reader never finds us idle.
 _WRITE_BUFFER_BYTES = 256 << 10

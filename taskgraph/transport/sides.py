@@ -35,7 +35,7 @@ MAX_CALLS = 1 << 17
 MAX_COUNT = 1 << 10
 #: How often a call is made that carries, or brings, memory that cannot be opened: as bytes from the second time on.
 _TRIES = 4
-_REPLY: Final = Kind.REPLY  # of an enum, a member is looked up by a call
+_REPLY: Final = Kind.REPLY  # a global: to look up a member of an enum takes longer
 
 
 class _Pending(Begun):

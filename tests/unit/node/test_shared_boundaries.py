@@ -24,7 +24,7 @@ def test_a_stray_write_of_the_lender_is_found() -> None:
     block = block_behind(made.buffers[0])
     assert block is not None
     region = block.origin.region  # type: ignore[union-attr]
-    reference = Reference(1, region.fd, region.dev, region.ino, region.size, 0, MIB)
+    reference = Reference(1, region.dev, region.ino, region.size, 0, region.fd, MIB)
     lent = mappings.borrow(os.getpid(), reference, lambda loan: None)
     held = Encoded(made.meta, (lent.data.toreadonly(),), made.digest)
     assert intact(made) and intact(held)

@@ -79,8 +79,8 @@ class Reading:
             self.reader.received(count)
 
 
-def nothing_lent(call: int, value: m.Encoded) -> tuple[tuple[int, ...], bytes]:
-    return (), b""
+def nothing_lent(call: int, buffer: memoryview) -> bytes:
+    return b""
 
 
 def outbox_to(out: list[bytes], soon: Callable[[Callable[[], None]], object]) -> Outbox:

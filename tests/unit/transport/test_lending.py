@@ -558,7 +558,11 @@ async def test_references_that_are_refused(data: bytes, lengths: list[int], why:
 async def test_references_stand_before_the_header() -> None:
     found, rest = (await borrowing()).read(told() + told(lease=2, offset=95) + b"header", [4096, 4001])
     assert rest == b"header"
-    assert found == [Reference(1, 3, 1, 1, 4096, 0, 4096), Reference(2, 3, 1, 1, 4096, 95, 4001)]
+    same = {"dev": 1, "ino": 1, "size": 4096, "fd": 3}
+    assert found == [
+        Reference(lease=1, offset=0, length=4096, **same),
+        Reference(lease=2, offset=95, length=4001, **same),
+    ]
 
 
 async def test_a_process_that_cannot_be_seen_lends_nothing() -> None:
