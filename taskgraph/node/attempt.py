@@ -232,34 +232,33 @@ class Attempt:
 
     async def _process(self, processor: Processor) -> None:
         items: Mapping[tuple[str, int], Encoded] = self.inbound.items
+        name, recording, actor = processor.name, self.recording, self.replica.actor
         if processor.takes and (lacking := set(processor.takes).difference(items)):
             waiting = self.traced and clock()
             await self.inbound.until_here(lacking)
             if waiting:
                 ended = clock()
-                self._tracing.keep("wait", processor.name, "", waiting, ended, self.task, self.stamp, self.term, -1)
+                self._tracing.keep("wait", name, "", waiting, ended, self.task, self.stamp, self.term, -1)
         if self._turns is not None and not is_stateless(processor.compute):
-            await self.turn(processor.name)
-        self._states[processor.name] = "running"
-        epoch = Epoch(self, processor.name, processor.sync)
-        if self.recording is not None and self.device is not None:
-            items = await self.recording.given(processor)
+            await self.turn(name)
+        self._states[name] = "running"
+        epoch = Epoch(self, name, processor.sync)
+        if recording is not None and self.device is not None:
+            items = await recording.given(processor)
         inputs = Inputs(self, processor, items)
         outputs = Outputs(self, processor, inputs)
         after = close = outputs.close
-        if self.recording is not None:
-            self.recording.started(processor.name, processor)
-            after = self.recording.watched(processor, close)
+        if recording is not None:
+            recording.started(name, processor)
+            after = recording.watched(processor, close)
             before = await seen(self.replica, partial(left_by, self)) if self.replica.shape.in_flight else {}
-        self.replica.actor.stamp = self.stamp
-        await self.replica.actor.call(
-            processor.name, processor.compute, epoch, inputs, outputs, alone=not processor.parallel, after=after
-        )
-        if self.recording is not None:
+        actor.stamp = self.stamp
+        await actor.call(name, processor.compute, epoch, inputs, outputs, alone=not processor.parallel, after=after)
+        if recording is not None:
             if self.replica.shape.in_flight:
-                self.recording.left[processor.name] = (before, await seen(self.replica, partial(left_by, self)))
-            await self.recording.finished(processor.name, sync=processor.sync, looked=after is not close)
-        self._states[processor.name] = "done"
+                recording.left[name] = (before, await seen(self.replica, partial(left_by, self)))
+            await recording.finished(name, sync=processor.sync, looked=after is not close)
+        self._states[name] = "done"
 
     async def turn(self, where: str) -> None:
         """Returns when all earlier epochs are snapshotted: `where` rests on the state, or changes it."""
