@@ -38,7 +38,10 @@ _ROOT = f"{Path(tg.__file__).parent}{os.sep}"
 
 
 class Instructions:
-    """Counts those of this thread, from `start` to `stop`, by function."""
+    """Counts those of this thread, from `start` to `stop`, by function.
+
+    Since Python 3.12 those of a function are seen from the second time on that it runs: `clear` when all have run.
+    """
 
     def __init__(self) -> None:
         self.ran: Counter[str] = Counter()
@@ -51,6 +54,10 @@ class Instructions:
         while frame is not None:  # what runs already
             frame.f_trace, frame.f_trace_opcodes, frame.f_trace_lines = self._ran, True, False
             frame = frame.f_back
+
+    def clear(self) -> None:
+        self.ran.clear()
+        self.calls.clear()
 
     def stop(self) -> None:
         sys.settrace(None)
@@ -86,8 +93,10 @@ class Counting(Tree, state=["count"]):
     @tg.stateless
     async def compose(self, epoch: tg.Epoch) -> None:
         begin = self._begins.get(self.task_id)
-        if epoch.number == begin:
+        if begin is not None and epoch.number == begin - 1:
             self._counts.start()
+        elif epoch.number == begin:
+            self._counts.clear()
         elif begin is not None and epoch.number == begin + self._epochs:
             self._counts.stop()
         self._compose(epoch)

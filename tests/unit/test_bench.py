@@ -189,6 +189,7 @@ def test_instructions_are_counted_one_by_one() -> None:
         name = "parent " + work.__file__
         return counts.ran.total() - counts.ran[name], counts.ran[name] * counts.calls[name]
 
+    counted(1)  # since Python 3.12 a function is seen from the second time on
     few, more, most = counted(1), counted(2), counted(102)
     assert few[1] == more[1] == most[1] > 0
     assert most[0] - more[0] == 100 * (more[0] - few[0]) > 0
