@@ -55,7 +55,6 @@ class Attempt:
         group: where what runs beside it belongs; there, too, an error ends all of it.
         turns: of the task's epochs, where several are in flight: what is not stateless waits for that of this one.
         traced: whether somebody looks at this epoch.
-        began: the loop's time.
     """
 
     # One is made for every epoch. Without slots, more than 30 attributes are kept in a dictionary of each one's own.
@@ -96,6 +95,10 @@ class Attempt:
         "traced",
     )
 
+    # Since it is composed:
+    out: Items
+    _states: dict[str, str]
+
     def __init__(
         self,
         primary: Primary,
@@ -105,7 +108,6 @@ class Attempt:
         recording: Recording | None = None,
         turns: Turns | None = None,
         traced: bool = False,
-        began: float = 0.0,
     ) -> None:
         replica = primary.replica
         self._primary = primary
@@ -129,21 +131,17 @@ class Attempt:
         self.finishing = False
         self.recording = recording
         self._turns = turns
-        self._began = began
         self._loop = primary.loop
         self._thread = primary.thread
         self._group: asyncio.TaskGroup | None = group  # until the attempt is over
         self.composing: Composition | None = None
         self.graph: Graph | None = None
-        # Whether it can say what it offers; `out` and `_states` are there since. It still can when it is over.
-        self.composed = False
+        self.composed = False  # whether it can say what it offers; it still can when it is over
         self._ready: asyncio.Future[None] | None = None  # for who waits for that, which hardly anybody does
         self.inbound = Inbound(primary, stamp, self.ledger, recording)
         self._hold_count = 0
         self.quiet = Quiet()
-
-    out: Items
-    _states: dict[str, str]
+        self._began = self._loop.time()
 
     @property
     def last(self) -> bool:

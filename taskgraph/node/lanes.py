@@ -141,7 +141,7 @@ class Lanes:
                 while True:
                     if several or not goes_on:
                         await self._until_allowed(stamp)
-                    self.began = now = self._loop.time()
+                    self.began = self._loop.time()
                     traced = self._tracing.on and self._tracing.takes(stamp.epoch)
                     began = traced and clock()
                     following = stamp_of((stamp.attempt, stamp.epoch + 1))
@@ -150,9 +150,7 @@ class Lanes:
                             await self._after_commit(stamp)
                         replica.actor.term = self._term
                         recording = Recording(replica, stamp) if strict else None
-                        attempt = Attempt(
-                            primary, stamp, group=group, recording=recording, turns=turns, traced=traced, began=now
-                        )
+                        attempt = Attempt(primary, stamp, group=group, recording=recording, turns=turns, traced=traced)
                         primary.attempts.begin(attempt)
                         self._next = following.epoch
                         if several:

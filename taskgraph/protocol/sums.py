@@ -80,7 +80,8 @@ def identity(kind: str, sender: int, receiver: int, name: str, digest: bytes) ->
     The header ends with a newline that no number contains and gives the lengths of `kind` and `name`; the digest
     is the rest. So no two different entries have the same encoding.
     """
-    return xxh3_128_intdigest(_header((kind, sender, receiver, name)) + digest)
+    key = (kind, sender, receiver, name)
+    return xxh3_128_intdigest((_headers.get(key) or _header(key)) + digest)
 
 
 def _header(key: _Key) -> bytes:
@@ -122,7 +123,7 @@ class Ledger:
         elif (known := self._sent.get(key)) is not None:
             return _counted(True, key, known, digest)
         self._sent[key] = digest
-        header = _headers.get(key) or _header(key)
+        header = _headers.get(key) or _header(key)  # as `identity`
         self.sent_sum = (self.sent_sum + xxh3_128_intdigest(header + digest)) & _MASK
         return True
 
@@ -138,7 +139,7 @@ class Ledger:
         elif (known := self._received.get(key)) is not None:
             return _counted(False, key, known, digest)
         self._received[key] = digest
-        header = _headers.get(key) or _header(key)
+        header = _headers.get(key) or _header(key)  # as `identity`
         self.received_sum = (self.received_sum + xxh3_128_intdigest(header + digest)) & _MASK
         return True
 

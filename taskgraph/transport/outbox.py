@@ -105,7 +105,7 @@ class Outbox:
         write: takes bytes or a view of memory that will not change; does not block.
         soon: runs a callback after other ready work of the event loop.
         lend: (call, buffer) -> what stands in front of the header for a buffer that does not travel; nothing where it
-            does. Asked for all that are large, in their order.
+            does. Asked for each buffer of a value, in their order.
         wake: has a callback run on the event loop; called in any thread.
         failed: (call, seen, error): what was queued of that call cannot be read to its end, and nothing more of it is
             sent; `seen`: the peer has some of it.

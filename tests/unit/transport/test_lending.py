@@ -160,6 +160,32 @@ async def test_an_empty_buffer_beside_a_lent_one_is_neither_lent_nor_missing(hos
     assert place(got.buffers[0]) == place(large.buffers[0])
 
 
+@pytest.mark.parametrize("limit", ["MAX_LENT", "_MAX_LEASES"])
+async def test_what_is_over_a_limit_is_sent(host: Cluster, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr(lending, limit, 2)
+    a, b = await host.node(), await host.node()
+    value = pooled(a, *[MIB] * 4, fill=7)
+    Holder(a, value)
+    got = await pulled(b, a)
+    assert got == value and lent(a) == 2
+    assert [place(buffer) for buffer in got.buffers[:2]] == [place(buffer) for buffer in value.buffers[:2]]
+
+
+def test_what_was_never_sent_is_taken_back_with_all_its_buffers() -> None:
+    memory = Pool(max_segments=4, max_idle_bytes=MIB)
+    blocks = [memory.allocate(MIB) for _ in range(3)]
+    ours = Lending(lambda: 0.0)
+    ours.start()
+    for call, block in zip((1, 1, 2), blocks, strict=True):
+        assert block is not None and ours.lend(call, block.data)
+    ours.take_back(1)
+    assert len(ours) == 1
+    ours.returned(struct.pack("!Q", 3))
+    assert len(ours) == 0
+    del blocks, block
+    memory.close()
+
+
 async def test_a_call_lends_what_it_carries(host: Cluster) -> None:
     a, b = await host.node(), await host.node()
     offer = m.Offer(m.Stamp(1, 7), 2, 3, True, False, 7, pooled(a, MIB, fill=9))
