@@ -61,6 +61,7 @@ _U32 = struct.Struct("<I")
 _NOTHING_ON_DEVICE: Final = _U32.pack(0)
 _SMALL_ARRAY: Final = _START + b"A"
 _NONE: Final[frozenset[int]] = frozenset()
+_ndarray: Final = np.ndarray  # numpy makes some of its names when asked, so Python looks up each of them in every call
 
 _shapes: Final[dict[int, tuple[bytes, np.dtype[Any], tuple[int, ...], int]]] = {}
 """By the length of meta, the last small array of that length: what it begins with, its dtype and shape, and where its
@@ -107,7 +108,7 @@ def encode(
     Raises:
         ValueNotEncodable: something in it cannot travel; the message says what, where, and the way out.
     """
-    if type(value) is np.ndarray:
+    if type(value) is _ndarray:
         start = _starts.get((value.dtype, value.dtype.num, value.shape))
         if start is not None:
             if _START_BYTES + value.nbytes >= INLINE_BYTES:  # as `_inline`
@@ -302,7 +303,7 @@ def small_array(meta: bytes) -> NDArray[Any] | None:
     """
     known = _shapes.get(len(meta))
     if known is not None and meta.startswith(known[0]) and meta.endswith(_NOTHING_ON_DEVICE):
-        return np.ndarray(known[2], known[1], meta, known[3])  # bytes are all aligned alike
+        return _ndarray(known[2], known[1], meta, known[3])  # bytes are all aligned alike
     end = len(meta) - 4
     if meta[:2] != _SMALL_ARRAY or meta[end:] != _NOTHING_ON_DEVICE or end < 3:
         return None

@@ -45,6 +45,45 @@ class Lanes:
         not_done: called where an epoch that was worked through cannot be brought to its done; `dones` says why.
     """
 
+    # Without slots, more than 30 attributes are kept in a dictionary, where each is looked up.
+    __slots__ = (
+        "_ahead",
+        "_at",
+        "_bare",
+        "_checkpoints",
+        "_count",
+        "_end",
+        "_epoch_bytes",
+        "_finishing",
+        "_graph",
+        "_lacks_room",
+        "_loop",
+        "_may_stay",
+        "_most_bytes",
+        "_next",
+        "_node",
+        "_primary",
+        "_replica",
+        "_room",
+        "_several",
+        "_state_bytes",
+        "_stateful",
+        "_stays",
+        "_task",
+        "_term",
+        "_told",
+        "_told_at",
+        "_tracing",
+        "_turns",
+        "began",
+        "dones",
+        "failed_in",
+        "lacking",
+        "over",
+        "settled",
+        "stuck",
+    )
+
     def __init__(self, primary: Primary, at: Stamp, not_done: Callable[[], None]) -> None:
         self._primary = primary
         self._node = primary.node

@@ -62,12 +62,14 @@ class Coming:
         listener: called with (number, reply) where it is settled; to be set here only where there is no reply yet.
     """
 
-    # The class holds what they begin with: many are made at a time, and none of them needs a call for that.
-    reply: Reply | None = None
-    done = False
-    among: Counted | None = None
-    listener: Callable[[int, Reply], object] | None = None
-    number = 0
+    __slots__ = ("among", "done", "listener", "number", "reply")
+
+    def __init__(self) -> None:
+        self.reply: Reply | None = None
+        self.done = False
+        self.among: Counted | None = None
+        self.listener: Callable[[int, Reply], object] | None = None
+        self.number = 0
 
     def settle(self, reply: Reply) -> None:
         """This is the reply. Nothing happens where there is one, or nobody wants it any more."""
@@ -131,7 +133,9 @@ class Begun(asyncio.Future[Reply]):
             anything that waits for the transport. The rest it is told as a done callback is.
     """
 
-    listener: Callable[[asyncio.Future[Reply]], object] | None = None
+    # Whoever makes one sets all of them: without slots, each would have a dictionary of its own.
+    __slots__ = ("listener",)
+    listener: Callable[[asyncio.Future[Reply]], object] | None
 
 
 OnLost = Callable[[str], None]

@@ -22,6 +22,7 @@ MARK = 0
 _PULL, _ITEM, _REPORT, _ACCEPTED, _REPORTS, _OFFER = 1, 2, 3, 4, 5, 6
 _PULL_HEAD = struct.Struct("!BBqqqqqH")  # attempt, epoch, sender, sender_term, task, count; then the tag
 _ITEM_HEAD = struct.Struct("!BBqqq16s")  # attempt, epoch, term, digest; then the tag
+_ITEM_HEAD_BYTES = _ITEM_HEAD.size
 _REPORT_HEAD = struct.Struct("!BBqqqqBq16s16s")  # attempt, epoch, task, term, flags, version, sent, received; numbers
 _REPORT_HEAD_BYTES = _REPORT_HEAD.size
 _REPORTS_HEAD = struct.Struct("!BB")  # then each as if it travelled alone
@@ -71,7 +72,7 @@ def _pack_item(message: Item) -> bytes:
 def _unpack_item(data: bytes, meta: bytes) -> tuple[Item, Encoded]:
     _, _, attempt, epoch, term, digest = _ITEM_HEAD.unpack_from(data)
     value = Encoded(meta, (), digest)
-    return Item(stamp_of((attempt, epoch)), term, data[_ITEM_HEAD.size :].decode(), value), value
+    return Item(stamp_of((attempt, epoch)), term, data[_ITEM_HEAD_BYTES:].decode(), value), value
 
 
 def _pack_report(message: Report) -> bytes:

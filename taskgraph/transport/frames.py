@@ -37,6 +37,7 @@ __all__ = [
     "Limits",
     "OtherVersion",
     "pack_frame",
+    "pack_head",
     "pack_whole",
     "unpack_head",
 ]
@@ -60,6 +61,7 @@ MAGIC = b"TG"
 HEAD: Final = struct.Struct("!2sBBQIIIQQ")
 """Of a head: the magic, the version, and the fields of `Head`."""
 HEAD_BYTES = HEAD.size
+pack_head: Final = HEAD.pack  # what is looked up on an imported name is looked up anew in every call (Python 3.11)
 _TLS_HANDSHAKE, _TLS_MAJOR = 22, 3
 
 

@@ -21,13 +21,13 @@ from taskgraph.device.staging import EncodedInPart, HostCopy
 from taskgraph.protocol.messages import Encoded
 from taskgraph.transport.frames import (
     CHUNK_BYTES,
-    HEAD,
     INLINE_BYTES,
     LENT,
     MAGIC,
     PROTOCOL_VERSION,
     Head,
     Kind,
+    pack_head,
     pack_whole,
 )
 
@@ -144,19 +144,20 @@ class Outbox:
         if self._closed:
             return
         if value is None:
-            frame = HEAD.pack(MAGIC, PROTOCOL_VERSION, kind, call, len(header), 0, 0, 0, 0) + header
+            frame = pack_head(MAGIC, PROTOCOL_VERSION, kind, call, len(header), 0, 0, 0, 0) + header
         else:
             meta = value.meta
             size = len(meta)
             if value.buffers or size > INLINE_BYTES:
                 self._send_value(kind, call, header, value)
                 return
-            head = HEAD.pack(MAGIC, PROTOCOL_VERSION, kind, call, len(header), 0, size, size, size)
+            head = pack_head(MAGIC, PROTOCOL_VERSION, kind, call, len(header), 0, size, size, size)
             frame = head + header + meta
         if self._paused or self._small:
             self._send_small(call, frame)
         else:
-            self.write(frame)  # as a rule
+            write = self.write  # for Python 3.11, a call of an attribute is twice the way
+            write(frame)  # as a rule
 
     def send_several(self, kind: Kind, first: int, header: bytes) -> None:
         """Queues one frame that stands for several calls: `drop` of the first of them leaves it for the others."""
@@ -191,7 +192,7 @@ class Outbox:
             header = b"".join(references) + header
         inline = payload if payload <= INLINE_BYTES and copies is None else 0
         count = len(sizes)
-        head = HEAD.pack(MAGIC, PROTOCOL_VERSION, kind, call, len(header), count, inline, payload, meta)
+        head = pack_head(MAGIC, PROTOCOL_VERSION, kind, call, len(header), count, inline, payload, meta)
         opening = b"".join((head, struct.pack(f"!{count}Q", *sizes), header))
         if inline or not payload:
             frame = b"".join((opening, value.meta, *carried))

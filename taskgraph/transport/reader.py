@@ -127,7 +127,7 @@ class FrameReader:
         if self._stopped:
             self._start = self._end = 0
             return self._scratch
-        if self._start == self._end and not self._body and self._scratch.nbytes == _SCRATCH_BYTES:
+        if self._start == self._end and not self._body and len(self._memory) == _SCRATCH_BYTES:
             self._start = self._end = 0
             return self._scratch  # as a rule
         if self._body and self._sink is not None and self._start == self._end:
@@ -170,8 +170,8 @@ class FrameReader:
                         if not buffers:  # as a rule
                             if payload == meta:
                                 self._start = end  # the buffer is used again: what is handed on is a copy
-                                value = bytes(self._scratch[middle:end]) if meta else b""
-                                self._on_whole(kind, call, (), bytes(data[begin:middle]), value, b"")
+                                value, on_whole = bytes(self._scratch[middle:end]) if meta else b"", self._on_whole
+                                on_whole(kind, call, (), bytes(data[begin:middle]), value, b"")
                                 if end == stop:
                                     return
                                 continue

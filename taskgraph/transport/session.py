@@ -338,7 +338,8 @@ class Session(asyncio.BufferedProtocol):
         else:
             if sizes:
                 value.complete(cut(carried, sizes))
-            if not self._owner.verified_now(value):
+            verified = self._owner.verified_now
+            if not verified(value):
                 raise _corrupted(type(message), value)
         self._take_whole(kind, call, message)
 

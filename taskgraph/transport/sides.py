@@ -36,15 +36,18 @@ MAX_COUNT = 1 << 10
 #: How often a call is made that carries, or brings, memory that cannot be opened: as bytes from the second time on.
 _TRIES = 4
 _REPLY: Final = Kind.REPLY  # a global: to look up a member of an enum takes longer
+_pack_of: Final = PACK.get  # and so does what is looked up on an imported name
 
 
 class _Pending(Begun):
     """A call that waits for its reply: the future of it, which its caller may cancel."""
 
+    __slots__ = ("first", "message", "number", "session")
     session: DialledSession
     message: Call  # with several of a pull, all of it
     number: int
     first: int  # the number of the first of these; its own, where it is the only one
+    # Hardly any has another value of these.
     quiet = False  # no reply may come of it, and cancelling it only forgets it
     tries = 1
 
@@ -117,7 +120,9 @@ class DialledSession(Session):
                 f"{describe(message)}: {value.size_bytes} bytes; max_value_bytes is {self._owner.max_value_bytes}",
             )
         pending = _Pending(loop=self._loop)
-        pending.session, pending.message, pending.quiet = self, message, quiet
+        pending.session, pending.message, pending.listener = self, message, None
+        if quiet:
+            pending.quiet = True
         self._send_call(pending, value)
         return pending
 
@@ -131,7 +136,8 @@ class DialledSession(Session):
         loop, waiting = self._loop, self._pending
         for number in range(first, first + message.count):
             waiting[number] = pending = _Pending(loop=loop)
-            pending.session, pending.message, pending.first, pending.number = self, message, first, number
+            pending.session, pending.message, pending.listener = self, message, None
+            pending.first, pending.number = first, number
             begun.append(pending)
         self._outbox.send_several(Kind.CALL, first, header)
         return begun
@@ -419,7 +425,7 @@ class AcceptedSession(Session):
                 return
         try:
             try:
-                header = PACK.get(cls, wire.to_header)(reply)
+                header = _pack_of(cls, wire.to_header)(reply)
             except struct.error:
                 header = wire.to_header(reply)
         except (TypeError, ValueError) as error:

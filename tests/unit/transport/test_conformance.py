@@ -215,6 +215,7 @@ class Awaited(Coming):
     """Tells when nobody wants it any more."""
 
     def __init__(self, left: Callable[[], None]) -> None:
+        super().__init__()
         self.left = left
 
     def cancel(self) -> None:
