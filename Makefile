@@ -58,7 +58,7 @@ run: $(VENV)/.installed-run ## Run the linear regression on 4 local nodes, with 
 	$(BIN)/taskgraph run examples/linear_regression.py --nodes $(NODES)
 
 # These share nothing and have clocks of their own. Others start processes, look at what is left of them, and at the time.
-SIDE_BY_SIDE := tests/protocol tests/simulation tests/unit/device tests/unit/graph
+SIDE_BY_SIDE := tests/protocol tests/simulation tests/unit/device tests/unit/graph tests/unit/testing
 
 test: $(VENV)/.installed-dev ## Run all tests
 	@failed=0; \
