@@ -57,8 +57,6 @@ __all__ = [
 _VERSION: Final = 1
 _START: Final = bytes((_VERSION,))
 _START_BYTES: Final = len(_START)
-_COPIED_BYTES: Final = 8 << 10
-"""Below that, three copies of an array's elements cost less than what saves two of them."""
 _U32 = struct.Struct("<I")
 _NOTHING_ON_DEVICE: Final = _U32.pack(0)
 _SMALL_ARRAY: Final = _START + b"A"
@@ -115,12 +113,8 @@ def encode(
         if start is not None:
             if _START_BYTES + value.nbytes >= INLINE_BYTES:  # as `_inline`
                 return _large_array(value, start, adopt, allocate)
-            if value.nbytes < _COPIED_BYTES or not value.flags.c_contiguous:
-                whole = start + value.tobytes()
-                return Encoded(whole + _NOTHING_ON_DEVICE, (), without_buffers(whole))
-            elements = value.reshape(-1).view(np.uint8).data
-            whole = b"".join((start, elements, _NOTHING_ON_DEVICE))  # one copy, in place of three
-            return Encoded(whole, (), without_buffers(memoryview(whole)[:-4]))
+            whole = start + value.tobytes()
+            return Encoded(whole + _NOTHING_ON_DEVICE, (), without_buffers(whole))
     writer = Writer(adopt, allocate, stays, lendable)
     writer.meta += _START
     try:

@@ -37,8 +37,6 @@ __all__ = ["Outbox"]
 _IN_TURN = 4
 #: What is written before other work of the event loop gets its chance, if the socket takes everything at once.
 _TURN_BYTES = 8 << 20
-#: What is longer is written by itself, and not behind its head in one piece of memory.
-_COPIED_BYTES = 8 << 10
 
 
 class _Large:
@@ -153,12 +151,8 @@ class Outbox:
             if value.buffers or size > INLINE_BYTES:
                 self._send_value(kind, call, header, value)
                 return
-            frame = pack_head(MAGIC, PROTOCOL_VERSION, kind, call, len(header), 0, size, size, size) + header
-            if size > _COPIED_BYTES and not self._paused and not self._small:
-                self.write(frame)
-                self.write(meta)
-                return
-            frame += meta
+            head = pack_head(MAGIC, PROTOCOL_VERSION, kind, call, len(header), 0, size, size, size)
+            frame = head + header + meta
         if self._paused or self._small:
             self._send_small(call, frame)
         else:

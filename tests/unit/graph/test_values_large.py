@@ -86,24 +86,6 @@ def test_it_is_described_once_and_then_known(
     assert shared[0] == shared[1]
 
 
-@pytest.mark.parametrize("given", GIVEN)
-@pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype.str}-{array.shape}")
-def test_what_has_no_buffer_is_copied_with_what_stands_around_it(
-    array: np.ndarray, given: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (arrays, encoding, values):
-        monkeypatch.setattr(module, "INLINE_BYTES", 1 << 20)
-    monkeypatch.setattr(values, "_COPIED_BYTES", 0)
-    array = GIVEN[given](array)
-    first = encode(array)
-    again = encode(array)  # it is known how the like of it begins
-    assert again == first and not again.buffers
-    assert digest_of(again.meta, ()) == again.digest
-    if array.flags.writeable:
-        array.flat[0] = array.flat[-1]
-        assert again == first and encode(array) != first
-
-
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype.str}-{array.shape}")
 def test_it_is_read_once_and_then_known(array: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded = encode(array)

@@ -275,34 +275,6 @@ def test_small_frames_keep_their_order_when_the_socket_is_full_for_a_while() -> 
     assert [number for number, _ in reading.messages] == [1, 2, 3, 4]
 
 
-def test_what_is_written_by_itself_stands_behind_its_head() -> None:
-    """Also where the socket is full from the head on, and where it was before."""
-    out: list[bytes] = []
-    outbox = outbox_to(out, lambda callback: None)
-    values = [encoded(bytes((number,)) * 20_000) for number in range(4)]
-
-    def flag(value: m.Encoded) -> bytes:
-        return wire.to_header(m.Flag(m.Stamp(1, 1), 1, 1, 1, value))
-
-    def write(data: bytes | memoryview) -> None:
-        out.append(bytes(data))
-        if len(out) == 3:
-            outbox.pause()
-
-    outbox.write = write
-    outbox.send(Kind.CALL, 1, flag(values[0]), values[0])
-    assert out[1] == values[0].meta  # it was not copied behind its head
-    outbox.send(Kind.CALL, 2, flag(values[1]), values[1])
-    assert len(out) == 4  # what was begun is written
-    outbox.send(Kind.CALL, 3, flag(values[2]), values[2])
-    assert len(out) == 4
-    outbox.resume()
-    outbox.send(Kind.CALL, 4, flag(values[3]), values[3])
-    reading = Reading()
-    reading.feed(b"".join(out))
-    assert [(number, message.value) for number, message in reading.messages] == [*enumerate(values, 1)]
-
-
 def test_nothing_is_allocated_for_what_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     allocated: list[int] = []
     monkeypatch.setattr(receiving, "_allocate", lambda size: allocated.append(size) or memoryview(bytearray(size)))
