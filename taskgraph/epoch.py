@@ -165,7 +165,7 @@ class Epoch:
         if composition is None:
             raise GraphError(f"{self._at()}: processors are declared in compose(), and only there")
         before = composition.before
-        if before is not None and composition.again(compute, inbound, outbound, name, parallel, work.neighbors):
+        if before is not None and composition.again(compute, inbound, outbound, name, parallel, work):
             return
         composition.add(
             compute,

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Container, Iterable, Mapping
 from operator import is_
 from types import FunctionType, MethodType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from taskgraph.errors import GraphError, JobError
 from taskgraph.protocol.frozen import frozen
@@ -38,6 +38,13 @@ Channel = tuple[str, int]
 """(tag, producer) of an inbound one, (tag, consumer) of an outbound one."""
 Links = Mapping[str, Any] | None
 """What `compose` says of a processor's inbound or outbound channels: tag -> a link's name, a task, or several."""
+
+
+class Linked(Protocol):
+    """Who knows where a task's links lead in the epoch that is composed."""
+
+    def neighbors(self, link: str) -> tuple[int, ...]:
+        """Raises JobError where there is no such link, or it leads to no task."""
 
 
 @frozen
@@ -151,7 +158,7 @@ class Composition:
         outbound: Links,
         name: str | None,
         parallel: bool,
-        neighbors: Callable[[str], tuple[int, ...]],
+        work: Linked,
     ) -> bool:
         """Whether this declares the processor that was declared in this place before, and it is the same: it is added.
 
@@ -177,18 +184,16 @@ class Composition:
                 continue
             elif not _equal(given, tags, tos):
                 return False
-        if known.changing and not self._lead_as_before(known.changing, neighbors):
+        if known.changing and not self._lead_as_before(known.changing, work):
             return False
         self._again = at + 1
         return True
 
-    def _lead_as_before(
-        self, links: tuple[tuple[str, tuple[int, ...]], ...], neighbors: Callable[[str], tuple[int, ...]]
-    ) -> bool:
+    def _lead_as_before(self, links: tuple[tuple[str, tuple[int, ...]], ...], work: Linked) -> bool:
         for link, ids in links:
             if link not in self.linked:
                 try:
-                    self.linked[link] = neighbors(link)
+                    self.linked[link] = work.neighbors(link)
                 except JobError:
                     return False  # whoever looks at the declaration finds it, too, and tells it as what it is
             if self.linked[link] != ids:

@@ -109,7 +109,8 @@ def encode(
         ValueNotEncodable: something in it cannot travel; the message says what, where, and the way out.
     """
     if type(value) is _ndarray:
-        start = _starts.get((value.dtype, value.dtype.num, value.shape))
+        dtype = value.dtype
+        start = _starts.get((dtype, dtype.num, value.shape))
         if start is not None:
             if _START_BYTES + value.nbytes >= INLINE_BYTES:  # as `_inline`
                 return _large_array(value, start, adopt, allocate)

@@ -56,6 +56,8 @@ class Lanes:
         "_epoch_bytes",
         "_finishing",
         "_graph",
+        "_injects",
+        "_keeper",
         "_lacks_room",
         "_loop",
         "_may_stay",
@@ -75,6 +77,7 @@ class Lanes:
         "_told_at",
         "_tracing",
         "_turns",
+        "_wishes",
         "began",
         "dones",
         "failed_in",
@@ -91,6 +94,9 @@ class Lanes:
         self._task = primary.task
         self._term = primary.term
         self._tracing = primary.node.tracing
+        self._keeper = primary.node.keeper
+        self._wishes = primary.node.wishes
+        self._injects = primary.node.injects
         self._at = at
         self._loop = asyncio.get_running_loop()
         self._count = _lanes_of(primary)
@@ -239,7 +245,7 @@ class Lanes:
             boundary = Stamp(self._at.attempt, epoch)
             if self._primary.writer.due(boundary, stateful=self._replica.stateful):
                 return False  # it is written of the committed boundary
-        wish = self._node.wishes.by_task.get(self._task)
+        wish = self._wishes.by_task.get(self._task)
         if wish is not None and wish.primary is not None and wish.primary != self._node.id:
             return False  # handed over right after a commit
         known = not self._several or self._epoch_bytes is not None
@@ -274,7 +280,7 @@ class Lanes:
             await self._replay(attempt.recording, stamp)
         if self._several:
             await attempt.turn("snapshot")
-        if node.injects:
+        if self._injects:
             await node.point("snapshot", self._task, stamp.epoch)
         previous, replica.previous = replica.previous, dict(attempt.numbers)
         rows: Rows | None = {}
@@ -372,7 +378,7 @@ class Lanes:
                 self._snapshotted(following.epoch)
             else:
                 self._turns.at = following.epoch  # as there, without a call
-        at = node.keeper.view.epoch
+        at = self._keeper.view.epoch
         admit_wait_s = node.settings.admit_wait_s if at is not None and epoch == at.record.base else 0.0
         holding = attempt.traced and clock()
         if shared or admit_wait_s:
@@ -382,7 +388,7 @@ class Lanes:
             self._tracing.keep("held by backups", "", "", holding, held, self._task, stamp, self._term, size)
         if node.paused:
             await node.while_paused()
-        if node.injects:
+        if self._injects:
             await node.point("done", self._task, epoch)
         told = self._told
         if told.at != epoch:

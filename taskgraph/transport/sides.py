@@ -60,12 +60,13 @@ class _Pending(Begun):
         return True
 
     def settle(self, reply: Reply) -> None:
-        if self.done():
-            return
         if type(reply) is Refusal:
             self.fail(Refused(reply.reason, reply.text))
             return
-        self.set_result(reply)
+        try:
+            self.set_result(reply)
+        except asyncio.InvalidStateError:
+            return  # it was cancelled, or has failed
         if (listener := self.listener) is not None:
             self.listener = None
             try:
