@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from taskgraph.errors import DecodeError
-from taskgraph.graph import values
+from taskgraph.graph import arrays, values
 from taskgraph.graph.values import decode, digest_of, encode, verify
 from taskgraph.protocol.messages import Encoded
 
@@ -148,3 +148,23 @@ def test_every_truncation_is_told_alike(size: int) -> None:
     for trailer in (b"", bytes(4)):
         cut = Encoded(whole[:size] + trailer, (), b"")
         assert read(cut) == read_at_length(cut)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [float, int, bool, np.float32, np.object_, np.void, np.str_, "f8", np.dtype(">i2"), [("a", "i1"), ("b", "f8")]],
+)
+@pytest.mark.parametrize("shape", [3, (2, 5), (), 0])
+def test_an_array_to_fill_is_numpys_also_when_its_like_was_made(dtype: Any, shape: Any) -> None:
+    asked: list[int] = []
+    for _ in range(2):
+        found = arrays.empty(shape, dtype, lambda nbytes: asked.append(nbytes))
+        expected = np.empty(shape, dtype)
+        assert found.dtype == expected.dtype and found.shape == expected.shape and found.flags.writeable
+    assert not asked  # they are small
+    size = arrays.INLINE_BYTES // 8
+    for _ in range(2):
+        arrays.empty(size, dtype, lambda nbytes: asked.append(nbytes))
+    itemsize = np.dtype(dtype).itemsize
+    large = not np.dtype(dtype).hasobject and size * itemsize >= arrays.INLINE_BYTES
+    assert asked == ([size * itemsize] * 2 if large else [])
