@@ -52,10 +52,6 @@ _SHARED_PART: Final = 2
 """Memory is shared where the array is at least this part (one half) of it: a row must not keep a whole table alive."""
 
 
-_empty: Final = np.empty  # as in `values`
-_plain: Final[dict[type, tuple[np.dtype[Any], int]]] = {}
-"""What `_described` gives for Python's float, and for numpy's own types, which are few: most arrays are of one."""
-
 _CHUNK_BYTES: Final = 512 << 10
 """What is copied before it is digested: it is still in the cache then. Measured: in one thread 128 KiB to 1 MiB do as
 well; two threads that share a copy lose a fifth by 256 KiB, since each piece releases the interpreter's lock."""
@@ -132,16 +128,18 @@ def empty(shape: int | tuple[int, ...], dtype: DTypeLike, allocate: Allocate) ->
     if block is not None and block.origin is not None and block.origin.locked:
         # Libraries return from a copy of page-locked memory to a device before it is made: user code could not know.
         block = None
-    return _empty(shape, found) if block is None else np.ndarray(sizes, found, buffer=block)
+    return np.empty(shape, found) if block is None else np.ndarray(sizes, found, buffer=block)
 
 
 def _described(dtype: DTypeLike) -> tuple[np.dtype[Any], int]:
     """A dtype, and the bytes of an element; -1 where its arrays are made by numpy alone."""
     found = np.dtype(dtype)
-    known = found, -1 if found.subdtype is not None or found.hasobject else found.itemsize
-    if dtype is float or (isinstance(dtype, type) and issubclass(dtype, np.generic)):
-        _plain[dtype] = known
-    return known
+    return found, -1 if found.subdtype is not None or found.hasobject else found.itemsize
+
+
+_KINDS: Final[tuple[type[Any], ...]] = (bool, int, float, complex, *np.sctypeDict.values())
+_plain: Final = {kind: _described(kind) for kind in _KINDS}
+"""Of Python's and numpy's own types, one of which most arrays are of."""
 
 
 class Copy:

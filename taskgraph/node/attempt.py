@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from taskgraph.epoch import AttemptEnded, Epoch, Inputs, Outputs, Scratch
 from taskgraph.errors import GraphError, Refused
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["Attempt", "Idle", "first_error"]
 
 R = TypeVar("R")
-
-_dict_of: Final = dict.fromkeys  # a global: what is looked up on a class is looked up anew in every call
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +221,7 @@ class Attempt:
             self.recording.composed = graph.processors
             await self.recording.check("compose")
         self.out = Items(self.stamp, self.term, graph.channels_out)
-        self._states = _dict_of(graph.names, "waiting")
+        self._states = dict.fromkeys(graph.names, "waiting")
         self.graph, self.composed = graph, True
         if self._ready is not None and not self._ready.done():
             self._ready.set_result(None)

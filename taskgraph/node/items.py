@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
 
 from taskgraph.protocol.messages import Encoded, Item, Pull, Reason, Refusal, Stamp
 from taskgraph.transport.api import Coming
@@ -12,8 +11,6 @@ __all__ = ["Items"]
 
 Channel = tuple[str, int]
 """(tag, consumer)."""
-
-_dict_of: Final = dict.fromkeys  # a global: what is looked up on a class is looked up anew in every call
 
 
 class Items:
@@ -35,7 +32,7 @@ class Items:
         self._term = term
         self._there: dict[Channel, Encoded] = {}
         # Every channel without an item, and who waits for that.
-        self._awaited: dict[Channel, list[Coming] | None] = _dict_of(channels)
+        self._awaited: dict[Channel, list[Coming] | None] = dict.fromkeys(channels)
         self._dropped = False
 
     def put(self, tag: str, consumer: int, value: Encoded) -> bool:
