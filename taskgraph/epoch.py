@@ -26,7 +26,19 @@ from taskgraph.graph.compose import TEXTS, Composition, Processor, is_text
 from taskgraph.graph.values import decode, encode, small_array
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
 
-__all__ = ["AttemptEnded", "Epoch", "Hold", "Inputs", "Outputs", "Reply", "Scratch", "Tag", "To", "Work"]
+__all__ = [
+    "AttemptEnded",
+    "ComposeEpoch",
+    "Epoch",
+    "Hold",
+    "Inputs",
+    "Outputs",
+    "Reply",
+    "Scratch",
+    "Tag",
+    "To",
+    "Work",
+]
 
 T = TypeVar("T")
 To = str | int | Sequence[str | int]
@@ -253,6 +265,36 @@ class Epoch:
 
     def _at(self) -> str:
         return f"task {self._work.task}, epoch {self._work.number}, {self._where}"
+
+
+class ComposeEpoch(Epoch):
+    """The epoch as a `compose` sees it that may stand for others: whether it is asked for more than to declare.
+
+    Attributes:
+        asked: something was that may be otherwise in another epoch, or that is to happen in this one.
+    """
+
+    __slots__ = ("asked",)
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work, "compose")
+        self.asked = False
+
+    def __getattribute__(self, name: str) -> Any:
+        # What is neither private nor named here is asked of this epoch, be it added to `Epoch` some day. Where links
+        # lead, the topology knows: those that change are noted where they are named.
+        if name[0] != "_" and name not in _LASTING:
+            object.__setattr__(self, "asked", True)
+        return object.__getattribute__(self, name)
+
+    def neighbors(self, link: str) -> tuple[int, ...]:
+        composition = self._work.composing
+        if composition is None or not composition.lasts(link):
+            self.asked = True
+        return self._work.neighbors(link)
+
+
+_LASTING = frozenset({"processor", "neighbors", "asked"})
 
 
 class Hold:

@@ -92,7 +92,8 @@ def stateless(function: F = None) -> F:  # type: ignore[assignment]  # without i
 
     It neither reads nor changes what any method changes after `setup`, declared as state or not. It depends on the
     epoch, on what `setup` made, on its inputs, and on `epoch.scratch`. Where `compose` is marked, up to
-    `Settings.epochs_in_flight` epochs of the task are worked on at a time; what is not marked waits for its turn. A
+    `Settings.epochs_in_flight` epochs of the task are worked on at a time; what is not marked waits for its turn. And
+    where it asks the epoch for nothing that may differ, it is called once for many epochs: it would declare the same. A
     subclass that overrides the method marks it again, where that still holds.
 
     Raises:

@@ -109,6 +109,12 @@ class Graph:
     channels_out: tuple[Channel, ...]
     declarations: tuple[Declaration, ...]
 
+    @property
+    def lasts(self) -> bool:
+        """Whether the same words declare it in every epoch: nothing it names may be, or lead, elsewhere in another."""
+        known = len(self.declarations) == len(self.processors)
+        return known and not any(declaration.changing for declaration in self.declarations)
+
 
 class Composition:
     """The graph that `compose` declares, while it does.
@@ -150,6 +156,10 @@ class Composition:
         """What is expected to be declared again; None once something else is."""
         if before is None:
             self._begin(())
+
+    def lasts(self, link: str) -> bool:
+        """Whether that link leads to the same tasks in every epoch."""
+        return link in self._lasting
 
     def again(
         self,

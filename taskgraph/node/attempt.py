@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from taskgraph.epoch import AttemptEnded, Epoch, Inputs, Outputs, Scratch
+from taskgraph.epoch import AttemptEnded, ComposeEpoch, Epoch, Inputs, Outputs, Scratch
 from taskgraph.errors import GraphError, Refused
 from taskgraph.graph.compose import Composition, Graph, Processor
 from taskgraph.node.actor import cancelled_by_users
@@ -166,7 +166,10 @@ class Attempt:
         try:
             if injects:
                 await primary.node.point("compose", self.task, self.number)
-            graph = await self._compose()
+            graph = self.replica.standing
+            if graph is None:
+                graph = await self._compose()
+            self._has_composed(graph)
             parallel = [self._beside(self._process(p)) for p in graph.parallel] if graph.parallel else ()
             inbound.pull(graph, self._beside, self.traced and clock())
             if injects:
@@ -206,27 +209,40 @@ class Attempt:
         self._primary.ask_restart(self.stamp, why)
 
     async def _compose(self) -> Graph:
+        """Calls `compose`.
+
+        Where that is marked stateless, and asked the epoch for nothing that another epoch may answer otherwise, what it
+        declared stands for all epochs of the attempt at work: called again it would declare the same.
+        """
         if self.recording is not None:
             await self.recording.begin()
         replica = self.replica
         composition = self.composing = Composition(self.task, self.number, replica.graph, replica.topology.lasting)
         replica.actor.stamp = self.stamp
+        epoch = ComposeEpoch(self) if replica.may_stand else Epoch(self, "compose")
         try:
-            await replica.actor.call("compose", replica.user_task.compose, Epoch(self, "compose"))
+            await replica.actor.call("compose", replica.user_task.compose, epoch)
         finally:
             self.composing = None
         graph = composition.graph()
         replica.graph = graph if graph.declarations else None
+        if isinstance(epoch, ComposeEpoch) and replica.may_stand:
+            replica.may_stand = graph.lasts and not epoch.asked
+            if replica.may_stand:
+                replica.standing = graph
         if self.recording is not None:
             self.recording.composed = graph.processors
             await self.recording.check("compose")
+        return graph
+
+    def _has_composed(self, graph: Graph) -> None:
+        """It can say what it offers."""
         self.out = Items(self.stamp, self.term, graph.channels_out)
         self._states = dict.fromkeys(graph.names, "waiting")
         self.graph, self.composed = graph, True
         if self._ready is not None and not self._ready.done():
             self._ready.set_result(None)
         self._primary.attempts.composed(self)
-        return graph
 
     async def _process(self, processor: Processor) -> None:
         items: Mapping[tuple[str, int], Encoded] = self.inbound.items

@@ -19,7 +19,7 @@ from taskgraph.node.attempt import Attempt, first_error
 from taskgraph.node.dones import Dones, Worked
 from taskgraph.node.strict import Recording, check_replay
 from taskgraph.node.turns import Turns
-from taskgraph.observe.trace import clock
+from taskgraph.observe.trace import BEGINS, clock
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Report, Stamp, stamp_of
 from taskgraph.shape import is_stateless
@@ -112,6 +112,7 @@ class Lanes:
         # Where nothing that is marked stateless changes the state, and there is nothing that says what happened.
         marked = shape.in_flight and "on_event" not in shape.overrides
         self._may_stay = (marked or not shape.stateful) and not settings.strict
+        self._replica.standing, self._replica.may_stand = None, shape.in_flight and not settings.strict
         self._graph: Graph | None = None  # of the last epoch
         self._stays = False  # whether it leaves the state as it was
         self._bare: Encoded | None = None  # the last snapshot, where it may stay and carries no reports
@@ -189,6 +190,8 @@ class Lanes:
                     self.began = self._loop.time()
                     traced = self._tracing.on and self._tracing.takes(stamp.epoch)
                     began = traced and clock()
+                    if began and several:  # or what comes first of it would be what ends first
+                        self._tracing.keep(BEGINS, "", "", began, began, self._task, stamp, self._term, -1)
                     following = stamp_of((stamp.attempt, stamp.epoch + 1))
                     try:
                         if stamp.epoch == self.settled:

@@ -78,6 +78,10 @@ class Replica:
         self.previous: dict[str, float] = {}  # the task's own numbers of the epoch before
         self.graph: Graph | None = None
         """What it composed last, if it may compose the same again."""
+        self.standing: Graph | None = None
+        """What it composes in every epoch of the attempt at work, where that is known: see `Attempt`."""
+        self.may_stand = False
+        """Whether that may come to be known, of this attempt."""
         self._xp = xp
         self.user_task: Task
         """The user's object; there is one after `build`, and its shape."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from taskgraph.observe.events import Event, EventLog
     from taskgraph.protocol.messages import Stamp
 
-__all__ = ["FIRST_TEXTS", "MAX_TEXTS", "NO_STAMP", "SPAN", "Span", "Tracing", "clock"]
+__all__ = ["BEGINS", "FIRST_TEXTS", "MAX_TEXTS", "NO_STAMP", "SPAN", "Span", "Tracing", "clock"]
 
 clock = time.perf_counter_ns
 """Monotonic, in nanoseconds; on Linux and macOS the same for all processes of a host."""
@@ -48,6 +48,9 @@ _ROOM = 1 << 17
 _TOLD_AT = 1 << 13
 """So many wait: whoever fetches them is woken, long before room runs out."""
 _LOOK_S = 0.2
+BEGINS = "begins"
+"""The kind of a moment, not shown: an epoch begins that others of its task may be in flight with. Spans come in the
+order they end, and so would not tell."""
 NO_STAMP = (0, -1)
 """Of what belongs to no epoch."""
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import xxhash
 
 from taskgraph.observe.clocks import NodeClock
-from taskgraph.observe.trace import Span
+from taskgraph.observe.trace import BEGINS, Span
 
 __all__ = ["TraceFile"]
 
@@ -99,6 +99,9 @@ class TraceFile:
         begin, end = clock.ours(begin_ns) - self._base_ns, clock.ours(end_ns) - self._base_ns
         if kind == "event":
             self._event(process, span, begin)
+            return
+        if kind == BEGINS:
+            process.begins(_track("epoch", task), begin, (attempt, epoch))
             return
         text, category = _label(kind, str(name))
         args: dict[str, Any] = {}
@@ -212,6 +215,12 @@ class _Process:
         if its is None and of is not None and of > self._over.get(track, _NOTHING):
             found.of = of
         return found.tid
+
+    def begins(self, track: Track, at: int, of: Work) -> None:
+        """It is under way from now on: a part of the track is for nothing else until it is `over`."""
+        rows = self._rows.setdefault(track, [])
+        if not any(row.of == of for row in rows):
+            self.track(track, at, at, flat=False, of=of)
 
     def over(self, track: Track, of: Work) -> None:
         """Nothing else of it is under way. What may come of it later is apart from it."""

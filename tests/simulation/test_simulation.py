@@ -7,9 +7,12 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
+from typing import Any
 
 import pytest
 
+from taskgraph.node.attempt import Attempt
 from taskgraph.testing.simulate import run_seed
 from taskgraph.testing.simulate.__main__ import main
 from taskgraph.testing.simulate.loop import SimLoop
@@ -99,6 +102,36 @@ def test_tasks_are_in_several_epochs_at_once() -> None:
     restarted = [outcome for outcome in flying if outcome.transcript.states["restart"]]
     assert len(restarted) >= 0.05 * len(flying)
     assert any(outcome.transcript.states["restart in flight"] for outcome in restarted)
+
+
+@pytest.mark.slow
+def test_what_was_composed_stands_through_takeovers_and_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of jobs whose epochs are alike, marked tasks compose once in each attempt of each term."""
+    composed: Counter[tuple[int, int, int]] = Counter()
+    begun: Counter[tuple[int, int, int]] = Counter()
+    compose, has_composed = Attempt._compose, Attempt._has_composed
+
+    async def counted(self: Attempt) -> Any:
+        composed[self.task, self.attempt, self.term] += self.replica.may_stand
+        return await compose(self)
+
+    def began(self: Attempt, graph: Any) -> None:
+        begun[self.task, self.attempt, self.term] += self.replica.standing is not None
+        has_composed(self, graph)
+
+    monkeypatch.setattr(Attempt, "_compose", counted)
+    monkeypatch.setattr(Attempt, "_has_composed", began)
+    ended: Counter[str] = Counter()
+    for seed in range(300):
+        composed.clear()
+        begun.clear()
+        outcome = run_seed(seed)
+        if "composed once" in outcome.described:
+            assert max(composed.values(), default=0) <= 1, seed
+            ended["epochs"] += sum(begun.values()) - len(+begun)
+            for state in ("takeover", "restart"):
+                ended[state] += outcome.transcript.states[state] > 0 and len(+begun) > 1
+    assert ended["epochs"] >= 50 and ended["takeover"] >= 3 and ended["restart"] >= 3, ended
 
 
 @pytest.mark.slow

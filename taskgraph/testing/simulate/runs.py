@@ -73,6 +73,14 @@ class Runs:
         self._composed[of] = work.number
         self._runs[key] = Run(*key, steps)
 
+    def began(self, epoch: Any, steps: tuple[Step, ...]) -> None:
+        """`composed`, of a task whose `compose` is not called in every epoch: by each of its computes."""
+        work = epoch._work
+        if isinstance(work, Attempt):
+            key = (work.task, work.stamp, work.term)
+            if key not in self._runs:
+                self._runs[key] = Run(*key, steps)
+
     def _of(self, epoch: Any) -> Run:
         work = epoch._work
         if not isinstance(work, Attempt):

@@ -159,7 +159,14 @@ async def _run(outcome: Outcome) -> None:
     hurrying = hurries.random() < AHEAD
     flies = random.Random(f"epochs in flight of {outcome.seed}")
     flying = hurrying and flies.random() < IN_FLIGHT
-    workload = Workload.draw(rng, keeps if keeping else None, hurries if hurrying else None, flies if flying else None)
+    stands = random.Random(f"composed once of {outcome.seed}")
+    workload = Workload.draw(
+        rng,
+        keeps if keeping else None,
+        hurries if hurrying else None,
+        flies if flying else None,
+        stands if flying else None,
+    )
     nodes = rng.randint(1, 4) if rng.random() < 0.2 else workload.backups + rng.randint(1, 3)
     planned = draw(rng, talks=workload.talks, erratic=bool(workload.erratic))
     settings = _settings(rng, workload)
@@ -172,6 +179,8 @@ async def _run(outcome: Outcome) -> None:
         outcome.described += f", up to {workload.epochs_ahead} epochs ahead"
     if workload.flying:
         outcome.described += f", up to {workload.epochs_in_flight} in flight"
+        if workload.steady:
+            outcome.described += ", composed once"
     if keeping:
         outcome.described += f", a checkpoint every {workload.checkpoint_every} epochs"
     world.loop.set_exception_handler(lambda _, context: world.violated(_unhandled(context)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 import taskgraph as tg
+from taskgraph.shape import is_stateless
 
 __all__ = ["Recorder", "Step", "Workload", "mix"]
 
@@ -54,10 +56,17 @@ class Step:
     lasts_s: float = 0.0  # what it awaits, where it is an `async def`
 
 
+STEADY = 0.4
+"""How many of the jobs with tasks in several epochs have the same plan in all of them."""
+_STEPS = 4
+"""Of a task in an epoch, at most."""
+
+
 class Recorder(Protocol):
     """Is told what user code saw; see `invariants.py`."""
 
     def composed(self, epoch: Any, steps: tuple[Step, ...]) -> None: ...
+    def began(self, epoch: Any, steps: tuple[Step, ...]) -> None: ...
     def saw(self, epoch: Any, state: int) -> None: ...
     def ran(self, epoch: Any, step: Step, consumed: dict[tuple[str, int], int]) -> None: ...
     def put(self, epoch: Any, tag: str, to: int, value: int) -> None: ...
@@ -89,6 +98,7 @@ class Workload:
     listening: frozenset[int] = frozenset()  # tasks with an `on_commit`: they are never ahead
     epochs_in_flight: int = 1
     flying: frozenset[int] = frozenset()  # tasks whose `compose` is `@tg.stateless`
+    steady: bool = False  # all epochs have the same plan, and those tasks do not ask which one it is
 
     @classmethod
     def draw(
@@ -97,11 +107,13 @@ class Workload:
         keeps: random.Random | None = None,
         hurries: random.Random | None = None,
         flies: random.Random | None = None,
+        stands: random.Random | None = None,
     ) -> Workload:
         """Args:
         keeps: of a job that keeps checkpoints, what that adds; with the same `rng` all else is the same.
         hurries: likewise, of a job whose tasks may be ahead of the last commit.
         flies: likewise, of one whose tasks may be in several epochs at a time; one with handlers is in none.
+        stands: likewise, of one of these whose epochs may all be alike.
         """
         tasks = rng.choice((1, 2, 2, 3, 3, 4))
         epochs = rng.choice((2, 3, 3, 4, 5, 6))
@@ -153,6 +165,8 @@ class Workload:
                 )
                 for epoch in plan
             )
+        if flying and stands is not None and stands.random() < STEADY:
+            drawn.plan, drawn.steady = (stands.choice(drawn.plan),) * epochs, True
         return drawn
 
     def steps(self, epoch: int, task: int) -> tuple[Step, ...]:
@@ -165,6 +179,8 @@ class Workload:
 
     def job(self, recorder: Recorder, settings: tg.Settings, min_nodes: int) -> tg.Job:
         def build(task: int) -> tg.Task:
+            if task in self.flying and self.steady:
+                return (_SteadyNoState if task in self.without_state else _Steady)(self, recorder)
             if task in self.flying:
                 return (_FlyingNoState if task in self.without_state else _Flying)(self, recorder)
             return _KINDS[self.talks, task not in self.without_state, task in self.listening](self, recorder)
@@ -226,7 +242,7 @@ class Workload:
 
 def _draw_epoch(rng: random.Random, tasks: int, talks: bool) -> list[tuple[Step, ...]]:
     """Layers of processors; an item of one layer is taken in a later one, so no order can deadlock."""
-    layers = rng.choice((1, 1, 2, 3))
+    layers = rng.choice((1, 1, 2, 3))  # and as many steps of a task, and its sync point
     there = [[layer < layers and rng.random() < 0.75 for layer in range(layers)] for _ in range(tasks)]
     inbound: dict[tuple[int, int], dict[str, list[int]]] = {}
     outbound: dict[tuple[int, int], dict[str, tuple[int, ...]]] = {}
@@ -485,6 +501,49 @@ class _FlyingNoState(_NoState):
 
 
 class _Flying(_FlyingNoState, state=["value"]):
+    """With a state."""
+
+
+class _SteadyNoState(_FlyingNoState):
+    """The same channels in every epoch: what `compose` declares stands for all of an attempt."""
+
+    @tg.stateless
+    def compose(self, epoch: Any) -> None:
+        for at, step in enumerate(self._workload.steps(0, self.task_id)):
+            epoch.processor(
+                getattr(self, f"{self._compute(step).__name__}_{at}"),
+                inbound={tag: list(producers) for tag, producers in step.inbound},
+                outbound={tag: list(consumers) for tag, consumers in step.outbound},
+                name=step.name,
+                parallel=step.parallel,
+            )
+
+    def nth(self, at: int, epoch: Any) -> Step:
+        """The step that is the task's `at`-th. Its computes are methods: what is made for one epoch never stands."""
+        steps = self._workload.steps(0, self.task_id)
+        self._recorder.began(epoch, steps)
+        return steps[at]
+
+
+def _compute_at(method: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """`method` for the `at`-th step of a task."""
+
+    def compute(self: _SteadyNoState, epoch: Any, ins: Any, outs: Any) -> None:
+        method(self, self.nth(at, epoch), epoch, ins, outs)
+
+    async def wait(self: _SteadyNoState, epoch: Any, ins: Any, outs: Any) -> None:
+        await method(self, self.nth(at, epoch), epoch, ins, outs)
+
+    found = wait if inspect.iscoroutinefunction(method) else compute
+    return tg.stateless(found) if is_stateless(method) else found
+
+
+for _name in ("run", "wait", "sync", "slow_sync", "early_run", "early_wait", "early_sync", "early_slow_sync"):
+    for _at in range(_STEPS):
+        setattr(_SteadyNoState, f"{_name}_{_at}", _compute_at(getattr(_SteadyNoState, _name), _at))
+
+
+class _Steady(_SteadyNoState, state=["value"]):
     """With a state."""
 
 

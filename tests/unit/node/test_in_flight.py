@@ -298,7 +298,7 @@ def test_a_node_that_leaves_hands_over_when_what_is_in_flight_is_committed(early
     found = play(job(early, epochs=60), scenario, nodes=3)
     whole(found, epochs=60)
     assert (found.restarts, found.failovers) == (0, 0)
-    assert script.epochs("early", task) == list(range(60)), "nothing was computed twice"
+    assert sorted(script.epochs("early", task)) == list(range(60)), "nothing was computed twice"
 
 
 # -- memory -------------------------------------------------------------------------------------------

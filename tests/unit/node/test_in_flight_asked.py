@@ -285,6 +285,7 @@ def test_a_trace_names_the_epoch_of_each_call(early: type[Early]) -> None:
     given = job(early, tasks=1, backups=0)
     found = play(given, scenario, nodes=1, stages={("compose", 0, 0): begin})
     assert found.values == {0: list(range(12))}
-    for kind, name in (("code", "compose"), ("code", "early"), ("code", "late"), ("code", "snapshot"), ("epoch", "")):
+    assert [span[6] for span in spans if span[:2] == ("code", "compose")] == [0], "it asks nothing of the epoch"
+    for kind, name in (("code", "early"), ("code", "late"), ("code", "snapshot"), ("epoch", "")):
         epochs = [span[6] for span in spans if span[:2] == (kind, name)]
         assert sorted(epochs) == list(range(kind == "epoch", 12)), (kind, name)  # of 0 it began before the trace

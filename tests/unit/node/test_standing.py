@@ -1,0 +1,231 @@
+"""A `compose` that is marked stateless, and asks nothing of the epoch, is called once an attempt of the job."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import pytest
+from cluster_kit import holder, play
+from flight_kit import at_work
+
+import taskgraph as tg
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.protocol.messages import RequestRestart, Stamp
+
+EPOCHS = 8
+
+
+class Counting(tg.Task, state=["seen"]):
+    """Gives itself `x` and notes it; notes, besides, in which attempts and epochs it composed."""
+
+    composed: ClassVar[list[Stamp]]
+
+    def setup(self) -> None:
+        self.seen: list[int] = []
+
+    def declare(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.give, outbound={"x": self.task_id})
+        epoch.processor(self.take, inbound={"x": self.task_id})
+
+    def noted(self, epoch: tg.Epoch) -> None:
+        """What a user cannot know without asking."""
+        work: Any = epoch._work
+        self.composed.append(Stamp(work.attempt, work.number))
+
+    @tg.stateless
+    async def compose(self, epoch: tg.Epoch) -> None:
+        self.noted(epoch)
+        self.declare(epoch)
+
+    @tg.stateless
+    async def give(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("x", epoch.number)
+
+    async def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.seen = [*self.seen, ins["x"]]
+
+    def result(self) -> list[int]:
+        return self.seen
+
+
+async def ended(cluster: InProcessCluster) -> tg.JobResult:
+    return await cluster.result()
+
+
+def composed_of(
+    kind: type[Counting],
+    scenario: Callable[[InProcessCluster], Any] = ended,
+    *,
+    nodes: int = 1,
+    topology: Mapping[str, Any] | None = None,
+    stages: Mapping[tuple[str, int, int], Any] | None = None,
+    **settings: Any,
+) -> list[Stamp]:
+    """Runs a job of one task; it must come out as it should. In which epochs it composed."""
+
+    class Fresh(kind, state=["seen"]):  # type: ignore[misc,valid-type]
+        composed: ClassVar[list[Stamp]] = []
+
+    given = tg.Job(
+        tasks=1,
+        epochs=EPOCHS,
+        builder=lambda _: Fresh(),
+        backups=nodes - 1,
+        topology=topology,
+        settings=tg.Settings(**settings),
+    )
+    found = play(given, scenario, nodes=nodes, stages=stages)
+    assert found.values == {0: list(range(EPOCHS))}
+    return Fresh.composed
+
+
+def every_epoch(attempt: int = 1) -> list[Stamp]:
+    return [Stamp(attempt, epoch) for epoch in range(EPOCHS)]
+
+
+@pytest.mark.parametrize("in_flight", [1, 4])
+def test_what_it_declared_stands_for_all_epochs(in_flight: int) -> None:
+    assert composed_of(Counting, epochs_in_flight=in_flight) == [Stamp(1, 0)]
+
+
+def test_so_does_what_a_plain_function_declared() -> None:
+    class Plain(Counting, state=["seen"]):
+        @tg.stateless
+        def compose(self, epoch: tg.Epoch) -> None:
+            self.noted(epoch)
+            self.declare(epoch)
+
+    assert composed_of(Plain, epochs_in_flight=1) == [Stamp(1, 0)]
+
+
+def test_one_without_the_mark_is_called_in_every_epoch() -> None:
+    class Unmarked(Counting, state=["seen"]):
+        async def compose(self, epoch: tg.Epoch) -> None:
+            self.noted(epoch)
+            self.declare(epoch)
+
+    assert composed_of(Unmarked) == every_epoch()
+
+
+def test_strict_mode_calls_it_in_every_epoch() -> None:
+    assert set(composed_of(Counting, strict=True)) == set(every_epoch()), "and looks whether it keeps its promise"
+
+
+ASKED: dict[str, Callable[[tg.Epoch], object]] = {
+    "number": lambda epoch: epoch.number,
+    "last": lambda epoch: epoch.last,
+    "attempt": lambda epoch: epoch.attempt,
+    "cancelled": lambda epoch: epoch.cancelled,
+    "seed": lambda epoch: epoch.seed,
+    "rng": lambda epoch: epoch.rng.random(),
+    "scratch": lambda epoch: setattr(epoch.scratch, "of", "compose"),
+    "report": lambda epoch: epoch.report(number=1),
+    "hold": lambda epoch: epoch.hold("for a moment").release(),
+    "by its name": lambda epoch: getattr(epoch, "num" + "ber"),
+    "of its class": lambda epoch: isinstance(tg.Epoch.number, property) and epoch.number,
+}
+
+
+@pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
+@pytest.mark.parametrize("plain", [False, True], ids=["async", "plain"])
+def test_one_that_asks_the_epoch_for_anything_is_called_in_every_epoch(
+    ask: Callable[[tg.Epoch], object], plain: bool
+) -> None:
+    class Asking(Counting, state=["seen"]):
+        def _compose(self, epoch: tg.Epoch) -> None:
+            self.noted(epoch)
+            self.declare(epoch)
+            ask(epoch)
+
+    class Waiting(Asking, state=["seen"]):
+        @tg.stateless
+        async def compose(self, epoch: tg.Epoch) -> None:
+            self._compose(epoch)
+
+    class Plain(Asking, state=["seen"]):
+        @tg.stateless
+        def compose(self, epoch: tg.Epoch) -> None:  # type: ignore[override]
+            self._compose(epoch)
+
+    assert composed_of(Plain if plain else Waiting, epochs_in_flight=1) == every_epoch()
+
+
+def test_all_of_an_epoch_but_what_it_declares_with_counts_as_asked() -> None:
+    public = {name for name in dir(tg.Epoch) if not name.startswith("_")}
+    tried = {*ASKED, "flag", "request", "finish"}  # which such a task cannot receive, or that end the job
+    assert public - tried == {"processor", "neighbors"}
+
+
+def links(changing: bool) -> tg.Topology:
+    def here(task: int, tasks: int, epoch: int) -> tuple[int, ...]:
+        return (task,)
+
+    return tg.Topology({"here": here}) if changing else tg.full()
+
+
+@pytest.mark.parametrize(("changing", "expected"), [(True, every_epoch()), (False, [Stamp(1, 0)])])
+@pytest.mark.parametrize("named", [False, True], ids=["asked for", "named"])
+def test_a_link_that_may_lead_elsewhere_in_another_epoch_is_asked_for_in_each(
+    changing: bool, expected: list[Stamp], named: bool
+) -> None:
+    link = "here" if changing else "all"
+
+    class Linked(Counting, state=["seen"]):
+        def declare(self, epoch: tg.Epoch) -> None:
+            to: Any = link if named else epoch.neighbors(link)
+            epoch.processor(self.give, outbound={"x": to})
+            epoch.processor(self.take, inbound={"x": to})
+
+    assert composed_of(Linked, topology=links(changing), epochs_in_flight=1) == expected
+
+
+def test_what_was_made_for_one_epoch_does_not_stand_for_others() -> None:
+    class Made(Counting, state=["seen"]):
+        def declare(self, epoch: tg.Epoch) -> None:
+            epoch.processor(functools.partial(self.give_more, 0), outbound={"x": self.task_id})
+            epoch.processor(self.take, inbound={"x": self.task_id})
+
+        async def give_more(self, more: int, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            outs.put("x", epoch.number + more)
+
+    assert composed_of(Made, epochs_in_flight=1) == every_epoch()
+
+
+@pytest.mark.parametrize("in_flight", [1, 4])
+def test_every_attempt_composes_anew(in_flight: int) -> None:
+    reached = asyncio.Event()
+
+    async def stays(cluster: InProcessCluster, name: str) -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        await reached.wait()
+        await asyncio.sleep(3)  # until all before it is committed
+        stamp = at_work(cluster)
+        leader = holder(cluster, 0)
+        await leader.router.to_primary(0, lambda: RequestRestart(stamp, 1, "a test asks for it"), timeout_s=1.0)
+        found = await cluster.result()
+        assert found.restarts == 1
+        return found
+
+    stages = {("processor", 0, 3): stays}
+    composed = composed_of(Counting, scenario, stages=stages, epochs_in_flight=in_flight)
+    assert [stamp.attempt for stamp in composed] == [1, 2]
+
+
+def test_so_does_who_takes_over() -> None:
+    async def killed(cluster: InProcessCluster, name: str) -> None:
+        cluster.crash(name)
+
+    class Fresh(Counting, state=["seen"]):
+        composed: ClassVar[list[Stamp]] = []
+
+    given = tg.Job(tasks=1, epochs=EPOCHS, builder=lambda _: Fresh(), backups=1)
+    found = play(given, ended, nodes=2, stages={("processor", 0, 3): killed})
+    assert found.values == {0: list(range(EPOCHS))}
+    assert found.failovers == 1
+    assert len(Fresh.composed) == 2
