@@ -283,7 +283,7 @@ class ComposeEpoch(Epoch):
     def __getattribute__(self, name: str) -> Any:
         # What is neither private nor named here is asked of this epoch, be it added to `Epoch` some day. Where links
         # lead, the topology knows: those that change are noted where they are named.
-        if name[0] != "_" and name not in _LASTING:
+        if name not in _LASTING and not name.startswith("_"):
             object.__setattr__(self, "asked", True)
         return object.__getattribute__(self, name)
 

@@ -125,7 +125,7 @@ ASKED: dict[str, Callable[[tg.Epoch], object]] = {
     "report": lambda epoch: epoch.report(number=1),
     "hold": lambda epoch: epoch.hold("for a moment").release(),
     "by its name": lambda epoch: getattr(epoch, "num" + "ber"),
-    "of its class": lambda epoch: isinstance(tg.Epoch.number, property) and epoch.number,
+    "by no name": lambda epoch: getattr(epoch, "", None),
 }
 
 
