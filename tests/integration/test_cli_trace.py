@@ -163,7 +163,7 @@ async def test_of_a_fast_job_a_long_trace_has_whole_epochs_some_apart(cli: Cli) 
     epochs = set(range(first, last + 1, every))
     assert len(epochs) > 10, "of a second"
     for task in range(7):
-        for name in ("epoch", "compose", "done", *(("snapshot", "held by backups", "hold") if task == 0 else ())):
+        for name in ("epoch", "done", *(("snapshot", "held by backups", "hold") if task == 0 else ())):
             found = trace.epochs(name, task=task)
             assert epochs <= found and not any(epoch % every for epoch in found), f"{name} of task {task}"
     assert trace.epochs("commit") - epochs, "all of them are there: they commit what was traced"
