@@ -90,8 +90,19 @@ class Counting(Tree, state=["count"]):
         super().__init__(n, 0.0)
         self._begins, self._epochs, self._counts = begins, epochs, Instructions()
 
+    # Counted from one call of these to the next: a `compose` that asked for the epoch would be called in each.
+
     @tg.stateless
-    async def compose(self, epoch: tg.Epoch) -> None:
+    async def publish(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self._count(epoch)
+        self._publish(epoch, outs)
+
+    @tg.stateless
+    async def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self._count(epoch)
+        self._add(ins, outs)
+
+    def _count(self, epoch: tg.Epoch) -> None:
         begin = self._begins.get(self.task_id)
         if begin is not None and epoch.number == begin - 1:
             self._counts.start()
@@ -99,7 +110,6 @@ class Counting(Tree, state=["count"]):
             self._counts.clear()
         elif begin is not None and epoch.number == begin + self._epochs:
             self._counts.stop()
-        self._compose(epoch)
 
     def result(self) -> Any:
         return [dict(self._counts.ran), dict(self._counts.calls)] if self.task_id in self._begins else None

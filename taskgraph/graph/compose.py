@@ -120,7 +120,8 @@ class Composition:
     """The graph that `compose` declares, while it does.
 
     Most tasks declare the same in every epoch. What is declared in the words of the epoch before, in the same order,
-    is neither checked nor made again: one look at each processor finds that. `compose` itself runs in every epoch.
+    is neither checked nor made again: one look at each processor finds that. What stands for many epochs
+    is not declared again at all: see `Graph.lasts`.
 
     Args:
         before: the graph of an epoch before.

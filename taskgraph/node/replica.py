@@ -79,7 +79,7 @@ class Replica:
         self.graph: Graph | None = None
         """What it composed last, if it may compose the same again."""
         self.standing: Graph | None = None
-        """What it composes in every epoch of the attempt at work, where that is known: see `Attempt`."""
+        """What it composes in every epoch of the attempt at work, where that is known: see `Attempt._compose`."""
         self.may_stand = False
         """Whether that may come to be known, of this attempt."""
         self._xp = xp

@@ -109,6 +109,7 @@ def test_what_was_composed_stands_through_takeovers_and_restarts(monkeypatch: py
     """Of jobs whose epochs are alike, marked tasks compose once in each attempt of each term."""
     composed: Counter[tuple[int, int, int]] = Counter()
     begun: Counter[tuple[int, int, int]] = Counter()
+    last: dict[tuple[int, int, int], int] = {}
     compose, has_composed = Attempt._compose, Attempt._has_composed
 
     async def counted(self: Attempt) -> Any:
@@ -116,7 +117,11 @@ def test_what_was_composed_stands_through_takeovers_and_restarts(monkeypatch: py
         return await compose(self)
 
     def began(self: Attempt, graph: Any) -> None:
-        begun[self.task, self.attempt, self.term] += self.replica.standing is not None
+        key = self.task, self.attempt, self.term
+        begun[key] += self.replica.standing is not None
+        if self.replica.standing is not None:
+            assert self.number > last.get(key, -1), "epochs begin in their order"
+            last[key] = self.number
         has_composed(self, graph)
 
     monkeypatch.setattr(Attempt, "_compose", counted)
@@ -125,6 +130,7 @@ def test_what_was_composed_stands_through_takeovers_and_restarts(monkeypatch: py
     for seed in range(300):
         composed.clear()
         begun.clear()
+        last.clear()
         outcome = run_seed(seed)
         if "composed once" in outcome.described:
             assert max(composed.values(), default=0) <= 1, seed
