@@ -2,5 +2,5 @@
 
 VERSION = "0.1.0"
 
-PROTOCOL = 4
+PROTOCOL = 5
 """What nodes say to each other and to etcd; nodes of different protocols do not work on one job."""

@@ -45,7 +45,9 @@ __all__ = [
     "encode",
     "hosted",
     "in_part",
+    "joined",
     "message",
+    "parted",
     "separate",
     "small_array",
     "staying",
@@ -238,6 +240,35 @@ def in_part(value: EncodedOnDevice, *, allocate: Allocate | None = None) -> Enco
     copies = tuple([b.copying(allocate) if isinstance(b, DeviceBuffer) else None for b in buffers])
     there = tuple([b if copy is None else copy.data for b, copy in zip(buffers, copies, strict=True)])
     return EncodedInPart(value.meta, there, value.digest, copies)
+
+
+def joined(values: Sequence[Encoded]) -> Encoded:
+    """Values without buffers, one behind the other, to travel as one: that is not to be decoded, but `parted`."""
+    whole = b"".join([value.meta for value in values])
+    return Encoded(whole + _NOTHING_ON_DEVICE, (), without_buffers(whole))
+
+
+def parted(whole: Encoded, parts: Sequence[tuple[int, bytes]]) -> list[Encoded]:
+    """The values again that were joined.
+
+    Args:
+        parts: of each its size and digest. One of size 0 is the one before, which is not there twice.
+
+    Raises:
+        DecodeError: these are not the sizes of what was joined.
+    """
+    meta, at, found = whole.meta, 0, []
+    for size, digest in parts:
+        if size > 0:
+            found.append(Encoded(meta[at : at + size], (), digest))
+            at += size
+        elif found and not size:
+            found.append(found[-1])
+        else:
+            raise DecodeError(f"one of joined values has {size} bytes")
+    if whole.buffers or at + len(_NOTHING_ON_DEVICE) != len(meta):
+        raise DecodeError(f"{len(meta)} bytes of joined values; their parts have {at}")
+    return found
 
 
 def staying(value: Encoded) -> list[DeviceBuffer]:

@@ -3,8 +3,10 @@
 One coroutine tends each other node, from the first offer to the eviction. What must be acknowledged, and when a
 write may be sent, is decided by `protocol.insync.InSync`.
 
-A pending boundary is offered to members right where it is made, and their acknowledgements are taken where they arrive:
-so it goes in all epochs in which nothing happens. Whatever does not succeed like that is left to the tenders.
+A pending boundary is offered to members from where it is made, and their acknowledgements are taken where they arrive:
+so it goes in all epochs in which nothing happens. Small ones of a task that works ahead of the commit are gathered, and
+offered in one message, early enough to be held and reported when the leader commits again. Whatever does not succeed
+like that is left to the tenders.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from taskgraph.errors import Refused, TransportError
+from taskgraph.graph.values import joined
 from taskgraph.node.backoff import Backoff
+from taskgraph.node.gathering import Due
 from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync, Place
-from taskgraph.protocol.messages import Accepted, Offer, Reason, Release, Reply, Stamp
+from taskgraph.protocol.messages import Accepted, Encoded, Offer, Offers, Reason, Release, Reply, Stamp
 
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
@@ -30,6 +34,14 @@ if TYPE_CHECKING:
 __all__ = ["Backups"]
 
 Key = tuple[int, int, int]
+
+_IN_TIME = 0.6
+"""Of the time that commits are gathered, from one on: what is offered then is held when its reports have to go."""
+_OVERDUE = 0.1
+"""Of that time: so long a boundary waits for others where the next commit is overdue."""
+_SMALL_BYTES = 16 << 10
+"""Larger boundaries are offered each by itself, where they are made: together they would be in each other's way."""
+_GATHERED_BYTES = 64 << 10
 
 
 class Backups:
@@ -62,11 +74,30 @@ class Backups:
         self._offered: dict[str, dict[Key, asyncio.Future[Reply]]] = {}  # offers under way that no tender made
         self._idle: dict[str, None] = {}  # nodes whose tenders wait for something to do
         self._blocked: dict[Key, Callable[[], str]] = {}  # boundaries that a done waits for -> what is lacking
+        self._gathered: dict[Key, Boundary] = {}  # pending ones that nobody was offered yet
+        self._gathered_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = Due(node, _IN_TIME)
+        self._enough = 1
+        self.gather_by(node.settings.epochs_ahead)
+
+    def gather_by(self, ahead: int) -> None:
+        """The task may be so many epochs ahead of the commit: half of that is enough for a message."""
+        self._due.ahead = ahead
+        self._enough = max(1, ahead // 2) if self._node.settings.gather_s else 1
 
     @property
     def blocked(self) -> str:
-        """What the earliest done waits for that waits, for `status`."""
-        return self._blocked[min(self._blocked)]() if self._blocked else ""
+        """What the earliest done waits for that waits, for `status`. What is gathered waits for nobody."""
+        waits = self._blocked.keys() - self._gathered.keys()
+        return self._blocked[min(waits)]() if waits else ""
+
+    @property
+    def settled(self) -> bool:
+        """Whether there is nothing about the set to wait for but acknowledgements, which may be left to come."""
+        insync = self._insync
+        members = len(self._idle)  # whose tenders have nothing to do
+        return insync.all_members(members) and 1 + members >= self._node.settings.min_in_sync
 
     # -- boundaries -------------------------------------------------------------------------------
 
@@ -78,8 +109,11 @@ class Backups:
                 del self._boundaries[key]
         self._boundaries[boundary.key] = boundary
         self._insync.keep_from(epoch)
+        self._due.committed()
         if not self._insync.add(boundary.key):
             return  # there is nobody to tell
+        if self._gathered:
+            self._arm(self._due.at(_OVERDUE))
         self._withdraw_history()
         if not self._insync.all_members(len(self._idle)):
             self._poke()
@@ -87,16 +121,21 @@ class Backups:
     def rolled_back(self, boundary: Boundary) -> None:
         """The job went back to a checkpoint: `boundary` is the committed one, all others were undone."""
         self._boundaries = {}
+        self._spill()
         self._insync.forget_boundaries()
         self.committed(boundary)
 
     def drop_pending(self) -> None:
         """The attempt the pending boundaries were made in is over."""
+        self._spill()
         self._insync.drop_pending(self._committed_epoch)
         self._boundaries = {k: b for k, b in self._boundaries.items() if k[0] <= self._committed_epoch}
 
-    def pending(self, boundary: Boundary) -> bool:
+    def pending(self, boundary: Boundary, *, gathers: bool) -> bool:
         """A snapshot was made: every member must hold it before the task is done.
+
+        Args:
+            gathers: the task goes on meanwhile, and calls `flush` where it does not any more: it may be offered later.
 
         Returns:
             Whether there is something to wait for (see `held`): another node, or a wish for more of them.
@@ -105,41 +144,106 @@ class Backups:
         self._boundaries[key] = boundary
         if not self._insync.add(key):
             return self._node.settings.min_in_sync > 1
+        value, view = boundary.value, self._node.keeper.view
+        if value.buffers or value.size_bytes > _SMALL_BYTES:
+            self.flush()
+            self._offer_all([boundary])
+            return True
+        self._gathered[key] = boundary
+        self._gathered_bytes += value.size_bytes
+        if not gathers or len(self._gathered) >= self._enough or self._gathered_bytes > _GATHERED_BYTES:
+            self.flush()
+        elif view.stamp is not None and key[0] == view.stamp.epoch + 1 and not self._due.early(view):
+            self._arm(0.0)  # the leader waits for it, and perhaps for some that are made right now
+        elif self._timer is None:
+            self._arm(self._due.at(_OVERDUE))
+        return True
+
+    def _arm(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(at, self.flush)
+
+    def flush(self) -> None:
+        """Offers what was gathered: somebody waits for it, or it is time."""
+        if self._gathered:
+            gathered = list(self._gathered.values())
+            self._spill()
+            self._due.went()
+            self._offer_all(gathered)
+
+    def _offer_all(self, boundaries: list[Boundary]) -> None:
+        """Offers them to all members, where that takes no waiting."""
         offered = self._insync.all_members(len(self._idle))  # and their tenders have nothing to do
         if offered:
             for node in self._idle:
-                offered = offered and self._offer_now(node, boundary)
+                offered = offered and self._offer_now(node, boundaries)
         if not offered:
             self._poke()
-        return True
 
-    def _offer_now(self, node: str, boundary: Boundary) -> bool:
-        """Offers a member a pending boundary, where that takes no waiting."""
-        message = Offer(boundary.stamp, self._term, self._task, False, False, self._invited[node], boundary.value)
-        began = self._node.tracing.on and self._node.tracing.began(boundary.stamp, boundary=True)
+    def _spill(self) -> None:
+        """Nothing is gathered any more. What was not offered is left to the tenders, if it still counts."""
+        self._gathered = {}
+        self._gathered_bytes = 0
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _offer_now(self, node: str, boundaries: list[Boundary]) -> bool:
+        """Offers a member pending boundaries, where that takes no waiting."""
+        first, tracing = boundaries[0], self._node.tracing
+        if len(boundaries) > 1:
+            message: Offer | Offers = self._gather(node, boundaries)
+        else:
+            message = Offer(first.stamp, self._term, self._task, False, False, self._invited[node], first.value)
+        began = tracing.on and clock()
         reply = self._node.router.begin_at(node, message)
         if reply is None:
             return False
-        self._offered.setdefault(node, {})[boundary.key] = reply
+        offered = self._offered.setdefault(node, {})
+        for boundary in boundaries:
+            offered[boundary.key] = reply
         late = asyncio.get_running_loop().call_later(self._node.settings.call_s, reply.cancel)
-        reply.add_done_callback(partial(self._answered, node, boundary, late, began))
+        reply.add_done_callback(partial(self._answered, node, boundaries, late, began))
         return True
 
+    def _gather(self, node: str, boundaries: list[Boundary]) -> Offers:
+        """All of them in one message. A value that is that of the boundary before is not in it twice."""
+        parts, values = [], []
+        before: Encoded | None = None
+        for boundary in boundaries:
+            value = boundary.value
+            own = value is not before
+            if own:
+                values.append(value)
+            parts.append((boundary.stamp.epoch, len(value.meta) if own else 0, value.digest))
+            before = value
+        stamp, invitation = boundaries[0].stamp, self._invited[node]
+        return Offers(stamp, self._term, self._task, invitation, tuple(parts), joined(values))
+
     def _answered(
-        self, node: str, boundary: Boundary, late: asyncio.TimerHandle, began: int, reply: asyncio.Future[Reply]
+        self,
+        node: str,
+        boundaries: list[Boundary],
+        late: asyncio.TimerHandle,
+        began: int,
+        reply: asyncio.Future[Reply],
     ) -> None:
         """What is not accepted, or not answered in time, the tender offers again."""
         late.cancel()
         offered = self._offered.get(node, {})
-        if offered.get(boundary.key) is not reply:
+        answered = [boundary for boundary in boundaries if offered.get(boundary.key) is reply]
+        if not answered:
             return  # withdrawn meanwhile
-        del offered[boundary.key]
+        for boundary in answered:
+            del offered[boundary.key]
         if reply.cancelled() or reply.exception() is not None or type(reply.result()) is not Accepted:
             self._poke()
             return
-        self._insync.acknowledge(node, boundary.key)
-        if began:
-            self._trace_offer(began, node, boundary)
+        for boundary in answered:
+            self._insync.acknowledge(node, boundary.key)
+            if began and self._node.tracing.began(boundary.stamp, boundary=True):
+                self._trace_offer(began, node, boundary)
         if self._insync.steady:
             self._changed()
         else:
@@ -155,7 +259,8 @@ class Backups:
         current = self._insync.current
         for offered in self._offered.values():
             if offered:
-                for reply in [reply for key, reply in offered.items() if key not in current]:
+                awaited = {reply for key, reply in offered.items() if key in current}
+                for reply in set(offered.values()) - awaited:
                     reply.cancel()
 
     async def held(self, key: Key, *, admit_wait_s: float) -> None:
@@ -239,6 +344,7 @@ class Backups:
                 await asyncio.Event().wait()  # until the term ends; every tender says what it waits for
             finally:
                 stop()
+                self._spill()
                 self._group = None
                 for node in tuple(self._offered):
                     self._withdraw(node)
@@ -336,8 +442,9 @@ class Backups:
 
     def _to_offer(self, node: str) -> Key | None:
         """The first boundary that it has yet to acknowledge and that is not on its way to it."""
-        offered = self._offered.get(node, ())
-        return next((key for key in self._insync.missing(node) if key not in offered), None)
+        offered, gathered = self._offered.get(node, ()), self._gathered
+        missing = self._insync.missing(node)
+        return next((key for key in missing if key not in offered and key not in gathered), None)
 
     def _admissible(self, node: str) -> bool:
         """Whether the admitting write may be sent. Where its key just vanished, that is waited for."""

@@ -1,8 +1,8 @@
 """Epochs that a task has worked through and that are not done yet, while it works on the next ones.
 
-Task 0 has such: its boundary carries what all tasks reported in the epoch before, and theirs may be gathered somewhere
-(`node/reporter.py`), which must not hold up the task that all others may wait for. So has a task whose snapshot is
-still on its device.
+There are two reasons. A boundary may not be whole yet: that of task 0 carries what all tasks reported in the epoch
+before, and theirs may be gathered somewhere (`node/reporter.py`), which must not hold up the task that all others may
+wait for; and a snapshot may still be on its device. And a boundary that is whole may not be held yet by all members.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Worked:
         value: its snapshot; maybe still on a device.
         previous: what the task reported in the epoch before.
         rows: the reports that travel in the snapshot; None: they are not there yet.
+        since: when it was offered, where somebody traces the epoch; else 0.
     """
 
     attempt: Attempt
@@ -39,6 +40,7 @@ class Worked:
     value: Encoded
     previous: dict[str, float]
     rows: Rows | None = None
+    since: int = 0
 
 
 class Dones:

@@ -42,7 +42,7 @@ class Lanes:
 
     Args:
         at: the epoch at work, and the attempt.
-        not_done: called where an epoch that was worked through cannot be brought to its done; `dones` says why.
+        not_done: called where an epoch that was worked through cannot be brought to its done; `not_done` says why.
     """
 
     # Without slots, more than 30 attributes are kept in a dictionary, where each is looked up.
@@ -81,6 +81,7 @@ class Lanes:
         "began",
         "dones",
         "failed_in",
+        "helds",
         "lacking",
         "over",
         "settled",
@@ -139,6 +140,8 @@ class Lanes:
         self._epoch_bytes: int | None = None  # what the epoch held and pulled that was snapshotted last
         self._most_bytes = 0  # the most that any did
         self.dones = Dones(self._finish, not_done)
+        self.helds = Dones(self._be_held, not_done)
+        """Those whose boundaries are whole, and wait for acknowledgements alone."""
 
     def settle(self, epoch: int) -> None:
         """`epoch` is the committed boundary now, and all that follows from that is done."""
@@ -157,7 +160,15 @@ class Lanes:
         Raises:
             StuckError: a thread does not return.
         """
-        await self.dones.end()
+        try:
+            await self.dones.end()
+        finally:
+            await self.helds.end()
+
+    @property
+    def not_done(self) -> BaseException | None:
+        """Why an epoch that was worked through could not be brought to its done."""
+        return self.dones.error or self.helds.error
 
     # -- one epoch after another ------------------------------------------------------------------
 
@@ -219,6 +230,7 @@ class Lanes:
                 self.stuck = first_error(stuck)
         lane = asyncio.current_task()
         if isinstance(error, UserCodeError | TaskGraphError) and lane is not None and not lane.cancelling():
+            self._primary.backups.flush()
             await self._told.wait(stamp.epoch)  # those before it may still be done, and are first
         if self.failed_in < 0:  # what those raise that are given up for it is not what `run` raises
             self.failed_in = stamp.epoch
@@ -233,6 +245,8 @@ class Lanes:
             )
             self._lacks_room = True
             self._room.clear()
+            if self._next == stamp.epoch:
+                self._primary.backups.flush()  # the commit that it waits for needs what is gathered there
             await self._room.wait()
         if waiting and self._told.at == stamp.epoch:
             last = Stamp(stamp.attempt, stamp.epoch - 1)
@@ -314,9 +328,10 @@ class Lanes:
             self._finishing = True
         primary.stage = ""
         later = replica.device is not None and (type(value) is EncodedOnDevice or bool(self.dones.open))
+        worked = Worked(attempt, following, value, previous, rows)
         if rows is not None and not later:
-            return await self._be_done(attempt, following, value, previous, rows)
-        self.dones.add(Worked(attempt, following, value, previous, rows))
+            return await self._be_whole(worked)
+        self.dones.add(worked)
         self._snapshotted(following.epoch)
         goes_on = not attempt.cancelled and self._may_begin(self._next)
         if not goes_on:
@@ -327,6 +342,7 @@ class Lanes:
         """What is gathered is a part of the epochs that it may be ahead, which are fewer where they are so large."""
         ahead = min(self._ahead, _AHEAD_BYTES // self._most_bytes)
         self._primary.reporter.gather_by(ahead)
+        self._primary.backups.gather_by(ahead)
         if self._task == 0 and self._node.roles.leader is not None:
             self._node.roles.leader.gather_by(ahead)
 
@@ -345,10 +361,7 @@ class Lanes:
             self._turns.at = following  # nobody waits for a turn
 
     async def _finish(self, worked: Worked) -> None:
-        """Brings an epoch to its done whose boundary was not whole when it was made.
-
-        It was still on a device, or the reports that it is to carry were not all here.
-        """
+        """Makes a boundary whole that was not: it was still on a device, or what it is to carry was not all here."""
         attempt, replica, rows, value = worked.attempt, self._replica, worked.rows, worked.value
         try:
             if type(value) is EncodedOnDevice:
@@ -362,33 +375,55 @@ class Lanes:
                     value = await replica.with_rows(value, {attempt.number - 1: rows})
         finally:
             self.lacking = ""
-        await self._be_done(attempt, worked.following, value, worked.previous, rows)
+        worked.value, worked.rows = value, rows
+        await self._be_whole(worked)
 
-    async def _be_done(
-        self, attempt: Attempt, following: Stamp, value: Encoded, previous: dict[str, float], rows: Rows
-    ) -> bool:
-        """The boundary is complete: it is held by all it needs, and the leader is told.
+    async def _be_whole(self, worked: Worked) -> bool:
+        """The boundary is whole: it is offered to all it needs. Where they hold it, the leader is told.
 
-        Returns what it is told: whether the task goes on before the epoch is committed.
+        Nobody waits for acknowledgements here, unless there is more to wait for: who is to become a member first.
+
+        Returns:
+            Whether the task goes on before the epoch is committed.
         """
-        primary, node = self._primary, self._node
-        stamp, epoch, ledger = attempt.stamp, attempt.number, attempt.ledger
-        boundary = Boundary(following, self._term, value, {epoch - 1: rows} if rows else {})
+        primary, node, attempt, value = self._primary, self._node, worked.attempt, worked.value
+        epoch, following, backups = attempt.number, worked.following, primary.backups
+        boundary = Boundary(following, self._term, value, {epoch - 1: worked.rows} if worked.rows else {})
         self._replica.boundaries.hold(boundary, committed=False)
-        shared = primary.backups.pending(boundary)
         if self._turns.at == epoch:
             if self._several:
                 self._snapshotted(following.epoch)
             else:
                 self._turns.at = following.epoch  # as there, without a call
+        gathers = not self._lacks_room or self._may_begin(self._next)
+        shared = backups.pending(boundary, gathers=gathers)
         at = self._keeper.view.epoch
         admit_wait_s = node.settings.admit_wait_s if at is not None and epoch == at.record.base else 0.0
-        holding = attempt.traced and clock()
+        worked.since = attempt.traced and clock()
+        if shared and not admit_wait_s and backups.settled:
+            self.helds.add(worked)
+            return not attempt.cancelled and self._may_begin(self._next)
         if shared or admit_wait_s:
-            await primary.backups.held(boundary.key, admit_wait_s=admit_wait_s)
-        if holding:
-            held, size = clock(), value.size_bytes
-            self._tracing.keep("held by backups", "", "", holding, held, self._task, stamp, self._term, size)
+            backups.flush()
+            await backups.held(boundary.key, admit_wait_s=admit_wait_s)
+        return await self._be_done(worked)
+
+    async def _be_held(self, worked: Worked) -> None:
+        """Waits for the acknowledgements of a boundary; then its epoch is done."""
+        (attempt, epoch), backups = worked.following, self._primary.backups
+        await backups.held((epoch, attempt, self._term), admit_wait_s=0.0)
+        await self._be_done(worked)
+
+    async def _be_done(self, worked: Worked) -> bool:
+        """The boundary is held by all it needs: the leader is told.
+
+        Returns what it is told: whether the task goes on before the epoch is committed.
+        """
+        primary, node, attempt = self._primary, self._node, worked.attempt
+        stamp, epoch, ledger = attempt.stamp, attempt.number, attempt.ledger
+        if since := worked.since:
+            held, size = clock(), worked.value.size_bytes
+            self._tracing.keep("held by backups", "", "", since, held, self._task, stamp, self._term, size)
         if node.paused:
             await node.while_paused()
         if self._injects:
@@ -407,14 +442,14 @@ class Lanes:
             ledger.received_sum,
             attempt.finishing,
             attempt.numbers,
-            previous,
+            worked.previous,
             ahead,
         )
         primary.reporter.set(report)
         if told.waiting:
             told.passed(epoch)
         else:
-            told.at = following.epoch
+            told.at = worked.following.epoch
         self._told_at = self._tracing.on and clock()
         return ahead
 

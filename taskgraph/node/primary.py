@@ -228,7 +228,7 @@ class Primary:
         moving = self._moving = keeper.when(moved)
         if work.done():
             self._worked(work)
-        if lanes is not None and lanes.dones.error is not None:
+        if lanes is not None and lanes.not_done is not None:
             self._not_done()
         try:
             await moving
@@ -256,7 +256,7 @@ class Primary:
 
     def _not_done(self) -> None:
         """An epoch that was worked through could not be brought to its done: no code of the job's was left to run."""
-        error = self._lanes.dones.error if self._lanes is not None else None
+        error = self._lanes.not_done if self._lanes is not None else None
         if error is not None and self._moving is not None and not self._moving.done():
             self._moving.set_exception(error)
 

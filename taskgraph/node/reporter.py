@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from taskgraph.node.gathering import Due
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.messages import Reply, Report, Reports
 
@@ -43,10 +44,7 @@ class Reporter:
         self._leads = leads
         self._loop = asyncio.get_running_loop()
         self._enough = 1
-        self._gathering = node.gathering
-        self._due = 0.0  # shortly before the leader commits again, by the commit that was seen last
-        self._due_of = 0  # the revision of `generation` then: after a takeover nothing is gathered for a commit
-        self._sent = False  # whether anything was since that commit
+        self._due = Due(node, _SHORTLY_BEFORE)
         self._reports: dict[int, _Told] = {}  # epoch -> the latest
         self._gathered: list[_Told] = []  # to be sent when there are enough, or at the timer
         self._timer: asyncio.TimerHandle | None = None
@@ -55,7 +53,7 @@ class Reporter:
 
     def gather_by(self, ahead: int) -> None:
         """The task may be so many epochs ahead: half of that is enough for a message, as it is for a commit."""
-        self._ahead = ahead
+        self._due.ahead = ahead
         self._enough = 1 if self._leads or not self._node.settings.gather_s else max(1, ahead // 2)
 
     def set(self, report: Report) -> None:
@@ -73,34 +71,24 @@ class Reporter:
         # Nobody waits for it where the task goes on, and so does the job, without this epoch's commit.
         waited_for = not report.ahead or report.finish
         enough = len(gathered) >= self._enough
-        if waited_for or enough or at is None or (report.stamp <= at and not self._early(view)):
+        if waited_for or enough or at is None or (report.stamp <= at and not self._due.early(view)):
             self._send()
             return
         told.leader = leader.mod_revision if leader is not None else 0
         if self._timer is None:
             self._arm()
 
-    def _early(self, view: JobView) -> bool:
-        """Whether the leader waits for more, even where all have reported the epoch at work."""
-        return self._loop.time() < self._due and view.generation_revision == self._due_of
-
     def _arm(self) -> None:
         """What was gathered goes when the leader commits again; where that is overdue, or it has some already, soon."""
-        now, at = self._loop.time(), self._due
-        if self._sent:
-            at = now + self._gathering.seconds(self._ahead)
-        elif at <= now:
-            at = now + _FIRST * self._gathering.seconds(self._ahead)
-        self._timer = self._loop.call_at(at, self._send)
+        self._timer = self._loop.call_at(self._due.at(_FIRST), self._send)
 
     def forget(self, before: int | None = None) -> None:
         """There is nothing to tell any more of epochs before that one, which is at work; None: of any."""
         reports = self._reports
         if before is None:
-            self._due = 0.0
+            self._due.forget()
         else:
-            self._due, self._sent = self._loop.time() + _SHORTLY_BEFORE * self._gathering.seconds(self._ahead), False
-            self._due_of = self._node.keeper.view.generation_revision
+            self._due.committed()
         for epoch in tuple(reports):
             if before is None or epoch < before:
                 told = reports.pop(epoch)
@@ -135,7 +123,8 @@ class Reporter:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        gathered, self._gathered, self._sent = self._gathered, [], True
+        gathered, self._gathered = self._gathered, []
+        self._due.went()
         node, reply = self._node, None
         leader, since = node.keeper.view.primaries.get(0), node.tracing.on and clock()
         if leader is not None and not node.paused:

@@ -11,7 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from taskgraph.epoch import AttemptEnded
-from taskgraph.errors import Refused, TaskGraphError
+from taskgraph.errors import DecodeError, Refused, TaskGraphError
+from taskgraph.graph.values import parted
 from taskgraph.node.actor import StuckError, UserCodeError
 from taskgraph.node.attempt import Attempt
 from taskgraph.node.leader import within_reach
@@ -26,6 +27,7 @@ from taskgraph.protocol.messages import (
     HandOver,
     LedgerPage,
     Offer,
+    Offers,
     Pull,
     Reason,
     Release,
@@ -39,6 +41,7 @@ from taskgraph.protocol.messages import (
     Waits,
     WaitsPage,
     Written,
+    stamp_of,
 )
 from taskgraph.transport.api import Coming, Counted
 
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
 __all__ = ["Serving"]
 
 _REPORTS = (Report, Reports)
+_OFFERS = (Offer, Offers)
 _PULLED_AHEAD = 4
 """Pulls of epochs to come may wait here. Who makes them is ahead of the commit, asks for several epochs, and may have
 read a commit that was not read here yet: so each of these may be as much as tasks may be ahead."""
@@ -76,7 +80,7 @@ class Serving:
             return self._item(message)
         if type(message) in _REPORTS and node.roles.leader is not None:
             return node.roles.leader.report_now(message)  # type: ignore[arg-type]
-        return self._offer_now(peer, message) if type(message) is Offer else None
+        return self._offer_now(peer, message) if type(message) in _OFFERS else None  # type: ignore[arg-type]
 
     def _item(self, pull: Pull) -> Reply | Coming | None:
         primary = self._asked(pull)
@@ -113,8 +117,8 @@ class Serving:
         last = Stamp(pull.stamp.attempt, pull.stamp.epoch + pull.count - 1)
         return primary if within_reach(last, _PULLED_AHEAD * self._ahead, view) else None
 
-    def _offer_now(self, peer: str, offer: Offer) -> Accepted | None:
-        """A pending boundary for a replica that is set up: all that a member is offered."""
+    def _offer_now(self, peer: str, offer: Offer | Offers) -> Accepted | None:
+        """Pending boundaries for a replica that is set up: all that a member is offered."""
         node, view = self._node, self._node.keeper.view
         replica = node.roles.replicas.get(offer.task)
         if replica is None or not replica.ready or offer.committed or node.injects_held:
@@ -164,7 +168,7 @@ class Serving:
                 attempt = await self._attempt(message.task, message.stamp, message.sender, message.sender_term)
                 await attempt.ready()
                 return await attempt.mailbox.take_request(message)
-            case Offer():
+            case Offer() | Offers():
                 return await self._offer(peer, message)
             case Release():
                 await self._node.keeper.wait_until_read(lambda view: view.revision >= message.revision)
@@ -226,8 +230,8 @@ class Serving:
             raise Refused(Reason.NOT_PRIMARY, f"{node.name} is not primary of task {message.task}")
         return WaitsPage(primary.term, primary.waits(message.stamp))
 
-    async def _offer(self, peer: str, offer: Offer) -> Accepted:
-        """Holds a boundary for the task's primary; sets the replica up first where it is new."""
+    async def _offer(self, peer: str, offer: Offer | Offers) -> Accepted:
+        """Holds boundaries for the task's primary; sets the replica up first where it is new."""
         node, keeper = self._node, self._node.keeper
         await keeper.wait_until_read(lambda view: view.term(offer.task) >= offer.term)
         # What it was made in was read from etcd by its primary: here, a roll-back that began it must be read, too.
@@ -251,26 +255,28 @@ class Serving:
             raise Refused(Reason.STALE, f"{node.name} dropped its replica of task {offer.task} while it was set up")
         self._hold(replica, offer)
         if node.injects_held:
-            await node.point("held", offer.task, offer.stamp.epoch)
+            for boundary in _boundaries(offer):
+                await node.point("held", offer.task, boundary.stamp.epoch)
         if began:
             self._trace_hold(began, peer, offer)
         return Accepted(offer.term)
 
-    def _hold(self, replica: Replica, offer: Offer) -> None:
+    def _hold(self, replica: Replica, offer: Offer | Offers) -> None:
         epoch = self._node.keeper.view.epoch
-        replica.boundaries.hold(Boundary(offer.stamp, offer.term, offer.value), committed=offer.committed)
+        for boundary in _boundaries(offer):
+            replica.boundaries.hold(boundary, committed=offer.committed)
         if offer.committed:
             replica.fold_log(offer.value)
         replica.promise(offer.term, offer.invitation)
         if epoch is not None and offer.stamp.epoch <= epoch.record.epoch:
             replica.follow(epoch.record)  # it is not ahead of what was read already
 
-    def _trace_hold(self, began: int, peer: str, offer: Offer) -> None:
+    def _trace_hold(self, began: int, peer: str, offer: Offer | Offers) -> None:
         made, size = Stamp(offer.stamp.attempt, offer.stamp.epoch - 1), offer.value.size_bytes
         who = self._node.name_of(peer)
         self._node.tracing.keep("hold", "", who, began, clock(), offer.task, made, offer.term, size)
 
-    def _check_offer(self, peer: str, offer: Offer) -> None:
+    def _check_offer(self, peer: str, offer: Offer | Offers) -> None:
         view = self._node.keeper.view
         if not view.is_primary(offer.task, peer, offer.term):
             raise Refused(Reason.STALE, f"task {offer.task} is in term {view.term(offer.task)}, not {offer.term}")
@@ -280,3 +286,23 @@ class Serving:
             raise Refused(Reason.STALE, f"attempt {offer.stamp.attempt} is over")
         if view.epoch is not None and offer.stamp.attempt < view.epoch.record.lineage:
             raise Refused(Reason.STALE, f"boundary {offer.stamp.epoch} of attempt {offer.stamp.attempt} was undone")
+
+
+def _boundaries(offer: Offer | Offers) -> list[Boundary]:
+    """What is offered.
+
+    Raises:
+        Refused: several, whose bytes are not what the message says of them.
+    """
+    if type(offer) is Offer:
+        return [Boundary(offer.stamp, offer.term, offer.value)]
+    assert type(offer) is Offers
+    try:
+        values = parted(offer.value, [(size, digest) for _, size, digest in offer.parts])
+    except DecodeError as error:
+        raise Refused(Reason.BAD_MESSAGE, f"offers of task {offer.task}: {error}") from None
+    attempt, term = offer.stamp.attempt, offer.term
+    return [
+        Boundary(stamp_of((attempt, epoch)), term, value)
+        for (epoch, _, _), value in zip(offer.parts, values, strict=True)
+    ]

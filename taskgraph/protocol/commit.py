@@ -21,6 +21,7 @@ job fails by name.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from taskgraph.protocol.messages import Report, Stamp
@@ -97,6 +98,9 @@ class _Told:
         self.reports: dict[int, Report] = {}
         self.rows: dict[int, dict[str, float]] = {}
         self.done = self.finishing = 0
+
+
+_NOTHING = _Told()
 
 
 class Leader:
@@ -212,12 +216,21 @@ class Leader:
         told = self._told.get(epoch)
         return dict(told.reports) if told is not None else {}
 
-    def numbers(self, epoch: int) -> dict[int, dict[str, float]] | None:
-        """task -> what it reported in that epoch, of tasks that did; None while not all of them are done with it."""
-        told = self._told.get(epoch)
-        if told is None or told.done != self._tasks:
-            return None
-        return {task: dict(numbers) for task, numbers in told.rows.items()} if told.rows else {}
+    def numbers(self, epoch: int, own: Mapping[str, float] | None = None) -> dict[int, dict[str, float]] | None:
+        """task -> what it reported in that epoch, of tasks that did; None while not all of them are done with it.
+
+        Args:
+            own: what task 0 will report, where it has worked the epoch through: that it is not done yet does not count.
+        """
+        told = self._told.get(epoch, _NOTHING)
+        rows = {task: dict(numbers) for task, numbers in told.rows.items()} if told.rows else {}
+        if told.done != self._tasks:
+            known = told.reports.get(0)
+            if own is None or told.done != self._tasks - 1 or (known is not None and known.done):
+                return None
+            if own:
+                rows[0] = dict(own)
+        return rows
 
     def complete(self, epoch: int) -> bool:
         """Whether every task has reported something of it."""

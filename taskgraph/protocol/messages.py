@@ -11,7 +11,7 @@ as the object it is.
 from __future__ import annotations
 
 from functools import partial
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 from taskgraph.errors import DecodeError
 from taskgraph.protocol.frozen import frozen
@@ -28,6 +28,7 @@ __all__ = [
     "LedgerPage",
     "Message",
     "Offer",
+    "Offers",
     "Pull",
     "Reason",
     "Refusal",
@@ -223,6 +224,32 @@ class Offer:
 
 
 @frozen
+class Offers:
+    """Primary to member: hold these boundaries, pending ones of one attempt. Reply: `Accepted` once all are held.
+
+    Small ones that nobody waits for are gathered, and travel together.
+
+    Attributes:
+        stamp: of the first.
+        invitation: as in `Offer`.
+        parts: of each boundary its number, the bytes that are its own in `value`, and its digest. None are its own
+            where it is the same value as the one before.
+        value: all of them (`taskgraph.graph.values.joined`).
+    """
+
+    stamp: Stamp
+    term: int
+    task: int
+    invitation: int
+    parts: tuple[tuple[int, int, bytes], ...]
+    value: Encoded
+
+    # As every `Offer` of such a one has it.
+    committed: ClassVar[bool] = False
+    candidate: ClassVar[bool] = False
+
+
+@frozen
 class Release:
     """Primary to a former candidate or member: what you hold under this invitation is not needed. Reply: `Accepted`.
 
@@ -399,6 +426,7 @@ Call = (
     | Flag
     | Request
     | Offer
+    | Offers
     | Release
     | Report
     | Reports

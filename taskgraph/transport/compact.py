@@ -1,4 +1,5 @@
-"""Short headers of the messages that every epoch has many of: `Pull`, `Item`, `Offer`, `Report`, `Reports`, `Accepted`.
+"""Short headers of the messages that every epoch has many of: `Pull`, `Item`, `Offer`, `Offers`, `Report`, `Reports`,
+`Accepted`.
 
 A fixed struct in place of protobuf: a tenth of the time, for what is most of the work in epochs of small items. They
 begin with a byte 0, which no protobuf message does, and the message's number. Whatever does not fit (numbers beyond
@@ -12,14 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from taskgraph.errors import DecodeError
-from taskgraph.protocol.messages import Accepted, Encoded, Item, Message, Offer, Pull, Report, Reports, stamp_of
+from taskgraph.protocol.messages import Accepted, Encoded, Item, Message, Offer, Offers, Pull, Report, Reports, stamp_of
 
 __all__ = ["MARK", "PACK", "UNPACK", "unpack"]
 
 MARK = 0
 """The first byte of a compact header."""
 
-_PULL, _ITEM, _REPORT, _ACCEPTED, _REPORTS, _OFFER = 1, 2, 3, 4, 5, 6
+_PULL, _ITEM, _REPORT, _ACCEPTED, _REPORTS, _OFFER, _OFFERS = 1, 2, 3, 4, 5, 6, 7
 _PULL_HEAD = struct.Struct("!BBqqqqqH")  # attempt, epoch, sender, sender_term, task, count; then the tag
 _ITEM_HEAD = struct.Struct("!BBqqq16s")  # attempt, epoch, term, digest; then the tag
 _ITEM_HEAD_BYTES = _ITEM_HEAD.size
@@ -29,6 +30,8 @@ _REPORTS_HEAD = struct.Struct("!BB")  # then each as if it travelled alone
 _COUNT = struct.Struct("!H")  # of named numbers; then the numbers, the sizes of their names, and the names
 _ACCEPTED_HEAD = struct.Struct("!BBq")  # term
 _OFFER_HEAD = struct.Struct("!BBqqqqBq16s")  # attempt, epoch, term, task, flags, invitation, digest
+_OFFERS_HEAD = struct.Struct("!BBqqqqqH16s")  # attempt, epoch, term, task, invitation, count, digest; then each
+_OFFERS_PART = struct.Struct("!qI16s")  # epoch, size, digest
 _COMMITTED, _CANDIDATE = 1, 2
 _DONE, _FINISH = 1, 2
 _NUMBERS, _PREVIOUS = 4, 8  # they are a dict, where they are None otherwise
@@ -201,6 +204,21 @@ def _unpack_offer(data: bytes, meta: bytes) -> tuple[Offer, Encoded]:
     return Offer(stamp_of((attempt, epoch)), term, task, committed, candidate, invitation, value), value
 
 
+def _pack_offers(message: Offers) -> bytes:
+    (attempt, epoch), count = message.stamp, len(message.parts)
+    whose = message.term, message.task, message.invitation, count
+    head = _OFFERS_HEAD.pack(MARK, _OFFERS, attempt, epoch, *whose, message.value.digest)
+    return head + b"".join([_OFFERS_PART.pack(*part) for part in message.parts])
+
+
+def _unpack_offers(data: bytes, meta: bytes) -> tuple[Offers, Encoded]:
+    _, _, attempt, epoch, term, task, invitation, count, digest = _OFFERS_HEAD.unpack_from(data)
+    if len(data) != _OFFERS_HEAD.size + count * _OFFERS_PART.size:
+        raise DecodeError(f"{count} offers in {len(data)} bytes")
+    value, parts = Encoded(meta, (), digest), tuple(_OFFERS_PART.iter_unpack(data[_OFFERS_HEAD.size :]))
+    return Offers(stamp_of((attempt, epoch)), term, task, invitation, parts, value), value
+
+
 PACK: Final[dict[type, Callable[..., bytes]]] = {
     Pull: _pack_pull,
     Item: _pack_item,
@@ -208,6 +226,7 @@ PACK: Final[dict[type, Callable[..., bytes]]] = {
     Reports: _pack_reports,
     Accepted: _pack_accepted,
     Offer: _pack_offer,
+    Offers: _pack_offers,
 }
 """What makes the header of a message of that class; it raises `struct.error` where something does not fit."""
 
@@ -218,5 +237,6 @@ UNPACK: Final[dict[bytes, Callable[[bytes, bytes], tuple[Message, Encoded | None
     bytes((MARK, _REPORTS)): _unpack_reports,
     bytes((MARK, _ACCEPTED)): _unpack_accepted,
     bytes((MARK, _OFFER)): _unpack_offer,
+    bytes((MARK, _OFFERS)): _unpack_offers,
 }
 """By the first two bytes of a header, what reads it. It raises `struct.error` and `UnicodeDecodeError`, too."""

@@ -42,7 +42,7 @@ __all__ = [
     "unpack_head",
 ]
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 #: A payload up to this size travels in the frame that opens the message, copied into one write.
 INLINE_BYTES = 136 << 10

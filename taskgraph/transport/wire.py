@@ -50,6 +50,7 @@ REPLY_OF: dict[type, type] = {
     messages.Flag: messages.Accepted,
     messages.Request: messages.Answer,
     messages.Offer: messages.Accepted,
+    messages.Offers: messages.Accepted,
     messages.Report: messages.Accepted,
     messages.Reports: messages.Accepted,
     messages.Seal: messages.Accepted,

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Header(_message.Message):
-    __slots__ = ("pull", "flag", "request", "offer", "report", "seal", "request_restart", "hand_over", "audit", "waits", "release", "written", "reports", "item", "answer", "accepted", "ledger_page", "waits_page", "refusal")
+    __slots__ = ("pull", "flag", "request", "offer", "report", "seal", "request_restart", "hand_over", "audit", "waits", "release", "written", "reports", "offers", "item", "answer", "accepted", "ledger_page", "waits_page", "refusal")
     PULL_FIELD_NUMBER: _ClassVar[int]
     FLAG_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class Header(_message.Message):
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_FIELD_NUMBER: _ClassVar[int]
     REPORTS_FIELD_NUMBER: _ClassVar[int]
+    OFFERS_FIELD_NUMBER: _ClassVar[int]
     ITEM_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -40,13 +41,14 @@ class Header(_message.Message):
     release: Release
     written: Written
     reports: Reports
+    offers: Offers
     item: Item
     answer: Answer
     accepted: Accepted
     ledger_page: LedgerPage
     waits_page: WaitsPage
     refusal: Refusal
-    def __init__(self, pull: _Optional[_Union[Pull, _Mapping]] = ..., flag: _Optional[_Union[Flag, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., request_restart: _Optional[_Union[RequestRestart, _Mapping]] = ..., hand_over: _Optional[_Union[HandOver, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., reports: _Optional[_Union[Reports, _Mapping]] = ..., item: _Optional[_Union[Item, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., ledger_page: _Optional[_Union[LedgerPage, _Mapping]] = ..., waits_page: _Optional[_Union[WaitsPage, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+    def __init__(self, pull: _Optional[_Union[Pull, _Mapping]] = ..., flag: _Optional[_Union[Flag, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., request_restart: _Optional[_Union[RequestRestart, _Mapping]] = ..., hand_over: _Optional[_Union[HandOver, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., reports: _Optional[_Union[Reports, _Mapping]] = ..., offers: _Optional[_Union[Offers, _Mapping]] = ..., item: _Optional[_Union[Item, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., ledger_page: _Optional[_Union[LedgerPage, _Mapping]] = ..., waits_page: _Optional[_Union[WaitsPage, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
 
 class Stamp(_message.Message):
     __slots__ = ("attempt", "epoch")
@@ -165,6 +167,32 @@ class Offer(_message.Message):
     value: Encoded
     invitation: int
     def __init__(self, stamp: _Optional[_Union[Stamp, _Mapping]] = ..., term: _Optional[int] = ..., task: _Optional[int] = ..., committed: bool = ..., candidate: bool = ..., value: _Optional[_Union[Encoded, _Mapping]] = ..., invitation: _Optional[int] = ...) -> None: ...
+
+class Offers(_message.Message):
+    __slots__ = ("stamp", "term", "task", "invitation", "parts", "value")
+    STAMP_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    INVITATION_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    stamp: Stamp
+    term: int
+    task: int
+    invitation: int
+    parts: _containers.RepeatedCompositeFieldContainer[OffersPart]
+    value: Encoded
+    def __init__(self, stamp: _Optional[_Union[Stamp, _Mapping]] = ..., term: _Optional[int] = ..., task: _Optional[int] = ..., invitation: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[OffersPart, _Mapping]]] = ..., value: _Optional[_Union[Encoded, _Mapping]] = ...) -> None: ...
+
+class OffersPart(_message.Message):
+    __slots__ = ("epoch", "size", "digest")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    size: int
+    digest: bytes
+    def __init__(self, epoch: _Optional[int] = ..., size: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("task", "term", "invitation", "revision")
