@@ -266,8 +266,9 @@ def parted(whole: Encoded, parts: Sequence[tuple[int, bytes]]) -> list[Encoded]:
             found.append(found[-1])
         else:
             raise DecodeError(f"one of joined values has {size} bytes")
-    if whole.buffers or at + len(_NOTHING_ON_DEVICE) != len(meta):
-        raise DecodeError(f"{len(meta)} bytes of joined values; their parts have {at}")
+    if whole.buffers or meta[at:] != _NOTHING_ON_DEVICE:
+        have = at + len(_NOTHING_ON_DEVICE)
+        raise DecodeError(f"{len(meta)} bytes of joined values; their parts have {have}")
     return found
 
 

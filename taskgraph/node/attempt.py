@@ -489,6 +489,7 @@ class Attempt:
     def finish(self, where: str) -> None:
         self._check_alive()
         self.finishing = True
+        self._primary.finishing()
 
     # -- what it waits for ------------------------------------------------------------------------
 

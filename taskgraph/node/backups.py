@@ -191,12 +191,12 @@ class Backups:
 
     def _offer_now(self, node: str, boundaries: list[Boundary]) -> bool:
         """Offers a member pending boundaries, where that takes no waiting."""
-        first, tracing = boundaries[0], self._node.tracing
+        first = boundaries[0]
         if len(boundaries) > 1:
             message: Offer | Offers = self._gather(node, boundaries)
         else:
             message = Offer(first.stamp, self._term, self._task, False, False, self._invited[node], first.value)
-        began = tracing.on and clock()
+        began = self._node.tracing.on and clock()
         reply = self._node.router.begin_at(node, message)
         if reply is None:
             return False
@@ -242,8 +242,8 @@ class Backups:
             return
         for boundary in answered:
             self._insync.acknowledge(node, boundary.key)
-            if began and self._node.tracing.began(boundary.stamp, boundary=True):
-                self._trace_offer(began, node, boundary)
+        if began:
+            self._trace_offer(began, node, answered)
         if self._insync.steady:
             self._changed()
         else:
@@ -260,7 +260,7 @@ class Backups:
         for offered in self._offered.values():
             if offered:
                 awaited = {reply for key, reply in offered.items() if key in current}
-                for reply in set(offered.values()) - awaited:
+                for reply in [reply for reply in offered.values() if reply not in awaited]:
                     reply.cancel()
 
     async def held(self, key: Key, *, admit_wait_s: float) -> None:
@@ -477,7 +477,7 @@ class Backups:
         message = Offer(boundary.stamp, self._term, self._task, committed, candidate, invitation, value)
         settings = self._node.settings
         timeout_s = settings.setup_s if candidate else settings.call_s
-        began = self._node.tracing.on and self._node.tracing.began(boundary.stamp, boundary=True)
+        began = self._node.tracing.on and clock()
         call = asyncio.ensure_future(self._node.router.to_node(node, message, timeout_s=timeout_s))
         # A candidate's is not given up because an epoch committed: what takes longer than an epoch would never be over.
         dead = self._when(node, lambda: not candidate and key not in self._insync.missing(node))
@@ -491,7 +491,7 @@ class Backups:
                     if candidate:
                         self._caught_up_by.setdefault(node, self._node.now() + settings.admit_wait_s)
                     if began:
-                        self._trace_offer(began, node, boundary)
+                        self._trace_offer(began, node, [boundary])
                     backoff.reset()
                     self._poke()
         except Refused as refused:
@@ -506,10 +506,16 @@ class Backups:
                 one.cancel()
             await asyncio.gather(*both, return_exceptions=True)
 
-    def _trace_offer(self, began: int, node: str, boundary: Boundary) -> None:
-        made, who = Stamp(boundary.stamp.attempt, boundary.stamp.epoch - 1), self._node.name_of(node)
-        size = boundary.value.size_bytes
-        self._node.tracing.keep("offer", "", who, began, clock(), self._task, made, self._term, size)
+    def _trace_offer(self, began: int, node: str, boundaries: list[Boundary]) -> None:
+        """One span, of the first whose epoch is looked at, however many were in the message."""
+        tracing = self._node.tracing
+        size = sum(boundary.value.size_bytes for boundary in boundaries)
+        for boundary in boundaries:
+            made = Stamp(boundary.stamp.attempt, boundary.stamp.epoch - 1)
+            if tracing.takes(made.epoch):
+                who = self._node.name_of(node)
+                tracing.keep("offer", "", who, began, clock(), self._task, made, self._term, size)
+                return
 
     async def _admit(self, node: str, backoff: Backoff) -> None:
         """Writes the candidate into the in-sync set."""

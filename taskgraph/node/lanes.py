@@ -54,7 +54,6 @@ class Lanes:
         "_count",
         "_end",
         "_epoch_bytes",
-        "_finishing",
         "_graph",
         "_injects",
         "_keeper",
@@ -81,6 +80,7 @@ class Lanes:
         "began",
         "dones",
         "failed_in",
+        "finishing",
         "helds",
         "lacking",
         "over",
@@ -136,7 +136,8 @@ class Lanes:
         self._turns = Turns(at.epoch)  # whose snapshot is the next to be taken
         self._told = Turns(at.epoch)  # whose done is the next to be told
         self._told_at = 0  # when one was told last, while somebody traces
-        self._finishing = False  # an epoch said that the job ends with it
+        self.finishing = False
+        """An epoch said that the job ends with it: none begins any more."""
         self._epoch_bytes: int | None = None  # what the epoch held and pulled that was snapshotted last
         self._most_bytes = 0  # the most that any did
         self.dones = Dones(self._finish, not_done)
@@ -256,7 +257,7 @@ class Lanes:
         """Whether that epoch, the first one that has not begun, may begin as far as earlier ones are concerned."""
         if epoch == self.settled:
             return True
-        if epoch > self.settled + self._ahead or epoch >= self._end or self._finishing:
+        if epoch > self.settled + self._ahead or epoch >= self._end or self.finishing:
             return False
         if self._checkpoints:
             boundary = Stamp(self._at.attempt, epoch)
@@ -324,8 +325,6 @@ class Lanes:
         if self._epoch_bytes > self._most_bytes:
             self._most_bytes = self._epoch_bytes
             self._gather()
-        if attempt.finishing:
-            self._finishing = True
         primary.stage = ""
         later = replica.device is not None and (type(value) is EncodedOnDevice or bool(self.dones.open))
         worked = Worked(attempt, following, value, previous, rows)
@@ -401,6 +400,8 @@ class Lanes:
         admit_wait_s = node.settings.admit_wait_s if at is not None and epoch == at.record.base else 0.0
         worked.since = attempt.traced and clock()
         if shared and not admit_wait_s and backups.settled:
+            if self.helds.open:
+                worked.since = 0  # of those that wait together a trace tells the first one
             self.helds.add(worked)
             return not attempt.cancelled and self._may_begin(self._next)
         if shared or admit_wait_s:

@@ -378,6 +378,11 @@ class Primary:
         """The one that began last."""
         return self.attempts.of(self.attempts.latest) if self.attempts.latest is not None else None
 
+    def finishing(self) -> None:
+        """The attempt at work of some epoch, in any thread: it says that the job ends with it."""
+        if self._lanes is not None:
+            self._lanes.finishing = True
+
     @property
     def waiting_for(self) -> str:
         """What the primary itself waits for outside user code, for `status`."""

@@ -126,7 +126,7 @@ class Serving:
         if view.term(offer.task) < offer.term or view.stamp is None or view.stamp.attempt < offer.stamp.attempt:
             return None  # what it was made in has to be read here, too
         self._check_offer(peer, offer)
-        began = node.tracing.on and node.tracing.began(offer.stamp, boundary=True)
+        began = node.tracing.on and clock()
         self._hold(replica, offer)
         if began:
             self._trace_hold(began, peer, offer)
@@ -237,7 +237,7 @@ class Serving:
         # What it was made in was read from etcd by its primary: here, a roll-back that began it must be read, too.
         await keeper.wait_until_read(lambda view: view.stamp is not None and view.stamp.attempt >= offer.stamp.attempt)
         self._check_offer(peer, offer)
-        began = node.tracing.on and node.tracing.began(offer.stamp, boundary=True)
+        began = node.tracing.on and clock()
         replica = node.roles.replica(offer.task)
         try:
             await replica.set_up()
@@ -272,9 +272,15 @@ class Serving:
             replica.follow(epoch.record)  # it is not ahead of what was read already
 
     def _trace_hold(self, began: int, peer: str, offer: Offer | Offers) -> None:
-        made, size = Stamp(offer.stamp.attempt, offer.stamp.epoch - 1), offer.value.size_bytes
-        who = self._node.name_of(peer)
-        self._node.tracing.keep("hold", "", who, began, clock(), offer.task, made, offer.term, size)
+        """One span, of the first whose epoch is looked at, however many came."""
+        tracing = self._node.tracing
+        numbers = [epoch for epoch, _, _ in offer.parts] if isinstance(offer, Offers) else [offer.stamp.epoch]
+        for number in numbers:
+            if tracing.takes(number - 1):
+                made, size = Stamp(offer.stamp.attempt, number - 1), offer.value.size_bytes
+                who = self._node.name_of(peer)
+                tracing.keep("hold", "", who, began, clock(), offer.task, made, offer.term, size)
+                return
 
     def _check_offer(self, peer: str, offer: Offer | Offers) -> None:
         view = self._node.keeper.view

@@ -230,7 +230,7 @@ class Offers:
     Small ones that nobody waits for are gathered, and travel together.
 
     Attributes:
-        stamp: of the first.
+        stamp: of the first one.
         invitation: as in `Offer`.
         parts: of each boundary its number, the bytes that are its own in `value`, and its digest. None are its own
             where it is the same value as the one before.
@@ -247,6 +247,10 @@ class Offers:
     # As every `Offer` of such a one has it.
     committed: ClassVar[bool] = False
     candidate: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise DecodeError("offers, and none of them")
 
 
 @frozen

@@ -36,6 +36,9 @@ from taskgraph.testing.simulate.workload import Workload
 
 __all__ = ["SimNode", "World"]
 
+_OF_ONE = {"Reports": "Report", "Offers": "Offer"}
+"""Messages that are several of another kind: whatever is to happen with one may happen with several."""
+
 
 class Moment(Protocol):
     """Told of a named moment, and of the nodes it is about ("" for none)."""
@@ -285,7 +288,9 @@ class World:
     def _on_message(self, sender: str, receiver: str, message: object) -> None:
         kind = type(message).__name__
         self.transcript.add("net", kind, f"{sender} > {receiver}")
-        moment = "Report" if kind == "Reports" else kind  # whatever is to happen with one may happen with several
+        moment = _OF_ONE.get(kind, kind)
+        if moment is not kind:
+            self.transcript.state(f"{kind} of several epochs")
         self.moment(f"message {moment}", receiver, sender)
         self.moment(f"answer {moment}", sender, receiver)
 

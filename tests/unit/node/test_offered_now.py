@@ -158,7 +158,7 @@ def test_an_answer_on_its_way_to_who_was_evicted_meanwhile_counts_for_nobody() -
         reply.set_result(Accepted(1))
         backups._withdraw(other)
         timer = asyncio.get_running_loop().call_later(60, reply.cancel)
-        backups._answered(other, boundary, timer, 0, reply)
+        backups._answered(other, [boundary], timer, 0, reply)
         assert boundary.key in backups._insync.missing(other)
         assert timer.cancelled()
 

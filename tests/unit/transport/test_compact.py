@@ -7,7 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from taskgraph.errors import DecodeError
-from taskgraph.protocol.messages import Accepted, Encoded, Item, Message, Offer, Pull, Report, Reports, Seal, Stamp
+from taskgraph.protocol.messages import (
+    Accepted,
+    Encoded,
+    Item,
+    Message,
+    Offer,
+    Offers,
+    Pull,
+    Report,
+    Reports,
+    Seal,
+    Stamp,
+)
 from taskgraph.transport import compact, wire
 from taskgraph.transport._proto import frame_pb2
 
@@ -19,11 +31,15 @@ VALUE = st.builds(lambda digest: Encoded(b"m", (), digest), st.binary(min_size=1
 NUMBERS = st.none() | st.dictionaries(TAG, st.floats(allow_nan=False), max_size=3)
 BOOL = st.booleans()
 REPORTS = st.builds(Report, STAMP, INT, INT, BOOL, INT, SUM, SUM, BOOL, NUMBERS, NUMBERS, BOOL)
+PARTS = st.lists(
+    st.tuples(INT, st.integers(0, 2**32 - 1), st.binary(min_size=16, max_size=16)), min_size=1, max_size=3
+).map(tuple)
 MESSAGES = st.one_of(
     st.builds(Pull, STAMP, INT, INT, INT, TAG),
     st.builds(Item, STAMP, INT, TAG, VALUE),
     st.builds(Accepted, INT),
     st.builds(Offer, STAMP, INT, INT, BOOL, BOOL, INT, VALUE),
+    st.builds(Offers, STAMP, INT, INT, INT, PARTS, VALUE),
     REPORTS,
     st.builds(Reports, st.lists(REPORTS, min_size=1, max_size=3).map(tuple)),
 )
@@ -34,7 +50,7 @@ def test_the_same_message_comes_back(message: Message) -> None:
     header = wire.to_header(message)
     assert header[0] == compact.MARK
     parsed = wire.parse_header(header)
-    value = message.value if isinstance(message, Item | Offer) else None
+    value = message.value if isinstance(message, Item | Offer | Offers) else None
     assert parsed.cls is type(message)
     assert parsed.digest == (value.digest if value else None)
     assert parsed.message(value) == message
@@ -87,6 +103,16 @@ def test_reports_without_any_are_refused() -> None:
     for header in (SEVERAL[:2], frame_pb2.Header(reports=frame_pb2.Reports()).SerializeToString()):
         with pytest.raises(DecodeError, match="none of them"):
             wire.parse_header(header).message(None)
+
+
+def test_offers_without_any_or_cut_short_are_refused() -> None:
+    offers = wire.to_header(Offers(Stamp(1, 2), 3, 4, 5, ((2, 0, bytes(16)),), Encoded(b"", (), bytes(16))))
+    for cut in range(1, 29):
+        with pytest.raises(DecodeError):
+            wire.parse_header(offers[:-cut])
+    none = frame_pb2.Header(offers=frame_pb2.Offers(stamp=frame_pb2.Stamp(), value=frame_pb2.Encoded(digest=bytes(16))))
+    with pytest.raises(DecodeError, match="none of them"):
+        wire.parse_header(none.SerializeToString()).message(Encoded(b"", (), bytes(16)))
 
 
 def test_nothing_else_travels_among_reports() -> None:

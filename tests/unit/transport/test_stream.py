@@ -193,8 +193,8 @@ async def test_another_version_is_refused_and_both_are_named(streams: Cluster) -
         data[2] = 9
         writer.write(data)
         answer = await reader.read()
-    assert answer[:4] == b"TG\x04\x05"
-    assert b"version 9" in answer and b"speaks 4" in answer  # what a dialler of version 9 can read
+    assert answer[:4] == b"TG\x05\x05"
+    assert b"version 9" in answer and b"speaks 5" in answer  # what a dialler of version 9 can read
 
     async def of_version_9(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with hung_up(writer):
@@ -205,7 +205,7 @@ async def test_another_version_is_refused_and_both_are_named(streams: Cluster) -
     server = await asyncio.start_server(of_version_9, "127.0.0.1", 0)
     async with server:
         peer = Peer("x", (endpoints.tcp_endpoint("127.0.0.1", server.sockets[0].getsockname()[1]),))
-        with pytest.raises(PeerLost, match="version 9; this node speaks 4"):
+        with pytest.raises(PeerLost, match="version 9; this node speaks 5"):
             await a.call(peer, SEAL)
 
 

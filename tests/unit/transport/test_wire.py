@@ -21,6 +21,7 @@ text = st.text(st.characters(exclude_categories=("Cs",)))
 stamps = st.builds(m.Stamp, int64, int64)
 numbers = st.none() | st.dictionaries(text, st.floats(allow_nan=False), max_size=4)
 values = st.builds(lambda meta, bulk: encoded(meta, *bulk), st.binary(), st.lists(st.binary(), max_size=3))
+parts = st.tuples(int64, st.integers(0, 2**32 - 1), st.binary(min_size=16, max_size=16))
 entries = st.builds(m.LedgerEntry, st.booleans(), text, int64, int64, text, st.binary())
 waits = st.builds(
     m.Wait, text, text, int64, text, st.floats(allow_nan=False), st.lists(st.tuples(text, int64), max_size=3).map(tuple)
@@ -34,6 +35,7 @@ BY_HINT: dict[Any, st.SearchStrategy[Any]] = {
     m.Encoded: values,
     dict[str, float] | None: numbers,
     tuple[m.LedgerEntry, ...]: st.lists(entries, max_size=3).map(tuple),
+    tuple[tuple[int, int, bytes], ...]: st.lists(parts, min_size=1, max_size=3).map(tuple),
     tuple[m.Report, ...]: st.lists(reports, min_size=1, max_size=3).map(tuple),
     tuple[m.Wait, ...]: st.lists(waits, max_size=3).map(tuple),
 }

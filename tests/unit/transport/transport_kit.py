@@ -84,6 +84,7 @@ EXCHANGES: list[tuple[m.Call, m.Reply]] = [
         m.Answer(STAMP, 2, True, encoded(b"y", bytes(3_000_000))),
     ),
     (m.Offer(STAMP, 2**62, 3, True, False, 7, encoded(bytes(200_000), b"z")), m.Accepted()),
+    (m.Offers(STAMP, 4, 3, 7, ((9, 0, bytes(16)), (10, 2**31, b"d" * 16)), encoded(bytes(3000))), m.Accepted(4)),
     (m.Release(3, 2**62, 7, 9), m.Accepted()),
     (m.Written(m.Stamp(2, 40), 3, 2**40, "0f" * 16), m.Accepted()),
     (

@@ -1,0 +1,308 @@
+"""Boundaries of a task that works ahead: gathered, offered together, held before they are done; nobody waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster_kit import Counting, holder, job, play, told
+
+import taskgraph as tg
+from taskgraph.errors import DecodeError, PeerLost, Refused
+from taskgraph.graph.values import decode, encode, joined, parted, verify
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.node import Node
+from taskgraph.node.router import Router
+from taskgraph.node.serving import Serving, _boundaries
+from taskgraph.protocol.messages import Call, Encoded, Offer, Offers, Reply, Report, Stamp
+
+EPOCHS = 40
+
+
+class Slow(Counting, state=["total"]):
+    """An epoch takes 1 ms: some twenty are made while commits are gathered."""
+
+    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        await asyncio.sleep(0.001)
+        await super().count(epoch, ins, outs)
+
+
+class Still(Slow, state=["total", "mark"]):
+    """Its state stays as it is."""
+
+    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        await asyncio.sleep(0.001)
+
+    tg.stateless(count)
+    tg.stateless(Counting.compose)
+
+    def setup(self) -> None:
+        self.total, self.mark = EPOCHS, "x" * 1000
+
+
+class Bulky(Slow, state=["total", "bulk"]):
+    def setup(self) -> None:
+        super().setup()
+        self.bulk = np.zeros(20_000)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Offer | Offers]:
+    """What members were offered at once."""
+    offers: list[Offer | Offers] = []
+    begin_at = Router.begin_at
+
+    def begun(self: Router, node: str, message: Call) -> asyncio.Future[Reply] | None:
+        assert isinstance(message, Offer | Offers)
+        offers.append(message)
+        return begin_at(self, node, message)
+
+    monkeypatch.setattr(Router, "begin_at", begun)
+    return offers
+
+
+async def result(cluster: InProcessCluster) -> tg.JobResult:
+    return await cluster.result()
+
+
+def run(
+    kind: type[tg.Task],
+    scenario: Callable[[InProcessCluster], Awaitable[Any]] = result,
+    *,
+    epochs: int = EPOCHS,
+    tasks: int = 1,
+    **settings: Any,
+) -> Any:
+    given = tg.Settings(**{"admit_wait_s": 30.0, **settings})
+    return play(job(kind, tasks=tasks, epochs=epochs, settings=given), scenario, nodes=2)
+
+
+async def primary_at(cluster: InProcessCluster, epoch: int) -> Node:
+    """The node of task 0's primary, once that epoch is at work."""
+    await cluster.nodes[0].keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch >= epoch)
+    return holder(cluster, 0)
+
+
+def numbers(offer: Offer | Offers) -> list[int]:
+    return [boundary.stamp.epoch for boundary in _boundaries(offer)]
+
+
+def test_boundaries_travel_together_and_each_of_them_once(sent: list[Offer | Offers]) -> None:
+    assert run(Slow).values == {0: EPOCHS}
+    offered = [number for offer in sent for number in numbers(offer)]
+    assert offered == sorted(set(offered)) and offered[-1] == EPOCHS
+    assert len(offered) >= EPOCHS - 2, "but for those that a candidate was offered by its tender"
+    assert len(sent) <= len(offered) / 4
+
+
+def test_a_member_holds_each_as_it_was_made(sent: list[Offer | Offers]) -> None:
+    run(Slow)
+    for offer in sent:
+        for boundary in _boundaries(offer):
+            assert verify(boundary.value)
+            assert decode(boundary.value)["state"]["total"] == boundary.stamp.epoch
+
+
+def test_what_is_the_same_is_sent_once(sent: list[Offer | Offers]) -> None:
+    run(Still)
+    together = [offer for offer in sent if isinstance(offer, Offers)]
+    assert max(len(offer.parts) for offer in together) >= 4
+    for offer in together:
+        assert [size > 0 for _, size, _ in offer.parts] == [True] + [False] * (len(offer.parts) - 1)
+        assert offer.value.size_bytes < 2000
+        values = {id(boundary.value) for boundary in _boundaries(offer)}
+        assert len(values) == 1, "nor is it kept more than once"
+
+
+def test_an_epoch_is_done_only_when_its_boundary_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: set[int] = set()
+    done: list[int] = []
+    hold = Serving._hold
+
+    def holds(self: Serving, replica: Any, offer: Offer | Offers) -> None:
+        hold(self, replica, offer)
+        held.update(numbers(offer))
+
+    monkeypatch.setattr(Serving, "_hold", holds)
+
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        primary = (await primary_at(cluster, 1)).roles.primaries[0]
+        tell = primary.reporter.set
+
+        def tells(report: Report) -> None:
+            assert report.stamp.epoch + 1 in held
+            done.append(report.stamp.epoch)
+            tell(report)
+
+        monkeypatch.setattr(primary.reporter, "set", tells)
+        return await cluster.result()
+
+    assert run(Slow, scenario).values == {0: EPOCHS}
+    assert done == list(range(done[0], EPOCHS)) and done[0] < 4
+
+
+def test_who_waits_for_a_commit_does_not_wait_for_more_to_gather(sent: list[Offer | Offers]) -> None:
+    """Three epochs ahead it goes on when they are committed: nothing else is to be waited for."""
+
+    async def scenario(cluster: InProcessCluster) -> float:
+        clock = (await primary_at(cluster, 4)).now
+        began = clock()
+        await cluster.result()
+        return clock() - began
+
+    took = run(Slow, scenario, epochs_ahead=3, gather_s=1.0)
+    assert took < 0.3
+    assert max(len(numbers(offer)) for offer in sent) <= 4
+
+
+def test_large_boundaries_are_offered_where_they_are_made_and_the_task_goes_on(
+    sent: list[Offer | Offers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = asyncio.Event()
+    begin_at = Router.begin_at
+
+    async def late(begun: asyncio.Future[Reply] | None) -> Reply:
+        await gate.wait()
+        assert begun is not None
+        return await begun
+
+    def begun(self: Router, node: str, message: Call) -> asyncio.Future[Reply] | None:
+        return asyncio.ensure_future(late(begin_at(self, node, message)))
+
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        node = await primary_at(cluster, 4)
+        monkeypatch.setattr(Router, "begin_at", begun)
+        before = len(sent)
+        primary = node.roles.primaries[0]
+        await asyncio.sleep(0.2)
+        at = node.keeper.view.stamp
+        assert at is not None and at.epoch < 10, "nothing is committed that is not acknowledged"
+        assert primary.waiting_for == "the acknowledgement of n2"
+        assert primary.attempts.latest == Stamp(1, at.epoch + 5), "as far ahead as it may be"
+        assert [numbers(offer) for offer in sent[before:]] == [[n] for n in range(at.epoch + 1, at.epoch + 7)][
+            -len(sent[before:]) :
+        ]
+        gate.set()
+        return await cluster.result()
+
+    assert run(Bulky, scenario, epochs_ahead=5).values == {0: EPOCHS}
+    assert all(type(offer) is Offer for offer in sent)
+
+
+@pytest.mark.parametrize("error", [PeerLost("cut"), Refused("stale", "behind")])
+def test_what_is_not_accepted_the_tender_offers_again_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    begin_at, failed = Router.begin_at, []
+
+    async def raising() -> Reply:
+        raise error
+
+    def begun(self: Router, node: str, message: Call) -> asyncio.Future[Reply] | None:
+        if isinstance(message, Offers) and len(failed) < 2:
+            failed.extend([len(message.parts)])
+            return asyncio.ensure_future(raising())
+        return begin_at(self, node, message)
+
+    monkeypatch.setattr(Router, "begin_at", begun)
+    assert run(Slow).values == {0: EPOCHS}
+    assert len(failed) == 2 and min(failed) > 1
+
+
+def test_nothing_gathered_survives_its_attempt(sent: list[Offer | Offers]) -> None:
+    """The epochs that were undone are offered by nobody any more."""
+
+    class Once(Slow, state=["total"]):
+        async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            await super().count(epoch, ins, outs)
+            if epoch.number == 20 and epoch.attempt == 1:
+                node = nodes[0]
+                primary = node.roles.primaries[0]
+                assert primary.backups._gathered
+                at = primary.attempts.latest
+                assert at is not None
+                primary.ask_restart(at, "a test asks for it")
+                await asyncio.Event().wait()
+
+    nodes: list[Node] = []
+
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        nodes.append(await primary_at(cluster, 1))
+        found = await cluster.result()
+        assert told(cluster, "restart")
+        return found
+
+    assert run(Once, scenario, gather_s=0.5).values == {0: EPOCHS}
+    attempts = [offer.stamp.attempt for offer in sent]
+    assert attempts == sorted(attempts) and set(attempts) == {1, 2}
+
+
+def test_a_killed_primarys_epochs_that_nobody_was_offered_are_worked_on_again() -> None:
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        node = await primary_at(cluster, 5)
+        await asyncio.sleep(0.05)
+        assert len(node.roles.primaries[0].backups._gathered) >= 3
+        cluster.crash(node.id)
+        return await cluster.result()
+
+    assert run(Slow, scenario, epochs=400, gather_s=0.2).values == {0: 400}
+
+
+def test_who_joins_meanwhile_becomes_a_member() -> None:
+    """A candidate needs all boundaries there are, those that are gathered, too."""
+
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        node = await primary_at(cluster, 3)
+        cluster.add()
+        await node.keeper.wait_until(lambda view: len(view.in_sync(0)) == 3)
+        at = node.keeper.view.stamp
+        assert at is not None and at.epoch < 350
+        return await cluster.result()
+
+    class Shared(Slow, state=["total"]): ...
+
+    given = tg.Settings(admit_wait_s=30.0)
+    many = job(Shared, tasks=1, epochs=400, backups=2, settings=given)
+    assert play(many, scenario, nodes=2).values == {0: 400}
+
+
+# -- the message ------------------------------------------------------------------------------------
+
+
+def of(*values: Encoded) -> list[tuple[int, bytes]]:
+    return [(len(value.meta), value.digest) for value in values]
+
+
+def test_values_that_were_joined_are_parted() -> None:
+    a, b = encode({"a": 1.5, "b": np.arange(3)}), encode(None)
+    whole = joined([a, b])
+    assert verify(whole)
+    assert parted(whole, of(a, b)) == [a, b]
+    again = parted(whole, [*of(a), (0, a.digest), *of(b), (0, b.digest)])
+    assert again == [a, a, b, b] and again[0] is again[1]
+
+
+@pytest.mark.parametrize(
+    "sizes", [[], [10_000], [-3], [0], [1, -1], [3]], ids=["none", "more", "negative", "before", "back", "less"]
+)
+def test_parts_that_are_not_those_are_refused(sizes: list[int]) -> None:
+    whole = joined([encode("text")])
+    with pytest.raises(DecodeError):
+        parted(whole, [(size, bytes(16)) for size in sizes])
+
+
+def test_offers_that_are_cut_are_refused_and_the_replica_keeps_what_it_has() -> None:
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        node = await primary_at(cluster, 3)
+        (other,) = node.roles.primaries[0].backups._insync.members()
+        value = joined([encode("nothing of the kind")])
+        wrong = Offers(Stamp(1, 9), 1, 0, 1, ((9, 5, bytes(16)),), value)
+        with pytest.raises(Refused, match="offers of task 0: 37 bytes of joined values; their parts have 9") as caught:
+            await node.router.to_node(other, wrong, timeout_s=1.0)
+        assert caught.value.reason == "bad message"
+        return await cluster.result()
+
+    assert run(Slow, scenario).values == {0: EPOCHS}
