@@ -371,6 +371,7 @@ class Backups:
 
     def _look(self) -> None:
         """The view or a suspicion changed: invite whom placement wishes for, tend whoever is there."""
+        self.flush()  # somebody comes or goes: the next commit is not to wait for more than that
         self._changed()
         for future in [future for future, something in self._waits.items() if something()]:
             if not future.done():
