@@ -17,8 +17,8 @@ def world() -> World:
     return two_tasks()
 
 
-def led(world: World, *, epochs: int | None = 10) -> Leader:
-    leader = Leader(2, epochs)
+def led(world: World, *, epochs: int | None = 10, ahead: int = 0) -> Leader:
+    leader = Leader(2, epochs, ahead=ahead)
     stamp = world.view().stamp
     assert stamp is not None
     leader.begin(stamp)
@@ -298,3 +298,25 @@ def test_numbers_that_were_told_do_not_change_any_more(world: World) -> None:
     leader.report(report(1, S, term=2, numbers={"a": 2.0}))
     assert told == {1: {"a": 1.0}}
     assert leader.numbers(0) == {1: {"a": 2.0}}
+
+
+def test_what_task_0_has_worked_through_need_not_be_done(world: World) -> None:
+    """Its boundary is held later; what it will report is known to whoever asks."""
+    leader = led(world, ahead=4)
+    assert leader.numbers(1, {"a": 1.0}) is None, "nobody has reported anything"
+    later = Stamp(S.attempt, S.epoch + 1)
+    leader.report(report(1, later, numbers={"b": 2.0}))
+    assert leader.numbers(1) is None
+    assert leader.numbers(1, {"a": 1.0}) == {0: {"a": 1.0}, 1: {"b": 2.0}}
+    assert leader.numbers(1, {}) == {1: {"b": 2.0}}
+    assert leader.numbers(1) is None, "it was not kept"
+    leader.report(report(0, later, numbers={"a": 3.0}))
+    assert leader.numbers(1, {"a": 1.0}) == {0: {"a": 3.0}, 1: {"b": 2.0}}, "what was reported is what counts"
+
+
+def test_only_of_task_0_is_it_known_what_it_will_report(world: World) -> None:
+    leader = led(world)
+    leader.report(report(0, S, numbers={"a": 1.0}))
+    assert leader.numbers(0, {"a": 1.0}) is None
+    leader.report(report(1, S, done=False))
+    assert leader.numbers(0, {"a": 1.0}) is None

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 import taskgraph as tg
 from taskgraph.node import gathering
-from taskgraph.node.gathering import Gathering, longer
+from taskgraph.node.gathering import Due, Gathering, longer
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyEvent, KeyValue
 from taskgraph.protocol.records import EpochRecord, GoneRecord, NodeRecord, PrimaryRecord, Record
 from taskgraph.protocol.view import JobView
+from taskgraph.testing.clock import FastForwardLoop
 
 KEYS = Keys("fit")
 
@@ -107,3 +109,44 @@ def test_where_epochs_are_so_large_that_fewer_may_be_ahead_it_stays_as_set() -> 
     subject = Gathering(node)
     assert subject.seconds(node.settings.epochs_ahead) == pytest.approx(0.04)
     assert subject.seconds(node.settings.epochs_ahead - 1) == 0.02
+
+
+async def _due(node: _Node) -> Due:
+    node.gathering = Gathering(node)  # type: ignore[attr-defined, arg-type]
+    return Due(node, 0.5)  # type: ignore[arg-type]
+
+
+def test_what_is_gathered_goes_some_time_before_the_next_commit() -> None:
+    async def scenario() -> None:
+        node, clock = _Node(), asyncio.get_running_loop().time
+        due = await _due(node)
+        assert due.at(0.25) - clock() == pytest.approx(0.005, abs=1e-3), "nothing is known of a commit"
+        assert not due.early(node.keeper.view)
+        due.committed()
+        at = due.at(0.25)
+        assert at - clock() == pytest.approx(0.01, abs=1e-3)
+        assert due.early(node.keeper.view)
+        await asyncio.sleep(0.005)
+        assert due.at(0.25) == at
+        due.went()
+        assert due.at(0.25) - clock() == pytest.approx(0.02, abs=1e-3), "once between two commits"
+        due.committed()
+        assert due.at(0.25) - clock() == pytest.approx(0.01, abs=1e-3)
+        due.forget()
+        assert not due.early(node.keeper.view)
+
+    with asyncio.Runner(loop_factory=FastForwardLoop) as runner:
+        runner.run(scenario())
+
+
+def test_after_a_takeover_nothing_is_early() -> None:
+    async def scenario() -> None:
+        node = _Node()
+        due = await _due(node)
+        due.committed()
+        assert due.early(node.keeper.view)
+        node.keeper.view.generation_revision += 1
+        assert not due.early(node.keeper.view)
+
+    with asyncio.Runner(loop_factory=FastForwardLoop) as runner:
+        runner.run(scenario())
