@@ -489,7 +489,8 @@ class Attempt:
     def finish(self, where: str) -> None:
         self._check_alive()
         self.finishing = True
-        self._primary.finishing()
+        if self._group is not None:  # else it is over, and its snapshot may be taken: too late
+            self._primary.finishing()
 
     # -- what it waits for ------------------------------------------------------------------------
 

@@ -76,6 +76,7 @@ class Backups:
         self._blocked: dict[Key, Callable[[], str]] = {}  # boundaries that a done waits for -> what is lacking
         self._gathered: dict[Key, Boundary] = {}  # pending ones that nobody was offered yet
         self._gathered_bytes = 0
+        self._gathered_last: Encoded | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._due = Due(node, _IN_TIME)
         self._enough = 1
@@ -101,15 +102,22 @@ class Backups:
 
     # -- boundaries -------------------------------------------------------------------------------
 
-    def committed(self, boundary: Boundary) -> None:
-        """`boundary` is the committed one, here at the start of the term or read since."""
+    def committed(self, boundary: Boundary, *, goes_on: bool = False) -> None:
+        """`boundary` is the committed one, here at the start of the term or read since.
+
+        Args:
+            goes_on: so does the attempt that it was made in: what is made from now on may be gathered for the next one.
+        """
         epoch = self._committed_epoch = boundary.stamp.epoch
         for key in tuple(self._boundaries):
             if key[0] < epoch:
                 del self._boundaries[key]
         self._boundaries[boundary.key] = boundary
         self._insync.keep_from(epoch)
-        self._due.committed()
+        if goes_on:
+            self._due.committed()
+        else:
+            self._due.forget()
         if not self._insync.add(boundary.key):
             return  # there is nobody to tell
         if self._gathered:
@@ -150,11 +158,13 @@ class Backups:
             self._offer_all([boundary])
             return True
         self._gathered[key] = boundary
-        self._gathered_bytes += value.size_bytes
+        if value is not self._gathered_last:  # else it will not be sent twice
+            self._gathered_last = value
+            self._gathered_bytes += value.size_bytes
         if not gathers or len(self._gathered) >= self._enough or self._gathered_bytes > _GATHERED_BYTES:
             self.flush()
         elif view.stamp is not None and key[0] == view.stamp.epoch + 1 and not self._due.early(view):
-            self._arm(0.0)  # the leader waits for it, and perhaps for some that are made right now
+            self.flush_soon()  # the leader waits for it, and perhaps for some that are made right now
         elif self._timer is None:
             self._arm(self._due.at(_OVERDUE))
         return True
@@ -164,13 +174,22 @@ class Backups:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_at(at, self.flush)
 
+    def flush_soon(self) -> None:
+        """The same with what is made in this step of the event loop, too."""
+        if self._gathered:
+            self._arm(0.0)
+
     def flush(self) -> None:
         """Offers what was gathered: somebody waits for it, or it is time."""
         if self._gathered:
             gathered = list(self._gathered.values())
             self._spill()
             self._due.went()
-            self._offer_all(gathered)
+            try:
+                self._offer_all(gathered)
+            except BaseException:
+                self._poke()  # it is left to the tenders
+                raise
 
     def _offer_all(self, boundaries: list[Boundary]) -> None:
         """Offers them to all members, where that takes no waiting."""
@@ -185,6 +204,7 @@ class Backups:
         """Nothing is gathered any more. What was not offered is left to the tenders, if it still counts."""
         self._gathered = {}
         self._gathered_bytes = 0
+        self._gathered_last = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -240,8 +260,7 @@ class Backups:
         if reply.cancelled() or reply.exception() is not None or type(reply.result()) is not Accepted:
             self._poke()
             return
-        for boundary in answered:
-            self._insync.acknowledge(node, boundary.key)
+        self._insync.acknowledge(node, *[boundary.key for boundary in answered])
         if began:
             self._trace_offer(began, node, answered)
         if self._insync.steady:
@@ -256,12 +275,16 @@ class Backups:
 
     def _withdraw_history(self) -> None:
         """Nobody needs to hear any more of offers of what is history, or was never committed."""
-        current = self._insync.current
+        current = set(self._insync.current)
         for offered in self._offered.values():
             if offered:
                 awaited = {reply for key, reply in offered.items() if key in current}
-                for reply in [reply for reply in offered.values() if reply not in awaited]:
+                for reply in [reply for reply in dict.fromkeys(offered.values()) if reply not in awaited]:
                     reply.cancel()
+
+    def acknowledged(self, key: Key) -> bool:
+        """Whether everybody has whose acknowledgement that boundary needs."""
+        return not self._insync.waits_for(key)
 
     async def held(self, key: Key, *, admit_wait_s: float) -> None:
         """Returns when every member holds the boundary, and enough of them.

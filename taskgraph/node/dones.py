@@ -30,6 +30,8 @@ class Worked:
     Attributes:
         following: the stamp of the next epoch, and of the boundary before it.
         value: its snapshot; maybe still on a device.
+        numbers: what the task reported in this epoch, as it is in the snapshot.
+        finishing: it said by then that the job ends with it.
         previous: what the task reported in the epoch before.
         rows: the reports that travel in the snapshot; None: they are not there yet.
         since: when it was offered, where somebody traces the epoch; else 0.
@@ -38,6 +40,8 @@ class Worked:
     attempt: Attempt
     following: Stamp
     value: Encoded
+    numbers: dict[str, float]
+    finishing: bool
     previous: dict[str, float]
     rows: Rows | None = None
     since: int = 0

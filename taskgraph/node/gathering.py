@@ -84,7 +84,7 @@ class Due:
 
     def forget(self) -> None:
         """Nothing is known of a commit."""
-        self._at = 0.0
+        self._at, self._went = 0.0, False
 
     def went(self) -> None:
         """All that was gathered did."""

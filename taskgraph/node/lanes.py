@@ -300,7 +300,10 @@ class Lanes:
             await attempt.turn("snapshot")
         if self._injects:
             await node.point("snapshot", self._task, stamp.epoch)
-        previous, replica.previous = replica.previous, dict(attempt.numbers)
+        numbers = dict(attempt.numbers)
+        previous, replica.previous = replica.previous, numbers
+        if finishing := attempt.finishing:
+            self.finishing = True
         rows: Rows | None = {}
         if self._task == 0:
             if self._checkpoints:
@@ -313,21 +316,21 @@ class Lanes:
         primary.stage, replica.actor.stamp = "snapshot", stamp
         if attempt.graph is not self._graph:  # epochs that declare the same share one
             self._graph, self._stays = attempt.graph, self._may_stay and self._leaves_state(attempt.graph)
-        if self._stays and self._bare is not None and not rows and not attempt.numbers:
+        if self._stays and self._bare is not None and not rows and not numbers:
             value = self._bare  # the boundary before, which is held already: nothing is encoded
         else:
-            value = await replica.snapshot(attempt.numbers, {stamp.epoch - 1: rows} if rows else {}, stays=True)
+            value = await replica.snapshot(numbers, {stamp.epoch - 1: rows} if rows else {}, stays=True)
             self._state_bytes = value.size_bytes
             attempt.snapshot_bytes = self._state_bytes
             if self._may_stay:
-                self._bare = value if type(value) is Encoded and not attempt.numbers and not rows else None
+                self._bare = value if type(value) is Encoded and not numbers and not rows else None
         self._epoch_bytes = attempt.put_bytes + attempt.inbound.taken_bytes + self._state_bytes
         if self._epoch_bytes > self._most_bytes:
             self._most_bytes = self._epoch_bytes
             self._gather()
         primary.stage = ""
         later = replica.device is not None and (type(value) is EncodedOnDevice or bool(self.dones.open))
-        worked = Worked(attempt, following, value, previous, rows)
+        worked = Worked(attempt, following, value, numbers, finishing, previous, rows)
         if rows is not None and not later:
             return await self._be_whole(worked)
         self.dones.add(worked)
@@ -396,6 +399,8 @@ class Lanes:
                 self._turns.at = following.epoch  # as there, without a call
         gathers = not self._lacks_room or self._may_begin(self._next)
         shared = backups.pending(boundary, gathers=gathers)
+        if self._task == 0 and node.roles.leader is not None and node.roles.leader.lacks_own():
+            backups.flush_soon()  # others wait, and for nothing else
         at = self._keeper.view.epoch
         admit_wait_s = node.settings.admit_wait_s if at is not None and epoch == at.record.base else 0.0
         worked.since = attempt.traced and clock()
@@ -432,7 +437,7 @@ class Lanes:
         told = self._told
         if told.at != epoch:
             await told.wait(epoch)
-        ahead = not attempt.cancelled and self._may_begin(self._next)
+        ahead = not attempt.cancelled and (self._next_held(worked) or self._may_begin(self._next))
         report = Report(
             stamp,
             self._task,
@@ -441,8 +446,8 @@ class Lanes:
             0,
             ledger.sent_sum,
             ledger.received_sum,
-            attempt.finishing,
-            attempt.numbers,
+            worked.finishing,
+            worked.numbers,
             worked.previous,
             ahead,
         )
@@ -453,6 +458,14 @@ class Lanes:
             told.at = worked.following.epoch
         self._told_at = self._tracing.on and clock()
         return ahead
+
+    def _next_held(self, worked: Worked) -> bool:
+        """Whether the next epoch is to be done right after this one, which so has nobody wait for its commit alone."""
+        waiting = self.helds.open
+        if len(waiting) < 2 or waiting[0] is not worked:
+            return False
+        attempt, epoch = waiting[1].following
+        return self._primary.backups.acknowledged((epoch, attempt, self._term))
 
     async def _checkpoint(self, stamp: Stamp, previous: dict[str, float]) -> None:
         """Begins to write the committed boundary, where it is one to become a checkpoint. Task 0's has all reports.

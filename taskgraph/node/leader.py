@@ -99,7 +99,13 @@ class LeaderRole:
                 self._rows.set()
             if leader.ready:
                 self._wake_if_due()
+            if self.lacks_own():
+                self._primary.backups.flush_soon()
         return self._accepted
+
+    def lacks_own(self) -> bool:
+        """Whether somebody waits for a commit that lacks nothing but the done of the leader's own task."""
+        return self._leader.lacks_task_0()
 
     async def take_restart(self, request: RequestRestart) -> Accepted:
         await self._node.keeper.wait_until_read(partial(within_reach, request.stamp, self._ahead))

@@ -289,7 +289,7 @@ class Primary:
             await replica.restore(committed.value)
         self.reporter.forget(before=now.epoch)
         self.attempts.drop_before(now.epoch)
-        self.backups.committed(committed)
+        self.backups.committed(committed, goes_on=now.attempt == stamp.attempt)
         if now.epoch > stamp.epoch and "on_commit" in replica.shape.overrides:
             self.stage = "on_commit"
             await replica.on_commit(now.epoch - 1, committed.value)

@@ -198,6 +198,14 @@ class Leader:
         self.ready = self.complete(at)
         self.pressing = self.complete(at + self.enough - 1) or any(map(self.complete, self._awaited))
 
+    def lacks_task_0(self) -> bool:
+        """Whether somebody waits for the commit of an epoch of which nothing is lacking but task 0's done."""
+        for epoch in self._awaited:
+            told = self._told.get(epoch, _NOTHING)
+            if told.done == self._tasks - 1 and ((own := told.reports.get(0)) is None or not own.done):
+                return True
+        return False
+
     def request_restart(self, stamp: Stamp, why: str) -> bool:
         """Someone says that the attempt cannot complete the epoch of `stamp`. Returns whether that counts."""
         if not self.takes(stamp):

@@ -140,9 +140,9 @@ class InSync:
             return ()
         return tuple(key for key in self._current if key not in self._acked[node])
 
-    def acknowledge(self, node: str, key: Key) -> None:
-        if node in self._acked and key in self._current:
-            self._acked[node].add(key)
+    def acknowledge(self, node: str, *keys: Key) -> None:
+        if node in self._acked:
+            self._acked[node].update(set(keys).intersection(self._current))
 
     def waits_for(self, key: Key) -> tuple[str, ...]:
         """Nodes whose acknowledgement of `key` is needed and not there."""

@@ -14,7 +14,7 @@ from taskgraph.protocol.messages import Stamp
 
 
 def worked(number: int) -> Worked:
-    return Worked(SimpleNamespace(number=number), Stamp(0, number + 1), None, {})  # type: ignore[arg-type]
+    return Worked(SimpleNamespace(number=number), Stamp(0, number + 1), None, {}, False, {})  # type: ignore[arg-type]
 
 
 class Finishing:

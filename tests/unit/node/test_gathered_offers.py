@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
 from taskgraph.node.router import Router
 from taskgraph.node.serving import Serving, _boundaries
-from taskgraph.protocol.messages import Call, Encoded, Offer, Offers, Reply, Report, Stamp
+from taskgraph.protocol.messages import Call, Encoded, Offer, Offers, Reply, Report, Reports, Stamp
 
 EPOCHS = 40
 
@@ -144,18 +145,214 @@ def test_an_epoch_is_done_only_when_its_boundary_is_held(monkeypatch: pytest.Mon
     assert done == list(range(done[0], EPOCHS)) and done[0] < 4
 
 
-def test_who_waits_for_a_commit_does_not_wait_for_more_to_gather(sent: list[Offer | Offers]) -> None:
-    """Three epochs ahead it goes on when they are committed: nothing else is to be waited for."""
+async def seconds_from(cluster: InProcessCluster, epoch: int) -> float:
+    """From when that epoch is at work to the end of the job."""
+    clock = (await primary_at(cluster, epoch)).now
+    began = clock()
+    await cluster.result()
+    return clock() - began
 
-    async def scenario(cluster: InProcessCluster) -> float:
-        clock = (await primary_at(cluster, 4)).now
+
+def test_a_task_that_does_not_go_on_waits_for_no_more_to_gather(sent: list[Offer | Offers]) -> None:
+    """The job has no more epochs: what is gathered by then is all there will be."""
+    assert run(Slow, partial(seconds_from, epoch=2), gather_s=5.0, epochs_ahead=1000) < 0.3
+    assert numbers(sent[-1])[-1] == EPOCHS and len(numbers(sent[-1])) > 20
+
+
+def test_time_alone_makes_boundaries_go(sent: list[Offer | Offers]) -> None:
+    """There are never enough of them, and the task does not wait for any commit."""
+
+    class Slower(Slow, state=["total"]):
+        async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            await asyncio.sleep(0.003)
+            await super().count(epoch, ins, outs)
+
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        node = await primary_at(cluster, 1)
+        for _ in range(10):
+            await asyncio.sleep(0.1)
+            at, latest = node.keeper.view.stamp, node.roles.primaries[0].attempts.latest
+            assert at is not None and latest is not None and latest.epoch - at.epoch <= 15
+        return await cluster.result()
+
+    assert run(Slower, scenario, epochs=400, epochs_ahead=1000).values == {0: 400}
+    assert 400 / 6 <= len(sent) <= 400 / 3
+
+
+def test_an_epoch_that_takes_longer_than_that_waits_for_nothing() -> None:
+    class Long(Slow, state=["total"]):
+        async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            await asyncio.sleep(0.1)
+            await super().count(epoch, ins, outs)
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        node = await primary_at(cluster, 3)
+        for _ in range(5):
+            before, at = node.now(), node.keeper.view.stamp
+            assert at is not None
+            await node.keeper.wait_until(lambda view, at=at: view.stamp is not None and view.stamp > at)
+            assert node.now() - before < 0.102
+
+    run(Long, scenario)
+
+
+def test_of_a_batch_one_message_is_reported_where_the_task_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[int] = []
+    begin = Router.begin
+
+    def begun(self: Router, task: int, message: Call, **options: Any) -> asyncio.Future[Reply] | None:
+        if isinstance(message, Report | Reports):
+            reported.append(1 if isinstance(message, Report) else len(message.reports))
+        return begin(self, task, message, **options)
+
+    monkeypatch.setattr(Router, "begin", begun)
+    run(Slow, tasks=2, epochs=120, epochs_ahead=16, gather_s=1.0)
+    assert sum(reported) >= 110
+    assert len(reported) <= 40
+
+
+class Listening(Slow, state=["total"]):
+    """It does not go on before its epoch is committed."""
+
+    def on_commit(self, epoch: int, state: Any) -> None: ...
+
+
+@pytest.mark.parametrize("tasks", [2, 3])
+def test_who_waits_for_task_0_alone_does_not_wait_for_what_it_gathers(tasks: int) -> None:
+    """Task 0 may go on, and is as far as the others: what they wait for is its boundary."""
+
+    def builder(task_id: int) -> tg.Task:
+        return Listening() if task_id == 1 else Slow()
+
+    given = job(builder, tasks=tasks, epochs=EPOCHS, settings=tg.Settings(admit_wait_s=30.0))
+    took = play(given, partial(seconds_from, epoch=3), nodes=2)
+    assert took < 2 * EPOCHS * 0.001
+
+
+def test_the_first_commit_after_a_takeover_waits_for_nothing() -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        node = await primary_at(cluster, 20)
+        other = next(n for n in cluster.nodes if n is not node)
+        cluster.crash(node.id)
+        await other.keeper.wait_until(lambda view: view.term(0) > 1)
+        began, at = other.now(), other.keeper.view.stamp
+        assert at is not None
+        await other.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch > at.epoch)
+        assert other.now() - began < 0.01
+
+    given = job(Slow, tasks=1, epochs=400, backups=2, settings=tg.Settings(admit_wait_s=30.0, gather_s=0.5))
+    play(given, scenario, nodes=3)
+
+
+def test_what_is_gathered_goes_when_a_node_is_missed(sent: list[Offer | Offers]) -> None:
+    """The one node that is left to hold it has it at once, and so the commit needs no more than its eviction."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        node = await primary_at(cluster, 5)
+        backups = node.roles.primaries[0].backups
+        await asyncio.sleep(0.1)
+        assert len(backups._gathered) >= 3
+        cluster.crash(next(n.id for n in cluster.nodes if n is not node))
+        await node.keeper.wait_until(lambda view: bool(view.gone))
+        await asyncio.sleep(0)
+        assert len(backups._gathered) <= 1
+
+    given = tg.Settings(admit_wait_s=30.0, gather_s=1.0, epochs_ahead=1000)
+    play(job(Slow, tasks=1, epochs=4000, backups=2, settings=given), scenario, nodes=3)
+
+
+def test_a_mistake_ahead_is_told_when_what_is_before_it_is_held() -> None:
+    class Wrong(Slow, state=["total"]):
+        async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            await super().count(epoch, ins, outs)
+            if epoch.number == 30:
+                raise ValueError("wrong")
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        clock = (await primary_at(cluster, 2)).now
         began = clock()
-        await cluster.result()
-        return clock() - began
+        with pytest.raises(tg.JobFailed, match="wrong") as caught:
+            await cluster.result()
+        assert caught.value.epoch == 30
+        assert clock() - began < 0.5
 
-    took = run(Slow, scenario, epochs_ahead=3, gather_s=1.0)
-    assert took < 0.3
-    assert max(len(numbers(offer)) for offer in sent) <= 4
+    run(Wrong, scenario, gather_s=5.0, epochs_ahead=1000)
+
+
+def test_too_few_replicas_are_waited_for_where_the_epoch_is_made() -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        node = cluster.nodes[0]
+        await node.keeper.wait_until(lambda view: view.stamp is not None and view.primary_node(0) is not None)
+        await asyncio.sleep(1.0)
+        primary = node.roles.primaries[0]
+        assert primary.attempts.latest == Stamp(1, 0)
+        assert primary.waiting_for == "1 more in-sync replicas (min_in_sync=2)"
+
+    given = tg.Settings(min_in_sync=2, admit_wait_s=0.0)
+    play(job(Slow, tasks=1, epochs=5, settings=given), scenario, nodes=1)
+
+
+def test_a_large_boundary_lets_small_ones_go_first(sent: list[Offer | Offers]) -> None:
+    class Growing(Slow, state=["total", "bulk"]):
+        def setup(self) -> None:
+            super().setup()
+            self.bulk = np.zeros(1)
+
+        async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            await super().count(epoch, ins, outs)
+            self.bulk = np.zeros(20_000 if epoch.number % 7 == 6 else 1)
+
+    assert run(Growing, gather_s=1.0).values == {0: EPOCHS}
+    offered = [number for offer in sent for number in numbers(offer)]
+    assert offered == sorted(offered)
+    assert [numbers(offer) for offer in sent if numbers(offer)[0] in (22, 28)] == [[22, 23, 24, 25, 26, 27], [28]]
+
+
+def test_a_message_is_not_larger_than_it_may_be(sent: list[Offer | Offers]) -> None:
+    class Middling(Slow, state=["total", "bulk"]):
+        async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            await super().count(epoch, ins, outs)
+            self.bulk = np.full(1800, epoch.number)
+
+        def setup(self) -> None:
+            super().setup()
+            self.bulk = np.zeros(1800)
+
+    assert run(Middling, gather_s=1.0).values == {0: EPOCHS}
+    assert max(len(numbers(offer)) for offer in sent) == 5, "the fifth of 14,5 KB is more than 64 KiB"
+
+
+def test_what_is_gathered_is_nothing_that_a_task_waits_for() -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        node = await primary_at(cluster, 5)
+        primary = node.roles.primaries[0]
+        await asyncio.sleep(0.1)
+        assert primary.backups._gathered and primary.backups._blocked
+        assert primary.waiting_for == ""
+
+    run(Slow, scenario, epochs=4000, gather_s=1.0, epochs_ahead=1000)
+
+
+def test_what_is_said_after_the_snapshot_is_too_late() -> None:
+    """It is neither in the boundary, nor in what is reported: both are of one moment."""
+
+    class Late(Slow, state=["total"]):
+        beside: set[asyncio.Task[None]] = set()  # noqa: RUF012
+
+        async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            await super().count(epoch, ins, outs)
+            epoch.report(early=1)
+            if epoch.number == 20:
+                self.beside.add(asyncio.get_running_loop().create_task(self.later(epoch)))
+
+        async def later(self, epoch: tg.Epoch) -> None:
+            await asyncio.sleep(0.003)
+            epoch.report(late=1)
+            epoch.finish()
+
+    found = run(Late, gather_s=0.05)
+    assert found.epochs == EPOCHS
+    assert [row.numbers for row in found.reports] == [{"early": 1}] * EPOCHS
 
 
 def test_large_boundaries_are_offered_where_they_are_made_and_the_task_goes_on(
