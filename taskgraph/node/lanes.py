@@ -231,7 +231,6 @@ class Lanes:
                 self.stuck = first_error(stuck)
         lane = asyncio.current_task()
         if isinstance(error, UserCodeError | TaskGraphError) and lane is not None and not lane.cancelling():
-            self._primary.backups.flush()
             await self._told.wait(stamp.epoch)  # those before it may still be done, and are first
         if self.failed_in < 0:  # what those raise that are given up for it is not what `run` raises
             self.failed_in = stamp.epoch
@@ -405,8 +404,8 @@ class Lanes:
         admit_wait_s = node.settings.admit_wait_s if at is not None and epoch == at.record.base else 0.0
         worked.since = attempt.traced and clock()
         if shared and not admit_wait_s and backups.settled:
-            if self.helds.open:
-                worked.since = 0  # of those that wait together a trace tells the first one
+            if worked.since and any(other.since for other in self.helds.open):
+                worked.since = 0  # of those that wait together a trace tells the first that it looks at
             self.helds.add(worked)
             return not attempt.cancelled and self._may_begin(self._next)
         if shared or admit_wait_s:

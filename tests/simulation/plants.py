@@ -21,6 +21,7 @@ from taskgraph.errors import Refused
 from taskgraph.graph.values import decode
 from taskgraph.node import attempt as attempt_module
 from taskgraph.node import replica as replica_module
+from taskgraph.node import serving as serving_module
 from taskgraph.node.attempt import Attempt
 from taskgraph.node.backups import Backups
 from taskgraph.node.lanes import Lanes
@@ -347,11 +348,25 @@ def a_candidate_is_admitted_without_the_pending_boundary(patch: pytest.MonkeyPat
 
 @plant
 def an_offer_counts_whatever_became_of_it(patch: pytest.MonkeyPatch) -> None:
-    def answered(original: Any, self: Backups, node: str, boundary: Any, *rest: Any) -> None:
-        self._insync.acknowledge(node, boundary.key)
-        original(self, node, boundary, *rest)
+    def answered(original: Any, self: Backups, node: str, boundaries: Any, *rest: Any) -> None:
+        self._insync.acknowledge(node, *[boundary.key for boundary in boundaries])
+        original(self, node, boundaries, *rest)
 
     _changed(patch, Backups, "_answered", answered)
+
+
+@plant
+def an_epoch_is_done_before_its_boundary_is_held(patch: pytest.MonkeyPatch) -> None:
+    async def be_held(self: Lanes, worked: Any) -> None:
+        await self._be_done(worked)
+
+    patch.setattr(Lanes, "_be_held", be_held)
+
+
+@plant
+def of_offers_that_travel_together_the_first_alone_is_held(patch: pytest.MonkeyPatch) -> None:
+    boundaries = serving_module._boundaries
+    patch.setattr(serving_module, "_boundaries", lambda offer: boundaries(offer)[:1])
 
 
 @plant

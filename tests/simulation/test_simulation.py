@@ -108,8 +108,8 @@ def test_tasks_are_in_several_epochs_at_once() -> None:
 def test_boundaries_travel_together_through_failures() -> None:
     """What was gathered is lost with its node, refused by an attempt that is over, or left to the tenders."""
     outcomes = [run_seed(seed) for seed in range(300)]
-    together = [o.transcript.states for o in outcomes if o.transcript.states["Offers of several epochs"]]
-    assert sum(states["Offers of several epochs"] for states in together) >= 60
+    together = [o.transcript.states for o in outcomes if o.transcript.states["several in Offers"]]
+    assert sum(states["several in Offers"] for states in together) >= 60
     for state, least in (("takeover", 8), ("evicted", 8), ("restart", 1), ("hand-over", 3)):
         assert sum(states[state] > 0 for states in together) >= least, state
 

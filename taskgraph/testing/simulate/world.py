@@ -290,7 +290,7 @@ class World:
         self.transcript.add("net", kind, f"{sender} > {receiver}")
         moment = _OF_ONE.get(kind, kind)
         if moment is not kind:
-            self.transcript.state(f"{kind} of several epochs")
+            self.transcript.state(f"several in {kind}")
         self.moment(f"message {moment}", receiver, sender)
         self.moment(f"answer {moment}", sender, receiver)
 
