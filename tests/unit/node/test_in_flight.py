@@ -118,7 +118,8 @@ def test_what_is_not_stateless_waits_until_the_epochs_before_it_are_snapshotted(
         await asyncio.sleep(3)
         assert boundaries(cluster, 0) == {2: {"seen": [0, 1]}}
         assert script.epochs(first, 0) == [0, 1, 2], "the state of epoch 2 is complete, and not taken yet"
-        assert script.epochs("early", 0) == ([] if kind is Unmarked else list(range(6)))
+        # What is stateless may run in any order: epoch 5's before 4's, where a thread has the task when 4 begins.
+        assert sorted(script.epochs("early", 0)) == ([] if kind is Unmarked else list(range(6)))
         gate.set()
 
     async def before_done(cluster: InProcessCluster, node: str) -> None:
