@@ -42,7 +42,7 @@ class Lanes:
 
     Args:
         at: the epoch at work, and the attempt.
-        not_done: called where an epoch that was worked through cannot be brought to its done; `not_done` says why.
+        not_done: called where an epoch that was worked through cannot be brought to its done; the property says why.
     """
 
     # Without slots, more than 30 attributes are kept in a dictionary, where each is looked up.
@@ -140,7 +140,7 @@ class Lanes:
         """An epoch said that the job ends with it: none begins any more."""
         self._epoch_bytes: int | None = None  # what the epoch held and pulled that was snapshotted last
         self._most_bytes = 0  # the most that any did
-        self.dones = Dones(self._finish, not_done)
+        self.dones = Dones(self._make_whole, not_done)
         self.helds = Dones(self._be_held, not_done)
         """Those whose boundaries are whole, and wait for acknowledgements alone."""
 
@@ -361,7 +361,7 @@ class Lanes:
         else:
             self._turns.at = following  # nobody waits for a turn
 
-    async def _finish(self, worked: Worked) -> None:
+    async def _make_whole(self, worked: Worked) -> None:
         """Makes a boundary whole that was not: it was still on a device, or what it is to carry was not all here."""
         attempt, replica, rows, value = worked.attempt, self._replica, worked.rows, worked.value
         try:

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LeaderRole", "within_reach"]
 
+_TIMER_S = 1e-3
+"""Event loops may call as much too early what was to be called later."""
 _SETTLE_S = 0.5
 """Idle tasks with unequal sums are taken as diverged when no report came for this long: by far longer than a report
 that is under way needs, far shorter than a person waits."""
@@ -71,6 +73,8 @@ class LeaderRole:
         self._commit_again_at = self._clock()
         self._commit_of = 0  # the revision of `generation` that the last commit rests on
         self._gathering: asyncio.TimerHandle | None = None
+        self._acting = False  # a commit is being written, say
+        self._came = False  # something that may be due came meanwhile
         self._gathered_by = self._ahead  # as `gather_by` was told last
 
     def gather_by(self, ahead: int) -> None:
@@ -176,7 +180,15 @@ class LeaderRole:
                     await self._node.while_paused()
                 if self._node.keeper.view.running:
                     self._begin()
-                    await self._act()
+                    self._acting, self._came = True, False
+                    try:
+                        await self._act()
+                    finally:
+                        self._acting = False
+                    if self._came:  # not before: by what was decided then it would only have been found too early
+                        self._begin()
+                        if self._leader.ready:
+                            self._wake_if_due()
                 await self._wake.wait()
         finally:
             stop()
@@ -219,7 +231,9 @@ class LeaderRole:
 
     def _wake_if_due(self) -> None:
         """Wakes the role, where it would not only wait for more to commit together with what is ready."""
-        if self._leader.pressing or not self._may_gather():
+        if self._acting:
+            self._came = True
+        elif self._leader.pressing or not self._may_gather():
             self._wake.set()
 
     def _may_wait(self, commit: Commit) -> bool:
@@ -233,7 +247,7 @@ class LeaderRole:
         if self._gathering is not None:
             return True
         left_s = self._commit_again_at - self._clock()
-        if left_s <= 0:
+        if left_s <= _TIMER_S:
             return False
         self._gathering = asyncio.get_running_loop().call_later(left_s, self._enough_gathered)
         return True

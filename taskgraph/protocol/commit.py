@@ -196,15 +196,13 @@ class Leader:
         assert self.stamp is not None
         at = self.stamp.epoch
         self.ready = self.complete(at)
-        self.pressing = self.complete(at + self.enough - 1) or any(map(self.complete, self._awaited))
+        # Who waited for an epoch, and is done with the next one, has gone on since: as `_commit` looks at it.
+        waits = any(self.complete(epoch) and not self.complete(epoch + 1) for epoch in self._awaited)
+        self.pressing = waits or self.complete(at + self.enough - 1)
 
     def lacks_task_0(self) -> bool:
         """Whether somebody waits for the commit of an epoch of which nothing is lacking but task 0's done."""
-        for epoch in self._awaited:
-            told = self._told.get(epoch, _NOTHING)
-            if told.done == self._tasks - 1 and ((own := told.reports.get(0)) is None or not own.done):
-                return True
-        return False
+        return any(self._lacks_task_0(self._told.get(epoch, _NOTHING)) for epoch in self._awaited)
 
     def request_restart(self, stamp: Stamp, why: str) -> bool:
         """Someone says that the attempt cannot complete the epoch of `stamp`. Returns whether that counts."""
@@ -231,14 +229,18 @@ class Leader:
             own: what task 0 will report, where it has worked the epoch through: that it is not done yet does not count.
         """
         told = self._told.get(epoch, _NOTHING)
+        all_done = told.done == self._tasks
+        if not all_done and (own is None or not self._lacks_task_0(told)):
+            return None
         rows = {task: dict(numbers) for task, numbers in told.rows.items()} if told.rows else {}
-        if told.done != self._tasks:
-            known = told.reports.get(0)
-            if own is None or told.done != self._tasks - 1 or (known is not None and known.done):
-                return None
-            if own:
-                rows[0] = dict(own)
+        if own and not all_done:
+            rows[0] = dict(own)
         return rows
+
+    def _lacks_task_0(self, told: _Told) -> bool:
+        """Whether all but task 0 are done."""
+        own = told.reports.get(0)
+        return told.done == self._tasks - 1 and (own is None or not own.done)
 
     def complete(self, epoch: int) -> bool:
         """Whether every task has reported something of it."""

@@ -35,11 +35,13 @@ class Slow(Counting, state=["total"]):
 class Still(Slow, state=["total", "mark"]):
     """Its state stays as it is."""
 
+    @tg.stateless
+    def compose(self, epoch: tg.Epoch) -> None:
+        super().compose(epoch)
+
+    @tg.stateless
     async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
         await asyncio.sleep(0.001)
-
-    tg.stateless(count)
-    tg.stateless(Counting.compose)
 
     def setup(self) -> None:
         self.total, self.mark = EPOCHS, "x" * 1000
@@ -337,7 +339,7 @@ def test_a_message_is_not_larger_than_it_may_be(sent: list[Offer | Offers]) -> N
             self.bulk = np.zeros(1800)
 
     assert run(Middling, gather_s=1.0).values == {0: EPOCHS}
-    assert max(len(numbers(offer)) for offer in sent) == 5, "the fifth of 14,5 KB is more than 64 KiB"
+    assert max(len(numbers(offer)) for offer in sent) == 5, "the fifth of 14.5 KB is more than 64 KiB"
 
 
 def test_what_is_gathered_is_nothing_that_a_task_waits_for() -> None:
@@ -469,6 +471,20 @@ def test_nothing_gathered_survives_its_attempt(sent: list[Offer | Offers]) -> No
     (at,) = undone
     assert at is not None
     assert offered == list(range(at.epoch + 1, EPOCHS + 1)), "one after the other, and each of them once"
+
+
+def test_what_was_gathered_in_an_attempt_that_is_over_is_offered_to_nobody(sent: list[Offer | Offers]) -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        backups = (await primary_at(cluster, 5)).roles.primaries[0].backups
+        await asyncio.sleep(0.05)
+        gathered, before = list(backups._gathered), len(sent)
+        assert len(gathered) >= 3
+        backups.drop_pending()
+        backups.flush()
+        assert len(sent) == before
+        assert backups._timer is None and not backups._insync.current[1:]
+
+    run(Slow, scenario, epochs=400, gather_s=0.2)
 
 
 def test_a_killed_primarys_epochs_that_nobody_was_offered_are_worked_on_again() -> None:
