@@ -146,7 +146,7 @@ class LeaderRole:
         if at is None or at.attempt != stamp.attempt:
             return None
         if epoch >= at.epoch:
-            return self._leader.numbers(epoch, own)
+            return self._leader.keep_numbers(epoch, own)
         told = {task: report.previous or {} for task, report in self._leader.reports().items()} | {0: own}
         if at != stamp or len(told) < self._node.job.tasks:
             return None

@@ -90,14 +90,16 @@ class _Told:
         rows: task -> the numbers in it, where it has some.
         done: how many of them are dones.
         finishing: how many of them say that the job ends with this epoch.
+        kept: the numbers that a boundary of task 0 has of this epoch, once it has.
     """
 
-    __slots__ = ("done", "finishing", "reports", "rows")
+    __slots__ = ("done", "finishing", "kept", "reports", "rows")
 
     def __init__(self) -> None:
         self.reports: dict[int, Report] = {}
         self.rows: dict[int, dict[str, float]] = {}
         self.done = self.finishing = 0
+        self.kept: Mapping[int, Mapping[str, float]] | None = None
 
 
 _NOTHING = _Told()
@@ -177,6 +179,9 @@ class Leader:
                 told.done -= known.done
                 told.finishing -= known.finish
                 told.rows.pop(task, None)
+                if told.kept is not None and report.done and not _same(report.numbers or {}, told.kept.get(task, {})):
+                    why = f"the new primary of task {task} reports other numbers (the task is not deterministic)"
+                    self._restart = self._restart or (epoch, why)
             told.reports[task] = report
             told.done += report.done
             if report.numbers:
@@ -235,6 +240,13 @@ class Leader:
         rows = {task: dict(numbers) for task, numbers in told.rows.items()} if told.rows else {}
         if own and not all_done:
             rows[0] = dict(own)
+        return rows
+
+    def keep_numbers(self, epoch: int, own: Mapping[str, float]) -> dict[int, dict[str, float]] | None:
+        """The same, for a boundary of task 0: the epoch is not committed with others any more, in this attempt."""
+        rows = self.numbers(epoch, own)
+        if rows is not None and epoch in self._told:  # a single task may be the first to say anything of it
+            self._told[epoch].kept = rows
         return rows
 
     def _lacks_task_0(self, told: _Told) -> bool:
@@ -316,6 +328,13 @@ class Leader:
         if view.term_changed(in_attempt=self._ahead > 0):
             return Restart("a new primary recomputed something differently (the tasks are not deterministic)")
         return Diverged()
+
+
+def _same(numbers: Mapping[str, float], others: Mapping[str, float]) -> bool:
+    """Whether they are equal, where NaN is equal to NaN."""
+    return numbers.keys() == others.keys() and all(
+        number == (other := others[name]) or (number != number and other != other) for name, number in numbers.items()
+    )
 
 
 def _agree(reports: list[Report]) -> bool:

@@ -300,6 +300,70 @@ def test_numbers_that_were_told_do_not_change_any_more(world: World) -> None:
     assert leader.numbers(0) == {1: {"a": 2.0}}
 
 
+def test_an_epoch_is_not_committed_with_other_numbers_than_a_boundary_has(world: World) -> None:
+    """A successor that computes something else may still send and receive as much, so that all sums agree."""
+    leader = led(world, ahead=1)
+    leader.report(report(0, S), report(1, S, numbers={"a": 1.0}))
+    assert leader.keep_numbers(0, {}) == {1: {"a": 1.0}}
+    world.die("b")
+    world.take_over(1, "a")
+    leader.report(report(1, S, term=2, done=False, version=1))
+    assert not isinstance(decide(leader, world), Restart), "it may still report the same"
+    leader.report(report(1, S, term=2, numbers={"a": 2.0}))
+    decision = decide(leader, world)
+    assert isinstance(decision, Restart) and "task 1 reports other numbers" in decision.why
+    leader.begin(Stamp(2, 0))
+    leader.report(report(0, Stamp(2, 0)), report(1, Stamp(2, 0), term=2, numbers={"a": 2.0}))
+    assert leader._restart is None and leader.numbers(0) == {1: {"a": 2.0}}
+
+
+@pytest.mark.parametrize("numbers", [{"a": 1.0}, {}, {"a": float("inf"), "b": 0.0}])
+def test_a_successor_that_reports_the_same_restarts_nothing(world: World, numbers: dict[str, float]) -> None:
+    leader = led(world, ahead=1)
+    leader.report(report(0, S), report(1, S, numbers=numbers))
+    leader.keep_numbers(0, {})
+    world.die("b")
+    world.take_over(1, "a")
+    leader.report(report(1, S, term=2, numbers=numbers))
+    assert decide(leader, world) == Commit(finished=False)
+
+
+def test_nan_is_the_same_number_as_nan(world: World) -> None:
+    leader = led(world, ahead=1)
+    leader.report(report(0, S), report(1, S, numbers={"loss": float("nan")}))
+    leader.keep_numbers(0, {})
+    world.die("b")
+    world.take_over(1, "a")
+    leader.report(report(1, S, term=2, numbers={"loss": float("inf") - float("inf")}))
+    assert decide(leader, world) == Commit(finished=False)
+
+
+@pytest.mark.parametrize("numbers", [{}, {"b": 1.0}, {"a": 1.0, "b": 1.0}, {"a": 1.5}])
+def test_what_counts_is_every_name_and_every_number(world: World, numbers: dict[str, float]) -> None:
+    leader = led(world, ahead=1)
+    leader.report(report(0, S), report(1, S, numbers={"a": 1.0}))
+    leader.keep_numbers(0, {})
+    world.die("b")
+    world.take_over(1, "a")
+    leader.report(report(1, S, term=2, numbers=numbers))
+    assert isinstance(decide(leader, world), Restart)
+
+
+def test_the_numbers_of_a_single_task_are_known_before_it_reports_anything() -> None:
+    leader = Leader(1, 10, ahead=4)
+    leader.begin(S)
+    assert leader.keep_numbers(0, {"a": 1.0}) == {0: {"a": 1.0}}
+
+
+def test_numbers_that_no_boundary_has_may_change(world: World) -> None:
+    leader = led(world, ahead=1)
+    leader.report(report(0, S), report(1, S, numbers={"a": 1.0}))
+    world.die("b")
+    world.take_over(1, "a")
+    leader.report(report(1, S, term=2, numbers={}))
+    assert decide(leader, world) == Commit(finished=False)
+
+
 def test_what_task_0_has_worked_through_need_not_be_done(world: World) -> None:
     """Its boundary is held later; what it will report is known to whoever asks."""
     leader = led(world, ahead=4)

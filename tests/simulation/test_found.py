@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,15 @@ from taskgraph.errors import OutcomeUnknown, Refused
 from taskgraph.launch import inprocess
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.backups import Backups
+from taskgraph.node.leader import LeaderRole
 from taskgraph.node.node import Node
 from taskgraph.node.primary import Primary
 from taskgraph.node.serving import Serving
+from taskgraph.observe.events import Event
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.commit import Leader
 from taskgraph.protocol.kv import Put, Txn, TxnResult
-from taskgraph.protocol.messages import Audit, HandOver, Reason, Report
+from taskgraph.protocol.messages import Audit, HandOver, Reason, Report, Stamp
 from taskgraph.testing.simulate.client import SimCoordinator
 from taskgraph.testing.simulate.etcd import SimEtcd, SimStore
 from taskgraph.testing.simulate.loop import Process, SimLoop
@@ -279,3 +282,51 @@ async def test_a_job_that_finished_and_then_lost_a_task_goes_back_and_finishes_a
 class Sums(Counts, state=["value"]):
     def result(self) -> int:
         return int(self.value)
+
+
+class ReportsAnything(Counts, state=["value"]):
+    """What it reports differs each time it computes; nothing is sent, so that all sums agree always."""
+
+    drawn = itertools.count()
+
+    def count(self, epoch: Any, ins: Any, outs: Any) -> None:
+        self.value += 1
+        epoch.report(**{f"t{self.task_id}": float(next(self.drawn))})
+
+
+async def test_a_successor_that_reports_other_numbers_than_were_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A boundary of task 0 had the predecessor's, and the successor's were committed (seed 20952)."""
+    committed: dict[int | None, dict[str, Any]] = {}
+    crashed: list[int] = []
+    kept = asyncio.Event()
+    rows_now = LeaderRole.rows_now
+
+    def notes(self: LeaderRole, stamp: Stamp, own: dict[str, float]) -> Any:
+        rows = rows_now(self, stamp, own)
+        if rows is not None and stamp.epoch == 3:
+            kept.set()
+        return rows
+
+    async def dies_before_it_is_committed(stage: str, task: int, epoch: int) -> None:
+        if (stage, epoch) != ("commit", 2) or crashed:
+            return
+        await kept.wait()
+        crashed.append(epoch)
+        leader = next(node for node in cluster.nodes if 0 in node.roles.primaries)
+        cluster.crash(leader.keeper.view.primary_node(1) or "")
+        await leader.keeper.wait_until(lambda view: view.term(1) == 2)
+
+    def note(event: Event) -> None:
+        if event.kind == "commit":
+            committed[event.epoch] = dict(event.fields)
+
+    monkeypatch.setattr(LeaderRole, "rows_now", notes)
+    job = tg.Job(tasks=2, epochs=8, backups=1, builder=lambda _: ReportsAnything())
+    cluster = InProcessCluster(job, point=lambda *_: dies_before_it_is_committed, on_event=note)
+    await cluster.start(3)
+    try:
+        result = await cluster.result(timeout_s=20)
+    finally:
+        await cluster.stop()
+    assert crashed == [2] and result.failovers == 1
+    assert {report.epoch: report.numbers for report in result.reports} == committed
