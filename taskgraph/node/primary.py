@@ -16,7 +16,7 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
-from taskgraph.errors import TaskGraphError, TransportError
+from taskgraph.errors import CheckpointError, TaskGraphError, TransportError
 from taskgraph.node.actor import StuckError, UserCodeError
 from taskgraph.node.attempt import Attempt, Idle
 from taskgraph.node.attempts import Attempts
@@ -149,8 +149,16 @@ class Primary:
         replica, boundary = self.replica, None
         if at.epoch > 0 and (replica.stateful or self.task == 0):
             self.stage = f"its file of the checkpoint of epoch {at.epoch}"
-            boundary = await self.node.checkpoints.boundary_of(self.task, self.term)
-            self.stage = ""
+            try:
+                boundary = await self.node.checkpoints.boundary_of(self.task, self.term)
+            except CheckpointError as error:
+                if replica.stateful:
+                    raise
+                # Of a task 0 without state it has what tasks reported in earlier epochs: no reason to fail the job.
+                why = f"{error}; what was reported before epoch {at.epoch} may be missing in the result"
+                self.node.events.emit("checkpoint refused", why, task=self.task, epoch=at.epoch)
+            finally:
+                self.stage = ""
         if boundary is None:
             if at.epoch > 0 and replica.stateful:
                 raise AssertionError(f"task {self.task}: a member without boundary {at.epoch} took over")

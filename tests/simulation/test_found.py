@@ -330,3 +330,52 @@ async def test_a_successor_that_reports_other_numbers_than_were_kept(monkeypatch
         await cluster.stop()
     assert crashed == [2] and result.failovers == 1
     assert {report.epoch: report.numbers for report in result.reports} == committed
+
+
+class Stateless(tg.Task):
+    def compose(self, epoch: Any) -> None:
+        epoch.processor(self.count)
+
+    def count(self, epoch: Any, ins: Any, outs: Any) -> None:
+        epoch.report(epoch=float(epoch.number))
+
+
+def tear(place: Path) -> None:
+    for file in place.rglob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:12])
+
+
+async def test_a_torn_file_of_reports_alone_does_not_fail_a_job(tmp_path: Path) -> None:
+    """Of a task 0 without state a checkpoint has what was reported, and nothing that the job needs (seed 41611)."""
+    crashed: list[int] = []
+
+    async def tears_it_and_dies(stage: str, task: int, epoch: int) -> None:
+        if (stage, epoch) != ("commit", 3) or crashed:
+            return
+        (node,) = cluster.nodes
+        await node.keeper.wait_until(lambda v: v.checkpoint is not None and v.checkpoint.record.epoch == 3)
+        tear(tmp_path)
+        crashed.append(epoch)
+        cluster.crash(node.id)
+        cluster.add()
+        await asyncio.Event().wait()
+
+    job = tg.Job(
+        tasks=1,
+        epochs=6,
+        backups=0,
+        builder=lambda _: Stateless(),
+        checkpoint=f"file://{tmp_path}",
+        checkpoint_every=1,
+        settings=tg.Settings(epochs_ahead=0),
+    )
+    cluster = InProcessCluster(job, point=lambda *_: tears_it_and_dies)
+    await cluster.start(1)
+    try:
+        result = await cluster.result(timeout_s=20)
+    finally:
+        await cluster.stop()
+    assert crashed == [3] and (result.epochs, result.failovers) == (6, 1)
+    assert {report.epoch: report.numbers for report in result.reports} == {e: {"epoch": float(e)} for e in (3, 4, 5)}
+    (refused,) = [event.text for event in cluster.events if event.kind == "checkpoint refused"]
+    assert "is torn" in refused and "reported before epoch 3 may be missing" in refused
