@@ -20,6 +20,7 @@
     attempts     a primary's attempts that are not committed, and the pulls that wait for one
     mailbox      flags and requests of one attempt
     backups      offering boundaries, admitting and evicting members
+    gathered     small boundaries that are offered together
     leader       task 0's primary: commit, restart, fail
     router       calls to whoever is a task's primary at the moment
     actor        where user code is called, and nowhere else

@@ -18,14 +18,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from taskgraph.errors import Refused, TransportError
-from taskgraph.graph.values import joined
 from taskgraph.node.backoff import Backoff
-from taskgraph.node.gathering import Due
+from taskgraph.node.gathered import Gathered, message_of
 from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync, Place
-from taskgraph.protocol.messages import Accepted, Encoded, Offer, Offers, Reason, Release, Reply, Stamp
+from taskgraph.protocol.messages import Accepted, Offer, Reason, Release, Reply, Stamp
 
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
@@ -34,14 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["Backups"]
 
 Key = tuple[int, int, int]
-
-_IN_TIME = 0.6
-"""Of the time that commits are gathered, from one on: what is offered then is held when its reports have to go."""
-_OVERDUE = 0.1
-"""Of that time: so long a boundary waits for others where the next commit is overdue."""
-_SMALL_BYTES = 16 << 10
-"""Larger boundaries are offered each by itself, where they are made: together they would be in each other's way."""
-_GATHERED_BYTES = 64 << 10
 
 
 class Backups:
@@ -74,23 +65,13 @@ class Backups:
         self._offered: dict[str, dict[Key, asyncio.Future[Reply]]] = {}  # offers under way that no tender made
         self._idle: dict[str, None] = {}  # nodes whose tenders wait for something to do
         self._blocked: dict[Key, Callable[[], str]] = {}  # boundaries that a done waits for -> what is lacking
-        self._gathered: dict[Key, Boundary] = {}  # pending ones that nobody was offered yet
-        self._gathered_bytes = 0
-        self._gathered_last: Encoded | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._due = Due(node, _IN_TIME)
-        self._enough = 1
-        self.gather_by(node.settings.epochs_ahead)
-
-    def gather_by(self, ahead: int) -> None:
-        """The task may be so many epochs ahead of the commit: half of that is enough for a message."""
-        self._due.ahead = ahead
-        self._enough = max(1, ahead // 2) if self._node.settings.gather_s else 1
+        self.gathered = Gathered(node, self._offer_all)
+        """Pending ones that nobody was offered yet."""
 
     @property
     def blocked(self) -> str:
         """What the earliest done waits for that waits, for `status`. What is gathered waits for nobody."""
-        waits = self._blocked.keys() - self._gathered.keys()
+        waits = self._blocked.keys() - self.gathered.boundaries.keys()
         return self._blocked[min(waits)]() if waits else ""
 
     @property
@@ -114,14 +95,9 @@ class Backups:
                 del self._boundaries[key]
         self._boundaries[boundary.key] = boundary
         self._insync.keep_from(epoch)
-        if goes_on:
-            self._due.committed()
-        else:
-            self._due.forget()
+        self.gathered.committed(goes_on=goes_on)
         if not self._insync.add(boundary.key):
             return  # there is nobody to tell
-        if self._gathered:
-            self._arm(self._due.at(_OVERDUE))
         self._withdraw_history()
         if not self._insync.all_members(len(self._idle)):
             self._poke()
@@ -129,13 +105,13 @@ class Backups:
     def rolled_back(self, boundary: Boundary) -> None:
         """The job went back to a checkpoint: `boundary` is the committed one, all others were undone."""
         self._boundaries = {}
-        self._spill()
+        self.gathered.clear()
         self._insync.forget_boundaries()
         self.committed(boundary)
 
     def drop_pending(self) -> None:
         """The attempt the pending boundaries were made in is over."""
-        self._spill()
+        self.gathered.clear()
         self._insync.drop_pending(self._committed_epoch)
         self._boundaries = {k: b for k, b in self._boundaries.items() if k[0] <= self._committed_epoch}
 
@@ -152,70 +128,26 @@ class Backups:
         self._boundaries[key] = boundary
         if not self._insync.add(key):
             return self._node.settings.min_in_sync > 1
-        value, view = boundary.value, self._node.keeper.view
-        if value.buffers or value.size_bytes > _SMALL_BYTES:
-            self.flush()
+        if self.gathered.takes(boundary.value):
+            self.gathered.add(boundary, goes_on=gathers)
+        else:
+            self.gathered.flush()
             self._offer_all([boundary])
-            return True
-        self._gathered[key] = boundary
-        if value is not self._gathered_last:  # else it will not be sent twice
-            self._gathered_last = value
-            self._gathered_bytes += value.size_bytes
-        if not gathers or len(self._gathered) >= self._enough or self._gathered_bytes > _GATHERED_BYTES:
-            self.flush()
-        elif view.stamp is not None and key[0] == view.stamp.epoch + 1 and not self._due.early(view):
-            self.flush_soon()  # the leader waits for it, and perhaps for some that are made right now
-        elif self._timer is None:
-            self._arm(self._due.at(_OVERDUE))
         return True
-
-    def _arm(self, at: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_at(at, self.flush)
-
-    def flush_soon(self) -> None:
-        """The same with what is made in this step of the event loop, too."""
-        if self._gathered:
-            self._arm(0.0)
-
-    def flush(self) -> None:
-        """Offers what was gathered: somebody waits for it, or it is time."""
-        if self._gathered:
-            gathered = list(self._gathered.values())
-            self._spill()
-            self._due.went()
-            try:
-                self._offer_all(gathered)
-            except BaseException:
-                self._poke()  # it is left to the tenders
-                raise
 
     def _offer_all(self, boundaries: list[Boundary]) -> None:
         """Offers them to all members, where that takes no waiting."""
-        offered = self._insync.all_members(len(self._idle))  # and their tenders have nothing to do
-        if offered:
-            for node in self._idle:
-                offered = offered and self._offer_now(node, boundaries)
-        if not offered:
-            self._poke()
-
-    def _spill(self) -> None:
-        """Nothing is gathered any more. What was not offered is left to the tenders, if it still counts."""
-        self._gathered = {}
-        self._gathered_bytes = 0
-        self._gathered_last = None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        idle, offered = self._idle, False
+        try:
+            # They are all there are, and their tenders have nothing to do.
+            offered = self._insync.all_members(len(idle)) and all(self._offer_now(node, boundaries) for node in idle)
+        finally:
+            if not offered:
+                self._poke()  # it is left to the tenders, also where something raised
 
     def _offer_now(self, node: str, boundaries: list[Boundary]) -> bool:
         """Offers a member pending boundaries, where that takes no waiting."""
-        first = boundaries[0]
-        if len(boundaries) > 1:
-            message: Offer | Offers = self._gather(node, boundaries)
-        else:
-            message = Offer(first.stamp, self._term, self._task, False, False, self._invited[node], first.value)
+        message = message_of(boundaries, self._task, self._term, self._invited[node])
         began = self._node.tracing.on and clock()
         reply = self._node.router.begin_at(node, message)
         if reply is None:
@@ -226,20 +158,6 @@ class Backups:
         late = asyncio.get_running_loop().call_later(self._node.settings.call_s, reply.cancel)
         reply.add_done_callback(partial(self._answered, node, boundaries, late, began))
         return True
-
-    def _gather(self, node: str, boundaries: list[Boundary]) -> Offers:
-        """All of them in one message. A value that is that of the boundary before is not in it twice."""
-        parts, values = [], []
-        before: Encoded | None = None
-        for boundary in boundaries:
-            value = boundary.value
-            own = value is not before
-            if own:
-                values.append(value)
-            parts.append((boundary.stamp.epoch, len(value.meta) if own else 0, value.digest))
-            before = value
-        stamp, invitation = boundaries[0].stamp, self._invited[node]
-        return Offers(stamp, self._term, self._task, invitation, tuple(parts), joined(values))
 
     def _answered(
         self,
@@ -367,7 +285,7 @@ class Backups:
                 await asyncio.Event().wait()  # until the term ends; every tender says what it waits for
             finally:
                 stop()
-                self._spill()
+                self.gathered.clear()
                 self._group = None
                 for node in tuple(self._offered):
                     self._withdraw(node)
@@ -394,7 +312,7 @@ class Backups:
 
     def _look(self) -> None:
         """The view or a suspicion changed: invite whom placement wishes for, tend whoever is there."""
-        self.flush()  # somebody comes or goes: the next commit is not to wait for more than that
+        self.gathered.flush()  # somebody comes or goes: the next commit is not to wait for more than that
         self._changed()
         for future in [future for future, something in self._waits.items() if something()]:
             if not future.done():
@@ -466,7 +384,7 @@ class Backups:
 
     def _to_offer(self, node: str) -> Key | None:
         """The first boundary that it has yet to acknowledge and that is not on its way to it."""
-        offered, gathered = self._offered.get(node, ()), self._gathered
+        offered, gathered = self._offered.get(node, ()), self.gathered.boundaries
         missing = self._insync.missing(node)
         return next((key for key in missing if key not in offered and key not in gathered), None)
 

@@ -246,7 +246,7 @@ class Lanes:
             self._lacks_room = True
             self._room.clear()
             if self._next == stamp.epoch:
-                self._primary.backups.flush()  # the commit that it waits for needs what is gathered there
+                self._primary.backups.gathered.flush()  # the commit that it waits for needs what is gathered there
             await self._room.wait()
         if waiting and self._told.at == stamp.epoch:
             last = Stamp(stamp.attempt, stamp.epoch - 1)
@@ -343,7 +343,7 @@ class Lanes:
         """What is gathered is a part of the epochs that it may be ahead, which are fewer where they are so large."""
         ahead = min(self._ahead, _AHEAD_BYTES // self._most_bytes)
         self._primary.reporter.gather_by(ahead)
-        self._primary.backups.gather_by(ahead)
+        self._primary.backups.gathered.gather_by(ahead)
         if self._task == 0 and self._node.roles.leader is not None:
             self._node.roles.leader.gather_by(ahead)
 
@@ -399,7 +399,7 @@ class Lanes:
         gathers = not self._lacks_room or self._may_begin(self._next)
         shared = backups.pending(boundary, gathers=gathers)
         if self._task == 0 and node.roles.leader is not None and node.roles.leader.lacks_own():
-            backups.flush_soon()  # others wait, and for nothing else
+            backups.gathered.flush_soon()  # others wait, and for nothing else
         at = self._keeper.view.epoch
         admit_wait_s = node.settings.admit_wait_s if at is not None and epoch == at.record.base else 0.0
         worked.since = attempt.traced and clock()
@@ -409,7 +409,7 @@ class Lanes:
             self.helds.add(worked)
             return not attempt.cancelled and self._may_begin(self._next)
         if shared or admit_wait_s:
-            backups.flush()
+            backups.gathered.flush()
             await backups.held(boundary.key, admit_wait_s=admit_wait_s)
         return await self._be_done(worked)
 

@@ -104,7 +104,7 @@ class LeaderRole:
             if leader.ready:
                 self._wake_if_due()
             if self.lacks_own():
-                self._primary.backups.flush_soon()
+                self._primary.backups.gathered.flush_soon()
         return self._accepted
 
     def lacks_own(self) -> bool:

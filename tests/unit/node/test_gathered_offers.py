@@ -271,11 +271,11 @@ def test_what_is_gathered_goes_when_a_node_is_missed(sent: list[Offer | Offers])
         node = await primary_at(cluster, 5)
         backups = node.roles.primaries[0].backups
         await asyncio.sleep(0.1)
-        assert len(backups._gathered) >= 3
+        assert len(backups.gathered.boundaries) >= 3
         cluster.crash(next(n.id for n in cluster.nodes if n is not node))
         await node.keeper.wait_until(lambda view: bool(view.gone))
         await asyncio.sleep(0)
-        assert len(backups._gathered) <= 1
+        assert len(backups.gathered.boundaries) <= 1
 
     given = tg.Settings(admit_wait_s=30.0, gather_s=1.0, epochs_ahead=1000)
     play(job(Slow, tasks=1, epochs=4000, backups=2, settings=given), scenario, nodes=3)
@@ -347,7 +347,7 @@ def test_what_is_gathered_is_nothing_that_a_task_waits_for() -> None:
         node = await primary_at(cluster, 5)
         primary = node.roles.primaries[0]
         await asyncio.sleep(0.1)
-        assert primary.backups._gathered and primary.backups._blocked
+        assert primary.backups.gathered.boundaries and primary.backups._blocked
         assert primary.waiting_for == ""
 
     run(Slow, scenario, epochs=4000, gather_s=1.0, epochs_ahead=1000)
@@ -447,7 +447,7 @@ def test_nothing_gathered_survives_its_attempt(sent: list[Offer | Offers]) -> No
             if epoch.number == 20 and epoch.attempt == 1:
                 node = nodes[0]
                 primary = node.roles.primaries[0]
-                assert primary.backups._gathered
+                assert primary.backups.gathered.boundaries
                 at = primary.attempts.latest
                 assert at is not None
                 primary.ask_restart(at, "a test asks for it")
@@ -477,12 +477,12 @@ def test_what_was_gathered_in_an_attempt_that_is_over_is_offered_to_nobody(sent:
     async def scenario(cluster: InProcessCluster) -> None:
         backups = (await primary_at(cluster, 5)).roles.primaries[0].backups
         await asyncio.sleep(0.05)
-        gathered, before = list(backups._gathered), len(sent)
+        gathered, before = list(backups.gathered.boundaries), len(sent)
         assert len(gathered) >= 3
         backups.drop_pending()
-        backups.flush()
+        backups.gathered.flush()
         assert len(sent) == before
-        assert backups._timer is None and not backups._insync.current[1:]
+        assert backups.gathered._timer is None and not backups._insync.current[1:]
 
     run(Slow, scenario, epochs=400, gather_s=0.2)
 
@@ -491,7 +491,7 @@ def test_a_killed_primarys_epochs_that_nobody_was_offered_are_worked_on_again() 
     async def scenario(cluster: InProcessCluster) -> tg.JobResult:
         node = await primary_at(cluster, 5)
         await asyncio.sleep(0.05)
-        assert len(node.roles.primaries[0].backups._gathered) >= 3
+        assert len(node.roles.primaries[0].backups.gathered.boundaries) >= 3
         cluster.crash(node.id)
         return await cluster.result()
 

@@ -1,0 +1,135 @@
+"""Small boundaries of a task that works ahead of the commit: gathered, and offered to its members in one message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from taskgraph.graph.values import joined
+from taskgraph.node.gathering import Due
+from taskgraph.protocol.boundaries import Boundary
+from taskgraph.protocol.messages import Encoded, Offer, Offers
+
+if TYPE_CHECKING:
+    from taskgraph.node.node import Node
+
+__all__ = ["Gathered", "message_of"]
+
+_IN_TIME = 0.6
+"""Of the time that commits are gathered, from one on: what is offered then is held when its reports have to go."""
+_OVERDUE = 0.1
+"""Of that time: so long a boundary waits for others where the next commit is overdue."""
+_SMALL_BYTES = 16 << 10
+"""Larger boundaries are offered each by itself, where they are made: together they would be in each other's way."""
+_GATHERED_BYTES = 64 << 10
+
+
+class Gathered:
+    """Pending boundaries of one task that nobody was offered yet.
+
+    They go early enough to be held, and their dones reported, when the leader commits again. They go before that where
+    there are enough of them, or where somebody waits for one: who knows of that calls `flush`, or `flush_soon`.
+
+    Args:
+        offer: offers boundaries, in their order, to all members.
+
+    Attributes:
+        boundaries: by their keys, in the order in which they were added.
+    """
+
+    def __init__(self, node: Node, offer: Callable[[list[Boundary]], None]) -> None:
+        self._node = node
+        self._offer = offer
+        self._loop = asyncio.get_running_loop()
+        self._due = Due(node, _IN_TIME)
+        self._bytes = 0
+        self._last: Encoded | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.boundaries: dict[tuple[int, int, int], Boundary] = {}
+        self.gather_by(node.settings.epochs_ahead)
+
+    def gather_by(self, ahead: int) -> None:
+        """The task may be so many epochs ahead of the commit: half of that is enough for a message."""
+        self._due.ahead = ahead
+        self._enough = max(1, ahead // 2) if self._node.settings.gather_s else 1
+
+    @staticmethod
+    def takes(value: Encoded) -> bool:
+        """Whether such a boundary is to be gathered."""
+        return not value.buffers and value.size_bytes <= _SMALL_BYTES
+
+    def add(self, boundary: Boundary, *, goes_on: bool) -> None:
+        """Gathers one.
+
+        Args:
+            goes_on: the task does, and somebody calls `flush` where it does not any more; else all of it goes now.
+        """
+        key, value, view = boundary.key, boundary.value, self._node.keeper.view
+        self.boundaries[key] = boundary
+        if value is not self._last:  # else it will not be sent twice
+            self._last = value
+            self._bytes += value.size_bytes
+        if not goes_on or len(self.boundaries) >= self._enough or self._bytes > _GATHERED_BYTES:
+            self.flush()
+        elif view.stamp is not None and key[0] == view.stamp.epoch + 1 and not self._due.early(view):
+            self.flush_soon()  # the leader waits for it, and perhaps for some that are made right now
+        elif self._timer is None:
+            self._arm(self._due.at(_OVERDUE))
+
+    def committed(self, *, goes_on: bool) -> None:
+        """A commit was seen: what is here may be gathered for the next one.
+
+        Args:
+            goes_on: so does the attempt; else nothing is known of when that comes.
+        """
+        if goes_on:
+            self._due.committed()
+        else:
+            self._due.forget()
+        if self.boundaries:
+            self._arm(self._due.at(_OVERDUE))
+
+    def flush(self) -> None:
+        """Offers what was gathered: somebody waits for it, or it is time."""
+        if self.boundaries:
+            gathered = list(self.boundaries.values())
+            self.clear()
+            self._due.went()
+            self._offer(gathered)
+
+    def flush_soon(self) -> None:
+        """The same with what is made in this step of the event loop, too."""
+        if self.boundaries:
+            self._arm(0.0)
+
+    def clear(self) -> None:
+        """Nothing is gathered any more."""
+        self.boundaries = {}
+        self._bytes = 0
+        self._last = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(at, self.flush)
+
+
+def message_of(boundaries: list[Boundary], task: int, term: int, invitation: int) -> Offer | Offers:
+    """All of them in one message to a member. A value that is that of the boundary before is not in it twice."""
+    first = boundaries[0]
+    if len(boundaries) == 1:
+        return Offer(first.stamp, term, task, False, False, invitation, first.value)
+    parts, values = [], []
+    before: Encoded | None = None
+    for boundary in boundaries:
+        value = boundary.value
+        own = value is not before
+        if own:
+            values.append(value)
+        parts.append((boundary.stamp.epoch, len(value.meta) if own else 0, value.digest))
+        before = value
+    return Offers(first.stamp, term, task, invitation, tuple(parts), joined(values))
