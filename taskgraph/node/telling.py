@@ -12,6 +12,7 @@ from taskgraph.observe.usage import Usage
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
     from taskgraph.node.replica import Replica
+    from taskgraph.protocol.view import JobView
 
 __all__ = ["node_status", "task_results"]
 
@@ -70,7 +71,12 @@ def _replica_status(node: Node, replica: Replica) -> ReplicaStatus:
 async def task_results(node: Node) -> list[TaskResult]:
     """After the last commit: what the primaries here return. Waits until they computed it."""
     primaries = node.roles.primaries
-    await node.keeper.wait_until(lambda v: not v.running and all(p.final is not None for p in primaries.values()))
+
+    def all_final(view: JobView) -> bool:
+        return not view.running and all(primary.final is not None for primary in primaries.values())
+
+    while not all_final(node.keeper.view):  # since it was woken, this node may have taken over one task more
+        await node.keeper.wait_until(all_final)
     found = []
     for task, primary in sorted(primaries.items()):
         assert primary.final is not None

@@ -379,3 +379,27 @@ async def test_a_torn_file_of_reports_alone_does_not_fail_a_job(tmp_path: Path) 
     assert {report.epoch: report.numbers for report in result.reports} == {e: {"epoch": float(e)} for e in (3, 4, 5)}
     (refused,) = [event.text for event in cluster.events if event.kind == "checkpoint refused"]
     assert "is torn" in refused and "reported before epoch 3 may be missing" in refused
+
+
+async def test_a_node_that_takes_one_task_more_while_it_is_asked_for_its_results() -> None:
+    """It had all of them when it was woken, and one was missing when it came to tell them: it raised."""
+    cluster = InProcessCluster(tg.Job(tasks=1, epochs=2, backups=0, builder=lambda _: Counts()))
+    await cluster.start(1)
+    try:
+        await cluster.result(timeout_s=10)
+        (node,) = cluster.nodes
+        primary = node.roles.primaries[0]
+        final, primary.final = primary.final, None
+        asked = asyncio.create_task(node.results())
+        await asyncio.sleep(0)
+        primary.final = final
+        node.keeper.notify()
+        primary.final = None  # in the same step of the event loop
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not asked.done()
+        primary.final = final
+        node.keeper.notify()
+        assert [result.task for result in await asked] == [0]
+    finally:
+        await cluster.stop()

@@ -202,6 +202,8 @@ async def _run(outcome: Outcome) -> None:
         outcome.ended = await _until_over(world, faults)
     except Violation as error:
         outcome.problem = str(error)
+    except Exception as error:
+        outcome.problem = "".join(traceback.format_exception(error))
     finally:
         faults.end(heal=True)
         await world.stop()
