@@ -290,14 +290,15 @@ class Primary:
             committed = boundaries.committed
         if committed is None or committed.stamp.epoch != now.epoch:
             raise AssertionError(f"task {self.task}: epoch {now.epoch} committed without its boundary")
+        # Before anything is awaited: who is admitted meanwhile has to hold this one, not one before it.
+        self.backups.committed(committed, goes_on=now.attempt == stamp.attempt)
+        self.reporter.forget(before=now.epoch)
+        self.attempts.drop_before(now.epoch)
         if now.attempt > stamp.attempt:
             boundaries.drop_pending()
             self.backups.drop_pending()
             self.stage = "restore"
             await replica.restore(committed.value)
-        self.reporter.forget(before=now.epoch)
-        self.attempts.drop_before(now.epoch)
-        self.backups.committed(committed, goes_on=now.attempt == stamp.attempt)
         if now.epoch > stamp.epoch and "on_commit" in replica.shape.overrides:
             self.stage = "on_commit"
             await replica.on_commit(now.epoch - 1, committed.value)

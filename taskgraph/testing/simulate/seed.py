@@ -222,10 +222,7 @@ async def _until_over(world: World, faults: Faults) -> str:
     try:
         await asyncio.wait(waits, timeout=HEAL_S, return_when=asyncio.FIRST_COMPLETED)
         if not status.done() and not world.failed.done():
-            faults.end(heal=True)
-            world.transcript.add("world", "heal", "no failure from now on")
-            while len(world.existing()) < world.settings.min_in_sync + 1:
-                world.add()
+            _heal(world, faults)
             await asyncio.wait(waits, timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
         if world.failed.done():
             world.failed.result()
@@ -239,7 +236,7 @@ async def _until_over(world: World, faults: Faults) -> str:
         try:
             await asyncio.wait(waits, timeout=HEAL_S, return_when=asyncio.FIRST_COMPLETED)
             if not result.done() and not world.failed.done():
-                faults.end(heal=True)
+                _heal(world, faults)
                 await asyncio.wait(waits, timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
             if world.failed.done():
                 world.failed.result()
@@ -258,6 +255,14 @@ async def _until_over(world: World, faults: Faults) -> str:
     finally:
         status.cancel()
         await asyncio.gather(status, return_exceptions=True)
+
+
+def _heal(world: World, faults: Faults) -> None:
+    """No failure from now on, and nodes enough: those started last may have found no etcd, and have ended."""
+    faults.end(heal=True)
+    world.transcript.add("world", "heal", "no failure from now on")
+    while len(world.existing()) < world.settings.min_in_sync + 1:
+        world.add()
 
 
 def _judge_failure(world: World, reason: str, ruthless: bool) -> str:
