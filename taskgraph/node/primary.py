@@ -30,9 +30,9 @@ from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync
 from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.messages import Encoded, HandOver, Report, RequestRestart, Stamp, Wait
-from taskgraph.protocol.records import EpochRecord, State
+from taskgraph.protocol.records import EpochRecord, PrimaryRecord, State
 from taskgraph.protocol.transactions import TakenOver
-from taskgraph.protocol.view import JobView, holds
+from taskgraph.protocol.view import JobView, Versioned, holds
 from taskgraph.task import BecamePrimary
 
 if TYPE_CHECKING:
@@ -437,7 +437,12 @@ class Primary:
         )
 
     async def _tell(self, request: RequestRestart) -> None:
-        await self.node.router.to_primary(0, lambda: request, timeout_s=self.node.settings.call_s)
+        """Tells the leader, and whoever leads after it: it may be gone before it has written anything."""
+        keeper = self.node.keeper
+        while not _is_over(request.stamp, keeper.view):
+            told = keeper.view.primaries.get(0)
+            await self.node.router.to_primary(0, lambda: request, timeout_s=self.node.settings.call_s)
+            await keeper.wait_until(partial(_is_over, request.stamp, leader=told))
 
     def check_terms(self) -> None:
         """The view changed: an attempt that rests on a gone primary's acknowledgement cannot be completed."""
@@ -452,8 +457,17 @@ class Primary:
     def ask_restart(self, stamp: Stamp, why: str) -> None:
         if (stamp, why) in self._restart_asked or self._group is None:
             return
-        self._restart_asked = {(stamp, why)}
+        self._restart_asked = {asked for asked in self._restart_asked if asked[0].attempt == stamp.attempt}
+        self._restart_asked.add((stamp, why))
         self._group.create_task(self._tell(RequestRestart(stamp, self.task, why)))
+
+
+def _is_over(stamp: Stamp, view: JobView, *, leader: Versioned[PrimaryRecord] | None = None) -> bool:
+    """Whether nothing needs to be told of that epoch any more, or nothing to the leader that was told."""
+    at = view.stamp
+    if at is not None and (at.attempt != stamp.attempt or at.epoch > stamp.epoch):
+        return True
+    return leader is not None and view.primaries.get(0) is not leader
 
 
 def _moved_on(stamp: Stamp, view: JobView) -> bool:

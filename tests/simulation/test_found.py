@@ -453,3 +453,45 @@ async def test_commits_and_a_restart_that_are_read_at_once(monkeypatch: pytest.M
         await cluster.stop()
     assert stamp.epoch >= before.epoch + 2
     assert [epoch for epoch, _, _ in current] == [stamp.epoch]
+
+
+class HangsOnce(Counts, state=["value"]):
+    hangs = True
+
+    async def count(self, epoch: Any, ins: Any, outs: Any) -> None:
+        if self.task_id == 1 and epoch.number == 2 and HangsOnce.hangs:
+            HangsOnce.hangs = False
+            await asyncio.Event().wait()
+        self.value += 1
+
+
+async def test_a_leader_that_dies_between_the_request_for_a_restart_and_the_restart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It had acknowledged the request, and nobody made it again: the epoch stood still for ever (seed 87838)."""
+    died: list[str] = []
+    restart = LeaderRole._restart
+
+    async def dies(self: LeaderRole, why: str) -> None:
+        if not died:
+            died.append(why)
+            cluster.crash(self._node.id)
+            await asyncio.Event().wait()
+        await restart(self, why)
+
+    monkeypatch.setattr(LeaderRole, "_restart", dies)
+    monkeypatch.setattr(HangsOnce, "hangs", True)
+    job = tg.Job(tasks=2, epochs=4, backups=1, builder=lambda _: HangsOnce(), settings=tg.Settings(epochs_ahead=0))
+    cluster = InProcessCluster(job)
+    await cluster.start(3)
+    try:
+        keeper = cluster.nodes[0].keeper
+        await keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch == 2)
+        primary = cluster.node(keeper.view.primary_node(1) or "").roles.primaries[1]
+        await primary.node.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch == 2)
+        primary.ask_restart(Stamp(1, 2), "a test")
+        result = await cluster.result(timeout_s=10)
+    finally:
+        await cluster.stop()
+    assert died == ["a test"]
+    assert (result.epochs, result.failovers, result.restarts) == (4, 1, 1)
