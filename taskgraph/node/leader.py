@@ -44,6 +44,8 @@ _TIMER_S = 1e-3
 _SETTLE_S = 0.5
 """Idle tasks with unequal sums are taken as diverged when no report came for this long: by far longer than a report
 that is under way needs, far shorter than a person waits."""
+_SHOWN = 3
+"""Waits, or edges that do not agree, in one line."""
 _REFUSALS = 20
 """Commits refused in a row, each time with a view that was read again since, a second in all: no lag explains it."""
 
@@ -409,7 +411,7 @@ class LeaderRole:
         if self._audit_waits:
             return  # and looks again
         lines = lines or ["no edge can be named: please report this as a bug of taskgraph"]
-        wrong = GraphError(f"epoch {stamp.epoch}: the tasks do not agree on what was exchanged: " + "; ".join(lines))
+        wrong = GraphError(f"epoch {stamp.epoch}: the tasks do not agree on what was exchanged: {_some(lines)}")
         await self._node.fail_job(wrong, None, stamp.epoch, fence)
 
     def _still_diverged(self, fence: tuple[Compare, ...], news: float) -> bool:
@@ -453,8 +455,7 @@ class LeaderRole:
         lines += self._node.writes.waits  # which `status` shows of every node
         if self._waits_told != stamp and lines:
             self._waits_told = stamp
-            shown = "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more" if len(lines) > 3 else "")
-            self._node.events.emit("waits", f"epoch {stamp.epoch} waits: {shown}", epoch=stamp.epoch)
+            self._node.events.emit("waits", f"epoch {stamp.epoch} waits: {_some(lines)}", epoch=stamp.epoch)
 
     def _unreachable(self, gathered: dict[int, tuple[Wait, ...]]) -> list[str]:
         view = self._node.keeper.view
@@ -500,6 +501,11 @@ class LeaderRole:
             Compare(view.keys.epoch, epoch),
             Compare(view.keys.generation, view.generation_revision),  # what a new primary did is judged anew
         )
+
+
+def _some(lines: list[str]) -> str:
+    """The first of them, and how many more there are: of a thousand tasks each may have one."""
+    return "; ".join(lines[:_SHOWN]) + (f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
 
 
 def within_reach(stamp: Stamp, ahead: int, view: JobView) -> bool:

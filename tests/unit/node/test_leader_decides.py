@@ -1,4 +1,7 @@
-"""How often the leader decides: its decisions look at every task, so they must not be as many as reports or events."""
+"""How often the leader decides: its decisions look at every task, so they must not be as many as reports or events.
+
+And how much it tells of what it found.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import pytest
 from cluster_kit import IN_STEP, Counting
 
 import taskgraph as tg
-from taskgraph.node.leader import LeaderRole
+from taskgraph.node.leader import LeaderRole, _some
 from taskgraph.protocol.commit import Action, Commit, Leader
 from taskgraph.protocol.view import JobView
 
@@ -50,3 +53,11 @@ def test_it_decides_once_for_a_commit_of_several_epochs(monkeypatch: pytest.Monk
     assert tg.run(job, nodes=0, timeout_s=30).values == dict.fromkeys(range(5), 400)
     assert len(written) > 10
     assert sum(isinstance(decision, Commit) for decision in decided) - len(written) < len(written) / 3
+
+
+@pytest.mark.parametrize(
+    ("lines", "shown"),
+    [(["a"], "a"), (["a", "b", "c"], "a; b; c"), (["a", "b", "c", "d", "e"], "a; b; c; and 2 more")],
+)
+def test_of_many_lines_it_tells_the_first(lines: list[str], shown: str) -> None:
+    assert _some(lines) == shown
