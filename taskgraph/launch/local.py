@@ -57,6 +57,7 @@ class _Process:
     log_path: Path
     code: int | None = None
     death: GoneRecord | None = None
+    stands: str = ""  # where its event loop stands still
 
 
 class LocalNodes:
@@ -190,6 +191,11 @@ class LocalNodes:
         except OSError as error:
             return f"({path} cannot be read: {error})"
 
+    @property
+    def stands(self) -> tuple[str, ...]:
+        """Where the event loops of nodes stand still, or did when they ended: one line each."""
+        return tuple(entry.stands for entry in self._processes.values() if entry.stands)
+
     def _folder(self, entry: _Process) -> Path | None:
         """Where a node has its sockets, and its last words."""
         return self._sockets.path / entry.node_id.rpartition("-")[2] if self._sockets is not None else None
@@ -200,9 +206,11 @@ class LocalNodes:
         while True:
             await asyncio.sleep(_LOOK_S)
             if (found := standing.look(time.monotonic())) is None:
+                if not standing.told:
+                    entry.stands = ""
                 continue
             ran, for_s = found
-            text = standing_text(entry.name, ran, for_s)
+            text = entry.stands = standing_text(entry.name, ran, for_s)
             event = Event(time.time(), entry.name, "stands", text, task=ran.task, epoch=max(ran.epoch, 0))
             log.info("%s", text)
             key = self._keys.event(f"{event.at:017.6f}-launcher{os.getpid()}-{entry.name}")

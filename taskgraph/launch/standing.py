@@ -6,13 +6,15 @@ come to a stand in the same place. Its launcher sees from outside what its loop 
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 
 from taskgraph import host
 from taskgraph.node import lastwords
-from taskgraph.protocol.records import Ran
+from taskgraph.protocol.records import Ran, State, StatusRecord
 
-__all__ = ["Standing", "standing_text"]
+__all__ = ["Standing", "standing_text", "with_stands"]
 
 STANDS_S = 3.0
 """No coroutine of a healthy program holds the loop for as long, and the lease ends soon after."""
@@ -31,17 +33,18 @@ class Standing:
         self._pid = pid
         self._order: int | None = None
         self._since = 0.0
-        self._told = False
+        self.told = False
+        """The call that it is in was told."""
 
     def look(self, now: float) -> tuple[Ran, float] | None:
         """A call that the loop has been in for `STANDS_S` and more, and for how long; each call once."""
         runs = lastwords.on_loop(self._folder)
         if runs is None or stopped(self._pid):  # what is stopped stands still wherever it was
-            self._order = None
+            self._order, self.told = None, False
         elif runs[0] != self._order:
-            self._order, self._since, self._told = runs[0], now, False
-        elif not self._told and now - self._since >= STANDS_S:
-            self._told = True
+            self._order, self._since, self.told = runs[0], now, False
+        elif not self.told and now - self._since >= STANDS_S:
+            self.told = True
             return runs[1], now - self._since
         return None
 
@@ -51,6 +54,14 @@ def standing_text(name: str, ran: Ran, for_s: float) -> str:
         f"the event loop of {name} has been in {ran} for {for_s:.0f} s: an `async def` that never awaits holds up its "
         f"whole node, and others take that for dead; as a plain `def` it runs in a thread"
     )
+
+
+def with_stands(status: StatusRecord, stands: Iterable[str]) -> StatusRecord:
+    """The status of a job that failed, and what held up its nodes: whom others took for dead cannot say why."""
+    lines = tuple(stands)
+    if status.state != State.FAILED or not lines:
+        return status
+    return dataclasses.replace(status, reason="\n".join((status.reason, *lines)))
 
 
 def stopped(pid: int) -> bool:

@@ -21,6 +21,7 @@ from taskgraph.launch.follow import Follower, kept_events, node_statuses
 from taskgraph.launch.forkserver import ForkServer
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
+from taskgraph.launch.standing import with_stands
 from taskgraph.node.failing import culprit_text
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import waits_text
@@ -159,7 +160,7 @@ class Supervisor:
         status = await self._follower.ended()
         if status.state != State.FINISHED:
             await self._follower.tell_rest()
-            raise job_failed(self._spec.name, status)
+            raise job_failed(self._spec.name, with_stands(status, self._nodes.stands))
         failed = asyncio.ensure_future(self._failed_after_all())
         collecting = asyncio.ensure_future(self._follower.results())
         try:

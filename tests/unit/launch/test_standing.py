@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from taskgraph.launch.standing import STANDS_S, Standing, standing_text, stopped
+from taskgraph.launch.standing import STANDS_S, Standing, standing_text, stopped, with_stands
 from taskgraph.node.lastwords import LastWords, named, on_loop
 from taskgraph.protocol.messages import Stamp
-from taskgraph.protocol.records import Ran
+from taskgraph.protocol.records import Ran, State, StatusRecord
 
 STAMP = Stamp(1, 3)
 
@@ -38,10 +38,10 @@ def test_a_loop_that_stays_in_one_call_is_told_once(tmp_path: Path) -> None:
     assert standing.look(100.0) is None
     assert standing.look(100.0 + STANDS_S / 2) is None
     assert standing.look(101.0 + STANDS_S) == (Ran("send", 2, 3), STANDS_S + 1.0)
-    assert standing.look(200.0) is None
+    assert standing.look(200.0) is None and standing.told
     words.ran()
     words.runs(2, STAMP, "send")  # the next call is looked at anew
-    assert standing.look(201.0) is None
+    assert standing.look(201.0) is None and not standing.told
     assert standing.look(202.0 + STANDS_S) == (Ran("send", 2, 3), STANDS_S + 1.0)
 
 
@@ -73,3 +73,13 @@ def test_a_process_that_is_halted_says_nothing_of_its_code(tmp_path: Path) -> No
 def test_the_text_says_what_to_do() -> None:
     text = standing_text("n1", Ran("send", 2, 3), 3.4)
     assert "n1 has been in 'send' of task 2 for 3 s" in text and "plain `def`" in text
+
+
+def test_a_job_that_failed_for_it_says_so_at_its_end() -> None:
+    """Its nodes were taken for dead one after another, and all that they could say of it was that."""
+    failed = StatusRecord(state=State.FAILED, reason="every replica is gone", task=2, writer="n1")
+    told = with_stands(failed, ("the event loop of n2 has been in 'step'",))
+    assert told.reason == "every replica is gone\nthe event loop of n2 has been in 'step'" and told.task == 2
+    assert with_stands(failed, ()) is failed
+    cancelled = StatusRecord(state=State.CANCELLED, writer="n1")
+    assert with_stands(cancelled, ("the event loop of n2 has been in 'step'",)) is cancelled
