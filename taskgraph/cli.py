@@ -114,7 +114,7 @@ def parser(*, driver: JobFunction | None = None) -> argparse.ArgumentParser:
     kill = add("kill", "Send a signal (SIGKILL) to the process that holds a task.", job="?")
     kill.add_argument("--task", type=int, metavar="T", help="the node of this task's primary")
     kill.add_argument("--backup", action="store_true", help="with --task: a node of one of its backups instead")
-    kill.add_argument("--node", metavar="NAME", help="this node instead")
+    kill.add_argument("--node", metavar="NAME", help="this node; with --task it must hold that")
     kill.add_argument("--signal", default="SIGKILL", metavar="NAME", help="another one, by name or number (SIGKILL)")
     drain = add("drain", "Ask a node to hand everything over and leave.", job="?")
     drain.add_argument("--node", metavar="NAME", required=True, help="which, as `status` names it")

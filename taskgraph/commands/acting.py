@@ -129,8 +129,14 @@ def _held(pid: int) -> Iterator[Callable[[signal.Signals], None]]:
 
 
 def _target(options: argparse.Namespace, view: JobView, tasks: int, asked: int) -> tuple[str, str]:
-    """The node to hit, and what it is."""
+    """The node to hit, and what it is.
+
+    Raises:
+        JobError: nobody is named, what is named is not there, or it contradicts itself.
+    """
     if options.task is None:
+        if options.backup:
+            raise JobError("--backup goes with --task T: a node of one of its backups")
         if options.node is None:
             raise JobError("say whom: --task T (its primary), --task T --backup, or --node NAME")
         node = _node_named(view, options.node)
@@ -140,18 +146,40 @@ def _target(options: argparse.Namespace, view: JobView, tasks: int, asked: int) 
         raise JobError(f"--task {options.task}: the job has tasks 0 to {tasks - 1}")
     primary = view.primary_node(options.task)
     backups = [n for n in view.in_sync(options.task) if n != primary and n in view.nodes]
+    if options.node is not None:
+        node = _node_named(view, options.node)
+        if node not in (backups if options.backup else [primary]):
+            raise JobError(_contradiction(options, view, primary, backups, node))
+        return node, f"a backup of task {options.task}" if options.backup else f"the primary of task {options.task}"
     if options.backup:
-        if options.node is not None:
-            backups = [n for n in backups if n == _node_named(view, options.node)]
         if not backups:
             why = " (backups=0: the job asked for none)" if asked == 0 else " at the moment"
             raise JobError(f"task {options.task} has no backup in sync{why}")
         return backups[0], f"a backup of task {options.task}"
-    if options.node is not None:
-        return _node_named(view, options.node), f"asked for by name, for task {options.task}"
     if primary is None or primary not in view.nodes:
         raise JobError(f"task {options.task} has no living primary at the moment")
     return primary, f"the primary of task {options.task}"
+
+
+def _contradiction(
+    options: argparse.Namespace, view: JobView, primary: str | None, backups: list[str], node: str
+) -> str:
+    """Why a node that is named is not the one of the task that is named, and who is."""
+
+    def called(one: str) -> str:
+        return view.nodes[one].record.name if one in view.nodes else name_of(one)
+
+    what = "a backup in sync" if options.backup else "the primary"
+    holders = f"its primary is {called(primary)}" if primary is not None else "it has no primary at the moment"
+    in_sync = f"its backups in sync are {', '.join(map(called, backups))}" if backups else "it has no backup in sync"
+    if options.backup or node not in backups:
+        instead = "--node alone hits the node whatever it holds"
+    else:
+        instead = "with --backup it is meant"
+    return (
+        f"--task {options.task} and --node {options.node} contradict each other: {called(node)} is not {what} of task "
+        f"{options.task}: {holders}, {in_sync}; {instead}"
+    )
 
 
 def _node_named(view: JobView, name: str) -> str:

@@ -137,11 +137,14 @@ async def test_shutdown_ends_a_job_without_a_result(cli: Cli) -> None:
 
 async def test_whom_to_act_on_is_asked_for_clearly(cli: Cli) -> None:
     run = await cli.paused("--nodes", "2")
+    primary = (await status(cli))["tasks"][0]["primary"]
+    other = next(node["name"] for node in (await status(cli))["nodes"] if node["name"] != primary)
     for arguments, says in [
         (("kill", "sums"), "--task T"),
         (("kill", "sums", "--task", "7"), "tasks 0 to 6"),
         (("kill", "sums", "--node", "n9"), "no node is called 'n9'; registered: n1, n2"),
         (("kill", "sums", "--task", "0", "--signal", "SIGNONE"), "no such signal"),
+        (("kill", "sums", "--task", "0", "--node", other), f"its primary is {primary}, "),
         (("drain", "sums", "--node", "n9"), "registered: n1, n2"),
         (("result", "sums"), "still running"),
     ]:

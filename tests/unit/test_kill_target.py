@@ -1,0 +1,81 @@
+"""Whom `taskgraph kill` hits; of what contradicts itself it hits nobody, and says who holds the task."""
+
+from __future__ import annotations
+
+import pytest
+
+from taskgraph.cli import parser
+from taskgraph.commands.acting import _target
+from taskgraph.errors import JobError
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import KeyValue
+from taskgraph.protocol.records import MemberRecord, NodeRecord, PrimaryRecord, Record
+from taskgraph.protocol.view import JobView
+
+
+def view(*tasks: tuple[str, ...]) -> JobView:
+    """Of nodes n1 to n4, in which task i is held by `tasks[i]`, the first as primary."""
+    keys, made = Keys("fit"), JobView("fit")
+    records: list[tuple[str, Record]] = []
+    for name in ("n1", "n2", "n3", "n4"):
+        node = NodeRecord(
+            name=name, run="r", host="h", pid=1, endpoints=(), control="", fingerprint="", lease=1
+        )  # fmt: skip
+        records.append((keys.node(f"{name}-7f"), node))
+    for task, held in enumerate(tasks):
+        if held:
+            records.append((keys.primary(task), PrimaryRecord(node=f"{held[0]}-7f", term=1, stateful=True)))
+        records += [(keys.member(task, f"{name}-7f"), MemberRecord(until=None, attempt=1)) for name in held]
+    found = [
+        KeyValue(key=key, value=record.to_bytes(), create_revision=i, mod_revision=i)
+        for i, (key, record) in enumerate(records, start=1)
+    ]
+    made.reset(len(found), found)
+    return made
+
+
+VIEW = view(("n1", "n2", "n4"), ("n3",), ())
+
+
+def target(*arguments: str) -> tuple[str, str]:
+    return _target(parser().parse_args(["kill", "fit", *arguments]), VIEW, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "node", "what"),
+    [
+        (("--task", "0"), "n1-7f", "the primary of task 0"),
+        (("--task", "0", "--backup"), "n2-7f", "a backup of task 0"),
+        (("--node", "n3"), "n3-7f", "primary of 1 tasks"),
+        (("--task", "0", "--node", "n1"), "n1-7f", "the primary of task 0"),
+        (("--task", "0", "--backup", "--node", "n4"), "n4-7f", "a backup of task 0"),
+    ],
+)
+def test_who_is_hit(arguments: tuple[str, ...], node: str, what: str) -> None:
+    assert target(*arguments) == (node, what)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ("--task", "0", "--node", "n3"),
+            "--task 0 and --node n3 contradict each other: n3 is not the primary of task 0: its primary is n1, its "
+            "backups in sync are n2, n4; --node alone hits the node whatever it holds",
+        ),
+        (
+            ("--task", "0", "--node", "n2"),
+            "its primary is n1, its backups in sync are n2, n4; with --backup it is meant",
+        ),
+        (("--task", "0", "--backup", "--node", "n1"), "n1 is not a backup in sync of task 0: its primary is n1"),
+        (("--task", "1", "--backup", "--node", "n1"), "its primary is n3, it has no backup in sync"),
+        (("--task", "2", "--node", "n1"), "it has no primary at the moment, it has no backup in sync"),
+        (("--node", "n3", "--backup"), "--backup goes with --task T"),
+        (("--backup",), "--backup goes with --task T"),
+        (("--task", "1", "--backup"), "task 1 has no backup in sync at the moment"),
+    ],
+)
+def test_what_contradicts_itself_hits_nobody(arguments: tuple[str, ...], says: str) -> None:
+    with pytest.raises(JobError) as refused:
+        target(*arguments)
+    assert says in str(refused.value)
