@@ -17,7 +17,7 @@ from taskgraph.jobs import Job
 from taskgraph.loading import DriverRef, check_not_importing, load_driver, reference_of
 from taskgraph.settings import Settings
 from taskgraph.sources import fingerprint
-from taskgraph.version import PROTOCOL, VERSION
+from taskgraph.version import LOCAL_FINGERPRINT, PROTOCOL, VERSION
 
 __all__ = ["DriverRef", "JobSpec", "fingerprint", "load_driver", "reference_of"]
 
@@ -67,7 +67,7 @@ class JobSpec:
     def local(cls, job: Job) -> JobSpec:
         """The spec of a job that stays in this process."""
         check_not_importing(job.name)
-        return cls._make(job, None, {}, "local", "", 0)
+        return cls._make(job, None, {}, LOCAL_FINGERPRINT, "", 0)
 
     @classmethod
     def _make(

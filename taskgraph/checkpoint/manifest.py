@@ -11,9 +11,9 @@ import xxhash
 
 from taskgraph.checkpoint.files import FileInfo, Label
 from taskgraph.errors import CheckpointError
-from taskgraph.version import VERSION
+from taskgraph.version import LOCAL_FINGERPRINT, VERSION
 
-__all__ = ["Manifest", "Name", "Origin"]
+__all__ = ["ChangedJob", "Manifest", "Name", "Origin"]
 
 _FORMAT: Final = "taskgraph checkpoint 3"
 _NAME = re.compile(r"s(\d{4,9})-a(\d{6,18})-e(\d{9,18})-([0-9a-z]{1,16})")
@@ -52,6 +52,10 @@ class Origin:
     job: str
     fingerprint: str
     tasks: int
+
+
+class ChangedJob(CheckpointError):
+    """A checkpoint of this job that was written with another driver, or another number of tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,11 +102,17 @@ class Manifest:
         )
 
     def check_origin(self, origin: Origin, path: str) -> None:
-        """Raises CheckpointError where it is not this job's."""
-        for key, expected in asdict(origin).items():
-            if getattr(self, key) != expected:
-                whose = "the driver's fingerprint" if key == "fingerprint" else key
-                raise CheckpointError(f"{path} is foreign: {whose} is {getattr(self, key)}, here it is {expected}")
+        """Raises CheckpointError where it is not this job's; ChangedJob where only the job is not as it was."""
+        if self.job != origin.job:
+            raise CheckpointError(f"{path} is foreign: job is {self.job}, here it is {origin.job}")
+        found = []
+        if self.fingerprint != origin.fingerprint:
+            prints = f"the driver's fingerprint is {self.fingerprint}, here it is {origin.fingerprint}"
+            found.append(f"{prints} ({_changed(self.fingerprint, origin.fingerprint)})")
+        if self.tasks != origin.tasks:
+            found.append(f"tasks is {self.tasks}, here it is {origin.tasks} (the number of tasks was changed)")
+        if found:
+            raise ChangedJob(f"{path} is foreign: {', and '.join(found)}")
 
     def to_bytes(self) -> bytes:
         raw = {"format": _FORMAT, **asdict(self)}
@@ -127,6 +137,15 @@ class Manifest:
         if Name.parse(made.name) is None:
             raise CheckpointError(f"{path} is corrupt: {made.name!r} is not the name of a checkpoint")
         return made
+
+
+def _changed(before: str, now: str) -> str:
+    """What makes two fingerprints differ."""
+    if before == LOCAL_FINGERPRINT:
+        return "it was written by a job in one process, nodes=0"
+    if now == LOCAL_FINGERPRINT:
+        return "a job in one process, nodes=0, cannot use those of nodes"
+    return "the driver, what it imports from its own directory, or taskgraph was changed since"
 
 
 def _digest(raw: dict[str, Any]) -> str:

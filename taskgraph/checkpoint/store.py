@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from taskgraph.checkpoint.files import FileInfo, pack, unpack
-from taskgraph.checkpoint.manifest import Manifest, Name, Origin
+from taskgraph.checkpoint.manifest import ChangedJob, Manifest, Name, Origin
 from taskgraph.checkpoint.places import Place, open_place
 from taskgraph.errors import CheckpointError
 from taskgraph.protocol.messages import Encoded
@@ -39,10 +39,12 @@ class Found:
 
     Attributes:
         refused: why those after it cannot, each by name; the newest first.
+        changed: whether one was refused because the driver, or its number of tasks, is not what it was.
     """
 
     manifest: Manifest | None
     refused: tuple[str, ...]
+    changed: bool = False
 
 
 class Store:
@@ -193,11 +195,13 @@ class Store:
     def newest(self, names: Iterable[str]) -> Found:
         """The first of these that can be used, every file of it read, and why those before it cannot."""
         refused: list[str] = []
+        changed = False
         for name in names:
             try:
                 manifest = self.open(name)
                 self.verify(manifest)
-                return Found(manifest, tuple(refused))
+                return Found(manifest, tuple(refused), changed)
             except CheckpointError as error:
                 refused.append(str(error))
-        return Found(None, tuple(refused))
+                changed = changed or isinstance(error, ChangedJob)
+        return Found(None, tuple(refused), changed)

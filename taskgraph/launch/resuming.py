@@ -74,12 +74,16 @@ async def plan(
             f"there (--resume, resume=True), or start from the beginning (--fresh, fresh=True; they are removed once "
             f"there are newer ones)"
         )
+    if found.manifest is None:
+        back = "go back to the driver and the number of tasks they were written with, or " if found.changed else ""
+        one = len(found.names) == 1
+        which = "the one checkpoint" if one else f"none of the {len(found.names)} checkpoints"
+        raise CheckpointError(
+            f"{which} in {store} {'cannot' if one else 'can'} be used: {'; '.join(found.refused)}. To run the job, "
+            f"{back}start from the beginning (--fresh, fresh=True)"
+        )
     for refused in found.refused:
         log.warning("%s", refused)
-    if found.manifest is None:
-        raise CheckpointError(
-            f"none of the {len(found.names)} checkpoints in {store} can be used: {'; '.join(found.refused)}"
-        )
     name = found.manifest.parsed
     lineage = max(found.attempt, attempt, name.attempt) + 1
     record = CheckpointRecord(
@@ -109,6 +113,7 @@ class _Looked:
     attempt: int
     manifest: Manifest | None
     refused: tuple[str, ...]
+    changed: bool
 
 
 def _look(store: Store, pointer: str | None, resume: bool) -> _Looked:
@@ -123,6 +128,6 @@ def _look(store: Store, pointer: str | None, resume: bool) -> _Looked:
         found = store.newest(str(name) for name in names) if resume else None
     except OSError as error:
         raise CheckpointError(f"{store} cannot be read: {error}") from error
-    return _Looked(
-        names, series, attempt, found.manifest if found else None, found.refused if found is not None else ()
-    )
+    if found is None:
+        return _Looked(names, series, attempt, None, (), changed=False)
+    return _Looked(names, series, attempt, found.manifest, found.refused, found.changed)

@@ -136,15 +136,30 @@ def test_a_torn_final_manifest_is_as_good_as_the_staged_one(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("origin", "text"),
     [
-        (Origin(job="fit", fingerprint="f2", tasks=3), "foreign: the driver's fingerprint is f1, here it is f2"),
-        (Origin(job="fit", fingerprint="f1", tasks=4), "foreign: tasks is 3, here it is 4"),
+        (
+            Origin(job="fit", fingerprint="f2", tasks=3),
+            "foreign: the driver's fingerprint is f1, here it is f2 (the driver, what it imports from its own "
+            "directory, or taskgraph was changed since)",
+        ),
+        (
+            Origin(job="fit", fingerprint="local", tasks=3),
+            "foreign: the driver's fingerprint is f1, here it is local (a job in one process, nodes=0, cannot use "
+            "those of nodes)",
+        ),
+        (
+            Origin(job="fit", fingerprint="f1", tasks=4),
+            "foreign: tasks is 3, here it is 4 (the number of tasks was changed)",
+        ),
+        (Origin(job="fit", fingerprint="f2", tasks=4), "was changed since), and tasks is 3, here it is 4"),
     ],
 )
-def test_another_jobs_checkpoint_is_foreign(store: Store, tmp_path: Path, origin: Origin, text: str) -> None:
+def test_a_changed_jobs_checkpoint_is_foreign_and_says_what_was_changed(
+    store: Store, tmp_path: Path, origin: Origin, text: str
+) -> None:
     name = save(store, 10).name
     store._origin = origin
     found = store.newest([name])
-    assert found.manifest is None
+    assert found.manifest is None and found.changed
     assert text in found.refused[0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import random
 import threading
@@ -17,6 +18,7 @@ import pytest
 import taskgraph as tg
 from taskgraph.checkpoint import Store
 from taskgraph.checkpoint import store as store_module
+from taskgraph.checkpoint.manifest import Manifest
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node import replica as replica_module
 from taskgraph.node.node import Point
@@ -332,6 +334,27 @@ async def test_a_job_with_other_tasks_refuses_the_checkpoints_by_name(tmp_path: 
     await interrupted(tmp_path)
     with pytest.raises(tg.CheckpointError, match=r"none of the 2 checkpoints .*foreign: tasks is 3, here it is 4"):
         await tg.arun(walk(tmp_path, tasks=4), nodes=0, resume=True)
+
+
+async def test_where_none_can_be_used_the_reason_is_told_once_with_what_to_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await interrupted(tmp_path)
+    for file in (tmp_path / "walk").glob("*/manifest*.json"):
+        manifest = Manifest.from_bytes(file.read_bytes(), path=str(file))
+        file.write_bytes(dataclasses.replace(manifest, fingerprint="e36b3cc1f058c194").to_bytes())
+    with pytest.raises(tg.CheckpointError) as refused:
+        await tg.arun(walk(tmp_path), nodes=0, resume=True)
+    assert str(refused.value).count("is foreign: the driver's fingerprint is e36b3cc1f058c194, here it is local") == 2
+    back = "go back to the driver and the number of tasks they were written with, or start from the beginning (--fresh"
+    assert back in str(refused.value)
+    assert "foreign" not in caplog.text, "the error has it"
+    for file in files(tmp_path, "*/manifest*.json"):
+        file.write_bytes(b"{")
+    with pytest.raises(
+        tg.CheckpointError, match=r"torn or corrupt.*To run the job, start from the beginning \(--fresh"
+    ):
+        await tg.arun(walk(tmp_path), nodes=0, resume=True)
 
 
 # -- writing ------------------------------------------------------------------------------------------------------
