@@ -101,11 +101,14 @@ class JobResult:
     def from_json(cls, text: str | bytes) -> JobResult:
         """What `to_json` wrote. Everything but `values` is as it was; values stay as JSON says them.
 
+        What is kept of a large result has no reports, and says so (`left_out`); that is passed over here.
+
         Raises:
             DecodeError: this is no result.
         """
         try:
             raw = json.loads(text)
+            raw.pop("left_out", None)
             reports = tuple(
                 EpochReport(
                     report["epoch"],

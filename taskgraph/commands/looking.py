@@ -15,7 +15,7 @@ import uvloop
 from taskgraph.commands.common import Reached, etcd_of, reach
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import CoordinationError, JobError, UnknownJob
-from taskgraph.launch.collect import job_failed
+from taskgraph.launch.collect import job_failed, not_kept, why_not_kept
 from taskgraph.launch.follow import Follower, follow_events, kept_events, node_statuses
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.observe.events import Event
@@ -190,16 +190,15 @@ def result(options: argparse.Namespace) -> int:
     found, record = kept["result"], StatusRecord(**kept["status"])
     if found is None:
         if record.state == State.FINISHED:
-            raise UnknownJob(
-                "the job finished, but its values are not kept: they were too large and went to who ran it, or nobody "
-                "asked for them within settings.results_kept_s"
-            )
+            raise not_kept(kept.get("not_kept", ""))
         raise job_failed(options.job or "", record)
     if options.json:
         print(json.dumps(found))
         return 0
     if found["values"]:
         print(values_text({int(task): value for task, value in found["values"].items()}))
+    if left_out := found.get("left_out"):
+        print(left_out, file=sys.stderr)
     return 0
 
 
@@ -212,9 +211,13 @@ async def _result(options: argparse.Namespace) -> dict[str, Any]:
         status = StatusRecord.from_bytes(record.value)
         if status.state == State.RUNNING:
             raise JobError(f"job {reached.name!r} is still running: `taskgraph status {reached.name}`")
-        if found is None and status.state == State.FINISHED:
-            return {"status": json.loads(record.value), "result": await _collect(reached)}
-        return {"status": json.loads(record.value), "result": json.loads(found.value) if found else None}
+        kept = {"status": json.loads(record.value), "result": None}
+        if found is None and status.state == State.FINISHED and (collected := await _collect(reached)) is not None:
+            return {**kept, "result": collected}
+        if found is None:  # whoever ran it may have collected it meanwhile
+            found = await reached.coordinator.get(keys.result)
+            kept["not_kept"] = why_not_kept(await reached.coordinator.get(keys.collected))
+        return {**kept, "result": json.loads(found.value) if found else None}
 
 
 async def _collect(reached: Reached) -> dict[str, Any] | None:

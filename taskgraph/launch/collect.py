@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from taskgraph.errors import JobCancelled, JobFailed
+from taskgraph.errors import JobCancelled, JobFailed, UnknownJob
 from taskgraph.graph.values import decode, verify
 from taskgraph.jobs import EpochReport, JobResult
 from taskgraph.observe.status import TaskResult
+from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.records import PrimaryRecord, State, StatusRecord
 from taskgraph.protocol.view import Versioned
 
-__all__ = ["assemble", "complete", "damaged", "job_failed", "size_bytes"]
+__all__ = [
+    "assemble",
+    "complete",
+    "damaged",
+    "job_failed",
+    "mib",
+    "not_kept",
+    "shortened",
+    "size_bytes",
+    "why_not_kept",
+]
 
 T = TypeVar("T")
 
@@ -55,6 +67,48 @@ def assemble(
         restarts=found[0].attempt - 1,
         wall_s=wall_s,
     )
+
+
+def mib(size: int) -> str:
+    """A size in bytes, for people."""
+    return f"{size / (1 << 20):.1f} MiB"
+
+
+def shortened(text: str, limit: int) -> tuple[str | None, str]:
+    """A result as JSON of fewer than `limit` bytes: without its reports, where it is too large with them.
+
+    Args:
+        text: all of it, as `JobResult.to_json` wrote it.
+
+    Returns:
+        It, and an empty text; where the values alone are too large None, and why.
+    """
+    if len(text) < limit:  # it is ASCII
+        return text, ""
+    left_out = f"reports left out: with them it was {mib(len(text))}, and less than {mib(limit)} is kept in etcd"
+    short = json.dumps({**json.loads(text), "reports": [], "left_out": left_out})
+    if len(short) < limit:
+        return short, ""
+    return None, f"as JSON they take {mib(len(short))}, and less than {mib(limit)} is kept in etcd"
+
+
+def why_not_kept(collected: KeyValue | None) -> str:
+    """Why etcd has no values of a job, by what whoever collected them wrote; empty where nobody did."""
+    return str(json.loads(collected.value).get("not_kept", "")) if collected is not None else ""
+
+
+def not_kept(why: str) -> UnknownJob:
+    """What is raised for a job that finished and whose values are nowhere any more.
+
+    Args:
+        why: they were too large, as whoever collected them found; empty where nobody said so.
+    """
+    tell = (
+        f"{why}; whoever ran the job got them"
+        if why
+        else ("nobody asked for them while its nodes were there (settings.results_kept_s)")
+    )
+    return UnknownJob(f"the job finished, but its values are not kept: {tell}")
 
 
 def job_failed(name: str, status: StatusRecord) -> JobFailed:

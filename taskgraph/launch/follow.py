@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import logging
 import math
 import time
@@ -17,7 +18,7 @@ from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, TaskGraphError
 from taskgraph.jobs import JobResult
-from taskgraph.launch.collect import assemble, complete, damaged, size_bytes
+from taskgraph.launch.collect import assemble, complete, damaged, mib, shortened, size_bytes
 from taskgraph.observe.control_client import ControlClient, control_address
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import name_of
@@ -36,7 +37,7 @@ log = logging.getLogger("taskgraph.follow")
 
 _RETRY_S = 0.1
 _SUMMARY_BYTES = 1 << 20
-"""A larger result is not kept in etcd, whose requests are limited to 1.5 MiB."""
+"""A larger result is not kept in etcd, whose requests are limited to 1.5 MiB; its values are, if they are smaller."""
 _KEPT_BYTES = 64 << 20
 """A larger result is not written as JSON at all: it takes several times its size, and minutes."""
 _CANCEL_TRIES = 5
@@ -99,6 +100,8 @@ class Follower:
         self._run_at = 0  # the revision of the spec of the run that is followed
         self.kept_json: str | None = None
         """The result as JSON, once it was collected and unless it is too large for that."""
+        self.not_kept = ""
+        """Why there is none, if it was collected."""
         self._on_event: Callable[[Event], None] | None = None
         self._told: OrderedDict[tuple[float, str, str], None] = OrderedDict()
         self.unreachable: TaskGraphError | None = None
@@ -288,16 +291,21 @@ class Follower:
         return assemble(self._spec.name, found, self.view.primaries.values(), wall_s)
 
     async def collected(self, found: list[TaskResult], result: JobResult) -> None:
-        """Lets the nodes go; keeps the result as JSON where it is small.
+        """Lets the nodes go; keeps the result as JSON where it is small, or at least its values.
 
         Where etcd does not take that, they leave after `results_kept_s`: the result is here, which counts for more.
         """
         keys = self.view.keys
-        puts = [Put(keys.collected, b'{"by":"launcher"}')]
-        if size_bytes(found) < _KEPT_BYTES:
+        puts: list[Put] = []
+        why = ""  # etcd has no values
+        if (size := size_bytes(found)) < _KEPT_BYTES:
             self.kept_json = result.to_json()
-            if len(text := self.kept_json.encode()) < _SUMMARY_BYTES:
-                puts.append(Put(keys.result, text))
+            short, why = shortened(self.kept_json, _SUMMARY_BYTES)
+            if short is not None:
+                puts.append(Put(keys.result, short.encode()))
+        else:
+            why = self.not_kept = f"they take {mib(size)}, and less than {mib(_KEPT_BYTES)} is kept"
+        puts.append(Put(keys.collected, json.dumps({"by": "launcher", "not_kept": why}).encode()))
         # Nothing of a run that was submitted under this name meanwhile.
         txn = Txn((Compare(keys.spec, self._run_at),), tuple(puts))
         try:

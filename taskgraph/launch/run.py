@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import secrets
 from contextlib import AsyncExitStack
@@ -17,7 +18,7 @@ from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, JobError, JobRunning, UnknownJob
 from taskgraph.jobs import Job, JobResult
 from taskgraph.launch.access import etcd_access, node_access
-from taskgraph.launch.collect import job_failed
+from taskgraph.launch.collect import job_failed, not_kept, why_not_kept
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.forkserver import ForkServer
 from taskgraph.launch.resuming import plan
@@ -28,6 +29,8 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
 
 __all__ = ["arun", "connect", "result", "run"]
+
+log = logging.getLogger("taskgraph")
 
 
 def run(
@@ -185,7 +188,7 @@ def result(name: str, etcd: str | None = None) -> JobResult:
         etcd: where it ran, if not here on an embedded one; how to get in is found as by `run`.
 
     Raises:
-        UnknownJob: no job of that name is known.
+        UnknownJob: no job of that name is known; or it finished, and its values are not kept.
         JobFailed: it failed, was cancelled, or has not finished.
     """
     if etcd is None:
@@ -196,8 +199,10 @@ def result(name: str, etcd: str | None = None) -> JobResult:
     if kept is None:
         raise UnknownJob(f"no finished job {name!r} is known here; pass etcd=... for one that ran elsewhere")
     if kept["result"] is None:
-        status = kept["status"] or {}
-        raise job_failed(name, StatusRecord(**status) if status else StatusRecord(state=State.CANCELLED))
+        status = StatusRecord(**kept["status"]) if kept["status"] else StatusRecord(state=State.CANCELLED)
+        raise not_kept(kept.get("not_kept", "")) if status.state == State.FINISHED else job_failed(name, status)
+    if left_out := kept["result"].get("left_out"):
+        log.warning("of job %r: %s", name, left_out)
     return JobResult.from_json(json.dumps(kept["result"]))
 
 
@@ -205,6 +210,8 @@ async def _kept(name: str, etcd: str) -> dict[str, Any] | None:
     keys = Keys(name)
     async with await connect(etcd, etcd_access()) as coordinator:
         status, found = await coordinator.get(keys.status), await coordinator.get(keys.result)
+        collected = await coordinator.get(keys.collected)
     if status is None:
         return None
-    return {"status": json.loads(status.value), "result": json.loads(found.value) if found else None}
+    result = json.loads(found.value) if found else None
+    return {"status": json.loads(status.value), "result": result, "not_kept": why_not_kept(collected)}

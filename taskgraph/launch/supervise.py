@@ -252,6 +252,7 @@ class Supervisor:
             "run": self._spec.run,
             "status": json.loads(status.to_bytes()) if status else {},
             "result": json.loads(self._follower.kept_json) if self._follower.kept_json else None,
+            "not_kept": self._follower.not_kept,
             "events": [json.loads(event.to_bytes()) for event in events],
         }
         try:

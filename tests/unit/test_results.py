@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -47,6 +48,11 @@ def test_a_result_survives_json_as_far_as_json_goes() -> None:
     assert "\n" not in text
     assert tg.JobResult.from_json(text) == FULL
     assert tg.JobResult.from_json(tg.JobResult(name="x").to_json()) == tg.JobResult(name="x")
+
+
+def test_of_what_was_kept_without_reports_the_rest_is_as_it_was() -> None:
+    text = json.dumps({**json.loads(FULL.to_json()), "reports": [], "left_out": "reports left out: ..."})
+    assert tg.JobResult.from_json(text) == dataclasses.replace(FULL, reports=())
 
 
 def test_the_json_is_for_any_reader() -> None:

@@ -162,3 +162,18 @@ def test_what_was_kept_of_a_finished_job_has_its_reports_as_numbers(
     left = tg.JobResult(name="fit", values={0: 1.5}, reports=reports, epochs=1)
     Runtime().keep_finished("fit", {"run": "r", "status": {"state": "finished"}, "result": json.loads(left.to_json())})
     assert tg.result("fit") == left
+
+
+def test_of_what_was_kept_without_its_reports_tg_result_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path / "run"))
+    raw = json.loads(tg.JobResult(name="fit", values={0: 1.5}, epochs=9).to_json())
+    kept = {"run": "r", "status": {"state": "finished"}, "result": {**raw, "left_out": "reports left out: all"}}
+    Runtime().keep_finished("fit", kept)
+    assert tg.result("fit").value == 1.5
+    assert "of job 'fit': reports left out: all" in caplog.text
+    Runtime().keep_finished("fit", {**kept, "result": None, "not_kept": "they take 90.0 MiB"})
+    with pytest.raises(tg.UnknownJob, match=r"are not kept: they take 90\.0 MiB; whoever ran the job got them"):
+        tg.result("fit")

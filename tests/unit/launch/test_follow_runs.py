@@ -5,18 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import time
 from collections.abc import AsyncIterator
 
 import pytest
 
 import taskgraph as tg
+from taskgraph import cli
+from taskgraph.commands import looking
+from taskgraph.commands.common import Reached
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver import JobSpec
 from taskgraph.errors import OutcomeUnknown, Unavailable
+from taskgraph.graph.values import encode
 from taskgraph.jobs import JobResult
 from taskgraph.launch.follow import Follower
+from taskgraph.launch.runtime import JobEntry
 from taskgraph.launch.submit import submit
+from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn, TxnResult
 from taskgraph.protocol.records import State, StatusRecord
@@ -79,6 +86,86 @@ async def test_who_wakes_up_late_neither_ends_nor_collects_the_run_that_has_the_
         assert await coordinator.get(KEYS.collected) is not None
         assert await follower.cancel_job("it did not end within 5 s")
         assert await state(coordinator) == State.CANCELLED
+
+
+def reported(values: object, epochs: int) -> JobResult:
+    reports = tuple(tg.EpochReport(e, {"loss": 0.5}, {0: {"loss": 0.5}}) for e in range(epochs))
+    return JobResult(name=NAME, values={0: values}, reports=reports, epochs=epochs)
+
+
+async def kept(result: JobResult) -> tuple[MemoryCoordinator, Follower]:
+    """An etcd that keeps what it does of this result, and who collected it."""
+    coordinator, run = MemoryCoordinator(MemoryStore()), spec()
+    await submit(coordinator, run)
+    found = [TaskResult(0, result.epochs, 1, encode(result.values[0]), ())]
+    async with followed(coordinator, run) as follower:
+        await follower.collected(found, result)
+    return coordinator, follower
+
+
+async def shown(coordinator: MemoryCoordinator, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """`taskgraph result`, of a job that finished and whose nodes are gone."""
+    finished = StatusRecord(state=State.FINISHED, reason="", writer="")
+    await coordinator.txn(Txn(success=(Put(KEYS.status, finished.to_bytes()),)))
+    entry = JobEntry(name=NAME, etcd="a:1", token="", pid=0, embedded=False, tls={})
+    kv = await coordinator.get(KEYS.spec)
+    assert kv is not None
+    reached = Reached(NAME, entry, JobSpec.from_bytes(kv.value), coordinator)  # type: ignore[arg-type]
+
+    @contextlib.asynccontextmanager
+    async def reach(options: object) -> AsyncIterator[Reached]:
+        yield reached
+
+    monkeypatch.setattr(looking, "reach", reach)
+    options = cli.parser().parse_args(["result", NAME, "--etcd", "a:1", *arguments])
+    return await asyncio.to_thread(looking.result, options)
+
+
+async def test_where_the_reports_are_too_large_the_values_are_kept_and_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = reported(1.5, 20_000)
+    coordinator, follower = await kept(result)
+    assert follower.kept_json == result.to_json(), "on this host all of it is kept"
+    left_out = f"reports left out: with them it was {len(result.to_json()) / (1 << 20):.1f} MiB, and less than 1.0 MiB"
+    assert await shown(coordinator, monkeypatch) == 0
+    told = capsys.readouterr()
+    assert told.out == "1.5\n" and told.err.startswith(left_out)
+    assert await shown(coordinator, monkeypatch, "--json") == 0
+    read = json.loads(capsys.readouterr().out)
+    assert read["values"] == {"0": 1.5} and read["reports"] == [] and read["left_out"].startswith(left_out)
+
+
+async def test_a_small_result_is_kept_with_its_reports(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = reported(1.5, 10)
+    coordinator, _ = await kept(result)
+    assert await shown(coordinator, monkeypatch, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(result.to_json())
+
+
+async def test_values_that_are_too_large_are_not_kept_and_the_message_says_how_large_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    coordinator, follower = await kept(reported("x" * (3 << 19), 10))
+    assert follower.kept_json is not None and follower.not_kept == "" and await coordinator.get(KEYS.result) is None
+    with pytest.raises(
+        tg.UnknownJob, match=r"as JSON they take 1\.5 MiB, and less than 1\.0 MiB is kept in etcd; whoever"
+    ):
+        await shown(coordinator, monkeypatch)
+    monkeypatch.setattr("taskgraph.launch.follow._KEPT_BYTES", 1 << 20)
+    coordinator, follower = await kept(reported("x" * (3 << 19), 0))
+    assert follower.kept_json is None and follower.not_kept == "they take 1.5 MiB, and less than 1.0 MiB is kept"
+    with pytest.raises(tg.UnknownJob, match=follower.not_kept):
+        await shown(coordinator, monkeypatch)
+
+
+async def test_values_that_nobody_collected_are_not_called_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = MemoryCoordinator(MemoryStore())
+    await submit(coordinator, spec())
+    with pytest.raises(tg.UnknownJob, match="not kept: nobody asked for them while its nodes were there"):
+        await shown(coordinator, monkeypatch)
 
 
 async def test_who_read_nothing_of_its_runs_end_does_not_follow_the_next_one() -> None:
