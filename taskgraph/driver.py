@@ -14,12 +14,12 @@ from typing import Any
 
 from taskgraph.errors import DecodeError, FingerprintMismatch, JobError
 from taskgraph.jobs import Job
-from taskgraph.loading import DriverRef, check_not_importing, load_driver, reference_of
+from taskgraph.loading import DriverRef, check_not_importing, load_driver, made_by, reference_of
 from taskgraph.settings import Settings
 from taskgraph.sources import fingerprint
 from taskgraph.version import LOCAL_FINGERPRINT, PROTOCOL, VERSION
 
-__all__ = ["DriverRef", "JobSpec", "fingerprint", "load_driver", "reference_of"]
+__all__ = ["DriverRef", "JobSpec", "fingerprint", "load_driver", "made_by", "reference_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class JobSpec:
         """Imports the driver and makes the job, as the submitter did.
 
         Raises:
-            JobError: the driver cannot be imported here.
+            JobError: the driver cannot be imported here, or its job function raised.
             FingerprintMismatch: it is another one, or another version.
         """
         self.check_protocol()
@@ -133,7 +133,7 @@ class JobSpec:
                 f"{self.fingerprint} (taskgraph {self.version}); here it has {mine} (taskgraph {VERSION}). Bring both "
                 f"to the same version, or submit the job again"
             )
-        job = function(**self.kwargs)
+        job = made_by(function, self.kwargs)
         if job.tasks != self.tasks:
             raise JobError(
                 f"job {self.name!r} was submitted with {self.tasks} tasks, but here {function.__name__} makes "

@@ -9,10 +9,10 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from taskgraph.errors import JobError
-from taskgraph.options import OptionInfo, check_plain, options_of, options_text, parse
+from taskgraph.options import OptionInfo, check_fields, check_plain, options_of, options_text, parse
 from taskgraph.results import EpochReport, JobResult
 from taskgraph.settings import Settings
 from taskgraph.task import Task
@@ -45,7 +45,7 @@ class Job:
         settings: timeouts and limits.
 
     Raises:
-        JobError: a value does not fit; the message says which.
+        JobError: there is no such attribute, or a value does not fit; the message says which.
     """
 
     tasks: int
@@ -61,6 +61,10 @@ class Job:
     checkpoint_every: int = 10
     settings: Settings = field(default_factory=Settings)
     _origin: _Origin | None = field(default=None, repr=False, compare=False)
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        check_fields(cls, given)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         self._make_int("tasks", 1)

@@ -9,17 +9,18 @@ import importlib.util
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from taskgraph.errors import JobError, TaskGraphError
-from taskgraph.jobs import JobFunction
+from taskgraph.jobs import Job, JobFunction
 from taskgraph.sources import installed
 
-__all__ = ["DriverRef", "check_not_importing", "load_driver", "reference_of"]
+__all__ = ["DriverRef", "check_not_importing", "load_driver", "made_by", "reference_of"]
 
 _NOT_THE_USERS = (Path(__file__).resolve().parent, Path(sysconfig.get_path("stdlib")).resolve())
 _SHOWN = 10
@@ -165,13 +166,32 @@ def _import_of(what: str) -> Iterator[None]:
             f"importing {what} ended with sys.exit({error.code!r}){place_of(error)}: nodes import it, too, so put "
             f"tg.main(...) and the like under `if __name__ == '__main__':`"
         ) from error
-    except TaskGraphError as error:
-        raise JobError(f"{error}{place_of(error)}") from error
     except Exception as error:
-        kind = traceback.format_exception_only(error)[-1].strip()
-        raise JobError(f"importing {what} failed: {kind}{place_of(error)}") from error
+        raise _told(f"importing {what}", error) from error
     finally:
         _importing.reset(token)
+
+
+def made_by(function: JobFunction, arguments: Mapping[str, Any]) -> Job:
+    """The job that a driver's job function makes for the command line or a node.
+
+    Raises:
+        JobError: the function raised; the message tells where.
+    """
+    try:
+        return function(**arguments)
+    except Exception as error:
+        file = getattr(sys.modules.get(function.__module__), "__file__", None)
+        where = Path(file).name if file else function.__module__
+        raise _told(f"{function.__name__}(...) of {where}", error) from error
+
+
+def _told(what: str, error: Exception) -> JobError:
+    """An error of a driver's own code, with its place."""
+    if isinstance(error, TaskGraphError):
+        return JobError(f"{error}{place_of(error)}")
+    kind = traceback.format_exception_only(error)[-1].strip()
+    return JobError(f"{what} failed: {kind}{place_of(error)}")
 
 
 def check_not_importing(job: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 import json
@@ -12,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from taskgraph.errors import JobError
 
-__all__ = ["OptionInfo", "check_plain", "help_text", "options_of", "options_text", "parse"]
+__all__ = ["OptionInfo", "check_fields", "check_plain", "help_text", "options_of", "options_text", "parse"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,16 @@ def parse(function: str, options: dict[str, OptionInfo], texts: Iterable[str]) -
             raise JobError(f"{function} has no option {name!r}{hint}; its options are: {options_text(options)}")
         given[name] = _convert(name, value, options[name].type)
     return given
+
+
+def check_fields(cls: type, given: Iterable[str]) -> None:
+    """Raises JobError where a dataclass has no such fields to be made with."""
+    known = [field.name for field in dataclasses.fields(cls) if not field.name.startswith("_")]
+    for name in given:
+        if name not in known and not name.startswith("_"):
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it takes: {', '.join(known)}"
+            raise JobError(f"{cls.__name__}({name}=...): {cls.__name__} has no {name!r}; {hint}")
 
 
 def check_plain(what: str, value: Any) -> None:

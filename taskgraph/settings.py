@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any, Self
 
 from taskgraph.errors import JobError
+from taskgraph.options import check_fields
 
 __all__ = ["Settings"]
 
@@ -59,7 +61,7 @@ class Settings:
             outside a sync point. Costs at least a second run of every compute.
 
     Raises:
-        JobError: a value that is no number of its kind.
+        JobError: no such setting, or a value that is no number of its kind.
     """
 
     lease_ttl_s: float = 5.0
@@ -94,6 +96,10 @@ class Settings:
     events_kept: int = 1000
     checkpoints_kept: int = 3
     strict: bool = False
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        check_fields(cls, given)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -22,7 +22,7 @@ from taskgraph.commands.common import (
     node_access_of,
     token_for,
 )
-from taskgraph.driver import JobSpec, load_driver
+from taskgraph.driver import JobSpec, load_driver, made_by
 from taskgraph.errors import CheckpointError, CoordinationError, JobError, JobFailed
 from taskgraph.jobs import Job, JobFunction, JobResult
 from taskgraph.launch.follow import Follower
@@ -42,9 +42,9 @@ _TICK_S = 0.25
 
 
 def job_of(options: argparse.Namespace, function: JobFunction | None) -> Job:
-    """The job from the driver named, with its -o options."""
+    """The job from the driver named, with its -o options; raises JobError where it makes none."""
     function = function or load_driver(options.driver)
-    job = function(**function.parse_options(options.option or ()))
+    job = made_by(function, function.parse_options(options.option or ()))
     return dataclasses.replace(job, name=options.name) if options.name else job
 
 

@@ -283,6 +283,9 @@ def test_a_job_at_an_etcd_that_is_named_needs_its_name() -> None:
     [
         (["run", "nowhere.py"], 2, "there is no file"),
         (["run", "no_such_module_of_anyone"], 2, "no module"),
+        (["run", "raises.py"], 2, "fit(...) of raises.py failed: KeyError: 'XX' (at "),
+        (["submit", "raises.py", "--etcd", "a:1"], 2, "KeyError: 'XX' (at "),
+        (["launch", "raises.py"], 2, "raises.py, line 4)"),
         (["status"], 3, "no job was started on this host"),
         (["result", "x"], 3, "no running job 'x'"),
         (["kill", "x", "--task", "0"], 3, "no running job 'x'"),
@@ -293,8 +296,9 @@ def test_a_job_at_an_etcd_that_is_named_needs_its_name() -> None:
     ],
 )
 def test_an_error_is_one_paragraph_and_a_code(
-    arguments: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], code: int, says: str, apart: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (apart / "raises.py").write_text("import taskgraph as tg\n@tg.job\ndef fit():\n    return {}['XX']\n")
     assert cli.main(arguments) == code
     said = capsys.readouterr()
     assert said.out == "" and says in said.err

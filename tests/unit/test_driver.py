@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import taskgraph as tg
-from taskgraph.driver import DriverRef, JobSpec, fingerprint, load_driver, reference_of
+from taskgraph.driver import DriverRef, JobSpec, fingerprint, load_driver, made_by, reference_of
 from taskgraph.version import PROTOCOL
 
 HEAD = "import taskgraph as tg\n"
@@ -284,6 +284,32 @@ def test_nodes_make_the_job_that_was_submitted(tmp_path: Path) -> None:
 def test_a_job_function_that_makes_another_job_here_is_an_error(tmp_path: Path) -> None:
     spec = dataclasses.replace(spec_of(tmp_path), tasks=7)
     with pytest.raises(tg.JobError, match="submitted with 7 tasks, but here fit makes 5: it must make the same job"):
+        spec.load_job()
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        (
+            "rows = {}['XX']",
+            r"^fit\(\.\.\.\) of fit_r\.py failed: KeyError: 'XX' \(at .*fit_r\.py, line 5\)$",
+        ),
+        ("return tg.Job(task=2, builder=tg.Task)", r"^Job\(task=.* mean 'tasks'\? \(at .*fit_r\.py, line 5\)$"),
+        ("tg.Settings(lease_ttl='5')", r"did you mean 'lease_ttl_s'\? \(at .*fit_r\.py, line 5\)$"),
+        ("return tg.Job(tasks=2)", r"of fit_r\.py failed: TypeError: .* 'builder' \(at .*fit_r\.py, line 5\)$"),
+        ("return 5", r"^fit must return a tg\.Job, not int$"),
+    ],
+    ids=["error", "job", "settings", "missing", "none"],
+)
+def test_an_error_of_a_job_function_tells_the_line(body: str, complaint: str, tmp_path: Path) -> None:
+    text = f"\n@tg.job\ndef fit():\n    {body}\n"
+    function = load_driver(str(write(tmp_path / "fit_r.py", text)))
+    with pytest.raises(tg.JobError, match=complaint):
+        made_by(function, {})
+    spec = dataclasses.replace(
+        spec_of(tmp_path), driver=reference_of(function), fingerprint=fingerprint(function), kwargs={}
+    )
+    with pytest.raises(tg.JobError, match=complaint):
         spec.load_job()
 
 

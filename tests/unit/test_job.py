@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -86,6 +86,19 @@ def test_a_plain_dict_is_a_topology_and_numpys_ints_are_ints() -> None:
 def test_values_that_do_not_fit_are_named(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(tg.JobError, match=complaint):
         simple(**changes)
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: simple(task=2), r"Job\(task=\.\.\.\): Job has no 'task'; did you mean 'tasks'\?"),
+        (lambda: simple(frobnicate=2), r"Job has no 'frobnicate'; it takes: tasks, builder, .*, settings$"),
+        (lambda: tg.Settings(lease_ttl=5), r"Settings has no 'lease_ttl'; did you mean 'lease_ttl_s'\?"),  # type: ignore[call-arg]
+    ],
+)
+def test_a_name_that_is_mistyped_is_answered_with_the_right_one(make: Callable[[], object], complaint: str) -> None:
+    with pytest.raises(tg.JobError, match=complaint):
+        make()
 
 
 def test_builders() -> None:
