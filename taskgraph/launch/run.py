@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import logging
+import numbers
+import operator
 import os
 import secrets
 from contextlib import AsyncExitStack
@@ -92,10 +94,12 @@ async def arun(
     `hooks`, `tls`, `node_tls`, `listen` (an address for nodes on other hosts), `insecure_listen` and `token` (hex;
     None: a new one) are for the command line.
     """
-    if nodes < 0:
-        raise JobError(f"nodes={nodes}: at least 1, or 0 for everything in this process")
-    if timeout_s is not None and not timeout_s > 0:
-        raise JobError(f"timeout_s={timeout_s:g}: seconds above 0")
+    nodes = _as_count(nodes)
+    if timeout_s is not None:
+        if not isinstance(timeout_s, numbers.Real) or isinstance(timeout_s, bool):
+            raise JobError(f"timeout_s={timeout_s!r}: must be None or a number of seconds above 0")
+        if not timeout_s > 0:
+            raise JobError(f"timeout_s={timeout_s:g}: seconds above 0")
     hooks = hooks or Hooks()
     if nodes == 0:
         from taskgraph.launch.inprocess import arun_inprocess  # else no node is loaded in this process
@@ -147,6 +151,17 @@ async def arun(
             ahead=ahead,
         )
         return await supervisor.run(nodes, timeout_s)
+
+
+def _as_count(nodes: Any) -> int:
+    """How many nodes; numpy's ints, too."""
+    try:
+        number = operator.index(nodes)
+    except TypeError:
+        number = -1
+    if number < 0 or isinstance(nodes, bool):
+        raise JobError(f"nodes={nodes!r}: must be an int of at least 1, or 0 for everything in this process")
+    return number
 
 
 _CANCEL_S = 2.0

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,6 +106,18 @@ async def test_to_resume_without_checkpoints_and_negative_nodes_are_refused() ->
         await tg.arun(sums(), resume=True)
     with pytest.raises(tg.JobError, match="nodes=-2"):
         await tg.arun(sums(), nodes=-2)
+
+
+@pytest.mark.parametrize("nodes", ["4", 2.5, None, True])
+async def test_nodes_that_are_no_number_are_refused(nodes: Any) -> None:
+    with pytest.raises(tg.JobError, match=f"nodes={re.escape(repr(nodes))}: must be an int of at least 1, or 0 for"):
+        await tg.arun(sums(), nodes=nodes)
+
+
+@pytest.mark.parametrize("seconds", ["5", 1j, True])
+async def test_a_timeout_that_is_no_number_is_refused(seconds: Any) -> None:
+    with pytest.raises(tg.JobError, match=f"timeout_s={re.escape(repr(seconds))}: must be None or a number of seconds"):
+        await tg.arun(sums(), nodes=0, timeout_s=seconds)
 
 
 async def test_an_etcd_that_cannot_be_reached_is_named() -> None:
