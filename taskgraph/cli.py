@@ -40,6 +40,16 @@ class _Parser(argparse.ArgumentParser):
         self.exit(USAGE, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
 
+class _Command(_Parser):
+    """Refuses what it does not know itself, else the parser of all commands would, and point to its own help."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return options, unknown
+
+
 class _Help(argparse.Action):
     """`--help`: behind a driver it tells the options of its job, too."""
 
@@ -66,7 +76,7 @@ def parser(*, driver: JobFunction | None = None) -> argparse.ArgumentParser:
 
     top = _Parser(prog="taskgraph" if driver is None else None, description="Run and watch taskgraph jobs.")
     top.add_argument("--version", action="version", version=f"taskgraph {VERSION}")
-    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Command)
 
     def add(name: str, help_text: str, *, job: str | None = None, of_driver: bool = False) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=help_text, description=help_text, add_help=not of_driver)

@@ -308,9 +308,11 @@ def test_an_error_is_one_paragraph_and_a_code(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["run", "d.py", "tasks=3"], "(an option of the job is set with -o tasks=3); see `taskgraph --help`"),
-        (["run", "d.py", "--taks", "3"], "unrecognized arguments: --taks 3; see"),
+        (["run", "d.py", "tasks=3"], "(an option of the job is set with -o tasks=3); see `taskgraph run --help`"),
+        (["run", "d.py", "--taks", "3"], "unrecognized arguments: --taks 3; see `taskgraph run --help`"),
         (["run", "d.py", "--nodes", "x"], "argument --nodes: invalid int value: 'x'; see `taskgraph run --help`"),
+        (["status", "x", "y"], "unrecognized arguments: y; see `taskgraph status --help`"),
+        (["--taks", "run", "d.py"], "unrecognized arguments: --taks; see `taskgraph --help`"),
         (["statsu"], "invalid choice: 'statsu'"),
         (["drain", "x"], "--node; see `taskgraph drain --help`"),
     ],
