@@ -446,7 +446,7 @@ class Attempt:
     def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None:
         self._check_not_quiet(where, "flag")
         for task in to:
-            self._on_loop(self._send, lambda task=task: self.mailbox.send_flag(task, value))
+            self._on_loop(self._send, lambda task=task: self.mailbox.send_flag(where, task, value))
 
     def request(self, where: str, to: int, method: str, value: Encoded) -> concurrent.futures.Future[Encoded]:
         self._check_not_quiet(where, "request")

@@ -66,11 +66,13 @@ class Mailbox:
         self._counts[key] = self._counts.get(key, 0) + 1
         return xxhash.xxh3_64_intdigest(f"{where}#{self._counts[key]}".encode()) >> 1
 
-    async def send_flag(self, to: int, value: Encoded) -> None:
+    async def send_flag(self, where: str, to: int, value: Encoded) -> None:
         """Delivers a flag; returns when it is acknowledged."""
         attempt = self._attempt
         attempt.ledger.sent("flag", attempt.task, to, value.digest.hex(), value.digest)
-        reply = await self._call(to, lambda: Flag(attempt.stamp, attempt.task, attempt.term, to, value), "a flag")
+        reply = await self._call(
+            to, lambda: Flag(attempt.stamp, attempt.task, attempt.term, to, value), "a flag", where
+        )
         if isinstance(reply, Accepted):
             self.terms[to] = max(self.terms.get(to, 0), reply.term)
 
@@ -84,6 +86,7 @@ class Mailbox:
                 to,
                 lambda: Request(attempt.stamp, attempt.task, attempt.term, to, method, number, value),
                 f"request {method!r}",
+                where,
             )
             assert isinstance(reply, Answer)
             if not reply.pure:
@@ -100,14 +103,14 @@ class Mailbox:
             if not future.done():
                 future.set_exception(AttemptEnded())
 
-    async def _call(self, to: int, message: Callable[[], Flag | Request], what: str) -> Answer | Accepted:
+    async def _call(self, to: int, message: Callable[[], Flag | Request], what: str, where: str) -> Answer | Accepted:
         attempt = self._attempt
         try:
             reply = await attempt.replica.router.to_primary(to, message)
         except Refused as refused:
             if refused.reason == Reason.NOT_OFFERED:
                 raise GraphError(
-                    f"task {attempt.task}, epoch {attempt.number}: {what} to task {to}: {refused}"
+                    f"task {attempt.task}, epoch {attempt.number}, {where}: {what} to task {to}: {refused}"
                 ) from refused
             # DONE, CONFLICT: only a replaced primary can get these; the attempt cannot be completed.
             attempt.ask_restart(f"{what} from task {attempt.task} to task {to} was refused: {refused}")

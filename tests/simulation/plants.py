@@ -528,10 +528,10 @@ def a_late_flag_misses_the_snapshot(patch: pytest.MonkeyPatch) -> None:
             open_again.setattr(self._attempt, "check_open", lambda: None)
             return await original(self, message)  # it awaits nothing
 
-    async def send_flag(original: Any, self: Mailbox, to: int, value: Any) -> None:
+    async def send_flag(original: Any, self: Mailbox, where: str, to: int, value: Any) -> None:
         group = self._attempt._group
         assert group is not None
-        group.create_task(original(self, to, value))
+        group.create_task(original(self, where, to, value))
 
     _changed(patch, Ledger, "sent", but_flags)
     _changed(patch, Ledger, "received", but_flags)

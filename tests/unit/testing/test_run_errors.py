@@ -251,7 +251,7 @@ def test_a_report_of_what_is_no_number() -> None:
 
 def test_a_flag_to_a_task_without_on_flag() -> None:
     error = fails(job(task(lambda self, epoch: epoch.flag("peers", 1))))
-    says(error, "a flag to task", "defines no on_flag(epoch, sender, meta)")
+    says(error, "epoch 0, compose: a flag to task", "defines no on_flag(epoch, sender, meta)")
 
 
 def test_a_request_of_an_unknown_method() -> None:
@@ -266,7 +266,7 @@ def test_a_request_of_an_unknown_method() -> None:
         epoch.processor(no_op, inbound={"x": 0})
 
     error = fails(job(task(compose, push=push), tasks=1))
-    says(error, "request 'pull' to task 0", "it handles: 'push'", "@tg.handles('pull')")
+    says(error, "task 0, epoch 0, ask: request 'pull' to task 0", "it handles: 'push'", "@tg.handles('pull')")
 
 
 def test_a_request_to_several() -> None:
