@@ -5,6 +5,7 @@ Pure: it knows names and task ids, not values, sockets or clocks.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Container, Iterable, Mapping
 from operator import is_
@@ -238,6 +239,8 @@ class Composition:
                 f"{self._at()}: {name!r} has a `yield`, so calling it would run nothing of it: put each value with "
                 f"outs.put(tag, value), several of one tag as a list"
             )
+        if not _takes_three(compute):
+            raise GraphError(f"{self._at()}: {name!r} {_called(compute)}")
         if name in self._named:
             raise GraphError(
                 f"{self._at()}: two processors are called {name!r}; give one of them another: "
@@ -380,3 +383,61 @@ def _name_of(compute: Callable[..., Any]) -> str:
         inner = inner.func
     name = getattr(inner, "__name__", type(inner).__name__)
     return "processor" if name == "<lambda>" else str(name)
+
+
+_LEFT_OPEN: Final = getattr(functools, "Placeholder", object())
+"""What a partial of Python 3.14 may hold for an argument that comes later."""
+
+
+def _takes_three(compute: Callable[..., Any]) -> bool:
+    """Whether it can be called as compute(epoch, ins, outs); True where that is not to be seen.
+
+    What is declared anew in every epoch comes here in every epoch: to count is many times faster than
+    `inspect.signature`. And it looks at the code that is called, not at what a decorator says of it.
+    """
+    given, named = 3, frozenset[str]()
+    while type(compute) is functools.partial:
+        if any(one is _LEFT_OPEN for one in compute.args):
+            return True
+        given += len(compute.args)
+        named |= compute.keywords.keys()
+        compute = compute.func
+    if type(compute) is MethodType:
+        given += 1
+        compute = compute.__func__
+    if type(compute) is not FunctionType:
+        return True
+    code = compute.__code__
+    taken, by_name = code.co_argcount, code.co_kwonlyargcount
+    if given == taken and not by_name and not named:  # as a rule
+        return True
+    if given > taken and not code.co_flags & inspect.CO_VARARGS:
+        return False
+    positional, others = code.co_varnames[:taken], frozenset(code.co_varnames[taken : taken + by_name])
+    if not named.isdisjoint(positional[:given]):  # given twice
+        return False
+    required = {
+        *positional[given : taken - len(compute.__defaults__ or ())],
+        *others.difference(compute.__kwdefaults__ or ()),
+    }
+    unknown = named.difference(positional, others)
+    return named >= required and (not unknown or bool(code.co_flags & inspect.CO_VARKEYWORDS))
+
+
+def _called(compute: Callable[..., Any]) -> str:
+    """How a compute is called, and what it takes instead."""
+    given = ["epoch", "ins", "outs"]
+    while isinstance(compute, functools.partial):
+        given[:-3] = ["..."]
+        compute = compute.func
+    function: Any = compute
+    if type(compute) is MethodType:
+        given.insert(0, "cls" if isinstance(compute.__self__, type) else "self")
+        function = compute.__func__
+    takes = inspect.signature(function, follow_wrapped=False)
+    names = [parameter.replace(annotation=parameter.empty) for parameter in takes.parameters.values()]
+    code = function.__code__
+    return (
+        f"is called as {function.__name__}({', '.join(given)}), but takes "
+        f"{inspect.Signature(names)} (at {code.co_filename}, line {code.co_firstlineno})"
+    )

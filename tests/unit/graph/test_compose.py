@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -253,7 +254,82 @@ def test_what_was_made_for_one_epoch_is_not_kept_for_the_next_one() -> None:
     held = np.zeros(3)
     for arguments in (
         {"compute": lambda epoch, ins, outs: held},
-        {"compute": functools.partial(alone, held)},
+        {"compute": functools.partial(lambda held, epoch, ins, outs: None, held)},
     ):
         graph, _ = compose([{"compute": TASK.one}, arguments], 0, None)
         assert graph.declarations == ()
+
+
+class Takes:
+    def none(): ...  # type: ignore[misc]
+
+    def two(self, epoch, ins): ...  # type: ignore[no-untyped-def]
+
+    def three(self, epoch, ins, outs): ...  # type: ignore[no-untyped-def]
+
+    def four(self, epoch, ins, outs, rate): ...  # type: ignore[no-untyped-def]
+
+    def more(self, epoch, ins, outs, rate=1, *, scale=2): ...  # type: ignore[no-untyped-def]
+
+    def scaled(self, epoch, ins, outs, *, scale): ...  # type: ignore[no-untyped-def]
+
+    def any(self, *args, **kwargs): ...  # type: ignore[no-untyped-def]
+
+    def __call__(self, epoch, ins, outs): ...  # type: ignore[no-untyped-def]
+
+    @classmethod
+    def of_class(cls, epoch, ins, outs): ...  # type: ignore[no-untyped-def]
+
+    @staticmethod
+    def static(epoch, ins, outs): ...  # type: ignore[no-untyped-def]
+
+    @functools.wraps(four)
+    def wrapped(self, epoch, ins, outs): ...  # type: ignore[no-untyped-def]
+
+    @classmethod
+    def of_no_class(cls): ...  # type: ignore[no-untyped-def]
+
+
+class TakesNone:
+    def __call__(self) -> None: ...
+
+
+TAKES, PARTIAL = Takes(), functools.partial
+CALLED = [
+    *(getattr(TAKES, name) for name in dir(Takes) if not name.startswith("_")),
+    *(TAKES, Takes.two, Takes.three, TakesNone(), print, max, len, TakesNone, np.add),
+    *(PARTIAL(TAKES.four, rate=1), PARTIAL(TAKES.four, scale=1), PARTIAL(TAKES.scaled, scale=1), PARTIAL(TAKES.scaled)),
+    *(PARTIAL(TAKES.any, 1, x=2), PARTIAL(TAKES.three, epoch=1), PARTIAL(TAKES.three, 1), PARTIAL(Takes.three, TAKES)),
+    *(PARTIAL(Takes.four, TAKES, 1), PARTIAL(TAKES.more, 1), PARTIAL(TAKES.more, 1, 2), PARTIAL(TakesNone())),
+    *(lambda: None, lambda *args: None, lambda epoch, ins, outs=1: None, lambda e, i, o, x=1, /: None),
+    *(lambda e, i, o, /, x: None, PARTIAL(lambda e, i, o, /, **more: None, x=1), lambda e, *args, x=1: None),
+]
+
+
+@pytest.mark.parametrize("compute", CALLED)
+def test_a_compute_is_refused_exactly_where_a_call_of_it_would_be(compute: Callable[..., Any]) -> None:
+    fits = True
+    try:
+        inspect.signature(compute, follow_wrapped=False).bind(1, 2, 3)
+    except (TypeError, ValueError):  # the latter of a method without self, and of a partial that nothing can complete
+        function = compute.func if isinstance(compute, functools.partial) else compute
+        fits = not inspect.isfunction(function) and not inspect.ismethod(function)  # others are not looked at
+    if fits:
+        compose([{"compute": compute, "name": "one"}], 0, None)
+    else:
+        with pytest.raises(
+            tg.GraphError, match=r"compose: 'one' is called as .*epoch, ins, outs\), but takes \(.* line"
+        ):
+            compose([{"compute": compute, "name": "one"}], 0, None)
+
+
+def test_how_a_compute_is_called_is_told_for_all_that_can_be_called() -> None:
+    for compute, called in [
+        (TAKES.two, r"two\(self, epoch, ins, outs\), but takes \(self, epoch, ins\) \(at .*test_compose\.py, line \d+"),
+        (TAKES.none, r"none\(self, epoch, ins, outs\), but takes \(\)"),  # type: ignore[misc]
+        (Takes.three, r"three\(epoch, ins, outs\), but takes \(self, epoch, ins, outs\)"),
+        (Takes.of_no_class, r"of_no_class\(cls, epoch, ins, outs\), but takes \(cls\)"),
+        (PARTIAL(TAKES.three, 1), r"three\(self, \.\.\., epoch, ins, outs\)"),
+    ]:
+        with pytest.raises(tg.GraphError, match=called):
+            compose([{"compute": compute, "name": "one"}], 0, None)

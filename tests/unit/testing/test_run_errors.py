@@ -401,6 +401,19 @@ def test_a_compute_with_a_yield_would_run_nothing_of_it(sync: bool) -> None:
     says(error, "'work' has a `yield`", "outs.put(tag, value)")
 
 
+def test_a_compute_that_takes_something_else_is_told_with_its_place_and_the_right_form() -> None:
+    def step(self: tg.Task, epoch: tg.Epoch) -> None: ...
+
+    def compose(self: tg.Task, epoch: tg.Epoch) -> None:
+        epoch.processor(self.step, name="one")  # type: ignore[attr-defined]
+
+    error = fails(job(task(compose, step=step)))
+    line = step.__code__.co_firstlineno
+    says(error, "epoch 0, compose: 'one' is called as step(self, epoch, ins, outs), but takes (self, epoch) ")
+    says(error, f"(at {__file__}, line {line})")
+    assert "actor.py" not in str(error)
+
+
 async def _cancels_itself(*args: Any) -> None:
     task = asyncio.current_task()
     assert task is not None
