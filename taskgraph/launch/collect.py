@@ -89,25 +89,24 @@ def shortened(text: str, limit: int) -> tuple[str | None, str]:
     short = json.dumps({**json.loads(text), "reports": [], "left_out": left_out})
     if len(short) < limit:
         return short, ""
-    return None, f"as JSON they take {mib(len(short))}, and less than {mib(limit)} is kept in etcd"
+    why = f"as JSON they take {mib(len(short))}, and less than {mib(limit)} is kept in etcd: who ran the job got them"
+    return None, why
 
 
 def why_not_kept(collected: KeyValue | None) -> str:
-    """Why etcd has no values of a job, by what whoever collected them wrote; empty where nobody did."""
-    return str(json.loads(collected.value).get("not_kept", "")) if collected is not None else ""
+    """Why etcd has no values of a job, as whoever collected them wrote; empty where that is not known."""
+    if collected is None:
+        return "nobody asked for them while its nodes were there (settings.results_kept_s)"
+    return str(json.loads(collected.value).get("not_kept", ""))
 
 
 def not_kept(why: str) -> UnknownJob:
     """What is raised for a job that finished and whose values are nowhere any more.
 
     Args:
-        why: they were too large, as whoever collected them found; empty where nobody said so.
+        why: empty where it is not known: another host's launcher may have collected them, or nobody.
     """
-    tell = (
-        f"{why}; whoever ran the job got them"
-        if why
-        else ("nobody asked for them while its nodes were there (settings.results_kept_s)")
-    )
+    tell = why or "whoever collected them, if anybody did, has them"
     return UnknownJob(f"the job finished, but its values are not kept: {tell}")
 
 

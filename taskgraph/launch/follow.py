@@ -304,7 +304,9 @@ class Follower:
             if short is not None:
                 puts.append(Put(keys.result, short.encode()))
         else:
-            why = self.not_kept = f"they take {mib(size)}, and less than {mib(_KEPT_BYTES)} is kept"
+            why = self.not_kept = (
+                f"they take {mib(size)}, and less than {mib(_KEPT_BYTES)} is kept: who ran the job got them"
+            )
         puts.append(Put(keys.collected, json.dumps({"by": "launcher", "not_kept": why}).encode()))
         # Nothing of a run that was submitted under this name meanwhile.
         txn = Txn((Compare(keys.spec, self._run_at),), tuple(puts))
