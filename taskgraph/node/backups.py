@@ -114,6 +114,7 @@ class Backups:
         self.gathered.clear()
         self._insync.drop_pending(self._committed_epoch)
         self._boundaries = {k: b for k, b in self._boundaries.items() if k[0] <= self._committed_epoch}
+        self._withdraw_history()
 
     def pending(self, boundary: Boundary, *, gathers: bool) -> bool:
         """A snapshot was made: every member must hold it before the task is done.
