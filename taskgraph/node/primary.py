@@ -442,7 +442,7 @@ class Primary:
         while not _is_over(request.stamp, keeper.view):
             told = keeper.view.primaries.get(0)
             await self.node.router.to_primary(0, lambda: request, timeout_s=self.node.settings.call_s)
-            await keeper.wait_until(partial(_is_over, request.stamp, leader=told))
+            await keeper.wait_until(partial(_is_over_or_led_anew, request.stamp, told))
 
     def check_terms(self) -> None:
         """The view changed: an attempt that rests on a gone primary's acknowledgement cannot be completed."""
@@ -462,12 +462,15 @@ class Primary:
         self._group.create_task(self._tell(RequestRestart(stamp, self.task, why)))
 
 
-def _is_over(stamp: Stamp, view: JobView, *, leader: Versioned[PrimaryRecord] | None = None) -> bool:
-    """Whether nothing needs to be told of that epoch any more, or nothing to the leader that was told."""
+def _is_over(stamp: Stamp, view: JobView) -> bool:
+    """Whether nothing needs to be told of that epoch any more."""
     at = view.stamp
-    if at is not None and (at.attempt != stamp.attempt or at.epoch > stamp.epoch):
-        return True
-    return leader is not None and view.primaries.get(0) is not leader
+    return at is not None and (at.attempt != stamp.attempt or at.epoch > stamp.epoch)
+
+
+def _is_over_or_led_anew(stamp: Stamp, leader: Versioned[PrimaryRecord] | None, view: JobView) -> bool:
+    """The same, or whether another leads than the one that was there before it was told."""
+    return view.primaries.get(0) is not leader or _is_over(stamp, view)
 
 
 def _moved_on(stamp: Stamp, view: JobView) -> bool:

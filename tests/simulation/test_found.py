@@ -27,7 +27,7 @@ from taskgraph.observe.events import Event
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.commit import Leader
 from taskgraph.protocol.kv import Put, Txn, TxnResult
-from taskgraph.protocol.messages import Audit, Encoded, HandOver, Reason, Report, Stamp
+from taskgraph.protocol.messages import Audit, Encoded, HandOver, Reason, Report, RequestRestart, Stamp
 from taskgraph.testing.simulate.client import SimCoordinator
 from taskgraph.testing.simulate.etcd import SimEtcd, SimStore
 from taskgraph.testing.simulate.loop import Process, SimLoop
@@ -495,3 +495,32 @@ async def test_a_leader_that_dies_between_the_request_for_a_restart_and_the_rest
         await cluster.stop()
     assert died == ["a test"]
     assert (result.epochs, result.failovers, result.restarts) == (4, 1, 1)
+
+
+async def test_a_request_for_a_restart_before_anybody_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who answered it is not known then: it is told again, to who leads by now, and to whoever does after that."""
+    told: list[int] = []
+    monkeypatch.setattr(HangsOnce, "hangs", True)
+    job = tg.Job(tasks=2, epochs=4, backups=1, builder=lambda _: HangsOnce(), settings=tg.Settings(epochs_ahead=0))
+    cluster = InProcessCluster(job)
+    await cluster.start(2)
+    try:
+        keeper = cluster.nodes[0].keeper
+        await keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch == 2)
+        primary = cluster.node(keeper.view.primary_node(1) or "").roles.primaries[1]
+        keeper = primary.node.keeper
+        await keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch == 2)
+        leader = keeper.view.primaries.pop(0)
+
+        async def answered(task: int, message: Any, *, timeout_s: float) -> None:
+            told.append(task)
+            keeper.view.primaries[0] = leader
+
+        monkeypatch.setattr(primary.node.router, "to_primary", answered)
+        telling = asyncio.create_task(primary._tell(RequestRestart(Stamp(1, 2), 1, "a test")))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        telling.cancel()
+    finally:
+        await cluster.stop()
+    assert told == [0, 0]
