@@ -159,6 +159,13 @@ def _add_run_options(made: argparse.ArgumentParser) -> None:
 def _add_beginning(made: argparse.ArgumentParser) -> None:
     which = made.add_mutually_exclusive_group()
     which.add_argument("--resume", action="store_true", help="go on from the job's newest checkpoint, if there is one")
+    which.add_argument(
+        "--resume-changed",
+        dest="resume",
+        action="store_const",
+        const="changed",
+        help="the same, also where the driver, or taskgraph, was changed since; the state must still fit",
+    )
     which.add_argument("--fresh", action="store_true", help="from the beginning, although there are checkpoints")
 
 
@@ -201,6 +208,8 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction | None = 
     except JobFailed as error:
         what = "the job was ended" if isinstance(error, JobCancelled) else "job failed"
         print(f"taskgraph: {what}: {error}", file=sys.stderr)
+        for note in getattr(error, "__notes__", ()):
+            print(f"taskgraph: {note}", file=sys.stderr)
         return FAILED
     except (CoordinationError, TransportError, UnknownJob) as error:
         print(f"taskgraph: {error}", file=sys.stderr)

@@ -33,6 +33,7 @@ class JobSpec:
         expected_nodes: how many the launcher started: the job begins when they are there.
         checkpoint, checkpoint_every: as in the job.
         checkpoint_series: one more for every start from the beginning, so that older checkpoints are told from newer.
+        checkpoint_changed: checkpoints that another version of the driver wrote are used, too.
         submitted_at: unix time, seconds.
         version, protocol: of the taskgraph that submitted it.
     """
@@ -52,6 +53,7 @@ class JobSpec:
     checkpoint: str | None = None
     checkpoint_every: int = 10
     checkpoint_series: int = 1
+    checkpoint_changed: bool = False
     submitted_at: float = 0.0
     version: str = VERSION
     protocol: int = PROTOCOL

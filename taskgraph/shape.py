@@ -141,7 +141,8 @@ def make_shape(cls: type, base: type, state: Sequence[str]) -> TaskShape:
         _check_callable(cls, name, _HOOKS[name])
         if name in _PLAIN_ONLY and inspect.iscoroutinefunction(getattr(cls, name)):
             raise JobError(f"class {cls.__name__}: {name} must be a plain `def`, not `async def`")
-    if ("snapshot" in overrides) != ("restore" in overrides):
+    # A class that declares its state may put right what it is given, and let the default set it.
+    if ("snapshot" in overrides) != ("restore" in overrides) and not (state and "restore" in overrides):
         one, other = ("snapshot", "restore") if "snapshot" in overrides else ("restore", "snapshot")
         raise JobError(f"class {cls.__name__} overrides {one} but not {other}: one undoes the other, define both")
     handlers = _handlers(cls)

@@ -47,15 +47,28 @@ class Name:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Which job's checkpoints these are. One of another job, or of another version of its driver, is foreign."""
+    """Which job's checkpoints these are. One of another job, or of another version of its driver, is foreign.
+
+    Attributes:
+        any_driver: what another version of the driver wrote is this job's, too.
+    """
 
     job: str
     fingerprint: str
     tasks: int
+    any_driver: bool = False
 
 
 class ChangedJob(CheckpointError):
-    """A checkpoint of this job that was written with another driver, or another number of tasks."""
+    """A checkpoint of this job that was written with another driver, or another number of tasks.
+
+    Attributes:
+        driver_only: the number of tasks is the same.
+    """
+
+    def __init__(self, message: str, *, driver_only: bool) -> None:
+        super().__init__(message)
+        self.driver_only = driver_only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,13 +119,14 @@ class Manifest:
         if self.job != origin.job:
             raise CheckpointError(f"{path} is foreign: job is {self.job}, here it is {origin.job}")
         found = []
-        if self.fingerprint != origin.fingerprint:
+        if self.fingerprint != origin.fingerprint and not origin.any_driver:
             prints = f"the driver's fingerprint is {self.fingerprint}, here it is {origin.fingerprint}"
             found.append(f"{prints} ({_changed(self.fingerprint, origin.fingerprint)})")
         if self.tasks != origin.tasks:
             found.append(f"tasks is {self.tasks}, here it is {origin.tasks} (the number of tasks was changed)")
         if found:
-            raise ChangedJob(f"{path} is foreign: {', and '.join(found)}")
+            why = f"{path} is foreign: {', and '.join(found)}"
+            raise ChangedJob(why, driver_only=self.tasks == origin.tasks)
 
     def to_bytes(self) -> bytes:
         raw = {"format": _FORMAT, **asdict(self)}

@@ -40,11 +40,13 @@ class Found:
     Attributes:
         refused: why those after it cannot, each by name; the newest first.
         changed: whether one was refused because the driver, or its number of tasks, is not what it was.
+        driver_changed: whether one was refused because the driver is not what it was, and for nothing else.
     """
 
     manifest: Manifest | None
     refused: tuple[str, ...]
     changed: bool = False
+    driver_changed: bool = False
 
 
 class Store:
@@ -195,13 +197,15 @@ class Store:
     def newest(self, names: Iterable[str]) -> Found:
         """The first of these that can be used, every file of it read, and why those before it cannot."""
         refused: list[str] = []
-        changed = False
+        changed = driver_changed = False
         for name in names:
             try:
                 manifest = self.open(name)
                 self.verify(manifest)
-                return Found(manifest, tuple(refused), changed)
+                return Found(manifest, tuple(refused), changed, driver_changed)
             except CheckpointError as error:
                 refused.append(str(error))
-                changed = changed or isinstance(error, ChangedJob)
-        return Found(None, tuple(refused), changed)
+                if isinstance(error, ChangedJob):
+                    changed = True
+                    driver_changed = driver_changed or error.driver_only
+        return Found(None, tuple(refused), changed, driver_changed)

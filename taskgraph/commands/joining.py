@@ -54,8 +54,8 @@ def launch(options: argparse.Namespace, function: JobFunction | None = None) -> 
         return run(options)
     if options.option or options.name or options.timeout or options.json or options.resume or options.fresh:
         raise JobError(
-            "-o, --name, --timeout, --json, --resume and --fresh go with a driver, or with `submit`; a job has its own "
-            "already"
+            "-o, --name, --timeout, --json, --resume, --resume-changed and --fresh go with a driver, or with `submit`; "
+            "a job has its own already"
         )
     return uvloop.run(_launch(options))
 

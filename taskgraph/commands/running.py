@@ -64,12 +64,12 @@ def run(options: argparse.Namespace, function: JobFunction | None = None) -> int
 async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) -> int:
     name = job.name
     progress = Progress(name, job.tasks, job.epochs, job.backups)
-    started: list[LocalNodes] = []
+    started: list[tuple[Follower, LocalNodes]] = []
     tails: list[LogTails] = []
 
     def on_start(follower: Follower, nodes: LocalNodes) -> None:
         progress.follow(follower.view)
-        started.append(nodes)
+        started.append((follower, nodes))
         if options.logs:
             tails.append(LogTails(nodes.logs(), progress.line))
 
@@ -107,7 +107,8 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
     except asyncio.CancelledError:
         if interrupts:
             progress.end()
-            print(f"taskgraph: interrupted; job {name!r} was ended, nothing is left behind", file=sys.stderr)
+            hint = "".join(follower.way_on("; ") for follower, _ in started)
+            print(f"taskgraph: interrupted; job {name!r} was ended, nothing is left behind{hint}", file=sys.stderr)
             return 130
         raise
     finally:
@@ -129,7 +130,7 @@ async def tick(progress: Progress, tails: list[LogTails]) -> None:
         progress.tick()
 
 
-def _on_interrupt(running: asyncio.Future[JobResult], started: list[LocalNodes]) -> list[int]:
+def _on_interrupt(running: asyncio.Future[JobResult], started: list[tuple[Follower, LocalNodes]]) -> list[int]:
     """The first Ctrl-C (SIGTERM, SIGHUP) ends the job cleanly, the second at once."""
     seen: list[int] = []
 
@@ -143,7 +144,7 @@ def _on_interrupt(running: asyncio.Future[JobResult], started: list[LocalNodes])
             print("\ntaskgraph: ending the job; once more to force it", file=sys.stderr, flush=True)
             running.cancel()
         else:
-            for nodes in started:
+            for _, nodes in started:
                 nodes.kill_now()
 
     loop = asyncio.get_running_loop()

@@ -111,6 +111,17 @@ class Follower:
     def view(self) -> JobView:
         return self.keeper.view
 
+    def way_on(self, before: str = "") -> str:
+        """How the job is continued where it left a checkpoint, after `before`; empty where it left none."""
+        pointer = self.view.checkpoint
+        if pointer is None:
+            return ""
+        epoch = pointer.record.epoch
+        return (
+            f"{before}its checkpoint of epoch {epoch} is complete: go on from there with --resume (--resume-changed if "
+            f"you change the driver)"
+        )
+
     @property
     def _is_ours(self) -> bool:
         """Whether the job's name still is that of the run that is followed."""

@@ -20,7 +20,7 @@ from taskgraph.driver import JobSpec
 from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError
 from taskgraph.jobs import Job, JobResult
 from taskgraph.launch.collect import assemble, complete, job_failed
-from taskgraph.launch.resuming import plan
+from taskgraph.launch.resuming import Resume, plan
 from taskgraph.launch.submit import submit
 from taskgraph.node.node import Node, Point
 from taskgraph.node.threads import Threads
@@ -72,7 +72,7 @@ class InProcessCluster:
         self._launcher = MemoryCoordinator(self.store, rng=rng)
         self._node_failed: asyncio.Future[TaskGraphError] = asyncio.get_running_loop().create_future()
 
-    async def start(self, nodes: int, *, resume: bool = False, fresh: bool = False) -> None:
+    async def start(self, nodes: int, *, resume: Resume = False, fresh: bool = False) -> None:
         """Submits the job and starts that many nodes."""
         spec = dataclasses.replace(self.spec, expected_nodes=nodes)
         self.spec, beginning = await plan(self._launcher, spec, resume=resume, fresh=fresh)
@@ -245,7 +245,7 @@ async def arun_inprocess(
     timeout_s: float | None = None,
     nodes: int | None = None,
     on_event: Callable[[Event], None] | None = None,
-    resume: bool = False,
+    resume: Resume = False,
     fresh: bool = False,
 ) -> JobResult:
     """Runs a job on nodes in this process: as many as it takes to have its backups, unless told otherwise."""

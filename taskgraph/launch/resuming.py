@@ -11,18 +11,24 @@ import contextlib
 import dataclasses
 import logging
 from dataclasses import dataclass
+from typing import Literal
 
-from taskgraph.checkpoint.manifest import Manifest, Name, Origin
-from taskgraph.checkpoint.store import Store
+from taskgraph.checkpoint.manifest import Name, Origin
+from taskgraph.checkpoint.store import Found, Store
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CheckpointError, DecodeError, JobError
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import CheckpointRecord, EpochRecord, State, StatusRecord
 
-__all__ = ["Beginning", "plan"]
+__all__ = ["Beginning", "Resume", "plan"]
 
 log = logging.getLogger("taskgraph")
+
+Resume = bool | Literal["changed"]
+"""Whether a job goes on from its newest checkpoint; "changed": also where its driver was changed since."""
+
+_CHANGED = "(--resume-changed, resume='changed')"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +45,21 @@ class Beginning:
 
 
 async def plan(
-    coordinator: Coordinator, spec: JobSpec, *, resume: bool = False, fresh: bool = False
+    coordinator: Coordinator, spec: JobSpec, *, resume: Resume = False, fresh: bool = False
 ) -> tuple[JobSpec, Beginning]:
-    """Where the job begins; the spec with the series of its checkpoints.
+    """Where the job begins; the spec with the series of its checkpoints, and with which of them may be used.
 
     Raises:
-        JobError: it has checkpoints, and neither `resume` nor `fresh` was said; or it keeps none.
+        JobError: it has checkpoints, and neither `resume` nor `fresh` was said; or it keeps none; or `resume` is
+            something else than it can be.
         CheckpointError: it is to be resumed, and none of its checkpoints can be used.
     """
     beginning = Beginning(EpochRecord(epoch=0, attempt=1, writer=spec.run))
+    if not isinstance(resume, bool) and resume != "changed":
+        raise JobError(
+            f"resume={resume!r}: must be True, False, or 'changed' (from a checkpoint of a driver that was changed "
+            f"since, too)"
+        )
     if resume and fresh:
         raise JobError("resume and fresh: either the one or the other")
     if spec.checkpoint is None:
@@ -60,24 +72,30 @@ async def plan(
     status = await coordinator.get(Keys(spec.name).status)
     if status is not None and StatusRecord.from_bytes(status.value).state == State.RUNNING:
         return spec, beginning  # submitting it will be refused
-    store = Store(spec.checkpoint, Origin(job=spec.name, fingerprint=spec.fingerprint, tasks=spec.tasks))
+    changed = resume == "changed"
+    origin = Origin(job=spec.name, fingerprint=spec.fingerprint, tasks=spec.tasks, any_driver=changed)
+    store = Store(spec.checkpoint, origin)
     pointer, attempt = await _known(coordinator, spec)
-    found = await asyncio.to_thread(_look, store, pointer, resume)
-    spec = dataclasses.replace(spec, checkpoint_series=found.series + (0 if resume and found.names else 1))
-    if fresh or not found.names:
+    looked = await asyncio.to_thread(_look, store, pointer, bool(resume))
+    found = looked.usable
+    series = looked.series + (0 if resume and looked.names else 1)
+    spec = dataclasses.replace(spec, checkpoint_series=series, checkpoint_changed=changed)
+    if fresh or not looked.names:
         if resume:
             log.warning("%s holds no checkpoint yet: the job starts from its beginning", store)
         return spec, beginning
     if not resume:
         raise JobError(
-            f"job {spec.name!r} has checkpoints in {store}, the newest of epoch {found.names[0].epoch}: continue from "
+            f"job {spec.name!r} has checkpoints in {store}, the newest of epoch {looked.names[0].epoch}: continue from "
             f"there (--resume, resume=True), or start from the beginning (--fresh, fresh=True; they are removed once "
             f"there are newer ones)"
         )
     if found.manifest is None:
         back = "go back to the driver and the number of tasks they were written with, or " if found.changed else ""
-        one = len(found.names) == 1
-        which = "the one checkpoint" if one else f"none of the {len(found.names)} checkpoints"
+        if found.driver_changed:
+            back = f"go on with the driver as it is now, if its tasks can use that state {_CHANGED}, {back}"
+        one = len(looked.names) == 1
+        which = "the one checkpoint" if one else f"none of the {len(looked.names)} checkpoints"
         raise CheckpointError(
             f"{which} in {store} {'cannot' if one else 'can'} be used: {'; '.join(found.refused)}. To run the job, "
             f"{back}start from the beginning (--fresh, fresh=True)"
@@ -85,7 +103,14 @@ async def plan(
     for refused in found.refused:
         log.warning("%s", refused)
     name = found.manifest.parsed
-    lineage = max(found.attempt, attempt, name.attempt) + 1
+    if found.manifest.fingerprint != spec.fingerprint:
+        log.warning(
+            "the checkpoint of epoch %d was written by driver %s; it goes on with this one, %s",
+            name.epoch,
+            found.manifest.fingerprint,
+            spec.fingerprint,
+        )
+    lineage = max(looked.attempt, attempt, name.attempt) + 1
     record = CheckpointRecord(
         epoch=name.epoch, attempt=name.attempt, name=str(name), before=found.manifest.before, writer=spec.run
     )
@@ -111,9 +136,7 @@ class _Looked:
     names: list[Name]
     series: int
     attempt: int
-    manifest: Manifest | None
-    refused: tuple[str, ...]
-    changed: bool
+    usable: Found
 
 
 def _look(store: Store, pointer: str | None, resume: bool) -> _Looked:
@@ -129,5 +152,5 @@ def _look(store: Store, pointer: str | None, resume: bool) -> _Looked:
     except OSError as error:
         raise CheckpointError(f"{store} cannot be read: {error}") from error
     if found is None:
-        return _Looked(names, series, attempt, None, (), changed=False)
-    return _Looked(names, series, attempt, found.manifest, found.refused, found.changed)
+        found = Found(None, ())
+    return _Looked(names, series, attempt, found)

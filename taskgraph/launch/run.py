@@ -23,7 +23,7 @@ from taskgraph.launch.access import etcd_access, node_access
 from taskgraph.launch.collect import job_failed, not_kept, why_not_kept
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.forkserver import ForkServer
-from taskgraph.launch.resuming import plan
+from taskgraph.launch.resuming import Resume, plan
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks, Supervisor
@@ -40,7 +40,7 @@ def run(
     *,
     nodes: int = 4,
     etcd: str | None = None,
-    resume: bool = False,
+    resume: Resume = False,
     fresh: bool = False,
     timeout_s: float | None = None,
 ) -> JobResult:
@@ -51,7 +51,8 @@ def run(
         etcd: endpoints of an etcd, separated by commas; None: an embedded one that ends with the job. Certificates,
             user and password come from TASKGRAPH_ETCD_CA, ..._CERT, ..._KEY, ..._USER and ..._PASSWORD (or
             ..._PASSWORD_FILE).
-        resume: from the newest checkpoint of the job; from the beginning where there is none yet.
+        resume: from the newest checkpoint of the job; from the beginning where there is none yet. "changed": also from
+            one that another version of the driver wrote; what it holds must fit the tasks as they are now.
         fresh: from the beginning, although there are checkpoints.
         timeout_s: the job fails after this time.
 
@@ -79,7 +80,7 @@ async def arun(
     *,
     nodes: int = 4,
     etcd: str | None = None,
-    resume: bool = False,
+    resume: Resume = False,
     fresh: bool = False,
     timeout_s: float | None = None,
     hooks: Hooks | None = None,

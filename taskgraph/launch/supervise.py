@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
@@ -30,6 +30,8 @@ from taskgraph.protocol.records import GoneRecord, State, StatusRecord
 __all__ = ["Hooks", "Supervisor", "launch_nodes"]
 
 log = logging.getLogger("taskgraph.launch")
+
+E = TypeVar("E", bound=Exception)
 
 _NODE_END_S = 5.0
 """Nodes that were told to leave, or whose job ended, get this long."""
@@ -160,14 +162,14 @@ class Supervisor:
         status = await self._follower.ended()
         if status.state != State.FINISHED:
             await self._follower.tell_rest()
-            raise job_failed(self._spec.name, with_stands(status, self._nodes.stands))
+            raise self._noted(job_failed(self._spec.name, with_stands(status, self._nodes.stands)))
         failed = asyncio.ensure_future(self._failed_after_all())
         collecting = asyncio.ensure_future(self._follower.results())
         try:
             await asyncio.wait([failed, collecting], return_when=asyncio.FIRST_COMPLETED)
             if failed.done():
                 await self._follower.tell_rest()
-                raise job_failed(self._spec.name, failed.result())
+                raise self._noted(job_failed(self._spec.name, failed.result()))
             found = collecting.result()
         finally:
             for task in (failed, collecting):
@@ -195,16 +197,15 @@ class Supervisor:
             what = (
                 f"its results, of a job that had finished, with them ({self._follower.unreachable or 'not asked for'})"
             )
-        reason = f"every node has ended, {what}{self._resumable()}\n{_tails(self._nodes)}"
+        reason = f"every node has ended, {what}{self._follower.way_on('; ')}\n{_tails(self._nodes)}"
         await self._try_to_end(reason, State.FAILED)
         raise JobFailed(reason, job=self._spec.name)
 
-    def _resumable(self) -> str:
-        """What else can be done where the job left a checkpoint."""
-        pointer = self._follower.keeper.view.checkpoint
-        if pointer is None:
-            return ""
-        return f"; its checkpoint of epoch {pointer.record.epoch} is complete: go on from there with --resume"
+    def _noted(self, error: E) -> E:
+        """The error, with a note that says how the job can be continued."""
+        if hint := self._follower.way_on():
+            error.add_note(hint)
+        return error
 
     async def _no_etcd(self, ended: Callable[[], Awaitable[str]]) -> None:
         self._without_etcd = how = await ended()
@@ -212,14 +213,15 @@ class Supervisor:
         raise JobFailed(
             f"job {self._spec.name!r}: its embedded etcd has ended, so that no epoch can commit any more. It {how}\n"
             f"Its log and those of the nodes are kept in {kept}. Run the job again, or on your own etcd (--etcd): "
-            f"a job outlives its restart{self._resumable()}",
+            f"a job outlives its restart{self._follower.way_on('; ')}",
             job=self._spec.name,
         )
 
     async def _timed_out(self, timeout_s: float) -> JobTimeout:
         waits = await self._waits()
         await self._try_to_end(f"it did not end within {timeout_s:g} s", State.CANCELLED)
-        return JobTimeout(f"job {self._spec.name!r} did not end within {timeout_s:g} s; {waits}", job=self._spec.name)
+        text = f"job {self._spec.name!r} did not end within {timeout_s:g} s; {waits}"
+        return self._noted(JobTimeout(text, job=self._spec.name))
 
     async def _waits(self) -> str:
         statuses = await node_statuses(

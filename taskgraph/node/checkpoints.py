@@ -57,7 +57,12 @@ class CheckpointReader:
         spec = self._node.spec
         if self._store is None:
             assert spec.checkpoint is not None
-            origin = Origin(job=spec.name, fingerprint=spec.fingerprint, tasks=spec.tasks)
+            origin = Origin(
+                job=spec.name,
+                fingerprint=spec.fingerprint,
+                tasks=spec.tasks,
+                any_driver=spec.checkpoint_changed,
+            )
             self._store = Store(spec.checkpoint, origin, place=self._place)
         return self._store
 

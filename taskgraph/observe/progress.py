@@ -64,6 +64,7 @@ class Progress:
         self._clock = clock
         self._times: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
         self._epoch = -1
+        self._first = 0
         self._numbers: Mapping[str, str | int | float] = {}
         self._lost: dict[str, float] = {}
         self._shown_at = float("-inf")
@@ -89,8 +90,9 @@ class Progress:
             self._closed = True
 
     def follow(self, view: JobView) -> None:
-        """Takes nodes and replicas from this view."""
+        """Takes nodes and replicas from this view, and where the run begins."""
         self._view = view
+        self._first = view.epoch.record.base if view.epoch is not None else 0
 
     def event(self, event: Event) -> None:
         """Something happened."""
@@ -209,7 +211,7 @@ class Progress:
             return
         self._flush_held()
         for report in reports if self._few else reports[-1:]:
-            if report.epoch not in self._printed:
+            if report.epoch >= self._first and report.epoch not in self._printed:
                 self._print_numbers(report.epoch, dict(report.numbers))
         self._flush_ending()
 

@@ -238,6 +238,41 @@ async def test_what_cannot_be_used_is_refused_by_name_and_the_one_before_is_used
     assert f"the job goes on from the checkpoint of epoch {epoch_of(before)}" in done.err
 
 
+async def test_a_driver_that_was_mended_goes_on_from_what_it_left(cli: Cli, tmp_path: Path) -> None:
+    """Its own files and those of the driver before are read, and a state that does not fit is named."""
+    driver = tmp_path / "kept.py"
+    text = DRIVER.read_text()
+    driver.write_text(text.replace("        self.steps += 1\n", "        self.steps += 1 // (epoch.number != 50)\n"))
+    options = ("-o", f"where=file://{tmp_path}", "-o", "epochs=100", "--nodes", "4")
+    command = await cli.start("run", str(driver), *options, *standing(cli, 50))
+    await becomes(lambda: len(complete(tmp_path)) == 2, LIMIT_S)
+    go_on(cli)
+    failed = await command.done()
+    assert failed.code == 1
+    assert "ZeroDivisionError" in failed.err
+    hint = "taskgraph: its checkpoint of epoch 40 is complete: go on from there with --resume (--resume-changed if"
+    assert hint in failed.err.splitlines()[-1]
+
+    driver.write_text(text.replace('"steps"]', '"steps", "more"]').replace("steps = 0", "steps = self.more = 0"))
+    refused = await cli("run", str(driver), *options, "--resume")
+    assert refused.code == 2
+    assert "or taskgraph was changed since" in refused.err and "--resume-changed" in refused.err
+    unfit = await cli("run", str(driver), *options, "--resume-changed")
+    assert unfit.code == 1
+    assert "the snapshot lacks 'more'; the state declared is: place, steps, more" in unfit.err
+
+    driver.write_text(text)
+    command = await cli.start("run", str(driver), "--json", *options, *standing(cli, 45), "--resume-changed")
+    await command.until("the job goes on from the checkpoint of epoch 40")
+    kill_at_once(await holders(cli, 1))
+    go_on(cli, 45)
+    done = await command.done()
+    check(done, epochs=100)
+    assert "goes back from epoch 45 to the checkpoint of epoch 40" in (await cli("events", "kept")).out
+    check(await cli("run", str(driver), "--json", *options, "--resume"), epochs=100)
+    await cli.nothing_left()
+
+
 async def test_a_running_job_refuses_too(cli: Cli, tmp_path: Path) -> None:
     """It goes back to the one before, and says why; and what it writes then is newer than what it refused."""
     command = await started(cli, tmp_path, "--nodes", "4", *standing(cli, 50, epochs=100))

@@ -104,6 +104,9 @@ async def test_run_where_a_loop_runs_says_what_to_write() -> None:
 async def test_to_resume_without_checkpoints_and_negative_nodes_are_refused() -> None:
     with pytest.raises(tg.JobError, match="keeps no checkpoints"):
         await tg.arun(sums(), resume=True)
+    for unknown in ("yes", 1, None):
+        with pytest.raises(tg.JobError, match="must be True, False, or 'changed'"):
+            await tg.arun(sums(), resume=unknown)  # type: ignore[arg-type]
     with pytest.raises(tg.JobError, match="nodes=-2"):
         await tg.arun(sums(), nodes=-2)
 

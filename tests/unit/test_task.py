@@ -253,6 +253,28 @@ def test_a_hook_that_could_not_be_called_is_refused_where_the_class_is_made(
     assert "class Fit" in str(refused.value)
 
 
+def test_who_declares_state_may_override_restore_alone() -> None:
+    class Fit(tg.Task, state=["w", "steps"]):
+        def restore(self, state: Any) -> None:
+            super().restore({"steps": 0, **state})  # an earlier version had none
+            self.double = 2 * self.w
+
+    task = Fit()
+    task.restore({"w": 4})
+    assert task.snapshot() == {"w": 4, "steps": 0}
+    assert task.double == 8
+
+    class Child(Fit):
+        def restore(self, state: Any) -> None:
+            super().restore(state)
+
+    with pytest.raises(tg.JobError, match="overrides snapshot but not restore"):
+
+        class Half(tg.Task, state=["w"]):
+            def snapshot(self) -> Any:
+                return 1
+
+
 @pytest.mark.parametrize(
     ("name", "parameters", "meant"),
     [

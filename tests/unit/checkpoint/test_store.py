@@ -163,6 +163,40 @@ def test_a_changed_jobs_checkpoint_is_foreign_and_says_what_was_changed(
     assert text in found.refused[0]
 
 
+@pytest.mark.parametrize(
+    ("origin", "why"),
+    [
+        (Origin(job="fit", fingerprint="f2", tasks=3, any_driver=True), None),
+        (Origin(job="fit", fingerprint="local", tasks=3, any_driver=True), None),
+        (Origin(job="fit", fingerprint="f2", tasks=4, any_driver=True), "foreign: tasks is 3, here it is 4"),
+    ],
+)
+def test_what_another_driver_wrote_is_used_where_that_is_asked_for(
+    store: Store, tmp_path: Path, origin: Origin, why: str | None
+) -> None:
+    name = save(store, 10).name
+    store._origin = origin
+    found = store.newest([name])
+    if why is None:
+        assert found.manifest is not None and found.manifest.fingerprint == "f1"
+        assert store.read(found.manifest, 2) is not None
+    else:
+        assert found.manifest is None and why in found.refused[0]
+
+
+@pytest.mark.parametrize(
+    ("fingerprint", "tasks", "driver_changed"), [("f2", 3, True), ("f1", 4, False), ("f2", 4, False)]
+)
+def test_whether_the_driver_alone_was_changed_is_told(
+    store: Store, fingerprint: str, tasks: int, driver_changed: bool
+) -> None:
+    name = save(store, 10).name
+    store._origin = Origin(job="fit", fingerprint=fingerprint, tasks=tasks)
+    found = store.newest([name])
+    assert found.changed
+    assert found.driver_changed == driver_changed
+
+
 def test_a_checkpoint_of_an_earlier_format_is_foreign(tmp_path: Path) -> None:
     store = Store(f"file://{tmp_path}", ORIGIN)
     manifest = save(store, 10)

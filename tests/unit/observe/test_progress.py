@@ -56,6 +56,20 @@ def test_piped_every_epoch_of_a_short_job_is_a_line_however_fast() -> None:
     assert out.lines == [f"epoch {epoch}/10  value={epoch * 105}" for epoch in range(11)]
 
 
+def test_what_was_reported_before_a_checkpoint_was_not_of_this_run() -> None:
+    """A result holds all reports, those of the run before, too: they came after the last epoch of this one."""
+    out = Screen(terminal=False)
+    progress = Progress("fit", 3, 20, out=out, clock=Clock())
+    view = JobView("fit")
+    record = EpochRecord(epoch=16, attempt=2, lineage=2, base=16)
+    view.reset(1, [KeyValue(Keys("fit").epoch, record.to_bytes(), 1, 1, 0)])
+    progress.follow(view)
+    for epoch in (16, 17, 19):
+        progress.event(commit(epoch, value=epoch))
+    progress.end([EpochReport(epoch, {"value": float(epoch)}, {}) for epoch in range(20)])
+    assert out.lines == [f"epoch {epoch}/19  value={epoch}" for epoch in (16, 17, 19, 18)]
+
+
 def test_piped_a_fast_long_job_is_one_line_a_second_and_the_last() -> None:
     out, clock = Screen(terminal=False), Clock()
     progress = Progress("fit", 3, 1000, out=out, clock=clock)
