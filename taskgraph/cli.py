@@ -87,6 +87,7 @@ def parser(*, driver: JobFunction | None = None) -> argparse.ArgumentParser:
             if driver is None:
                 made.add_argument("driver", metavar="DRIVER", help="module[:function] or path.py[:function]")
             made.add_argument("-o", "--option", action="append", metavar="NAME=VALUE", help="an option of the job")
+            made.add_argument("--set", action="append", metavar="NAME=VALUE", help="a setting: docs/settings.md")
             made.add_argument("--name", help="another name for the job")
         if job is not None:
             made.add_argument("job", metavar="JOB", nargs=job, help="the job's name")
@@ -101,6 +102,7 @@ def parser(*, driver: JobFunction | None = None) -> argparse.ArgumentParser:
     launch = add("launch", "Start nodes on this host for a submitted job (or a driver: like run).")
     launch.add_argument("job", metavar="JOB_OR_DRIVER", nargs="?", help="the job's name, or a driver as for run")
     launch.add_argument("-o", "--option", action="append", metavar="NAME=VALUE", help="with a driver")
+    launch.add_argument("--set", action="append", metavar="NAME=VALUE", help="with a driver: a setting")
     launch.add_argument("--name", help="with a driver: another name for the job")
     add_listen_options(launch, "listen for nodes on other hosts, on this address")
     _add_run_options(launch)

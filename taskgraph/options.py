@@ -13,7 +13,16 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from taskgraph.errors import JobError
 
-__all__ = ["OptionInfo", "check_fields", "check_plain", "help_text", "options_of", "options_text", "parse"]
+__all__ = [
+    "OptionInfo",
+    "check_fields",
+    "check_plain",
+    "fields_of",
+    "help_text",
+    "options_of",
+    "options_text",
+    "parse",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +60,13 @@ def options_of(function: Callable[..., Any]) -> dict[str, OptionInfo]:
     return found
 
 
+def fields_of(cls: type) -> dict[str, OptionInfo]:
+    """The fields of a dataclass, each with its default, as options."""
+    hints = get_type_hints(cls)
+    fields = dataclasses.fields(cls)
+    return {field.name: OptionInfo(field.name, hints[field.name], field.default, required=False) for field in fields}
+
+
 def options_text(options: dict[str, OptionInfo]) -> str:
     """The options with their defaults, for messages."""
     return ", ".join(o.name if o.required else f"{o.name}={o.default!r}" for o in options.values()) or "none"
@@ -64,8 +80,14 @@ def help_text(options: dict[str, OptionInfo]) -> str:
     return "\n".join(lines) or "  none"
 
 
-def parse(function: str, options: dict[str, OptionInfo], texts: Iterable[str]) -> dict[str, Any]:
+def parse(
+    function: str, options: dict[str, OptionInfo], texts: Iterable[str], *, flag: str = "-o", kind: str = "option"
+) -> dict[str, Any]:
     """Keyword arguments from `name=value` texts; of several for one name the last one counts.
+
+    Args:
+        flag: what these texts are given with.
+        kind: what each of them is called.
 
     Raises:
         JobError: no such option, or a value that is none of its type.
@@ -76,13 +98,13 @@ def parse(function: str, options: dict[str, OptionInfo], texts: Iterable[str]) -
         name = name.strip().replace("-", "_")
         if not equals:
             raise JobError(
-                f"option {text!r}: write -o name=value; the options of {function} are: {options_text(options)}"
+                f"{kind} {text!r}: write {flag} name=value; the {kind}s of {function} are: {options_text(options)}"
             )
         if name not in options:
             close = difflib.get_close_matches(name, options, 1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
-            raise JobError(f"{function} has no option {name!r}{hint}; its options are: {options_text(options)}")
-        given[name] = _convert(name, value, options[name].type)
+            raise JobError(f"{function} has no {kind} {name!r}{hint}; its {kind}s are: {options_text(options)}")
+        given[name] = _convert(f"{kind} {name}", value, options[name].type)
     return given
 
 
@@ -151,7 +173,7 @@ def _convert(name: str, text: str, hint: Any) -> Any:
         except ValueError:
             continue
     expected = " or ".join(map(_name, kinds))
-    raise JobError(f"option {name}={text!r}: expected {expected}")
+    raise JobError(f"{name}={text!r}: expected {expected}")
 
 
 def _value(text: str, raw: str, kind: Any) -> Any:

@@ -52,10 +52,11 @@ def launch(options: argparse.Namespace, function: JobFunction | None = None) -> 
     if options.job and _is_driver(options.job):
         options.driver = options.job
         return run(options)
-    if options.option or options.name or options.timeout or options.json or options.resume or options.fresh:
+    of_a_driver = ("option", "set", "name", "timeout", "json", "resume", "fresh")
+    if any(getattr(options, name) for name in of_a_driver):
         raise JobError(
-            "-o, --name, --timeout, --json, --resume, --resume-changed and --fresh go with a driver, or with `submit`; "
-            "a job has its own already"
+            "-o, --set, --name, --timeout, --json, --resume, --resume-changed and --fresh go with a driver, or with "
+            "`submit`; a job has its own already"
         )
     return uvloop.run(_launch(options))
 

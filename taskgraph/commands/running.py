@@ -35,6 +35,8 @@ from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks
 from taskgraph.observe.format import values_text
 from taskgraph.observe.progress import Progress
+from taskgraph.options import fields_of, parse
+from taskgraph.settings import Settings
 
 __all__ = ["job_of", "print_result", "run", "submit_command", "tick"]
 
@@ -42,9 +44,12 @@ _TICK_S = 0.25
 
 
 def job_of(options: argparse.Namespace, function: JobFunction | None) -> Job:
-    """The job from the driver named, with its -o options; raises JobError where it makes none."""
+    """The job from the driver named, with its options and settings; raises JobError where it makes none."""
     function = function or load_driver(options.driver)
     job = made_by(function, function.parse_options(options.option or ()))
+    if options.set:
+        given = parse("taskgraph", fields_of(Settings), options.set, flag="--set", kind="setting")
+        job = dataclasses.replace(job, settings=dataclasses.replace(job.settings, **given))
     return dataclasses.replace(job, name=options.name) if options.name else job
 
 

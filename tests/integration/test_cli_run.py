@@ -158,6 +158,10 @@ async def test_a_failed_job_shows_the_users_traceback_and_none_of_ours(cli: Cli)
     [
         (("-o", "epoch=3"), 2, ["no option 'epoch'", "did you mean 'epochs'", "tasks=7"]),
         (("-o", "epochs=many"), 2, ["epochs='many'", "expected int"]),
+        (("--set", "stric=true"), 2, ["taskgraph has no setting 'stric'", "did you mean 'strict'", "call_s=10.0"]),
+        (("--set", "strict"), 2, ["setting 'strict': write --set name=value", "strict=False"]),
+        (("--set", "gather_s=soon"), 2, ["setting gather_s='soon': expected float"]),
+        (("--set", "lease_ttl_s=-1"), 2, ["Settings(lease_ttl_s=-1.0)", "above 0"]),
         (("--resume",), 2, ["keeps no checkpoints", "Job(checkpoint="]),
         (("--name", "../x"), 2, ["'../x'", "letters, digits"]),
         (("--nodes", "-1"), 2, ["nodes=-1", "at least 1"]),
@@ -169,6 +173,24 @@ async def test_what_cannot_begin_says_why(cli: Cli, arguments: tuple[str, ...], 
     assert done.code == code, done.err
     assert all(text in done.err for text in says), done.err
     assert "Traceback" not in done.err
+    await cli.nothing_left()
+
+
+async def test_a_setting_of_one_run(cli: Cli, tmp_path: Path) -> None:
+    """What strict mode finds is found by nodes: they have the setting that the command line gave."""
+    driver = tmp_path / "forgets.py"
+    driver.write_text(
+        "import taskgraph as tg\n\n\n"
+        "class Forgets(tg.Task, state=['count']):\n"
+        "    def setup(self):\n        self.count = self.more = 0\n"
+        "    def compose(self, epoch):\n        epoch.processor(self.step)\n"
+        "    def step(self, epoch, ins, outs):\n        self.more += 1\n        self.count += self.more\n\n\n"
+        "@tg.job\ndef forgets():\n    return tg.Job(tasks=2, epochs=3, builder=lambda _: Forgets())\n"
+    )
+    assert (await cli("run", str(driver), "--nodes", "2")).code == 0
+    done = await cli("run", str(driver), "--nodes", "2", "--set", "strict=true", "--set", "epochs-ahead=0")
+    assert done.code == 1
+    assert "task" in done.err and "replay" in done.err, done.err
     await cli.nothing_left()
 
 

@@ -126,15 +126,15 @@ def test_a_signal_has_three_spellings() -> None:
 
 
 def test_options_and_a_name_make_the_job() -> None:
-    job = job_of(argparse.Namespace(option=["tasks=5", "rate=0.5"], name="other"), fit)
-    assert (job.tasks, job.name) == (5, "other")
+    job = job_of(argparse.Namespace(option=["tasks=5", "rate=0.5"], name="other", set=["gather-s=0.5"]), fit)
+    assert (job.tasks, job.name, job.settings.gather_s) == (5, "other", 0.5)
     assert job.origin()[1] == {"tasks": 5, "rate": 0.5}, "nodes make the same job"
-    assert job_of(argparse.Namespace(option=None, name=None), fit).name == "fit"
+    assert job_of(argparse.Namespace(option=None, name=None, set=None), fit).name == "fit"
     for name in ("../x", "..", "a b"):
         with pytest.raises(JobError, match="a name has"):
-            job_of(argparse.Namespace(option=None, name=name), fit)
+            job_of(argparse.Namespace(option=None, name=name, set=None), fit)
     with pytest.raises(JobError, match="did you mean 'tasks'"):
-        job_of(argparse.Namespace(option=["task=5"], name=None), fit)
+        job_of(argparse.Namespace(option=["task=5"], name=None, set=None), fit)
 
 
 # -- where etcd and the token are -------------------------------------------------------------------------------
