@@ -11,6 +11,7 @@ import sys
 import termios
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from cli_kit import DRIVER, Cli, Command, printed, shell, sums

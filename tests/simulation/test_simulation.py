@@ -105,6 +105,7 @@ def test_tasks_are_in_several_epochs_at_once() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_boundaries_travel_together_through_failures() -> None:
     """What was gathered is lost with its node, refused by an attempt that is over, or left to the tenders."""
     outcomes = [run_seed(seed) for seed in range(300)]
