@@ -11,7 +11,7 @@ import concurrent.futures
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from itertools import repeat
 from types import SimpleNamespace
-from typing import Any, Generic, Protocol, TypeVar, cast, overload
+from typing import Any, Final, Generic, Protocol, TypeVar, cast, overload
 
 import numpy as np
 import xxhash
@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_ndarray: Final = np.ndarray  # numpy makes some of its names when asked: Python looks up each of them in every call
 To = str | int | Sequence[str | int]
 """A link's name, a task id, or several of them; oneself is allowed."""
 
@@ -362,7 +363,7 @@ def _as_it_came(value: Any, given: Mapping[int, _Given]) -> Encoded | None:
     array, shape, strides, dtype, encoded = found
     if (
         value is not array
-        or (type(array) is np.ndarray and array.flags.writeable)
+        or (type(array) is _ndarray and array.flags.writeable)
         or array.shape != shape
         or array.strides != strides
         or array.dtype is not dtype
@@ -428,10 +429,11 @@ class Inputs:
 
     def _decoded(self, encoded: Encoded) -> Any:
         value = decode(encoded, device=self._work.device)
-        if encoded.buffers and (type(value) is np.ndarray or _is_view(encoded, value)):
-            if self.given is None:
-                self.given = {}
-            self.given[id(value)] = (value, value.shape, value.strides, value.dtype, encoded)
+        if encoded.buffers and (type(value) is _ndarray or _is_view(encoded, value)):
+            given = self.given
+            if given is None:
+                self.given = given = {}
+            given[id(value)] = (value, value.shape, value.strides, value.dtype, encoded)
         return value
 
     def __contains__(self, tag: object) -> bool:

@@ -34,6 +34,7 @@ __all__ = [
     "remember",
     "small_bytes",
     "view",
+    "whole_view",
 ]
 
 Array = NDArray[Any]
@@ -70,6 +71,14 @@ class _Decoded(Watch[Array]):
 
 _decoded: Final[set[_Decoded]] = set()
 """Those whose arrays live; each array knows its own."""
+
+
+_remember: Final = _decoded.add
+_forget: Final = _decoded.discard
+# numpy makes some of its names when asked, so Python looks up each of them in every call
+_frombuffer: Final = np.frombuffer
+_ndarray: Final = np.ndarray
+_uint8: Final = np.uint8
 
 
 def _mark(base: object) -> _Decoded | None:
@@ -110,8 +119,12 @@ def as_it_is(array: Array, *, adopt: bool = False, packed: bool = False) -> memo
     flags = array.flags
     if not flags.c_contiguous or not (packed or dtypes.padding(array.dtype) is None):
         return None
-    own = adopt and (flags.owndata or ((block := block_behind(array)) is not None and block.nbytes == size))
-    if not own and not _is_immutable(array):
+    if adopt and not flags.owndata:
+        block = block_behind(array)
+        if block is not None and block.nbytes == size:
+            flags.writeable = block.flags.writeable = False
+            return block.data  # read-only, as it is now
+    if not (adopt and flags.owndata) and not _is_immutable(array):
         return None
     flags.writeable = False
     return array.reshape(-1).view(np.uint8).data  # read-only, as the array is
@@ -304,11 +317,28 @@ def _is_immutable(array: Array) -> bool:
 def base_of(data: memoryview, whole: tuple[bytes, bytes] | None = None) -> Array:
     """What arrays are made on that are views of a buffer; it is known by them not to change."""
     # By frombuffer, since ndarray() takes the object behind a memoryview, which may be writable, for its base.
-    base = np.frombuffer(data if data.readonly else data.toreadonly(), np.uint8)
-    mark = _Decoded(base, _decoded.discard)
+    base = _frombuffer(data if data.readonly else data.toreadonly(), _uint8)
+    mark = _Decoded(base, _forget)
     mark.whole = whole
-    _decoded.add(mark)
+    _remember(mark)
     return base
+
+
+def whole_view(data: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...], whole: tuple[bytes, bytes]) -> Array:
+    """`view` of all of a buffer, for elements of some size: for read-only use."""
+    base = _frombuffer(data if data.readonly else data.toreadonly(), _uint8)
+    mark = _Decoded(base, _forget)
+    mark.whole = whole
+    _remember(mark)
+    found = _ndarray(shape, dtype, base)
+    return found if found.flags.aligned else _aligned(found)
+
+
+def _aligned(array: Array) -> Array:
+    """Some code cannot work on unaligned elements, and numpy is slow on them."""
+    copy = array.copy()
+    copy.flags.writeable = False
+    return copy
 
 
 def view(
@@ -337,7 +367,5 @@ def view(
     found = np.ndarray(shape, dtype, base_of(data, whole) if isinstance(data, memoryview) else data, at)
     if writable:
         return found.copy()
-    if not found.flags.aligned:  # some code cannot work on unaligned elements, and numpy is slow on them
-        found = found.copy()
-        found.flags.writeable = False
-    return found  # read-only, as the memory is that it was made on
+    # Read-only, as the memory is that it was made on.
+    return found if found.flags.aligned else _aligned(found)

@@ -75,6 +75,9 @@ Allocate = Callable[[int], Block | None]
 
 def block_behind(memory: NDArray[Any] | memoryview) -> Block | None:
     """The block that an array or a buffer lies in, if it does."""
+    below: Any = memory.obj if type(memory) is memoryview else memory.base
+    if type(below) is Block and below.origin is not None:
+        return below  # as a rule
     holder: Any = memory
     while holder is not None:
         kind = type(holder)

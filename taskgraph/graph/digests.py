@@ -21,7 +21,7 @@ import xxhash
 
 from taskgraph.graph import worksharing
 
-__all__ = ["BLOCK_BYTES", "Source", "Streaming", "digest", "of_blocks", "without_buffers"]
+__all__ = ["BLOCK_BYTES", "Source", "Streaming", "digest", "of_blocks", "of_lone", "without_buffers"]
 
 BLOCK_BYTES: Final = 1 << 20
 """Some 0.1 ms of copying and digesting: enough that it costs little to share blocks between threads, and so little that
@@ -30,6 +30,9 @@ nobody waits long for the last one; half and a quarter of it were no faster. To 
 
 without_buffers: Final = xxhash.xxh3_128_digest
 """The digest of a value that has no buffers."""
+
+
+_pack_two: Final = struct.Struct("<2Q").pack
 
 
 class Source(Protocol):
@@ -62,6 +65,14 @@ def digest(value: bytes | bytearray | memoryview, buffers: Sequence[memoryview |
             for begin in range(0, size, BLOCK_BYTES):
                 whole.update(_block(buffer, begin))
     return whole.digest()
+
+
+def of_lone(value: bytes, buffer: memoryview) -> bytes:
+    """The same of a value with one buffer."""
+    size = buffer.nbytes
+    if not 0 < size <= BLOCK_BYTES:
+        return digest(value, (buffer,))
+    return without_buffers(value + _pack_two(len(value), size) + without_buffers(buffer))
 
 
 def of_blocks(value: bytes | bytearray | memoryview, sizes: Sequence[int], blocks: Sequence[bytes]) -> bytes:

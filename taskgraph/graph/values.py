@@ -166,7 +166,7 @@ def _large_array(array: NDArray[Any], start: bytes, adopt: bool, allocate: Alloc
         buffer = copy.sealed()
     else:
         known = None if adopt else arrays.known_digest(array, start)
-        digest = known or digests.digest(start, (buffer,))
+        digest = known or digests.of_lone(start, buffer)
     return Encoded(start + _NOTHING_ON_DEVICE, (buffer,), digest)
 
 
@@ -308,7 +308,7 @@ def decode(encoded: Encoded, *, device: Device | None = None, writable: bool = F
         buffer = encoded.buffers[0]
         dtype, shape, nbytes, start = known  # looked up once: another thread may clear the table
         if type(buffer) is memoryview and buffer.nbytes == nbytes and buffer.format == "B" and buffer.c_contiguous:
-            return arrays.view(buffer, 0, dtype, shape, writable=False, whole=(start, encoded.digest))
+            return arrays.whole_view(buffer, dtype, shape, (start, encoded.digest))
     size = len(meta)
     if size < 6 or meta[0] != _VERSION:
         raise DecodeError(f"not an encoded value: it begins with {bytes(meta[:1])!r}, format {_VERSION} is known here")

@@ -30,6 +30,7 @@ __all__ = [
     "MAX_BODY_BYTES",
     "MAX_BUFFERS",
     "MAX_HEADER_BYTES",
+    "MAX_LENT",
     "OPENING",
     "PROTOCOL_VERSION",
     "Head",
@@ -54,6 +55,8 @@ MAX_BODY_BYTES = 16 << 20
 MAX_HEADER_BYTES = 64 << 20
 #: Buffers of one value: one for each large array in it.
 MAX_BUFFERS = 1 << 20
+#: Buffers of one message that are lent; further ones are sent.
+MAX_LENT = 1024
 #: Set in the size of a buffer that is lent: it is no part of the payload, and a reference to it stands in the header.
 LENT = 1 << 63
 

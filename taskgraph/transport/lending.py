@@ -21,17 +21,16 @@ import numpy as np
 
 from taskgraph.errors import DecodeError
 from taskgraph.graph.blocks import Block, block_behind
+from taskgraph.transport.frames import MAX_LENT
 from taskgraph.transport.mappings import CannotBorrow, Loan, Mappings, Reference
 from taskgraph.transport.regions import Region
 from taskgraph.transport.segments import LEAST_BYTES
 
-__all__ = ["MAX_LENT", "Borrowing", "Lending"]
+__all__ = ["Borrowing", "Lending"]
 
 _new: Final = tuple.__new__
 """What makes a `Reference`, whose own constructor is Python code."""
 
-MAX_LENT: Final = 1024
-"""Buffers of one message that are lent; further ones are sent."""
 _MAX_LEASES: Final = 1 << 16
 """Leases of one session that are open at a time; values are sent beyond that."""
 _MAX_SIZE: Final = 1 << 62
@@ -39,14 +38,17 @@ _PAUSE_S: Final = 5.0
 """Nothing is lent for this long to a peer that could not open it for want of something it may have again."""
 _REFERENCE: Final = struct.Struct("!QQQQQI")
 _REFERENCE_BYTES: Final = _REFERENCE.size
+_pack_reference: Final = _REFERENCE.pack
+_read_reference: Final = _REFERENCE.unpack_from
+_this_thread: Final = threading.get_ident
 _LEASE: Final = struct.Struct("!Q")
 _SPOILED: Final = 1 << 63
 _TOGETHER: Final = 4
-"""Leases that are given back in one message: each wakes the process of the lender up."""
-_LARGE_BYTES: Final = 4 << 20
+"""So many leases are worth a message, where it does not wake the lender by itself."""
+_LARGE_BYTES: Final = 8 << 20
 """Of that much nothing waits: its memory takes other values."""
 _LATE_S: Final = 0.02
-"""Nor longer than this: some epochs of such values, so that as a rule so many come together."""
+"""Nor longer than this, or twice as long where some were given back meanwhile: some epochs of such values."""
 
 
 class Lending:
@@ -59,8 +61,7 @@ class Lending:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._until: float | None = None  # nothing is lent before then; None: never
-        self._lent: dict[int, tuple[Block, int]] = {}
-        self._unseen: dict[int, range] = {}  # by call: leases, one behind the other, of which none was given back
+        self._lent: dict[int, tuple[Block, int]] = {}  # by lease: what, and with the message of which call
         self._last = 0
 
     def __len__(self) -> int:
@@ -89,22 +90,18 @@ class Lending:
             return b""
         origin: Any = block.origin  # a pool's, or of a loan
         region: Region | None = origin.region
-        if region is None or region.fd < 0:
+        lent = self._lent
+        if region is None or region.fd < 0 or len(lent) >= _MAX_LEASES:
             return b""
-        lent, unseen, lease = self._lent, self._unseen.get(call), self._last + 1
-        if len(lent) >= _MAX_LEASES or (unseen is not None and len(unseen) >= MAX_LENT):
-            return b""
-        whole = size == block.nbytes and buffer.c_contiguous
-        offset = origin.offset if whole else _offset(buffer, region)
-        self._last = lease
+        offset = origin.offset if size == block.nbytes and buffer.c_contiguous else _offset(buffer, region)
+        self._last = lease = self._last + 1
         lent[lease] = (block, call)
-        self._unseen[call] = range(lease if unseen is None else unseen.start, lease + 1)
-        return _REFERENCE.pack(lease, region.dev, region.ino, region.size, offset, region.fd)
+        return _pack_reference(lease, region.dev, region.ino, region.size, offset, region.fd)
 
     def take_back(self, call: int) -> None:
-        """The message of that call was never sent."""
-        for lease in self._unseen.pop(call, ()):
-            self._lent.pop(lease, None)
+        """Nothing of that call's message was sent. (Few are taken back: nothing is kept for it.)"""
+        for lease in [lease for lease, (_, of) in self._lent.items() if of == call]:
+            del self._lent[lease]
 
     def returned(self, data: bytes) -> None:
         """The other side gave leases back. Raises DecodeError where it has none of that number."""
@@ -114,10 +111,8 @@ class Lending:
             entry = self._lent.pop(number & ~_SPOILED, None)
             if entry is None:
                 raise DecodeError(f"it gives back lease {number & ~_SPOILED}, which it does not have")
-            block, call = entry
-            self._unseen.pop(call, None)
             if number & _SPOILED:
-                _spoil(block)
+                _spoil(entry[0])
 
     def broken(self) -> None:
         """The session is over: what the other side did not give back it may read for ever."""
@@ -125,7 +120,6 @@ class Lending:
         for block, _ in self._lent.values():
             _spoil(block)
         self._lent.clear()
-        self._unseen.clear()
 
 
 def _offset(buffer: memoryview, region: Region) -> int:
@@ -147,11 +141,16 @@ class Borrowing:
 
     Args:
         send: sends leases back; called on the event loop.
+        several: there are so many to be given back that they are worth a message, if only something else wakes the
+            lender at the same time; `flush` is to be called then.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, send: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, send: Callable[[bytes], None], several: Callable[[], object]
+    ) -> None:
         self._loop = loop
         self._send = send
+        self._several = several
         self._pid = 0
         self._mappings: Mappings | None = None
         self._thread = threading.get_ident()
@@ -159,6 +158,7 @@ class Borrowing:
         self._back: deque[int] = deque()
         self._back_bytes = 0  # about: threads may count at the same time
         self._asked = False  # to flush as soon as the loop comes to it
+        self._flushed = False  # since the timer was set
         self._late: asyncio.TimerHandle | None = None  # to flush after a while
         self._closed = False
 
@@ -173,23 +173,27 @@ class Borrowing:
         Raises:
             DecodeError: they do not describe pieces of memory.
         """
-        if len(lengths) > MAX_LENT:
-            raise DecodeError(f"a value with {len(lengths)} references; the limit is {MAX_LENT}")
-        rest = len(lengths) * _REFERENCE_BYTES
+        count = len(lengths)
+        if count > MAX_LENT:
+            raise DecodeError(f"a value with {count} references; the limit is {MAX_LENT}")
+        rest = count * _REFERENCE_BYTES
         if len(header) < rest:
-            raise DecodeError(f"{len(lengths)} references in a header of {len(header)} bytes")
-        found = []
-        for length, told in zip(lengths, _REFERENCE.iter_unpack(header[:rest]), strict=True):
-            lease, _, _, size, offset, _ = told
-            if not self._last < lease < _SPOILED:
-                raise DecodeError(f"lease {lease} after {self._last}")
-            self._last = lease
-            if not 0 < size <= _MAX_SIZE or not 0 < length <= size or offset > size - length:
-                raise DecodeError(f"a reference to {length} bytes at {offset} of {size}")
-            found.append(_new(Reference, (*told, length)))
-        return found, header[rest:]
+            raise DecodeError(f"{count} references in a header of {len(header)} bytes")
+        if count == 1:  # as a rule
+            return [self._reference(_read_reference(header), lengths[0])], header[rest:]
+        told = zip(_REFERENCE.iter_unpack(header[:rest]), lengths, strict=True)
+        return [self._reference(one, length) for one, length in told], header[rest:]
 
-    def take(self, references: Sequence[Reference]) -> list[memoryview]:
+    def _reference(self, told: tuple[int, ...], length: int) -> Reference:
+        lease, _, _, size, offset, _ = told
+        if not self._last < lease < _SPOILED:
+            raise DecodeError(f"lease {lease} after {self._last}")
+        self._last = lease
+        if not 0 < length <= size <= _MAX_SIZE or offset > size - length:
+            raise DecodeError(f"a reference to {length} bytes at {offset} of {size}")
+        return _new(Reference, (*told, length))
+
+    def take(self, references: Sequence[Reference]) -> tuple[memoryview, ...]:
         """What they refer to, read-only. Raises CannotBorrow; then all of them are given back."""
         buffers: list[memoryview] = []
         for at, reference in enumerate(references):
@@ -201,7 +205,7 @@ class Borrowing:
                 buffers.clear()
                 self.refuse(references[at:])
                 raise
-        return buffers
+        return tuple(buffers)
 
     def refuse(self, references: Sequence[Reference]) -> None:
         """Gives back what was never looked at: the lender sends it in another way."""
@@ -213,16 +217,21 @@ class Borrowing:
         loan.loans.discard(loan)
         self._back.append(loan.lease | _SPOILED if loan.spoiled else loan.lease)
         self._back_bytes += loan.length
-        if self._asked or self._closed or self._loop.is_closed():
+        if self._asked or self._closed:
             return
-        if threading.get_ident() != self._thread:
+        if _this_thread() != self._thread:
             self._asked = True
-            with contextlib.suppress(RuntimeError):  # the loop was closed just now
+            with contextlib.suppress(RuntimeError):  # the loop was closed
                 self._loop.call_soon_threadsafe(self.flush)
-        elif len(self._back) >= _TOGETHER or self._back_bytes >= _LARGE_BYTES:
-            self._flush_soon()
+        elif self._back_bytes >= _LARGE_BYTES:
+            if not self._loop.is_closed():
+                self._flush_soon()
         elif self._late is None:
-            self._late = self._loop.call_later(_LATE_S, self._flush_late)
+            if not self._loop.is_closed():
+                self._flushed = False
+                self._late = self._loop.call_later(_LATE_S, self._flush_late)
+        elif len(self._back) == _TOGETHER:
+            self._several()
 
     def _flush_soon(self) -> None:
         self._asked = True
@@ -230,7 +239,7 @@ class Borrowing:
 
     def flush(self) -> None:
         """Gives back now what is to be given back."""
-        self._asked, self._back_bytes = False, 0
+        self._asked, self._flushed, self._back_bytes = False, True, 0
         leases = []
         while self._back:
             leases.append(_LEASE.pack(self._back.popleft()))
@@ -238,9 +247,13 @@ class Borrowing:
             self._send(b"".join(leases))
 
     def _flush_late(self) -> None:
-        """Some of it may have waited for less: a timer is left alone by those who give back before it ends."""
+        """A timer is left alone by those who give back before it ends: what came since then waits for another one."""
         self._late = None
-        self.flush()
+        if not self._flushed:
+            self.flush()
+        elif self._back:
+            self._flushed = False
+            self._late = self._loop.call_later(_LATE_S, self._flush_late)
 
     def close(self) -> None:
         """The session is over: there is nobody to give anything back to."""

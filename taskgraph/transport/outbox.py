@@ -16,6 +16,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Final
 
 from taskgraph.device.staging import EncodedInPart, HostCopy
 from taskgraph.protocol.messages import Encoded
@@ -24,6 +25,7 @@ from taskgraph.transport.frames import (
     INLINE_BYTES,
     LENT,
     MAGIC,
+    MAX_LENT,
     PROTOCOL_VERSION,
     Head,
     Kind,
@@ -33,6 +35,7 @@ from taskgraph.transport.frames import (
 
 __all__ = ["Outbox"]
 
+_pack_size: Final = struct.Struct("!Q").pack
 #: Large values that are sent in turn; the others wait. Few, since what is half received is of no use to anybody.
 _IN_TURN = 4
 #: What is written before other work of the event loop gets its chance, if the socket takes everything at once.
@@ -173,14 +176,28 @@ class Outbox:
 
     def _send_value(self, kind: Kind, call: int, header: bytes, value: Encoded) -> None:
         """The same with a value that is lent, or may have to wait."""
+        buffers, meta = value.buffers, len(value.meta)
+        if len(buffers) == 1 and meta <= INLINE_BYTES and type(value) is Encoded:  # a large array, as a rule
+            buffer = buffers[0]
+            if reference := self._lend(call, buffer):
+                size = len(reference) + len(header)
+                head = pack_head(MAGIC, PROTOCOL_VERSION, kind, call, size, 1, meta, meta, meta)
+                frame = head + _pack_size(buffer.nbytes | LENT) + reference + header + value.meta
+                if self._paused or self._small:
+                    self._send_small(call, frame)
+                else:
+                    self.write(frame)
+                return
         copies: Sequence[HostCopy | None] | None = None
         if type(value) is EncodedInPart:  # nothing is lent of it: who borrows reads at once
             copies = (None, *value.copies)
-        meta, sizes, carried, references = len(value.meta), [], [], []
+        sizes: list[int] = []
+        carried: list[memoryview] = []
+        references: list[bytes] = []
         payload = meta
-        for buffer in value.buffers:
+        for buffer in buffers:
             size = buffer.nbytes
-            reference = b"" if copies is not None else self._lend(call, buffer)
+            reference = self._lend(call, buffer) if copies is None and len(references) < MAX_LENT else b""
             if reference:
                 references.append(reference)
                 sizes.append(size | LENT)

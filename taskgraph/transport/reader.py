@@ -31,6 +31,7 @@ _SCRATCH_BYTES = 192 << 10  # the reusable receive buffer of a session
 _WHOLE_BYTES = _SCRATCH_BYTES  # a longer message is not taken whole, even where a large header made the buffer grow
 _BEGINNING, _BEGINS = struct.Struct("!2sBB"), struct.Struct("!I")  # magic, version and kind of a frame: as one number
 _WHOLE_HEAD = struct.Struct("!IQIIIQQ")  # a head, read so that one look tells whether it is one that `on_whole` takes
+_read_size = struct.Struct("!Q").unpack_from
 _DIRECT_BYTES = 32 << 10  # a rest at least this long is received in place; below, one more copy is cheaper than a read
 
 
@@ -176,8 +177,12 @@ class FrameReader:
                                     return
                                 continue
                         else:
-                            sizes = struct.unpack_from(f"!{buffers}Q", data, start + HEAD_BYTES)
-                            lent = min(sizes) >= LENT  # all of them; else one travels, be it an empty one
+                            if buffers == 1:  # as a rule
+                                sizes = _read_size(data, begin - 8)
+                                lent = sizes[0] >= LENT
+                            else:
+                                sizes = struct.unpack_from(f"!{buffers}Q", data, start + HEAD_BYTES)
+                                lent = min(sizes) >= LENT  # all of them; else one travels, be it an empty one
                             if payload == (meta if lent else meta + sum(sizes)):
                                 self._start = end
                                 bulk = middle + meta

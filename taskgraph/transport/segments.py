@@ -177,11 +177,16 @@ class Pool:
     def _take(self, nbytes: int) -> _Segment | None:
         if self._closed:
             return None
+        idle = self._idle
+        if idle and (segment := idle[-1]).size == nbytes and segment.pin is None:  # as a rule
+            idle.pop()
+            self._idle_bytes -= nbytes
+            return segment
         most = max(_FITS * nbytes, 2 * LEAST_BYTES)
-        for at in range(len(self._idle) - 1, -1, -1):
-            segment = self._idle[at]
+        for at in range(len(idle) - 1, -1, -1):
+            segment = idle[at]
             if nbytes <= segment.size <= most and (segment.pin is None or segment.pin.idle()):
-                del self._idle[at]
+                del idle[at]
                 self._idle_bytes -= segment.size
                 return segment
         if len(self) >= self._max_segments and self._idle:
@@ -198,6 +203,7 @@ class Pool:
 
     def _collect(self) -> None:
         """What became garbage waits for another value, or is closed."""
+        now = self._clock()
         while self._garbage:
             use = self._garbage.popleft()
             self._used.remove(use)
@@ -205,7 +211,7 @@ class Pool:
             if segment.spoiled or self._closed:
                 segment.close()
                 continue
-            segment.freed_at = self._clock()
+            segment.freed_at = now
             self._idle.append(segment)
             self._idle_bytes += segment.size
         while self._idle_bytes > self._max_idle_bytes:

@@ -68,6 +68,8 @@ class Owner(Protocol):
     max_value_bytes: int
     mappings: Mappings
     digesting: Digesting | None
+    returning: dict[str, Session]
+    """By the node at the other end: who gives leases back to it as soon as anything else wakes it up."""
     verified_now: Callable[[Encoded], bool]
     """Whether the digest fits; called on the event loop, with values below `VERIFY_AT_ONCE_BYTES`."""
 
@@ -136,7 +138,8 @@ class Session(asyncio.BufferedProtocol):
             failed=self._unreadable,
         )
         self.get_buffer, self.buffer_updated = self._reader.buffer, self._reader.received
-        self._borrowing = Borrowing(self._loop, self._return)
+        self._borrowing = Borrowing(self._loop, self._return, self._several)
+        self._largest = 0  # value, in bytes; known once open
         self.open = False
         self.peer = ""
         self.probe = False
@@ -242,7 +245,8 @@ class Session(asyncio.BufferedProtocol):
         assert self._timer is not None
         self._timer.cancel()
         self.open, self.peer, self.probe = True, self._hello.peer, self._hello.probe
-        self._reader.limits = Limits(MAX_HEADER_BYTES, MAX_BUFFERS, self._owner.max_value_bytes)
+        self._largest = self._owner.max_value_bytes
+        self._reader.limits = Limits(MAX_HEADER_BYTES, MAX_BUFFERS, self._largest)
         whole = [kind for kind in self._opening_kinds if kind is not Kind.REPLY_ON_DEVICE]  # which has to be copied yet
         self._reader.whole = (*whole, Kind.RETURN)
         assert self._transport is not None
@@ -262,6 +266,15 @@ class Session(asyncio.BufferedProtocol):
             self._lending.take_back(call)
         return seen
 
+    def give_back(self) -> None:
+        """Gives back what the other side lent and nobody here reads any more."""
+        self._borrowing.flush()
+
+    def _several(self) -> None:
+        """There is enough to be given back. Called wherever garbage is found."""
+        if not self._loop.is_closed():
+            self._loop.call_soon(self.give_back)
+
     def _return(self, leases: bytes) -> None:
         if self.open:
             self._outbox.send(Kind.RETURN, header=leases)
@@ -273,8 +286,8 @@ class Session(asyncio.BufferedProtocol):
             raise DecodeError(f"a {head.kind.name} in the wrong direction")
         lengths = [size ^ LENT for size in sizes if size & LENT]
         references, header = self._borrowing.read(header, lengths) if lengths else ((), header)
-        if (whole := head.payload + sum(lengths)) > self._reader.limits.payload:
-            raise DecodeError(f"a value of {whole} bytes; the limit is {self._reader.limits.payload}")
+        if (whole := head.payload + sum(lengths)) > self._largest:
+            raise DecodeError(f"a value of {whole} bytes; the limit is {self._largest}")
         parsed = wire.parse_header(header)
         if parsed.digest is None and (head.payload or sizes):
             raise DecodeError(f"a {parsed.cls.__name__} with a payload")
@@ -311,11 +324,11 @@ class Session(asyncio.BufferedProtocol):
             self._lending.returned(header)
             return
         references: Sequence[Reference] | None = None
-        if sizes and sizes[0] >= LENT:
-            lengths = [*map(LENT.__xor__, sizes)]
+        if sizes and (first := sizes[0] ^ LENT) < LENT:
+            lengths = (first,) if len(sizes) == 1 else (*map(LENT.__xor__, sizes),)
             references, header = self._borrowing.read(header, lengths)
-            if (whole := len(meta) + sum(lengths)) > self._reader.limits.payload:
-                raise DecodeError(f"a value of {whole} bytes; the limit is {self._reader.limits.payload}")
+            if (whole := len(meta) + sum(lengths)) > self._largest:
+                raise DecodeError(f"a value of {whole} bytes; the limit is {self._largest}")
         try:
             message, value = compact.UNPACK.get(header[:2], wire.parse_whole)(header, meta)
         except (struct.error, UnicodeDecodeError) as error:
@@ -332,7 +345,7 @@ class Session(asyncio.BufferedProtocol):
             except CannotBorrow as error:
                 self._decline(call, error)
                 return
-            value.complete(tuple(buffers))  # what never left the host's memory is what its producer digested
+            value.complete(buffers)  # what never left the host's memory is what its producer digested
             self._take(kind, call, message)
             return
         else:

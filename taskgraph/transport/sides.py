@@ -100,6 +100,9 @@ class DialledSession(Session):
         self._devices = DeviceBorrowing(self._tell_soon)
         self.hello_done: asyncio.Future[None] = self._loop.create_future()
 
+    def _several(self) -> None:
+        self._owner.returning[self.peer] = self  # the other node asks this one, too, as a rule, and is told soon
+
     def _opened(self) -> None:
         super()._opened()
         if not self.hello_done.done():
@@ -436,6 +439,8 @@ class AcceptedSession(Session):
             kind = Kind.REPLY
             self._devices.take_back(number)
         self._outbox.send(kind, number, header, value)
+        if (returning := self._owner.returning) and (other := returning.pop(self.peer, None)):
+            other.give_back()
 
     async def _staged(self, reply: Reply) -> Reply:
         """The same reply with that of its bulk on the host which the other process cannot have of the device."""

@@ -172,6 +172,7 @@ class StreamTransport:
         self._strangers: dict[Session, None] = {}  # accepted and not proven, oldest first
         self._open: dict[str, set[Session]] = {}
         self._dialled: dict[str, DialledSession] = {}
+        self.returning: dict[str, Session] = {}
         self._dials: dict[str, asyncio.Task[DialledSession]] = {}
         self._refusals: Refusals | None = None
         self._threads: ThreadPoolExecutor | None = None
@@ -492,6 +493,8 @@ class StreamTransport:
         node = session.peer
         if isinstance(session, DialledSession) and self._dialled.get(node) is session:
             del self._dialled[node]
+        if self.returning.get(node) is session:
+            del self.returning[node]
         sessions = self._open.get(node)
         if sessions is None or session not in sessions:
             return

@@ -20,9 +20,9 @@ from taskgraph.errors import DecodeError, PeerLost
 from taskgraph.graph.blocks import Block, block_behind
 from taskgraph.protocol import messages as m
 from taskgraph.settings import Settings
-from taskgraph.transport import lending, mappings
-from taskgraph.transport.frames import LENT, Head, Kind, pack_frame, pack_whole
-from taskgraph.transport.lending import MAX_LENT, Borrowing, Lending
+from taskgraph.transport import lending, mappings, outbox
+from taskgraph.transport.frames import LENT, MAX_LENT, Head, Kind, pack_frame, pack_whole
+from taskgraph.transport.lending import Borrowing, Lending
 from taskgraph.transport.mappings import CannotBorrow, Mappings, Reference
 from taskgraph.transport.segments import Pool
 from taskgraph.transport.session import Session
@@ -162,7 +162,7 @@ async def test_an_empty_buffer_beside_a_lent_one_is_neither_lent_nor_missing(hos
 
 @pytest.mark.parametrize("limit", ["MAX_LENT", "_MAX_LEASES"])
 async def test_what_is_over_a_limit_is_sent(host: Cluster, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
-    monkeypatch.setattr(lending, limit, 2)
+    monkeypatch.setattr(outbox if limit == "MAX_LENT" else lending, limit, 2)
     a, b = await host.node(), await host.node()
     value = pooled(a, *[MIB] * 4, fill=7)
     Holder(a, value)
@@ -555,7 +555,7 @@ def told(**changed: int) -> bytes:
 
 
 async def borrowing() -> Borrowing:
-    found = Borrowing(asyncio.get_running_loop(), lambda leases: None)
+    found = Borrowing(asyncio.get_running_loop(), lambda leases: None, lambda: None)
     found.start(os.getpid(), Mappings(limit=2))
     return found
 
@@ -594,7 +594,7 @@ async def test_references_stand_before_the_header() -> None:
 async def test_a_process_that_cannot_be_seen_lends_nothing() -> None:
     """In another PID namespace it may see us, and we not it; and between hosts there is nothing to see."""
     back: list[bytes] = []
-    ours = Borrowing(asyncio.get_running_loop(), back.append)
+    ours = Borrowing(asyncio.get_running_loop(), back.append, lambda: None)
     with pytest.raises(CannotBorrow, match="seen") as caught:
         ours.take(ours.read(told() + told(lease=2), [1, 1])[0])
     assert caught.value.for_good
@@ -614,24 +614,71 @@ def packed(*leases: int) -> bytes:
 
 
 async def test_some_are_given_back_together_and_none_waits_for_long() -> None:
-    """Each message of theirs wakes the process of the lender up."""
+    """A message of theirs alone would wake the process of the lender up."""
     back: list[bytes] = []
-    ours = Borrowing(asyncio.get_running_loop(), back.append)
+    several: list[int] = []
+    ours = Borrowing(asyncio.get_running_loop(), back.append, lambda: several.append(len(back)))
     for lease in (1, 2, 3):
         ours.give_back(given(lease))
-    await asyncio.sleep(0)
-    assert back == []
+    assert several == []
     ours.give_back(given(4, spoiled=True))
-    await asyncio.sleep(0)
+    assert several == [0] and back == []
+    ours.flush()
     assert back == [packed(1, 2, 3, 4 | 1 << 63)]
-    ours.give_back(given(5))
+    for lease in range(5, 14):
+        ours.give_back(given(lease))
+    assert several == [0, 1], "it is told once"
     await turns_until(lambda: len(back) == 2)
-    assert back[1] == packed(5)
+    assert back[1] == packed(*range(5, 14))
+    ours.give_back(given(14))
+    await turns_until(lambda: len(back) == 3)
+
+
+async def test_several_go_back_with_the_next_reply_to_their_lender(
+    host: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reply wakes the other process up anyway."""
+    monkeypatch.setattr(lending, "_LATE_S", 1000.0)
+    a, b = await host.node(), await host.node()
+    holder = Holder(a, pooled(a, MIB))
+    Holder(b, pooled(b, MIB))
+    for count in range(1, 4):
+        await pulled(b, a)
+        gc.collect()
+        await turns_until(lambda count=count: sum(len(s._borrowing._back) for s in sessions(b)) == count)
+    await pulled(a, b)
+    assert lent(a) == 3, "not enough of them to be worth a message"
+    await pulled(b, a)
+    gc.collect()
+    await turns_until(lambda: stream_of(b).returning)
+    assert lent(a) == 4
+    await pulled(a, b)
+    await turns_until(lambda: lent(a) == 0)
+    assert not stream_of(b).returning
+    for _ in range(4):
+        await pulled(b, a)
+    gc.collect()
+    await turns_until(lambda: stream_of(b).returning)
+    holder.drop()
+    await a.transport.close()
+    await turns_until(lambda: not stream_of(b).returning)
+
+
+async def test_who_is_never_asked_gives_several_back_by_itself(host: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a call lent: no reply goes the same way as its leases, and nobody waits for another one."""
+    monkeypatch.setattr(lending, "_LATE_S", 1000.0)
+    a, b = await host.node(), await host.node()
+    for epoch in range(4):
+        await a.call(b, m.Offer(m.Stamp(1, epoch), 2, 3, True, False, 7, pooled(a, MIB)))
+    assert lent(a) == 4
+    b.served.clear()
+    gc.collect()
+    await turns_until(lambda: lent(a) == 0)
 
 
 async def test_large_ones_are_given_back_at_once() -> None:
     back: list[bytes] = []
-    ours = Borrowing(asyncio.get_running_loop(), back.append)
+    ours = Borrowing(asyncio.get_running_loop(), back.append, lambda: None)
     ours.give_back(given(1))
     ours.give_back(given(2, 8 * MIB))
     await asyncio.sleep(0)
@@ -643,7 +690,7 @@ async def test_large_ones_are_given_back_at_once() -> None:
 
 async def test_what_another_thread_gives_back_does_not_wait() -> None:
     back: list[bytes] = []
-    ours = Borrowing(asyncio.get_running_loop(), back.append)
+    ours = Borrowing(asyncio.get_running_loop(), back.append, lambda: None)
     await asyncio.to_thread(ours.give_back, given(1))
     await turns_until(lambda: back)
     assert back == [packed(1)]
@@ -736,5 +783,5 @@ async def test_garbage_that_another_thread_finds_just_as_the_loop_is_closed_is_n
         def call_soon_threadsafe(self, *_: object) -> None:
             raise RuntimeError("Event loop is closed")
 
-    borrowing = Borrowing(cast(asyncio.AbstractEventLoop, Closing()), lambda leases: None)
+    borrowing = Borrowing(cast(asyncio.AbstractEventLoop, Closing()), lambda leases: None, lambda: None)
     await asyncio.to_thread(borrowing.give_back, given(1))
