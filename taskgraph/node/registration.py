@@ -87,11 +87,17 @@ class Registration:
             lease.tick()
             if not self._node.paused and self._unproved(lease):
                 self._pause(True)
+                self._node.suspicion.paused()
                 self._node.events.emit("paused", "the lease could not be renewed in time: serving stops, work is kept")
                 self._node.keeper.notify_later()
             if self._node.paused:
                 await self._resume(lease)
             await asyncio.sleep(_TICK_S)
+
+    @property
+    def unproved(self) -> bool:
+        """Whether this node pauses, or is about to."""
+        return self._lease is not None and self._unproved(self._lease)
 
     def _unproved(self, lease: Lease) -> bool:
         """At two thirds of the TTL without an answered renewal."""
@@ -124,6 +130,7 @@ class Registration:
             self.node_revision = result.revision
             await node.keeper.caught_up(result.revision)
             self._pause(False)
+            node.suspicion.resumed()
             node.events.emit("resumed", "the lease is proved again")
             node.keeper.notify_later()
 

@@ -5,6 +5,8 @@ Where it answers after all, or its key is there for longer than its lease would 
 firewall that was loaded anew: it is not suspected for that any more.
 A node whose key is absent lost its lease; one whose lease has ended is about to. All are grounds to take over from it
 or to evict it; only "gone" (its launcher saw it end, or its key stayed absent for `lost_after_s`) changes placement.
+Where etcd was away, or this host stood still, all lost their leases, this node, too: the others have a moment to come
+back, as it did itself.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ __all__ = ["Suspicion"]
 
 _EXPIRY_S = 2.0
 """After the TTL of a lease that nobody renews: until etcd has deleted its keys, and everybody has read that."""
+_BACK = 0.2
+"""Of the TTL of a lease: who paused when this node did has this long after it to come back."""
 _PROBES = 5
 """A node that neither refuses nor answers is probed this often, then left to its lease."""
 
@@ -38,6 +42,8 @@ class Suspicion:
         self._refused: dict[str, float] = {}  # since when, as far as this node was not paused
         self._overdue = Overdue(node, self._lease_changed)
         self._absent_since: dict[str, float] = {}
+        self._absent_before: frozenset[str] | None = None  # when this node paused; None: it is long ago
+        self._coming_back: asyncio.Task[None] | None = None
         self._probing: dict[str, asyncio.Task[None]] = {}
         self.suspects: frozenset[str] = frozenset()
         self.gone: frozenset[str] = frozenset()
@@ -97,8 +103,30 @@ class Suspicion:
                 self._lives(node, "it answers")
                 return
 
+    def paused(self) -> None:
+        """This node's own lease cannot be proved, and those of others no more, perhaps."""
+        if self._coming_back is not None:
+            self._coming_back.cancel()
+            self._coming_back = None
+        elif self._absent_before is None:
+            self._absent_before = frozenset(self._absent_since)
+
+    def resumed(self) -> None:
+        """It is proved again: those of others will be in a moment."""
+        self._coming_back = self._node.own(self._wait_for_others(), "others come back")
+
+    async def _wait_for_others(self) -> None:
+        await asyncio.sleep(_BACK * self._node.settings.lease_ttl_s)
+        self._absent_before = self._coming_back = None
+        self.update()
+        self._changed()
+
     def update(self) -> None:
         """Looks at the view again."""
+        registration = self._node.registration
+        if self._absent_before is None and registration is not None and registration.unproved:
+            self.paused()  # it will be; else it waits for them in vain
+            self.resumed()
         view = self._node.keeper.view
         named = {p.record.node for p in view.primaries.values()}
         named.update(node for members in view.members.values() for node in members)
@@ -109,6 +137,8 @@ class Suspicion:
         self._absent_since = {node: self._absent_since.get(node, now) for node in sorted(absent)}
         self.gone = frozenset(view.gone)
         self._tell_deaths()
+        if self._absent_before is not None:
+            absent &= self._absent_before
         self.suspects = frozenset(absent | self._refused.keys() | (self.gone & named) | self._overdue.nodes)
 
     def _tell_deaths(self) -> None:

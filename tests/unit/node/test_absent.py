@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from cluster_kit import Gated, blindable, eyes, gated, holder, job, play
+from cluster_kit import Gated, blindable, eyes, gated, holder, job, play, told
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.registration import Registration
 
 __all__ = ["blindable", "gated"]
 
@@ -64,3 +65,62 @@ def test_who_came_back_while_it_was_being_declared_gone_is_not(gated: type[Gated
         assert (await ended).values == {0: 3}
 
     play(job(gated, tasks=1, settings=settings), scenario, nodes=2)
+
+
+async def without_etcd(cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pause, all keys vanish, and etcd is there again; nobody may put its key yet."""
+    view = cluster.nodes[0].keeper.view
+    with monkeypatch.context() as away:
+        away.setattr(Registration, "_unproved", lambda self, lease: True)
+        for node in cluster.nodes:
+            eyes(node).refuse(view.keys.node(node.id))
+            await node.keeper.wait_until(lambda _, node=node: node.paused)
+        for record in [known.record for known in view.nodes.values()]:
+            cluster.store.revoke(record.lease)
+
+
+@pytest.mark.usefixtures("blindable")
+@pytest.mark.parametrize("first", [0, 1])
+def test_who_lost_its_key_when_all_did_has_a_moment_to_come_back(
+    gated: type[Gated], monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """etcd was away, or this host: whoever came back first took over from the others, or evicted them."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        ended = asyncio.ensure_future(cluster.result())
+        await gated.reached.wait()
+        nodes = sorted(cluster.nodes, key=lambda node: node is not holder(cluster, first))
+        await nodes[0].keeper.wait_until(lambda view: all(len(view.in_sync(task)) == 2 for task in (0, 1)))
+        await without_etcd(cluster, monkeypatch)
+        gated.gate.set()
+        for node in nodes:
+            eyes(node).refuse("")
+            await node.while_paused()
+            await asyncio.sleep(0.5)
+        assert (await ended).values == {0: 3, 1: 3}
+        assert not told(cluster, "takeover") and not told(cluster, "evicted")
+
+    play(job(gated), scenario, nodes=2)
+
+
+@pytest.mark.usefixtures("blindable")
+@pytest.mark.parametrize("task", [0, 1])
+def test_who_does_not_come_back_in_that_moment_is_succeeded(
+    gated: type[Gated], monkeypatch: pytest.MonkeyPatch, task: int
+) -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        ended = asyncio.ensure_future(cluster.result())
+        await gated.reached.wait()
+        absent = holder(cluster, task)
+        other = next(node for node in cluster.nodes if node is not absent)
+        await other.keeper.wait_until(lambda view: all(len(view.in_sync(task)) == 2 for task in (0, 1)))
+        await without_etcd(cluster, monkeypatch)
+        gated.gate.set()
+        eyes(other).refuse("")
+        await other.while_paused()
+        back = asyncio.get_running_loop().time()
+        await other.keeper.wait_until(lambda view: view.primary_node(task) == other.id)
+        assert 0.95 < asyncio.get_running_loop().time() - back < 3.0
+        assert (await ended).values == {0: 3, 1: 3}
+
+    play(job(gated), scenario, nodes=2)
