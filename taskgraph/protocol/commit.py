@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from taskgraph.protocol.messages import Report, Stamp
+from taskgraph.protocol.takeover import stranded
 from taskgraph.protocol.view import JobView
 
 __all__ = ["Action", "Commit", "Diverged", "Leader", "Restart", "SealTasks", "WaitFor"]
@@ -277,6 +278,8 @@ class Leader:
             return Restart(self._restart[1])
         terms = self._terms(view)
         if self._can_commit(self.stamp.epoch, terms):
+            if (task := stranded(view)) is not None:
+                return WaitFor((task,), "its primary is gone, and nobody could succeed it after the commit")
             return self._commit(terms)
         if missing := self.missing(view):
             return WaitFor(missing, "not finished with the epoch")

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from taskgraph.protocol.view import JobView
 
-__all__ = ["Move", "Succession", "succession"]
+__all__ = ["Move", "Succession", "stranded", "succession"]
 
 
 class Move(StrEnum):
@@ -79,3 +79,17 @@ def succession(
             return Succession(Move.LOST)
         return Succession(Move.ROLL_BACK if wished else Move.NOTHING)
     return Succession(Move.FROM_NOTHING if wished else Move.NOTHING)
+
+
+def stranded(view: JobView) -> int | None:
+    """A task with state whose primary is gone, and that somebody can take over now, but nobody after the next commit.
+
+    Who can was evicted "until" the committed boundary: the write was on its way when the primary died. So that boundary
+    is the last one of the task that is not lost.
+    """
+    for task, primary in view.primaries.items() if view.gone else ():
+        if primary.record.node in view.gone and primary.record.stateful:
+            heirs = [node for node in view.in_sync(task) if node not in view.gone]
+            if heirs and all(view.members_of(task)[node].record.until is not None for node in heirs):
+                return task
+    return None

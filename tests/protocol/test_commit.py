@@ -84,6 +84,38 @@ def test_a_report_of_a_gone_term_is_void(world: World) -> None:
     assert decide(leader, world) == Commit(finished=False)
 
 
+def test_who_was_evicted_and_could_succeed_a_primary_that_is_gone_does_so_first(world: World) -> None:
+    """After the commit it could not any more, and the task's state would be lost."""
+    leader = led(world)
+    leader.report(report(0, S))
+    leader.report(report(1, S))
+    assert world.evict(1, "b", "a").succeeded
+    assert decide(leader, world) == Commit(finished=False), "its primary holds all of it"
+    world.die("b")
+    assert decide(leader, world) == WaitFor((1,), "its primary is gone, and nobody could succeed it after the commit")
+    assert world.take_over(1, "a").succeeded
+    leader.report(report(1, S, term=2))
+    assert decide(leader, world) == Commit(finished=False)
+
+
+@pytest.mark.parametrize("why", ["a member is left", "nobody is left", "there is no state", "it is not gone"])
+def test_nobody_is_waited_for_who_need_not_succeed_first(why: str) -> None:
+    world = World("a", "b", "c")
+    world.first(0, "c")
+    world.first(1, "b", stateful=why != "there is no state")
+    world.admit(1, "b", "a")
+    leader = led(world)
+    leader.report(report(0, S))
+    leader.report(report(1, S))
+    if why != "a member is left":
+        assert world.evict(1, "b", "a").succeeded
+    if why == "nobody is left":
+        world.die("a")
+    if why != "it is not gone":
+        world.die("b")
+    assert decide(leader, world) == Commit(finished=False)
+
+
 def test_a_report_of_a_term_the_view_has_not_reached_waits(world: World) -> None:
     leader, behind = led(world), world.view()
     leader.report(report(0, S))
