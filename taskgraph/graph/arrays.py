@@ -326,11 +326,7 @@ def base_of(data: memoryview, whole: tuple[bytes, bytes] | None = None) -> Array
 
 def whole_view(data: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...], whole: tuple[bytes, bytes]) -> Array:
     """`view` of all of a buffer, for elements of some size: for read-only use."""
-    base = _frombuffer(data if data.readonly else data.toreadonly(), _uint8)
-    mark = _Decoded(base, _forget)
-    mark.whole = whole
-    _remember(mark)
-    found = _ndarray(shape, dtype, base)
+    found = _ndarray(shape, dtype, base_of(data, whole))
     return found if found.flags.aligned else _aligned(found)
 
 

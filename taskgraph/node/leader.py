@@ -460,7 +460,7 @@ class LeaderRole:
     def _unreachable(self, gathered: dict[int, tuple[Wait, ...]]) -> list[str]:
         view = self._node.keeper.view
         lines = []
-        for task in self._leader.missing(view):
+        for task in self._leader.lacking(view):
             if task in gathered:
                 continue
             holder = view.primary_node(task)
@@ -468,7 +468,7 @@ class LeaderRole:
                 lines.append(f"task {task} has no primary yet")
             elif holder in self._node.suspects:
                 heirs = [n for n in view.in_sync(task) if n not in self._node.suspects]
-                rest = f"{len(heirs)} members may take over" if heirs else "no members left"
+                rest = f"{len(heirs)} members may take over" if heirs else "no member of it is here"
                 lines.append(f"task {task}: its primary on {self._node.name_of(holder)} is gone: {rest}")
             else:
                 lines.append(f"task {task}: its primary on {self._node.name_of(holder)} does not answer")
@@ -489,7 +489,7 @@ class LeaderRole:
                 gathered[task] = reply.waits
 
         async with asyncio.TaskGroup() as group:
-            for task in self._leader.missing(self._node.keeper.view):
+            for task in self._leader.lacking(self._node.keeper.view):
                 group.create_task(ask(task))
         return gathered
 

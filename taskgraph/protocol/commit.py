@@ -265,6 +265,13 @@ class Leader:
         reports = self.reports(epoch)
         return tuple([t for t in range(self._tasks) if (r := reports.get(t)) is None or r.term != view.term(t)])
 
+    def lacking(self, view: JobView) -> tuple[int, ...]:
+        """Tasks that the epoch at work waits for: those without a report, or one that must have a successor first."""
+        if missing := self.missing(view):
+            return missing
+        task = stranded(view)
+        return () if task is None else (task,)
+
     def decide(self, view: JobView, *, settled: bool = False) -> Action:
         """What to do now, from the reports and a view of etcd.
 

@@ -93,6 +93,7 @@ def test_who_was_evicted_and_could_succeed_a_primary_that_is_gone_does_so_first(
     assert decide(leader, world) == Commit(finished=False), "its primary holds all of it"
     world.die("b")
     assert decide(leader, world) == WaitFor((1,), "its primary is gone, and nobody could succeed it after the commit")
+    assert not leader.missing(world.view()) and leader.lacking(world.view()) == (1,), "who waits can say for what"
     assert world.take_over(1, "a").succeeded
     leader.report(report(1, S, term=2))
     assert decide(leader, world) == Commit(finished=False)

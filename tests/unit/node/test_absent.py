@@ -68,8 +68,10 @@ def test_who_came_back_while_it_was_being_declared_gone_is_not(gated: type[Gated
 
 
 async def without_etcd(cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All pause, all keys vanish, and etcd is there again; nobody may put its key yet."""
-    view = cluster.nodes[0].keeper.view
+    """Once both tasks have a backup all pause, all keys vanish, and etcd is there again; nobody may put its key yet."""
+    keeper = cluster.nodes[0].keeper
+    await keeper.wait_until(lambda view: all(len(view.in_sync(task)) == 2 for task in (0, 1)))
+    view = keeper.view
     with monkeypatch.context() as away:
         away.setattr(Registration, "_unproved", lambda self, lease: True)
         for node in cluster.nodes:
@@ -90,7 +92,6 @@ def test_who_lost_its_key_when_all_did_has_a_moment_to_come_back(
         ended = asyncio.ensure_future(cluster.result())
         await gated.reached.wait()
         nodes = sorted(cluster.nodes, key=lambda node: node is not holder(cluster, first))
-        await nodes[0].keeper.wait_until(lambda view: all(len(view.in_sync(task)) == 2 for task in (0, 1)))
         await without_etcd(cluster, monkeypatch)
         gated.gate.set()
         for node in nodes:
@@ -113,7 +114,6 @@ def test_who_does_not_come_back_in_that_moment_is_succeeded(
         await gated.reached.wait()
         absent = holder(cluster, task)
         other = next(node for node in cluster.nodes if node is not absent)
-        await other.keeper.wait_until(lambda view: all(len(view.in_sync(task)) == 2 for task in (0, 1)))
         await without_etcd(cluster, monkeypatch)
         gated.gate.set()
         eyes(other).refuse("")
