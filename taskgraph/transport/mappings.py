@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import stat
 import time
@@ -20,7 +19,8 @@ import numpy as np
 
 from taskgraph.device.api import Device
 from taskgraph.graph.blocks import Block, Watch
-from taskgraph.transport.regions import NAME, Region, mmap_without_fd
+from taskgraph.transport.pages import address_of, mapped
+from taskgraph.transport.regions import NAME, Region
 
 __all__ = ["CannotBorrow", "Loan", "Mappings", "Reference"]
 
@@ -60,7 +60,7 @@ class CannotBorrow(Exception):
 class _Mapping:
     __slots__ = ("loans", "memory", "region", "used_at")
 
-    def __init__(self, memory: mmap.mmap, region: Region) -> None:
+    def __init__(self, memory: memoryview, region: Region) -> None:
         self.memory = memory
         self.region = region
         self.loans: set[Loan] = set()
@@ -173,12 +173,11 @@ def _open(pid: int, reference: Reference) -> _Mapping:
             raise CannotBorrow(f"{path} is other memory than was told", for_good=True)
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEAL:
             raise CannotBorrow(f"{path} may shrink", for_good=True)
-        memory = mmap_without_fd(fd, reference.size, access=mmap.ACCESS_READ)
+        memory = mapped(fd, reference.size, writable=False)
     except OSError as error:
         os.close(fd)
         raise CannotBorrow(f"{path} cannot be mapped: {error}", for_good=error.errno not in _FOR_NOW) from error
     except BaseException:
         os.close(fd)
         raise
-    address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
-    return _Mapping(memory, Region(fd, reference.dev, reference.ino, reference.size, address))
+    return _Mapping(memory, Region(fd, reference.dev, reference.ino, reference.size, address_of(memory)))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-import sys
-from typing import Any, Final
+from typing import Final
 
-__all__ = ["NAME", "Region", "mmap_without_fd"]
+__all__ = ["NAME", "Region"]
 
 NAME: Final = "taskgraph"
 """What /proc shows of our memory; it is no name by which it could be opened."""
@@ -38,10 +36,3 @@ class Region:
 
     def __del__(self) -> None:
         self.close()
-
-
-def mmap_without_fd(fd: int, size: int, **how: Any) -> mmap.mmap:
-    """A mapping that keeps no descriptor of its own, where Python can do that (from 3.13 on)."""
-    if sys.version_info >= (3, 13):
-        how["trackfd"] = False
-    return mmap.mmap(fd, size, **how)

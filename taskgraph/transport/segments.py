@@ -31,7 +31,8 @@ import numpy as np
 from taskgraph.device.api import Device
 from taskgraph.device.pinning import Pin, pin_of
 from taskgraph.graph.blocks import Block, Watch
-from taskgraph.transport.regions import NAME, Region, mmap_without_fd
+from taskgraph.transport.pages import address_of, emptied, gathered, huge_page_bytes, mapped
+from taskgraph.transport.regions import NAME, Region
 
 __all__ = ["LEAST_BYTES", "Pool", "Use"]
 
@@ -43,6 +44,8 @@ _STEPS: Final = 8
 """Sizes of segments per power of two: values that differ a little use the same ones, and an eighth is lost at most."""
 _FITS: Final = 1.5
 """A value takes a segment of at most this many times its size."""
+_PAGES: Final = 8
+"""Huge pages of an arena: what is left of one is less than a segment, so of eight it is not much."""
 _NOEXEC_SEAL: Final = 0x8  # MFD_NOEXEC_SEAL, from Linux 6.3 on
 _IDLE_S: Final = 10.0
 """How long a segment waits for another value."""
@@ -51,40 +54,73 @@ _WANTED_SEALS: Final = (
 )
 
 
-class _Segment:
-    """One piece of memory. `region` is None where other processes cannot open it.
+class _Arena:
+    """A piece of memory that segments are cut from, one behind the other. `region` is None where others cannot open it.
 
-    It stays until its memory's last view is gone, whatever was closed meanwhile, and with it its pin.
+    It stays until the last view of any of them is gone, whatever was closed meanwhile.
+
+    Attributes:
+        cut: bytes that segments have, or had.
+        gathered: of so many it has been tried to put them into huge pages: what is not cut takes no memory.
+        retired: none of its segments takes another value: somebody may read one of them for ever, and memory that is
+            of no use any more goes with the whole.
     """
 
-    __slots__ = ("freed_at", "memory", "pin", "region", "size", "spoiled")
+    __slots__ = ("cut", "gathered", "memory", "region", "retired", "size")
 
     def __init__(self, size: int, *, shared: bool) -> None:
         """Raises OSError or MemoryError where there is no memory, or no descriptor, for it."""
         self.size = size
-        self.spoiled = False
-        self.freed_at = 0.0
-        self.pin: Pin | None = None
+        self.cut = 0
+        self.retired = False
+        self.gathered = 0 if shared else size
         self.region: Region | None = None
         if not shared:
-            self.memory = mmap.mmap(-1, size)
+            self.memory = memoryview(mmap.mmap(-1, size))
             return
         fd = _anonymous()
         try:
             os.ftruncate(fd, size)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _WANTED_SEALS)  # nobody, not even we, can take pages from under a reader
-            self.memory = mmap_without_fd(fd, size)
+            self.memory = mapped(fd, size, writable=True)
             found = os.fstat(fd)
         except BaseException:
             os.close(fd)
             raise
-        address: int = np.frombuffer(self.memory, np.uint8).__array_interface__["data"][0]
-        self.region = Region(fd, found.st_dev, found.st_ino, size, address)
+        self.region = Region(fd, found.st_dev, found.st_ino, size, address_of(self.memory))
+
+    def gather(self) -> None:
+        """Puts what is cut into huge pages, where there are some."""
+        huge = huge_page_bytes() or self.size
+        begin, self.gathered = self.gathered, -(-self.cut // huge) * huge
+        if self.region is not None:
+            gathered(self.region.address + begin, min(self.gathered, self.size) - begin)
+
+    def empty(self, offset: int, size: int) -> None:
+        """Gives pages back that nobody reads, and nobody will write to."""
+        if self.region is not None and size:
+            emptied(self.region.address + offset, size)
+
+
+class _Segment:
+    """A piece of an arena, which takes one value after the other."""
+
+    __slots__ = ("arena", "freed_at", "memory", "offset", "pin", "size", "spoiled")
+
+    def __init__(self, arena: _Arena, size: int) -> None:
+        self.arena = arena
+        self.size = size
+        self.offset = arena.cut
+        arena.cut += size
+        self.memory = arena.memory[self.offset : arena.cut]
+        self.spoiled = False
+        self.freed_at = 0.0
+        self.pin: Pin | None = None
 
     def close(self) -> None:
-        """Nobody opens it any more; its memory goes with the last view of it."""
-        if self.region is not None:
-            self.region.close()
+        """It takes no other value. Its pages go, unless somebody may read them: those go with the arena."""
+        if not self.spoiled and self.pin is None:
+            self.arena.empty(self.offset, self.size)
 
 
 def _anonymous() -> int:
@@ -105,15 +141,14 @@ class Use(Watch[Block]):
         offset: where the block begins in its region.
     """
 
-    __slots__ = ("locked", "region", "segment")
+    __slots__ = ("locked", "offset", "region", "segment")
     locked: bool
+    offset: int
     region: Region | None
     segment: _Segment
 
-    offset = 0
-
     def spoil(self) -> None:
-        self.segment.spoiled = True
+        self.segment.spoiled = self.segment.arena.retired = True
 
     def pinned(self, device: Device) -> Pin | None:
         return pin_of(self.segment, device)
@@ -139,6 +174,8 @@ class Pool:
         self._used: set[Use] = set()
         self._garbage: deque[Use] = deque()
         self._ended = self._garbage.append  # it may run anywhere, also within our lock
+        self._arena: _Arena | None = None  # the one that segments are being cut from
+        self._cut_at = 0.0
         self._closed = False
 
     @property
@@ -168,10 +205,14 @@ class Pool:
             segment = self._take(nbytes)
             if segment is None:
                 return None
+            arena = segment.arena
             block = Block((nbytes,), np.uint8, segment.memory)
             block.origin = use = Use(block, self._ended)
-            use.segment, use.region, use.locked = segment, segment.region, segment.pin is not None
+            use.segment, use.region, use.offset = segment, arena.region, segment.offset
+            use.locked = segment.pin is not None
             self._used.add(use)
+        if arena.gathered < arena.cut:  # not with the lock: it may take a while
+            arena.gather()
         return block
 
     def _take(self, nbytes: int) -> _Segment | None:
@@ -194,12 +235,30 @@ class Pool:
         if len(self) >= self._max_segments:
             return None
         try:
-            return _Segment(_rounded(nbytes), shared=self._shared)
+            return self._cut(_rounded(nbytes))
         except (OSError, MemoryError) as error:
             if self._shared and not self._used and not self._idle:
                 log.warning("no shared memory here (%s): values travel as bytes", error)
                 self._shared = False
             return None
+
+    def _cut(self, size: int) -> _Segment:
+        """A new segment. Those that are less than a huge page are cut from arenas of several."""
+        huge = huge_page_bytes() if self._shared else 0
+        if size >= huge:
+            return _Segment(_Arena(size, shared=self._shared), size)
+        arena = self._arena
+        if arena is None or arena.retired or arena.size - arena.cut < size:
+            self._end_arena()
+            arena = self._arena = _Arena(_PAGES * huge, shared=True)
+        self._cut_at = self._clock()
+        return _Segment(arena, size)
+
+    def _end_arena(self) -> None:
+        """No more segments are cut from the last arena: what is left of it is given back."""
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.empty(arena.cut, arena.size - arena.cut)
 
     def _collect(self) -> None:
         """What became garbage waits for another value, or is closed."""
@@ -208,7 +267,7 @@ class Pool:
             use = self._garbage.popleft()
             self._used.remove(use)
             segment = use.segment
-            if segment.spoiled or self._closed:
+            if segment.arena.retired or self._closed:
                 segment.close()
                 continue
             segment.freed_at = now
@@ -230,16 +289,20 @@ class Pool:
             now = self._clock()
             while self._idle and now - self._idle[0].freed_at > _IDLE_S:
                 self._drop_oldest()
+            if self._arena is not None and now - self._cut_at > _IDLE_S:
+                self._end_arena()
 
     def close(self) -> None:
         """Nothing is given out any more, and nobody opens anything. Views stay valid as long as somebody has them."""
         with self._lock:
             self._closed = True
             self._collect()
+            self._end_arena()
             while self._idle:
                 self._drop_oldest()
             for use in self._used:
-                use.segment.close()
+                if use.region is not None:
+                    use.region.close()
 
 
 def _rounded(nbytes: int) -> int:

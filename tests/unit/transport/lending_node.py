@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import uvloop
@@ -33,8 +34,8 @@ async def main() -> None:
     def place(value: m.Encoded) -> int:
         block = block_behind(value.buffers[0])
         assert block is not None
-        found: int = block.origin.region.ino  # type: ignore[union-attr]
-        return found
+        origin: Any = block.origin
+        return int(origin.region.ino << 40 | origin.offset)
 
     async def serve(caller: str, call: m.Call) -> m.Reply:
         if isinstance(call, m.Offer):

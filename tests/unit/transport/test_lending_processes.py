@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,8 +73,8 @@ async def pull(transport: StreamTransport, peer: Peer, epoch: int, tag: str) -> 
 def place(value: m.Encoded) -> int:
     block = block_behind(value.buffers[0])
     assert block is not None, "it travelled as bytes"
-    found: int = block.origin.region.ino  # type: ignore[union-attr]
-    return found
+    origin: Any = block.origin
+    return int(origin.region.ino << 40 | origin.offset)
 
 
 async def until(condition: Callable[[], object]) -> None:

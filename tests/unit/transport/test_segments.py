@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ import pytest
 from taskgraph.graph.blocks import Block, block_behind
 from taskgraph.graph.values import decode, encode
 from taskgraph.transport import segments
+from taskgraph.transport.pages import huge_page_bytes
 from taskgraph.transport.segments import LEAST_BYTES, Pool, Use
 
 MIB = 1 << 20
+needs_huge_pages = pytest.mark.skipif(not huge_page_bytes(), reason="this kernel has none, or they are switched off")
 
 
 class Clock:
@@ -168,7 +171,105 @@ def test_a_spoiled_segment_is_never_used_again() -> None:
     other = given(mine, MIB)
     assert other.origin.segment is not segment  # type: ignore[union-attr]
     assert len(mine) == 1
-    assert segment.region is None or segment.region.fd == -1
+
+
+def arena(block: Block) -> Any:
+    origin: Any = block.origin
+    return origin.segment.arena
+
+
+def pages_of(block: Block) -> int:
+    """Bytes that the kernel holds for the memory that a block lies in, whoever looks at it."""
+    return os.fstat(arena(block).region.fd).st_blocks * 512
+
+
+@needs_huge_pages
+def test_small_segments_are_cut_from_one_piece_of_memory_and_large_ones_have_their_own() -> None:
+    mine, _ = pool(max_segments=100)
+    huge = huge_page_bytes()
+    blocks = [given(mine, nbytes) for nbytes in (LEAST_BYTES, 100_000, 70_000)]
+    assert len({arena(block) for block in blocks}) == 1
+    for number, block in enumerate(blocks):
+        block.fill(number)
+    assert [(int(block.min()), int(block.max())) for block in blocks] == [(0, 0), (1, 1), (2, 2)]
+    large = given(mine, huge), given(mine, huge), given(mine, 3 * huge + 5)
+    assert len({arena(block) for block in (*blocks, *large)}) == 4
+    assert pages_of(blocks[0]) <= huge, "what is not cut takes no memory"
+    many = [given(mine, huge // 2) for _ in range(40)]
+    assert len({arena(block) for block in many}) <= 4
+
+
+@needs_huge_pages
+def test_segments_that_are_little_less_than_a_huge_page_leave_little_of_each() -> None:
+    mine, _ = pool(max_segments=100)
+    size = huge_page_bytes() * 9 // 16
+    blocks = [given(mine, size) for _ in range(30)]
+    assert sum(pages_of(block) for block in {arena(block): block for block in blocks}.values()) < 1.2 * 30 * size
+
+
+@needs_huge_pages
+def test_idle_memory_is_given_back_while_its_neighbours_are_used() -> None:
+    mine, clock = pool()
+    huge = huge_page_bytes()
+    kept, gone = given(mine, huge // 4), given(mine, huge // 4)
+    assert arena(kept) is arena(gone)
+    kept.fill(7), gone.fill(8)
+    before = pages_of(kept)
+    assert before >= huge // 2
+    del gone
+    mine.trim()
+    assert pages_of(kept) == before and len(mine) == 2
+    clock.now += segments._IDLE_S + 1
+    mine.trim()
+    assert pages_of(kept) == huge // 4 and len(mine) == 1, "nor has what was never cut any pages"
+    assert (int(kept.min()), int(kept.max())) == (7, 7)
+    assert arena(given(mine, huge // 4)) is not arena(kept)
+
+
+@needs_huge_pages
+def test_what_somebody_may_read_for_ever_keeps_its_bytes_and_its_neighbours_take_no_more_values() -> None:
+    mine, clock = pool(max_segments=100)
+    huge = huge_page_bytes()
+    kept, spoiled, other = (given(mine, huge // 4) for _ in range(3))
+    reader = np.frombuffer(arena(kept).memory, np.uint8)[huge // 4 : huge // 2]
+    spoiled.fill(8), kept.fill(7)
+    one = arena(kept)
+    spoiled.origin.spoil()  # type: ignore[union-attr]
+    del spoiled, other
+    clock.now += segments._IDLE_S + 1
+    mine.trim()
+    assert len(mine) == 1 and (int(reader.min()), int(reader.max())) == (8, 8)
+    assert pages_of(kept) == huge // 2, "the other one's pages are gone"
+    assert arena(given(mine, huge // 4)) is not one
+    fd = one.region.fd
+    del kept, reader, one
+    mine.trim()
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)
+
+
+@needs_huge_pages
+def test_sessions_that_break_again_and_again_leave_no_memory_behind() -> None:
+    """Each spoils a piece, while others of the same memory go on being used: it must not stay for their sake."""
+    mine, _ = pool(max_segments=100)
+    size = huge_page_bytes() // 8
+    before = open_files()
+    blocks = [given(mine, size) for _ in range(20)]
+    for number in range(200):
+        blocks[number % 20].origin.spoil()  # type: ignore[union-attr]
+        for at in range(20):
+            del blocks[at]
+            blocks.insert(at, given(mine, size))
+    assert open_files() - before <= 12
+    assert sum(pages_of(block) for block in {arena(block): block for block in blocks}.values()) <= 3 * 20 * size
+
+
+def test_without_huge_pages_every_segment_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "huge_page_bytes", lambda: 0)
+    mine, _ = pool()
+    blocks = [given(mine, MIB) for _ in range(3)]
+    assert len({arena(block) for block in blocks}) == 3
+    assert {arena(block).size for block in blocks} == {MIB}
 
 
 def test_too_little_is_not_worth_it() -> None:
