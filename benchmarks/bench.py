@@ -151,6 +151,11 @@ def main(given: argparse.Namespace) -> int:
     repeats, seconds = _SHORT if given.short else _LONG if given.long else _USUAL
     repeats, seconds = given.repeats or repeats, given.seconds or seconds
     works = chosen(given.works, given.contenders, barred=given.bars)
+    if given.into:  # before an hour of measuring, not after
+        try:
+            put_into(Path(given.into).read_text("utf-8"), "", [])
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"--into {given.into}: {error}") from error
     pythons = Pythons(given.peers_python)
     described = machine()
     print(f"{described}\n{repeats} rounds of {seconds:g} s each", flush=True)
