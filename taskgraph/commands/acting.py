@@ -16,7 +16,7 @@ from taskgraph.commands.common import Reached, ended_text, find_entry, reach, se
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import JobError, PeerLost, UnknownJob
 from taskgraph.launch.follow import Follower, client_of
-from taskgraph.node import lastwords
+from taskgraph.node.usercode import lastwords
 from taskgraph.observe.format import name_of
 from taskgraph.protocol.records import NodeRecord
 from taskgraph.protocol.view import JobView

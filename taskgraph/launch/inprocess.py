@@ -23,7 +23,7 @@ from taskgraph.launch.collect import assemble, complete, job_failed
 from taskgraph.launch.resuming import Resume, plan
 from taskgraph.launch.submit import submit
 from taskgraph.node.node import Node, Point
-from taskgraph.node.threads import Threads
+from taskgraph.node.usercode.threads import Threads
 from taskgraph.observe.events import Event, EventLog
 from taskgraph.observe.status import TaskResult, waits_text
 from taskgraph.protocol.keys import Keys

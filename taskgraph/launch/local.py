@@ -27,8 +27,8 @@ from taskgraph.launch.forkserver import ForkServer, NodeProcess
 from taskgraph.launch.runtime import JobEntry, Runtime, Sockets
 from taskgraph.launch.standing import Standing, standing_text
 from taskgraph.launch.submit import UNKNOWN_PAUSE_S, UNKNOWN_TRIES
-from taskgraph.node import lastwords
 from taskgraph.node.config import NodeConfig
+from taskgraph.node.usercode import lastwords
 from taskgraph.observe.events import Event
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Get, Put, Txn

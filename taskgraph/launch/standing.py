@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from taskgraph import host
-from taskgraph.node import lastwords
+from taskgraph.node.usercode import lastwords
 from taskgraph.protocol.records import Ran, State, StatusRecord
 
 __all__ = ["Standing", "standing_text", "with_stands"]

@@ -22,7 +22,7 @@ from taskgraph.launch.forkserver import ForkServer
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.standing import with_stands
-from taskgraph.node.failing import culprit_text
+from taskgraph.node.membership.failing import culprit_text
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import waits_text
 from taskgraph.protocol.records import GoneRecord, State, StatusRecord

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import grpc
 
 from taskgraph.errors import TaskGraphError, TransportError
-from taskgraph.node import lastwords
 from taskgraph.node.tracing import Traced, traced
+from taskgraph.node.usercode import lastwords
 from taskgraph.observe._proto import control_pb2 as pb
 from taskgraph.observe.control_client import SERVICE, TOKEN_KEY, credential
 from taskgraph.observe.events import Event, EventLog

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from taskgraph.errors import JobError
-from taskgraph.node import lastwords
+from taskgraph.node.usercode import lastwords
 
 __all__ = ["STAGES", "VARIABLE", "Injection", "injected"]
 

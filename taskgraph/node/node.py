@@ -25,24 +25,24 @@ from taskgraph.errors import (
     TaskGraphError,
 )
 from taskgraph.jobs import Job
-from taskgraph.node.actor import UserCodeError
-from taskgraph.node.checkpoints import FILES_AT_A_TIME, CheckpointReader
-from taskgraph.node.deviceloss import DeviceLoss
-from taskgraph.node.draining import Draining
-from taskgraph.node.failing import failure_record
-from taskgraph.node.fatal import FatalCode
-from taskgraph.node.forks import kept_from_children
-from taskgraph.node.gathering import Gathering
-from taskgraph.node.noticing import Noticing
-from taskgraph.node.registration import Registration
+from taskgraph.node.membership.deviceloss import DeviceLoss
+from taskgraph.node.membership.draining import Draining
+from taskgraph.node.membership.failing import failure_record
+from taskgraph.node.membership.fatal import FatalCode
+from taskgraph.node.membership.noticing import Noticing
+from taskgraph.node.membership.registration import Registration
+from taskgraph.node.membership.suspicion import Suspicion
+from taskgraph.node.membership.wishes import Wishes
+from taskgraph.node.primary.checkpoints import FILES_AT_A_TIME, CheckpointReader
+from taskgraph.node.primary.gathering import Gathering
+from taskgraph.node.primary.takeovers import TakeOvers
 from taskgraph.node.roles import Roles
 from taskgraph.node.router import Router
 from taskgraph.node.serving import Serving
-from taskgraph.node.suspicion import Suspicion
-from taskgraph.node.takeovers import TakeOvers
 from taskgraph.node.telling import node_status, task_results
-from taskgraph.node.threads import PooledThreads, Threads
-from taskgraph.node.wishes import Wishes
+from taskgraph.node.usercode.actor import UserCodeError
+from taskgraph.node.usercode.forks import kept_from_children
+from taskgraph.node.usercode.threads import PooledThreads, Threads
 from taskgraph.node.writes import Writes
 from taskgraph.observe.events import EventLog
 from taskgraph.observe.status import NodeStatus, TaskResult

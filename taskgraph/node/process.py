@@ -35,13 +35,13 @@ from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, FingerprintMismatch, TaskGraphError, Unavailable
 from taskgraph.graph.values import digesting, verify
 from taskgraph.jobs import Job
-from taskgraph.node import lastwords
 from taskgraph.node.config import NodeConfig
 from taskgraph.node.control import ControlServer
-from taskgraph.node.deviceloss import DeviceLost
 from taskgraph.node.forkserver import serve
 from taskgraph.node.inject import injected
+from taskgraph.node.membership.deviceloss import DeviceLost
 from taskgraph.node.node import Node
+from taskgraph.node.usercode import lastwords
 from taskgraph.observe.events import EventLog, keep_events
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Get, Txn

@@ -19,9 +19,9 @@ from taskgraph.graph.blocks import block_behind
 from taskgraph.graph.compose import Graph
 from taskgraph.graph.values import decode, encode, hosted, verify
 from taskgraph.jobs import Job
-from taskgraph.node.actor import Actor
 from taskgraph.node.reports import ReportLog, with_log
-from taskgraph.node.threads import Threads
+from taskgraph.node.usercode.actor import Actor
+from taskgraph.node.usercode.threads import Threads
 from taskgraph.observe.trace import Tracing
 from taskgraph.protocol.boundaries import Boundaries
 from taskgraph.protocol.messages import Encoded
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from taskgraph.device.api import Device
+    from taskgraph.node.epochs.strict import Given
     from taskgraph.node.router import Router
-    from taskgraph.node.strict import Given
     from taskgraph.task import Event
 
 __all__ = ["Replica", "encode_fields", "intact"]

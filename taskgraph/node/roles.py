@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from taskgraph.device import shared
 from taskgraph.device.cuda import array_module
 from taskgraph.errors import TaskGraphError
-from taskgraph.node.actor import UserCodeError
-from taskgraph.node.leader import LeaderRole
-from taskgraph.node.primary import Primary
+from taskgraph.node.primary.leader import LeaderRole
+from taskgraph.node.primary.primary import Primary
 from taskgraph.node.replica import Replica
 from taskgraph.node.reports import Rows
+from taskgraph.node.usercode.actor import UserCodeError
 from taskgraph.protocol.messages import Release, Stamp
 from taskgraph.task import BecameBackup
 

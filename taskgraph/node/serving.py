@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import DecodeError, Refused, TaskGraphError
 from taskgraph.graph.values import parted
-from taskgraph.node.actor import StuckError, UserCodeError
-from taskgraph.node.attempt import Attempt
-from taskgraph.node.leader import within_reach
+from taskgraph.node.epochs.attempt import Attempt
+from taskgraph.node.primary.leader import within_reach
+from taskgraph.node.usercode.actor import StuckError, UserCodeError
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.kv import Compare
@@ -46,9 +46,9 @@ from taskgraph.protocol.messages import (
 from taskgraph.transport.api import Coming, Counted
 
 if TYPE_CHECKING:
-    from taskgraph.node.leader import LeaderRole
     from taskgraph.node.node import Node
-    from taskgraph.node.primary import Primary
+    from taskgraph.node.primary.leader import LeaderRole
+    from taskgraph.node.primary.primary import Primary
     from taskgraph.node.replica import Replica
 
 __all__ = ["Serving"]

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from taskgraph.errors import JobError, JobTimeout
 from taskgraph.jobs import Job, JobResult
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node.actor import call_under_way
 from taskgraph.node.node import Point
+from taskgraph.node.usercode.actor import call_under_way
 from taskgraph.protocol.view import JobView
 from taskgraph.testing.clock import SPEED, Turn
 from taskgraph.testing.guard import WHOLE, Stuck, run_guarded

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from taskgraph.node.threads import Begun
+from taskgraph.node.usercode.threads import Begun
 from taskgraph.testing.clock import Turn
 
 __all__ = ["LockStepThreads"]
@@ -92,7 +92,7 @@ def _once(function: Callable[[], object]) -> Callable[[], None]:
 
 
 class LockStepThreads:
-    """`taskgraph.node.threads.Threads`, deterministic."""
+    """`taskgraph.node.usercode.threads.Threads`, deterministic."""
 
     def __init__(self, turn: Turn | None = None) -> None:
         self._turn = turn or Turn()

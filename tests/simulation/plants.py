@@ -19,19 +19,19 @@ from taskgraph.checkpoint.store import Store
 from taskgraph.coordination.memory import MemoryStore
 from taskgraph.errors import Refused
 from taskgraph.graph.values import decode
-from taskgraph.node import attempt as attempt_module
 from taskgraph.node import replica as replica_module
 from taskgraph.node import serving as serving_module
-from taskgraph.node.attempt import Attempt
-from taskgraph.node.backups import Backups
-from taskgraph.node.lanes import Lanes
-from taskgraph.node.leader import LeaderRole
-from taskgraph.node.mailbox import Mailbox
-from taskgraph.node.primary import Primary
+from taskgraph.node.epochs import attempt as attempt_module
+from taskgraph.node.epochs.attempt import Attempt
+from taskgraph.node.epochs.lanes import Lanes
+from taskgraph.node.epochs.mailbox import Mailbox
+from taskgraph.node.epochs.turns import Turns
+from taskgraph.node.primary.backups import Backups
+from taskgraph.node.primary.leader import LeaderRole
+from taskgraph.node.primary.primary import Primary
+from taskgraph.node.primary.reporter import Reporter
 from taskgraph.node.replica import Replica
-from taskgraph.node.reporter import Reporter
 from taskgraph.node.serving import Serving
-from taskgraph.node.turns import Turns
 from taskgraph.protocol import checkpointing, transactions
 from taskgraph.protocol.boundaries import Boundaries, Boundary
 from taskgraph.protocol.commit import Leader

@@ -17,10 +17,10 @@ from taskgraph.coordination.memory import MemoryCoordinator
 from taskgraph.errors import OutcomeUnknown, Refused
 from taskgraph.launch import inprocess
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node.backups import Backups
-from taskgraph.node.leader import LeaderRole
 from taskgraph.node.node import Node
-from taskgraph.node.primary import Primary
+from taskgraph.node.primary.backups import Backups
+from taskgraph.node.primary.leader import LeaderRole
+from taskgraph.node.primary.primary import Primary
 from taskgraph.node.replica import Replica
 from taskgraph.node.serving import Serving
 from taskgraph.observe.events import Event

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from taskgraph.node.attempt import Attempt
+from taskgraph.node.epochs.attempt import Attempt
 from taskgraph.testing.simulate import run_seed
 from taskgraph.testing.simulate.__main__ import main
 from taskgraph.testing.simulate.loop import SimLoop

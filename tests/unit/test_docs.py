@@ -18,7 +18,7 @@ PACKAGE = ROOT / "taskgraph"
 DOCS = {page.name: page for page in sorted((ROOT / "docs").glob("*.md"))}
 OURS = ("architecture.md", "protocol.md", "index.md")  # in these, names in backticks are held to the code, too
 
-# `node/leader.py: LeaderRole._commit`, `taskgraph/protocol/sums.py`, `tests/protocol/`, `docs/frames.md`
+# `node/primary/leader.py: LeaderRole._commit`, `taskgraph/protocol/sums.py`, `tests/protocol/`, `docs/frames.md`
 REFERENCE = re.compile(r"`([\w./-]+(?:\.py|\.proto|\.md|\.toml|/))(?:: ([\w.]+))?`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -163,10 +163,11 @@ def test_every_reference_to_a_test_names_one() -> None:
     assert not named - there
 
 
-def imports() -> Iterator[tuple[str, str]]:
-    """(room, room it imports): packages and modules in the root; `TYPE_CHECKING` imports aside."""
-    for path in PACKAGE.rglob("*.py"):
-        parts = path.relative_to(PACKAGE).parts
+def imports(package: Path = PACKAGE) -> Iterator[tuple[str, str]]:
+    """(room, room it imports): packages and modules right below `package`; `TYPE_CHECKING` imports aside."""
+    prefix = ".".join(package.relative_to(PACKAGE.parent).parts) + "."
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package).parts
         room = parts[0].removesuffix(".py")
         if room == "__init__":
             continue  # it gathers the public names
@@ -175,10 +176,11 @@ def imports() -> Iterator[tuple[str, str]]:
             for node in ast.iter_child_nodes(pending.pop()):
                 if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
                     continue
-                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("taskgraph."):
-                    other = (node.module or "").split(".")[1]
-                    if other != room:
-                        yield room, other
+                if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(prefix):
+                    below = f"{node.module}.".removeprefix(prefix).split(".")[0]
+                    for other in [below] if below else [alias.name for alias in node.names]:
+                        if other != room:
+                            yield room, other
                 pending.append(node)
 
 
@@ -210,3 +212,17 @@ def test_imports_go_where_the_diagram_points() -> None:
     drawn = {node: reach(node) | {node} for node in boxes}
     astray = {(room, to) for room, to in imports() if where.get(to, to) not in drawn.get(where.get(room, room), set())}
     assert not astray, f"docs/architecture.md does not draw these imports: {sorted(astray)}"
+
+
+def test_the_rooms_of_a_node_know_each_other_in_one_direction() -> None:
+    """As `taskgraph/node/__init__.py` says. What all of them use lies beside them."""
+    may = {
+        "primary": {"epochs", "membership", "usercode"},
+        "epochs": {"usercode"},
+        "membership": {"usercode"},
+        "usercode": set(),
+    }
+    found = {(room, to) for room, to in imports(PACKAGE / "node") if room in may}
+    beside = {"backoff", "replica", "router"}
+    assert len(found) > 5
+    assert not {(room, to) for room, to in found if to not in may[room] | beside}

@@ -15,7 +15,7 @@ import pytest
 
 from taskgraph.commands.acting import is_here, signal_here, signal_process
 from taskgraph.errors import JobError
-from taskgraph.node import lastwords
+from taskgraph.node.usercode import lastwords
 from taskgraph.protocol.records import NodeRecord
 from taskgraph.transport.endpoints import unix_endpoint
 

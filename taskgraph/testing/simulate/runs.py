@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from taskgraph.node.attempt import Attempt
+from taskgraph.node.epochs.attempt import Attempt
 from taskgraph.protocol.messages import Stamp
 from taskgraph.testing.simulate.workload import Step
 

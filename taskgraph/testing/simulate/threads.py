@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from typing import TypeVar
 
-from taskgraph.node.threads import Begun
+from taskgraph.node.usercode.threads import Begun
 
 __all__ = ["InlineThreads"]
 
@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 class InlineThreads:
-    """`taskgraph.node.threads.Threads` without threads: a simulation runs hundreds of thousands of computes."""
+    """`node/usercode/threads.py: Threads` without threads: a simulation runs hundreds of thousands of computes."""
 
     def __init__(self, rng: random.Random, compute_s: float) -> None:
         self._rng = rng

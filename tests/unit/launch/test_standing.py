@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from taskgraph.launch.standing import STANDS_S, Standing, standing_text, stopped, with_stands
-from taskgraph.node.lastwords import LastWords, named, on_loop
+from taskgraph.node.usercode.lastwords import LastWords, named, on_loop
 from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import Ran, State, StatusRecord
 

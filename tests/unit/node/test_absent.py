@@ -9,7 +9,7 @@ from cluster_kit import Gated, blindable, eyes, gated, holder, job, play, told
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node.registration import Registration
+from taskgraph.node.membership.registration import Registration
 
 __all__ = ["blindable", "gated"]
 

@@ -15,8 +15,8 @@ from cluster_kit import Counting, holder, play, told
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node import lanes
-from taskgraph.node.actor import UserCodeError
+from taskgraph.node.epochs import lanes
+from taskgraph.node.usercode.actor import UserCodeError
 from taskgraph.protocol.view import JobView
 
 

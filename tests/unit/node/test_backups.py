@@ -11,7 +11,7 @@ import taskgraph as tg
 from taskgraph.jobs import JobResult
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.backoff import Backoff
-from taskgraph.node.primary import Primary
+from taskgraph.node.primary.primary import Primary
 from taskgraph.node.serving import Serving
 from taskgraph.protocol.insync import Place
 from taskgraph.protocol.messages import Accepted, Offer, Release, RequestRestart, Stamp

@@ -9,7 +9,7 @@ import pytest
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node.checkpoints import CheckpointWriter
+from taskgraph.node.primary.checkpoints import CheckpointWriter
 
 
 class Adds(tg.Task, state=["total"]):

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from taskgraph.node.actor import Actor, UserCodeError
-from taskgraph.node.threads import PooledThreads
+from taskgraph.node.usercode.actor import Actor, UserCodeError
+from taskgraph.node.usercode.threads import PooledThreads
 
 
 @pytest.fixture

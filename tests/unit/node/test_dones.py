@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from taskgraph.node.actor import StuckError
-from taskgraph.node.dones import Dones, Worked
+from taskgraph.node.epochs.dones import Dones, Worked
+from taskgraph.node.usercode.actor import StuckError
 from taskgraph.protocol.messages import Stamp
 
 

@@ -16,7 +16,7 @@ from taskgraph.errors import DecodeError, PeerLost, Refused
 from taskgraph.graph.values import decode, encode, joined, parted, verify
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
-from taskgraph.node.reporter import Reporter
+from taskgraph.node.primary.reporter import Reporter
 from taskgraph.node.router import Router
 from taskgraph.node.serving import Serving, _boundaries
 from taskgraph.protocol.messages import Call, Encoded, Offer, Offers, Reply, Report, Reports, Stamp

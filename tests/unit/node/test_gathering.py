@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import taskgraph as tg
-from taskgraph.node import gathering
-from taskgraph.node.gathering import Due, Gathering, longer
+from taskgraph.node.primary import gathering
+from taskgraph.node.primary.gathering import Due, Gathering, longer
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyEvent, KeyValue
 from taskgraph.protocol.records import EpochRecord, GoneRecord, NodeRecord, PrimaryRecord, Record

@@ -14,8 +14,8 @@ from flight_kit import Early, Script, at_work, boundaries, early, job, result, s
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node import lanes
-from taskgraph.node.attempts import Attempts
+from taskgraph.node.epochs import lanes
+from taskgraph.node.epochs.attempts import Attempts
 from taskgraph.protocol.messages import Stamp
 
 __all__ = ["early"]

@@ -15,10 +15,10 @@ from trace_kit import spans_of
 import taskgraph as tg
 from taskgraph.graph.values import encode
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node import lastwords
-from taskgraph.node.attempts import Attempts
-from taskgraph.node.items import Items
-from taskgraph.node.reporter import Reporter
+from taskgraph.node.epochs.attempts import Attempts
+from taskgraph.node.epochs.items import Items
+from taskgraph.node.primary.reporter import Reporter
+from taskgraph.node.usercode import lastwords
 from taskgraph.protocol.messages import Item, Pull, Reason, Refusal, Report, Stamp
 from taskgraph.protocol.records import Ran
 from taskgraph.transport.api import Coming

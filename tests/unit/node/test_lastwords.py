@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from taskgraph.node import lastwords
-from taskgraph.node.failing import deaths_text, fatal_record
-from taskgraph.node.lastwords import LastWords, Left, meant, named, read
+from taskgraph.node.membership.failing import deaths_text, fatal_record
+from taskgraph.node.usercode import lastwords
+from taskgraph.node.usercode.lastwords import LastWords, Left, meant, named, read
 from taskgraph.protocol.fatal import Fatal
 from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import GoneRecord, Ran
@@ -128,7 +128,7 @@ def test_an_end_that_is_meant_by_the_process_or_by_another(tmp_path: Path) -> No
 def test_it_outlives_the_process_however_that_ends(tmp_path: Path, end: str) -> None:
     code = (
         "import ctypes, os, pathlib, sys\n"
-        "from taskgraph.node import lastwords\n"
+        "from taskgraph.node.usercode import lastwords\n"
         "lastwords.listen(pathlib.Path(sys.argv[1]))\n"
         "lastwords.here.began((1, 1), 0, 0, lastwords.named('setup')); lastwords.here.ended((1, 1))\n"
         "lastwords.here.began((1, 2), 7, -1, lastwords.named('send'))\n"

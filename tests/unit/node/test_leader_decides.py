@@ -9,7 +9,7 @@ import pytest
 from cluster_kit import IN_STEP, Counting
 
 import taskgraph as tg
-from taskgraph.node.leader import LeaderRole, _some
+from taskgraph.node.primary.leader import LeaderRole, _some
 from taskgraph.protocol.commit import Action, Commit, Leader
 from taskgraph.protocol.view import JobView
 

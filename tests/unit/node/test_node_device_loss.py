@@ -9,9 +9,9 @@ from cluster_kit import Gated, holder, job, play, told
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node.actor import UserCodeError
-from taskgraph.node.deviceloss import DeviceLost
+from taskgraph.node.membership.deviceloss import DeviceLost
 from taskgraph.node.node import Node
+from taskgraph.node.usercode.actor import UserCodeError
 
 OutOfMemoryError = type("OutOfMemoryError", (MemoryError,), {"__module__": "cupy.cuda.memory"})
 ERROR = UserCodeError("fit", OutOfMemoryError("1 GiB"))

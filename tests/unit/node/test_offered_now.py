@@ -13,8 +13,8 @@ import taskgraph as tg
 from taskgraph.errors import PeerLost, Refused
 from taskgraph.jobs import JobResult
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node.backups import Backups
 from taskgraph.node.node import Node
+from taskgraph.node.primary.backups import Backups
 from taskgraph.node.router import Router
 from taskgraph.node.serving import Serving
 from taskgraph.protocol.insync import Place

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from taskgraph.node.actor import Actor, StuckError
-from taskgraph.node.threads import PooledThreads
+from taskgraph.node.usercode.actor import Actor, StuckError
+from taskgraph.node.usercode.threads import PooledThreads
 
 
 class Held:

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from taskgraph.graph.values import encode
-from taskgraph.node.attempts import Attempts
-from taskgraph.node.items import Items
+from taskgraph.node.epochs.attempts import Attempts
+from taskgraph.node.epochs.items import Items
 from taskgraph.node.serving import Serving
 from taskgraph.protocol.messages import Item, Pull, Reason, Refusal, Stamp
 from taskgraph.transport.api import Coming

@@ -9,8 +9,8 @@ import numpy as np
 
 from taskgraph.errors import PeerLost
 from taskgraph.graph.values import encode
-from taskgraph.node.items import Items
-from taskgraph.node.pulls import Pulls
+from taskgraph.node.epochs.items import Items
+from taskgraph.node.epochs.pulls import Pulls
 from taskgraph.protocol.messages import Item, Pull, Reason, Refusal, Reply, Stamp
 from taskgraph.transport.api import Coming, Counted
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from taskgraph.node.quiet import Quiet
+from taskgraph.node.epochs.quiet import Quiet
 
 
 async def steps() -> None:

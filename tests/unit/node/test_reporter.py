@@ -6,7 +6,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from taskgraph.node.reporter import Reporter
+from taskgraph.node.primary.reporter import Reporter
 from taskgraph.protocol.messages import Accepted, Reply, Report, Reports, Stamp
 from taskgraph.protocol.records import PrimaryRecord
 from taskgraph.protocol.view import Versioned

@@ -10,7 +10,7 @@ from cluster_kit import Counting, play
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node.leader import LeaderRole
+from taskgraph.node.primary.leader import LeaderRole
 from taskgraph.protocol.messages import Report, Reports, Stamp
 
 FIRST = Stamp(1, 0)

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from taskgraph.node import threads as threads_module
-from taskgraph.node.threads import PooledThreads
+from taskgraph.node.usercode import threads as threads_module
+from taskgraph.node.usercode.threads import PooledThreads
 
 
 async def test_what_a_function_returns_and_raises() -> None:
@@ -370,7 +370,7 @@ async def test_an_idle_thread_keeps_nothing_of_what_it_did(pool: PooledThreads) 
 
 _FORKS = """
 import asyncio, os
-from taskgraph.node.threads import PooledThreads
+from taskgraph.node.usercode.threads import PooledThreads
 
 def forks():
     child = os.fork()

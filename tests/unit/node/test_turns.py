@@ -16,11 +16,11 @@ import pytest
 from trace_kit import spans_of
 
 from taskgraph.epoch import AttemptEnded
-from taskgraph.node import actor as actor_module
-from taskgraph.node import lastwords
-from taskgraph.node import threads as threads_module
-from taskgraph.node.actor import Actor, UserCodeError, call_under_way
-from taskgraph.node.threads import PooledThreads
+from taskgraph.node.usercode import actor as actor_module
+from taskgraph.node.usercode import lastwords
+from taskgraph.node.usercode import threads as threads_module
+from taskgraph.node.usercode.actor import Actor, UserCodeError, call_under_way
+from taskgraph.node.usercode.threads import PooledThreads
 from taskgraph.observe.trace import Tracing
 from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import Ran

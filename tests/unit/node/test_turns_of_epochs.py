@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from taskgraph.node.turns import Turns
+from taskgraph.node.epochs.turns import Turns
 
 
 class Passing:

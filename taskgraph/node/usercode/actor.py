@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
 from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import JobError
-from taskgraph.node import forks, lastwords
-from taskgraph.node.threads import Threads
+from taskgraph.node.usercode import forks, lastwords
+from taskgraph.node.usercode.threads import Threads
 from taskgraph.observe.trace import NO_STAMP, Tracing, clock
 
 if TYPE_CHECKING:

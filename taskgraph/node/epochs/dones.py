@@ -1,8 +1,9 @@
 """Epochs that a task has worked through and that are not done yet, while it works on the next ones.
 
 There are two reasons. A boundary may not be whole yet: that of task 0 carries what all tasks reported in the epoch
-before, and theirs may be gathered somewhere (`node/reporter.py`), which must not hold up the task that all others may
-wait for; and a snapshot may still be on its device. And a boundary that is whole may not be held yet by all members.
+before, and theirs may be gathered somewhere (`node/primary/reporter.py`), which must not hold up the task that all
+others may wait for; and a snapshot may still be on its device. And a boundary that is whole may not be held yet by all
+members.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from taskgraph.node.actor import StuckError
-from taskgraph.node.attempt import Attempt
+from taskgraph.node.epochs.attempt import Attempt
+from taskgraph.node.usercode.actor import StuckError
 from taskgraph.protocol.messages import Encoded, Stamp
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from taskgraph.transport.api import Coming
 
 if TYPE_CHECKING:
     from taskgraph.coordination.viewkeeper import ViewKeeper
-    from taskgraph.node.attempt import Attempt
+    from taskgraph.node.epochs.attempt import Attempt
 
 __all__ = ["Attempts"]
 

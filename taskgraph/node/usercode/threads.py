@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
-from taskgraph.node import forks
+from taskgraph.node.usercode import forks
 
 __all__ = ["Begun", "PooledThreads", "Threads", "Work"]
 

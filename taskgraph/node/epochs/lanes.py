@@ -14,11 +14,11 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from taskgraph.errors import TaskGraphError
-from taskgraph.node.actor import StuckError, UserCodeError, cancelled_by_users
-from taskgraph.node.attempt import Attempt, first_error
-from taskgraph.node.dones import Dones, Worked
-from taskgraph.node.strict import Recording, check_replay
-from taskgraph.node.turns import Turns
+from taskgraph.node.epochs.attempt import Attempt, first_error
+from taskgraph.node.epochs.dones import Dones, Worked
+from taskgraph.node.epochs.strict import Recording, check_replay
+from taskgraph.node.epochs.turns import Turns
+from taskgraph.node.usercode.actor import StuckError, UserCodeError, cancelled_by_users
 from taskgraph.observe.trace import BEGINS, clock
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Report, Stamp, stamp_of
@@ -26,7 +26,7 @@ from taskgraph.shape import is_stateless
 
 if TYPE_CHECKING:
     from taskgraph.graph.compose import Graph
-    from taskgraph.node.primary import Primary
+    from taskgraph.node.primary.primary import Primary
     from taskgraph.node.reports import Rows
 
 __all__ = ["Lanes"]

@@ -17,12 +17,12 @@ from taskgraph.epoch import AttemptEnded, Epoch
 from taskgraph.errors import GraphError, Refused, ValueNotEncodable
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.values import encode
-from taskgraph.node.actor import defined_at, is_async
+from taskgraph.node.usercode.actor import defined_at, is_async
 from taskgraph.protocol.messages import Accepted, Answer, Encoded, Flag, Reason, Request
 from taskgraph.protocol.sums import Conflict
 
 if TYPE_CHECKING:
-    from taskgraph.node.attempt import Attempt
+    from taskgraph.node.epochs.attempt import Attempt
 
 __all__ = ["Mailbox"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from taskgraph.graph.values import joined
-from taskgraph.node.gathering import Due
+from taskgraph.node.primary.gathering import Due
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.messages import Encoded, Offer, Offers
 

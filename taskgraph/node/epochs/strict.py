@@ -21,13 +21,13 @@ from taskgraph.errors import StateError, ValueNotEncodable
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor
 from taskgraph.graph.values import encode, separate, staying, untouched
-from taskgraph.node.actor import UserCodeError, is_async
 from taskgraph.node.replica import Replica, encode_fields
+from taskgraph.node.usercode.actor import UserCodeError, is_async
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Stamp
 from taskgraph.shape import is_stateless
 
 if TYPE_CHECKING:
-    from taskgraph.node.attempt import Attempt
+    from taskgraph.node.epochs.attempt import Attempt
 
 __all__ = ["Given", "Recording", "check_replay", "left_by", "seen"]
 

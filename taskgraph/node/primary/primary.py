@@ -17,15 +17,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import CheckpointError, TaskGraphError, TransportError
-from taskgraph.node.actor import StuckError, UserCodeError
-from taskgraph.node.attempt import Attempt, Idle
-from taskgraph.node.attempts import Attempts
-from taskgraph.node.backups import Backups
-from taskgraph.node.checkpoints import CheckpointWriter
-from taskgraph.node.deviceloss import met
-from taskgraph.node.lanes import Lanes
-from taskgraph.node.pulls import Pulls
-from taskgraph.node.reporter import Reporter
+from taskgraph.node.epochs.attempt import Attempt, Idle
+from taskgraph.node.epochs.attempts import Attempts
+from taskgraph.node.epochs.lanes import Lanes
+from taskgraph.node.epochs.pulls import Pulls
+from taskgraph.node.membership.deviceloss import met
+from taskgraph.node.primary.backups import Backups
+from taskgraph.node.primary.checkpoints import CheckpointWriter
+from taskgraph.node.primary.reporter import Reporter
+from taskgraph.node.usercode.actor import StuckError, UserCodeError
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync
 from taskgraph.protocol.kv import Compare

@@ -11,9 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import GraphError, TransportError
-from taskgraph.node import audits
 from taskgraph.node.backoff import Backoff
-from taskgraph.node.checkpoints import Checkpointer
+from taskgraph.node.primary import audits
+from taskgraph.node.primary.checkpoints import Checkpointer
 from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
 from taskgraph.protocol.commit import Commit, Diverged, Leader, Restart, SealTasks, WaitFor
@@ -33,7 +33,7 @@ from taskgraph.protocol.messages import (
 
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
-    from taskgraph.node.primary import Primary
+    from taskgraph.node.primary.primary import Primary
     from taskgraph.node.reports import Rows
     from taskgraph.protocol.view import JobView
 

@@ -20,7 +20,7 @@ from taskgraph.checkpoint.manifest import Name, Origin
 from taskgraph.checkpoint.places import Place
 from taskgraph.checkpoint.store import Found, Store
 from taskgraph.errors import CheckpointError, DecodeError, TransportError
-from taskgraph.node.threads import Threads
+from taskgraph.node.usercode.threads import Threads
 from taskgraph.protocol import transactions
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.checkpointing import Collected, due, is_open
@@ -29,7 +29,7 @@ from taskgraph.protocol.records import CheckpointRecord
 
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
-    from taskgraph.node.primary import Primary
+    from taskgraph.node.primary.primary import Primary
 
 __all__ = ["FILES_AT_A_TIME", "CheckpointReader", "CheckpointWriter", "Checkpointer"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from taskgraph.node.failing import fatal_record
+from taskgraph.node.membership.failing import fatal_record
 from taskgraph.protocol import transactions
 from taskgraph.protocol.fatal import Fatal, fatal
 from taskgraph.protocol.kv import Compare

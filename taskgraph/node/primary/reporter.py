@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from taskgraph.node.gathering import Due
+from taskgraph.node.primary.gathering import Due
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.messages import Reply, Report, Reports
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from taskgraph.errors import Refused, TransportError
 from taskgraph.node.backoff import Backoff
-from taskgraph.node.gathered import Gathered, message_of
+from taskgraph.node.primary.gathered import Gathered, message_of
 from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
 from taskgraph.protocol.boundaries import Boundary

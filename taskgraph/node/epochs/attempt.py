@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from taskgraph.epoch import AttemptEnded, ComposeEpoch, Epoch, Inputs, Outputs, Scratch
 from taskgraph.errors import GraphError, Refused
 from taskgraph.graph.compose import Composition, Graph, Processor
-from taskgraph.node.actor import cancelled_by_users
-from taskgraph.node.inbound import Inbound, raised
-from taskgraph.node.items import Items
-from taskgraph.node.mailbox import Mailbox
-from taskgraph.node.quiet import Quiet
-from taskgraph.node.strict import Recording, left_by, seen
-from taskgraph.node.turns import Turns
+from taskgraph.node.epochs.inbound import Inbound, raised
+from taskgraph.node.epochs.items import Items
+from taskgraph.node.epochs.mailbox import Mailbox
+from taskgraph.node.epochs.quiet import Quiet
+from taskgraph.node.epochs.strict import Recording, left_by, seen
+from taskgraph.node.epochs.turns import Turns
+from taskgraph.node.usercode.actor import cancelled_by_users
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.messages import Encoded, Reason, Stamp, Wait
 from taskgraph.protocol.sums import Ledger
 from taskgraph.shape import is_stateless
 
 if TYPE_CHECKING:
-    from taskgraph.node.primary import Primary
+    from taskgraph.node.primary.primary import Primary
 
 __all__ = ["Attempt", "Idle", "first_error"]
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import CoordinationError, PeerGone, TransportError
-from taskgraph.node.overdue import Overdue
+from taskgraph.node.membership.overdue import Overdue
 from taskgraph.protocol import transactions
 from taskgraph.protocol.records import GoneRecord
 

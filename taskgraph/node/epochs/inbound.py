@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from taskgraph.errors import GraphError, Refused
 from taskgraph.graph.values import hosted
-from taskgraph.node.pulls import LARGE_BYTES
+from taskgraph.node.epochs.pulls import LARGE_BYTES
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Item, Pull, Reason, Reply, Stamp
 from taskgraph.transport.api import Begun
 
 if TYPE_CHECKING:
     from taskgraph.graph.compose import Graph
-    from taskgraph.node.primary import Primary
-    from taskgraph.node.strict import Recording
+    from taskgraph.node.epochs.strict import Recording
+    from taskgraph.node.primary.primary import Primary
     from taskgraph.protocol.sums import Ledger
 
 __all__ = ["Inbound", "raised"]
