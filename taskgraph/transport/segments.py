@@ -3,14 +3,16 @@
 Memory that a process has never touched fills at about 1 GB/s here, memory it has at ten to twenty times that: so large
 values come from a pool of *segments*, and a segment that nobody reads any more takes the next value.
 
-A segment is anonymous memory of the kernel (`memfd_create`). It has no name in any file system: whatever kills whom,
-it is gone with the last descriptor and mapping of it. Where there is no such thing (not on Linux), a segment is
-memory of this process alone, and its values travel as bytes.
+Segments are cut from *arenas*: anonymous memory of the kernel (`memfd_create`), several for one arena where they are
+less than a huge page (`pages`). It has no name in any file system: whatever kills whom, it is gone with the last
+descriptor and mapping of it. Where there is no such thing (not on Linux), it is memory of this process alone, and what
+lies there travels as bytes.
 
 **A segment is used again only if it is known that nobody reads it.** In this process that is so when the block given
 out is garbage: encoded values, views that user code keeps, and what is lent to peers all hold it (`lending`). Who
-cannot tell any more whether a peer reads it spoils the block: its segment is then closed, never written again. What a
-device still copies from there, the segment's pin knows (`taskgraph.device.pinning`).
+cannot tell any more whether a peer reads it spoils the block: its segment is never written again, and the others of its
+arena take no more values, so that the memory goes when they are free. What a device still copies from there, the
+segment's pin knows (`taskgraph.device.pinning`).
 """
 
 from __future__ import annotations
