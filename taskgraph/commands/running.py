@@ -109,10 +109,11 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
         if started and (logs := Runtime().kept_logs(name)).is_dir():
             print(f"the logs of its nodes are in {logs}", file=sys.stderr)
         raise
-    except asyncio.CancelledError:
+    except asyncio.CancelledError as error:
         if interrupts:
             progress.end()
             hint = "".join(follower.way_on("; ") for follower, _ in started)
+            hint += "".join(f"; {note}" for note in getattr(error, "__notes__", ()))  # of nodes in this process
             print(f"taskgraph: interrupted; job {name!r} was ended, nothing is left behind{hint}", file=sys.stderr)
             return 130
         raise

@@ -19,6 +19,7 @@ from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, TaskGraphError
 from taskgraph.jobs import JobResult
 from taskgraph.launch.collect import assemble, complete, damaged, mib, shortened, size_bytes
+from taskgraph.launch.resuming import way_on
 from taskgraph.observe.control_client import ControlClient, control_address
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import name_of
@@ -114,13 +115,7 @@ class Follower:
     def way_on(self, before: str = "") -> str:
         """How the job is continued where it left a checkpoint, after `before`; empty where it left none."""
         pointer = self.view.checkpoint
-        if pointer is None:
-            return ""
-        epoch = pointer.record.epoch
-        return (
-            f"{before}its checkpoint of epoch {epoch} is complete: go on from there with --resume (--resume-changed if "
-            f"you change the driver)"
-        )
+        return before + way_on(pointer.record) if pointer is not None else ""
 
     @property
     def _is_ours(self) -> bool:

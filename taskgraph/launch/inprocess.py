@@ -20,7 +20,7 @@ from taskgraph.driver import JobSpec
 from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError
 from taskgraph.jobs import Job, JobResult
 from taskgraph.launch.collect import assemble, complete, job_failed
-from taskgraph.launch.resuming import Resume, plan
+from taskgraph.launch.resuming import Resume, plan, way_on
 from taskgraph.launch.submit import submit
 from taskgraph.node.node import Node, Point
 from taskgraph.node.usercode.threads import Threads
@@ -28,7 +28,7 @@ from taskgraph.observe.events import Event, EventLog
 from taskgraph.observe.status import TaskResult, waits_text
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import GoneRecord, State, StatusRecord
+from taskgraph.protocol.records import CheckpointRecord, GoneRecord, State, StatusRecord
 from taskgraph.transport.memory import MemoryNetwork, MemoryTransport
 
 __all__ = ["InProcessCluster", "arun_inprocess"]
@@ -216,6 +216,11 @@ class InProcessCluster:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
 
+    def checkpoint(self) -> CheckpointRecord | None:
+        """The newest complete one."""
+        kv = next(iter(self.store.select(self.keys.checkpoint, prefix=False)), None)
+        return CheckpointRecord.from_bytes(kv.value) if kv is not None else None
+
     def waits(self) -> str:
         """What the job waits for, as far as its leader and its primaries know."""
         return waits_text(node.status() for node in self.nodes)
@@ -254,5 +259,9 @@ async def arun_inprocess(
         count = nodes or max(job.min_nodes, min(job.backups, job.tasks) + 1)
         await cluster.start(count, resume=resume, fresh=fresh)
         return await cluster.result(timeout_s)
+    except (JobFailed, asyncio.CancelledError) as error:
+        if (left := cluster.checkpoint()) is not None:
+            error.add_note(way_on(left))
+        raise
     finally:
         await cluster.stop()

@@ -21,7 +21,7 @@ from taskgraph.errors import CheckpointError, DecodeError, JobError
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import CheckpointRecord, EpochRecord, State, StatusRecord
 
-__all__ = ["Beginning", "Resume", "plan"]
+__all__ = ["Beginning", "Resume", "plan", "way_on"]
 
 log = logging.getLogger("taskgraph")
 
@@ -42,6 +42,14 @@ class Beginning:
     epoch: EpochRecord
     checkpoint: CheckpointRecord | None = None
     refused: tuple[str, ...] = ()
+
+
+def way_on(checkpoint: CheckpointRecord) -> str:
+    """What to say to who has to do with a job that did not come to its end, and left a complete checkpoint."""
+    return (
+        f"its checkpoint of epoch {checkpoint.epoch} is complete: go on from there with --resume (--resume-changed if "
+        f"you change the driver)"
+    )
 
 
 async def plan(

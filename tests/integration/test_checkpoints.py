@@ -253,6 +253,9 @@ async def test_a_driver_that_was_mended_goes_on_from_what_it_left(cli: Cli, tmp_
     hint = "taskgraph: its checkpoint of epoch 40 is complete: go on from there with --resume (--resume-changed if"
     assert hint in failed.err.splitlines()[-1]
 
+    here = await cli("run", str(driver), *options[:-1], "0", "--resume-changed")
+    assert here.code == 1 and hint in here.err.splitlines()[-1], "of nodes in one process, too"
+
     driver.write_text(text.replace('"steps"]', '"steps", "more"]').replace("steps = 0", "steps = self.more = 0"))
     refused = await cli("run", str(driver), *options, "--resume")
     assert refused.code == 2
