@@ -31,7 +31,9 @@ _SETTINGS: Final = Path("/sys/kernel/mm/transparent_hugepage")
 _LARGEST: Final = 4 << 20
 """Huge pages that are larger than this (where ordinary ones have 64 KiB) would waste more than they save."""
 _PAUSE_S: Final = 30.0
-"""Nothing is asked for this long after the kernel had no huge page to give: to find one it may move much memory."""
+"""Nothing is asked for this long after the kernel had no huge page to give, or had to move much memory to find one."""
+_DEAR_S: Final = 0.01
+"""Processor time that a huge page is not worth: as a rule it is a hundredth of that, and to fill small ones a fifth."""
 _FOR_NOW: Final = (errno.EAGAIN, errno.EBUSY)
 """A page was in somebody's hands: no reason not to ask for the next ones."""
 _MADV_COLLAPSE: Final = 25
@@ -108,10 +110,20 @@ def address_of(memory: memoryview) -> int:
     return address
 
 
-def gathered(address: int, size: int, *, now: Callable[[], float] = time.monotonic) -> bool:
+def gathered(
+    address: int,
+    size: int,
+    *,
+    now: Callable[[], float] = time.monotonic,
+    used: Callable[[], float] = time.thread_time,
+) -> bool:
     """Whether shared memory lies in huge pages from now on, as far as whole ones fit into it; it is what it was.
 
     It must be aligned to them. Takes a tenth of a millisecond a page. May be called in any thread.
+
+    Args:
+        now: seconds.
+        used: processor time of this thread, in seconds. (The clock would tell who else wanted the core.)
     """
     global _not_before
     huge = huge_page_bytes()
@@ -120,11 +132,12 @@ def gathered(address: int, size: int, *, now: Callable[[], float] = time.monoton
     whole = size // huge * huge
     for at in range(0, whole, huge):  # the kernel collapses nothing that is not there at all
         _ = ctypes.c_uint8.from_address(address + at).value
-    if _libc().madvise(address, whole, _MADV_COLLAPSE) == 0:
-        return True
-    if ctypes.get_errno() not in _FOR_NOW:
+    began = used()
+    done = not _libc().madvise(address, whole, _MADV_COLLAPSE)
+    why = 0 if done else ctypes.get_errno()
+    if (why and why not in _FOR_NOW) or used() - began > whole // huge * _DEAR_S:
         _not_before = now() + _PAUSE_S
-    return False
+    return done
 
 
 def emptied(address: int, size: int) -> bool:

@@ -137,6 +137,22 @@ def test_who_got_none_does_not_ask_again_at_once(fd: int, monkeypatch: pytest.Mo
     assert not gathered(address, 2 * huge, now=lambda: 100.0 + pages._PAUSE_S + 1) and len(asked) == 3
 
 
+def test_pages_that_are_hard_to_find_are_not_asked_for_at_once_again(fd: int) -> None:
+    huge = huge_page_bytes()
+    memory = mapped(fd, 2 * huge, writable=True)
+    address, used = address_of(memory), [0.0]
+
+    def dear() -> float:
+        used[0] += 2 * pages._DEAR_S + 0.001
+        return used[0]
+
+    if not gathered(address, 2 * huge, now=lambda: 100.0, used=dear):
+        pytest.skip("the kernel has no huge page to give")
+    assert not gathered(address, 2 * huge, now=lambda: 100.0 + pages._PAUSE_S - 1)
+    assert gathered(address, 2 * huge, now=lambda: 100.0 + pages._PAUSE_S + 1)
+    assert gathered(address, 2 * huge, now=lambda: 100.0 + pages._PAUSE_S + 1), "that was cheap"
+
+
 def test_they_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "_SETTINGS", tmp_path)
     answer = pages.huge_page_bytes.__wrapped__
