@@ -45,12 +45,14 @@ class Pin:
 
     Attributes:
         device: for which it is locked.
+        then: called once it is unlocked, in that thread.
     """
 
-    __slots__ = ("_events", "_left", "_lock", "_locked", "_memory", "device")
+    __slots__ = ("_events", "_left", "_lock", "_locked", "_memory", "device", "then")
 
     def __init__(self, locked: _Locked, device: Device, memory: Any) -> None:
         self.device = device
+        self.then: Callable[[], object] | None = None
         self._locked = locked
         self._memory = memory
         self._events: list[Event] = []
@@ -87,7 +89,7 @@ class Pin:
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():  # some go after this module
-            self._locked.unlock(self.device, self._memory, None if self._left else self._events)
+            self._locked.unlock(self.device, self._memory, None if self._left else self._events, self.then)
 
 
 class _Locked:
@@ -101,7 +103,7 @@ class _Locked:
         self._limit = limit
         self._locking = threading.Lock()
         self._counting = threading.Lock()
-        self._gone: deque[tuple[Device, Any, list[Event] | None]] = deque()
+        self._gone: deque[tuple[Device, Any, list[Event] | None, Callable[[], object] | None]] = deque()
         self._unlocking = _thread.allocate_lock()
         self._left: list[Any] = []  # memory that the device may use for ever
         self._said = False
@@ -133,9 +135,11 @@ class _Locked:
     def full(self, size: int) -> bool:
         return self.nbytes + size > self._limit
 
-    def unlock(self, device: Device, memory: Any, events: list[Event] | None) -> None:
+    def unlock(
+        self, device: Device, memory: Any, events: list[Event] | None, then: Callable[[], object] | None
+    ) -> None:
         """Called by finalizers, in any thread: it waits for nothing."""
-        self._gone.append((device, memory, events))
+        self._gone.append((device, memory, events, then))
         if self._unlocking.acquire(blocking=False):
             try:
                 _thread.start_new_thread(self._unlock_all, ())
@@ -150,7 +154,9 @@ class _Locked:
             if not self._gone or not self._unlocking.acquire(blocking=False):
                 return  # who came meanwhile started another thread
 
-    def _unlock(self, device: Device, memory: Any, events: list[Event] | None) -> None:
+    def _unlock(
+        self, device: Device, memory: Any, events: list[Event] | None, then: Callable[[], object] | None
+    ) -> None:
         size = len(memory)
         try:
             if events is None:
@@ -164,6 +170,8 @@ class _Locked:
             return
         with self._counting:
             self.nbytes -= size
+        if then is not None:
+            then()
 
 
 _locked = _Locked(memory_bytes() // PART)

@@ -18,7 +18,6 @@ import mmap
 import os
 import sys
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -34,12 +33,9 @@ _PAUSE_S: Final = 30.0
 """Nothing is asked for this long after the kernel had no huge page to give, or had to move much memory to find one."""
 _DEAR_S: Final = 0.01
 """Processor time that a huge page is not worth: as a rule it is a hundredth of that, and to fill small ones a fifth."""
-_FOR_NOW: Final = (errno.EAGAIN, errno.EBUSY)
-"""A page was in somebody's hands: no reason not to ask for the next ones."""
 _MADV_COLLAPSE: Final = 25
 _MADV_REMOVE: Final = 9
 _MAP_FIXED: Final = 0x10
-_FAILED: Final = ctypes.c_void_p(-1).value
 
 _not_before = 0.0
 
@@ -66,32 +62,17 @@ def mapped(fd: int, size: int, *, writable: bool) -> memoryview:
     if not huge or size < huge:
         how: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # none of its own
         return memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ, **how))
-    # Huge pages can be only where file and address agree, which `mmap.mmap` cannot ask for.
-    libc = _libc()
-    length = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-    space = _done(libc.mmap(None, length + huge, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0))
-    begin = -(-space // huge) * huge
-    try:
-        access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-        _done(libc.mmap(begin, length, access, mmap.MAP_SHARED | _MAP_FIXED, fd, 0))
-    except OSError:
-        libc.munmap(space, length + huge)
-        raise
-    if begin > space:
-        libc.munmap(space, begin - space)
-    if space + huge > begin:
-        libc.munmap(begin + length, space + huge - begin)
-    memory = (ctypes.c_uint8 * size).from_address(begin)
-    weakref.finalize(memory, libc.munmap, begin, length).atexit = False  # who reads then may read still
-    view = memoryview(memory).cast("B")
-    return view if writable else view.toreadonly()
-
-
-def _done(address: int | None) -> int:
-    if address is None or address == _FAILED:
+    # Huge pages can be only where file and address agree, which `mmap.mmap` cannot ask for: the file goes over a part
+    # of what it found, which stays the owner of all of it, also for who wants to know whether it may be written to.
+    access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+    reserved = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    space = memoryview(mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE + huge, flags=reserved, prot=access))
+    address = address_of(space)
+    offset = -address % huge
+    if _libc().mmap(address + offset, size, access, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != address + offset:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-    return address
+    return space[offset : offset + size]
 
 
 @functools.cache
@@ -100,7 +81,6 @@ def _libc() -> Any:
     place, length, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     libc.mmap.restype = place
     libc.mmap.argtypes = [place, length, number, number, number, ctypes.c_long]
-    libc.munmap.argtypes = [place, length]
     libc.madvise.argtypes = [place, length, number]
     return libc
 
@@ -119,7 +99,8 @@ def gathered(
 ) -> bool:
     """Whether shared memory lies in huge pages from now on, as far as whole ones fit into it; it is what it was.
 
-    It must be aligned to them. Takes a tenth of a millisecond a page. May be called in any thread.
+    It must be aligned to them. Takes a tenth of a millisecond a page, several times that where the host has to find
+    memory for it first: it is not for more than some pages at a time. May be called in any thread.
 
     Args:
         now: seconds.
@@ -127,16 +108,21 @@ def gathered(
     """
     global _not_before
     huge = huge_page_bytes()
-    if not huge or size < huge or address % huge or now() < _not_before:
+    if not huge or address % huge:
         return False
-    whole = size // huge * huge
-    for at in range(0, whole, huge):  # the kernel collapses nothing that is not there at all
-        _ = ctypes.c_uint8.from_address(address + at).value
-    began = used()
-    done = not _libc().madvise(address, whole, _MADV_COLLAPSE)
-    why = 0 if done else ctypes.get_errno()
-    if (why and why not in _FOR_NOW) or used() - began > whole // huge * _DEAR_S:
-        _not_before = now() + _PAUSE_S
+    done = size >= huge
+    for page in range(address, address + size // huge * huge, huge):
+        if now() < _not_before:
+            return False
+        _ = ctypes.c_uint8.from_address(page).value  # the kernel collapses nothing that is not there at all
+        began = used()
+        if _libc().madvise(page, huge, _MADV_COLLAPSE):
+            done = False
+            if ctypes.get_errno() == errno.EAGAIN:  # a page of it was in somebody's hands
+                continue
+            _not_before = now() + _PAUSE_S
+        elif used() - began > _DEAR_S:
+            _not_before = now() + _PAUSE_S
     return done
 
 

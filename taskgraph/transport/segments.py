@@ -24,8 +24,10 @@ import mmap
 import os
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -46,8 +48,10 @@ _STEPS: Final = 8
 """Sizes of segments per power of two: values that differ a little use the same ones, and an eighth is lost at most."""
 _FITS: Final = 1.5
 """A value takes a segment of at most this many times its size."""
-_PAGES: Final = 8
-"""Huge pages of an arena: what is left of one is less than a segment, so of eight it is not much."""
+_PAGES: Final = 2
+"""Huge pages of an arena. One value that stays, here or with a peer, keeps no more than so many."""
+_GATHERED_PAGES: Final = 8
+"""So many are gathered at a time, since an event loop may wait for it: more of it at the next value."""
 _NOEXEC_SEAL: Final = 0x8  # MFD_NOEXEC_SEAL, from Linux 6.3 on
 _IDLE_S: Final = 10.0
 """How long a segment waits for another value."""
@@ -68,7 +72,7 @@ class _Arena:
             of no use any more goes with the whole.
     """
 
-    __slots__ = ("cut", "gathered", "memory", "region", "retired", "size")
+    __slots__ = ("_closed", "_pid", "cut", "gathered", "memory", "region", "retired", "size")
 
     def __init__(self, size: int, *, shared: bool) -> None:
         """Raises OSError or MemoryError where there is no memory, or no descriptor, for it."""
@@ -77,6 +81,8 @@ class _Arena:
         self.retired = False
         self.gathered = 0 if shared else size
         self.region: Region | None = None
+        self._closed: list[tuple[int, int]] = []
+        self._pid = os.getpid()
         if not shared:
             self.memory = memoryview(mmap.mmap(-1, size))
             return
@@ -91,16 +97,27 @@ class _Arena:
             raise
         self.region = Region(fd, found.st_dev, found.st_ino, size, address_of(self.memory))
 
-    def gather(self) -> None:
-        """Puts what is cut into huge pages, where there are some."""
+    def to_gather(self) -> tuple[int, int]:
+        """Where in memory, and how much, is to be gathered next, of what is cut: it counts as gathered from now on."""
         huge = huge_page_bytes() or self.size
-        begin, self.gathered = self.gathered, -(-self.cut // huge) * huge
-        if self.region is not None:
-            gathered(self.region.address + begin, min(self.gathered, self.size) - begin)
+        begin = self.gathered
+        end = self.gathered = min(-(-self.cut // huge) * huge, begin + _GATHERED_PAGES * huge, self.size)
+        assert self.region is not None
+        return self.region.address + begin, end - begin
 
     def empty(self, offset: int, size: int) -> None:
-        """Gives pages back that nobody reads, and nobody will write to."""
-        if self.region is not None and size:
+        """Gives pages back that nobody reads, and nobody will write to. In any thread."""
+        self._closed.append((offset, size))
+        self._empty(offset, size)
+
+    def unlocked(self, offset: int, size: int) -> None:
+        """The same once they are page-locked no more: nor can the kernel take others of the same huge page before."""
+        self.empty(offset, size)
+        for piece in tuple(self._closed):
+            self._empty(*piece)
+
+    def _empty(self, offset: int, size: int) -> None:
+        if self.region is not None and size and self._pid == os.getpid():  # in a child of a fork it is not ours
             emptied(self.region.address + offset, size)
 
 
@@ -121,8 +138,13 @@ class _Segment:
 
     def close(self) -> None:
         """It takes no other value. Its pages go, unless somebody may read them: those go with the arena."""
-        if not self.spoiled and self.pin is None:
+        pin, self.pin = self.pin, None
+        if self.spoiled:
+            return
+        if pin is None:
             self.arena.empty(self.offset, self.size)
+        else:
+            pin.then = partial(self.arena.unlocked, self.offset, self.size)
 
 
 def _anonymous() -> int:
@@ -156,6 +178,17 @@ class Use(Watch[Block]):
         return pin_of(self.segment, device)
 
 
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for pool in _pools:
+        pool.disown()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 class Pool:
     """The segments of one process.
 
@@ -179,6 +212,13 @@ class Pool:
         self._arena: _Arena | None = None  # the one that segments are being cut from
         self._cut_at = 0.0
         self._closed = False
+        _pools.add(self)
+
+    def disown(self) -> None:
+        """This process is a child that was forked, and all of this memory is its parent's: none is given out here."""
+        self._lock = threading.Lock()  # whoever had it is not here
+        self._closed = True
+        self._idle, self._idle_bytes, self._arena = [], 0, None
 
     @property
     def shared(self) -> bool:
@@ -213,8 +253,10 @@ class Pool:
             use.segment, use.region, use.offset = segment, arena.region, segment.offset
             use.locked = segment.pin is not None
             self._used.add(use)
-        if arena.gathered < arena.cut:  # not with the lock: it may take a while
-            arena.gather()
+            if arena.gathered >= arena.cut:  # as a rule
+                return block
+            piece = arena.to_gather()
+        gathered(*piece)  # not with the lock: it may take a while
         return block
 
     def _take(self, nbytes: int) -> _Segment | None:
@@ -264,25 +306,32 @@ class Pool:
 
     def _collect(self) -> None:
         """What became garbage waits for another value, or is closed."""
-        now = self._clock()
+        now, retired = self._clock(), False
         while self._garbage:
             use = self._garbage.popleft()
             self._used.remove(use)
             segment = use.segment
             if segment.arena.retired or self._closed:
                 segment.close()
+                retired = True
                 continue
             segment.freed_at = now
             self._idle.append(segment)
             self._idle_bytes += segment.size
+        if retired:
+            self._drop([segment for segment in self._idle if segment.arena.retired])
         while self._idle_bytes > self._max_idle_bytes:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
         """Closes the segment that has been idle for longest."""
-        segment = self._idle.pop(0)
-        self._idle_bytes -= segment.size
-        segment.close()
+        self._drop(self._idle[:1])
+
+    def _drop(self, idle: Sequence[_Segment]) -> None:
+        for segment in idle:
+            self._idle.remove(segment)
+            self._idle_bytes -= segment.size
+            segment.close()
 
     def trim(self) -> None:
         """Closes what has been idle for long. To be called now and then."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from taskgraph.host import memory_bytes
 from taskgraph.protocol.messages import Encoded
 from taskgraph.testing.softdevice import SoftArray, SoftDevice
 from taskgraph.transport import segments
+from taskgraph.transport.pages import huge_page_bytes
 from taskgraph.transport.segments import Pool, Use
 
 HOST = np.arange(200_000.0)
@@ -123,6 +125,23 @@ def test_it_is_unlocked_before_it_goes(soft: SoftDevice, pool: Pool, clock: Cloc
     clock.now += segments._IDLE_S + 1
     pool.trim()
     until(lambda: not soft.registered)
+
+
+@pytest.mark.skipif(not huge_page_bytes(), reason="each has memory of its own here")
+def test_once_unlocked_its_pages_go_back_while_a_neighbour_stays(soft: SoftDevice, pool: Pool, clock: Clock) -> None:
+    kept = pool.allocate(100_000)
+    value = hosted(put(soft), allocate=pool.allocate)
+    assert kept is not None and isinstance(kept.origin, Use) and len(soft.registered) == 1
+    kept.fill(7)
+    assert kept.origin.region is not None
+    fd = kept.origin.region.fd
+    del value
+    clock.now += segments._IDLE_S + 1
+    pool.trim()
+    clock.now += segments._IDLE_S + 1
+    pool.trim()
+    until(lambda: os.fstat(fd).st_blocks * 512 <= 200_000)
+    assert not soft.registered and (int(kept.min()), int(kept.max())) == (7, 7)
 
 
 def test_a_closed_pools_memory_stays_locked_until_the_last_view_is_gone(soft: SoftDevice, pool: Pool) -> None:

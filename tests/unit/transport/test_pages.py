@@ -68,6 +68,33 @@ def test_memory_goes_with_its_last_view(fd: int) -> None:
     assert not mapped_at(address)
 
 
+def test_who_is_found_by_the_garbage_collector_may_read_a_last_time(fd: int) -> None:
+    """Weak references end before `__del__` is called: memory must not go with one."""
+    read: list[int] = []
+
+    class Last:
+        def __init__(self, memory: memoryview) -> None:
+            self.memory, self.me = memory, self
+
+        def __del__(self) -> None:
+            read.append(self.memory[5])
+
+    memory = mapped(fd, 2 * huge_page_bytes(), writable=True)
+    memory[5] = 7
+    address = address_of(memory)
+    Last(memory)
+    del memory
+    gc.collect()
+    assert read == [7] and not mapped_at(address)
+
+
+def test_what_may_only_be_read_stays_so(fd: int) -> None:
+    memory = mapped(fd, 2 * huge_page_bytes(), writable=False)
+    array: np.ndarray[tuple[int], np.dtype[np.uint8]] = np.ndarray((100,), np.uint8, memory)
+    with pytest.raises(ValueError, match="cannot set WRITEABLE"):
+        array.flags.writeable = True
+
+
 def test_what_is_small_is_mapped_too(fd: int) -> None:
     memory = mapped(fd, 4096, writable=True)
     memory[5] = 9
@@ -119,7 +146,7 @@ def test_pages_that_are_given_back_are_zeros_and_others_stay(fd: int) -> None:
 def test_who_got_none_does_not_ask_again_at_once(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     huge = huge_page_bytes()
     memory = mapped(fd, 2 * huge, writable=True)
-    answers = [errno.ENOMEM, errno.EAGAIN]
+    answers = [errno.ENOMEM, errno.EAGAIN, errno.EAGAIN]
     asked: list[int] = []
 
     class Libc:
@@ -132,9 +159,9 @@ def test_who_got_none_does_not_ask_again_at_once(fd: int, monkeypatch: pytest.Mo
     address = address_of(memory)
     assert not gathered(address, 2 * huge, now=lambda: 100.0) and len(asked) == 1
     assert not gathered(address, 2 * huge, now=lambda: 100.0 + pages._PAUSE_S - 1) and len(asked) == 1
-    assert not gathered(address, 2 * huge, now=lambda: 100.0 + pages._PAUSE_S + 1) and len(asked) == 2
-    answers.append(errno.EAGAIN)  # the last one was in somebody's hands: that is no reason to wait
     assert not gathered(address, 2 * huge, now=lambda: 100.0 + pages._PAUSE_S + 1) and len(asked) == 3
+    answers.append(errno.ENOMEM)  # the last ones were in somebody's hands: that is no reason to wait
+    assert not gathered(address, 2 * huge, now=lambda: 100.0 + pages._PAUSE_S + 1) and len(asked) == 4
 
 
 def test_pages_that_are_hard_to_find_are_not_asked_for_at_once_again(fd: int) -> None:
@@ -143,10 +170,10 @@ def test_pages_that_are_hard_to_find_are_not_asked_for_at_once_again(fd: int) ->
     address, used = address_of(memory), [0.0]
 
     def dear() -> float:
-        used[0] += 2 * pages._DEAR_S + 0.001
+        used[0] += pages._DEAR_S + 0.001
         return used[0]
 
-    if not gathered(address, 2 * huge, now=lambda: 100.0, used=dear):
+    if not gathered(address, huge, now=lambda: 100.0, used=dear):
         pytest.skip("the kernel has no huge page to give")
     assert not gathered(address, 2 * huge, now=lambda: 100.0 + pages._PAUSE_S - 1)
     assert gathered(address, 2 * huge, now=lambda: 100.0 + pages._PAUSE_S + 1)
