@@ -19,7 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from taskgraph.device.api import Device
 from taskgraph.device.lookup import device_of
-from taskgraph.errors import GraphError, JobError
+from taskgraph.errors import GraphError, JobError, ValueNotEncodable
 from taskgraph.graph.arrays import empty
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import TEXTS, Composition, Processor, is_text
@@ -499,8 +499,16 @@ class Outputs:
     def empty(
         self, tag: str, shape: int | tuple[int, ...], dtype: DTypeLike = float, to: To | None = None
     ) -> NDArray[Any]:
-        """An array to fill: it is sent when the processor returns. Fill it, do not keep it."""
-        array: NDArray[Any] = empty(shape, dtype, self._work.allocate)
+        """An array to fill: it is sent when the processor returns. Fill it, do not keep it.
+
+        Raises:
+            ValueNotEncodable: no array is like that, or none that could travel.
+        """
+        try:
+            array: NDArray[Any] = empty(shape, dtype, self._work.allocate)
+        except (TypeError, ValueError) as error:
+            text = f"{self._at()}: outs.empty({tag!r}, {shape!r}, {dtype!r}): {error}"
+            raise ValueNotEncodable(text) from None
         consumers = self._claim(tag, to)
         if self._filling is None:
             self._filling = []

@@ -51,12 +51,15 @@ class Origin:
 
     Attributes:
         any_driver: what another version of the driver wrote is this job's, too.
+        epochs: the job is to go on, and has so many: a checkpoint of its last boundary, or of one beyond, is none to
+            go on from. None: as many as it takes, or it is not to go on.
     """
 
     job: str
     fingerprint: str
     tasks: int
     any_driver: bool = False
+    epochs: int | None = None
 
 
 class ChangedJob(CheckpointError):
@@ -115,7 +118,9 @@ class Manifest:
         )
 
     def check_origin(self, origin: Origin, path: str) -> None:
-        """Raises CheckpointError where it is not this job's; ChangedJob where only the job is not as it was."""
+        """Raises CheckpointError where it is not this job's, or none to go on from; ChangedJob where only the job is
+        not as it was.
+        """
         if self.job != origin.job:
             raise CheckpointError(f"{path} is foreign: job is {self.job}, here it is {origin.job}")
         found = []
@@ -127,6 +132,11 @@ class Manifest:
         if found:
             why = f"{path} is foreign: {', and '.join(found)}"
             raise ChangedJob(why, driver_only=self.tasks == origin.tasks)
+        if origin.epochs is not None and (epoch := self.parsed.epoch) >= origin.epochs:
+            raise CheckpointError(
+                f"{path} is of epoch {epoch}, and a job of {origin.epochs} epochs has nothing to do from there on "
+                f"(epochs={epoch + 1} would have)"
+            )
 
     def to_bytes(self) -> bytes:
         raw = {"format": _FORMAT, **asdict(self)}

@@ -131,9 +131,15 @@ def as_it_is(array: Array, *, adopt: bool = False, packed: bool = False) -> memo
 
 
 def empty(shape: int | tuple[int, ...], dtype: DTypeLike, allocate: Allocate) -> Array:
-    """`np.empty`, in memory of `allocate` where it has some: `as_it_is` takes it over as it is."""
+    """`np.empty`, in memory of `allocate` where it has some: `as_it_is` takes it over as it is.
+
+    Raises:
+        TypeError, ValueError: no array is like that, or none that could travel.
+    """
     known = _plain.get(dtype) if type(dtype) is type else None
     found, nbytes = _described(dtype) if known is None else known
+    if nbytes < 0 and found.hasobject:
+        raise TypeError(f"arrays of {found} cannot travel: only what numpy holds as bytes can")
     sizes = shape if isinstance(shape, tuple) else (shape,)
     for size in sizes:
         nbytes = nbytes * size if type(size) is int and size >= 0 <= nbytes else -1

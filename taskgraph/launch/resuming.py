@@ -81,7 +81,9 @@ async def plan(
     if status is not None and StatusRecord.from_bytes(status.value).state == State.RUNNING:
         return spec, beginning  # submitting it will be refused
     changed = resume == "changed"
-    origin = Origin(job=spec.name, fingerprint=spec.fingerprint, tasks=spec.tasks, any_driver=changed)
+    origin = Origin(
+        job=spec.name, fingerprint=spec.fingerprint, tasks=spec.tasks, any_driver=changed, epochs=spec.epochs
+    )
     store = Store(spec.checkpoint, origin)
     pointer, attempt = await _known(coordinator, spec)
     looked = await asyncio.to_thread(_look, store, pointer, bool(resume))

@@ -211,6 +211,27 @@ def test_an_array_to_fill_has_the_shape_asked_for(shape: Any) -> None:
     assert (array.shape, array.dtype) == (np.empty(shape).shape, np.dtype("<i2"))
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "text"),
+    [
+        ((3,), object, "<class 'object'>): arrays of object cannot travel: only what numpy holds as bytes can"),
+        ((3,), [("a", object)], "cannot travel"),
+        ((-1,), float, "negative"),
+        ("a", float, "outs.empty('x', 'a', <class 'float'>): "),
+        (3, "zz", "zz"),
+    ],
+)
+def test_an_array_to_fill_that_cannot_be_is_refused_where_it_is_asked_for(shape: Any, dtype: Any, text: str) -> None:
+    work = Work()
+    Epoch(work, "compose").processor(no_op, outbound={"x": 5})
+    assert work.composing is not None
+    outs = Outputs(work, work.composing.graph().processors[0])
+    with pytest.raises(tg.ValueNotEncodable, match=r"^task 6, epoch 3, no_op: outs.empty\('x', ") as caught:
+        outs.empty("x", shape, dtype)
+    assert text in str(caught.value)
+    outs.put("x", 0)  # it counts as not put
+
+
 def test_only_an_array_that_does_not_travel_inside_meta_takes_memory_of_the_transport() -> None:
     work = Work()
     Epoch(work, "compose").processor(no_op, outbound={"x": 5, "y": 5})

@@ -28,14 +28,41 @@ class Draining:
         if self._until is not None:
             return
         self._until = node.now() + node.settings.drain_s
-        node.events.emit("drain", f"{node.name} leaves: {why}", fields={"leaves": node.id})
+        text = f"{node.name} leaves: {why}"
+        if node.running and node.keeper.view.running and not self._others():
+            text += (
+                f"; there is no other node that could take over what it has: start one within "
+                f"{node.settings.drain_s:g} s (drain_s), or that is lost"
+            )
+        node.events.emit("drain", text, fields={"leaves": node.id})
         if node.registration is not None and node.running:
             node.own(node.registration.announce_drain(), "announce the drain")
             node.own(self._deadline(self._until), "drain deadline")
 
     async def _deadline(self, until: float) -> None:
-        await asyncio.sleep(max(0.0, until - self._node.now()))
-        self._node.keeper.notify_later()
+        node = self._node
+        await asyncio.sleep(max(0.0, until - node.now()))
+        if node.running and node.keeper.view.running and (alone := self._held_alone()):
+            why = "there was no other node to take over" if not self._others() else "no other node has taken over"
+            text = (
+                f"{node.name} leaves without having handed over task {', '.join(map(str, alone))} within "
+                f"{node.settings.drain_s:g} s (drain_s): {why}"
+            )
+            node.events.emit("drain", text, fields={"leaves": node.id})
+        node.keeper.notify_later()
+
+    def _others(self) -> list[str]:
+        """Nodes that stay."""
+        node = self._node
+        live = node.keeper.view.live_nodes(node.spec.run)
+        return [other for other, record in live.items() if other != node.id and not record.draining]
+
+    def _held_alone(self) -> list[int]:
+        """Tasks whose state no other node has."""
+        node = self._node
+        view = node.keeper.view
+        tasks = range(node.job.tasks)
+        return [t for t in tasks if view.primary_node(t) == node.id and not set(view.in_sync(t)) - {node.id}]
 
     @property
     def over(self) -> bool:

@@ -169,9 +169,12 @@ def test_a_changed_jobs_checkpoint_is_foreign_and_says_what_was_changed(
         (Origin(job="fit", fingerprint="f2", tasks=3, any_driver=True), None),
         (Origin(job="fit", fingerprint="local", tasks=3, any_driver=True), None),
         (Origin(job="fit", fingerprint="f2", tasks=4, any_driver=True), "foreign: tasks is 3, here it is 4"),
+        (Origin(job="fit", fingerprint="f1", tasks=3, epochs=11), None),
+        (Origin(job="fit", fingerprint="f1", tasks=3, epochs=10), "is of epoch 10, and a job of 10 epochs has nothing"),
+        (Origin(job="fit", fingerprint="f1", tasks=3, epochs=5), "has nothing to do from there on (epochs=11 would"),
     ],
 )
-def test_what_another_driver_wrote_is_used_where_that_is_asked_for(
+def test_what_another_driver_or_a_longer_run_wrote_is_used_where_it_can_be(
     store: Store, tmp_path: Path, origin: Origin, why: str | None
 ) -> None:
     name = save(store, 10).name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import numpy as np
 import pytest
@@ -52,6 +53,33 @@ def test_when_all_nodes_leave_state_that_is_lost_fails_the_job_at_once() -> None
         assert asyncio.get_running_loop().time() - began < 5
 
     play(job(Gated, backups=0, settings=tg.Settings(drain_s=300)), scenario, nodes=2)
+
+
+def test_the_last_node_that_leaves_says_that_nobody_can_take_over_and_what_is_lost() -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        await Gated.reached.wait()
+        first, second = cluster.nodes
+        first.drain("asked to")
+        await first.keeper.wait_until(lambda v: v.nodes[first.id].record.draining)
+        second.drain("asked to, too")
+        await asyncio.wait([member.run for member in cluster._members.values()])
+        texts = told(cluster, "drain")
+        assert texts[0] == f"{first.name} leaves: asked to"
+        assert (
+            f"{second.name} leaves: asked to, too; there is no other node that could take over what it has: start one "
+            f"within 0.5 s (drain_s), or that is lost"
+        ) in texts
+        late = [text for text in texts if "without having handed over" in text]
+        assert late and all(
+            re.fullmatch(
+                r"n\d leaves without having handed over task [01](, 1)? within 0.5 s \(drain_s\): there was no other "
+                r"node to take over",
+                text,
+            )
+            for text in late
+        )
+
+    play(job(Gated, backups=0, settings=tg.Settings(drain_s=0.5)), scenario, nodes=2)
 
 
 def test_a_task_that_needs_a_device_waits_for_one_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

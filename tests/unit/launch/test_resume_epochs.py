@@ -1,0 +1,61 @@
+"""A job that goes on computes as many epochs as it has, whatever was left by one that had more."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+import taskgraph as tg
+
+
+def left(place: Path) -> list[int]:
+    """Epochs of the complete checkpoints."""
+    return sorted(int(path.parent.name.split("-e")[1][:9]) for path in place.glob("count/*/manifest.json"))
+
+
+class Count(tg.Task, state=["n"]):
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def setup(self) -> None:
+        self.n = 0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.step)
+
+    async def step(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        if epoch.number % 10 == 3 and epoch.number > 10:  # that of the epoch before this one is complete by now
+            while epoch.number - 3 not in left(self.place):  # noqa: ASYNC110 - nobody tells this task
+                await asyncio.sleep(0.005)
+        self.n += 1
+
+    def result(self) -> int:
+        return self.n
+
+
+@tg.job
+def count(epochs: int, place: str) -> tg.Job:
+    return tg.Job(
+        tasks=1,
+        epochs=epochs,
+        builder=lambda task: Count(Path(place)),
+        checkpoint=f"file://{place}",
+        settings=tg.Settings(epochs_ahead=0),
+    )
+
+
+def test_a_checkpoint_at_its_last_epoch_or_beyond_is_not_gone_on_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = str(tmp_path)
+    assert tg.run(count(25, place), nodes=0, timeout_s=60).values == {0: 25}
+    assert left(tmp_path)[:2] == [10, 20]
+    for epochs in (21, 20, 19):
+        caplog.clear()
+        done = tg.run(count(epochs, place), nodes=0, timeout_s=60, resume=True)
+        assert (done.values, done.epochs) == ({0: epochs}, epochs)
+        assert ("has nothing to do from there on" in caplog.text) == (epochs < 21)
+    with pytest.raises(tg.CheckpointError, match=r"is of epoch 10, and a job of 10 epochs has nothing to do"):
+        tg.run(count(10, place), nodes=0, timeout_s=60, resume=True)
