@@ -200,7 +200,8 @@ class GoneRecord(Record):
     def told(self) -> str:
         """After the node's name."""
         verb = "was " if self.reason.startswith("killed") else ""
-        return verb + self.reason + (f" while it ran {' and '.join(self.running)}" if self.running else "")
+        ran = f" while it ran {' and '.join(self.running)}" if self.running else ""
+        return verb + self.reason + ran + (" (it was told to end)" if self.meant else "")
 
 
 @frozen(kw_only=True)

@@ -146,6 +146,8 @@ def test_of_several_deaths_the_code_that_ran_each_time_is_named() -> None:
     idle = GoneRecord(reason="killed by SIGKILL")
     assert deaths_text({}) == ""
     assert deaths_text({"n2": idle}) == "n2 was killed by SIGKILL"
+    meant = GoneRecord(reason="killed by SIGKILL", ran=(add,), meant=True)
+    assert meant.told == f"was killed by SIGKILL while it ran {add} (it was told to end)"
     assert deaths_text({"n2": one}) == f"n2 exited with code 11 while it ran {send} and {add}"
     assert deaths_text({"n2": one, "n3": other}).endswith(
         f"n3 was killed by SIGSEGV while it ran {record} and {send}. {send} ran each time: it may have ended the "
