@@ -550,7 +550,7 @@ def defined_at(function: Callable[..., Any]) -> str:
     return "\n\nThe handler is defined here:\n" + "".join(traceback.format_list([frame])).rstrip()
 
 
-_OURS = f"{Path(__file__).resolve().parent.parent}{os.sep}"
+_OURS = f"{Path(__file__).resolve().parents[2]}{os.sep}"  # all of the package
 
 
 def _user_traceback(error: BaseException) -> str:
