@@ -17,6 +17,8 @@ class Draining:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._until: float | None = None
+        self._timed = False  # `_deadline` says when `drain_s` has passed, and what stays behind
+        self._late = False
 
     @property
     def asked(self) -> bool:
@@ -37,6 +39,7 @@ class Draining:
         node.events.emit("drain", text, fields={"leaves": node.id})
         if node.registration is not None and node.running:
             node.own(node.registration.announce_drain(), "announce the drain")
+            self._timed = True
             node.own(self._deadline(self._until), "drain deadline")
 
     async def _deadline(self, until: float) -> None:
@@ -49,6 +52,7 @@ class Draining:
                 f"{node.settings.drain_s:g} s (drain_s): {why}"
             )
             node.events.emit("drain", text, fields={"leaves": node.id})
+        self._late = True
         node.keeper.notify_later()
 
     def _others(self) -> list[str]:
@@ -70,7 +74,7 @@ class Draining:
         node = self._node
         if self._until is None:
             return False
-        if node.now() >= self._until:
+        if self._late or (not self._timed and node.now() >= self._until):
             return True
         view = node.keeper.view
         if node.registration is None or not node.registration.draining or node.roles.primaries or node.roles.runs:
