@@ -50,7 +50,23 @@ __all__ = [
     "Unavailable",
     "UnknownJob",
     "ValueNotEncodable",
+    "said",
+    "worded",
 ]
+
+
+def said(error: BaseException) -> str:
+    """What a user's exception says, also where its `__str__`, which is code of theirs, fails."""
+    try:
+        return str(error)
+    except BaseException as failed:  # whatever it is, it is not what we were asked to tell of
+        return f"(its __str__ raises {type(failed).__name__})"
+
+
+def worded(error: BaseException) -> str:
+    """The same behind its type: `ValueError: what it says`."""
+    text = said(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 class TaskGraphError(Exception):

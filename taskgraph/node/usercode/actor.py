@@ -28,7 +28,7 @@ from types import CodeType, CoroutineType, FrameType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
 from taskgraph.epoch import AttemptEnded
-from taskgraph.errors import JobError
+from taskgraph.errors import JobError, worded
 from taskgraph.node.usercode import forks, lastwords
 from taskgraph.node.usercode.threads import Threads
 from taskgraph.observe.trace import NO_STAMP, Tracing, clock
@@ -63,7 +63,7 @@ class UserCodeError(Exception):
     """User code raised. `where` is the hook, processor or handler; `traceback_text` begins in user code."""
 
     def __init__(self, where: str, error: BaseException) -> None:
-        super().__init__(f"{type(error).__name__}: {error}")
+        super().__init__(worded(error))
         self.where = where
         self.error = error
         self.traceback_text = _user_traceback(error)
