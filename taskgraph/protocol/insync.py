@@ -17,7 +17,7 @@ key makes them nobody's heirs. So they are admitted anew or evicted, whichever p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import StrEnum
 
 __all__ = ["InSync", "Place"]
@@ -102,6 +102,15 @@ class InSync:
 
     def place(self, node: str) -> Place | None:
         return self._place.get(node)
+
+    def fulfilled(self, wished: Iterable[str], living: Collection[str]) -> bool:
+        """Whether everyone who is wished for is a member and lives: only then others may go.
+
+        Args:
+            wished: other nodes that placement wants, also those that died since: who was to go for one of them is the
+                next to be wished for.
+        """
+        return all(node in living and self._place.get(node) is Place.MEMBER for node in wished)
 
     def all_members(self, count: int) -> bool:
         """Whether there are that many other nodes, and every one is a member."""

@@ -253,3 +253,18 @@ def test_it_is_steady_while_every_other_node_is_a_member(seed: int) -> None:
         assert insync.add(K0) == bool(places)
         seen.add(insync.steady)
     assert seen == {True, False}
+
+
+def test_others_may_go_once_everyone_wished_for_is_a_member_and_lives() -> None:
+    insync = InSync(["c"])
+    insync.add(K0)
+    insync.invite("b")
+    assert not insync.fulfilled(["b"], {"b", "c"}), "a candidate"
+    assert not insync.fulfilled(["b"], {"c"}), "it died: no reason to evict anybody for it"
+    insync.acknowledge("b", K0)
+    insync.admitting("b")
+    assert not insync.fulfilled(["b"], {"b", "c"}), "the write may not happen"
+    insync.admitted("b", True)
+    assert insync.fulfilled(["b"], {"b", "c"})
+    assert not insync.fulfilled(["b"], {"c"}), "a member that died: it goes, and not both"
+    assert insync.fulfilled([], {"c"}), "nobody else is wished for"

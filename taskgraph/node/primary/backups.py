@@ -262,7 +262,7 @@ class Backups:
         Args:
             deadline: until then, for whoever is wished for.
         """
-        found = dict.fromkeys(self._wished(), deadline)
+        found = dict.fromkeys(self._invitable(), deadline)
         # Who takes longer to be told of a boundary than an epoch takes would never hold all there are.
         for node in self._insync.candidates():
             found[node] = max(found.get(node, 0.0), self._caught_up_by.get(node, 0.0))
@@ -303,13 +303,21 @@ class Backups:
         self._look()
 
     def _wished(self) -> list[str]:
-        """Other nodes that placement wants to hold this task and that are alive."""
+        """Other nodes that placement wants to hold this task, the dead included until it is computed anew."""
         wish = self._node.wish(self._task)
         if wish is None:
             return []
         nodes = [*wish.backups] + ([wish.primary] if wish.primary else [])
-        view = self._node.keeper.view
-        return [n for n in nodes if n != self._node.id and n in view.nodes and n not in self._node.suspects]
+        return [node for node in nodes if node != self._node.id]
+
+    def _living(self) -> set[str]:
+        """Nodes that are registered, and not suspected."""
+        return self._node.keeper.view.nodes.keys() - self._node.suspects
+
+    def _invitable(self) -> list[str]:
+        """Whoever is wished for and lives."""
+        living = self._living()
+        return [node for node in self._wished() if node in living]
 
     def _look(self) -> None:
         """The view or a suspicion changed: invite whom placement wishes for, tend whoever is there."""
@@ -320,7 +328,7 @@ class Backups:
                 future.set_result(None)
         if self._group is None or self._node.paused:
             return
-        for node in self._wished():
+        for node in self._invitable():
             self._insync.invite(node)
         for node in self._insync.nodes:
             known = self._tending.get(node)
@@ -337,16 +345,13 @@ class Backups:
                 self._group.create_task(self._tidy(node), name=f"tidy {self._task} on {node}")
 
     def _unwanted(self, node: str) -> bool:
-        """Dead, or not wished for any more while everyone who is wished for is a member."""
+        """Dead, or not wished for any more while everyone who is wished for is a member, and lives."""
         if node in self._node.suspects:
             return True
-        wished = self._wished()
-        wish = self._node.wish(self._task)
-        if wish is None or node in wished:
+        if self._node.wish(self._task) is None:
             return False
-        if node == wish.primary or node in wish.backups:
-            return False  # wished for, its key is absent just now
-        return all(self._insync.place(n) is Place.MEMBER for n in wished)
+        wished = self._wished()
+        return node not in wished and self._insync.fulfilled(wished, self._living())
 
     async def _tend(self, node: str, invitation: int) -> None:
         """Everything about one other node, one step after another, and its release at the end."""

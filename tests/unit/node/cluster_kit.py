@@ -219,6 +219,23 @@ def holder(cluster: InProcessCluster, task: int) -> Node:
     return cluster.node(found)
 
 
+def die(cluster: InProcessCluster, node_id: str, *, host: bool = False) -> None:
+    """As kill -9 where no launcher tells: its key stays until its lease ends.
+
+    Args:
+        host: its host goes with it, so that its port does not refuse either.
+    """
+    member = cluster._members[node_id]
+    member.crashed = True
+    member.coordinator.crash()
+    if host:
+        for node in cluster.nodes:
+            cluster.network.cut(node.id, node_id)
+    else:
+        cluster.network.crash(node_id)
+    member.run.cancel()
+
+
 def told(cluster: InProcessCluster, kind: str) -> list[str]:
     """The texts of the events of one kind, in order."""
     return [event.text for event in cluster.events if event.kind == kind]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
-from cluster_kit import Counting, Gated, blindable, eyes, gated, holder, job, play, told
+from cluster_kit import Counting, Gated, blindable, die, eyes, gated, holder, job, play, told
 
 import taskgraph as tg
 from taskgraph.jobs import JobResult
@@ -199,3 +200,76 @@ def test_a_backup_far_away_gets_in_sync_however_fast_epochs_are(monkeypatch: pyt
         return primary_node.keeper.view.stamp.epoch
 
     assert play(job(Fast, tasks=1, epochs=3000), scenario, nodes=2) < 1000
+
+
+class Joining(Gated, state=["total"]):
+    """Whoever sets it up once `joins` is set waits for `may_join`."""
+
+    joins: bool
+    joining: asyncio.Event
+    may_join: asyncio.Event
+
+    async def setup(self) -> None:  # type: ignore[override]
+        self.total = 0
+        if type(self).joins:
+            self.joining.set()
+            await self.may_join.wait()
+
+
+@pytest.fixture
+def joining() -> type[Joining]:
+    class Fresh(Joining, state=["total"]):
+        reached, gate = asyncio.Event(), asyncio.Event()
+        joins, joining, may_join = False, asyncio.Event(), asyncio.Event()
+
+    return Fresh
+
+
+@pytest.mark.parametrize("end", [InProcessCluster.crash, die], ids=["its launcher tells", "its port refuses"])
+def test_nobody_is_evicted_for_a_node_that_dies_before_it_is_a_member(
+    joining: type[Joining], end: Callable[[InProcessCluster, str], None]
+) -> None:
+    """Placement wants it instead of the only member, and the primary, killed meanwhile, took all there was with it."""
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        await joining.reached.wait()
+        joining.joins = True
+        joined = cluster.add()
+        await joining.joining.wait()
+        wishes = [holder(cluster, task).wish(task) for task in range(2)]
+        assert any(wish is not None and joined in wish.backups for wish in wishes)
+        end(cluster, joined)
+        await asyncio.sleep(20)
+        assert not told(cluster, "evicted")
+        assert [len(truth(cluster).in_sync(task)) for task in range(2)] == [2, 2]
+        cluster.crash(holder(cluster, 1).id)
+        joining.gate.set()
+        return await cluster.result()
+
+    assert play(job(joining), scenario, nodes=2).values == {0: 3, 1: 3}
+
+
+def test_a_member_that_drains_stays_until_it_is_replaced_by_one_that_lives(joining: type[Joining]) -> None:
+    """The first replacement dies while it is set up; the next one lets it go."""
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        await joining.reached.wait()
+        first = holder(cluster, 0)
+        leaving = next(node for node in cluster.nodes if node is not first)
+        joining.joins = True
+        replacement, other = cluster.add(), cluster.add()
+        await first.keeper.wait_until(lambda view: len(view.nodes) == 4)
+        leaving.drain("asked to")
+        await joining.joining.wait()
+        die(cluster, replacement)
+        await asyncio.sleep(20)
+        assert truth(cluster).in_sync(0) == [first.id, leaving.id]
+        joining.may_join.set()
+        await first.keeper.wait_until(lambda view: view.members_of(0)[leaving.id].record.until == 1)
+        assert truth(cluster).in_sync(0) == [first.id, leaving.id, other], "until the next commit"
+        joining.gate.set()
+        await asyncio.wait([cluster._members[leaving.id].run])
+        assert truth(cluster).in_sync(0) == [first.id, other]
+        return await cluster.result()
+
+    assert play(job(joining, tasks=1), scenario, nodes=2).values == {0: 3}
