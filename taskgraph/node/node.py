@@ -289,6 +289,8 @@ class Node:
         try:
             await self.keeper.load()
             self._check_spec()
+            if self.draining:
+                return  # nobody knows of it yet
             self.registration = Registration(self, self._record())
             await self.registration.register()
             try:
@@ -315,6 +317,8 @@ class Node:
                     group.create_task(self.noticing.watch_slow_code(), name="slow code"),
                     group.create_task(self.roles.run(), name="reconcile"),
                 ]
+                if self.draining:
+                    self._draining.announce()
                 try:
                     await self._until_over()
                 finally:

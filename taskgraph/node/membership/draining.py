@@ -16,20 +16,18 @@ class Draining:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._until: float | None = None
-        self._timed = False  # `_deadline` says when `drain_s` has passed, and what stays behind
+        self.asked = False
         self._late = False
 
-    @property
-    def asked(self) -> bool:
-        return self._until is not None
-
     def begin(self, why: str) -> None:
-        """Asks the node to hand everything over and leave. Asking again changes nothing."""
+        """Asks the node to hand everything over and leave. Asking again changes nothing.
+
+        One that is not registered yet leaves instead of that; one that just registers announces it once it lives.
+        """
         node = self._node
-        if self._until is not None:
+        if self.asked:
             return
-        self._until = node.now() + node.settings.drain_s
+        self.asked = True
         text = f"{node.name} leaves: {why}"
         if node.running and node.keeper.view.running and not self._others():
             text += (
@@ -37,14 +35,19 @@ class Draining:
                 f"{node.settings.drain_s:g} s (drain_s), or that is lost"
             )
         node.events.emit("drain", text, fields={"leaves": node.id})
-        if node.registration is not None and node.running:
-            node.own(node.registration.announce_drain(), "announce the drain")
-            self._timed = True
-            node.own(self._deadline(self._until), "drain deadline")
+        if node.running:
+            self.announce()
 
-    async def _deadline(self, until: float) -> None:
+    def announce(self) -> None:
+        """Has everyone told, and the time counted: once the node was asked and lives."""
         node = self._node
-        await asyncio.sleep(max(0.0, until - node.now()))
+        assert node.registration is not None
+        node.own(node.registration.announce_drain(), "announce the drain")
+        node.own(self._deadline(), "drain deadline")
+
+    async def _deadline(self) -> None:
+        node = self._node
+        await asyncio.sleep(node.settings.drain_s)
         if node.running and node.keeper.view.running and (alone := self._held_alone()):
             why = "there was no other node to take over" if not self._others() else "no other node has taken over"
             text = (
@@ -72,9 +75,9 @@ class Draining:
     def over(self) -> bool:
         """Nothing of the job is here any more, or `drain_s` passed."""
         node = self._node
-        if self._until is None:
+        if not self.asked:
             return False
-        if self._late or (not self._timed and node.now() >= self._until):
+        if self._late:
             return True
         view = node.keeper.view
         if node.registration is None or not node.registration.draining or node.roles.primaries or node.roles.runs:
