@@ -29,8 +29,9 @@ class Registration:
 
     def __init__(self, node: Node, record: NodeRecord) -> None:
         self._node = node
-        self._record = record
+        self._record = record  # what never changes of what its key says
         self._lease: Lease | None = None
+        self._draining = False
         self._open = asyncio.Event()
         self.node_revision = 0
 
@@ -47,7 +48,15 @@ class Registration:
 
     @property
     def draining(self) -> bool:
-        return self._record.draining
+        """Whether the key says that this node wants to leave, or is about to."""
+        return self._draining
+
+    def _current(self) -> NodeRecord:
+        """What the key is to say, for one write: made anew for each, since several may be under way."""
+        assert self._lease is not None
+        return dataclasses.replace(
+            self._record, lease=self._lease.id, draining=self._draining, writer=self._node.writer()
+        )
 
     async def register(self) -> None:
         """Grants the lease and puts the key; raises JobError where the job is another one by now."""
@@ -68,11 +77,10 @@ class Registration:
         node, settings = self._node, self._node.settings
         lease = await node.coordinator.lease(settings.lease_ttl_s, stall_limit_s=settings.lease_stall_s)
         self._lease = lease
-        self._record = dataclasses.replace(self._record, lease=lease.id, writer=node.writer())
-        view = node.keeper.view
-        txn = transactions.register(view, node.id, self._record)
+        view, record = node.keeper.view, self._current()
+        txn = transactions.register(view, node.id, record)
         try:
-            revision = await node.transact(txn, key=view.keys.node(node.id), writer=self._record.writer)
+            revision = await node.transact(txn, key=view.keys.node(node.id), writer=record.writer)
         except LeaseGone:
             revision = None
         if revision is None:
@@ -119,14 +127,12 @@ class Registration:
             node.roles.reconcile()  # primaries of gone terms step down now: who stays is named by this view
             if node.id in node.keeper.view.gone:
                 return  # the node sees that, and ends
-            record = dataclasses.replace(self._record, lease=lease.id, writer=node.writer())
-            txn = transactions.resume(node.keeper.view, node.id, record)
+            txn = transactions.resume(node.keeper.view, node.id, self._current())
             result = await node.coordinator.txn(txn)
         except CoordinationError as error:
             node.log.warning("paused: %s", error)
             return
         if result.succeeded:
-            self._record = record
             self.node_revision = result.revision
             await node.keeper.caught_up(result.revision)
             self._pause(False)
@@ -136,18 +142,17 @@ class Registration:
 
     async def announce_drain(self) -> None:
         """Tells everyone that this node wants to leave."""
-        self._record = dataclasses.replace(self._record, draining=True)
+        self._draining = True
         while True:
             await self.while_paused()
-            view = self._node.keeper.view
-            record = dataclasses.replace(self._record, writer=self._node.writer())
+            view, record = self._node.keeper.view, self._current()
             txn = transactions.update_node(view, self._node.id, record, self.node_revision)
             try:
                 revision = await self._node.transact(txn, key=view.keys.node(self._node.id), writer=record.writer)
             except LeaseGone:
                 revision = None  # the node pauses, and resumes under another lease
             if revision is not None:
-                self._record, self.node_revision = record, revision
+                self.node_revision = max(self.node_revision, revision)  # it may have resumed since
                 await self._node.keeper.caught_up(revision)
                 return
             await self._node.breathe()

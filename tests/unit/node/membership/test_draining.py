@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from cluster_kit import Counting, blindable, eyes, job, play
+from cluster_kit import Counting, blindable, eyes, job, play, told
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.membership.registration import Registration
+from taskgraph.node.node import Node
 
 __all__ = ["blindable"]
 
@@ -26,12 +28,24 @@ def paced() -> tg.Job:
     return job(Paced, tasks=4, epochs=300, backups=0, settings=SETTINGS)
 
 
+async def works(node: Node) -> None:
+    """Returns when the job is well under way."""
+    await node.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch >= 2)
+
+
+async def pause(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Returns when the node has paused; it resumes after that."""
+    with monkeypatch.context() as away:
+        away.setattr(Registration, "_unproved", lambda self, lease: self is node.registration)
+        await node.keeper.wait_until(lambda _: node.paused)
+
+
 def test_a_node_that_is_told_to_leave_before_it_is_registered_never_is() -> None:
     """It joined, was given tasks, and left with their state."""
 
     async def scenario(cluster: InProcessCluster) -> None:
         first = cluster.nodes[0]
-        await first.epoch_read(2)
+        await works(first)
         seen = set[str]()
         first.keeper.on_change(lambda: seen.update(first.keeper.view.nodes))
         told_to = cluster.node(cluster.add())
@@ -48,7 +62,7 @@ def test_a_node_that_is_told_to_leave_before_it_is_registered_never_is() -> None
 def test_a_node_that_is_told_to_leave_while_it_registers_says_so_at_once() -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         first = cluster.nodes[0]
-        await first.epoch_read(2)
+        await works(first)
         told_to = cluster.node(cluster.add())
         eyes(told_to).answer_late(cluster.keys.node(told_to.id))
         await eyes(told_to).written.wait()
@@ -61,3 +75,46 @@ def test_a_node_that_is_told_to_leave_while_it_registers_says_so_at_once() -> No
         assert (await cluster.result()).values == dict.fromkeys(range(4), 300)
 
     play(paced(), scenario, nodes=1)
+
+
+@pytest.mark.usefixtures("blindable")
+def test_a_node_that_is_told_to_leave_while_it_resumes_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it resumed with was made before that, and was what it said of itself from then on."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        first, told_to = cluster.nodes
+        await works(first)
+        eyes(told_to).answer_late(cluster.keys.node(told_to.id))
+        await pause(told_to, monkeypatch)
+        await eyes(told_to).written.wait()
+        told_to.drain("SIGTERM")
+        await asyncio.sleep(0.01)  # it begins to say so, and waits for the end of the pause
+        eyes(told_to).answer()
+        await asyncio.wait([cluster._members[told_to.id].run])
+        assert not [text for text in told(cluster, "drain") if "without" in text]
+        assert (await cluster.result()).values == dict.fromkeys(range(4), 300)
+
+    play(paced(), scenario, nodes=2)
+
+
+@pytest.mark.usefixtures("blindable")
+def test_of_two_writes_of_its_key_a_node_compares_the_later_one_whichever_is_answered_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It pauses while it says that it leaves, and resumes before the answer comes: all it writes compares its key."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        first, told_to = cluster.nodes
+        await works(first)
+        eyes(told_to).answer_late(cluster.keys.node(told_to.id))
+        told_to.drain("SIGTERM")
+        await eyes(told_to).written.wait()
+        await pause(told_to, monkeypatch)
+        await told_to.while_paused()
+        resumed_at = told_to.node_revision
+        eyes(told_to).answer()
+        await asyncio.wait([cluster._members[told_to.id].run])
+        assert told_to.node_revision == resumed_at
+        assert (await cluster.result()).values == dict.fromkeys(range(4), 300)
+
+    play(paced(), scenario, nodes=2)
