@@ -3,8 +3,9 @@
 A node whose port refuses has no process any more: kill -9 is noticed in milliseconds, long before a lease expires.
 Where it answers after all, or its key is there for longer than its lease would have lasted, something else refused, a
 firewall that was loaded anew: it is not suspected for that any more.
-A node whose key is absent lost its lease; one whose lease has ended is about to. All are grounds to take over from it
-or to evict it; only "gone" (its launcher saw it end, or its key stayed absent for `lost_after_s`) changes placement.
+A node whose key is absent lost its lease; one whose lease has ended is about to. All are grounds to take over from it,
+to evict it, or to give it up as a candidate; only "gone" (its launcher saw it end, or its key stayed absent for
+`lost_after_s`) changes placement.
 Where etcd was away, or this host stood still, all lost their leases, this node, too: the others have a moment to come
 back, as it did itself.
 """
@@ -128,9 +129,7 @@ class Suspicion:
             self.paused()  # it will be; else it waits for them in vain
             self.resumed()
         view = self._node.keeper.view
-        named = {p.record.node for p in view.primaries.values()}
-        named.update(node for members in view.members.values() for node in members)
-        named.discard(self._node.id)
+        named = self._named()
         now = self._node.now()
         absent = {node for node in named if node not in view.nodes}
         # Sorted, since they are declared gone in this order: sets have another one in each process.
@@ -140,6 +139,17 @@ class Suspicion:
         if self._absent_before is not None:
             absent &= self._absent_before
         self.suspects = frozenset(absent | self._refused.keys() | (self.gone & named) | self._overdue.nodes)
+
+    def _named(self) -> set[str]:
+        """Other nodes that hold tasks, or are to: once one of them is absent, until it is back or gone."""
+        view = self._node.keeper.view
+        named = {p.record.node for p in view.primaries.values()}
+        named.update(node for members in view.members.values() for node in members)
+        for primary in self._node.roles.primaries.values():
+            named.update(primary.backups.tended)
+        named.update(node for node in self._absent_since if node not in view.gone)
+        named.discard(self._node.id)
+        return named
 
     def _tell_deaths(self) -> None:
         """How a node died, which its launcher knows, is told by one that lives; not what was before its time."""
@@ -179,7 +189,7 @@ class Suspicion:
         while True:
             await asyncio.sleep(min(1.0, self._node.settings.lost_after_s / 4))
             if self._node.paused:
-                self._absent_since.clear()
+                self._absent_since = dict.fromkeys(self._absent_since, self._node.now())
                 self._refused = dict.fromkeys(self._refused, self._node.now())
                 continue
             self._look_at_refused()

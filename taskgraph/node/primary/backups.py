@@ -276,6 +276,11 @@ class Backups:
 
     # -- tending ----------------------------------------------------------------------------------
 
+    @property
+    def tended(self) -> list[str]:
+        """Nodes that it has to do with, also before etcd knows of that, and after."""
+        return [node for node, tending in self._tending.items() if not tending.done()]
+
     async def run(self) -> None:
         """Invites and tends other nodes until cancelled."""
         async with asyncio.TaskGroup() as group:

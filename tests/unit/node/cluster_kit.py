@@ -67,6 +67,29 @@ def gated() -> type[Gated]:
     return Fresh
 
 
+class Joining(Gated, state=["total"]):
+    """Whoever sets it up once `joins` is set waits for `may_join`."""
+
+    joins: bool
+    joining: asyncio.Event
+    may_join: asyncio.Event
+
+    async def setup(self) -> None:  # type: ignore[override]
+        self.total = 0
+        if type(self).joins:
+            self.joining.set()
+            await self.may_join.wait()
+
+
+@pytest.fixture
+def joining() -> type[Joining]:
+    class Fresh(Joining, state=["total"]):
+        reached, gate = asyncio.Event(), asyncio.Event()
+        joins, joining, may_join = False, asyncio.Event(), asyncio.Event()
+
+    return Fresh
+
+
 #: Of the loop's clock, which leaps: only what hangs comes to it.
 LIMIT_S = 600.0
 

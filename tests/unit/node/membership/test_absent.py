@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from cluster_kit import Gated, blindable, eyes, gated, holder, job, play, told
+from cluster_kit import Gated, Joining, blindable, die, eyes, gated, holder, job, joining, play, told
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.membership.registration import Registration
+from taskgraph.node.node import Node
+from taskgraph.protocol.messages import Call, Reply
 
-__all__ = ["blindable", "gated"]
+__all__ = ["blindable", "gated", "joining"]
 
 
 @pytest.mark.usefixtures("blindable")
@@ -124,3 +126,64 @@ def test_who_does_not_come_back_in_that_moment_is_succeeded(
         assert (await ended).values == {0: 3, 1: 3}
 
     play(job(gated), scenario, nodes=2)
+
+
+async def joins(cluster: InProcessCluster, joining: type[Joining]) -> tuple[Node, Node]:
+    """The primary of a task, and a node that sets up a replica of it for the first time, if two are there already."""
+    await joining.reached.wait()
+    joining.joins = True
+    joined = cluster.node(cluster.add())
+    await joining.joining.wait()
+    (task,) = joined.roles.replicas
+    return holder(cluster, task), joined
+
+
+def test_a_candidate_whose_host_is_lost_is_declared_gone_and_called_no_more(
+    joining: type[Joining], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing in etcd names it but its own key, and no port refuses."""
+    settings = tg.Settings(epochs_ahead=0)
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        primary, lost = await joins(cluster, joining)
+        calls: list[object] = []
+        to_node = primary.router.to_node
+
+        async def counted(node: str, message: Call, *, timeout_s: float | None) -> Reply:
+            if node == lost.id:
+                calls.append(message)
+            return await to_node(node, message, timeout_s=timeout_s)
+
+        die(cluster, lost.id, host=True)
+        await primary.keeper.wait_until(lambda view: lost.id not in view.nodes)
+        await asyncio.sleep(1.0)
+        assert lost.id in primary.suspects
+        monkeypatch.setattr(primary.router, "to_node", counted)
+        await asyncio.sleep(1.5 * settings.lost_after_s)
+        assert not calls
+        assert lost.id in primary.keeper.view.gone and lost.id not in primary.suspects
+        (gone,) = told(cluster, "gone")
+        assert "n3" in gone
+        joining.gate.set()
+        assert (await cluster.result()).values == {0: 3, 1: 3}
+
+    play(job(joining, settings=settings), scenario, nodes=2)
+
+
+@pytest.mark.usefixtures("blindable")
+def test_a_candidate_that_was_absent_is_invited_again(joining: type[Joining]) -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        primary, absent = await joins(cluster, joining)
+        eyes(absent).refuse(cluster.keys.node(absent.id))  # it cannot come back
+        cluster.store.revoke(primary.keeper.view.nodes[absent.id].record.lease)
+        await asyncio.sleep(3.0)
+        assert absent.id in primary.suspects
+        joining.may_join.set()
+        eyes(absent).refuse("")
+        await absent.while_paused()
+        await primary.keeper.wait_until(lambda view: any(absent.id in view.in_sync(task) for task in range(2)))
+        assert absent.id not in primary.suspects
+        joining.gate.set()
+        assert (await cluster.result()).values == {0: 3, 1: 3}
+
+    play(job(joining), scenario, nodes=2)

@@ -6,7 +6,20 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from cluster_kit import Counting, Gated, blindable, die, eyes, gated, holder, job, play, told
+from cluster_kit import (
+    Counting,
+    Gated,
+    Joining,
+    blindable,
+    die,
+    eyes,
+    gated,
+    holder,
+    job,
+    joining,
+    play,
+    told,
+)
 
 import taskgraph as tg
 from taskgraph.jobs import JobResult
@@ -20,7 +33,7 @@ from taskgraph.protocol.records import MemberRecord
 from taskgraph.protocol.transactions import TakenOver
 from taskgraph.protocol.view import JobView
 
-__all__ = ["blindable", "gated"]
+__all__ = ["blindable", "gated", "joining"]
 
 
 def truth(cluster: InProcessCluster) -> JobView:
@@ -200,29 +213,6 @@ def test_a_backup_far_away_gets_in_sync_however_fast_epochs_are(monkeypatch: pyt
         return primary_node.keeper.view.stamp.epoch
 
     assert play(job(Fast, tasks=1, epochs=3000), scenario, nodes=2) < 1000
-
-
-class Joining(Gated, state=["total"]):
-    """Whoever sets it up once `joins` is set waits for `may_join`."""
-
-    joins: bool
-    joining: asyncio.Event
-    may_join: asyncio.Event
-
-    async def setup(self) -> None:  # type: ignore[override]
-        self.total = 0
-        if type(self).joins:
-            self.joining.set()
-            await self.may_join.wait()
-
-
-@pytest.fixture
-def joining() -> type[Joining]:
-    class Fresh(Joining, state=["total"]):
-        reached, gate = asyncio.Event(), asyncio.Event()
-        joins, joining, may_join = False, asyncio.Event(), asyncio.Event()
-
-    return Fresh
 
 
 @pytest.mark.parametrize("end", [InProcessCluster.crash, die], ids=["its launcher tells", "its port refuses"])
