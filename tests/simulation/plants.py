@@ -348,9 +348,9 @@ def a_candidate_is_admitted_without_the_pending_boundary(patch: pytest.MonkeyPat
 
 @plant
 def an_offer_counts_whatever_became_of_it(patch: pytest.MonkeyPatch) -> None:
-    def answered(original: Any, self: Backups, node: str, boundaries: Any, *rest: Any) -> None:
-        self._insync.acknowledge(node, *[boundary.key for boundary in boundaries])
-        original(self, node, boundaries, *rest)
+    def answered(original: Any, self: Backups, tender: Any, boundaries: Any, *rest: Any) -> None:
+        self._insync.acknowledge(tender.node, *[boundary.key for boundary in boundaries])
+        original(self, tender, boundaries, *rest)
 
     _changed(patch, Backups, "_answered", answered)
 

@@ -64,8 +64,9 @@ async def test_a_candidate_whose_key_vanishes_before_it_is_admitted(monkeypatch:
     vanished: list[str] = []
     offer = Backups._offer
 
-    async def then_vanish(self: Backups, node: str, *args: Any, **kwargs: Any) -> None:
-        await offer(self, node, *args, **kwargs)
+    async def then_vanish(self: Backups, tender: Any, *args: Any, **kwargs: Any) -> None:
+        await offer(self, tender, *args, **kwargs)
+        node = tender.node
         if not vanished and self._insync.may_admit(node):
             vanished.append(node)
             cluster.store.revoke(self._node.keeper.view.nodes[node].record.lease)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from taskgraph.errors import Refused, TransportError
 from taskgraph.node.backoff import Backoff
 from taskgraph.node.primary.gathered import Gathered, message_of
+from taskgraph.node.primary.tender import Tender
 from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
 from taskgraph.protocol.boundaries import Boundary
@@ -53,17 +54,12 @@ class Backups:
         self._insync = insync
         self._boundaries: dict[Key, Boundary] = {}
         self._committed_epoch = epoch
-        self._tending: dict[str, asyncio.Task[None]] = {}
+        self._tenders: dict[str, Tender] = {}
         self._tidying: set[str] = set()
         self._invitations = 0
-        self._invited: dict[str, int] = {}  # the number of each node's latest invitation
-        self._caught_up_by: dict[str, float] = {}  # candidates that hold something: until when an epoch waits for them
         self._group: asyncio.TaskGroup | None = None
         self._watching: list[asyncio.Future[None]] = []  # dones that wait for something about the set to change
         self._poked = False
-        self._waits: dict[asyncio.Future[None], Callable[[], bool]] = {}  # tenders, and what each waits for
-        self._offered: dict[str, dict[Key, asyncio.Future[Reply]]] = {}  # offers under way that no tender made
-        self._idle: dict[str, None] = {}  # nodes whose tenders wait for something to do
         self._blocked: dict[Key, Callable[[], str]] = {}  # boundaries that a done waits for -> what is lacking
         self.gathered = Gathered(node, self._offer_all)
         """Pending ones that nobody was offered yet."""
@@ -77,9 +73,12 @@ class Backups:
     @property
     def settled(self) -> bool:
         """Whether there is nothing about the set to wait for but acknowledgements, which may be left to come."""
-        insync = self._insync
-        members = len(self._idle)  # whose tenders have nothing to do
-        return insync.all_members(members) and 1 + members >= self._node.settings.min_in_sync
+        members = len(self._idle())
+        return self._insync.all_members(members) and 1 + members >= self._node.settings.min_in_sync
+
+    def _idle(self) -> list[Tender]:
+        """Those with nothing to do. Where there are no other nodes, and all are members, it is offered without them."""
+        return [tender for tender in self._tenders.values() if tender.idle]
 
     # -- boundaries -------------------------------------------------------------------------------
 
@@ -99,7 +98,7 @@ class Backups:
         if not self._insync.add(boundary.key):
             return  # there is nobody to tell
         self._withdraw_history()
-        if not self._insync.all_members(len(self._idle)):
+        if not self._insync.all_members(len(self._idle())):
             self._poke()
 
     def rolled_back(self, boundary: Boundary) -> None:
@@ -138,31 +137,29 @@ class Backups:
 
     def _offer_all(self, boundaries: list[Boundary]) -> None:
         """Offers them to all members, where that takes no waiting."""
-        idle, offered = self._idle, False
+        idle, offered = self._idle(), False
         try:
-            # They are all there are, and their tenders have nothing to do.
-            offered = self._insync.all_members(len(idle)) and all(self._offer_now(node, boundaries) for node in idle)
+            offered = self._insync.all_members(len(idle)) and all(self._offer_now(each, boundaries) for each in idle)
         finally:
             if not offered:
                 self._poke()  # it is left to the tenders, also where something raised
 
-    def _offer_now(self, node: str, boundaries: list[Boundary]) -> bool:
+    def _offer_now(self, tender: Tender, boundaries: list[Boundary]) -> bool:
         """Offers a member pending boundaries, where that takes no waiting."""
-        message = message_of(boundaries, self._task, self._term, self._invited[node])
+        message = message_of(boundaries, self._task, self._term, tender.invitation)
         began = self._node.tracing.on and clock()
-        reply = self._node.router.begin_at(node, message)
+        reply = self._node.router.begin_at(tender.node, message)
         if reply is None:
             return False
-        offered = self._offered.setdefault(node, {})
         for boundary in boundaries:
-            offered[boundary.key] = reply
+            tender.offered[boundary.key] = reply
         late = asyncio.get_running_loop().call_later(self._node.settings.call_s, reply.cancel)
-        reply.add_done_callback(partial(self._answered, node, boundaries, late, began))
+        reply.add_done_callback(partial(self._answered, tender, boundaries, late, began))
         return True
 
     def _answered(
         self,
-        node: str,
+        tender: Tender,
         boundaries: list[Boundary],
         late: asyncio.TimerHandle,
         began: int,
@@ -170,7 +167,7 @@ class Backups:
     ) -> None:
         """What is not accepted, or not answered in time, the tender offers again."""
         late.cancel()
-        offered = self._offered.get(node, {})
+        offered = tender.offered
         answered = [boundary for boundary in boundaries if offered.get(boundary.key) is reply]
         if not answered:
             return  # withdrawn meanwhile
@@ -179,24 +176,19 @@ class Backups:
         if reply.cancelled() or reply.exception() is not None or type(reply.result()) is not Accepted:
             self._poke()
             return
-        self._insync.acknowledge(node, *[boundary.key for boundary in answered])
+        self._insync.acknowledge(tender.node, *[boundary.key for boundary in answered])
         if began:
-            self._trace_offer(began, node, answered)
+            self._trace_offer(began, tender.node, answered)
         if self._insync.steady:
             self._changed()
         else:
             self._poke()
 
-    def _withdraw(self, node: str) -> None:
-        """Nothing counts that is answered to what was offered, and not by its tender."""
-        for reply in tuple(self._offered.pop(node, {}).values()):
-            reply.cancel()
-
     def _withdraw_history(self) -> None:
         """Nobody needs to hear any more of offers of what is history, or was never committed."""
         current = set(self._insync.current)
-        for offered in self._offered.values():
-            if offered:
+        for tender in self._tenders.values():
+            if offered := tender.offered:
                 awaited = {reply for key, reply in offered.items() if key in current}
                 for reply in [reply for reply in dict.fromkeys(offered.values()) if reply not in awaited]:
                     reply.cancel()
@@ -265,7 +257,8 @@ class Backups:
         found = dict.fromkeys(self._invitable(), deadline)
         # Who takes longer to be told of a boundary than an epoch takes would never hold all there are.
         for node in self._insync.candidates():
-            found[node] = max(found.get(node, 0.0), self._caught_up_by.get(node, 0.0))
+            if (tender := self._tenders.get(node)) is not None:
+                found[node] = max(found.get(node, 0.0), tender.caught_up_by)
         now = self._node.now()
         return {n: by for n, by in found.items() if by > now and self._insync.place(n) is not Place.MEMBER}
 
@@ -279,7 +272,7 @@ class Backups:
     @property
     def tended(self) -> list[str]:
         """Nodes that it has to do with, also before etcd knows of that, and after."""
-        return [node for node, tending in self._tending.items() if not tending.done()]
+        return list(self._tenders)
 
     async def run(self) -> None:
         """Invites and tends other nodes until cancelled."""
@@ -293,13 +286,13 @@ class Backups:
                 stop()
                 self.gathered.clear()
                 self._group = None
-                for node in tuple(self._offered):
-                    self._withdraw(node)
+                for tender in self._tenders.values():
+                    tender.withdraw()
 
     def _poke(self) -> None:
         """Something about the set changed that the view does not show: looked at once, after the caller is through."""
         self._changed()
-        if self._tending and not self._poked:
+        if self._group is not None and not self._poked:
             self._poked = True
             asyncio.get_running_loop().call_soon(self._look_again)
 
@@ -328,20 +321,18 @@ class Backups:
         """The view or a suspicion changed: invite whom placement wishes for, tend whoever is there."""
         self.gathered.flush()  # somebody comes or goes: the next commit is not to wait for more than that
         self._changed()
-        for future in [future for future, something in self._waits.items() if something()]:
-            if not future.done():
-                future.set_result(None)
+        for tender in self._tenders.values():
+            tender.look()
         if self._group is None or self._node.paused:
             return
         for node in self._invitable():
             self._insync.invite(node)
         for node in self._insync.nodes:
-            known = self._tending.get(node)
-            if known is None or known.done():
+            if node not in self._tenders:
                 self._invitations += 1
-                self._invited[node] = self._invitations
-                work = self._tend(node, self._invitations)
-                self._tending[node] = self._group.create_task(work, name=f"tend {self._task} on {node}")
+                tender = self._tenders[node] = Tender(node, self._invitations)
+                tending = self._group.create_task(self._tend(tender), name=f"tend {self._task} on {node}")
+                tending.add_done_callback(partial(self._tended, tender))
         for node, member in self._node.keeper.view.members_of(self._task).items():
             until = member.record.until
             over = until is not None and until < self._committed_epoch and self._insync.place(node) is None
@@ -358,82 +349,75 @@ class Backups:
         wished = self._wished()
         return node not in wished and self._insync.fulfilled(wished, self._living())
 
-    async def _tend(self, node: str, invitation: int) -> None:
+    async def _tend(self, tender: Tender) -> None:
         """Everything about one other node, one step after another, and its release at the end."""
-        backoff = Backoff()
-        self._caught_up_by.pop(node, None)
-        await self._keep_in_sync(node, invitation, backoff)
-        self._withdraw(node)
+        backoff, node = Backoff(), tender.node
+        await self._keep_in_sync(tender, backoff)
+        tender.withdraw()
         while node not in self._node.suspects:
             try:
-                release = Release(self._task, self._term, invitation, self._node.keeper.view.revision)
+                release = Release(self._task, self._term, tender.invitation, self._node.keeper.view.revision)
                 await self._node.router.to_node(node, release, timeout_s=self._node.settings.call_s)
                 return
             except TransportError:
                 await backoff.pause()
 
-    async def _keep_in_sync(self, node: str, invitation: int, backoff: Backoff) -> None:
+    def _tended(self, tender: Tender, _: object) -> None:
+        """Who was invited again meanwhile is tended anew."""
+        del self._tenders[tender.node]
+        self._poke()
+
+    async def _keep_in_sync(self, tender: Tender, backoff: Backoff) -> None:
+        node = tender.node
         while (place := self._insync.place(node)) is not None:
             if self._unwanted(node):
                 if place is Place.CANDIDATE:
                     self._insync.dismiss(node)
                     self._changed()
                     return
-                await self._evict(node, backoff)
+                await self._evict(tender, backoff)
                 continue
-            missing = self._to_offer(node)
+            missing = self._to_offer(tender)
             if missing is not None:
-                await self._offer(node, missing, invitation, backoff, candidate=place is Place.CANDIDATE)
+                await self._offer(tender, missing, backoff, candidate=place is Place.CANDIDATE)
             elif self._admissible(node):
                 await self._admit(node, backoff)
             else:
-                self._idle[node] = None
+                tender.idle = True
                 try:
-                    await self._when(node, lambda: self._to_offer(node) is not None or self._admissible(node))
+                    await self._when(tender, lambda: self._to_offer(tender) is not None or self._admissible(node))
                 finally:
-                    self._idle.pop(node, None)
+                    tender.idle = False
 
-    def _to_offer(self, node: str) -> Key | None:
+    def _to_offer(self, tender: Tender) -> Key | None:
         """The first boundary that it has yet to acknowledge and that is not on its way to it."""
-        offered, gathered = self._offered.get(node, ()), self.gathered.boundaries
-        missing = self._insync.missing(node)
+        offered, gathered = tender.offered, self.gathered.boundaries
+        missing = self._insync.missing(tender.node)
         return next((key for key in missing if key not in offered and key not in gathered), None)
 
     def _admissible(self, node: str) -> bool:
         """Whether the admitting write may be sent. Where its key just vanished, that is waited for."""
         return node in self._node.keeper.view.nodes and self._insync.may_admit(node)
 
-    def _when(self, node: str, something: Callable[[], bool]) -> asyncio.Future[None]:
-        """A future that is done when there is something to do about `node`; cancel it when it is not needed."""
+    def _when(self, tender: Tender, something: Callable[[], bool]) -> asyncio.Future[None]:
+        """A future that is done when there is something to do about a node; cancel it when it is not needed."""
+        return tender.until(lambda: something() or self._unwanted(tender.node))
 
-        def now() -> bool:
-            return something() or self._unwanted(node)
-
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if now():
-            future.set_result(None)
-        else:
-            self._waits[future] = now
-            future.add_done_callback(self._forget)
-        return future
-
-    def _forget(self, future: asyncio.Future[None]) -> None:
-        self._waits.pop(future, None)
-
-    async def _offer(self, node: str, key: Key, invitation: int, backoff: Backoff, *, candidate: bool) -> None:
+    async def _offer(self, tender: Tender, key: Key, backoff: Backoff, *, candidate: bool) -> None:
         """Offers one boundary; a lost peer is offered again until it is known to be dead."""
+        node = tender.node
         boundary = self._boundaries.get(key)
         if boundary is None:
             return  # history by now
         committed = key[0] <= self._committed_epoch
         value = self._replica.with_whole_log(boundary.value) if candidate and committed else boundary.value
-        message = Offer(boundary.stamp, self._term, self._task, committed, candidate, invitation, value)
+        message = Offer(boundary.stamp, self._term, self._task, committed, candidate, tender.invitation, value)
         settings = self._node.settings
         timeout_s = settings.setup_s if candidate else settings.call_s
         began = self._node.tracing.on and clock()
         call = asyncio.ensure_future(self._node.router.to_node(node, message, timeout_s=timeout_s))
         # A candidate's is not given up because an epoch committed: what takes longer than an epoch would never be over.
-        dead = self._when(node, lambda: not candidate and key not in self._insync.missing(node))
+        dead = self._when(tender, lambda: not candidate and key not in self._insync.missing(node))
         both: tuple[asyncio.Future[Any], ...] = (call, dead)
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -441,8 +425,8 @@ class Backups:
                 reply = call.result()
                 if isinstance(reply, Accepted):
                     self._insync.acknowledge(node, key)
-                    if candidate:
-                        self._caught_up_by.setdefault(node, self._node.now() + settings.admit_wait_s)
+                    if candidate and not tender.caught_up_by:
+                        tender.caught_up_by = self._node.now() + settings.admit_wait_s
                     if began:
                         self._trace_offer(began, node, [boundary])
                     backoff.reset()
@@ -505,8 +489,9 @@ class Backups:
         )
         await self._node.keeper.caught_up(revision)
 
-    async def _evict(self, node: str, backoff: Backoff) -> None:
+    async def _evict(self, tender: Tender, backoff: Backoff) -> None:
         """Writes the member out of the in-sync set, effective from the next boundary."""
+        node = tender.node
         await self._node.while_paused()
         view = self._node.keeper.view
         key = view.keys.member(self._task, node)
@@ -515,7 +500,7 @@ class Backups:
             await self._node.keeper.caught_up(self._primary_revision)
             if node not in self._node.keeper.view.members_of(self._task):
                 self._insync.evicting(node)
-                self._evicted(node, True)
+                self._evicted(tender, True)
             return
         writer = self._node.writer()
         txn = transactions.evict(
@@ -529,7 +514,7 @@ class Backups:
         )
         self._insync.evicting(node)
         revision = await self._node.transact(txn, key=key, writer=writer)
-        self._evicted(node, revision is not None)
+        self._evicted(tender, revision is not None)
         if revision is None:
             await self._node.keeper.refresh()
             await backoff.pause()
@@ -545,11 +530,11 @@ class Backups:
         )
         await self._node.keeper.caught_up(revision)
 
-    def _evicted(self, node: str, written: bool) -> None:
+    def _evicted(self, tender: Tender, written: bool) -> None:
         """It is known whether the evicting write happened: who is invited again acknowledges everything anew."""
-        self._insync.evicted(node, written)
+        self._insync.evicted(tender.node, written)
         if written:
-            self._withdraw(node)
+            tender.withdraw()
         self._poke()
 
     async def _tidy(self, node: str) -> None:

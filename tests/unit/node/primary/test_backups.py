@@ -28,7 +28,8 @@ from taskgraph.node.backoff import Backoff
 from taskgraph.node.primary.primary import Primary
 from taskgraph.node.serving import Serving
 from taskgraph.protocol.insync import Place
-from taskgraph.protocol.messages import Accepted, Offer, Release, RequestRestart, Stamp
+from taskgraph.protocol.messages import Accepted, Call, Offer, Release, Reply, RequestRestart, Stamp
+from taskgraph.protocol.placement import Wish
 from taskgraph.protocol.records import MemberRecord
 from taskgraph.protocol.transactions import TakenOver
 from taskgraph.protocol.view import JobView
@@ -100,7 +101,8 @@ def test_whom_a_predecessor_evicted_is_admitted_anew(gated: type[Gated]) -> None
         await gated.reached.wait()
         first = holder(cluster, 0)
         heir, marked = (n for n in first.keeper.view.in_sync(0) if n != first.id)
-        await first.roles.primaries[0].backups._evict(marked, Backoff())
+        backups = first.roles.primaries[0].backups
+        await backups._evict(backups._tenders[marked], Backoff())
         cluster.crash(first.id)
         assert truth(cluster).members_of(0)[marked].record.until == 1
         other = cluster.node(marked)
@@ -263,3 +265,34 @@ def test_a_member_that_drains_stays_until_it_is_replaced_by_one_that_lives(joini
         return await cluster.result()
 
     assert play(job(joining, tasks=1), scenario, nodes=2).values == {0: 3}
+
+
+def test_who_is_wished_for_again_while_it_is_released_is_tended_as_soon_as_it_was(
+    gated: type[Gated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        node = holder(cluster, 0)
+        backups, to_node = node.roles.primaries[0].backups, node.router.to_node
+        (other,) = backups._insync.members()
+        releasing, may = asyncio.Event(), asyncio.Event()
+
+        async def slow(to: str, message: Call, *, timeout_s: float | None) -> Reply:
+            if isinstance(message, Release):
+                releasing.set()
+                await may.wait()
+            return await to_node(to, message, timeout_s=timeout_s)
+
+        monkeypatch.setattr(node.router, "to_node", slow)
+        with monkeypatch.context() as patch:
+            patch.setattr(node, "wish", lambda task: Wish(primary=node.id, backups=()))
+            node.keeper.notify_later()
+            await releasing.wait()
+        await asyncio.sleep(5.5)
+        assert backups._insync.place(other) is Place.CANDIDATE and backups._tenders[other].invitation == 1
+        may.set()
+        await asyncio.sleep(0.01)
+        assert backups._tenders[other].invitation == 2
+        await node.keeper.wait_until(lambda view: view.members_of(0)[other].record.until is None)
+
+    play(job(gated, tasks=1), scenario, nodes=2)

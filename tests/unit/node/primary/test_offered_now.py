@@ -29,9 +29,9 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     offers: list[tuple[str, int]] = []
     offer = Backups._offer
 
-    async def counted(self: Backups, node: str, key: Any, *args: Any, **kwargs: Any) -> None:
-        offers.append((self._node.name_of(node), key[0]))
-        await offer(self, node, key, *args, **kwargs)
+    async def counted(self: Backups, tender: Any, key: Any, *args: Any, **kwargs: Any) -> None:
+        offers.append((self._node.name_of(tender.node), key[0]))
+        await offer(self, tender, key, *args, **kwargs)
 
     monkeypatch.setattr(Backups, "_offer", counted)
     return offers
@@ -127,10 +127,10 @@ def test_an_answer_that_comes_after_the_eviction_counts_for_nobody(monkeypatch: 
         await asyncio.sleep(0.1)
         backups = node.roles.primaries[0].backups
         (other,) = backups._insync.nodes
-        offered.extend(backups._offered[other].values())
+        offered.extend(backups._tenders[other].offered.values())
         insync = backups._insync
         insync.evicting(other)
-        backups._evicted(other, True)
+        backups._evicted(backups._tenders[other], True)
         insync.invite(other)
         accepted.set()
         await asyncio.sleep(0)
@@ -154,11 +154,12 @@ def test_an_answer_on_its_way_to_who_was_evicted_meanwhile_counts_for_nobody() -
         boundary = backups._boundaries[backups._insync.current[-1]]
         backups._insync._acked[other].clear()
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        backups._offered[other] = {boundary.key: reply}
+        tender = backups._tenders[other]
+        tender.offered = {boundary.key: reply}
         reply.set_result(Accepted(1))
-        backups._withdraw(other)
+        tender.withdraw()
         timer = asyncio.get_running_loop().call_later(60, reply.cancel)
-        backups._answered(other, [boundary], timer, 0, reply)
+        backups._answered(tender, [boundary], timer, 0, reply)
         assert boundary.key in backups._insync.missing(other)
         assert timer.cancelled()
 
@@ -240,7 +241,7 @@ def test_an_offer_names_the_invitation_under_which_it_is_held(monkeypatch: pytes
         cluster.crash(other)
         joined = cluster.add()
         await node.keeper.wait_until(lambda view: joined in view.in_sync(0))
-        named.append(("joined", node.roles.primaries[0].backups._invited[joined]))
+        named.append(("joined", node.roles.primaries[0].backups._tenders[joined].invitation))
         return await cluster.result()
 
     class Slow(Counting, state=["total"]):
