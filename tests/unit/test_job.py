@@ -356,3 +356,17 @@ def test_options_are_found_by_their_names() -> None:
         fit.parse_options(["zzz=3"])
     with pytest.raises(tg.JobError, match=r"'tasks': write -o name=value; the options of .* are: .*tasks="):
         fit.parse_options(["tasks"])
+
+
+def test_requires_gpu_is_asked_once_and_where_it_can_be_told() -> None:
+    asked: list[int] = []
+
+    def needs(task_id: int) -> bool:
+        asked.append(task_id)
+        return {0: False}[task_id]
+
+    with pytest.raises(tg.JobError, match=r"requires_gpu=\.\.\.\): for task 1 it raises KeyError: 1"):
+        tg.Job(tasks=2, epochs=1, builder=tg.Task, requires_gpu=needs)
+    assert asked == [0, 1]
+    made = tg.Job(tasks=2, epochs=1, builder=tg.Task, requires_gpu=lambda task_id: task_id == 1)
+    assert [made.needs_device(task) for task in range(2)] == [False, True]
