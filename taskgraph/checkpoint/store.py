@@ -86,7 +86,12 @@ class Store:
         )
 
     def write(self, name: Name, task: int, value: Encoded) -> FileInfo:
-        """Writes one task's boundary. Raises OSError."""
+        """Writes one task's boundary.
+
+        Raises:
+            CheckpointError: it makes no file that could be read again.
+            OSError: it cannot be written.
+        """
         info, parts = pack(value, self.manifest(name).label(task))
         self._place.write(self._file(str(name), task), parts)
         return info

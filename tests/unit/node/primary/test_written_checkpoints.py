@@ -19,6 +19,7 @@ import taskgraph as tg
 from taskgraph.checkpoint import Store
 from taskgraph.checkpoint import store as store_module
 from taskgraph.checkpoint.manifest import Manifest
+from taskgraph.errors import CheckpointError
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node import replica as replica_module
 from taskgraph.node.node import Point
@@ -387,6 +388,19 @@ async def test_a_place_that_refuses_costs_the_checkpoint_and_nothing_else(
         assert len(failed) <= 3 * 2
         kept = [e for e in failed if not e.transient]
         assert sorted(e.task for e in kept) == [0, 1, 2], "what is kept of a place that refuses all is the first"
+
+
+async def test_a_state_that_makes_no_file_costs_the_checkpoint_and_nothing_else(
+    unharmed: tg.JobResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pack(*_: Any) -> Any:
+        raise CheckpointError("its header would have too many bytes")
+
+    monkeypatch.setattr(store_module, "pack", pack)
+    async with running(walk(tmp_path), 2) as cluster:
+        same(unharmed, await cluster.result(40))
+        failed = [e for e in cluster.events if e.kind == "checkpoint failed"]
+        assert failed and all("cannot be written: its header would have" in e.text for e in failed)
 
 
 async def test_the_last_manifest_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
