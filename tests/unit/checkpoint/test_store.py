@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from taskgraph.checkpoint import Manifest, Name, Origin, Store
-from taskgraph.checkpoint.places import Directory, check_url
+from taskgraph.checkpoint.places import Directory, check_url, open_place
 from taskgraph.errors import CheckpointError, JobError
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.messages import Encoded
@@ -335,6 +335,14 @@ def test_two_writers_of_one_file_leave_a_whole_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("url", ["file:///scratch/x", "/scratch/x", "file://localhost/scratch/x", "memory://x"])
 def test_urls(url: str) -> None:
     check_url(url)
+
+
+@pytest.mark.parametrize("name", ["ck#1?a", "ck?", "ck#", "#?", "a b", "x;y=1", "ü"])
+@pytest.mark.parametrize("prefix", ["file://", "FILE://", "file://localhost", "local://", ""])
+def test_a_path_is_that_of_the_url_to_its_end(name: str, prefix: str, tmp_path: Path) -> None:
+    """It was cut at a # or a ?, and places that differ behind it were one."""
+    open_place(f"{prefix}{tmp_path}/{name}").write("f", [b"x"])
+    assert os.listdir(tmp_path) == [name]
 
 
 @pytest.mark.parametrize(
