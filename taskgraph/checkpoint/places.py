@@ -123,6 +123,11 @@ class Directory:
                 os.fsync(file.fileno())
             os.replace(beside, target)
             _sync_directory(target.parent)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"{target.parent} was removed while {target.name} was written there, by another run that keeps its "
+                f"checkpoints in the same place, or by hand"
+            ) from error
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
                 beside.unlink()

@@ -133,6 +133,11 @@ class Store:
         """Of all that is there, complete or not; oldest first."""
         return sorted(n for text in self._place.names(self._origin.job) if (n := Name.parse(text)) is not None)
 
+    def of_others(self, run: str, known: Iterable[str]) -> list[Name]:
+        """Those of other runs than `run` that are not `known`, complete or not; oldest first. Raises OSError."""
+        known = set(known)
+        return [name for name in self._names() if name.run != run and str(name) not in known]
+
     def complete(self) -> list[Name]:
         """The complete ones, the newest first, whether they can be read or not. Raises OSError."""
         found = self._names()

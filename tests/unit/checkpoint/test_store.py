@@ -332,6 +332,27 @@ def test_two_writers_of_one_file_leave_a_whole_one(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["f"]
 
 
+def test_a_directory_that_is_removed_while_it_is_written_to_is_named(tmp_path: Path) -> None:
+    place = Directory(tmp_path)
+
+    def removed() -> Iterator[bytes]:
+        yield b"a" * 1000
+        place.remove("name")
+
+    with pytest.raises(OSError, match=rf"^{tmp_path}/name was removed while f was written there, by another run"):
+        place.write("name/f", removed())
+    place.write("name/f", [b"x"])
+
+
+def test_what_other_runs_wrote_is_found(store: Store) -> None:
+    mine, *others = Name(2, 1, 10, "mine"), Name(1, 1, 40, "early"), Name(1, 1, 50, "early"), Name(3, 1, 5, "late")
+    assert store.of_others("mine", ()) == []
+    for name in (*others, mine):
+        store.write(name, 0, boundary(1))
+    assert store.of_others("mine", ()) == others
+    assert store.of_others("mine", [str(others[0])]) == others[1:]
+
+
 @pytest.mark.parametrize("url", ["file:///scratch/x", "/scratch/x", "file://localhost/scratch/x", "memory://x"])
 def test_urls(url: str) -> None:
     check_url(url)
