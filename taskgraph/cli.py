@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
-import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from taskgraph.errors import CoordinationError, JobCancelled, JobFailed, TaskGraphError, TransportError, UnknownJob
 from taskgraph.launch.threads_env import set_thread_env
+from taskgraph.streams import make_good
 from taskgraph.version import VERSION
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def _command(name: str) -> Callable[..., int]:
 
 def main(arguments: Sequence[str] | None = None, function: JobFunction | None = None) -> int:
     """Runs one command; returns its exit code."""
-    _write_whole()
+    make_good()  # first of all: nothing may take the place of a standard stream
     # Before anything imports numpy: a `node` typed by hand computes like one that was launched.
     set_thread_env(1)
     # Every failed handshake is a line of gRPC's own otherwise; what it comes to is said in our words.
@@ -236,14 +236,6 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction | None = 
             raise
         print(f"taskgraph: {error}", file=sys.stderr)
         return FAILED
-
-
-def _write_whole() -> None:
-    """With PYTHONUNBUFFERED nobody writes the rest of what a pipe took in part: a long `--json` was cut off."""
-    out = sys.stdout
-    if isinstance(out, io.TextIOWrapper) and isinstance(out.buffer, io.FileIO):
-        whole = io.BufferedWriter(io.FileIO(out.fileno(), "w", closefd=False))
-        sys.stdout = io.TextIOWrapper(whole, encoding=out.encoding, errors=out.errors, line_buffering=True)
 
 
 def driver_main(function: JobFunction) -> None:
