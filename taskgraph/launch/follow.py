@@ -21,7 +21,7 @@ from taskgraph.jobs import JobResult
 from taskgraph.launch.collect import assemble, complete, damaged, mib, shortened, size_bytes
 from taskgraph.launch.resuming import way_on
 from taskgraph.observe.control_client import ControlClient, control_address
-from taskgraph.observe.events import Event
+from taskgraph.observe.events import Event, careful
 from taskgraph.observe.format import name_of
 from taskgraph.observe.status import NodeStatus, TaskResult
 from taskgraph.protocol import transactions
@@ -127,14 +127,15 @@ class Follower:
         """Begins; `on_event` gets every event, commits too (at least once: a new leader may repeat the last).
 
         Other events come twice, from etcd and, sooner, from the leader where they are the leader's, and are told once.
+        Where it raises, it is told no more (`careful`).
         """
         await self.keeper.load()
         if self._is_ours:
             self._run_at = self.view.spec_revision
         loop = asyncio.get_running_loop()
         self._services.append(loop.create_task(self.keeper.run(), name="view"))
-        self._on_event = on_event
         if on_event is not None:
+            self._on_event = on_event = careful(on_event)
             self._services.append(loop.create_task(self._follow_kept(), name="events"))
             self._services.append(loop.create_task(self._follow_leader(on_event), name="commits"))
 

@@ -26,9 +26,10 @@ from taskgraph.launch.forkserver import ForkServer
 from taskgraph.launch.resuming import Resume, plan
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
-from taskgraph.launch.supervise import Hooks, Supervisor
+from taskgraph.launch.supervise import Hooks, Supervisor, end_reason
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.streams import open_missing
 
 __all__ = ["arun", "connect", "result", "run"]
 
@@ -64,6 +65,7 @@ def run(
         CheckpointError: it is to be resumed, and none of its checkpoints can be used.
     """
     _refuse_in_loop("tg.run", "`await tg.arun(...)`")
+    open_missing()  # before there is a loop, whose descriptors would take their numbers
     return asyncio.run(arun(job, nodes=nodes, etcd=etcd, resume=resume, fresh=fresh, timeout_s=timeout_s))
 
 
@@ -95,6 +97,7 @@ async def arun(
     `hooks`, `tls`, `node_tls`, `listen` (an address for nodes on other hosts), `insecure_listen` and `token` (hex;
     None: a new one) are for the command line.
     """
+    open_missing()
     nodes = _as_count(nodes)
     if timeout_s is not None:
         if not isinstance(timeout_s, numbers.Real) or isinstance(timeout_s, bool):
@@ -169,9 +172,12 @@ _CANCEL_S = 2.0
 
 
 async def _cancel_unbegun(
-    coordinator: EtcdCoordinator, spec: JobSpec, kind: object, error: object, trace: object
+    coordinator: EtcdCoordinator, spec: JobSpec, kind: object, error: BaseException | None, trace: object
 ) -> None:
-    """A start that was cut short must not leave the job's name taken; one that ran has ended the job itself."""
+    """A start that was cut short must not leave the job's name taken.
+
+    One that ran has ended the job itself, unless etcd did not answer then.
+    """
     if error is None:
         return
     follower = Follower(coordinator, spec, b"")
@@ -180,7 +186,7 @@ async def _cancel_unbegun(
             await follower.keeper.load()
             known = follower.view.spec
             if known is not None and JobSpec.from_bytes(known).run == spec.run:
-                await follower.cancel_job("it was interrupted while it started")
+                await follower.cancel_job(end_reason(error))
 
 
 def _running_here(runtime: Runtime, name: str) -> JobRunning:

@@ -27,7 +27,7 @@ from taskgraph.observe.events import Event
 from taskgraph.observe.status import waits_text
 from taskgraph.protocol.records import GoneRecord, State, StatusRecord
 
-__all__ = ["Hooks", "Supervisor", "launch_nodes"]
+__all__ = ["Hooks", "Supervisor", "end_reason", "launch_nodes"]
 
 log = logging.getLogger("taskgraph.launch")
 
@@ -44,13 +44,15 @@ _TAILS = 8
 _ALL_ENDED_S = 1.0
 """When all nodes ended, they may have done so because the job did: its end is read within this time."""
 
+_INTERRUPTED = "interrupted"
+
 
 @dataclass
 class Hooks:
     """What a front end wants to hear of a run, and can do about it.
 
     Attributes:
-        on_event: every event of the job.
+        on_event: every event of the job. Where it raises, that is logged, and it is told no more.
         on_start: (follower, nodes) once the nodes are started.
     """
 
@@ -126,13 +128,16 @@ class Supervisor:
             return result
         except asyncio.CancelledError:
             grace_s = _CANCELLED_END_S
-            await asyncio.shield(self._try_to_end("interrupted", State.CANCELLED))
+            await asyncio.shield(self._try_to_end(_INTERRUPTED, State.CANCELLED))
             raise
         except JobFailed:
             if self._without_etcd:
                 grace_s = 0.0  # its nodes cannot hand anything over
             else:
                 await self._nodes.wait(_CANCELLED_END_S)  # they read that it failed, and leave
+            raise
+        except Exception as error:  # no failure of the job's: who looks at it later finds why it ended
+            await self._try_to_end(end_reason(error), State.FAILED)
             raise
         finally:
             await self._finish(grace_s)
@@ -261,6 +266,13 @@ class Supervisor:
             Runtime().keep_finished(self._spec.name, kept)
         except (OSError, TaskGraphError) as error:  # a full disk: what became of the job counts for more
             log.warning("what is left of job %s is not kept on this host: %s", self._spec.name, error)
+
+
+def end_reason(error: BaseException) -> str:
+    """Why a job ended that its launcher did not follow to its end."""
+    if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
+        return _INTERRUPTED
+    return f"its launcher could not go on: {type(error).__name__}: {error}"
 
 
 def _tails(nodes: LocalNodes) -> str:

@@ -171,6 +171,18 @@ async def test_cancelled_while_it_starts_it_leaves_nothing() -> None:
         assert running.cancelled()
 
 
+def test_of_a_job_whose_launcher_cannot_go_on_it_is_kept_why(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start(self: LocalNodes, count: int) -> None:
+        raise ZeroDivisionError("a fault of the launcher's")
+
+    monkeypatch.setattr(LocalNodes, "start", start)
+    with pytest.raises(ZeroDivisionError):
+        tg.run(sums(), nodes=1)
+    kept = runtime.finished("sums")
+    assert kept is not None and kept["status"]["state"] == "failed"
+    assert kept["status"]["reason"] == "its launcher could not go on: ZeroDivisionError: a fault of the launcher's"
+
+
 async def test_two_that_begin_at_once_cannot_both_run() -> None:
     found = await asyncio.gather(*(tg.arun(sums(), nodes=1, timeout_s=60) for _ in range(2)), return_exceptions=True)
     assert sorted(type(each).__name__ for each in found) == ["JobResult", "JobRunning"]

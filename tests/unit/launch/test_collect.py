@@ -153,6 +153,28 @@ async def test_what_was_told_until_the_end_is_followed_once_however_fast_the_job
     assert told == ["the job began", "epoch 0", "the job finished"]
 
 
+async def test_a_listener_that_raises_is_told_no_more_and_ends_no_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[str] = []
+
+    def listen(event: Event) -> None:
+        told.append(event.text)
+        raise ZeroDivisionError
+
+    holder = Holder(GOOD)
+    async with following(holder, tmp_path, listen) as follower:
+        holder.events.emit("began", "the job began")
+        holder.events.emit("commit", "epoch 0", epoch=0, transient=True)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await follower.broken()
+        assert len(await follower.results()) == 1
+    assert told == ["the job began"]
+    (record,) = (record for record in caplog.records if record.exc_info is not None)
+    assert "the job goes on" in record.message
+
+
 def test_what_was_kept_of_a_finished_job_has_its_reports_as_numbers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
