@@ -24,7 +24,7 @@ from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.standing import with_stands
 from taskgraph.node.membership.failing import culprit_text
 from taskgraph.observe.events import Event
-from taskgraph.observe.status import waits_text
+from taskgraph.observe.status import TaskResult, waits_text
 from taskgraph.protocol.records import GoneRecord, State, StatusRecord
 
 __all__ = ["Hooks", "Supervisor", "end_reason", "launch_nodes"]
@@ -121,9 +121,10 @@ class Supervisor:
                 self._hooks.on_start(self._follower, self._nodes)
             try:
                 async with asyncio.timeout(timeout_s):
-                    result = await self._result()
+                    found, result = await self._result()
             except TimeoutError:
                 raise await self._timed_out(timeout_s or 0.0) from None
+            await self._follower.let_go(found, result)
             await self._nodes.wait(_NODE_END_S)
             return result
         except asyncio.CancelledError:
@@ -142,7 +143,7 @@ class Supervisor:
         finally:
             await self._finish(grace_s)
 
-    async def _result(self) -> JobResult:
+    async def _result(self) -> tuple[list[TaskResult], JobResult]:
         """Whichever comes first: the job's end, that of all nodes, of etcd, or of our own following."""
         ending = asyncio.ensure_future(self._to_the_end())
         stopped = [asyncio.ensure_future(self._nobody_left()), asyncio.ensure_future(self._follower.broken())]
@@ -163,7 +164,8 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(ending, *stopped, return_exceptions=True)
 
-    async def _to_the_end(self) -> JobResult:
+    async def _to_the_end(self) -> tuple[list[TaskResult], JobResult]:
+        """What its tasks keep of a job that finished, and the result that this makes."""
         status = await self._follower.ended()
         if status.state != State.FINISHED:
             await self._follower.tell_rest()
@@ -180,9 +182,7 @@ class Supervisor:
             for task in (failed, collecting):
                 task.cancel()
             await asyncio.gather(failed, collecting, return_exceptions=True)
-        result = self._follower.assemble(found, time.monotonic() - self._began)
-        await self._follower.collected(found, result)
-        return result
+        return found, self._follower.assemble(found, time.monotonic() - self._began)
 
     async def _failed_after_all(self) -> StatusRecord:
         """A `result()` that raises fails a job that had finished; one that was rolled back runs again."""
@@ -229,10 +229,15 @@ class Supervisor:
         return self._noted(JobTimeout(text, job=self._spec.name))
 
     async def _waits(self) -> str:
-        statuses = await node_statuses(
-            self._follower.view, self._spec.run, self._entry.token_bytes, self._entry.node_access
-        )
-        return waits_text(status for status in statuses.values() if not isinstance(status, TaskGraphError))
+        view = self._follower.view
+        if view.finished:
+            why = self._follower.unreachable or "`result()` of some task was still at work, or they were on their way"
+            return f"its epochs were done, and its results not yet here: {why}"
+        statuses = await node_statuses(view, self._spec.run, self._entry.token_bytes, self._entry.node_access)
+        said = [status for status in statuses.values() if not isinstance(status, TaskGraphError)]
+        if statuses and not said:
+            return f"none of its nodes answers: {next(iter(statuses.values()))}"
+        return waits_text(said)
 
     async def _try_to_end(self, reason: str, state: str) -> None:
         """Says in etcd that the job ended; its nodes and, where it is embedded, its etcd end with us in any case."""

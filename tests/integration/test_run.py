@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,19 @@ def test_a_timeout_names_what_was_waited_for() -> None:
     with pytest.raises(tg.JobTimeout, match=r"did not end within 4 s; it waits: .*record") as caught:
         tg.run(sums(pause_at=1, gate="/nowhere"), nodes=1, timeout_s=4)
     assert caught.value.job == "sums"
+
+
+def test_a_job_that_ended_in_time_does_not_time_out_for_the_copy_that_is_kept_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    to_json = tg.JobResult.to_json
+
+    def slow(self: tg.JobResult) -> str:
+        time.sleep(4.0)
+        return to_json(self)
+
+    monkeypatch.setattr(tg.JobResult, "to_json", slow)
+    assert tg.run(sums(), nodes=1, timeout_s=4).value == VALUES
 
 
 async def test_run_where_a_loop_runs_says_what_to_write() -> None:
