@@ -9,12 +9,14 @@ import json
 import time
 from collections.abc import AsyncIterator
 
+import grpc
 import pytest
 
 import taskgraph as tg
 from taskgraph import cli
 from taskgraph.commands import looking
 from taskgraph.commands.common import Reached
+from taskgraph.coordination.etcd.failures import refusal
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver import JobSpec
 from taskgraph.errors import OutcomeUnknown, Unavailable
@@ -200,6 +202,14 @@ async def test_a_result_that_is_here_does_not_get_lost_with_etcd(
         assert follower.kept_json is not None
     (record,) = caplog.records
     assert "collected is not known" in record.message
+
+
+async def test_a_submit_that_is_too_large_for_etcd_says_how_large_it_is_and_what_to_pass() -> None:
+    coordinator = Deaf(MemoryStore())
+    coordinator.error = refusal("transaction", grpc.StatusCode.INVALID_ARGUMENT, "etcdserver: request is too large")
+    large = dataclasses.replace(spec(), kwargs={"text": "x" * (3 << 19)})
+    with pytest.raises(tg.JobError, match=r"takes 1\.5 MiB with its arguments, .*: pass the name of a file that every"):
+        await submit(coordinator, large)
 
 
 async def test_a_submit_whose_writes_are_never_answered_says_why() -> None:
