@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-__all__ = ["make_good", "open_missing"]
+__all__ = ["drop_unwritten", "make_good"]
 
 _NAMES = ("stdin", "stdout", "stderr")
 
@@ -18,7 +18,7 @@ def make_good() -> None:
     What standard error cannot take (a full disk, a terminal that is gone) is dropped. Characters that a stream's
     encoding has not are written as `\\xe4` or `\\ud800`.
     """
-    open_missing()
+    _open_missing()
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper):
         out.reconfigure(errors="backslashreplace")
@@ -29,7 +29,17 @@ def make_good() -> None:
         sys.stderr = _text(err, _Dropping(err.fileno(), "w", closefd=False))
 
 
-def open_missing() -> None:
+def drop_unwritten() -> None:
+    """Drops what standard output does not take: at the end of the process it would fail once more."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+
+
+def _open_missing() -> None:
     """Opens /dev/null in place of standard streams that are closed, as `<&-` and some batch systems leave them.
 
     Else what is opened next gets their numbers: libuv aborts when it closes such a one, and a child process that takes

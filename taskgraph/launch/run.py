@@ -29,7 +29,6 @@ from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks, Supervisor, end_reason
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
-from taskgraph.streams import open_missing
 
 __all__ = ["arun", "connect", "result", "run"]
 
@@ -65,7 +64,6 @@ def run(
         CheckpointError: it is to be resumed, and none of its checkpoints can be used.
     """
     _refuse_in_loop("tg.run", "`await tg.arun(...)`")
-    open_missing()  # before there is a loop, whose descriptors would take their numbers
     return asyncio.run(arun(job, nodes=nodes, etcd=etcd, resume=resume, fresh=fresh, timeout_s=timeout_s))
 
 
@@ -97,7 +95,6 @@ async def arun(
     `hooks`, `tls`, `node_tls`, `listen` (an address for nodes on other hosts), `insecure_listen` and `token` (hex;
     None: a new one) are for the command line.
     """
-    open_missing()
     nodes = _as_count(nodes)
     if timeout_s is not None:
         if not isinstance(timeout_s, numbers.Real) or isinstance(timeout_s, bool):

@@ -50,6 +50,12 @@ def test_what_standard_error_cannot_take_ends_no_command(unbuffered: str) -> Non
     assert run("2>/dev/full", stream="stderr", PYTHONUNBUFFERED=unbuffered).returncode == 0
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_value_that_cannot_be_written_is_an_error_that_is_told_once() -> None:
+    done = run(">/dev/full")
+    assert (done.returncode, done.stderr) == (1, "taskgraph: [Errno 28] No space left on device\n")
+
+
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_characters_that_cannot_be_written_are_said_otherwise(stream: str, unbuffered: str) -> None:
