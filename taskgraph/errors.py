@@ -28,6 +28,8 @@ do about it (the end of its message). `str(error)` is what a user reads.
 
 from __future__ import annotations
 
+from typing import Final
+
 __all__ = [
     "CheckpointError",
     "CoordinationError",
@@ -51,6 +53,34 @@ __all__ = [
     "UnknownJob",
     "ValueNotEncodable",
 ]
+
+
+_name_of: Final = type.__dict__["__name__"].__get__
+
+
+def class_name(kind: type) -> str:
+    """What a class statement called it: no code of the user's is asked."""
+    name: str = _name_of(kind)
+    return name
+
+
+def said(error: BaseException) -> str:
+    """What a user's exception says, also where its `__str__`, which is code of theirs, fails."""
+    try:
+        return str(error)
+    except BaseException as failed:  # whatever it is, it is not what we were asked to tell of
+        return f"(its __str__ raises {kind_of(failed)})"
+
+
+def kind_of(error: BaseException) -> str:
+    """The name of its class, whatever a metaclass of the user's says of it."""
+    return class_name(type(error))
+
+
+def worded(error: BaseException) -> str:
+    """The same behind its type: `ValueError: what it says`."""
+    text = said(error)
+    return f"{kind_of(error)}: {text}" if text else kind_of(error)
 
 
 class TaskGraphError(Exception):

@@ -9,6 +9,7 @@ import re
 from typing import Any, Final
 
 from taskgraph.epoch import Epoch, Hold, Inputs, Outputs, Reply, Scratch
+from taskgraph.errors import said
 
 __all__ = ["hint"]
 
@@ -36,11 +37,11 @@ _OUTS: Final = "put with outs.put('tag', value)"
 def hint(error: BaseException) -> str:
     """What to do about it, or "" where the exception has nothing to do with us."""
     if isinstance(error, ValueError):
-        return _READ_ONLY if "read-only" in str(error) else ""
+        return _READ_ONLY if "read-only" in said(error) else ""
     if isinstance(error, AttributeError):
         return _of_attribute(error.obj)
     if isinstance(error, TypeError):
-        return _of_type(str(error))
+        return _of_type(said(error))
     return ""
 
 

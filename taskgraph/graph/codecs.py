@@ -46,12 +46,19 @@ class Codec:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A dataclass that travels: the names of its fields, and those its constructor takes."""
+    """A dataclass that travels.
+
+    Attributes:
+        fields: the names of its fields.
+        init: those its constructor takes.
+        runs_code: its constructor runs code of the user's, which may change what it is given.
+    """
 
     name: str
     type: type
     fields: tuple[str, ...]
     init: frozenset[str]
+    runs_code: bool
 
 
 _codecs: Final[dict[type, Codec]] = {}
@@ -133,7 +140,8 @@ def message(cls: Any = None, *, name: str | None = None) -> Any:
         fields = dataclasses.fields(made)
         init = frozenset(f.name for f in fields if f.init)
         _check_callable(made, init)
-        _messages[made] = _messages_by_name[wire_name] = Message(wire_name, made, tuple(f.name for f in fields), init)
+        found = Message(wire_name, made, tuple(f.name for f in fields), init, _runs_code(made))
+        _messages[made] = _messages_by_name[wire_name] = found
         return made
 
     return declare if cls is None else declare(cls)
@@ -165,6 +173,11 @@ def _dataclass_of(target: Any) -> Any:
         raise JobError(
             f"@tg.message: {name} cannot be a dataclass ({error}); use tg.codec, or send its parts"
         ) from error
+
+
+def _runs_code(cls: Any) -> bool:
+    code = getattr(cls.__init__, "__code__", None)
+    return hasattr(cls, "__post_init__") or code is None or code.co_filename != "<string>"  # where dataclass wrote it
 
 
 def _check_callable(cls: type, init: frozenset[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -11,10 +11,33 @@ from numpy.typing import NDArray
 
 from taskgraph.device.api import Device
 from taskgraph.device.buffers import DeviceBuffer
-from taskgraph.errors import DecodeError
-from taskgraph.graph import arrays, codecs, dtypes
+from taskgraph.errors import DecodeError, worded
+from taskgraph.graph import arrays, codecs, dtypes, runs
 from taskgraph.graph.blocks import block_behind
 from taskgraph.graph.encoding import ALIGN, MAX_DEPTH
+from taskgraph.graph.tags import (
+    ARRAY,
+    BYTES,
+    CODED,
+    COLUMNS,
+    COMPLEX,
+    DICT,
+    FALSE,
+    FLOAT,
+    INT,
+    LIST,
+    LONG_INT,
+    MESSAGE,
+    NONE,
+    NUMPY_BYTES,
+    NUMPY_STR,
+    PROTOBUF,
+    RUN,
+    SCALAR,
+    STR,
+    TRUE,
+    TUPLE,
+)
 from taskgraph.protocol.messages import Encoded
 
 __all__ = ["SHAPES", "Reader"]
@@ -27,8 +50,9 @@ _C128 = struct.Struct("<dd")
 _TOO_DEEP: Final = f"a value is nested more than {MAX_DEPTH} deep"
 SHAPES: Final = tuple(struct.Struct(f"<{ndim}Q") for ndim in range(65))
 """How an array's sides are written, by their number."""
-_INLINE_ARRAY: Final = ord("A")
-_PACKED_ARRAY: Final = ord("0")
+_INLINE_ARRAY: Final = ord(ARRAY.inline)
+_PACKED_ARRAY: Final = ord(ARRAY.packed)
+_BULK_OF_RUNS: Final = frozenset(b"".join(BYTES + STR))
 
 
 class Reader:
@@ -210,21 +234,59 @@ class Reader:
         self._depth -= 1
         return found
 
+    def run(self) -> Any:
+        tag, kind = self._run_of()
+        found = runs.unpacked(kind, self._run_parts(kind))
+        return list(found) if tag == LIST else tuple(found)
+
+    def _run_of(self) -> tuple[bytes, bytes]:
+        """What a run is, and of what."""
+        head = self._take(2)
+        tag, kind = head[:1], head[1:]
+        if tag not in (LIST, TUPLE) or kind not in runs.PARTS:
+            raise DecodeError(f"a run of kind {kind!r} as {tag!r}")
+        return tag, kind
+
+    def _run_parts(self, kind: bytes) -> list[Any]:
+        parts = []
+        for _ in range(runs.PARTS[kind]):
+            if self._meta[self._at] not in _BULK_OF_RUNS:
+                raise DecodeError(f"a run of kind {kind!r} without its bulk")
+            parts.append(self._value())
+        return parts
+
+    def columns(self) -> Any:
+        """A dict of two runs."""
+        keys, values = self._column(), self._column()
+        found = dict(zip(keys, values, strict=False))
+        if not len(keys) == len(values) == len(found):
+            raise DecodeError(f"a dict of {len(keys)} keys, {len(found)} different ones, has {len(values)} values")
+        return found
+
+    def _column(self) -> Sequence[Any]:
+        if self._take(1) != RUN:
+            raise DecodeError("a column that is no run")
+        _, kind = self._run_of()
+        return runs.unpacked(kind, self._run_parts(kind))
+
     def mapping(self) -> dict[Any, Any]:
         count = self._count(2)
         meta, readers = self._meta, self.readers
+        writable = self._writable
         found = {}
         for _ in range(count):
             at = self._at
             self._at = at + 1
+            self._writable = False  # a scalar of a structured dtype that can be written to has no hash
             key = readers[meta[at]](self)
+            self._writable = writable
             at = self._at
             self._at = at + 1
             value = readers[meta[at]](self)
             try:
                 found[key] = value
             except Exception as error:  # a message's own __hash__ and __eq__ are user code
-                raise DecodeError(f"a dict has a key that is none: {error!r}") from error
+                raise DecodeError(f"a dict has a key that is none: {worded(error)}") from error
         if len(found) != count:
             raise DecodeError(f"a dict of {count} keys has {len(found)} different ones")
         self._depth -= 1
@@ -239,21 +301,39 @@ class Reader:
         if count != len(known.fields):
             raise DecodeError(f"message {name!r} came with {count} fields, here it has {len(known.fields)}")
         self._enter()
+        place = self._place()
+        fields = self._fields(known)
+        try:
+            made = known.type(**{field: fields[field] for field in fields.keys() & known.init})
+        except Exception as error:
+            raise DecodeError(f"message {name!r} cannot be made of what came: {worded(error)}") from error
+        if known.runs_code:  # it may have changed lists and arrays that it was given: what was sent is read anew
+            self._return_to(place)
+            fields = self._fields(known)
+        self._depth -= 1
+        try:
+            for field, value in fields.items():
+                if getattr(made, field, made) is not value:  # not of __init__, or changed
+                    object.__setattr__(made, field, value)
+        except Exception as error:
+            raise DecodeError(f"message {name!r} cannot be made of what came: {worded(error)}") from error
+        return made
+
+    def _fields(self, known: codecs.Message) -> dict[str, Any]:
         fields = {}
         for expected in known.fields:
             field = self._text()
             if field != expected:
-                raise DecodeError(f"message {name!r} came with field {field!r}, here it is {expected!r}")
+                raise DecodeError(f"message {known.name!r} came with field {field!r}, here it is {expected!r}")
             fields[field] = self._value()
-        self._depth -= 1
-        try:
-            made = known.type(**{field: fields[field] for field in fields.keys() & known.init})
-            for field, value in fields.items():
-                if getattr(made, field, made) is not value:  # not of __init__, or changed by __post_init__
-                    object.__setattr__(made, field, value)
-        except Exception as error:
-            raise DecodeError(f"message {name!r} cannot be made of what came: {error!r}") from error
-        return made
+        return fields
+
+    def _place(self) -> tuple[Any, ...]:
+        """Where the reader is, to `_return_to` it."""
+        return self._at, self._next, self._pack, self._pack_base, self._pack_end, self._pack_number, self._arrays
+
+    def _return_to(self, place: tuple[Any, ...]) -> None:
+        self._at, self._next, self._pack, self._pack_base, self._pack_end, self._pack_number, self._arrays = place
 
     def coded(self) -> Any:
         name = self._text()
@@ -266,7 +346,7 @@ class Reader:
         try:
             return known.decode(inner)
         except Exception as error:
-            raise DecodeError(f"the codec {name!r} cannot decode what came: {error!r}") from error
+            raise DecodeError(f"the codec {name!r} cannot decode what came: {worded(error)}") from error
 
     def protobuf(self) -> Any:
         from google.protobuf import descriptor_pool, message_factory
@@ -342,35 +422,37 @@ def _to_device(device: Device, host: NDArray[Any]) -> Any:
     return device.to_device(host) if pin is None else pin.upload(host)
 
 
-_READERS: Final[dict[int, Callable[[Reader], Any]]] = {
-    ord("N"): lambda reader: None,
-    ord("T"): lambda reader: True,
-    ord("F"): lambda reader: False,
-    ord("i"): Reader.small_integer,
-    ord("I"): Reader.integer,
-    ord("f"): Reader.real,
-    ord("c"): Reader.two_reals,
-    ord("S"): Reader._text,
-    ord("1"): lambda reader: str(reader._packed(), "utf-8", "surrogatepass"),
-    ord("s"): lambda reader: str(reader._buffered(), "utf-8", "surrogatepass"),
-    ord("B"): Reader._inline,
-    ord("2"): Reader._packed,
-    ord("b"): Reader._buffered,
-    ord("L"): Reader.sequence,
-    ord("U"): lambda reader: tuple(reader.sequence()),
-    ord("D"): Reader.mapping,
-    _INLINE_ARRAY: Reader.array,
-    _PACKED_ARRAY: Reader.array,
-    ord("a"): Reader.array,
-    ord("G"): Reader.scalar,
-    ord("X"): lambda reader: np.str_(reader._text()),
-    ord("3"): lambda reader: np.str_(str(reader._packed(), "utf-8", "surrogatepass")),
-    ord("x"): lambda reader: np.str_(str(reader._buffered(), "utf-8", "surrogatepass")),
-    ord("Y"): lambda reader: np.bytes_(reader._inline()),
-    ord("4"): lambda reader: np.bytes_(reader._packed()),
-    ord("y"): lambda reader: np.bytes_(reader._buffered()),
-    ord("M"): Reader.message,
-    ord("C"): Reader.coded,
-    ord("P"): Reader.protobuf,
+_READERS: Final[dict[bytes, Callable[[Reader], Any]]] = {
+    NONE: lambda reader: None,
+    TRUE: lambda reader: True,
+    FALSE: lambda reader: False,
+    INT: Reader.small_integer,
+    LONG_INT: Reader.integer,
+    FLOAT: Reader.real,
+    COMPLEX: Reader.two_reals,
+    STR.inline: Reader._text,
+    STR.packed: lambda reader: str(reader._packed(), "utf-8", "surrogatepass"),
+    STR.buffered: lambda reader: str(reader._buffered(), "utf-8", "surrogatepass"),
+    BYTES.inline: Reader._inline,
+    BYTES.packed: Reader._packed,
+    BYTES.buffered: Reader._buffered,
+    LIST: Reader.sequence,
+    TUPLE: lambda reader: tuple(reader.sequence()),
+    RUN: Reader.run,
+    DICT: Reader.mapping,
+    COLUMNS: Reader.columns,
+    ARRAY.inline: Reader.array,
+    ARRAY.packed: Reader.array,
+    ARRAY.buffered: Reader.array,
+    SCALAR: Reader.scalar,
+    NUMPY_STR.inline: lambda reader: np.str_(reader._text()),
+    NUMPY_STR.packed: lambda reader: np.str_(str(reader._packed(), "utf-8", "surrogatepass")),
+    NUMPY_STR.buffered: lambda reader: np.str_(str(reader._buffered(), "utf-8", "surrogatepass")),
+    NUMPY_BYTES.inline: lambda reader: np.bytes_(reader._inline()),
+    NUMPY_BYTES.packed: lambda reader: np.bytes_(reader._packed()),
+    NUMPY_BYTES.buffered: lambda reader: np.bytes_(reader._buffered()),
+    MESSAGE: Reader.message,
+    CODED: Reader.coded,
+    PROTOBUF: Reader.protobuf,
 }
-Reader.readers = tuple(_READERS.get(tag, Reader.unknown) for tag in range(256))
+Reader.readers = tuple(_READERS.get(bytes((tag,)), Reader.unknown) for tag in range(256))

@@ -14,12 +14,36 @@ from taskgraph.device import shared
 from taskgraph.device.api import Device, OnDevice
 from taskgraph.device.buffers import Private
 from taskgraph.device.lookup import device_of
-from taskgraph.graph import arrays, codecs, dtypes
+from taskgraph.graph import arrays, codecs, dtypes, runs
 from taskgraph.graph.arrays import INLINE_BYTES, SMALL_BYTES
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.digests import BLOCK_BYTES
 from taskgraph.graph.libraries import codec_of_library
 from taskgraph.graph.refusals import CannotTravel, key_step, way_out
+from taskgraph.graph.tags import (
+    ARRAY,
+    BYTES,
+    CODED,
+    COLUMNS,
+    COMPLEX,
+    DICT,
+    FALSE,
+    FLOAT,
+    INT,
+    LIST,
+    LONG_INT,
+    MESSAGE,
+    NONE,
+    NUMPY_BYTES,
+    NUMPY_STR,
+    PROTOBUF,
+    RUN,
+    SCALAR,
+    STR,
+    TRUE,
+    TUPLE,
+    Bulk,
+)
 
 __all__ = ["ALIGN", "MAX_DEPTH", "WRITERS", "Writer"]
 
@@ -35,6 +59,7 @@ _KEY_CHARS: Final = 64
 _KEYS_KEPT: Final = 1024
 """Keys of dicts that are remembered: the names of a program's things are few, and come in every epoch."""
 
+_ARRAY_INLINE, _ARRAY_PACKED, _ARRAY_BUFFERED = ARRAY
 _PADS: Final = tuple(bytes(-n % ALIGN) for n in range(ALIGN))
 _I64 = struct.Struct("<q")
 _U32 = struct.Struct("<I")
@@ -108,9 +133,10 @@ class Writer:
         self.meta += _U64.pack(len(data))
         self.meta += data
 
-    def data(self, inline: bytes, packed: bytes, buffered: bytes, data: bytes) -> None:
+    def data(self, tags: Bulk, data: bytes) -> None:
         """Immutable bytes, after one of three tags."""
         size = len(data)
+        inline, packed, buffered = tags
         if self.inline(size):
             self.meta += inline + _U64.pack(size)
             self.meta += data
@@ -124,23 +150,23 @@ class Writer:
 
 def _write_int(writer: Writer, value: int) -> None:
     if -(1 << 63) <= value < 1 << 63:
-        writer.meta += b"i" + _I64.pack(value)
+        writer.meta += INT + _I64.pack(value)
         return
     size = (value.bit_length() + 8) // 8
-    writer.meta += b"I" + _U64.pack(size)
+    writer.meta += LONG_INT + _U64.pack(size)
     writer.meta += value.to_bytes(size, "little", signed=True)
 
 
 def _write_float(writer: Writer, value: float) -> None:
-    writer.meta += b"f" + _F64.pack(value)
+    writer.meta += FLOAT + _F64.pack(value)
 
 
 def _write_str(writer: Writer, value: str) -> None:
-    writer.data(b"S", b"1", b"s", value.encode("utf-8", "surrogatepass"))
+    writer.data(STR, value.encode("utf-8", "surrogatepass"))
 
 
 def _write_bytes(writer: Writer, value: bytes) -> None:
-    writer.data(b"B", b"2", b"b", value)
+    writer.data(BYTES, value)
 
 
 def _write_sequence(writer: Writer, value: list[Any] | tuple[Any, ...]) -> None:
@@ -149,7 +175,12 @@ def _write_sequence(writer: Writer, value: list[Any] | tuple[Any, ...]) -> None:
     writer.depth += 1
     if writer.depth > MAX_DEPTH or len(meta) > _MAX_META:
         raise writer.too_much(value)
-    meta += (b"L" if type(value) is list else b"U") + _U64.pack(len(items))
+    tag = LIST if type(value) is list else TUPLE
+    if (run := runs.packed(items)) is not None:
+        _write_run(writer, tag, *run)
+        writer.depth -= 1
+        return
+    meta += tag + _U64.pack(len(items))
     index = 0
     try:
         for item in items:
@@ -160,7 +191,13 @@ def _write_sequence(writer: Writer, value: list[Any] | tuple[Any, ...]) -> None:
     writer.depth -= 1
 
 
-_EMPTY_DICT: Final = b"D" + _U64.pack(0)
+def _write_run(writer: Writer, tag: bytes, kind: bytes, parts: tuple[Any, ...]) -> None:
+    writer.meta += RUN + tag + kind
+    for part in parts:
+        WRITERS[type(part)](writer, part)
+
+
+_EMPTY_DICT: Final = DICT + _U64.pack(0)
 
 
 class _Keys(dict[str, bytes]):
@@ -187,7 +224,10 @@ def _write_dict(writer: Writer, value: dict[Any, Any]) -> None:
     writer.depth += 1
     if writer.depth > MAX_DEPTH or len(meta) > _MAX_META:
         raise writer.too_much(value)
-    meta += b"D" + _U64.pack(len(items))
+    if len(items) >= runs.LEAST and _write_columns(writer, items):
+        writer.depth -= 1
+        return
+    meta += DICT + _U64.pack(len(items))
     for key, item in items:
         known = _keys[key] if type(key) is str else b""
         if known:
@@ -207,6 +247,17 @@ def _write_dict(writer: Writer, value: dict[Any, Any]) -> None:
     writer.depth -= 1
 
 
+def _write_columns(writer: Writer, items: tuple[tuple[Any, Any], ...]) -> bool:
+    """Writes a dict as two runs, if that is what it is."""
+    keys, values = zip(*items, strict=True)
+    if (of_keys := runs.packed(keys)) is None or (of_values := runs.packed(values)) is None:
+        return False
+    writer.meta += COLUMNS
+    _write_run(writer, LIST, *of_keys)
+    _write_run(writer, LIST, *of_values)
+    return True
+
+
 def _write_array(writer: Writer, value: NDArray[Any], adopt: bool = False) -> None:
     dtype = value.dtype
     try:
@@ -217,14 +268,14 @@ def _write_array(writer: Writer, value: NDArray[Any], adopt: bool = False) -> No
     meta = writer.meta
     shape = _SHAPES[value.ndim].pack(value.ndim, *value.shape)
     if writer.inline(value.nbytes):
-        meta += b"A" + header + shape
+        meta += _ARRAY_INLINE + header + shape
         meta += _PADS[len(meta) % ALIGN]
         meta += value.tobytes() if packed else arrays.small_bytes(value)
     elif value.nbytes < INLINE_BYTES:
-        meta += b"0" + header + shape
+        meta += _ARRAY_PACKED + header + shape
         writer.packed().add_array(value, packed=packed, now=writer.eager > 0)
     else:
-        meta += b"a" + header + shape
+        meta += _ARRAY_BUFFERED + header + shape
         shared = arrays.as_it_is(value, adopt=adopt or writer.adopt, packed=packed)
         if shared is None:
             copy = arrays.Copy(value, writer.allocate)
@@ -249,7 +300,7 @@ def _write_staying(writer: Writer, value: Any, device: Device) -> None:
         return
     writer.on_device.append(writer.arrays)
     writer.arrays += 1
-    writer.meta += b"a" + header + _SHAPES[value.ndim].pack(value.ndim, *value.shape)
+    writer.meta += _ARRAY_BUFFERED + header + _SHAPES[value.ndim].pack(value.ndim, *value.shape)
     memory = shared.of(device) if writer.lendable else None
     writer.buffers.append(Private(device, value, BLOCK_BYTES, memory))
     writer.stayed += (value,)
@@ -257,15 +308,15 @@ def _write_staying(writer: Writer, value: Any, device: Device) -> None:
 
 def _write_scalar(writer: Writer, value: np.generic) -> None:
     if type(value) is np.str_:
-        writer.data(b"X", b"3", b"x", value.encode("utf-8", "surrogatepass"))  # str(value) drops NULs at its end
+        writer.data(NUMPY_STR, value.encode("utf-8", "surrogatepass"))  # str(value) drops NULs at its end
     elif type(value) is np.bytes_:
-        writer.data(b"Y", b"4", b"y", bytes(value))
+        writer.data(NUMPY_BYTES, bytes(value))
     else:
         array = np.asarray(value)
         if array.dtype.type is not type(value):
             raise CannotTravel(value, way_out(value))
         try:
-            writer.meta += b"G" + dtypes.DESCRIBED[array.dtype, array.dtype.num][0]
+            writer.meta += SCALAR + dtypes.DESCRIBED[array.dtype, array.dtype.num][0]
         except dtypes.DtypeRefused as refused:
             raise CannotTravel(value, str(refused)) from None
         writer.meta += arrays.small_bytes(array)
@@ -275,7 +326,7 @@ def _write_message(writer: Writer, value: Any, known: codecs.Message) -> None:
     writer.depth += 1
     if writer.depth > MAX_DEPTH or len(writer.meta) > _MAX_META:
         raise writer.too_much(value)
-    writer.meta += b"M"
+    writer.meta += MESSAGE
     writer.text(known.name)
     writer.meta += _U32.pack(len(known.fields))
     writer.eager += 1
@@ -297,7 +348,7 @@ def _write_coded(writer: Writer, value: Any, known: codecs.Codec) -> None:
     writer.depth += 1
     if writer.depth > MAX_DEPTH or len(writer.meta) > _MAX_META:
         raise writer.too_much(value)
-    writer.meta += b"C"
+    writer.meta += CODED
     writer.text(known.name)
     writer.eager += 1
     try:
@@ -354,9 +405,9 @@ def _write_protobuf(writer: Writer, value: Any) -> None:
         raise CannotTravel(
             value, f"protobuf refuses it ({error}): complete it, or send large data as arrays"
         ) from error
-    writer.meta += b"P"
+    writer.meta += PROTOBUF
     writer.text(name)
-    writer.data(b"B", b"2", b"b", data)
+    writer.data(BYTES, data)
 
 
 class _Writers(dict[type, Callable[[Writer, Any], None]]):
@@ -368,11 +419,11 @@ class _Writers(dict[type, Callable[[Writer, Any], None]]):
 
 WRITERS: Final = _Writers(
     {
-        type(None): lambda writer, value: writer.meta.extend(b"N"),
-        bool: lambda writer, value: writer.meta.extend(b"T" if value else b"F"),
+        type(None): lambda writer, value: writer.meta.extend(NONE),
+        bool: lambda writer, value: writer.meta.extend(TRUE if value else FALSE),
         int: _write_int,
         float: _write_float,
-        complex: lambda writer, value: writer.meta.extend(b"c" + _C128.pack(value.real, value.imag)),
+        complex: lambda writer, value: writer.meta.extend(COMPLEX + _C128.pack(value.real, value.imag)),
         str: _write_str,
         bytes: _write_bytes,
         list: _write_sequence,

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taskgraph.graph.decoding import Reader
+from taskgraph.graph.tags import CODED, COLUMNS, DICT, LIST, MESSAGE, PROTOBUF, RUN, TUPLE
 from taskgraph.graph.values import value_end
 from taskgraph.protocol.messages import Encoded
 
@@ -72,6 +73,15 @@ class _Outline(Reader):
             self._at_step(str(index))
         self._depth -= 1
 
+    def skip_run(self) -> None:
+        _, kind = self._run_of()
+        self._run_parts(kind)
+
+    def skip_columns(self) -> None:
+        for _ in range(2):
+            self._take(1)
+            self.skip_run()
+
     def entries(self) -> None:
         for index in range(self._count(2)):
             key = self._value()
@@ -120,12 +130,14 @@ def _step(key: object) -> str | None:
     return str(key) if isinstance(key, str | float | bytes) else None
 
 
-_OWN: Final[dict[int, Callable[[_Outline], None]]] = {
-    ord("L"): _Outline.steps,
-    ord("U"): _Outline.steps,
-    ord("D"): _Outline.entries,
-    ord("M"): _Outline.fields,
-    ord("C"): _Outline.inner,
-    ord("P"): _Outline.inner,
+_OWN: Final[dict[bytes, Callable[[_Outline], None]]] = {
+    LIST: _Outline.steps,
+    TUPLE: _Outline.steps,
+    RUN: _Outline.skip_run,
+    DICT: _Outline.entries,
+    COLUMNS: _Outline.skip_columns,
+    MESSAGE: _Outline.fields,
+    CODED: _Outline.inner,
+    PROTOBUF: _Outline.inner,
 }
-_Outline.readers = tuple(_OWN.get(tag, read) for tag, read in enumerate(Reader.readers))
+_Outline.readers = tuple(_OWN.get(bytes((tag,)), read) for tag, read in enumerate(Reader.readers))

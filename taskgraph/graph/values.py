@@ -5,12 +5,11 @@ every dtype of numpy's own but object, CuPy arrays, protobuf messages, dataclass
 with a `codec`. Each arrives with exactly the type and the bits it was sent with; anything else is refused with the way
 out. `docs/values.md` tells it to users.
 
-The format. Meta is a version byte, the value, and a trailer. A value is a tag byte and what the tag's writer puts
-(`encoding`). Bulk of more than 512 bytes that would make meta longer than 64 KiB is not in meta but in a buffer: one
-for each of 64 KiB and more, and one, the *pack*, for all the others, each of them from a multiple of 64 bytes on.
-Buffers come in the order of their tags. The
-trailer lists which arrays, by number, lived on a device: a u32 each, then a u32 that counts them. It is left out of
-the digest (`digests`), which is of the value alone. All numbers are little-endian.
+The format. Meta is a version byte, the value, and a trailer. A value is a tag byte and what follows it (`tags`). Bulk
+of more than 512 bytes that would make meta longer than 64 KiB is not in meta but in a buffer: one for each of 64 KiB
+and more, and one, the *pack*, for all the others, each of them from a multiple of 64 bytes on. Buffers come in the
+order of their tags. The trailer lists which arrays, by number, lived on a device: a u32 each, then a u32 that counts
+them. It is left out of the digest (`digests`), which is of the value alone. All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from taskgraph.graph.decoding import SHAPES, Reader
 from taskgraph.graph.digests import without_buffers
 from taskgraph.graph.encoding import ALIGN, WRITERS, Writer
 from taskgraph.graph.refusals import CannotTravel
+from taskgraph.graph.tags import ARRAY
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
 
 __all__ = [
@@ -61,7 +61,7 @@ _START: Final = bytes((_VERSION,))
 _START_BYTES: Final = len(_START)
 _U32 = struct.Struct("<I")
 _NOTHING_ON_DEVICE: Final = _U32.pack(0)
-_SMALL_ARRAY: Final = _START + b"A"
+_SMALL_ARRAY: Final = _START + ARRAY.inline
 _NONE: Final[frozenset[int]] = frozenset()
 _ndarray: Final = np.ndarray  # numpy makes some of its names when asked, so Python looks up each of them in every call
 
@@ -78,7 +78,7 @@ _STARTS_KEPT: Final = 1024
 _lone: Final[dict[bytes, tuple[np.dtype[Any], tuple[int, ...], int, bytes]]] = {}
 """What `Reader` made of the meta of values that are one large array and nothing else: dtype, shape, bytes of elements,
 and the meta without its trailer. The same array comes in every epoch, but for its elements."""
-_BUFFERED_ARRAY: Final = ord("a")
+_BUFFERED_ARRAY: Final = ord(ARRAY.buffered)
 _LONE_KEPT: Final = 1024
 _LONE_BYTES: Final = 256
 """Longer ones, of records with many fields, are read each time."""

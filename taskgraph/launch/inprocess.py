@@ -17,7 +17,7 @@ from typing import Any
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.device.cuda import device_count
 from taskgraph.driver import JobSpec
-from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError
+from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError, worded
 from taskgraph.jobs import Job, JobResult
 from taskgraph.launch.collect import assemble, complete, job_failed
 from taskgraph.launch.resuming import Resume, plan, way_on
@@ -109,9 +109,12 @@ class InProcessCluster:
     async def _run(self, node: Node, coordinator: MemoryCoordinator) -> None:
         try:
             await node.run()
-        except TaskGraphError as error:
+        except Exception as error:
             if not self._members[node.id].crashed and not self._node_failed.done():
-                self._node_failed.set_result(error)
+                ours = error if isinstance(error, TaskGraphError) else TaskGraphError(f"{node.name}: {worded(error)}")
+                self._node_failed.set_result(ours)
+            if not isinstance(error, TaskGraphError):
+                raise
         finally:
             await coordinator.close()
 

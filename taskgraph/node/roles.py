@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 from taskgraph.device import shared
 from taskgraph.device.cuda import array_module
-from taskgraph.errors import TaskGraphError
+from taskgraph.errors import TaskGraphError, worded
 from taskgraph.node.primary.leader import LeaderRole
 from taskgraph.node.primary.primary import Primary
 from taskgraph.node.replica import Replica
 from taskgraph.node.reports import Rows
-from taskgraph.node.usercode.actor import UserCodeError
+from taskgraph.node.usercode.actor import StuckError, UserCodeError
 from taskgraph.protocol.messages import Release, Stamp
+from taskgraph.protocol.records import Ran
 from taskgraph.task import BecameBackup
 
 if TYPE_CHECKING:
@@ -117,7 +118,10 @@ class Roles:
             await primary.run()
         except Exception as error:
             node.log.exception("task %d, term %d: cannot go on", primary.task, primary.term)
-            node.end_with(TaskGraphError(f"task {primary.task} on {node.name} cannot go on: {error}"))
+            why = str(error) if isinstance(error, StuckError | TaskGraphError) else worded(error)
+            failed = TaskGraphError(f"task {primary.task} on {node.name} cannot go on: {why}")
+            at = primary.attempts.latest
+            node.end_with(failed, ran=(Ran("its primary", primary.task, node.epoch if at is None else at.epoch),))
 
     def _step_down(self, task: int) -> None:
         """The view shows another primary: this one's term is over."""

@@ -221,7 +221,7 @@ class Attempt:
         replica.actor.stamp = self.stamp
         epoch = ComposeEpoch(self) if replica.may_stand else Epoch(self, "compose")
         try:
-            await replica.actor.call("compose", replica.user_task.compose, epoch)
+            await replica.actor.call("compose", replica.user_task.compose, epoch, attempt=self)
         finally:
             self.composing = None
         graph = composition.graph()
@@ -267,7 +267,8 @@ class Attempt:
             after = recording.watched(processor, close)
             before = await seen(self.replica, partial(left_by, self)) if self.replica.shape.in_flight else {}
         actor.stamp = self.stamp
-        await actor.call(name, processor.compute, epoch, inputs, outputs, alone=not processor.parallel, after=after)
+        alone = not processor.parallel
+        await actor.call(name, processor.compute, epoch, inputs, outputs, alone=alone, after=after, attempt=self)
         if recording is not None:
             if self.replica.shape.in_flight:
                 recording.left[name] = (before, await seen(self.replica, partial(left_by, self)))

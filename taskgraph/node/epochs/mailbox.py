@@ -140,7 +140,8 @@ class Mailbox:
         where = f"on_flag/{message.sender}/{message.value.digest.hex()}"
         if attempt.recording is not None:
             attempt.recording.started(where, method="on_flag", sender=message.sender, payload=message.value)
-        await attempt.replica.actor.call("on_flag", task.on_flag, Epoch(attempt, where), message.sender, meta)
+        epoch, actor = Epoch(attempt, where), attempt.replica.actor
+        await actor.call("on_flag", task.on_flag, epoch, message.sender, meta, attempt=attempt)
         if attempt.recording is not None:
             await attempt.recording.finished("on_flag")
 
@@ -184,6 +185,7 @@ class Mailbox:
             Epoch(attempt, where),
             message.sender,
             payload,
+            attempt=attempt,
         )
         if attempt.recording is not None:
             await attempt.recording.finished(message.method)

@@ -25,10 +25,10 @@ from collections.abc import Callable, Coroutine, Generator
 from contextvars import copy_context
 from pathlib import Path
 from types import CodeType, CoroutineType, FrameType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 from taskgraph.epoch import AttemptEnded
-from taskgraph.errors import JobError
+from taskgraph.errors import GraphError, JobError, worded
 from taskgraph.node.usercode import forks, lastwords
 from taskgraph.node.usercode.threads import Threads
 from taskgraph.observe.trace import NO_STAMP, Tracing, clock
@@ -63,7 +63,7 @@ class UserCodeError(Exception):
     """User code raised. `where` is the hook, processor or handler; `traceback_text` begins in user code."""
 
     def __init__(self, where: str, error: BaseException) -> None:
-        super().__init__(f"{type(error).__name__}: {error}")
+        super().__init__(worded(error))
         self.where = where
         self.error = error
         self.traceback_text = _user_traceback(error)
@@ -78,6 +78,13 @@ class _CancelledItself(BaseException):
 
     def __init__(self, times: int) -> None:
         self.times = times
+
+
+class Ends(Protocol):
+    """What user code may be part of."""
+
+    cancelled: bool
+    """Whether it is over: what runs of it unwinds."""
 
 
 class Running(NamedTuple):
@@ -133,12 +140,14 @@ class Actor:
         *args: Any,
         alone: bool = True,
         after: Callable[[], object] | None = None,
+        attempt: Ends | None = None,
     ) -> R:
         """Calls user code and returns its result.
 
         Args:
             alone: hold the task meanwhile; False for processors that declared `parallel=True`.
             after: called right after it returned, where it ran; what that raises counts as raised by user code.
+            attempt: what it is part of. Code that is part of none, or of one that goes on, has no reason to unwind.
 
         Raises:
             UserCodeError: it raised.
@@ -184,7 +193,11 @@ class Actor:
                     words.running[:] = lastwords.NOTHING  # as `words.ran`, without a call
                 if began:
                     self._tracing.keep("code", where, "", began, clock(), self.task, stamp or NO_STAMP, self.term, -1)
-        except (AttemptEnded, StuckError):
+        except AttemptEnded as ended:
+            if attempt is None or not attempt.cancelled:
+                raise self._stale(where, stamp, ended) from None
+            raise
+        except StuckError:
             raise
         except _CancelledItself as itself:
             await _take_back(itself)
@@ -211,6 +224,15 @@ class Actor:
         finally:
             if began:
                 self._tracing.keep("code", where, "", began, clock(), self.task, stamp or NO_STAMP, self.term, -1)
+
+    def _stale(self, where: str, stamp: Stamp | None, ended: AttemptEnded) -> UserCodeError:
+        """It used the `epoch` of another attempt, which is over."""
+        epoch = f", epoch {stamp.epoch}" if stamp is not None else ""
+        error = GraphError(
+            f"task {self.task}{epoch}, {where!r}: it uses an `epoch` that is over. What it is given may be used "
+            f"until it returns; keep what you need of it (its number, a value), not the epoch itself"
+        )
+        return UserCodeError(where, error.with_traceback(ended.__traceback__))
 
     async def _turn_free(self) -> None:
         """Returns when no thread holds the task. Nothing else takes it before the next await of who called this."""
@@ -475,7 +497,8 @@ def cancelled_by_users(of: str) -> JobError:
     """What to say where an asyncio task of ours was cancelled, and not by us."""
     return JobError(
         f"{of}code of the job cancelled the asyncio task it runs in, which is not its own (as "
-        f"asyncio.current_task().cancel() does): to end a processor return from it, to fail the job raise"
+        f"asyncio.current_task().cancel() does, a cancel of all tasks, or sys.exit in another one): to end a processor "
+        f"return from it, to fail the job raise"
     )
 
 
@@ -555,19 +578,23 @@ _OURS = f"{Path(__file__).resolve().parents[2]}{os.sep}"  # all of the package
 
 def _user_traceback(error: BaseException) -> str:
     """The traceback without our frames at its beginning: it starts where user code does, if it comes to that."""
-    summary = traceback.TracebackException.from_exception(error)
-    _without_ours(summary)
-    return "".join(summary.format())
+    try:
+        summary = traceback.TracebackException.from_exception(error)
+        _without_ours(summary)
+        return "".join(summary.format())
+    except Exception as failed:  # what is told of may be of any kind: too deep a nest of groups, a class that raises
+        return f"(its traceback cannot be told: {worded(failed)})\n{worded(error)}\n"
 
 
 def _without_ours(summary: traceback.TracebackException) -> None:
     """The same of each exception of a chain. One that is ours says what became of the user's: it has no place there."""
-    for before in (summary.__cause__, summary.__context__):
-        if before is not None:
-            _without_ours(before)
-    users = _from_users(summary.stack)
-    ours = users and users[0].filename.startswith(_OURS)
-    summary.stack[:] = [] if ours and summary.__cause__ is not None else users
+    chain = [summary]
+    while chain:
+        at = chain.pop()
+        chain += [before for before in (at.__cause__, at.__context__) if before is not None]
+        users = _from_users(at.stack)
+        ours = users and users[0].filename.startswith(_OURS)
+        at.stack[:] = [] if ours and at.__cause__ is not None else users
 
 
 def _from_users(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:

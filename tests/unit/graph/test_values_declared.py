@@ -92,6 +92,48 @@ def test_fields_arrive_as_sent_whatever_post_init_made_of_them() -> None:
     assert (back.x, back.double, back.seen, back.lock) == (2, 5, 9, "made where it arrives")
 
 
+@message
+@dataclasses.dataclass
+class Growing:
+    """Its constructor changes what it is given."""
+
+    items: list[Any]
+    w: Any
+    inner: Any = None
+
+    def __post_init__(self) -> None:
+        self.items.append(0)
+        if self.w.flags.writeable:
+            self.w += 1
+
+
+@message
+class ByHand:
+    items: list[int]
+
+    def __init__(self, items: list[int]) -> None:
+        items.sort()
+        self.items = items
+
+
+@pytest.mark.parametrize("writable", [False, True])
+def test_what_post_init_changes_in_place_arrives_as_sent(writable: bool) -> None:
+    value = [Growing([1], np.zeros(3), Growing([np.ones(20_000)], np.arange(9000.0))), np.full(1000, 7.0)]
+    back, after = decode(encode(value), writable=writable)
+    assert back.items == [1, 0]
+    assert back.w.tolist() == [1, 1, 1]
+    assert len(back.inner.items) == 2
+    assert np.array_equal(back.inner.items[0], np.ones(20_000))
+    assert np.array_equal(back.inner.w, np.arange(9000.0) + 1)
+    assert np.array_equal(after, np.full(1000, 7.0))
+
+
+def test_what_an_init_by_hand_changes_in_place_arrives_as_sent() -> None:
+    value = ByHand([2, 1])
+    value.items.reverse()
+    assert decode(encode(value)).items == [2, 1]
+
+
 def test_a_message_that_refuses_what_came() -> None:
     value = Strict(1)
     value.x = -1

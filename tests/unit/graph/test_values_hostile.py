@@ -42,9 +42,11 @@ SAMPLES = [
         [np.zeros(700), b"b" * 5000, "s" * 5000, np.bytes_(b"y" * 5000), np.longdouble(3), np.void(b"ab")],
         Hostile(a=HostileCoded([timestamp_pb2.Timestamp(seconds=3)])),
         np.zeros(2, [("f", "S0")])["f"],
+        [[0.5] * 20, [7] * 20, [True, False] * 10, ["a", "bc"] * 10, {i: str(i) for i in range(20)}],
+        {"floats": [0.5] * 2000, "texts": tuple(["text", ""] * 500)},
     )
 ]
-TAGS = b"NTFiIfcSsBbLUDAaGXxYyMCP"
+TAGS = b"NTFiIfcSsBbLURDKAaGXxYyMCP12340"
 
 
 def attack(meta: bytes, buffers: tuple[memoryview, ...] = ()) -> None:

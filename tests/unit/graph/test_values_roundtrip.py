@@ -162,6 +162,8 @@ def test_views_of_any_layout(data: st.DataObject) -> None:
         np.timedelta64(25, "s"),
         np.bool_(True),
         {np.int64(3): np.float32("nan")},
+        {np.frombuffer(b"12345678", [("x", "i4"), ("y", "f4")])[0]: [np.zeros(2)]},
+        {(np.frombuffer(b"ab", [("x", "u1"), ("y", "u1")])[0], 1): 2},
     ],
     ids=lambda value: type(value).__name__,
 )
