@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from taskgraph.errors import DecodeError, JobError
+from taskgraph.errors import DecodeError, JobError, worded
 
 __all__ = ["EpochReport", "JobResult", "plain_value"]
 
@@ -162,7 +162,7 @@ def plain_value(value: Any) -> Any:
     try:
         return str(value)
     except Exception as error:  # a type of the user's, beside whose values others are worth to be seen
-        return f"<{type(value).__name__}: {type(error).__name__}: {error}>"
+        return f"<{type(value).__name__}: {worded(error)}>"
 
 
 def _has_digits(value: int) -> bool:

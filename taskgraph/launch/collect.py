@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from taskgraph.errors import JobCancelled, JobFailed, UnknownJob
+from taskgraph.errors import JobCancelled, JobFailed, UnknownJob, worded
 from taskgraph.graph.values import decode, verify
 from taskgraph.jobs import EpochReport, JobResult
 from taskgraph.observe.status import TaskResult
@@ -116,7 +116,7 @@ def kept_copy(result: JobResult, size: int) -> KeptCopy:
         text = result.to_json()
         return KeptCopy(text, "", *_shortened(result, text))
     except Exception as error:  # a type of the user's may raise anything; the values themselves are there
-        return _no_copy(f"they cannot be written as JSON ({type(error).__name__}: {error}): {_RAN_GOT}")
+        return _no_copy(f"they cannot be written as JSON ({worded(error)}): {_RAN_GOT}")
 
 
 def _no_copy(why: str) -> KeptCopy:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
-from taskgraph.errors import CoordinationError, JobFailed, JobTimeout, TaskGraphError
+from taskgraph.errors import CoordinationError, JobFailed, JobTimeout, TaskGraphError, worded
 from taskgraph.jobs import JobResult
 from taskgraph.launch.collect import job_failed
 from taskgraph.launch.follow import Follower, kept_events, node_statuses
@@ -277,7 +277,7 @@ def end_reason(error: BaseException) -> str:
     """Why a job ended that its launcher did not follow to its end."""
     if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
         return _INTERRUPTED
-    return f"its launcher could not go on: {type(error).__name__}: {error}"
+    return f"its launcher could not go on: {worded(error)}"
 
 
 def _tails(nodes: LocalNodes) -> str:
