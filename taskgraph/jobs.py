@@ -18,12 +18,28 @@ from taskgraph.settings import Settings
 from taskgraph.task import Task
 from taskgraph.topology import Link, Topology, as_topology
 
-__all__ = ["EpochReport", "Job", "JobFunction", "JobResult", "OptionInfo", "TaskBuilder", "job"]
+__all__ = [
+    "NAME_RULE",
+    "EpochReport",
+    "Job",
+    "JobFunction",
+    "JobResult",
+    "OptionInfo",
+    "TaskBuilder",
+    "is_name",
+    "job",
+]
 
 TaskBuilder = Callable[[int], Task]
 """(task_id) -> Task. A Task subclass that takes no arguments, or one called task_id, is one, too."""
 
+NAME_RULE = "a name has 1 to 100 letters, digits, '.', '_' or '-', no '.' first"
 _NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,100}")
+
+
+def is_name(text: str) -> bool:
+    """Whether a job may be called so: see `NAME_RULE`."""
+    return _NAME.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +92,8 @@ class Job:
         if self.epochs is not None:
             self._make_int("epochs", 1, "None (until some processor calls epoch.finish()) or ")
         _check_builder(self.builder)
-        if not isinstance(self.name, str) or (self.name and not _NAME.fullmatch(self.name)):
-            raise JobError(
-                f"Job(name={self.name!r}): a name has 1 to 100 letters, digits, '.', '_' or '-', no '.' first"
-            )
+        if not isinstance(self.name, str) or (self.name and not is_name(self.name)):
+            raise JobError(f"Job(name={self.name!r}): {NAME_RULE}")
         if not isinstance(self.requires_gpu, bool) and not callable(self.requires_gpu):
             raise JobError(f"Job(requires_gpu={self.requires_gpu!r}): must be a bool, or a function task_id -> bool")
         if not isinstance(self.settings, Settings):

@@ -129,7 +129,16 @@ def check_fields(cls: type, given: Iterable[str]) -> None:
 
 def check_plain(what: str, value: Any) -> None:
     """Raises JobError unless `value` is the same after a way through JSON."""
-    if value is None or type(value) in (bool, int, float, str):
+    if value is None or type(value) in (bool, float, str):
+        return
+    if type(value) is int:
+        try:
+            str(value)
+        except ValueError:  # too many digits (`sys.set_int_max_str_digits`)
+            raise JobError(
+                f"{what}: nodes get a job's arguments as JSON, and of an int of so many digits there is none; pass a "
+                f"text, as of hex(), instead"
+            ) from None
         return
     if type(value) is list:
         for item in value:

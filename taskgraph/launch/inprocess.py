@@ -24,7 +24,7 @@ from taskgraph.launch.resuming import Resume, plan, way_on
 from taskgraph.launch.submit import submit
 from taskgraph.node.node import Node, Point
 from taskgraph.node.usercode.threads import Threads
-from taskgraph.observe.events import Event, EventLog
+from taskgraph.observe.events import Event, EventLog, careful
 from taskgraph.observe.status import TaskResult, waits_text
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
@@ -65,7 +65,7 @@ class InProcessCluster:
         self._threads = threads
         self._devices = device_count()
         self._point = point
-        self._on_event = on_event
+        self._on_event = careful(on_event) if on_event is not None else None
         self._members: dict[str, _Member] = {}
         self._count = itertools.count(1)
         self._events: list[Event] = []

@@ -198,6 +198,7 @@ def test_what_nodes_would_make_otherwise_may_not(change: dict[str, Any]) -> None
     [
         ((1, 2), "not tuple; make it a list"),
         (np.float64(1.0), "not float64; pass a number"),
+        pytest.param(10**5000, r"and of an int of so many digits there is none; pass a text, as of hex\(\)", id="huge"),
         (np.zeros(3), "not ndarray; pass a number, or the name of a file"),
         ([1, {"a": {1, 2}}], "not set"),
         ({1: 2}, "not dict with other keys than str"),
