@@ -454,8 +454,8 @@ class Attempt:
         future: concurrent.futures.Future[Encoded] = concurrent.futures.Future()
 
         def send() -> Coroutine[Any, Any, None]:
-            number = self.mailbox.number(where, to, method)
-            return self.mailbox.send_request(where, to, method, number, value, future)
+            count = self.mailbox.count(where, to, method)
+            return self.mailbox.send_request(where, to, method, count, value, future)
 
         def start() -> None:
             if self._send(send):

@@ -60,11 +60,11 @@ class Mailbox:
 
     # -- out --------------------------------------------------------------------------------------
 
-    def number(self, where: str, to: int, method: str) -> int:
-        """A request's number: of its place in the code that sends it, so that a replay numbers alike."""
+    def count(self, where: str, to: int, method: str) -> int:
+        """Which of the requests of its kind the next one is: a replay counts alike."""
         key = (where, to, method)
-        self._counts[key] = self._counts.get(key, 0) + 1
-        return xxhash.xxh3_64_intdigest(f"{where}#{self._counts[key]}".encode()) >> 1
+        count = self._counts[key] = self._counts.get(key, 0) + 1
+        return count
 
     async def send_flag(self, where: str, to: int, value: Encoded) -> None:
         """Delivers a flag; returns when it is acknowledged."""
@@ -77,10 +77,11 @@ class Mailbox:
             self.terms[to] = max(self.terms.get(to, 0), reply.term)
 
     async def send_request(
-        self, where: str, to: int, method: str, number: int, value: Encoded, future: concurrent.futures.Future[Encoded]
+        self, where: str, to: int, method: str, count: int, value: Encoded, future: concurrent.futures.Future[Encoded]
     ) -> None:
-        """Delivers a request and resolves `future` with its answer; `expect` came before."""
+        """Delivers a request and resolves `future` with its answer; `count` and `expect` came before."""
         attempt = self._attempt
+        number = xxhash.xxh3_64_intdigest(f"{where}#{count}".encode()) >> 1  # of its place in the code that sends it
         try:
             reply = await self._call(
                 to,
@@ -95,7 +96,7 @@ class Mailbox:
                 attempt.ledger.received("answer", to, attempt.task, name, reply.value.digest)
                 self.terms[to] = max(self.terms.get(to, 0), reply.term)
             if attempt.recording is not None:
-                attempt.recording.answers[(where, to, method, self._counts[(where, to, method)])] = reply.value
+                attempt.recording.answers[(where, to, method, count)] = reply.value
             if not future.done():
                 future.set_result(reply.value)
         finally:
