@@ -1,7 +1,8 @@
 """Flags and requests of one attempt: sent, taken, answered, each counted once.
 
 A request's effects count exactly once in an attempt: the same request again (its answer was lost, or its sender was
-replaced and computed the same) gets the same answer. A pure request has no effects and is in no sum.
+replaced and computed the same) gets the same answer. A pure request has no effects and is in no sum: its handler may
+run again, but not while it still runs for the same request.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Mailbox:
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
         self._answers: dict[tuple[int, str, int], tuple[bytes, asyncio.Task[Answer]]] = {}
+        self._pure: dict[tuple[int, str, int, bytes], asyncio.Task[Answer]] = {}  # under way
         self._counts: dict[tuple[str, int, str], int] = {}
         self._awaited: dict[concurrent.futures.Future[Encoded], tuple[str, int, str]] = {}
         self.terms: dict[int, int] = {}  # task -> term of whoever acknowledged a flag or answered with effects
@@ -153,23 +155,35 @@ class Mailbox:
         if handler is None:
             known = ", ".join(repr(name) for name in attempt.replica.shape.handlers) or "none"
             raise Refused(Reason.NOT_OFFERED, f"it handles: {known}; add @tg.handles({message.method!r})")
-        if handler.pure:
-            attempt.check_open()
-            work = self._run_request(message, handler.method_name, pure=True)
-            return await attempt.spawn(work, busy=True, unwanted=True)  # with this call it ends, too
+        answer = self._pure_answer if handler.pure else self._answer
+        # The handler runs to its end whoever goes away meanwhile; it belongs to the attempt, not to this call.
+        return await asyncio.shield(answer(message, handler.method_name))
+
+    def _answer(self, message: Request, method_name: str) -> asyncio.Task[Answer]:
+        attempt = self._attempt
         key = (message.sender, message.method, message.number)
-        known_answer = self._answers.get(key)
-        if known_answer is None:
+        known = self._answers.get(key)
+        if known is None:
             attempt.check_open()
             name = f"{message.method}/{message.number}"
             attempt.ledger.received("request", message.sender, attempt.task, name, message.value.digest)
-            answer = attempt.spawn(self._run_request(message, handler.method_name, pure=False), busy=True)
-            self._answers[key] = known_answer = (message.value.digest, answer)
-        digest, answer = known_answer
+            answer = attempt.spawn(self._run_request(message, method_name, pure=False), busy=True)
+            self._answers[key] = known = (message.value.digest, answer)
+        digest, answer = known
         if digest != message.value.digest:
             raise Refused(Reason.CONFLICT, f"the same request {message.method!r} came with another payload before")
-        # The handler runs to its end whoever goes away meanwhile; it belongs to the attempt, not to this call.
-        return await asyncio.shield(answer)
+        return answer
+
+    def _pure_answer(self, message: Request, method_name: str) -> asyncio.Task[Answer]:
+        """Who asks again waits for the handler that runs already: it may be one that nobody can stop."""
+        attempt = self._attempt
+        key = (message.sender, message.method, message.number, message.value.digest)
+        answer = self._pure.get(key)
+        if answer is None:
+            attempt.check_open()
+            answer = self._pure[key] = attempt.spawn(self._run_request(message, method_name, pure=True), busy=True)
+            answer.add_done_callback(lambda _: self._pure.pop(key, None))
+        return answer
 
     async def _run_request(self, message: Request, method_name: str, *, pure: bool) -> Answer:
         attempt = self._attempt
