@@ -246,9 +246,11 @@ class Replica:
         await self.actor.call("on_commit", self.user_task.on_commit, number, state)
 
     async def arrived(self, value: Encoded, *, writable: bool = False) -> Any:
-        """A value for this task's code. What is copied to a device is so in a thread: no event loop waits for one."""
+        """A value for this task's code. No event loop waits for a large copy, or for one to a device: a thread does."""
         read = partial(decode, value, writable=writable, device=self.device)
-        return read() if self.device is None else await self.actor.call("arrival", read, alone=False)
+        if self.device is None and (not writable or value.size_bytes <= _SMALL_BYTES):
+            return read()
+        return await self.actor.call("arrival", read, alone=False)
 
     async def tell(self, event: Event) -> None:
         """Hands an event to the user's object."""
