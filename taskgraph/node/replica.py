@@ -20,7 +20,7 @@ from taskgraph.graph.compose import Graph
 from taskgraph.graph.values import decode, encode, hosted, verify
 from taskgraph.jobs import Job
 from taskgraph.node.reports import ReportLog, with_log
-from taskgraph.node.usercode.actor import Actor
+from taskgraph.node.usercode.actor import Actor, StuckError
 from taskgraph.node.usercode.threads import Threads
 from taskgraph.observe.trace import Tracing
 from taskgraph.protocol.boundaries import Boundaries
@@ -268,13 +268,22 @@ class Replica:
         return await self.actor.call("result", take)
 
     async def tear_down(self) -> None:
-        """Runs `teardown()` of a replica that was set up; ends a set-up that is still running."""
+        """Runs `teardown()` of a replica that was set up; ends a set-up that is still running.
+
+        Raises:
+            UserCodeError: `teardown()` raised.
+            StuckError: one of them did not return within `cancel_s`.
+        """
         if (setting_up := self.setting_up) is not None:
             setting_up.cancel()
-            await asyncio.gather(setting_up, return_exceptions=True)
-        if self.ready and "teardown" in self.shape.overrides and not self.actor.abandoned:
-            await self.actor.call("teardown", self.user_task.teardown)
-        self.ready = False
+            await asyncio.wait([setting_up])
+            if not setting_up.cancelled() and isinstance(stuck := setting_up.exception(), StuckError):
+                raise stuck
+        try:
+            if self.ready and "teardown" in self.shape.overrides and not self.actor.abandoned:
+                await self.actor.last_call("teardown", self.user_task.teardown)
+        finally:
+            self.ready = False
 
 
 _SMALL_BYTES = 16 << 10

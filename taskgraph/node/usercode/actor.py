@@ -71,7 +71,10 @@ class UserCodeError(Exception):
 
 
 class StuckError(Exception):
-    """User code did not return within `cancel_s` after its attempt ended: only the end of the process frees it."""
+    """User code did not return within `cancel_s` after its attempt ended, or at its task's end.
+
+    Only the end of the process frees it.
+    """
 
 
 class _CancelledItself(BaseException):
@@ -116,7 +119,7 @@ class Actor:
         self._stream: Stream | None = None  # made where the task's code runs first, which is in a thread
         self._tracing = tracing or Tracing()
         self._threads = threads
-        self.cancel_s = cancel_s
+        self._cancel_s = cancel_s
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self.forks = forks.count
@@ -127,6 +130,7 @@ class Actor:
         self._running: dict[int, tuple[str, float]] = {}
         self._calls = 0
         self._brief: dict[str, int] = {}  # what is brief, and how often it may take long before it is not
+        self._ends_at: float | None = None  # where its last call is under way
         self.abandoned = False
 
     @property
@@ -211,6 +215,20 @@ class Actor:
             raise UserCodeError(where, error) from error  # of something of its own: nobody cancelled the call
         except BaseException as error:
             raise UserCodeError(where, error) from error
+
+    async def last_call(self, where: str, function: Callable[[], object]) -> None:
+        """Calls the last of a task's code. It has `cancel_s` to return, cancelled or not.
+
+        Raises:
+            UserCodeError: it raised.
+            StuckError: it did not return in time.
+        """
+        self._ends_at = self._loop.time() + self._cancel_s
+        try:
+            async with asyncio.timeout_at(self._ends_at):
+                await self.call(where, function)
+        except TimeoutError:
+            raise self.stuck(where) from None
 
     async def here(self, where: str, function: Callable[[], R]) -> R:
         """Calls something of ours in the task's turn, on the event loop: for what is done in microseconds."""
@@ -363,7 +381,7 @@ class Actor:
         """The caller was cancelled; the thread cannot be. The task stays held until it returns or is left behind."""
         # What comes out of a dead attempt is retrieved, and of no interest.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        waiting = asyncio.ensure_future(asyncio.wait([future], timeout=self.cancel_s))
+        waiting = asyncio.ensure_future(asyncio.wait([future], timeout=self.grace_s))
         while not waiting.done():
             with contextlib.suppress(asyncio.CancelledError):  # being told again changes nothing
                 await asyncio.shield(waiting)
@@ -372,8 +390,14 @@ class Actor:
         if not future.done():
             raise self.stuck(where)
 
+    @property
+    def grace_s(self) -> float:
+        """How long what is cancelled now may go on."""
+        return self._cancel_s if self._ends_at is None else max(0.0, self._ends_at - self._loop.time())
+
     def stuck(self, where: str) -> StuckError:
-        return StuckError(f"{where} did not return within {self.cancel_s:g} s after its attempt ended")
+        after = " after its attempt ended" if self._ends_at is None else ""
+        return StuckError(f"{where} did not return within {self._cancel_s:g} s{after}")
 
     def wait_in_thread(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
         """In a worker thread: waits for a reply while other hooks of the task may run."""
@@ -514,7 +538,7 @@ class _Resumed:
 
     def _limited(self, times: int) -> None:
         if self._limit is None and self._task.cancelling() > times:
-            self._limit = self._task.get_loop().call_later(self._actor.cancel_s, self._give_up)
+            self._limit = self._task.get_loop().call_later(self._actor.grace_s, self._give_up)
 
     def _unlimited(self) -> None:
         if self._limit is not None:

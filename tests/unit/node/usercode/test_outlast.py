@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from taskgraph.node.usercode.actor import Actor, StuckError
+from taskgraph.node.usercode.actor import Actor, StuckError, UserCodeError
 from taskgraph.node.usercode.threads import PooledThreads
 
 
@@ -196,3 +196,42 @@ async def test_what_a_coroutine_cancels_itself_takes_as_long_as_it_likes(actor: 
 
     assert await actor.call("send", goes_on) == 7
     assert not actor.abandoned
+
+
+async def never() -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_the_last_call_has_its_time_and_no_more(actor: Actor, cancelled: bool) -> None:
+    may_return, loop = threading.Event(), asyncio.get_running_loop()
+    began = loop.time()
+    call = asyncio.ensure_future(actor.last_call("teardown", lambda: may_return.wait(5)))
+    if cancelled:  # it has no time more for that
+        loop.call_later(0.03, call.cancel)
+    await asyncio.wait([call], timeout=10)
+    may_return.set()
+    assert 0.049 < loop.time() - began < 4
+    with pytest.raises(StuckError, match=r"teardown did not return within 0.05 s$"):
+        call.result()
+    assert actor.abandoned
+
+
+async def test_the_last_call_ends_a_coroutine_after_its_time(actor: Actor, going: Going) -> None:
+    with pytest.raises(StuckError, match=r"teardown did not return within 0.05 s$"):
+        await actor.last_call("teardown", never)
+    assert not actor.abandoned
+    with pytest.raises(StuckError, match=r"teardown did not return within 0.05 s$"):
+        await actor.last_call("teardown", going.spins)
+    assert actor.abandoned
+    caller = asyncio.current_task()
+    assert caller is not None
+    assert caller.cancelling() == 0
+
+
+async def test_the_last_call_raises_what_it_raises(actor: Actor) -> None:
+    ran: list[int] = []
+    await actor.last_call("teardown", lambda: ran.append(1))
+    assert ran == [1]
+    with pytest.raises(UserCodeError, match="ZeroDivisionError"):
+        await actor.last_call("teardown", lambda: 1 // 0)
