@@ -51,7 +51,8 @@ class Settings:
         refresh_s: an unconfirmed hint (a message from the future) leads to a re-read of etcd after this time.
         stall_check_s: an epoch that did not move for this long is examined for a cycle of waits.
         slow_compute_s: a hook or compute that runs longer is shown in `status` and told as an event.
-        cancel_s: how long a restart waits for a running compute before the node's process ends itself.
+        cancel_s: how long a restart waits for a running compute before the node's process ends itself, and how long a
+            node that ends waits for a `teardown()`.
         setup_s: limit for `setup()` of a candidate, after which the offer is tried again.
         results_kept_s: how long nodes keep results nobody collects.
         fatal_deaths: nodes whose processes may end while the same code of one task runs, in one epoch: the job fails
