@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
-import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from taskgraph.errors import CoordinationError, JobCancelled, JobFailed, TaskGraphError, TransportError, UnknownJob
 from taskgraph.launch.threads_env import set_thread_env
+from taskgraph.streams import drop_unwritten, make_good
 from taskgraph.version import VERSION
 
 if TYPE_CHECKING:
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["driver_main", "main"]
 
 FAILED, USAGE, UNREACHABLE, INTERRUPTED = 1, 2, 3, 130
-_OF_THE_HOST = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE)
-"""No fault of ours, and nothing that a traceback would tell more of: no room, no right, no more files."""
+_NO_ROOM, _NO_RIGHT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS), (errno.EACCES, errno.EPERM)
+_OF_THE_HOST = (*_NO_ROOM, *_NO_RIGHT, errno.EMFILE, errno.ENFILE, errno.EIO)
+"""No fault of ours, and nothing that a traceback would tell more of: no room, no right, no more files, no terminal."""
 _OF_DRIVERS = ("run", "submit", "launch")
 
 
@@ -198,7 +199,7 @@ def _command(name: str) -> Callable[..., int]:
 
 def main(arguments: Sequence[str] | None = None, function: JobFunction | None = None) -> int:
     """Runs one command; returns its exit code."""
-    _write_whole()
+    make_good()  # first of all: nothing may take the place of a standard stream
     # Before anything imports numpy: a `node` typed by hand computes like one that was launched.
     set_thread_env(1)
     # Every failed handshake is a line of gRPC's own otherwise; what it comes to is said in our words.
@@ -206,7 +207,9 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction | None = 
     try:
         options = parser(driver=function).parse_args(arguments)
         command = _command(options.command)
-        return command(options, function) if options.command in _OF_DRIVERS else command(options)
+        code = command(options, function) if options.command in _OF_DRIVERS else command(options)
+        sys.stdout.flush()  # what cannot be written is an error here, and not after the end
+        return code
     except JobFailed as error:
         what = "the job was ended" if isinstance(error, JobCancelled) else "job failed"
         print(f"taskgraph: {what}: {error}", file=sys.stderr)
@@ -228,22 +231,14 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction | None = 
         print("taskgraph: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has enough; nothing may be flushed into the pipe at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_unwritten()  # whoever read our output has enough
         return 0
     except OSError as error:
         if error.errno not in _OF_THE_HOST:
             raise
         print(f"taskgraph: {error}", file=sys.stderr)
+        drop_unwritten()
         return FAILED
-
-
-def _write_whole() -> None:
-    """With PYTHONUNBUFFERED nobody writes the rest of what a pipe took in part: a long `--json` was cut off."""
-    out = sys.stdout
-    if isinstance(out, io.TextIOWrapper) and isinstance(out.buffer, io.FileIO):
-        whole = io.BufferedWriter(io.FileIO(out.fileno(), "w", closefd=False))
-        sys.stdout = io.TextIOWrapper(whole, encoding=out.encoding, errors=out.errors, line_buffering=True)
 
 
 def driver_main(function: JobFunction) -> None:

@@ -28,6 +28,8 @@ do about it (the end of its message). `str(error)` is what a user reads.
 
 from __future__ import annotations
 
+from typing import Final
+
 __all__ = [
     "CheckpointError",
     "CoordinationError",
@@ -50,9 +52,16 @@ __all__ = [
     "Unavailable",
     "UnknownJob",
     "ValueNotEncodable",
-    "said",
-    "worded",
 ]
+
+
+_name_of: Final = type.__dict__["__name__"].__get__
+
+
+def class_name(kind: type) -> str:
+    """What a class statement called it: no code of the user's is asked."""
+    name: str = _name_of(kind)
+    return name
 
 
 def said(error: BaseException) -> str:
@@ -60,13 +69,18 @@ def said(error: BaseException) -> str:
     try:
         return str(error)
     except BaseException as failed:  # whatever it is, it is not what we were asked to tell of
-        return f"(its __str__ raises {type(failed).__name__})"
+        return f"(its __str__ raises {kind_of(failed)})"
+
+
+def kind_of(error: BaseException) -> str:
+    """The name of its class, whatever a metaclass of the user's says of it."""
+    return class_name(type(error))
 
 
 def worded(error: BaseException) -> str:
     """The same behind its type: `ValueError: what it says`."""
     text = said(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return f"{kind_of(error)}: {text}" if text else kind_of(error)
 
 
 class TaskGraphError(Exception):

@@ -40,8 +40,8 @@ def began(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """From the state on: what comes before may have blanks in it."""
+    """From the state on: what comes before may have blanks in it, and bytes that are no text."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
     except OSError:
         return []

@@ -7,23 +7,39 @@ import dataclasses
 import inspect
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
-from taskgraph.errors import JobError
+from taskgraph.errors import JobError, worded
 from taskgraph.options import OptionInfo, check_fields, check_plain, options_of, options_text, parse
 from taskgraph.results import EpochReport, JobResult
 from taskgraph.settings import Settings
 from taskgraph.task import Task
 from taskgraph.topology import Link, Topology, as_topology
 
-__all__ = ["EpochReport", "Job", "JobFunction", "JobResult", "OptionInfo", "TaskBuilder", "job"]
+__all__ = [
+    "NAME_RULE",
+    "EpochReport",
+    "Job",
+    "JobFunction",
+    "JobResult",
+    "OptionInfo",
+    "TaskBuilder",
+    "is_name",
+    "job",
+]
 
 TaskBuilder = Callable[[int], Task]
 """(task_id) -> Task. A Task subclass that takes no arguments, or one called task_id, is one, too."""
 
+NAME_RULE = "a name has 1 to 100 letters, digits, '.', '_' or '-', no '.' first"
 _NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,100}")
+
+
+def is_name(text: str) -> bool:
+    """Whether a job may be called so: see `NAME_RULE`."""
+    return _NAME.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +77,7 @@ class Job:
     checkpoint_every: int = 10
     settings: Settings = field(default_factory=Settings)
     _origin: _Origin | None = field(default=None, repr=False, compare=False)
+    _needs: tuple[bool, ...] = field(default=(), init=False, repr=False, compare=False)
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         check_fields(cls, given)
@@ -75,10 +92,8 @@ class Job:
         if self.epochs is not None:
             self._make_int("epochs", 1, "None (until some processor calls epoch.finish()) or ")
         _check_builder(self.builder)
-        if not isinstance(self.name, str) or (self.name and not _NAME.fullmatch(self.name)):
-            raise JobError(
-                f"Job(name={self.name!r}): a name has 1 to 100 letters, digits, '.', '_' or '-', no '.' first"
-            )
+        if not isinstance(self.name, str) or (self.name and not is_name(self.name)):
+            raise JobError(f"Job(name={self.name!r}): {NAME_RULE}")
         if not isinstance(self.requires_gpu, bool) and not callable(self.requires_gpu):
             raise JobError(f"Job(requires_gpu={self.requires_gpu!r}): must be a bool, or a function task_id -> bool")
         if not isinstance(self.settings, Settings):
@@ -93,6 +108,7 @@ class Job:
 
             check_url(self.checkpoint)
         object.__setattr__(self, "topology", as_topology(self.topology))
+        object.__setattr__(self, "_needs", tuple(self._ask_needs()))
 
     def _make_int(self, name: str, least: int | None, also: str = "") -> None:
         value = getattr(self, name)
@@ -107,7 +123,16 @@ class Job:
 
     def needs_device(self, task_id: int) -> bool:
         """Whether this task needs a CUDA device."""
-        return bool(self.requires_gpu(task_id) if callable(self.requires_gpu) else self.requires_gpu)
+        return self._needs[task_id]
+
+    def _ask_needs(self) -> Iterator[bool]:
+        """Asks once, where it can be told: placement looks at it whenever a node comes or goes."""
+        asked = self.requires_gpu
+        for task_id in range(self.tasks):
+            try:
+                yield bool(asked(task_id)) if callable(asked) else bool(asked)
+            except Exception as error:
+                raise JobError(f"Job(requires_gpu=...): for task {task_id} it raises {worded(error)}") from error
 
     def build(self, task_id: int) -> Task:
         """Calls the task builder."""

@@ -55,11 +55,12 @@ class DriverRef:
                 _add_to_path(self.root)
             return _find(_load_module(self.location), self.function, self.location)
         path = Path(self.location)
-        here = Path.cwd() / path.name
         if not path.is_file():
+            here = Path(path.name)
             if not here.is_file():
-                raise JobError(f"there is no file {path} on this host, and no {path.name} in {here.parent}")
-            path = here
+                where = _here() or "the working directory, which was removed"
+                raise JobError(f"there is no file {path} on this host, and no {path.name} in {where}")
+            path = here.resolve()
         return _find(_load_file(path), self.function, str(path))
 
 
@@ -95,8 +96,8 @@ def _find(module: ModuleType, name: str, location: str) -> JobFunction:
 
 
 def _load_module(name: str) -> ModuleType:
-    if "" not in sys.path:
-        _add_to_path(str(Path.cwd()))
+    if "" not in sys.path and (here := _here()) is not None:
+        _add_to_path(str(here))
     with _import_of(name):
         try:
             return importlib.import_module(name)
@@ -131,23 +132,47 @@ def _load_file(path: Path) -> ModuleType:
     try:
         with _import_of(str(path)):
             spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[name]
+        if hint := _package_hint(path, error.__cause__):
+            raise JobError(f"{error}; {hint}") from error.__cause__
         raise
     return module
 
 
+def _package_hint(path: Path, error: BaseException | None) -> str:
+    """What to write where a file could not be imported by itself since it is in a package; "" where it was not that."""
+    if not isinstance(error, ImportError):
+        return ""
+    relative = "attempted relative import" in str(error)
+    folder, parts = path.parent, [path.stem]
+    while (folder / "__init__.py").is_file() or (relative and len(parts) == 1):
+        folder, parts = folder.parent, [folder.name, *parts]
+    if len(parts) == 1 or not (relative or (error.name or "").partition(".")[0] == parts[0]):
+        return ""
+    return f"what is in a package is named as a module: `taskgraph run {'.'.join(parts)}`, in {folder}"
+
+
 def _name_for(path: Path) -> str:
     """What the driver's module is called: its stem, so that its neighbors import the same one, as long as that neither
-    hides a module of the standard library nor is another driver's."""
-    tries = [] if path.stem in sys.stdlib_module_names else [path.stem]
-    tries += [f"{path.stem}__driver{number or ''}" for number in range(len(sys.modules))]
+    hides a module of the standard library nor is another driver's. A dot in it would make a module in a package."""
+    stem = path.stem.replace(".", "_")
+    tries = [] if stem in sys.stdlib_module_names else [stem]
+    tries += [f"{stem}__driver{number or ''}" for number in range(len(sys.modules))]
     return next(name for name in tries if name not in sys.modules or _is_of(sys.modules[name], path))
 
 
 def _is_of(module: ModuleType | None, path: Path) -> bool:
     file = getattr(module, "__file__", None)
     return bool(file) and Path(str(file)).resolve() == path
+
+
+def _here() -> Path | None:
+    """The working directory; None where it was removed, as a batch system does with its scratch."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return None
 
 
 def _add_to_path(folder: str) -> None:

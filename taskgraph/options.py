@@ -6,10 +6,13 @@ import dataclasses
 import difflib
 import inspect
 import json
+import numbers
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from enum import Enum
+from pathlib import PurePath
+from typing import Annotated, Any, Literal, NewType, Union, get_args, get_origin, get_type_hints
 
 from taskgraph.errors import JobError
 
@@ -74,10 +77,16 @@ def options_text(options: dict[str, OptionInfo]) -> str:
 
 def help_text(options: dict[str, OptionInfo]) -> str:
     """A line for each, as `--help` shows it."""
-    rows = [(f"-o {o.name}={'...' if o.required else o.default}", _name(o.type), o.help) for o in options.values()]
+    rows = [(f"-o {o.name}={'...' if o.required else o.default}", _told(o.type), o.help) for o in options.values()]
     wide = [max((len(row[at]) for row in rows), default=0) for at in (0, 1)]
     lines = [f"  {row[0]:{wide[0]}}  {row[1]:{wide[1]}}  {row[2]}".rstrip() for row in rows]
     return "\n".join(lines) or "  none"
+
+
+def _told(hint: Any) -> str:
+    """A type as `--help` shows it."""
+    usable = any(kind is not type(None) and _instead_of(kind) is None for kind in _members(hint))
+    return _name(hint) if usable else f"{_type_name(hint)} (cannot be given)"
 
 
 def parse(
@@ -90,7 +99,7 @@ def parse(
         kind: what each of them is called.
 
     Raises:
-        JobError: no such option, or a value that is none of its type.
+        JobError: no such option, a value that is none of its type, or a type whose values are not what JSON holds.
     """
     given = {}
     for text in texts:
@@ -120,7 +129,16 @@ def check_fields(cls: type, given: Iterable[str]) -> None:
 
 def check_plain(what: str, value: Any) -> None:
     """Raises JobError unless `value` is the same after a way through JSON."""
-    if value is None or type(value) in (bool, int, float, str):
+    if value is None or type(value) in (bool, float, str):
+        return
+    if type(value) is int:
+        try:
+            str(value)
+        except ValueError:  # too many digits (`sys.set_int_max_str_digits`)
+            raise JobError(
+                f"{what}: nodes get a job's arguments as JSON, and of an int of so many digits there is none; pass a "
+                f"text, as of hex(), instead"
+            ) from None
         return
     if type(value) is list:
         for item in value:
@@ -133,6 +151,8 @@ def check_plain(what: str, value: Any) -> None:
     way_out = {"tuple": "; make it a list", "dict": " with other keys than str"}.get(
         type(value).__name__, "; pass a number, or the name of a file that every node can read"
     )
+    if isinstance(value, Enum):
+        way_out = f"; pass its value, and make it {type(value).__name__}(...) in the function"
     raise JobError(
         f"{what}: nodes get a job's arguments as JSON: None, bool, int, float, str, lists and dicts of these, not "
         f"{type(value).__name__}{way_out}"
@@ -163,22 +183,90 @@ def _helps(doc: str) -> dict[str, str]:
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 #: Of several types the narrow ones are tried first: every text is a str, and every int a float.
 _WIDTH = {type(None): 0, int: 1, float: 2, str: 9}
+_SCALARS = (type(None), bool, int, float, str)
 
 
 def _convert(name: str, text: str, hint: Any) -> Any:
-    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    for kind in sorted(kinds, key=lambda kind: _WIDTH.get(kind, 3)):
-        try:
-            return _value(text.strip(), text, kind)
-        except ValueError:
-            continue
-    expected = " or ".join(map(_name, kinds))
+    for kind in _narrow_first(hint):
+        if _instead_of(kind) is None:
+            try:
+                return _value(text.strip(), text, kind)
+            except ValueError:
+                continue
+    if (instead := _instead(hint)) is not None:
+        raise JobError(
+            f"{name}={text!r}: its annotation is {_type_name(hint)}, and nodes get a job's arguments as JSON: annotate "
+            f"the parameter with {instead}"
+        )
+    expected = " or ".join(map(_name, _members(hint)))
     raise JobError(f"{name}={text!r}: expected {expected}")
+
+
+def _members(hint: Any) -> list[Any]:
+    """The types that a union is of, or the one that it is, as what travels of them."""
+    hint = _unwrapped(hint)
+    if get_origin(hint) not in (Union, types.UnionType):
+        return [hint]
+    return [kind for member in get_args(hint) for kind in _members(member)]
+
+
+def _narrow_first(hint: Any) -> list[Any]:
+    return sorted(_members(hint), key=lambda kind: _WIDTH.get(kind, 3))
+
+
+def _unwrapped(hint: Any) -> Any:
+    """What a NewType or an Annotated is made of, and Python's number in place of numpy's."""
+    if isinstance(hint, NewType):
+        return _unwrapped(hint.__supertype__)
+    if get_origin(hint) is Annotated:
+        return _unwrapped(get_args(hint)[0])
+    cls = get_origin(hint) or hint
+    if isinstance(cls, type) and cls.__module__ == "numpy" and cls.__name__ != "timedelta64":
+        if issubclass(cls, numbers.Integral):
+            return int
+        if issubclass(cls, numbers.Real):
+            return float
+        if cls.__name__ in ("bool", "bool_"):
+            return bool
+    return hint
+
+
+def _instead(hint: Any) -> str | None:
+    """What to annotate a parameter with whose values do not travel; None: values of this type do."""
+    return next((instead for kind in _members(hint) if (instead := _instead_of(kind)) is not None), None)
+
+
+def _instead_of(kind: Any) -> str | None:
+    if kind in (Any, object, *_SCALARS) or get_origin(kind) is Literal:
+        return None
+    container, parts = _container(get_origin(kind) or kind), get_args(kind)
+    if container is not None:
+        if container is dict and parts and any(not _makes_keys(key) for key in _members(parts[0])):
+            return "dict[str, ...]: JSON has no other keys"
+        return next((instead for part in parts if part is not ... and (instead := _instead(part)) is not None), None)
+    cls = get_origin(kind) or kind
+    if isinstance(cls, type):
+        name = cls.__name__
+        if issubclass(cls, Enum):
+            values = [member.value for member in cls]
+            if not all(type(value) in _SCALARS for value in values):
+                return f"Literal[{', '.join(map(repr, cls.__members__))}], and make it {name}[...] in the function"
+            return f"Literal[{', '.join(map(repr, values))}], and make it {name}(...) in the function"
+        if issubclass(cls, PurePath):
+            return f"str, and make it {name}(...) in the function"
+        if issubclass(cls, Set):
+            return f"list[{', '.join(map(_name, parts)) or '...'}], and make it {name}(...) in the function"
+    return "bool, int, float, str, Literal[...], list[...], dict[str, ...], or a union of these and None"
+
+
+def _makes_keys(kind: Any) -> bool:
+    return kind in (str, Any, object) or get_origin(kind) is Literal
 
 
 def _value(text: str, raw: str, kind: Any) -> Any:
     """The text as a value of this type; raises ValueError where it is none."""
-    origin = get_origin(kind) or kind
+    if kind is str:
+        return raw
     if kind is type(None):
         if text.lower() in ("none", "null"):
             return None
@@ -191,7 +279,7 @@ def _value(text: str, raw: str, kind: Any) -> Any:
         return _int(text)
     if kind is float:
         return float(text)
-    if origin is Literal:
+    if get_origin(kind) is Literal:
         for choice in get_args(kind):
             if str(choice) == text:
                 return choice
@@ -201,17 +289,17 @@ def _value(text: str, raw: str, kind: Any) -> Any:
             return json.loads(text)
         except ValueError:
             return raw
-    container = _container(origin)
-    return _json(text, container) if container is not None else raw
+    return _of_json(json.loads(text), kind)
 
 
 def _container(origin: Any) -> type | None:
     """What JSON must hold for a type: a list also for Sequence, Iterable and tuple, a dict also for Mapping."""
-    if not isinstance(origin, type):
+    try:
+        if origin is tuple or issubclass(list, origin):
+            return list
+        return dict if issubclass(dict, origin) else None
+    except TypeError:  # no class, or one that is not asked for subclasses: a TypedDict, a protocol
         return None
-    if origin is tuple or issubclass(list, origin):
-        return list
-    return dict if issubclass(dict, origin) else None
 
 
 def _int(text: str) -> int:
@@ -224,21 +312,51 @@ def _int(text: str) -> int:
         return int(number)
 
 
-def _json(text: str, kind: type) -> Any:
-    value = json.loads(text)
-    if type(value) is not kind:
+def _fitting(value: Any, hint: Any) -> Any:
+    """A value out of JSON as one of a type, or of one of several; raises ValueError where it is none."""
+    for kind in _narrow_first(hint):
+        try:
+            return _of_json(value, kind)
+        except ValueError:
+            continue
+    raise ValueError
+
+
+def _of_json(value: Any, kind: Any) -> Any:
+    if kind in (Any, object):
+        return value
+    if type(value) in (int, float) and kind in (int, float):
+        return _int(repr(value)) if kind is int else float(repr(value))
+    if get_origin(kind) is Literal:
+        if any(type(choice) is type(value) and choice == value for choice in get_args(kind)):
+            return value
         raise ValueError
-    return value
+    container, parts = _container(get_origin(kind) or kind), get_args(kind)
+    wanted: Any = kind if kind in _SCALARS else container
+    if type(value) is not wanted:
+        raise ValueError
+    if container is None or not parts:
+        return value
+    if container is dict:
+        return {_fitting(key, parts[0]): _fitting(item, parts[1]) for key, item in value.items()}
+    if get_origin(kind) is tuple and parts[-1] is not ...:
+        return [_fitting(item, part) for item, part in zip(value, parts, strict=True)]
+    return [_fitting(item, parts[0]) for item in value]
 
 
 def _name(kind: Any) -> str:
+    kind = _unwrapped(kind)
     if kind is bool:
         return "true or false"
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, get_args(kind)))
     if kind is type(None):
         return "none"
-    name = str(kind).replace("typing.", "").replace("collections.abc.", "")
-    if not get_args(kind):
-        name = getattr(kind, "__name__", name)
+    name = _type_name(kind)
     return f"{name} as JSON" if _container(get_origin(kind) or kind) is not None else name
+
+
+def _type_name(kind: Any) -> str:
+    if not get_args(kind) and hasattr(kind, "__name__"):
+        return str(kind.__name__)
+    return str(kind).replace("typing.", "").replace("collections.abc.", "")

@@ -6,18 +6,21 @@ import base64
 import json
 import math
 import reprlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from taskgraph.errors import DecodeError, JobError
+from taskgraph.errors import DecodeError, JobError, worded
 
 __all__ = ["EpochReport", "JobResult", "plain_value"]
 
 _NAMED = 5
 """Tasks named in a message before the rest is counted."""
+_BITS_OF_A_DIGIT = 3
+"""At least; for a few ints below the limit hexadecimal digits do, too."""
 _SHORT = reprlib.Repr()
 _SHORT.maxother = _SHORT.maxstring = 200
 
@@ -81,7 +84,10 @@ class JobResult:
         return next(iter(self.values.values()))
 
     def to_json(self) -> str:
-        """One line of JSON, values too: arrays as nested lists, bytes as base64, nan and infinities as strings."""
+        """One line of JSON, values too: arrays as nested lists, bytes as base64, nan and infinities as strings.
+
+        So are ints of some thousand digits, as hexadecimal ones.
+        """
         plain = {
             "name": self.name,
             "status": self.status,
@@ -129,8 +135,10 @@ def _floats(numbers: Mapping[str, Any]) -> dict[str, float]:
 
 def plain_value(value: Any) -> Any:
     """A value as JSON can say it. Not exact: a view for people and scripts, not a way back."""
-    if value is None or isinstance(value, bool | str | int):
+    if value is None or isinstance(value, bool | str):
         return value
+    if isinstance(value, int):
+        return value if _has_digits(value) else hex(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(float(value))
     if isinstance(value, complex):
@@ -151,4 +159,13 @@ def plain_value(value: Any) -> Any:
         from google.protobuf.json_format import MessageToDict
 
         return plain_value(MessageToDict(value, preserving_proto_field_name=True))
-    return str(value)
+    try:
+        return str(value)
+    except Exception as error:  # a type of the user's, beside whose values others are worth to be seen
+        return f"<{type(value).__name__}: {worded(error)}>"
+
+
+def _has_digits(value: int) -> bool:
+    """Whether Python makes decimal digits of an int; of very large ones it refuses to (`set_int_max_str_digits`)."""
+    limit = sys.get_int_max_str_digits()
+    return not limit or value.bit_length() <= _BITS_OF_A_DIGIT * limit

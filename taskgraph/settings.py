@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -14,6 +13,14 @@ from taskgraph.errors import JobError
 from taskgraph.options import check_fields
 
 __all__ = ["Settings"]
+
+_MINUTE, _HOUR, _DAY, _MONTH = 60, 3600, 86_400, 2_592_000
+"""What is waited for may take long, but not for ever: a job that hangs in a wait would not say so."""
+
+
+def _up_to(most: int, default: Any, *, least: int | None = None) -> Any:
+    """A setting that is a number from `least` (None: above 0) to `most`."""
+    return dataclasses.field(default=default, metadata={"least": least, "most": most})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +51,8 @@ class Settings:
         refresh_s: an unconfirmed hint (a message from the future) leads to a re-read of etcd after this time.
         stall_check_s: an epoch that did not move for this long is examined for a cycle of waits.
         slow_compute_s: a hook or compute that runs longer is shown in `status` and told as an event.
-        cancel_s: how long a restart waits for a running compute before the node's process ends itself.
+        cancel_s: how long a restart waits for a running compute before the node's process ends itself, and how long a
+            node that ends waits for a `teardown()`.
         setup_s: limit for `setup()` of a candidate, after which the offer is tried again.
         results_kept_s: how long nodes keep results nobody collects.
         fatal_deaths: nodes whose processes may end while the same code of one task runs, in one epoch: the job fails
@@ -61,40 +69,40 @@ class Settings:
             outside a sync point. Costs at least a second run of every compute.
 
     Raises:
-        JobError: no such setting, or a value that is no number of its kind.
+        JobError: no such setting, or a value that is no number of its kind, or out of its range.
     """
 
-    lease_ttl_s: float = 5.0
-    lease_stall_s: float = 2.0
-    lost_after_s: float = 30.0
-    min_in_sync: int = 1
-    admit_wait_s: float = 10.0
-    epochs_ahead: int = 64
-    epochs_in_flight: int = 4
-    gather_s: float = 0.02
-    start_wait_s: float = 15.0
-    hand_over_s: float = 2.0
-    drain_s: float = 60.0
-    takeover_stagger_s: float = 0.3
-    connect_s: float = 5.0
-    ping_s: float = 5.0
-    ping_timeout_s: float = 20.0
-    call_s: float = 10.0
-    refresh_s: float = 0.05
-    stall_check_s: float = 2.0
-    slow_compute_s: float = 10.0
-    cancel_s: float = 60.0
-    setup_s: float = 600.0
-    results_kept_s: float = 300.0
-    fatal_deaths: int = 3
-    device_failures: int = 2
-    device_memory: float = 0.9
-    blas_threads: int = 1
+    lease_ttl_s: float = _up_to(_HOUR, 5.0)
+    lease_stall_s: float = _up_to(_HOUR, 2.0)
+    lost_after_s: float = _up_to(_DAY, 30.0)
+    min_in_sync: int = _up_to(1_000, 1, least=1)
+    admit_wait_s: float = _up_to(_DAY, 10.0, least=0)
+    epochs_ahead: int = _up_to(1_000_000, 64, least=0)
+    epochs_in_flight: int = _up_to(1_000, 4, least=1)
+    gather_s: float = _up_to(_MINUTE, 0.02, least=0)
+    start_wait_s: float = _up_to(_DAY, 15.0, least=0)
+    hand_over_s: float = _up_to(_HOUR, 2.0, least=0)
+    drain_s: float = _up_to(_DAY, 60.0, least=0)
+    takeover_stagger_s: float = _up_to(_MINUTE, 0.3, least=0)
+    connect_s: float = _up_to(_HOUR, 5.0)
+    ping_s: float = _up_to(_HOUR, 5.0)
+    ping_timeout_s: float = _up_to(_DAY, 20.0)
+    call_s: float = _up_to(_HOUR, 10.0)
+    refresh_s: float = _up_to(_MINUTE, 0.05)
+    stall_check_s: float = _up_to(_DAY, 2.0)
+    slow_compute_s: float = _up_to(_MONTH, 10.0)
+    cancel_s: float = _up_to(_MONTH, 60.0)
+    setup_s: float = _up_to(_MONTH, 600.0)
+    results_kept_s: float = _up_to(_MONTH, 300.0, least=0)
+    fatal_deaths: int = _up_to(1_000_000, 3, least=1)
+    device_failures: int = _up_to(1_000_000, 2, least=1)
+    device_memory: float = _up_to(1, 0.9)
+    blas_threads: int = _up_to(10_000, 1, least=1)
     deal_devices: bool = True
-    max_value_bytes: int = 1 << 40
-    max_parked: int = 100_000
-    events_kept: int = 1000
-    checkpoints_kept: int = 3
+    max_value_bytes: int = _up_to(1 << 50, 1 << 40, least=1)
+    max_parked: int = _up_to(100_000_000, 100_000, least=1)
+    events_kept: int = _up_to(1_000_000, 1000, least=1)
+    checkpoints_kept: int = _up_to(1_000_000, 3, least=1)
     strict: bool = False
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
@@ -104,31 +112,24 @@ class Settings:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if type(field.default) is bool:
-                fits, what = isinstance(value, bool), "True or False"
-            elif type(field.default) is int:
-                least = 0 if field.name in _MAY_BE_ZERO else 1
-                fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
-                what = f"an int from {least} on"
-            else:
-                zero, part = field.name in _MAY_BE_ZERO, field.name in _PARTS
-                number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-                fits = number and (value > 0 or (zero and value == 0)) and not (part and value > 1)
-                what = "a number above 0, and 1 at most" if part else f"a number of seconds{'' if zero else ' above 0'}"
-            if not fits:
-                raise JobError(f"Settings({field.name}={value!r}): must be {what}")
+            if not _fits(value, field):
+                raise JobError(f"Settings({field.name}={value!r}): must be {_told(field)}")
 
 
-_PARTS = ("device_memory",)
-"""Of a whole, which is 1."""
-_MAY_BE_ZERO = (
-    "admit_wait_s",
-    "epochs_ahead",
-    "gather_s",
-    "start_wait_s",
-    "hand_over_s",
-    "drain_s",
-    "takeover_stagger_s",
-    "results_kept_s",
-)
-"""What one may do without."""
+def _fits(value: Any, field: dataclasses.Field[Any]) -> bool:
+    if isinstance(field.default, bool) or isinstance(value, bool):
+        return isinstance(field.default, bool) and isinstance(value, bool)
+    if not isinstance(value, int if isinstance(field.default, int) else int | float):
+        return False
+    least, most = field.metadata["least"], field.metadata["most"]
+    return bool((value > 0 if least is None else value >= least) and value <= most)
+
+
+def _told(field: dataclasses.Field[Any]) -> str:
+    """The values that a setting takes, for messages."""
+    if isinstance(field.default, bool):
+        return "True or False"
+    unit = " of seconds" if field.name.endswith("_s") else ""
+    what = "an int" if isinstance(field.default, int) else f"a number{unit}"
+    least, most = field.metadata["least"], field.metadata["most"]
+    return f"{what} above 0, and {most} at most" if least is None else f"{what} from {least} to {most}"

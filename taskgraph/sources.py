@@ -34,7 +34,7 @@ def fingerprint(function: JobFunction) -> str:
     if file:
         root = Path(file).resolve().parent
         for name, path in sorted(_local_sources(root, Path(file).resolve()).items()):
-            digest.update(f"{name}\n".encode())
+            digest.update(f"{name}\n".encode(errors="surrogateescape"))  # a name may be any bytes
             digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:16]
 

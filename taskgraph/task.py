@@ -182,7 +182,7 @@ class Task:
         """Something happened around this task; information, not state."""
 
     def teardown(self) -> Any:
-        """At the end of each living replica: the last chance to save work."""
+        """At the end of each living replica: the last chance to save work, within `Settings.cancel_s`."""
 
 
 def _title(task: Task) -> str:

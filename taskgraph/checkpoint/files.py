@@ -5,7 +5,8 @@ The value is encoded already (`graph.values`): a description and its bulk. The d
 see what a user would: `theta`, `layers.0.weight`. What safetensors has no name for (structured and complex dtypes, big
 endian, long bytes) are tensors of bytes. So nothing is converted, and what is read is what was written, bit by bit.
 Small arrays lie within the description; they are written a second time under their names, for other tools alone. Those
-that lie side by side in one piece of bulk are a tensor each.
+that lie side by side in one piece of bulk are a tensor each. A header has room for some 100,000 names; arrays beyond
+that, the small ones first, are found in the description, or in bytes without a name of their own.
 
 The file's digest is of its header, but for the digest itself, and of all data: whatever is cut off, torn or flipped is
 noticed. It is against accidents, not against forgers.
@@ -32,14 +33,19 @@ from taskgraph.graph.outline import Named, outline
 from taskgraph.graph.values import verify
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["FileInfo", "Label", "pack", "unpack"]
+__all__ = ["FORMAT", "FileInfo", "Label", "pack", "unpack"]
 
-_FORMAT: Final = "taskgraph checkpoint 3"
+FORMAT: Final = "taskgraph checkpoint 3"
+"""Of files and manifests: what is of another one is foreign."""
 _VALUE: Final = "taskgraph.value"
 _NO_DIGEST: Final = "0" * 32
 _ALIGN: Final = 64
 _MAX_HEADER: Final = 100_000_000
 """What other readers take, too."""
+_NAMES_BYTES: Final = 64_000_000
+"""Of the header, for the names of arrays. The rest is for large arrays that then have none: several 100,000 of them."""
+_ENTRY_BYTES: Final = 400
+"""At most what a name costs in the header beside itself, and with it that of bytes without a name that follow."""
 _U64 = struct.Struct("<Q")
 
 _NAMES: Final = {
@@ -74,10 +80,17 @@ class FileInfo:
 
 
 def pack(value: Encoded, label: Label) -> tuple[FileInfo, list[memoryview]]:
-    """The file as parts to be written one after the other; bulk is not copied."""
-    named = [n for n in outline(value) if _safe_name(n.dtype) is not None and n.data.nbytes]
+    """The file as parts to be written one after the other; bulk is not copied.
+
+    Raises:
+        CheckpointError: it has too many large arrays for a file that can be read again.
+    """
+    named = _named(value)
     by_buffer = {n.buffer: n for n in named if n.buffer is not None and n.part is None}
-    parts_of = {n.buffer: [p for p in named if p.buffer == n.buffer] for n in named if n.part is not None}
+    parts_of: dict[int | None, list[Named]] = {}
+    for n in named:
+        if n.part is not None:
+            parts_of.setdefault(n.buffer, []).append(n)
     names: dict[str, int] = {_VALUE: 0, "__metadata__": 0}
     entries: list[tuple[str, str, tuple[int, ...], memoryview]] = []
     buffers: list[str | dict[str, Any]] = []
@@ -107,7 +120,7 @@ def pack(value: Encoded, label: Label) -> tuple[FileInfo, list[memoryview]]:
     entries.sort(key=lambda entry: -_item_bytes(entry[1]))  # so that all of them are aligned; bytes come last
     header: dict[str, Any] = {
         "__metadata__": {
-            "format": _FORMAT,
+            "format": FORMAT,
             "digest": _NO_DIGEST,
             "value_digest": value.digest.hex(),
             "buffers": json.dumps(buffers),
@@ -120,10 +133,32 @@ def pack(value: Encoded, label: Label) -> tuple[FileInfo, list[memoryview]]:
         at += data.nbytes
     text = json.dumps(header, ensure_ascii=True, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + _U64.size) % _ALIGN)
+    if len(text) > _MAX_HEADER:
+        raise CheckpointError(
+            f"its header would have {len(text)} bytes, and readers take {_MAX_HEADER}: the state has {len(buffers)} "
+            f"large arrays or texts; keep them in fewer, larger ones"
+        )
     parts = [data.cast("B") if data.nbytes else memoryview(b"") for *_, data in entries]
     digest = _digest(text, parts)
     head = _U64.pack(len(text)) + text.replace(_digest_field(_NO_DIGEST), _digest_field(digest), 1)
     return FileInfo(label.task, len(head) + at, digest), [memoryview(head), *parts]
+
+
+def _named(value: Encoded) -> list[Named]:
+    """The arrays that have a tensor of their name in the file: large ones, then those side by side, then small ones.
+
+    All that safetensors has a dtype for, as a rule; else as many as the header has room for.
+    """
+    found = [n for n in outline(value) if _safe_name(n.dtype) is not None and n.data.nbytes]
+    found.sort(key=lambda n: (n.buffer is None, n.part is not None))
+    room = _NAMES_BYTES
+    for at, one in enumerate(found):
+        name = _tensor_name(one)
+        # Both in the header and, of bulk, in the list of buffers, where what is escaped is escaped again.
+        room -= 3 * len(json.dumps(name)) + 20 * len(one.shape) + _ENTRY_BYTES
+        if room < 0:
+            return found[:at]
+    return found
 
 
 def _parts(data: memoryview, named: Iterable[Named]) -> Iterator[tuple[int, memoryview, Named | None]]:
@@ -150,11 +185,10 @@ def unpack(data: memoryview, label: Label, info: FileInfo, *, path: str) -> Enco
         raise CheckpointError(f"{path} is torn: it has {data.nbytes} bytes, {info.size} were written")
     header, text, at = _header(data, path)
     about = header.get("__metadata__")
-    if not isinstance(about, dict) or about.get("format") != _FORMAT:
-        raise CheckpointError(f"{path} is foreign: not a file of a checkpoint of this version ({_FORMAT!r})")
-    digest = about.get("digest", "")
-    cleared = text.replace(_digest_field(digest), _digest_field(_NO_DIGEST), 1)
-    if not isinstance(digest, str) or _digest(cleared, [data[at:]]) != digest:
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is foreign: not a file of a checkpoint of this version ({FORMAT!r})")
+    digest = about.get("digest")
+    if not isinstance(digest, str) or _digest(_cleared(text, digest), [data[at:]]) != digest:
         raise CheckpointError(f"{path} is corrupt: it does not match the digest it was written with")
     for key, expected in asdict(label).items():
         if about.get(key) != str(expected):
@@ -212,6 +246,11 @@ def _digest(header: bytes, parts: Iterable[memoryview]) -> str:
     for part in parts:
         hasher.update(part)
     return hasher.hexdigest()
+
+
+def _cleared(header: bytes, digest: str) -> bytes:
+    """The header as it was digested."""
+    return header.replace(_digest_field(digest), _digest_field(_NO_DIGEST), 1)
 
 
 def _digest_field(digest: str) -> bytes:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Final
+from typing import Any
 
 import xxhash
 
-from taskgraph.checkpoint.files import FileInfo, Label
+from taskgraph.checkpoint.files import FORMAT, FileInfo, Label
 from taskgraph.errors import CheckpointError
 from taskgraph.version import LOCAL_FINGERPRINT, VERSION
 
 __all__ = ["ChangedJob", "Manifest", "Name", "Origin"]
 
-_FORMAT: Final = "taskgraph checkpoint 3"
 _NAME = re.compile(r"s(\d{4,9})-a(\d{6,18})-e(\d{9,18})-([0-9a-z]{1,16})")
 
 
@@ -139,7 +138,7 @@ class Manifest:
             )
 
     def to_bytes(self) -> bytes:
-        raw = {"format": _FORMAT, **asdict(self)}
+        raw = {"format": FORMAT, **asdict(self)}
         return json.dumps({**raw, "digest": _digest(raw)}, indent=1).encode()
 
     @classmethod
@@ -148,8 +147,8 @@ class Manifest:
         try:
             raw: dict[str, Any] = json.loads(data)
             digest = raw.pop("digest", None)
-            if raw.get("format") != _FORMAT:
-                raise CheckpointError(f"{path} is foreign: its format is {raw.get('format')!r}, not {_FORMAT!r}")
+            if raw.get("format") != FORMAT:
+                raise CheckpointError(f"{path} is foreign: its format is {raw.get('format')!r}, not {FORMAT!r}")
             if digest != _digest(raw):
                 raise CheckpointError(f"{path} is corrupt: it does not match its digest")
             known = {f.name for f in fields(cls)}

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, Protocol
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -74,17 +74,18 @@ def open_place(url: str) -> Place:
 
 def _local_path(url: str) -> str | None:
     """The path that the URL names on this host, or None: it is not one of this host's."""
-    parts = urlsplit(url)
-    if "://" not in url:
+    scheme, has_scheme, rest = url.partition("://")
+    if not has_scheme:
         return url
-    if parts.scheme not in _LOCAL:
+    if scheme.lower() not in _LOCAL:
         return None
-    if parts.netloc not in ("", "localhost"):
+    host, slash, path = rest.partition("/")  # a path may have a # or a ?: a file has no query and no fragment
+    if host not in ("", "localhost"):
         raise JobError(
-            f"Job(checkpoint={url!r}): it names the host {parts.netloc!r}; a path has three slashes, e.g. "
-            f"'file:///{parts.netloc}{parts.path}'"
+            f"Job(checkpoint={url!r}): it names the host {host!r}; a path has three slashes, e.g. "
+            f"'file:///{host}{slash}{path}'"
         )
-    return unquote(parts.path)
+    return unquote(slash + path)
 
 
 def _fsspec(url: str) -> tuple[Any, str]:
@@ -122,6 +123,11 @@ class Directory:
                 os.fsync(file.fileno())
             os.replace(beside, target)
             _sync_directory(target.parent)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"{target.parent} was removed while {target.name} was written there, by another run that keeps its "
+                f"checkpoints in the same place, or by hand"
+            ) from error
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
                 beside.unlink()

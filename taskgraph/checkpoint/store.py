@@ -86,7 +86,12 @@ class Store:
         )
 
     def write(self, name: Name, task: int, value: Encoded) -> FileInfo:
-        """Writes one task's boundary. Raises OSError."""
+        """Writes one task's boundary.
+
+        Raises:
+            CheckpointError: it makes no file that could be read again.
+            OSError: it cannot be written.
+        """
         info, parts = pack(value, self.manifest(name).label(task))
         self._place.write(self._file(str(name), task), parts)
         return info
@@ -127,6 +132,11 @@ class Store:
     def _names(self) -> list[Name]:
         """Of all that is there, complete or not; oldest first."""
         return sorted(n for text in self._place.names(self._origin.job) if (n := Name.parse(text)) is not None)
+
+    def of_others(self, run: str, known: Iterable[str]) -> list[Name]:
+        """Those of other runs than `run` that are not `known`, complete or not; oldest first. Raises OSError."""
+        known = set(known)
+        return [name for name in self._names() if name.run != run and str(name) not in known]
 
     def complete(self) -> list[Name]:
         """The complete ones, the newest first, whether they can be read or not. Raises OSError."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import math
 import random
 import secrets
 import signal
@@ -35,7 +36,7 @@ _LAST_EVENT_S = 0.3
 
 def chaos(options: argparse.Namespace) -> int:
     """Hits nodes until the job ended, the time is over, or Ctrl-C."""
-    if options.mtbf <= 0 or (options.for_s is not None and options.for_s <= 0):
+    if not all(0 < seconds < math.inf for seconds in (options.mtbf, options.for_s) if seconds is not None):
         raise JobError("--mtbf and --for-s are seconds above 0")
     kinds = kinds_of(options.kinds)
     seed = options.seed if options.seed is not None else secrets.randbelow(1_000_000)

@@ -56,9 +56,10 @@ async def _status(options: argparse.Namespace) -> int:
             try:
                 await keeper.load()
             except CoordinationError:
-                if _ended_here(reached.entry) is None:
+                if (kept := _ended_here(reached.entry)) is None:
                     raise
-                return _say_ended(reached.entry, as_json=options.json)
+                _print_finished(reached.name, kept, as_json=options.json)
+                return 0
             spec, token = reached.spec, reached.entry.token_bytes
             statuses = await node_statuses(keeper.view, spec.run, token, reached.entry.node_access)
             if options.json:
@@ -76,21 +77,15 @@ async def _status(options: argparse.Namespace) -> int:
             if not options.watch or not keeper.view.running:
                 return 0
             await asyncio.sleep(_WATCH_S)
-            if _ended_here(reached.entry) is not None:
-                return _say_ended(reached.entry, as_json=options.json)
+            if (kept := _ended_here(reached.entry)) is not None:
+                _print_finished(reached.name, kept, as_json=options.json)
+                return 0
 
 
 def _ended_here(entry: JobEntry) -> dict[str, Any] | None:
     """What was kept of a job whose launcher, and with it its embedded etcd, ended while we looked."""
     runtime = Runtime()
     return runtime.finished(entry.name) if entry.embedded and runtime.find(entry.name) is None else None
-
-
-def _say_ended(entry: JobEntry, *, as_json: bool) -> int:
-    kept = _ended_here(entry)
-    assert kept is not None
-    _print_finished(entry.name, kept, as_json=as_json)
-    return 0
 
 
 def _print_finished(name: str, kept: dict[str, Any], *, as_json: bool) -> None:
@@ -187,7 +182,8 @@ def result(options: argparse.Namespace) -> int:
     kept = _finished(options)
     if kept is None:
         kept = uvloop.run(_result(options))
-    found, record = kept["result"], StatusRecord(**kept["status"])
+    found = kept["result"]
+    record = StatusRecord(**{"state": State.CANCELLED, **kept["status"]})  # of one that was deleted nothing is kept
     if found is None:
         if record.state == State.FINISHED:
             raise not_kept(kept.get("not_kept", ""))

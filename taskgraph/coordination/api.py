@@ -10,10 +10,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from taskgraph.errors import CoordinationError
 from taskgraph.protocol.frozen import frozen
 from taskgraph.protocol.kv import KeyEvent, KeyValue, Txn, TxnResult
 
-__all__ = ["Coordinator", "Lease", "Listing", "WatchBatch", "WatchCompacted"]
+__all__ = ["Coordinator", "Lease", "Listing", "TooLarge", "WatchBatch", "WatchCompacted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,10 @@ class WatchBatch:
 
     revision: int
     events: tuple[KeyEvent, ...]
+
+
+class TooLarge(CoordinationError):
+    """A transaction takes more bytes than the coordinator does: nothing was done."""
 
 
 class WatchCompacted(Exception):

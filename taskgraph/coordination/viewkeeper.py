@@ -16,7 +16,6 @@ from functools import partial
 
 from taskgraph.coordination.api import Coordinator, WatchCompacted
 from taskgraph.errors import Unavailable
-from taskgraph.protocol.kv import Txn, TxnResult
 from taskgraph.protocol.view import JobView
 
 __all__ = ["ViewKeeper"]
@@ -39,6 +38,7 @@ class ViewKeeper:
         self._structure_listeners: list[Callable[[], None]] = []
         self._notifying = False
         self._refreshing: asyncio.Lock = asyncio.Lock()
+        self._reads = 0  # that `refresh` has begun
 
     def on_change(self, listener: Callable[[], None], *, structure: bool = False) -> Callable[[], None]:
         """Calls `listener()` after every change of the view; returns how to stop that.
@@ -136,19 +136,16 @@ class ViewKeeper:
 
     async def refresh(self) -> None:
         """A linearizable re-read; concurrent callers share one. Where etcd is away, the caller's wait goes on."""
-        before = self.view.revision
+        begun = self._reads
         async with self._refreshing:
-            if self.view.revision > before:
+            if self._reads > begun:  # by somebody else, after we asked
                 return
+            self._reads += 1
             try:
                 await self.load()
             except Unavailable as error:
                 log.warning("cannot re-read the job: %s", error)
                 await asyncio.sleep(self._refresh_s)
-
-    async def txn(self, txn: Txn) -> TxnResult:
-        """Executes a transaction; raises Unavailable or OutcomeUnknown."""
-        return await self._coordinator.txn(txn)
 
     def notify_later(self) -> None:
         """`notify`, once, after the caller is through."""

@@ -34,8 +34,8 @@ def configured(name: str) -> str | None:
     if not path.is_file():
         return None
     try:
-        found = tomllib.loads(path.read_text()).get(name)
-    except (tomllib.TOMLDecodeError, OSError) as error:
+        found = tomllib.loads(path.read_bytes().decode()).get(name)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise JobError(f"{path.resolve()} cannot be read: {error}") from error
     return ",".join(found) if isinstance(found, list) else None if found is None else str(found)
 

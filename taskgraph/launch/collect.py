@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from taskgraph.errors import JobCancelled, JobFailed, UnknownJob
+from taskgraph.errors import JobCancelled, JobFailed, UnknownJob, worded
 from taskgraph.graph.values import decode, verify
 from taskgraph.jobs import EpochReport, JobResult
 from taskgraph.observe.status import TaskResult
@@ -15,18 +17,28 @@ from taskgraph.protocol.records import PrimaryRecord, State, StatusRecord
 from taskgraph.protocol.view import Versioned
 
 __all__ = [
+    "KeptCopy",
     "assemble",
     "complete",
     "damaged",
     "job_failed",
+    "kept_copy",
     "mib",
     "not_kept",
-    "shortened",
     "size_bytes",
     "why_not_kept",
 ]
 
 T = TypeVar("T")
+
+_SUMMARY_BYTES = 1 << 20
+"""A larger result is not kept in etcd, whose requests are limited to 1.5 MiB; its values are, if they are smaller."""
+_KEPT_BYTES = 64 << 20
+"""Values of more are not written as JSON."""
+_KEPT_ELEMENTS = 1 << 20
+"""Nor are those of more numbers: json holds up every other thread, for half a second with as many, and takes 60 times
+the memory of an array of bytes."""
+_RAN_GOT = "who ran the job got them"
 
 
 def complete(found: Sequence[TaskResult], tasks: int) -> bool:
@@ -74,22 +86,74 @@ def mib(size: int) -> str:
     return f"{size / (1 << 20):.1f} MiB"
 
 
-def shortened(text: str, limit: int) -> tuple[str | None, str]:
-    """A result as JSON of fewer than `limit` bytes: without its reports, where it is too large with them.
+@dataclass(frozen=True, slots=True)
+class KeptCopy:
+    """A result as JSON, for whoever asks later.
+
+    Attributes:
+        here: what is kept on this host, or None, and then `not_here` says why.
+        in_etcd: the same, of what etcd keeps; without its reports where it is too large with them.
+    """
+
+    here: str | None
+    not_here: str
+    in_etcd: str | None
+    not_in_etcd: str
+
+
+def kept_copy(result: JobResult, size: int) -> KeptCopy:
+    """The copy that is kept of a result, or why there is none; never raises.
 
     Args:
-        text: all of it, as `JobResult.to_json` wrote it.
-
-    Returns:
-        It, and an empty text; where the values alone are too large None, and why.
+        size: the encoded size of its values.
     """
-    if len(text) < limit:  # it is ASCII
+    if size >= _KEPT_BYTES:
+        return _no_copy(f"they take {mib(size)}, and less than {mib(_KEPT_BYTES)} is kept: {_RAN_GOT}")
+    try:
+        if (many := _elements(result.values, _KEPT_ELEMENTS)) > _KEPT_ELEMENTS:
+            least = f"{many:,} numbers or texts or more, and no more than {_KEPT_ELEMENTS:,} are kept"
+            return _no_copy(f"they have {least}: {_RAN_GOT}")
+        text = result.to_json()
+        return KeptCopy(text, "", *_shortened(result, text))
+    except Exception as error:  # a type of the user's may raise anything; the values themselves are there
+        return _no_copy(f"they cannot be written as JSON ({worded(error)}): {_RAN_GOT}")
+
+
+def _no_copy(why: str) -> KeptCopy:
+    return KeptCopy(None, why, None, why)
+
+
+def _elements(value: Any, limit: int) -> int:
+    """How many numbers and texts a value is made of; some number above `limit` where there are more."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    elif dataclasses.is_dataclass(value):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    if isinstance(value, list | tuple):
+        count = 0
+        for item in value:
+            if (count := count + _elements(item, limit - count)) > limit:
+                break
+        return count
+    if not hasattr(value, "tolist"):
+        return 1
+    size = getattr(value, "size", None)
+    return size if isinstance(size, int) else int(value.nbytes)  # torch's `size` is a method
+
+
+def _shortened(result: JobResult, text: str) -> tuple[str | None, str]:
+    """A result as JSON for etcd, and an empty text; where its values alone are too large None, and why."""
+    if len(text) < _SUMMARY_BYTES:  # it is ASCII
         return text, ""
-    left_out = f"reports left out: with them it was {mib(len(text))}, and less than {mib(limit)} is kept in etcd"
-    short = json.dumps({**json.loads(text), "reports": [], "left_out": left_out})
-    if len(short) < limit:
-        return short, ""
-    why = f"as JSON they take {mib(len(short))}, and less than {mib(limit)} is kept in etcd: who ran the job got them"
+    left_out = (
+        f"reports left out: with them it was {mib(len(text))}, and less than {mib(_SUMMARY_BYTES)} is kept in etcd"
+    )
+    if result.reports:
+        bare = json.loads(dataclasses.replace(result, reports=()).to_json())
+        text = json.dumps({**bare, "left_out": left_out})
+        if len(text) < _SUMMARY_BYTES:
+            return text, ""
+    why = f"as JSON they take {mib(len(text))}, and less than {mib(_SUMMARY_BYTES)} is kept in etcd: {_RAN_GOT}"
     return None, why
 
 

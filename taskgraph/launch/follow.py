@@ -18,10 +18,10 @@ from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, TaskGraphError
 from taskgraph.jobs import JobResult
-from taskgraph.launch.collect import assemble, complete, damaged, mib, shortened, size_bytes
+from taskgraph.launch.collect import assemble, complete, damaged, kept_copy, size_bytes
 from taskgraph.launch.resuming import way_on
 from taskgraph.observe.control_client import ControlClient, control_address
-from taskgraph.observe.events import Event
+from taskgraph.observe.events import Event, careful
 from taskgraph.observe.format import name_of
 from taskgraph.observe.status import NodeStatus, TaskResult
 from taskgraph.protocol import transactions
@@ -37,10 +37,6 @@ __all__ = ["Follower", "client_of", "kept_events", "node_statuses"]
 log = logging.getLogger("taskgraph.follow")
 
 _RETRY_S = 0.1
-_SUMMARY_BYTES = 1 << 20
-"""A larger result is not kept in etcd, whose requests are limited to 1.5 MiB; its values are, if they are smaller."""
-_KEPT_BYTES = 64 << 20
-"""A larger result is not written as JSON at all: it takes several times its size, and minutes."""
 _CANCEL_TRIES = 5
 _UNCOLLECTED_S = 5.0
 """Results that cannot be collected for longer, with nobody to take over from who keeps them, are told of."""
@@ -127,14 +123,15 @@ class Follower:
         """Begins; `on_event` gets every event, commits too (at least once: a new leader may repeat the last).
 
         Other events come twice, from etcd and, sooner, from the leader where they are the leader's, and are told once.
+        Where it raises, it is told no more (`careful`).
         """
         await self.keeper.load()
         if self._is_ours:
             self._run_at = self.view.spec_revision
         loop = asyncio.get_running_loop()
         self._services.append(loop.create_task(self.keeper.run(), name="view"))
-        self._on_event = on_event
         if on_event is not None:
+            self._on_event = on_event = careful(on_event)
             self._services.append(loop.create_task(self._follow_kept(), name="events"))
             self._services.append(loop.create_task(self._follow_leader(on_event), name="commits"))
 
@@ -267,7 +264,10 @@ class Follower:
             await asyncio.sleep(_RETRY_S)
 
     async def collect(self) -> JobResult | None:
-        """The result of a job that finished; None where somebody else collects it, or its nodes are gone."""
+        """The result of a job that finished, a copy of which is kept; its nodes are let go.
+
+        None where somebody else collects it, or its nodes are gone.
+        """
         run = self._spec.run
         if self._spec.expected_nodes:  # whoever ran it wants its values: it goes first, unless it is gone
             with contextlib.suppress(TimeoutError):
@@ -290,30 +290,27 @@ class Follower:
                 task.cancel()
             await asyncio.gather(collecting, over, return_exceptions=True)
         result = self.assemble(found, time.time() - self._spec.submitted_at)
-        await self.collected(found, result)
+        await self.let_go(found, result)
         return result
 
     def assemble(self, found: list[TaskResult], wall_s: float) -> JobResult:
         return assemble(self._spec.name, found, self.view.primaries.values(), wall_s)
 
-    async def collected(self, found: list[TaskResult], result: JobResult) -> None:
-        """Lets the nodes go; keeps the result as JSON where it is small, or at least its values.
+    async def let_go(self, found: list[TaskResult], result: JobResult) -> None:
+        """Keeps a copy of a result that is here, for whoever asks later, and lets the nodes go.
 
-        Where etcd does not take that, they leave after `results_kept_s`: the result is here, which counts for more.
+        Whoever has the result loses nothing by it: what cannot be kept is not, and where etcd does not take it the
+        nodes leave after `results_kept_s`.
         """
+        copy = await asyncio.to_thread(kept_copy, result, size_bytes(found))
+        self.kept_json, self.not_kept = copy.here, copy.not_here
+        await self._tell_collected(copy.in_etcd, copy.not_in_etcd)
+
+    async def _tell_collected(self, kept: str | None, not_kept: str) -> None:
+        """Tells nodes that they may leave, and others what became of the values."""
         keys = self.view.keys
-        puts: list[Put] = []
-        why = ""  # etcd has no values
-        if (size := size_bytes(found)) < _KEPT_BYTES:
-            self.kept_json = result.to_json()
-            short, why = shortened(self.kept_json, _SUMMARY_BYTES)
-            if short is not None:
-                puts.append(Put(keys.result, short.encode()))
-        else:
-            why = self.not_kept = (
-                f"they take {mib(size)}, and less than {mib(_KEPT_BYTES)} is kept: who ran the job got them"
-            )
-        puts.append(Put(keys.collected, json.dumps({"by": "launcher", "not_kept": why}).encode()))
+        puts = [Put(keys.result, kept.encode())] if kept is not None else []
+        puts.append(Put(keys.collected, json.dumps({"by": "launcher", "not_kept": not_kept}).encode()))
         # Nothing of a run that was submitted under this name meanwhile.
         txn = Txn((Compare(keys.spec, self._run_at),), tuple(puts))
         try:

@@ -17,14 +17,14 @@ from typing import Any
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.device.cuda import device_count
 from taskgraph.driver import JobSpec
-from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError
+from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError, worded
 from taskgraph.jobs import Job, JobResult
 from taskgraph.launch.collect import assemble, complete, job_failed
 from taskgraph.launch.resuming import Resume, plan, way_on
 from taskgraph.launch.submit import submit
 from taskgraph.node.node import Node, Point
 from taskgraph.node.usercode.threads import Threads
-from taskgraph.observe.events import Event, EventLog
+from taskgraph.observe.events import Event, EventLog, careful
 from taskgraph.observe.status import TaskResult, waits_text
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
@@ -65,7 +65,7 @@ class InProcessCluster:
         self._threads = threads
         self._devices = device_count()
         self._point = point
-        self._on_event = on_event
+        self._on_event = careful(on_event) if on_event is not None else None
         self._members: dict[str, _Member] = {}
         self._count = itertools.count(1)
         self._events: list[Event] = []
@@ -109,9 +109,12 @@ class InProcessCluster:
     async def _run(self, node: Node, coordinator: MemoryCoordinator) -> None:
         try:
             await node.run()
-        except TaskGraphError as error:
+        except Exception as error:
             if not self._members[node.id].crashed and not self._node_failed.done():
-                self._node_failed.set_result(error)
+                ours = error if isinstance(error, TaskGraphError) else TaskGraphError(f"{node.name}: {worded(error)}")
+                self._node_failed.set_result(ours)
+            if not isinstance(error, TaskGraphError):
+                raise
         finally:
             await coordinator.close()
 

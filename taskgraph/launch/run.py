@@ -26,7 +26,7 @@ from taskgraph.launch.forkserver import ForkServer
 from taskgraph.launch.resuming import Resume, plan
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
-from taskgraph.launch.supervise import Hooks, Supervisor
+from taskgraph.launch.supervise import Hooks, Supervisor, end_reason
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
 
@@ -169,9 +169,12 @@ _CANCEL_S = 2.0
 
 
 async def _cancel_unbegun(
-    coordinator: EtcdCoordinator, spec: JobSpec, kind: object, error: object, trace: object
+    coordinator: EtcdCoordinator, spec: JobSpec, kind: object, error: BaseException | None, trace: object
 ) -> None:
-    """A start that was cut short must not leave the job's name taken; one that ran has ended the job itself."""
+    """A start that was cut short must not leave the job's name taken.
+
+    One that ran has ended the job itself, unless etcd did not answer then.
+    """
     if error is None:
         return
     follower = Follower(coordinator, spec, b"")
@@ -180,7 +183,7 @@ async def _cancel_unbegun(
             await follower.keeper.load()
             known = follower.view.spec
             if known is not None and JobSpec.from_bytes(known).run == spec.run:
-                await follower.cancel_job("it was interrupted while it started")
+                await follower.cancel_job(end_reason(error))
 
 
 def _running_here(runtime: Runtime, name: str) -> JobRunning:

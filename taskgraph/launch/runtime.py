@@ -16,7 +16,6 @@ import fcntl
 import json
 import logging
 import os
-import re
 import shutil
 import stat
 import tempfile
@@ -29,6 +28,7 @@ from typing import Any
 from taskgraph import host
 from taskgraph.errors import JobError, TaskGraphError
 from taskgraph.files import write_whole
+from taskgraph.jobs import NAME_RULE, is_name
 from taskgraph.tls import Tls
 
 __all__ = ["JobEntry", "Runtime", "Sockets", "alive"]
@@ -38,7 +38,6 @@ log = logging.getLogger("taskgraph.launch")
 _FINISHED_KEPT = 32
 _STALE_KEPT = 4
 """What is left of jobs whose launcher was killed: their logs may still be wanted."""
-_NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,100}")
 _SOCKET_PATH = 1 + 8 + 1 + 8 + 1 + 16
 """Characters below `{runtime}/s`: the launcher's folder, the node's, and the socket's name of 16."""
 _JOINING_S = 10.0
@@ -98,7 +97,12 @@ class Runtime:
 
     def _made(self, path: Path) -> Path:
         for part in (self.root, *(p for p in (*reversed(path.parents), path) if self.root in p.parents)):
-            part.mkdir(mode=0o700, exist_ok=True)
+            try:
+                part.mkdir(mode=0o700, exist_ok=True)
+            except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
+                raise TaskGraphError(
+                    f"{part} cannot be made ({error.strerror}): set TASKGRAPH_RUNTIME_DIR to a directory of your own"
+                ) from error
             found = part.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
                 raise TaskGraphError(
@@ -112,8 +116,8 @@ class Runtime:
         return self._made(self._folder(name))
 
     def _folder(self, name: str) -> Path:
-        if not _NAME.fullmatch(name):
-            raise JobError(f"{name!r} is no job's name: 1 to 100 letters, digits, '.', '_' or '-', no '.' first")
+        if not is_name(name):
+            raise JobError(f"{name!r} is no job's name: {NAME_RULE}")
         return self.root / "jobs" / name
 
     def sockets(self, name: str) -> Sockets:
@@ -127,7 +131,7 @@ class Runtime:
     @contextlib.contextmanager
     def claim(self, name: str) -> Iterator[bool]:
         """Whether this process alone may run a job of that name on this host now; the kernel lets go when it ends."""
-        path = self._made(self._folder(name).parent) / f"{name}.lock"
+        path = self._made(self._folder(name).parent) / f".{name}.lock"  # no other job's folder
         file = _locked(path)
         if file is None:
             yield False
@@ -196,7 +200,7 @@ class Runtime:
 
     def find(self, name: str) -> JobEntry | None:
         """The entry of a job of this host, unless its launchers are gone."""
-        if not _NAME.fullmatch(name):
+        if not is_name(name):
             return None
         entry = self._entry(self._folder(name))
         return entry if entry is not None and not entry.stale else None
@@ -284,7 +288,7 @@ class Runtime:
 
     def killed(self, name: str) -> JobEntry | None:
         """The entry of a job whose launcher was killed, and left it: of its last run on this host."""
-        if not _NAME.fullmatch(name):
+        if not is_name(name):
             return None
         entry = self._entry(self._folder(name))
         return entry if entry is not None and entry.stale else None
@@ -300,14 +304,15 @@ class Runtime:
         return [path.stem for path in known]
 
     def finished(self, name: str) -> dict[str, Any] | None:
-        """What was kept of a finished job; nothing where a later run of it was killed."""
-        if not _NAME.fullmatch(name) or self.killed(name) is not None:
+        """What was kept of a finished job; nothing where a later run of it was killed, or where that is no record."""
+        if not is_name(name) or self.killed(name) is not None:
             return None
         try:
-            found: dict[str, Any] = json.loads((self.root / "finished" / f"{name}.json").read_text())
-            return found
+            found = json.loads((self.root / "finished" / f"{name}.json").read_text())
         except (FileNotFoundError, ValueError):
             return None
+        whole = isinstance(found, dict) and isinstance(found.get("status"), dict) and "result" in found
+        return {"events": [], **found} if whole else None
 
 
 class Sockets:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from taskgraph.coordination.api import Coordinator
+from taskgraph.coordination.api import Coordinator, TooLarge
 from taskgraph.driver import JobSpec
-from taskgraph.errors import JobRunning, OutcomeUnknown
+from taskgraph.errors import JobError, JobRunning, OutcomeUnknown
+from taskgraph.launch.collect import mib
 from taskgraph.launch.resuming import Beginning
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Delete, Op, Put, Txn
@@ -28,6 +29,7 @@ async def submit(coordinator: Coordinator, spec: JobSpec, beginning: Beginning |
 
     Raises:
         JobRunning: a job of that name is running.
+        JobError: its arguments are too large for etcd.
         Unavailable: etcd cannot be reached.
         OutcomeUnknown: etcd does not say what becomes of its writes.
     """
@@ -72,3 +74,8 @@ async def submit(coordinator: Coordinator, spec: JobSpec, beginning: Beginning |
             if (unknown := unknown + 1) == UNKNOWN_TRIES:
                 raise
             await asyncio.sleep(UNKNOWN_PAUSE_S)
+        except TooLarge as error:
+            raise JobError(
+                f"job {spec.name!r} takes {mib(len(spec.to_bytes()))} with its arguments, and etcd 1.5 MiB, unless its "
+                f"--max-request-bytes says otherwise: pass the name of a file that every node can read"
+            ) from error

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
-from taskgraph.errors import CoordinationError, JobFailed, JobTimeout, TaskGraphError
+from taskgraph.errors import CoordinationError, JobFailed, JobTimeout, TaskGraphError, worded
 from taskgraph.jobs import JobResult
 from taskgraph.launch.collect import job_failed
 from taskgraph.launch.follow import Follower, kept_events, node_statuses
@@ -24,10 +24,10 @@ from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.standing import with_stands
 from taskgraph.node.membership.failing import culprit_text
 from taskgraph.observe.events import Event
-from taskgraph.observe.status import waits_text
+from taskgraph.observe.status import TaskResult, waits_text
 from taskgraph.protocol.records import GoneRecord, State, StatusRecord
 
-__all__ = ["Hooks", "Supervisor", "launch_nodes"]
+__all__ = ["Hooks", "Supervisor", "end_reason", "launch_nodes"]
 
 log = logging.getLogger("taskgraph.launch")
 
@@ -44,13 +44,15 @@ _TAILS = 8
 _ALL_ENDED_S = 1.0
 """When all nodes ended, they may have done so because the job did: its end is read within this time."""
 
+_INTERRUPTED = "interrupted"
+
 
 @dataclass
 class Hooks:
     """What a front end wants to hear of a run, and can do about it.
 
     Attributes:
-        on_event: every event of the job.
+        on_event: every event of the job. Where it raises, that is logged, and it is told no more.
         on_start: (follower, nodes) once the nodes are started.
     """
 
@@ -119,14 +121,15 @@ class Supervisor:
                 self._hooks.on_start(self._follower, self._nodes)
             try:
                 async with asyncio.timeout(timeout_s):
-                    result = await self._result()
+                    found, result = await self._result()
             except TimeoutError:
                 raise await self._timed_out(timeout_s or 0.0) from None
+            await self._follower.let_go(found, result)
             await self._nodes.wait(_NODE_END_S)
             return result
         except asyncio.CancelledError:
             grace_s = _CANCELLED_END_S
-            await asyncio.shield(self._try_to_end("interrupted", State.CANCELLED))
+            await asyncio.shield(self._try_to_end(_INTERRUPTED, State.CANCELLED))
             raise
         except JobFailed:
             if self._without_etcd:
@@ -134,10 +137,13 @@ class Supervisor:
             else:
                 await self._nodes.wait(_CANCELLED_END_S)  # they read that it failed, and leave
             raise
+        except Exception as error:  # no failure of the job's: who looks at it later finds why it ended
+            await self._try_to_end(end_reason(error), State.FAILED)
+            raise
         finally:
             await self._finish(grace_s)
 
-    async def _result(self) -> JobResult:
+    async def _result(self) -> tuple[list[TaskResult], JobResult]:
         """Whichever comes first: the job's end, that of all nodes, of etcd, or of our own following."""
         ending = asyncio.ensure_future(self._to_the_end())
         stopped = [asyncio.ensure_future(self._nobody_left()), asyncio.ensure_future(self._follower.broken())]
@@ -158,7 +164,8 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(ending, *stopped, return_exceptions=True)
 
-    async def _to_the_end(self) -> JobResult:
+    async def _to_the_end(self) -> tuple[list[TaskResult], JobResult]:
+        """What its tasks keep of a job that finished, and the result that this makes."""
         status = await self._follower.ended()
         if status.state != State.FINISHED:
             await self._follower.tell_rest()
@@ -175,9 +182,7 @@ class Supervisor:
             for task in (failed, collecting):
                 task.cancel()
             await asyncio.gather(failed, collecting, return_exceptions=True)
-        result = self._follower.assemble(found, time.monotonic() - self._began)
-        await self._follower.collected(found, result)
-        return result
+        return found, self._follower.assemble(found, time.monotonic() - self._began)
 
     async def _failed_after_all(self) -> StatusRecord:
         """A `result()` that raises fails a job that had finished; one that was rolled back runs again."""
@@ -224,10 +229,15 @@ class Supervisor:
         return self._noted(JobTimeout(text, job=self._spec.name))
 
     async def _waits(self) -> str:
-        statuses = await node_statuses(
-            self._follower.view, self._spec.run, self._entry.token_bytes, self._entry.node_access
-        )
-        return waits_text(status for status in statuses.values() if not isinstance(status, TaskGraphError))
+        view = self._follower.view
+        if view.finished:
+            why = self._follower.unreachable or "`result()` of some task was still at work, or they were on their way"
+            return f"its epochs were done, and its results not yet here: {why}"
+        statuses = await node_statuses(view, self._spec.run, self._entry.token_bytes, self._entry.node_access)
+        said = [status for status in statuses.values() if not isinstance(status, TaskGraphError)]
+        if statuses and not said:
+            return f"none of its nodes answers: {next(iter(statuses.values()))}"
+        return waits_text(said)
 
     async def _try_to_end(self, reason: str, state: str) -> None:
         """Says in etcd that the job ended; its nodes and, where it is embedded, its etcd end with us in any case."""
@@ -261,6 +271,13 @@ class Supervisor:
             Runtime().keep_finished(self._spec.name, kept)
         except (OSError, TaskGraphError) as error:  # a full disk: what became of the job counts for more
             log.warning("what is left of job %s is not kept on this host: %s", self._spec.name, error)
+
+
+def end_reason(error: BaseException) -> str:
+    """Why a job ended that its launcher did not follow to its end."""
+    if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
+        return _INTERRUPTED
+    return f"its launcher could not go on: {worded(error)}"
 
 
 def _tails(nodes: LocalNodes) -> str:

@@ -23,6 +23,7 @@ from taskgraph.errors import (
     FingerprintMismatch,
     JobError,
     TaskGraphError,
+    said,
 )
 from taskgraph.jobs import Job
 from taskgraph.node.membership.deviceloss import DeviceLoss
@@ -40,6 +41,7 @@ from taskgraph.node.roles import Roles
 from taskgraph.node.router import Router
 from taskgraph.node.serving import Serving
 from taskgraph.node.telling import node_status, task_results
+from taskgraph.node.usercode import lastwords
 from taskgraph.node.usercode.actor import UserCodeError
 from taskgraph.node.usercode.forks import kept_from_children
 from taskgraph.node.usercode.threads import PooledThreads, Threads
@@ -50,7 +52,7 @@ from taskgraph.observe.trace import Tracing
 from taskgraph.protocol import transactions
 from taskgraph.protocol.kv import Compare, Txn
 from taskgraph.protocol.placement import Wish
-from taskgraph.protocol.records import NodeRecord, StatusRecord
+from taskgraph.protocol.records import GoneRecord, NodeRecord, Ran, StatusRecord
 from taskgraph.protocol.view import JobView
 from taskgraph.transport.api import Transport
 
@@ -62,6 +64,9 @@ Point = Callable[[str, int, int], Awaitable[None]]
 _RETRY_S = 0.05
 """Pause before a failed call or transaction is tried again: long for a socket, short for a person."""
 
+_LEFT = "it left"
+_WHY_CHARS = 2000
+_BESIDE = "asyncio tasks of its own"
 _STOP_S = 0.5
 """A node that ends does not wait for running computes any longer."""
 _STOP_TOLD = 10
@@ -132,6 +137,8 @@ class Node:
         self._leaving = False
         self._owned: dict[asyncio.Task[None], None] = {}
         self._failure: asyncio.Future[None] | None = None
+        self._why_left = _LEFT
+        self._ran: tuple[Ran, ...] = ()
         self._writes = itertools.count(1)
         self._known_spec: bytes | None = None
         self.started_at = 0.0
@@ -321,6 +328,10 @@ class Node:
                     self._draining.announce()
                 try:
                     await self._until_over()
+                except asyncio.CancelledError:
+                    if self.own_process:
+                        self._cut_off()
+                    raise
                 finally:
                     stop()
                     await self._stop_everything(services)
@@ -424,9 +435,29 @@ class Node:
         if self.running:
             self.suspicion.lost(node)
 
-    def end_with(self, error: TaskGraphError) -> None:
+    def end_with(self, error: TaskGraphError, ran: tuple[Ran, ...] = ()) -> None:
+        """This node cannot go on.
+
+        Args:
+            ran: what it ends for, where that may end its successors, too: it counts as a death does.
+        """
         if self._failure is not None and not self._failure.done():
+            self._why_left, self._ran = f"ended itself: {said(error)}"[:_WHY_CHARS] if ran else _LEFT, ran
             self._failure.set_exception(error)
+
+    def farewell(self) -> GoneRecord:
+        """What others read of this node's end."""
+        return GoneRecord(reason=self._why_left, ran=self._ran, writer=self.writer())
+
+    def _cut_off(self) -> None:
+        """Somebody cancelled the node: in a process of its own, code of the user's, of which task is not known."""
+        self._why_left = "was ended by user code (sys.exit in an asyncio task of its own, or a cancel of all)"
+        begun = {task: primary.attempts.latest for task, primary in self.roles.primaries.items()}
+        self._ran = tuple(Ran(_BESIDE, t, self.epoch if at is None else at.epoch) for t, at in begun.items())
+        if lastwords.here is not None:  # it may come to tell nobody else
+            for ran in self._ran:
+                lastwords.here.began((ran.task, -1), ran.task, ran.epoch, lastwords.named(_BESIDE))
+        self.log.error("%s", f"this node {self._why_left}")
 
     # -- what control and tests ask ---------------------------------------------------------------
 

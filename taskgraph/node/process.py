@@ -70,7 +70,11 @@ async def run_node(config: NodeConfig) -> int:
     try:
         async with await EtcdCoordinator.connect(config.etcd, **config.tls) as coordinator:  # type: ignore[arg-type]
             spec = await wait_for_job(coordinator, config.job)
-            job = spec.load_job()
+            try:
+                job = spec.load_job()
+            except SystemExit as error:
+                log.error("the driver called sys.exit(%r) while it was imported: guard it with __name__", error.code)
+                return CANNOT_GO_ON
             await _run(config, coordinator, spec, job)
             return OK
     except FingerprintMismatch as error:
@@ -250,9 +254,14 @@ def _follow_parent(config: NodeConfig) -> None:
             _exit(_say("the launcher is gone", CANNOT_GO_ON))
 
 
-def _exit(code: int) -> NoReturn:
-    """Ends the process now: a compute that never returns must not keep it."""
-    lastwords.mean()
+def _exit(code: int, *, meant: bool = True) -> NoReturn:
+    """Ends the process now: a compute that never returns must not keep it.
+
+    Args:
+        meant: False where code of the user's may have ended it.
+    """
+    if meant:
+        lastwords.mean()
     with contextlib.suppress(OSError, ValueError):  # nobody may read what we say
         sys.stdout.flush()
         sys.stderr.flush()
@@ -284,16 +293,18 @@ def main(config: NodeConfig) -> NoReturn:
         config = dataclasses.replace(config, node_id=NodeConfig.new_id(config.name))
     if config.parent_fd >= 0 or config.parent_pid:
         threading.Thread(target=_follow_parent, args=(config,), name="launcher", daemon=True).start()
-    code = CANNOT_GO_ON
+    code, meant = CANNOT_GO_ON, True
     try:
         code = uvloop.run(run_node(config))
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except SystemExit as error:
-        log.error("the driver called sys.exit(%r) while it was imported: guard it with __name__", error.code)
+        log.error("user code called sys.exit(%r) in an asyncio task of its own, which ends the process", error.code)
+        meant = False
     except BaseException:
         log.exception("the node cannot go on")
-    _exit(code)
+        meant = False
+    _exit(code, meant=meant)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from taskgraph.graph.compose import Graph
 from taskgraph.graph.values import decode, encode, hosted, verify
 from taskgraph.jobs import Job
 from taskgraph.node.reports import ReportLog, with_log
-from taskgraph.node.usercode.actor import Actor
+from taskgraph.node.usercode.actor import Actor, StuckError
 from taskgraph.node.usercode.threads import Threads
 from taskgraph.observe.trace import Tracing
 from taskgraph.protocol.boundaries import Boundaries
@@ -246,9 +246,11 @@ class Replica:
         await self.actor.call("on_commit", self.user_task.on_commit, number, state)
 
     async def arrived(self, value: Encoded, *, writable: bool = False) -> Any:
-        """A value for this task's code. What is copied to a device is so in a thread: no event loop waits for one."""
+        """A value for this task's code. No event loop waits for a large copy, or for one to a device: a thread does."""
         read = partial(decode, value, writable=writable, device=self.device)
-        return read() if self.device is None else await self.actor.call("arrival", read, alone=False)
+        if self.device is None and (not writable or value.size_bytes <= _SMALL_BYTES):
+            return read()
+        return await self.actor.call("arrival", read, alone=False)
 
     async def tell(self, event: Event) -> None:
         """Hands an event to the user's object."""
@@ -266,13 +268,22 @@ class Replica:
         return await self.actor.call("result", take)
 
     async def tear_down(self) -> None:
-        """Runs `teardown()` of a replica that was set up; ends a set-up that is still running."""
+        """Runs `teardown()` of a replica that was set up; ends a set-up that is still running.
+
+        Raises:
+            UserCodeError: `teardown()` raised.
+            StuckError: one of them did not return within `cancel_s`.
+        """
         if (setting_up := self.setting_up) is not None:
             setting_up.cancel()
-            await asyncio.gather(setting_up, return_exceptions=True)
-        if self.ready and "teardown" in self.shape.overrides and not self.actor.abandoned:
-            await self.actor.call("teardown", self.user_task.teardown)
-        self.ready = False
+            await asyncio.wait([setting_up])
+            if not setting_up.cancelled() and isinstance(stuck := setting_up.exception(), StuckError):
+                raise stuck
+        try:
+            if self.ready and "teardown" in self.shape.overrides and not self.actor.abandoned:
+                await self.actor.last_call("teardown", self.user_task.teardown)
+        finally:
+            self.ready = False
 
 
 _SMALL_BYTES = 16 << 10

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 from taskgraph.device import shared
 from taskgraph.device.cuda import array_module
-from taskgraph.errors import TaskGraphError
+from taskgraph.errors import TaskGraphError, worded
 from taskgraph.node.primary.leader import LeaderRole
 from taskgraph.node.primary.primary import Primary
 from taskgraph.node.replica import Replica
 from taskgraph.node.reports import Rows
-from taskgraph.node.usercode.actor import UserCodeError
+from taskgraph.node.usercode.actor import StuckError, UserCodeError
 from taskgraph.protocol.messages import Release, Stamp
+from taskgraph.protocol.records import Ran
 from taskgraph.task import BecameBackup
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class Roles:
         self.stepping_down: dict[int, asyncio.Task[None]] = {}
         self.leader: LeaderRole | None = None
         self._leading: asyncio.Task[None] | None = None
+        self.leaving: list[Replica] = []
+        """Replicas whose code is brought to its end: others may be here of the same tasks."""
         self._dirty = asyncio.Event()
 
     # -- as the view says -------------------------------------------------------------------------
@@ -117,7 +120,10 @@ class Roles:
             await primary.run()
         except Exception as error:
             node.log.exception("task %d, term %d: cannot go on", primary.task, primary.term)
-            node.end_with(TaskGraphError(f"task {primary.task} on {node.name} cannot go on: {error}"))
+            why = str(error) if isinstance(error, StuckError | TaskGraphError) else worded(error)
+            failed = TaskGraphError(f"task {primary.task} on {node.name} cannot go on: {why}")
+            at = primary.attempts.latest
+            node.end_with(failed, ran=(Ran("its primary", primary.task, node.epoch if at is None else at.epoch),))
 
     def _step_down(self, task: int) -> None:
         """The view shows another primary: this one's term is over."""
@@ -200,15 +206,49 @@ class Roles:
 
     async def _tear_down(self, replica: Replica) -> None:
         try:
-            await replica.tear_down()
+            await self._torn_down(replica)
         except UserCodeError as error:
             await self._node.fail_early(error, replica.task)
+
+    async def _torn_down(self, replica: Replica) -> None:
+        """Returns when a replica's code has ended, or is left behind. What takes long is told.
+
+        Raises:
+            UserCodeError: `teardown()` raised.
+        """
+        node, loop = self._node, asyncio.get_running_loop()
+        self.leaving.append(replica)
+        telling = loop.call_later(node.settings.slow_compute_s, self._tell_slow, replica)
+        try:
+            await replica.tear_down()
+        except StuckError as stuck:
+            node.events.emit("slow", f"task {replica.task}: {stuck}: it is left behind", task=replica.task)
+        finally:
+            telling.cancel()
+            self.leaving.remove(replica)
+
+    def _tell_slow(self, replica: Replica) -> None:
+        self._node.events.emit("slow", self._waits_for(replica), task=replica.task)
+
+    def _waits_for(self, replica: Replica) -> str:
+        code = ", ".join(repr(running.where) for running in replica.actor.running) or "its turn"
+        limit = self._node.settings.cancel_s
+        return f"task {replica.task}: its end on {self._node.name} waits for {code}, for {limit:g} s at most"
+
+    @property
+    def waits(self) -> tuple[str, ...]:
+        """What the end of replicas waits for, for `status`."""
+        return tuple([self._waits_for(replica) for replica in self.leaving])
 
     async def end(self) -> None:
         """The node ends, and none of them works any more."""
         self.primaries.clear()
-        for replica in list(self.replicas.values()):  # an offer on its way may make another one meanwhile
-            try:
-                await replica.tear_down()
-            except UserCodeError as error:
-                self._node.log.error("teardown of task %d raised:\n%s", replica.task, error.traceback_text)
+        async with asyncio.TaskGroup() as group:  # all at a time: each may take long
+            for replica in self.replicas.values():
+                group.create_task(self._end(replica))
+
+    async def _end(self, replica: Replica) -> None:
+        try:
+            await self._torn_down(replica)
+        except UserCodeError as error:
+            self._node.log.error("teardown of task %d raised:\n%s", replica.task, error.traceback_text)

@@ -231,7 +231,7 @@ class Router:
             )
         except TimeoutError:
             other = "" if task is None else f", or another is primary of task {task}"
-            raise PeerLost(f"the lease of node {node} ended{other}") from None
+            raise PeerLost(f"node {node} did not answer in time, its lease ended{other}") from None
 
     def _reachable(self, view: JobView, task: int) -> bool:
         node = view.primary_node(task)

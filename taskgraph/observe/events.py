@@ -23,7 +23,7 @@ from taskgraph.protocol.frozen import frozen
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Delete, Put, Txn
 
-__all__ = ["Event", "EventLog", "keep_events"]
+__all__ = ["Event", "EventLog", "careful", "keep_events"]
 
 log = logging.getLogger("taskgraph.events")
 
@@ -87,6 +87,23 @@ _values = attrgetter(*_FIELDS)
 # Not `json.dumps` and `json.loads`: these make an encoder each time, and guess encodings. Each commit is one.
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _decode = json.JSONDecoder().decode
+
+
+def careful(listener: Callable[[Event], None]) -> Callable[[Event], None]:
+    """A listener that may be anybody's: where it raises, that is logged, it hears no more, and the job goes on."""
+    failed = False
+
+    def hear(event: Event) -> None:
+        nonlocal failed
+        if failed:
+            return
+        try:
+            listener(event)
+        except Exception:
+            failed = True
+            log.exception("a listener of events raised, and is told no more of them; the job goes on")
+
+    return hear
 
 
 class EventLog:

@@ -12,6 +12,7 @@ from taskgraph.errors import TaskGraphError
 from taskgraph.observe.status import NodeStatus, ReplicaStatus
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView
+from taskgraph.results import plain_value
 
 __all__ = [
     "fitted",
@@ -241,6 +242,13 @@ def values_text(values: dict[int, Any]) -> str:
 
 
 def _value_text(value: Any) -> str:
+    try:
+        return _exact_text(value)
+    except Exception:  # an int of some thousand digits, a type of the user's: less exact, but something
+        return str(plain_value(value))
+
+
+def _exact_text(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return np.array2string(value, threshold=_LONG, separator=", ")
     if isinstance(value, str):

@@ -80,13 +80,13 @@ class Progress:
         self._printed: deque[int] = deque(maxlen=_FEW)
 
     def _write(self, text: str) -> None:
-        """To whoever still reads it: a job does not end because nobody looks."""
+        """To whoever still reads it: a job does not end because nobody looks, or because the disk is full."""
         if self._closed:
             return
         try:
             self._out.write(text)
             self._out.flush()
-        except BrokenPipeError:
+        except OSError:
             self._closed = True
 
     def follow(self, view: JobView) -> None:

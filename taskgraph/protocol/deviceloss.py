@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from taskgraph.errors import class_name
 from taskgraph.protocol.view import JobView
 
 __all__ = ["Outcome", "device_error", "outcome"]
@@ -49,7 +50,7 @@ def device_error(error: BaseException | None) -> BaseException | None:
 
 def _of_device(kind: type) -> bool:
     module = kind.__module__
-    return (module, kind.__name__) in _NAMES or (module.startswith(_MODULES) and module != _COMPILING)
+    return (module, class_name(kind)) in _NAMES or (module.startswith(_MODULES) and module != _COMPILING)
 
 
 @dataclass(frozen=True, slots=True)

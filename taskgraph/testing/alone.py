@@ -9,7 +9,7 @@ from typing import Any
 
 from taskgraph.device.api import Device
 from taskgraph.epoch import Epoch, Inputs, Outputs, Scratch
-from taskgraph.errors import JobError
+from taskgraph.errors import GraphError, JobError
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor
 from taskgraph.graph.values import decode, encode
@@ -19,7 +19,17 @@ from taskgraph.protocol.messages import Encoded
 
 __all__ = ["compute"]
 
-_CONSUMER = 0
+
+class _Anyone(tuple[int, ...]):
+    """The consumers of a channel that leads to whomever is named. To all of them is to one who is no task."""
+
+    __slots__ = ()
+
+    def __contains__(self, task: object) -> bool:
+        return True
+
+
+_ANYONE = _Anyone((-1,))
 
 
 def compute(
@@ -36,14 +46,16 @@ def compute(
 
     Args:
         function: a task's method, e.g. `task.update`, called as `function(epoch, ins, outs)`.
-        ins: tag -> {task id: value}, or tag -> value for a channel with one producer (task 0).
-        outs: the tags it may put; default: whatever it puts.
+        ins: tag -> {task id: value}, or tag -> value for a channel with one producer (task 0). A dict is the former
+            where its keys are ints: of a value that is such a dict say `{0: value}`.
+        outs: the tags it may put, each of which it has to; default: whatever it puts.
         epoch, seed: the epoch's number, and the job's seed for `epoch.rng`.
         scratch: what `epoch.scratch` holds.
         replies: method -> what a request to it answers.
 
     Returns:
-        {tag: value}: values as a consumer would receive them.
+        {tag: value}, or {tag: {task id: value}} where it named consumers (`outs.put(tag, value, to=1)`): values as
+        a consumer would receive them.
 
     Raises:
         What the function raises; GraphError and ValueNotEncodable as in a job.
@@ -51,14 +63,13 @@ def compute(
     work = _Alone(function, epoch, seed, scratch or {}, replies or {})
     items, inbound = {}, {}
     for tag, given in (ins or {}).items():
-        values = given if isinstance(given, Mapping) else {0: given}
+        values = given if _by_producer(given) else {0: given}
         inbound[str(tag)] = tuple(values)
         for producer, value in values.items():
             items[(str(tag), producer)] = encode(value, what=f"inbound {str(tag)!r}")
     outbound: Mapping[str, tuple[int, ...]]
-    outbound = _Anything() if outs is None else {str(tag): (_CONSUMER,) for tag in outs}
-    puts = tuple([(str(tag), _CONSUMER) for tag in outs or ()])
-    processor = Processor("processor", function, inbound, outbound, sync=False, parallel=False, takes=(), puts=puts)
+    outbound = _Anything() if outs is None else {str(tag): _ANYONE for tag in outs}
+    processor = Processor("processor", function, inbound, outbound, sync=False, parallel=False, takes=(), puts=())
     inputs = Inputs(work, processor, items)
     outputs = Outputs(work, processor, inputs)
     try:
@@ -71,14 +82,30 @@ def compute(
             error.add_note(said)
         raise
     outputs.close()
-    return {tag: decode(value) for tag, value in work.put_values.items()}
+    missing = [repr(str(tag)) for tag in outs or () if str(tag) not in work.put_values]
+    if missing:
+        raise GraphError(
+            f"task {work.task}, epoch {epoch}, processor: returned without putting {', '.join(missing)}; every "
+            f"declared channel is put exactly once per epoch: outs.put(tag, value), with None for nothing"
+        )
+    return {tag: _decoded(by_task) for tag, by_task in work.put_values.items()}
+
+
+def _by_producer(given: Any) -> bool:
+    return isinstance(given, Mapping) and bool(given) and all(type(key) is int for key in given)
+
+
+def _decoded(by_task: dict[int, Encoded]) -> Any:
+    """What was put into one channel: a value, or one for each consumer that was named."""
+    values = {task: decode(value) for task, value in by_task.items()}
+    return values.get(_ANYONE[0], values)
 
 
 class _Anything(dict[str, tuple[int, ...]]):
     """Outbound channels of a processor that may put what it likes."""
 
     def get(self, tag: str, default: Any = None) -> Any:
-        return (_CONSUMER,)
+        return _ANYONE
 
 
 class _Alone:
@@ -104,7 +131,7 @@ class _Alone:
         self.number = number
         self.seed = seed
         self.scratch = Scratch(**scratch)
-        self.put_values: dict[str, Encoded] = {}
+        self.put_values: dict[str, dict[int, Encoded]] = {}
         self._replies = replies
 
     def neighbors(self, link: str) -> tuple[int, ...]:
@@ -120,7 +147,13 @@ class _Alone:
         return None
 
     def put(self, tag: str, consumers: tuple[int, ...], value: Encoded) -> None:
-        self.put_values[tag] = value
+        before = self.put_values.setdefault(tag, {})
+        if before and (consumers is _ANYONE or _ANYONE[0] in before):
+            raise GraphError(
+                f"task {self.task}, epoch {self.number}, processor: channel {tag!r} was put twice, to all of its "
+                f"consumers and to some: a channel carries one item per epoch"
+            )
+        before |= dict.fromkeys(consumers, value)
 
     def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None:
         pass

@@ -165,7 +165,7 @@ def unpack_head(data: memoryview, limits: Limits) -> Head:
         if body > min(payload, MAX_BODY_BYTES) or meta > payload:
             raise DecodeError(f"a frame with {body} bytes of body and {meta} of meta in a payload of {payload}")
     elif kind == Kind.CHUNK:
-        if header or buffers or payload or meta or not 0 < body <= MAX_BODY_BYTES:
+        if header or buffers or payload or meta or not 0 < body <= min(limits.payload, MAX_BODY_BYTES):
             raise DecodeError(f"a chunk of {body} bytes, or one with a header")
     elif buffers or body or payload or meta:
         raise DecodeError(f"a {Kind(kind).name} frame with a payload")

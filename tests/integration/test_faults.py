@@ -145,6 +145,17 @@ async def test_code_that_ends_its_process_fails_the_job_while_nodes_are_left(cli
     await cli.nothing_left()
 
 
+@pytest.mark.parametrize("how", ["exit", "cancel"])
+async def test_asyncio_code_of_its_own_that_ends_the_process_is_named(cli: Cli, how: str) -> None:
+    """`sys.exit` in an asyncio task that user code started; a cancel of all asyncio tasks there are."""
+    done = await cli("run", str(DRIVER.with_name("leaving.py")), "--nodes", "5", "-o", f"how={how}")
+    assert done.code == 1
+    assert "every node has ended" not in done.err
+    said = "'asyncio tasks of its own': 3 nodes died while it ran (fatal_deaths=3)"
+    assert said in done.err or "code of the job cancelled the asyncio task it runs in" in done.err
+    await cli.nothing_left()
+
+
 @pytest.mark.parametrize(("fatal_at", "where"), [(-1, "setup"), (6, "result")])
 async def test_a_setup_or_a_result_that_ends_its_process_does_so_too(cli: Cli, fatal_at: int, where: str) -> None:
     # A node more: the first `result()` counts as of the last epoch, which is committed.

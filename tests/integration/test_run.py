@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,19 @@ def test_a_timeout_names_what_was_waited_for() -> None:
     assert caught.value.job == "sums"
 
 
+def test_a_job_that_ended_in_time_does_not_time_out_for_the_copy_that_is_kept_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    to_json = tg.JobResult.to_json
+
+    def slow(self: tg.JobResult) -> str:
+        time.sleep(4.0)
+        return to_json(self)
+
+    monkeypatch.setattr(tg.JobResult, "to_json", slow)
+    assert tg.run(sums(), nodes=1, timeout_s=4).value == VALUES
+
+
 async def test_run_where_a_loop_runs_says_what_to_write() -> None:
     with pytest.raises(tg.JobError, match=r"await tg\.arun"):
         tg.run(sums())
@@ -169,6 +183,18 @@ async def test_cancelled_while_it_starts_it_leaves_nothing() -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await running
         assert running.cancelled()
+
+
+def test_of_a_job_whose_launcher_cannot_go_on_it_is_kept_why(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start(self: LocalNodes, count: int) -> None:
+        raise ZeroDivisionError("a fault of the launcher's")
+
+    monkeypatch.setattr(LocalNodes, "start", start)
+    with pytest.raises(ZeroDivisionError):
+        tg.run(sums(), nodes=1)
+    kept = runtime.finished("sums")
+    assert kept is not None and kept["status"]["state"] == "failed"
+    assert kept["status"]["reason"] == "its launcher could not go on: ZeroDivisionError: a fault of the launcher's"
 
 
 async def test_two_that_begin_at_once_cannot_both_run() -> None:

@@ -201,6 +201,9 @@ async def oversized_head(door: Door) -> str:
         async with door.knock() as (reader, writer):
             writer.write(Head(Kind.CALL, 1, **sizes).pack())
             assert await door.says(reader) == b""
+    async with door.knock() as (reader, writer):
+        writer.write(Head(Kind.CHUNK, 1, body=1 << 20).pack())
+        assert await door.says(reader) == b""
     return "a header of 4294967295 bytes; the limit is 4096"
 
 

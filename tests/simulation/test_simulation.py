@@ -16,6 +16,7 @@ from taskgraph.node.epochs.attempt import Attempt
 from taskgraph.testing.simulate import run_seed
 from taskgraph.testing.simulate.__main__ import main
 from taskgraph.testing.simulate.loop import SimLoop
+from taskgraph.testing.simulate.workload import HOOKS
 
 #: What `make test` has time for.
 LIMIT_S = float(os.environ.get("TASKGRAPH_SIMULATE_S", "120"))
@@ -168,3 +169,14 @@ def test_no_seed_finds_anything(capsys: pytest.CaptureFixture[str]) -> None:
 def test_seeds_that_found_something_once(seed: int) -> None:
     """Each of these is one of some ten thousand; what they found is in `test_found.py`, each as small as it got."""
     assert not run_seed(seed).problem
+
+
+@pytest.mark.slow
+def test_mistakes_of_user_code_fail_the_job_by_name_or_change_nothing() -> None:
+    """Where it raises while something else fails: an error that does not count is followed by the right results."""
+    outcomes = [run_seed(seed, mistakes=True) for seed in (768, *range(200))]
+    assert not [outcome.problem for outcome in outcomes if outcome.problem]
+    ends = Counter(outcome.ended for outcome in outcomes)
+    assert ends["mistaken"] >= 40 and ends["finished"] >= 60, ends
+    hooks = {hook for hook in HOOKS for o in outcomes if o.ended == "mistaken" and f"mistake in {hook} " in o.described}
+    assert hooks == set(HOOKS), "each of them raised somewhere"

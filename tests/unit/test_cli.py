@@ -184,6 +184,17 @@ def test_a_file_that_is_no_toml_is_named(apart: Path) -> None:
         etcd_of(options())
 
 
+def test_a_file_that_is_no_text_is_named_and_one_that_is_may_have_any_characters(
+    monkeypatch: pytest.MonkeyPatch, apart: Path
+) -> None:
+    (apart / "taskgraph.toml").write_bytes(b'etcd = "caf\xe9:1"')
+    with pytest.raises(JobError, match=r"taskgraph\.toml cannot be read: 'utf-8' codec"):
+        etcd_of(options())
+    (apart / "taskgraph.toml").write_bytes('etcd = "café:1"'.encode())
+    monkeypatch.setattr("io.text_encoding", lambda *_: "ascii")  # of a locale that is not UTF-8
+    assert etcd_of(options()) == "café:1"
+
+
 def test_a_token_comes_from_a_file(monkeypatch: pytest.MonkeyPatch, apart: Path) -> None:
     assert token_of(options()) is None
     (apart / "good").write_text("ab" * 32 + "\n")
@@ -333,6 +344,28 @@ def test_help_begins_with_what_the_command_itself_takes(capsys: pytest.CaptureFi
             cli.main([command, "--help"])
         usage = capsys.readouterr().out
         assert usage.index(own) < usage.index("--etcd") < usage.index("--tls"), usage
+
+
+@pytest.mark.parametrize("option", ["--mtbf", "--for-s"])
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+def test_chaos_of_no_time_is_refused(option: str, seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["chaos", "x", f"{option}={seconds}"]) == 2
+    assert "seconds above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "1", '{"status": 1, "result": null}', '{"status": {}}'])
+def test_what_is_no_record_of_a_finished_job_is_passed_over(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Runtime().keep_finished("fit", {})
+    (Runtime().root / "finished" / "fit.json").write_text(text)
+    for command in ("status", "events", "result"):
+        assert cli.main([command, "fit"]) == cli.UNREACHABLE
+        assert "no running job 'fit' is known here" in capsys.readouterr().err
+
+
+def test_of_a_job_that_was_deleted_there_is_no_result(capsys: pytest.CaptureFixture[str]) -> None:
+    Runtime().keep_finished("fit", {"status": {}, "result": None, "events": []})
+    assert cli.main(["result", "fit"]) == cli.FAILED
+    assert "job 'fit' was cancelled" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan"])

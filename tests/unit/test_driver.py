@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,51 @@ def test_neighbors_of_a_driver_are_imported_as_when_it_runs_by_itself(tmp_path: 
     function = load_driver("deep/fit_c.py")
     assert function().tasks == 7
     assert sys.modules["helper_c"].fit_c.fit is function, "what a neighbor imports is the driver itself"
+
+
+@pytest.mark.parametrize("name", ["fit.v2.py", ".fit.py", "json.v2.py"])
+def test_a_driver_with_a_dot_in_its_name_is_found_again_by_its_file(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / name)
+    ref = reference_of(function := load_driver(str(path)))
+    assert (ref.kind, ref.location) == ("file", str(path))
+    assert ref.load() is function
+
+
+def test_a_driver_is_loaded_where_the_working_directory_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batch systems remove their scratch; nodes that come later run there all the same."""
+    path = write(tmp_path / "fit_gone.py")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
+    assert DriverRef("file", str(path), "fit").load()().name == "fit"
+    assert DriverRef("module", "fit_gone", "fit", root=str(tmp_path)).load()().name == "fit"
+    with pytest.raises(tg.JobError, match=r"and no none\.py in the working directory, which was removed"):
+        DriverRef("file", "/nowhere/none.py", "fit").load()
+
+
+@pytest.mark.parametrize(
+    ("imports", "package"), [("from . import util", True), ("from . import util", False), ("from pk import util", True)]
+)
+def test_a_file_in_a_package_is_to_be_named_as_a_module(imports: str, package: bool, tmp_path: Path) -> None:
+    write(tmp_path / "pk" / "d.py", f"{imports}\n{FIT}")
+    write(tmp_path / "pk" / "util.py", "")
+    if package:
+        write(tmp_path / "pk" / "__init__.py", "")
+    hint = re.escape(f"what is in a package is named as a module: `taskgraph run pk.d`, in {tmp_path}")
+    with pytest.raises(tg.JobError, match=hint):
+        load_driver("pk/d.py")
+    assert load_driver("pk.d")().name == "fit"
+
+
+def test_of_a_module_that_is_missing_a_package_is_not_blamed(tmp_path: Path) -> None:
+    write(tmp_path / "pk" / "__init__.py", "")
+    write(tmp_path / "pk" / "d.py", f"import none_such\n{FIT}")
+    with pytest.raises(tg.JobError, match="No module named 'none_such'") as caught:
+        load_driver("pk/d.py")
+    assert "package" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["json", "random", "numpy"])

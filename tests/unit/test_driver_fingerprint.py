@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -43,6 +44,13 @@ def test_it_does_not_depend_on_what_else_was_imported(tmp_path: Path) -> None:
     alone = print_of(write(tmp_path, "a_driver"))
     load_driver(write(tmp_path, "other_driver"))
     assert fingerprint(load_driver(str(tmp_path / "a_driver.py"))) == alone
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="its file names are UTF-8")
+def test_a_driver_whose_name_is_no_text_has_one(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"m\xfcll.py")
+    path.write_text(DRIVER.format(imports="", name="fit"))
+    assert len(print_of(str(path))) == 16
 
 
 @pytest.mark.parametrize(

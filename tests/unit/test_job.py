@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from decimal import Decimal
+from enum import Enum, IntEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal, NewType
 
 import numpy as np
 import pytest
 
 import taskgraph as tg
 from taskgraph.jobs import JobFunction, OptionInfo
+from taskgraph.options import help_text
 
 
 class Fit(tg.Task):
@@ -194,6 +198,7 @@ def test_what_nodes_would_make_otherwise_may_not(change: dict[str, Any]) -> None
     [
         ((1, 2), "not tuple; make it a list"),
         (np.float64(1.0), "not float64; pass a number"),
+        pytest.param(10**5000, r"and of an int of so many digits there is none; pass a text, as of hex\(\)", id="huge"),
         (np.zeros(3), "not ndarray; pass a number, or the name of a file"),
         ([1, {"a": {1, 2}}], "not set"),
         ({1: 2}, "not dict with other keys than str"),
@@ -266,6 +271,23 @@ def test_options_tell_types_defaults_and_help() -> None:
     assert list(open_ended.options()) == ["tasks"]
 
 
+Seconds = NewType("Seconds", float)
+
+
+class Mode(Enum):
+    FAST = "fast"
+    SLOW = "slow"
+
+
+class Pair(Enum):
+    X = (1, 0)
+    Y = (0, 1)
+
+
+class Level(IntEnum):
+    LOW = 1
+
+
 def _many(
     whole: int = 1,
     real: float = 1.0,
@@ -280,6 +302,14 @@ def _many(
     table: dict[str, int] | None = None,
     choice: Literal["fast", "slow", 0] = "fast",
     anything: Any = None,
+    span: Seconds = Seconds(1.0),
+    annotated: Annotated[int, "of people"] = 1,
+    scalar=np.float32(1),  # type: ignore[no-untyped-def]  # noqa: B008
+    count: np.int64 = np.int64(1),  # noqa: B008
+    some: Path | int = 0,
+    nested: dict[str, list[Literal["a", 1] | None]] | None = None,
+    more: tuple[float, ...] = (),
+    rates: dict[Literal["x", "y"], float] | None = None,
 ) -> tg.Job: ...
 
 
@@ -316,6 +346,15 @@ MANY = JobFunction(_many)
         ("choice=0", 0),
         ("anything=[1]", [1]),
         ("anything=as it is", "as it is"),
+        ("span=2", 2.0),
+        ("annotated=2", 2),
+        ("scalar=0.5", 0.5),
+        ("count=7", 7),
+        ("some=7", 7),
+        ('nested={"x": ["a", 1, null], "y": []}', {"x": ["a", 1, None], "y": []}),
+        ("more=[1e3]", [1000.0]),
+        ('rates={"x": 1}', {"x": 1.0}),
+        ("pairs=[1e3, 2]", [1000, 2]),
     ],
 )
 def test_an_options_text_becomes_a_value_of_its_type(text: str, value: Any) -> None:
@@ -337,12 +376,71 @@ def test_an_options_text_becomes_a_value_of_its_type(text: str, value: Any) -> N
         ("listed={}", "Sequence[float] as JSON"),
         ("table=[]", "dict[str, int] as JSON or none"),
         ("choice=medium", "'fast' or 'slow' or 0"),
+        ('listed=["a"]', "Sequence[float] as JSON"),
+        ("listed=[true]", "Sequence[float] as JSON"),
+        ("pairs=[1, 2, 3]", "tuple[int, int] as JSON or none"),
+        ("pairs=[1, 2.5]", "tuple[int, int] as JSON or none"),
+        ('table={"a": "b"}', "dict[str, int] as JSON or none"),
+        ('nested={"x": ["b"]}', "dict[str, list["),
+        ('rates={"z": 1}', "dict[Literal['x', 'y'], float] as JSON or none"),
+        ("span=x", "float"),
+        ("scalar=x", "float"),
     ],
 )
 def test_a_text_that_is_no_value_of_the_type_is_an_error(text: str, expected: str) -> None:
     name, _, value = text.partition("=")
     with pytest.raises(tg.JobError, match=re.escape(f"option {name}='{value}': expected {expected}")):
         MANY.parse_options([text])
+
+
+def _unusable(
+    mode: Mode = Mode.FAST,
+    implied=Mode.FAST,  # type: ignore[no-untyped-def]
+    pair: Pair = Pair.X,
+    level: Level | None = None,
+    where: Path = Path(),
+    names: set[str] | None = None,
+    modes: list[Mode] | None = None,
+    table: dict[int, float] | None = None,
+    price: Decimal = Decimal(1),
+    raw: bytes = b"",
+    some: Path | int = 0,
+) -> tg.Job: ...
+
+
+@pytest.mark.parametrize(
+    ("text", "annotation", "instead"),
+    [
+        ("mode=fast", "Mode", "Literal['fast', 'slow'], and make it Mode(...) in the function"),
+        ("implied=zzz", "Mode", "Literal['fast', 'slow'], and make it Mode(...) in the function"),
+        ("pair=X", "Pair", "Literal['X', 'Y'], and make it Pair[...] in the function"),
+        ("level=1", "test_job.Level | None", "Literal[1], and make it Level(...) in the function"),
+        ("where=/tmp", "Path", "str, and make it Path(...) in the function"),
+        ('names=["a"]', "set[str] | None", "list[str], and make it set(...) in the function"),
+        ('modes=["fast"]', "list[test_job.Mode] | None", "Literal['fast', 'slow'], and make it Mode(...)"),
+        ('table={"1": 2}', "dict[int, float] | None", "dict[str, ...]: JSON has no other keys"),
+        ("price=1.5", "Decimal", "bool, int, float, str, Literal[...], list[...], dict[str, ...]"),
+        ("raw=x", "bytes", "bool, int, float, str, Literal[...], list[...], dict[str, ...]"),
+        ("some=x", "pathlib.Path | int", "str, and make it Path(...) in the function"),
+    ],
+)
+def test_a_type_that_json_does_not_hold_is_refused_with_what_to_write(text: str, annotation: str, instead: str) -> None:
+    """`-o` must not give a function what its annotation does not say; from Python these are refused as well."""
+    name, _, value = text.partition("=")
+    said = f"option {name}={value!r}: its annotation is {annotation}, and nodes get a job's arguments as JSON: annotate"
+    with pytest.raises(tg.JobError, match=re.escape(said) + r".* with " + re.escape(instead)):
+        JobFunction(_unusable).parse_options([text])
+
+
+def test_help_says_which_options_cannot_be_given() -> None:
+    lines = help_text(JobFunction(_unusable).options()).splitlines()
+    assert [line.split()[1] for line in lines if "(cannot be given)" not in line] == ["some=0"]
+    assert "(cannot be given)" not in help_text(MANY.options())
+
+
+def test_an_enum_member_as_an_argument_is_refused_with_what_to_pass() -> None:
+    with pytest.raises(tg.JobError, match=r"not Mode; pass its value, and make it Mode\(\.\.\.\) in the function"):
+        fit(sizes=Mode.FAST)
 
 
 def test_options_are_found_by_their_names() -> None:
@@ -356,3 +454,17 @@ def test_options_are_found_by_their_names() -> None:
         fit.parse_options(["zzz=3"])
     with pytest.raises(tg.JobError, match=r"'tasks': write -o name=value; the options of .* are: .*tasks="):
         fit.parse_options(["tasks"])
+
+
+def test_requires_gpu_is_asked_once_and_where_it_can_be_told() -> None:
+    asked: list[int] = []
+
+    def needs(task_id: int) -> bool:
+        asked.append(task_id)
+        return {0: False}[task_id]
+
+    with pytest.raises(tg.JobError, match=r"requires_gpu=\.\.\.\): for task 1 it raises KeyError: 1"):
+        tg.Job(tasks=2, epochs=1, builder=tg.Task, requires_gpu=needs)
+    assert asked == [0, 1]
+    made = tg.Job(tasks=2, epochs=1, builder=tg.Task, requires_gpu=lambda task_id: task_id == 1)
+    assert [made.needs_device(task) for task in range(2)] == [False, True]

@@ -13,6 +13,7 @@ import pytest
 from google.protobuf.struct_pb2 import Struct
 
 import taskgraph as tg
+from taskgraph.observe.format import values_text
 from taskgraph.results import plain_value
 
 FULL = tg.JobResult(
@@ -118,3 +119,20 @@ def test_at_a_prompt_a_result_is_short() -> None:
     )
     large = tg.JobResult(name="fit", values={task: list(range(10_000)) for task in range(1000)})
     assert len(repr(large)) < 600 and "... and 995 more" in repr(large)
+
+
+class Untold:
+    def __str__(self) -> str:
+        raise ZeroDivisionError("no words")
+
+    __repr__ = __str__
+
+
+def test_what_python_makes_no_text_of_is_said_otherwise() -> None:
+    huge = 10**5000
+    assert plain_value([huge, -huge, 10**600]) == [hex(huge), hex(-huge), 10**600]
+    assert plain_value({"x": Untold()}) == {"x": "<Untold: ZeroDivisionError: no words>"}
+    assert json.loads(tg.JobResult(name="x", values={0: huge}).to_json())["values"] == {"0": hex(huge)}
+    assert values_text({0: huge}) == hex(huge)
+    assert values_text({0: [1, huge]}) == str([1, hex(huge)])
+    assert values_text({0: 1, 1: Untold()}) == "task 0: 1\ntask 1: <Untold: ZeroDivisionError: no words>"

@@ -30,9 +30,12 @@ def test_the_page_has_every_setting_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_the_page_tells_default_unit_meaning_and_reason(name: str) -> None:
-    default, unit, what, why = ROWS[name]
+def test_the_page_tells_default_range_unit_meaning_and_reason(name: str) -> None:
+    default, numbers, unit, what, why = ROWS[name]
     assert default == repr(FIELDS[name].default)
+    bounds = FIELDS[name].metadata
+    begin = "above 0," if bounds and bounds["least"] is None else bounds.get("least")
+    assert numbers == (f"{begin} to {bounds['most']}" if bounds else "")
     assert what and why
     if name.endswith("_s"):
         assert unit == "s"
@@ -61,10 +64,29 @@ def test_the_pages_example_runs() -> None:
 
 
 @pytest.mark.parametrize("name", FIELDS)
-@pytest.mark.parametrize("value", [-1, None, "5", math.nan, math.inf])
+@pytest.mark.parametrize("value", [-1, None, "5", math.nan, math.inf, 1e30, 10**400])
 def test_a_value_that_makes_no_sense_is_refused(name: str, value: Any) -> None:
     with pytest.raises(tg.JobError, match=rf"Settings\({name}={re.escape(repr(value))}\): must be "):
         tg.Settings(**{name: value})
+
+
+@pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if field.metadata])
+def test_every_number_has_a_range_and_what_is_beyond_is_answered_with_it(name: str) -> None:
+    most, least = FIELDS[name].metadata["most"], FIELDS[name].metadata["least"]
+    assert getattr(tg.Settings(**{name: most}), name) == most
+    with pytest.raises(tg.JobError, match=rf"Settings\({name}={most + 1}\): must be .* {most}( at most)?$"):
+        tg.Settings(**{name: most + 1})
+    if least is not None:
+        assert getattr(tg.Settings(**{name: least}), name) == least
+    else:
+        with pytest.raises(
+            tg.JobError, match=rf"Settings\({name}=0\): must be a number.* above 0, and {most} at most$"
+        ):
+            tg.Settings(**{name: 0})
+
+
+def test_every_setting_that_is_no_bool_has_a_range() -> None:
+    assert [name for name, field in FIELDS.items() if not field.metadata] == ["deal_devices", "strict"]
 
 
 @pytest.mark.parametrize(

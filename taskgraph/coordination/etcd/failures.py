@@ -12,6 +12,7 @@ import enum
 
 import grpc
 
+from taskgraph.coordination.api import TooLarge
 from taskgraph.errors import CoordinationError, LeaseGone
 
 __all__ = ["PermissionRefused", "Verdict", "judge", "refusal", "space_used_up", "way_out"]
@@ -42,6 +43,9 @@ _NOT_EXECUTED = (
     "raft proposal dropped",
 )
 _LOGIN = ("etcdserver: invalid auth token", "etcdserver: revision of auth store is old")
+_LARGER = "grpc: received message larger than max"
+"""gRPC's limit at the server, before anything is decoded; it is a little above etcd's own."""
+_TOO_LARGE = "etcdserver: request is too large"
 #: etcd checks these before it applies anything of the request.
 _REFUSED_CODES = frozenset(
     {
@@ -65,7 +69,7 @@ def judge(code: grpc.StatusCode, details: str) -> Verdict:
         return Verdict.NOT_EXECUTED
     if code in _REFUSED_CODES:
         return Verdict.REFUSED
-    if details.startswith("grpc: received message larger than max"):  # the server's limit, before it decodes
+    if details.startswith(_LARGER):
         return Verdict.REFUSED
     # RESOURCE_EXHAUSTED "database space exceeded" belongs here: the transaction that crosses the quota is executed.
     return Verdict.UNKNOWN
@@ -90,5 +94,7 @@ def refusal(what: str, code: grpc.StatusCode, details: str) -> CoordinationError
     """The error for a call that etcd refused."""
     if "requested lease not found" in details:
         return LeaseGone(f"{what}: the lease does not exist any more; take a new one")
+    if details.startswith((_LARGER, _TOO_LARGE)):
+        return TooLarge(f"etcd refused {what}: {details}")
     kind = PermissionRefused if code is grpc.StatusCode.PERMISSION_DENIED else CoordinationError
     return kind(f"etcd refused {what}: {details or code.name}")

@@ -221,7 +221,7 @@ class Attempt:
         replica.actor.stamp = self.stamp
         epoch = ComposeEpoch(self) if replica.may_stand else Epoch(self, "compose")
         try:
-            await replica.actor.call("compose", replica.user_task.compose, epoch)
+            await replica.actor.call("compose", replica.user_task.compose, epoch, attempt=self)
         finally:
             self.composing = None
         graph = composition.graph()
@@ -267,7 +267,8 @@ class Attempt:
             after = recording.watched(processor, close)
             before = await seen(self.replica, partial(left_by, self)) if self.replica.shape.in_flight else {}
         actor.stamp = self.stamp
-        await actor.call(name, processor.compute, epoch, inputs, outputs, alone=not processor.parallel, after=after)
+        alone = not processor.parallel
+        await actor.call(name, processor.compute, epoch, inputs, outputs, alone=alone, after=after, attempt=self)
         if recording is not None:
             if self.replica.shape.in_flight:
                 recording.left[name] = (before, await seen(self.replica, partial(left_by, self)))
@@ -288,36 +289,31 @@ class Attempt:
         if self.quiet.closed:
             raise Refused(Reason.DONE, f"task {self.task} is done with epoch {self.number}")
 
-    def spawn(self, work: Coroutine[Any, Any, R], *, busy: bool, unwanted: bool = False) -> asyncio.Task[R]:
-        """Runs something that belongs to the attempt.
+    def spawn(self, work: Coroutine[Any, Any, R], *, busy: bool) -> asyncio.Task[R]:
+        """Runs something that belongs to the attempt: nobody cancels it while that goes on.
 
         Args:
             busy: the task is not idle before it ends.
-            unwanted: whoever asked for it may cancel it; nobody cancels anything else while the attempt goes on.
         """
         if self._group is None or self.cancelled:
             work.close()
             raise Refused(Reason.ATTEMPT_GONE, f"attempt {self.attempt} of epoch {self.number} is over")
         if busy:
             self.quiet.busier()
-        task = self._beside(work, unwanted=unwanted)
+        task = self._beside(work)
         if busy:
             task.add_done_callback(lambda _: self.quiet.calmer())
         return task
 
-    def _beside(self, work: Coroutine[Any, Any, R], *, unwanted: bool = False) -> asyncio.Task[R]:
+    def _beside(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
         """Runs something beside the attempt that ends it where it raises."""
         assert self._group is not None
         task = self._group.create_task(work)
-        task.add_done_callback(self._look_at if unwanted else self._look_whether_through)
+        task.add_done_callback(self._look_at)
         return task
 
     def _look_at(self, done: asyncio.Task[Any]) -> None:
-        if not done.cancelled() and done.exception() is not None:
-            self._unwind()
-
-    def _look_whether_through(self, done: asyncio.Task[Any]) -> None:
-        """The same of what nobody of ours cancels while the attempt goes on: a group takes no notice of it."""
+        """Nobody of ours cancels it while the attempt goes on: where users do, a group takes no notice of it."""
         if not done.cancelled():
             if done.exception() is not None:
                 self._unwind()
@@ -453,8 +449,8 @@ class Attempt:
         future: concurrent.futures.Future[Encoded] = concurrent.futures.Future()
 
         def send() -> Coroutine[Any, Any, None]:
-            number = self.mailbox.number(where, to, method)
-            return self.mailbox.send_request(where, to, method, number, value, future)
+            count = self.mailbox.count(where, to, method)
+            return self.mailbox.send_request(where, to, method, count, value, future)
 
         def start() -> None:
             if self._send(send):

@@ -1,7 +1,8 @@
 """Flags and requests of one attempt: sent, taken, answered, each counted once.
 
 A request's effects count exactly once in an attempt: the same request again (its answer was lost, or its sender was
-replaced and computed the same) gets the same answer. A pure request has no effects and is in no sum.
+replaced and computed the same) gets the same answer. A pure request has no effects and is in no sum: its handler may
+run again, but not while it still runs for the same request.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Mailbox:
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
         self._answers: dict[tuple[int, str, int], tuple[bytes, asyncio.Task[Answer]]] = {}
+        self._pure: dict[tuple[int, str, int, bytes], asyncio.Task[Answer]] = {}  # under way
         self._counts: dict[tuple[str, int, str], int] = {}
         self._awaited: dict[concurrent.futures.Future[Encoded], tuple[str, int, str]] = {}
         self.terms: dict[int, int] = {}  # task -> term of whoever acknowledged a flag or answered with effects
@@ -60,11 +62,11 @@ class Mailbox:
 
     # -- out --------------------------------------------------------------------------------------
 
-    def number(self, where: str, to: int, method: str) -> int:
-        """A request's number: of its place in the code that sends it, so that a replay numbers alike."""
+    def count(self, where: str, to: int, method: str) -> int:
+        """Which of the requests of its kind the next one is: a replay counts alike."""
         key = (where, to, method)
-        self._counts[key] = self._counts.get(key, 0) + 1
-        return xxhash.xxh3_64_intdigest(f"{where}#{self._counts[key]}".encode()) >> 1
+        count = self._counts[key] = self._counts.get(key, 0) + 1
+        return count
 
     async def send_flag(self, where: str, to: int, value: Encoded) -> None:
         """Delivers a flag; returns when it is acknowledged."""
@@ -77,10 +79,11 @@ class Mailbox:
             self.terms[to] = max(self.terms.get(to, 0), reply.term)
 
     async def send_request(
-        self, where: str, to: int, method: str, number: int, value: Encoded, future: concurrent.futures.Future[Encoded]
+        self, where: str, to: int, method: str, count: int, value: Encoded, future: concurrent.futures.Future[Encoded]
     ) -> None:
-        """Delivers a request and resolves `future` with its answer; `expect` came before."""
+        """Delivers a request and resolves `future` with its answer; `count` and `expect` came before."""
         attempt = self._attempt
+        number = xxhash.xxh3_64_intdigest(f"{where}#{count}".encode()) >> 1  # of its place in the code that sends it
         try:
             reply = await self._call(
                 to,
@@ -95,7 +98,7 @@ class Mailbox:
                 attempt.ledger.received("answer", to, attempt.task, name, reply.value.digest)
                 self.terms[to] = max(self.terms.get(to, 0), reply.term)
             if attempt.recording is not None:
-                attempt.recording.answers[(where, to, method, self._counts[(where, to, method)])] = reply.value
+                attempt.recording.answers[(where, to, method, count)] = reply.value
             if not future.done():
                 future.set_result(reply.value)
         finally:
@@ -140,7 +143,8 @@ class Mailbox:
         where = f"on_flag/{message.sender}/{message.value.digest.hex()}"
         if attempt.recording is not None:
             attempt.recording.started(where, method="on_flag", sender=message.sender, payload=message.value)
-        await attempt.replica.actor.call("on_flag", task.on_flag, Epoch(attempt, where), message.sender, meta)
+        epoch, actor = Epoch(attempt, where), attempt.replica.actor
+        await actor.call("on_flag", task.on_flag, epoch, message.sender, meta, attempt=attempt)
         if attempt.recording is not None:
             await attempt.recording.finished("on_flag")
 
@@ -151,23 +155,35 @@ class Mailbox:
         if handler is None:
             known = ", ".join(repr(name) for name in attempt.replica.shape.handlers) or "none"
             raise Refused(Reason.NOT_OFFERED, f"it handles: {known}; add @tg.handles({message.method!r})")
-        if handler.pure:
-            attempt.check_open()
-            work = self._run_request(message, handler.method_name, pure=True)
-            return await attempt.spawn(work, busy=True, unwanted=True)  # with this call it ends, too
+        answer = self._pure_answer if handler.pure else self._answer
+        # The handler runs to its end whoever goes away meanwhile; it belongs to the attempt, not to this call.
+        return await asyncio.shield(answer(message, handler.method_name))
+
+    def _answer(self, message: Request, method_name: str) -> asyncio.Task[Answer]:
+        attempt = self._attempt
         key = (message.sender, message.method, message.number)
-        known_answer = self._answers.get(key)
-        if known_answer is None:
+        known = self._answers.get(key)
+        if known is None:
             attempt.check_open()
             name = f"{message.method}/{message.number}"
             attempt.ledger.received("request", message.sender, attempt.task, name, message.value.digest)
-            answer = attempt.spawn(self._run_request(message, handler.method_name, pure=False), busy=True)
-            self._answers[key] = known_answer = (message.value.digest, answer)
-        digest, answer = known_answer
+            answer = attempt.spawn(self._run_request(message, method_name, pure=False), busy=True)
+            self._answers[key] = known = (message.value.digest, answer)
+        digest, answer = known
         if digest != message.value.digest:
             raise Refused(Reason.CONFLICT, f"the same request {message.method!r} came with another payload before")
-        # The handler runs to its end whoever goes away meanwhile; it belongs to the attempt, not to this call.
-        return await asyncio.shield(answer)
+        return answer
+
+    def _pure_answer(self, message: Request, method_name: str) -> asyncio.Task[Answer]:
+        """Who asks again waits for the handler that runs already: it may be one that nobody can stop."""
+        attempt = self._attempt
+        key = (message.sender, message.method, message.number, message.value.digest)
+        answer = self._pure.get(key)
+        if answer is None:
+            attempt.check_open()
+            answer = self._pure[key] = attempt.spawn(self._run_request(message, method_name, pure=True), busy=True)
+            answer.add_done_callback(lambda _: self._pure.pop(key, None))
+        return answer
 
     async def _run_request(self, message: Request, method_name: str, *, pure: bool) -> Answer:
         attempt = self._attempt
@@ -184,6 +200,7 @@ class Mailbox:
             Epoch(attempt, where),
             message.sender,
             payload,
+            attempt=attempt,
         )
         if attempt.recording is not None:
             await attempt.recording.finished(message.method)

@@ -205,7 +205,7 @@ async def check_replay(replica: Replica, fresh: Replica, boundary: Encoded, reco
     before, after = await fields_of(replica), await fields_of(fresh)
     differing += [f"state {name!r}" for name in before if before[name] != after.get(name)]
     if differing:
-        suspects = await _suspects(replica, fresh)
+        suspects = await _suspects(replica, fresh, before)
         hint = f"; attributes that differ and are not in the snapshot: {', '.join(suspects)}" if suspects else ""
         raise StateError(
             f"task {replica.task}, epoch {stamp.epoch}: replayed from its snapshot, the epoch came out differently "
@@ -327,10 +327,8 @@ def recording_items(work: _Replay) -> dict[tuple[str, int], Encoded]:
     return work.recording.items
 
 
-async def _suspects(replica: Replica, fresh: Replica) -> list[str]:
-    """Attributes outside the snapshot that differ between the object that ran on and the one restored."""
-    state = replica.user_task.snapshot() if replica.stateful else None
-    held = set(state) if isinstance(state, dict) else set()
+async def _suspects(replica: Replica, fresh: Replica, held: Fields) -> list[str]:
+    """Attributes that the snapshot has not `held`, and that differ between the object that ran on and that restored."""
     return [name for name in _changed(await _attributes(fresh), await _attributes(replica)) if name not in held]
 
 

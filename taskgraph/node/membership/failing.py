@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from taskgraph.errors import TaskGraphError
+from taskgraph.errors import TaskGraphError, kind_of, said
 from taskgraph.hints import hint
 from taskgraph.loading import place_of
 from taskgraph.node.usercode.actor import UserCodeError
@@ -14,7 +14,7 @@ from taskgraph.protocol.records import GoneRecord, State, StatusRecord
 __all__ = ["culprit_text", "deaths_text", "failure_record", "fatal_record"]
 
 _MAX_REASON, _MAX_TRACEBACK = 10_000, 200_000
-"""Characters of a failure's text that are kept: etcd refuses values of more than 1.5 MiB."""
+"""Bytes of a failure's text that are kept. A byte may be six of JSON; etcd refuses values of more than 1.5 MiB."""
 
 
 def failure_record(
@@ -35,17 +35,21 @@ def failure_record(
         place = [f"task {task}"] if task is not None else []
         place += [f"epoch {epoch}"] if epoch is not None else []
         place += [repr(where)] if where else []
-        said = also or hint(inner)
-        reason = f"{', '.join(place)}: {type(inner).__name__}: {inner}{'; ' if said else ''}{said}"
+        more = also or hint(inner)
+        reason = f"{', '.join(place)}: {kind_of(inner)}: {said(inner)}{'; ' if more else ''}{more}"
     return StatusRecord(
         state=State.FAILED,
-        reason=reason[:_MAX_REASON],
+        reason=_readable(reason)[:_MAX_REASON].decode(errors="ignore"),
         task=task,
         epoch=epoch,
         where=where,
-        traceback=traceback[-_MAX_TRACEBACK:],  # the end of it says more than its middle
+        traceback=_readable(traceback)[-_MAX_TRACEBACK:].decode(errors="ignore"),  # its end says more than its middle
         writer=writer,
     )
+
+
+def _readable(text: str) -> bytes:
+    return text.encode(errors="backslashreplace")  # lone surrogates can be neither printed nor sent
 
 
 def fatal_record(found: Fatal, names: Mapping[str, GoneRecord], limit: int, writer: str) -> StatusRecord:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from taskgraph.errors import worded
 from taskgraph.task import NeighborFailed, NeighborRestarted
 
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
+    from taskgraph.node.primary.primary import Primary
 
 __all__ = ["Noticing"]
 
@@ -26,19 +28,30 @@ class Noticing:
         seen = {task: (p.record.term, p.record.node in self._node.suspects) for task, p in view.primaries.items()}
         changed = {t: now for t, now in seen.items() if t in self._terms_seen and now != self._terms_seen[t]}
         before, self._terms_seen = self._terms_seen, seen
-        epoch = view.stamp.epoch if view.stamp else 0
         for task, (term, dead) in changed.items():
             for primary in self._node.roles.primaries.values():
                 replica = primary.replica
                 if not replica.ready or "on_event" not in replica.shape.overrides or primary.task == task:
                     continue
                 for link in replica.topology:
-                    if task not in replica.topology.neighbors(link, primary.task, self._node.job.tasks, epoch):
+                    if task not in self._neighbors(primary, link):
                         continue
                     if dead and not before[task][1]:
                         primary.tell(NeighborFailed(task=task, link=link))
                     if term > before[task][0]:
                         primary.tell(NeighborRestarted(task=task, term=term, link=link))
+
+    def _neighbors(self, primary: Primary, link: str) -> tuple[int, ...]:
+        """Along a link of the user's; none where that raises, which fails the job where the epoch is composed."""
+        view, job = self._node.keeper.view, self._node.job
+        epoch = view.stamp.epoch if view.stamp else 0
+        if job.epochs is not None:
+            epoch = min(epoch, job.epochs - 1)  # after the last, there is none that links are made for
+        try:
+            return primary.replica.topology.neighbors(link, primary.task, job.tasks, epoch)
+        except Exception as error:
+            self._node.log.warning("task %d: link %r in epoch %d: %s", primary.task, link, epoch, worded(error))
+            return ()
 
     async def watch_slow_code(self) -> None:
         """User code that runs for very long is told once, and shown in `status` for as long as it runs."""

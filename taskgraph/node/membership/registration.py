@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from taskgraph.coordination.api import Lease
 from taskgraph.errors import CoordinationError, JobError, LeaseGone
 from taskgraph.protocol import transactions
-from taskgraph.protocol.records import GoneRecord, NodeRecord
+from taskgraph.protocol.records import NodeRecord
 
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
@@ -161,7 +161,7 @@ class Registration:
         """Ends the lease; the key goes with it."""
         if self._lease is not None:
             node = self._node
-            gone = GoneRecord(reason="it left", writer=node.writer())
+            gone = node.farewell()
             try:
                 async with asyncio.timeout(node.settings.call_s):
                     # Said before the key goes: nobody needs to wait for it to come back.

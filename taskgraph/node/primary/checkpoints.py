@@ -12,7 +12,7 @@ Whatever blocks or costs runs in threads of their own: neither the event loop no
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 from taskgraph.checkpoint.files import FileInfo
@@ -162,7 +162,7 @@ class CheckpointWriter:
         name = checkpoints.name_of(stamp)
         try:
             info = await checkpoints.call(lambda: checkpoints.store.write(name, self._task, value()))
-        except (OSError, DecodeError) as error:
+        except (OSError, CheckpointError, DecodeError) as error:
             # Of a disk that stays full every checkpoint fails: what is kept of that is the first.
             again, self._failing = self._failing, True
             self._node.events.emit(
@@ -217,6 +217,8 @@ class Checkpointer:
         self._collected = Collected(node.job.tasks)
         self._wake = asyncio.Event()
         self._failed = 0
+        self._cleaned = False  # what this leader finds of earlier runs, but for what is kept, was written since
+        self._others: set[str] = set()  # runs that keep checkpoints here as well, and were told of
         self._finished = ""  # the name of the last one that is complete also for those who do not know the pointer
 
     def take(self, written: Written) -> Accepted:
@@ -257,6 +259,11 @@ class Checkpointer:
         )
         # Before anything else happens: what it compares must be what `complete` decided from.
         txn = transactions.advance_checkpoint(view, record, primary_revision=self._primary.revision)
+        others: list[Name] = []
+        known = (old.name, *old.before) if old is not None else ()
+        if not await self._did(boundary.epoch, lambda: others.extend(checkpoints.store.of_others(name.run, known))):
+            return False
+        self._tell_of_others(name, others)
         if not await self._did(boundary.epoch, lambda: checkpoints.store.stage(manifest)):
             return False
         await node.point("checkpointed", 0, boundary.epoch)
@@ -283,8 +290,28 @@ class Checkpointer:
         if not await self._did(record.epoch, lambda: store.finish(record.name)):
             return False
         self._finished = record.name
-        await self._did(record.epoch, lambda: store.keep_only((record.name, *record.before), record.name))
+        kept = (record.name, *record.before)
+        self._cleaned = await self._did(record.epoch, lambda: store.keep_only(kept, record.name))
         return True
+
+    def _tell_of_others(self, mine: Name, others: Iterable[Name]) -> None:
+        """Tells, once each, of other runs that write checkpoints of this job to the same place.
+
+        The run that began later removes those of the other, which could not know why its files are gone.
+        """
+        for other in others:
+            later = other > mine
+            if other.run in self._others or not (later or self._cleaned):
+                continue
+            self._others.add(other.run)
+            began, whose = ("later", "it removes this run's") if later else ("earlier", "this run removes them")
+            self._node.events.emit(
+                "checkpoint failed",
+                f"another run ({other.run}), which began {began}, keeps checkpoints of this job in "
+                f"{self._node.checkpoints.store}, too, and {whose}: end one of the two, or give one of them another "
+                f"name (--name) or another checkpoint=...",
+                epoch=mine.epoch,
+            )
 
     async def _did(self, epoch: int, work: Callable[[], object]) -> bool:
         try:

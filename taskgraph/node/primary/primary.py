@@ -103,11 +103,7 @@ class Primary:
     async def _main(self) -> None:
         keeper = self.node.keeper
         await keeper.caught_up(self.revision)
-        fence = keeper.view.epoch.mod_revision if keeper.view.epoch else 0
-        try:
-            await self._begin()
-        except (UserCodeError, TaskGraphError) as error:
-            await self._fail(error, fence)
+        await self._until_begun()
         while True:
             if not keeper.view.running:
                 await self._conclude()
@@ -116,12 +112,30 @@ class Primary:
                 await self._roll_back()
                 continue
             self.final = None
-            at = await self._one_attempt()
-            if keeper.view.stamp != at and not self._undone():
-                try:
-                    await self._moved(at)
-                except (UserCodeError, TaskGraphError) as error:
-                    await self._fail(error)
+            await self._until_moved_on(await self._one_attempt())
+
+    async def _until_begun(self) -> None:
+        """Begins; anew where that raised and did not count: an object that is not restored takes part in nothing."""
+        keeper = self.node.keeper
+        while True:
+            fence = keeper.view.epoch.mod_revision if keeper.view.epoch else 0
+            try:
+                return await self._begin()
+            except (UserCodeError, TaskGraphError) as error:
+                if not await self._fail(error, fence, finished=True):
+                    await self.node.breathe()
+            await keeper.wait_until(lambda _: self._counts())
+
+    async def _until_moved_on(self, at: Stamp) -> None:
+        """Brings the user's object from an attempt that is over to the boundary of the view, however often it takes."""
+        keeper = self.node.keeper
+        while keeper.view.stamp != at and not self._undone() and self._counts():
+            try:
+                await self._moved(at)
+                return
+            except (UserCodeError, TaskGraphError) as error:
+                if not await self._fail(error, finished=True):
+                    await self.node.breathe()
 
     async def _begin(self) -> None:
         """Brings the user's object to the boundary the take-over read; makes boundary 0 where there is none."""
@@ -211,7 +225,7 @@ class Primary:
                 try:
                     lanes.settle(await self._moved(at))  # epochs were committed, and the attempt goes on
                 except (UserCodeError, TaskGraphError) as error:
-                    await self._fail(error)
+                    await self._fail(error, finished=True)
                 at = Stamp(at.attempt, lanes.settled)
         finally:
             self.attempts.drop()
@@ -241,6 +255,8 @@ class Primary:
         try:
             await moving
         except (UserCodeError, TaskGraphError) as error:
+            if moved(keeper.view):
+                return  # a restart came first: what happened in a dead attempt counts for nothing
             replaced = keeper.view.term_changed(in_attempt=self.node.settings.epochs_ahead > 0)
             if replaced and met(error) is None:
                 # A replaced primary may have taken messages that this attempt knows nothing of. If it is a mistake
@@ -361,24 +377,31 @@ class Primary:
                 await asyncio.Event().wait()  # the node ends this term as soon as it sees that view
         self.stage = ""
 
-    async def _fail(self, error: UserCodeError | TaskGraphError, epoch_revision: int | None = None) -> None:
+    async def _fail(
+        self, error: UserCodeError | TaskGraphError, epoch_revision: int | None = None, *, finished: bool = False
+    ) -> bool:
         """The job fails with this error, if this is still the task's primary and the epoch is still that one.
 
         Args:
             epoch_revision: of the epoch at which it was raised; None: the one at work in the view.
+            finished: also where all epochs are committed: it is an error of what follows a commit, or of a take-over.
+
+        Returns:
+            Whether it does. False where a restart, a take-over, or another end of the job came first.
         """
         keys, view = self.node.keeper.view.keys, self.node.keeper.view
         if epoch_revision is None:
             epoch_revision = view.epoch.mod_revision if view.epoch else 0
         fences = (Compare(keys.primary(self.task), self.revision), Compare(keys.epoch, epoch_revision))
-        epoch = view.epoch.record.epoch if view.epoch else None
-        if await self.node.fail_job(error, self.task, epoch, fences):
+        epoch = view.epoch.record.epoch if view.epoch and view.running else None  # of none: after the last
+        if await self.node.fail_job(error, self.task, epoch, fences, finished=finished):
             await self.node.keeper.wait_until(lambda v: not v.running)
-        else:
-            # A restart or a take-over came first: what happened in a dead attempt counts for nothing.
-            await self.node.keeper.wait_until_read(
-                lambda v: v.epoch is None or v.epoch.mod_revision != epoch_revision or not v.running
-            )
+            return True
+        self.node.log.info("task %d: this did not count, since the job had moved on: %s", self.task, error)
+        await self.node.keeper.wait_until_read(
+            lambda v: v.epoch is None or v.epoch.mod_revision != epoch_revision or not v.running
+        )
+        return False
 
     # -- what others ask --------------------------------------------------------------------------
 
@@ -413,12 +436,15 @@ class Primary:
             self._group.create_task(self._tell_event(event))
 
     async def _tell_event(self, event: Event) -> None:
-        view = self.node.keeper.view
-        fence = view.epoch.mod_revision if view.epoch else 0
+        keeper = self.node.keeper
         try:
             await self.replica.tell(event)
         except UserCodeError as error:
-            await self._fail(error, fence)
+            # It belongs to no epoch: commits that go by meanwhile change nothing about it.
+            while keeper.view.running and keeper.view.is_primary(self.task, self.node.id, self.term):
+                if await self._fail(error):
+                    return
+            self.node.log.warning("task %d: %s, after the job ended, or another took over", self.task, error)
 
     # -- reports to the leader --------------------------------------------------------------------
 

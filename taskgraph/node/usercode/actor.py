@@ -25,10 +25,10 @@ from collections.abc import Callable, Coroutine, Generator
 from contextvars import copy_context
 from pathlib import Path
 from types import CodeType, CoroutineType, FrameType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 from taskgraph.epoch import AttemptEnded
-from taskgraph.errors import JobError, worded
+from taskgraph.errors import GraphError, JobError, worded
 from taskgraph.node.usercode import forks, lastwords
 from taskgraph.node.usercode.threads import Threads
 from taskgraph.observe.trace import NO_STAMP, Tracing, clock
@@ -51,6 +51,7 @@ __all__ = [
 R = TypeVar("R")
 
 _COROUTINE = inspect.CO_COROUTINE
+_FUTURE = asyncio.Future
 _BRIEF_S = 100e-6
 """What takes no longer takes no longer than a hop to a thread and back: beside others it would gain nothing."""
 _BRIEF_NAMES = 1000
@@ -70,7 +71,10 @@ class UserCodeError(Exception):
 
 
 class StuckError(Exception):
-    """A compute did not return within `cancel_s` after its attempt ended: only the end of the process frees it."""
+    """User code did not return within `cancel_s` after its attempt ended, or at its task's end.
+
+    Only the end of the process frees it.
+    """
 
 
 class _CancelledItself(BaseException):
@@ -78,6 +82,13 @@ class _CancelledItself(BaseException):
 
     def __init__(self, times: int) -> None:
         self.times = times
+
+
+class Ends(Protocol):
+    """What user code may be part of."""
+
+    cancelled: bool
+    """Whether it is over: what runs of it unwinds."""
 
 
 class Running(NamedTuple):
@@ -119,6 +130,7 @@ class Actor:
         self._running: dict[int, tuple[str, float]] = {}
         self._calls = 0
         self._brief: dict[str, int] = {}  # what is brief, and how often it may take long before it is not
+        self._ends_at: float | None = None  # where its last call is under way
         self.abandoned = False
 
     @property
@@ -133,12 +145,14 @@ class Actor:
         *args: Any,
         alone: bool = True,
         after: Callable[[], object] | None = None,
+        attempt: Ends | None = None,
     ) -> R:
         """Calls user code and returns its result.
 
         Args:
             alone: hold the task meanwhile; False for processors that declared `parallel=True`.
             after: called right after it returned, where it ran; what that raises counts as raised by user code.
+            attempt: what it is part of. Code that is part of none, or of one that goes on, has no reason to unwind.
 
         Raises:
             UserCodeError: it raised.
@@ -184,7 +198,11 @@ class Actor:
                     words.running[:] = lastwords.NOTHING  # as `words.ran`, without a call
                 if began:
                     self._tracing.keep("code", where, "", began, clock(), self.task, stamp or NO_STAMP, self.term, -1)
-        except (AttemptEnded, StuckError):
+        except AttemptEnded as ended:
+            if attempt is None or not attempt.cancelled:
+                raise self._stale(where, stamp, ended) from None
+            raise
+        except StuckError:
             raise
         except _CancelledItself as itself:
             await _take_back(itself)
@@ -197,6 +215,20 @@ class Actor:
             raise UserCodeError(where, error) from error  # of something of its own: nobody cancelled the call
         except BaseException as error:
             raise UserCodeError(where, error) from error
+
+    async def last_call(self, where: str, function: Callable[[], object]) -> None:
+        """Calls the last of a task's code. It has `cancel_s` to return, cancelled or not.
+
+        Raises:
+            UserCodeError: it raised.
+            StuckError: it did not return in time.
+        """
+        self._ends_at = self._loop.time() + self._cancel_s
+        try:
+            async with asyncio.timeout_at(self._ends_at):
+                await self.call(where, function)
+        except TimeoutError:
+            raise self.stuck(where) from None
 
     async def here(self, where: str, function: Callable[[], R]) -> R:
         """Calls something of ours in the task's turn, on the event loop: for what is done in microseconds."""
@@ -211,6 +243,15 @@ class Actor:
         finally:
             if began:
                 self._tracing.keep("code", where, "", began, clock(), self.task, stamp or NO_STAMP, self.term, -1)
+
+    def _stale(self, where: str, stamp: Stamp | None, ended: AttemptEnded) -> UserCodeError:
+        """It used the `epoch` of another attempt, which is over."""
+        epoch = f", epoch {stamp.epoch}" if stamp is not None else ""
+        error = GraphError(
+            f"task {self.task}{epoch}, {where!r}: it uses an `epoch` that is over. What it is given may be used "
+            f"until it returns; keep what you need of it (its number, a value), not the epoch itself"
+        )
+        return UserCodeError(where, error.with_traceback(ended.__traceback__))
 
     async def _turn_free(self) -> None:
         """Returns when no thread holds the task. Nothing else takes it before the next await of who called this."""
@@ -340,14 +381,23 @@ class Actor:
         """The caller was cancelled; the thread cannot be. The task stays held until it returns or is left behind."""
         # What comes out of a dead attempt is retrieved, and of no interest.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        waiting = asyncio.ensure_future(asyncio.wait([future], timeout=self._cancel_s))
+        waiting = asyncio.ensure_future(asyncio.wait([future], timeout=self.grace_s))
         while not waiting.done():
             with contextlib.suppress(asyncio.CancelledError):  # being told again changes nothing
                 await asyncio.shield(waiting)
         if future.cancelled() or not future.done():
             self.abandoned = True  # its thread runs on: nothing else of the task may run any more
         if not future.done():
-            raise StuckError(f"{where} did not return within {self._cancel_s:g} s after its attempt ended")
+            raise self.stuck(where)
+
+    @property
+    def grace_s(self) -> float:
+        """How long what is cancelled now may go on."""
+        return self._cancel_s if self._ends_at is None else max(0.0, self._ends_at - self._loop.time())
+
+    def stuck(self, where: str) -> StuckError:
+        after = " after its attempt ended" if self._ends_at is None else ""
+        return StuckError(f"{where} did not return within {self._cancel_s:g} s{after}")
 
     def wait_in_thread(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
         """In a worker thread: waits for a reply while other hooks of the task may run."""
@@ -393,6 +443,8 @@ def call_under_way(innermost: FrameType) -> tuple[int, str, str] | None:
 class _Resumed:
     """Drives a coroutine on from its first await. It holds the task's turn while it runs, and not while it awaits.
 
+    A coroutine that was cancelled may clean up, and may catch it and go on: for `cancel_s`.
+
     Args:
         waited: what it awaits.
         turn: None where it needs none. Only threads hold one for longer than it takes the event loop to notice.
@@ -415,21 +467,31 @@ class _Resumed:
         self._waited = waited
         self._turn = turn
         self._times = times
+        self._task = _current_task()
+        self._limit: asyncio.TimerHandle | None = None  # since it was cancelled
+        self._over = False  # that time is over
 
     def __await__(self) -> Generator[Any, Any, Any]:
         actor, coroutine, waited, turn = self._actor, self._coroutine, self._waited, self._turn
-        cancelling, times = _current_task().cancelling, self._times
+        cancelling, times = self._task.cancelling, self._times
         try:
             while True:
                 error: BaseException | None = None
                 try:
-                    yield waited
+                    if type(waited) is not _FUTURE and isinstance(waited, _FUTURE):
+                        yield from self._until(waited, times)
+                    else:
+                        yield waited
+                except asyncio.CancelledError as cancelled:
+                    self._hear(times)
+                    error = cancelled
                 except BaseException as raised:
                     error = raised
                 while turn is not None and actor.in_threads and turn.locked():
                     try:
                         yield from turn.acquire().__await__()
                     except asyncio.CancelledError as cancelled:
+                        self._hear(times)
                         error = cancelled  # before its turn came: it must hear of it, at its turn
                     else:
                         turn.release()
@@ -446,8 +508,60 @@ class _Resumed:
                             raise _CancelledItself(times)
                 except StopIteration as stop:
                     return stop.value
+                if self._limit is not None and cancelling() <= times:
+                    self._unlimited()  # it was something of its own that cancelled it, which has taken that back
         finally:
-            coroutine.close()
+            self._unlimited()
+            if not self._over:
+                coroutine.close()
+
+    def _until(self, waited: asyncio.Future[Any], times: int) -> Generator[Any, Any, None]:
+        """Returns when a task of the user's has ended, or several: when they are cancelled, they may go on, too."""
+        waited._asyncio_future_blocking = False  # it is us who wait for it
+        while not waited.done():
+            ended: asyncio.Future[None] = self._task.get_loop().create_future()
+            waited.add_done_callback(functools.partial(_wake, ended))
+            try:
+                yield from ended
+            except asyncio.CancelledError:
+                if self._over:
+                    raise
+                self._limited(times)
+                waited.cancel()
+
+    def _hear(self, times: int) -> None:
+        """It was cancelled, or what it awaits. Raises StuckError where it was long ago, and has not ended."""
+        if self._over:
+            self._task.uncancel()  # that was us
+            self._leave_behind()
+        self._limited(times)
+
+    def _limited(self, times: int) -> None:
+        if self._limit is None and self._task.cancelling() > times:
+            self._limit = self._task.get_loop().call_later(self._actor.grace_s, self._give_up)
+
+    def _unlimited(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
+
+    def _give_up(self) -> None:
+        self._over = True
+        self._task.cancel()
+
+    def _leave_behind(self) -> NoReturn:
+        self._actor.abandoned = True
+        stuck = self._actor.stuck(self._where)
+        try:
+            self._coroutine.close()
+        except BaseException as error:  # it goes on after that, too, or unwound
+            raise stuck from error
+        raise stuck
+
+
+def _wake(waiting: asyncio.Future[None], _: asyncio.Future[Any]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
 
 
 def _current_task() -> asyncio.Task[Any]:
@@ -475,7 +589,8 @@ def cancelled_by_users(of: str) -> JobError:
     """What to say where an asyncio task of ours was cancelled, and not by us."""
     return JobError(
         f"{of}code of the job cancelled the asyncio task it runs in, which is not its own (as "
-        f"asyncio.current_task().cancel() does): to end a processor return from it, to fail the job raise"
+        f"asyncio.current_task().cancel() does, a cancel of all tasks, or sys.exit in another one): to end a processor "
+        f"return from it, to fail the job raise"
     )
 
 
@@ -555,19 +670,23 @@ _OURS = f"{Path(__file__).resolve().parents[2]}{os.sep}"  # all of the package
 
 def _user_traceback(error: BaseException) -> str:
     """The traceback without our frames at its beginning: it starts where user code does, if it comes to that."""
-    summary = traceback.TracebackException.from_exception(error)
-    _without_ours(summary)
-    return "".join(summary.format())
+    try:
+        summary = traceback.TracebackException.from_exception(error)
+        _without_ours(summary)
+        return "".join(summary.format())
+    except Exception as failed:  # what is told of may be of any kind: too deep a nest of groups, a class that raises
+        return f"(its traceback cannot be told: {worded(failed)})\n{worded(error)}\n"
 
 
 def _without_ours(summary: traceback.TracebackException) -> None:
     """The same of each exception of a chain. One that is ours says what became of the user's: it has no place there."""
-    for before in (summary.__cause__, summary.__context__):
-        if before is not None:
-            _without_ours(before)
-    users = _from_users(summary.stack)
-    ours = users and users[0].filename.startswith(_OURS)
-    summary.stack[:] = [] if ours and summary.__cause__ is not None else users
+    chain = [summary]
+    while chain:
+        at = chain.pop()
+        chain += [before for before in (at.__cause__, at.__context__) if before is not None]
+        users = _from_users(at.stack)
+        ours = users and users[0].filename.startswith(_OURS)
+        at.stack[:] = [] if ours and at.__cause__ is not None else users
 
 
 def _from_users(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:

@@ -21,17 +21,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--verbose", action="store_true", help="messages, too")
     parser.add_argument("--for-s", type=float, default=None, metavar="S", help="stop after so many seconds")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first seed that finds something")
+    parser.add_argument("--mistakes", action="store_true", help="jobs whose own code raises somewhere")
     given = parser.parse_args(argv)
     if given.seed is not None:
-        outcome = run_seed(given.seed)
+        outcome = run_seed(given.seed, mistakes=given.mistakes)
         print(outcome.transcript.text(messages=given.verbose))
         print(describe(outcome))
         return 1 if outcome.problem else 0
     first, _, last = given.seeds.partition(":")
-    return _many(range(int(first), int(last or first)), given.for_s, given.keep_going)
+    return _many(range(int(first), int(last or first)), given.for_s, given.keep_going, given.mistakes)
 
 
-def _many(seeds: range, limit_s: float | None, keep_going: bool) -> int:
+def _many(seeds: range, limit_s: float | None, keep_going: bool, mistakes: bool) -> int:
     began = time.monotonic()
     faults: Counter[str] = Counter()
     states: Counter[str] = Counter()
@@ -41,7 +42,7 @@ def _many(seeds: range, limit_s: float | None, keep_going: bool) -> int:
     for seed in seeds:
         if limit_s is not None and time.monotonic() - began > limit_s:
             break
-        outcome = run_seed(seed)
+        outcome = run_seed(seed, mistakes=mistakes)
         count += 1
         virtual_s += outcome.virtual_s
         faults += outcome.transcript.faults

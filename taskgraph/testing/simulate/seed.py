@@ -24,7 +24,7 @@ from taskgraph.testing.simulate.faults import Faults
 from taskgraph.testing.simulate.loop import Nothing, SimLoop
 from taskgraph.testing.simulate.runs import Violation
 from taskgraph.testing.simulate.transcript import Transcript
-from taskgraph.testing.simulate.workload import Workload
+from taskgraph.testing.simulate.workload import Mistake, Workload
 from taskgraph.testing.simulate.world import Errors, World
 
 __all__ = ["Outcome", "run_seed"]
@@ -50,7 +50,7 @@ class Outcome:
 
     Attributes:
         problem: "" or what was violated, or what hangs.
-        ended: "finished", or "lost" where every holder of a task was gone.
+        ended: "finished"; "lost" where every holder of a task was gone; "mistaken" where its own code failed it.
     """
 
     seed: int
@@ -63,8 +63,12 @@ class Outcome:
     steps: int
 
 
-def run_seed(seed: int) -> Outcome:
-    """Runs one seed. The same seed does the same things, in every process."""
+def run_seed(seed: int, *, mistakes: bool = False) -> Outcome:
+    """Runs one seed. The same seed does the same things, in every process.
+
+    Args:
+        mistakes: code of one task raises at some time, in what is the same job otherwise, for as long as it does not.
+    """
     began = time.perf_counter()
     loop = SimLoop()
     outcome = Outcome(seed, "", "", "", Transcript(loop.time), 0.0, 0.0, 0)
@@ -72,7 +76,7 @@ def run_seed(seed: int) -> Outcome:
         runner = asyncio.Runner(loop_factory=lambda: loop)
         try:
             with runner:
-                runner.run(_run(outcome))
+                runner.run(_run(outcome, mistakes))
         except (Nothing, Stuck) as error:
             outcome.problem = outcome.problem or str(error)
     outcome.virtual_s = loop.time() - 1.0
@@ -152,7 +156,7 @@ def _settings(rng: random.Random, workload: Workload) -> tg.Settings:
     )
 
 
-async def _run(outcome: Outcome) -> None:
+async def _run(outcome: Outcome, mistakes: bool) -> None:
     rng, keeps = random.Random(outcome.seed), random.Random(f"checkpoints of {outcome.seed}")
     keeping = keeps.random() < CHECKPOINTS
     hurries = random.Random(f"epochs ahead of {outcome.seed}")
@@ -167,6 +171,8 @@ async def _run(outcome: Outcome) -> None:
         flies if flying else None,
         stands if flying else None,
     )
+    if mistakes:
+        workload.mistake = Mistake.draw(random.Random(f"mistakes of {outcome.seed}"), workload.tasks)
     nodes = rng.randint(1, 4) if rng.random() < 0.2 else workload.backups + rng.randint(1, 3)
     planned = draw(rng, talks=workload.talks, erratic=bool(workload.erratic))
     settings = _settings(rng, workload)
@@ -181,6 +187,8 @@ async def _run(outcome: Outcome) -> None:
         outcome.described += f", up to {workload.epochs_in_flight} in flight"
         if workload.steady:
             outcome.described += ", composed once"
+    if workload.mistake is not None:
+        outcome.described += f", {workload.mistake.text}"
     if keeping:
         outcome.described += f", a checkpoint every {workload.checkpoint_every} epochs"
     world.loop.set_exception_handler(lambda _, context: world.violated(_unhandled(context)))
@@ -266,9 +274,12 @@ def _heal(world: World, faults: Faults) -> None:
 
 
 def _judge_failure(world: World, reason: str, ruthless: bool) -> str:
-    """A job may fail for one reason only: every holder of some task is gone, as the seed wanted it, and there is no
-    checkpoint, or none that the disk kept."""
+    """A job may fail for its own mistake, or for one other reason: every holder of some task is gone, as the seed
+    wanted it, and there is no checkpoint, or none that the disk kept."""
     view = world.invariants.view
+    mistake = world.workload.mistake
+    if mistake is not None and mistake.raised and f"ArithmeticError: {mistake.text}" in reason:
+        return "mistaken"
     if view.checkpoint is not None and not ("no checkpoint can be used" in reason and world.place.spoilt):
         raise Violation(f"the job failed, and has a checkpoint: {reason}")
     for task in range(world.workload.tasks):

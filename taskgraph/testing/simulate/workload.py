@@ -19,7 +19,7 @@ import numpy as np
 import taskgraph as tg
 from taskgraph.shape import is_stateless
 
-__all__ = ["Recorder", "Step", "Workload", "mix"]
+__all__ = ["HOOKS", "Mistake", "Recorder", "Step", "Workload", "mix"]
 
 _MASK = (1 << 64) - 1
 
@@ -54,6 +54,46 @@ class Step:
     bulk: bool = False  # values travel in arrays
     early: bool = False  # it is `@tg.stateless`
     lasts_s: float = 0.0  # what it awaits, where it is an `async def`
+
+
+HOOKS = ("setup", "restore", "on_commit", "on_event", "compose", "sync", "result")
+"""Where a mistake may be."""
+
+
+@dataclass
+class Mistake:
+    """User code of one task that raises.
+
+    Attributes:
+        where: one of `HOOKS`.
+        first, times: the call that raises first, of all calls in all replicas, and how many do.
+        raised: how often it did.
+    """
+
+    where: str
+    task: int
+    first: int
+    times: int
+    calls: int = 0
+    raised: int = 0
+
+    @classmethod
+    def draw(cls, rng: random.Random, tasks: int) -> Mistake:
+        where = rng.choice((*HOOKS, "restore", "restore", "on_commit", "on_event"))
+        first = rng.choice((1, 2, 3, 4, 6)) if where in ("setup", "restore", "result") else rng.randint(1, 12)
+        return cls(where, rng.randrange(tasks), first, rng.choice((1, 1, 2, 1_000_000)))
+
+    @property
+    def text(self) -> str:
+        return f"a mistake in {self.where} of task {self.task}"
+
+    def made(self, where: str, task: int) -> None:
+        """This is called now."""
+        if (where, task) == (self.where, self.task):
+            self.calls += 1
+            if self.first <= self.calls < self.first + self.times:
+                self.raised += 1
+                raise ArithmeticError(self.text)
 
 
 STEADY = 0.4
@@ -99,6 +139,7 @@ class Workload:
     epochs_in_flight: int = 1
     flying: frozenset[int] = frozenset()  # tasks whose `compose` is `@tg.stateless`
     steady: bool = False  # all epochs have the same plan, and those tasks do not ask which one it is
+    mistake: Mistake | None = None
 
     @classmethod
     def draw(
@@ -179,11 +220,10 @@ class Workload:
 
     def job(self, recorder: Recorder, settings: tg.Settings, min_nodes: int) -> tg.Job:
         def build(task: int) -> tg.Task:
-            if task in self.flying and self.steady:
-                return (_SteadyNoState if task in self.without_state else _Steady)(self, recorder)
-            if task in self.flying:
-                return (_FlyingNoState if task in self.without_state else _Flying)(self, recorder)
-            return _KINDS[self.talks, task not in self.without_state, task in self.listening](self, recorder)
+            kind = self._kind(task)
+            if self.mistake is not None and task == self.mistake.task:
+                kind = _mistaken(kind, self.mistake, stateful=task not in self.without_state)
+            return kind(self, recorder)
 
         return tg.Job(
             tasks=self.tasks,
@@ -197,6 +237,13 @@ class Workload:
             checkpoint="file:///simulated" if self.checkpoint_every else None,
             checkpoint_every=self.checkpoint_every or 1,
         )
+
+    def _kind(self, task: int) -> type[_NoState]:
+        if task in self.flying and self.steady:
+            return _SteadyNoState if task in self.without_state else _Steady
+        if task in self.flying:
+            return _FlyingNoState if task in self.without_state else _Flying
+        return _KINDS[self.talks, task not in self.without_state, task in self.listening]
 
     def expected(self) -> list[list[int]]:
         """boundary -> task -> state, without failures. Tasks that are not erratic."""
@@ -525,6 +572,21 @@ class _SteadyNoState(_FlyingNoState):
         return steps[at]
 
 
+def _mistaken(kind: type[_NoState], mistake: Mistake, *, stateful: bool) -> type[_NoState]:
+    """A class of tasks one of whose methods may raise before it does anything."""
+    name = mistake.where
+    if name == "restore" and not stateful:
+        return kind  # there is nothing to restore
+    method = getattr(kind, name)
+
+    @functools.wraps(method)
+    def raises(self: _NoState, *given: Any) -> Any:
+        mistake.made(name, self.task_id)
+        return method(self, *given)
+
+    return type(kind.__name__, (kind,), {name: tg.stateless(raises) if is_stateless(method) else raises})
+
+
 def _compute_at(method: Callable[..., Any], at: int) -> Callable[..., Any]:
     """`method` for the `at`-th step of a task."""
 
@@ -547,7 +609,7 @@ class _Steady(_SteadyNoState, state=["value"]):
     """With a state."""
 
 
-_KINDS: dict[tuple[bool, bool, bool], Callable[[Workload, Recorder], _NoState]] = {  # talks, stateful, listens
+_KINDS: dict[tuple[bool, bool, bool], type[_NoState]] = {  # talks, stateful, listens
     (False, False, False): _NoState,
     (False, False, True): _ListeningNoState,
     (False, True, False): _Plain,

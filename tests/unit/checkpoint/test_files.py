@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
+import time
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from safetensors import numpy as safetensors_numpy
 from safetensors import safe_open
 
 import taskgraph as tg
-from taskgraph.checkpoint.files import FileInfo, Label, pack, unpack
+from taskgraph.checkpoint.files import FORMAT, FileInfo, Label, pack, unpack
 from taskgraph.errors import CheckpointError
 from taskgraph.graph.values import decode, encode
 
@@ -104,6 +105,54 @@ def test_others_see_arrays_by_name(tmp_path: Any) -> None:
     assert np.array_equal(alone["state"], weights)
 
 
+@pytest.mark.parametrize("room", [0, 1_000, 3_000, 10_000])
+@pytest.mark.parametrize("name", STATES)
+def test_arrays_that_the_header_has_no_room_to_name_come_back_all_the_same(
+    name: str, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("taskgraph.checkpoint.files._NAMES_BYTES", room)
+    info, data = packed(STATES[name])
+    assert same(decode(unpack(memoryview(data), LABEL, info, path="p"))["state"], STATES[name])
+    tensors = safetensors_numpy.load(data)
+    if room == 0:
+        assert all(key.startswith("taskgraph.") for key in tensors)
+
+
+def test_a_header_stays_within_its_bound_however_many_arrays_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state of a million small arrays had a file that was written, called complete, and could never be read."""
+    state = {
+        **{f'small-{n}-"\\\n\x00é😀': np.zeros(2) for n in range(3000)},
+        **{f'side-by-side-{n}-"\\\n\x00é😀': np.full((1,) * 20 + (200,), float(n)) for n in range(300)},
+        "large": np.zeros(50_000),
+    }
+    _, everything = packed(state)
+    monkeypatch.setattr("taskgraph.checkpoint.files._NAMES_BYTES", 100_000)
+    monkeypatch.setattr("taskgraph.checkpoint.files._MAX_HEADER", 101_000)
+    info, data = packed(state)
+    assert struct.unpack_from("<Q", everything)[0] > 300_000
+    assert 10_000 < struct.unpack_from("<Q", data)[0] < 101_000
+    assert same(decode(unpack(memoryview(data), LABEL, info, path="p"))["state"], state)
+    tensors = safetensors_numpy.load(data)
+    assert "large" in tensors and len(tensors) > 50, "large ones are named before small ones"
+
+
+def test_a_header_that_could_not_be_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("taskgraph.checkpoint.files._MAX_HEADER", 10_000)
+    large = {str(n): np.zeros(40_000) for n in range(200)}
+    with pytest.raises(
+        CheckpointError, match=r"readers take 10000: the state has 200 large arrays or texts; keep them"
+    ):
+        packed(large)
+
+
+def test_many_arrays_side_by_side_are_written_in_time() -> None:
+    """It took time that grew with the square of their number: seconds for these, minutes for 100,000."""
+    value = encode({str(n): np.full(200, float(n)) for n in range(20_000)})
+    begin = time.process_time()
+    pack(value, LABEL)
+    assert time.process_time() - begin < 3
+
+
 def test_those_that_lie_side_by_side_are_tensors_once_each() -> None:
     """In one buffer of the value; in the file as what they are, and not a second time."""
     layers = {f"layer{n}": np.random.default_rng(n).normal(size=(50, 60)) for n in range(100)}
@@ -181,6 +230,14 @@ def test_another_tools_file_is_foreign() -> None:
     data = safetensors_numpy.save({"theta": np.ones(3)})
     with pytest.raises(CheckpointError, match="f is foreign"):
         unpack(memoryview(data), LABEL, FileInfo(2, len(data), "0" * 32), path="f")
+
+
+@pytest.mark.parametrize("digest", [5, None, ["x"], {"a": 1}])
+def test_a_digest_that_is_no_text_is_corrupt(digest: Any) -> None:
+    header = json.dumps({"__metadata__": {"format": FORMAT, "digest": digest}}).encode()
+    data = struct.pack("<Q", len(header)) + header
+    with pytest.raises(CheckpointError, match="f is corrupt: it does not match the digest"):
+        unpack(memoryview(data), LABEL, FileInfo(2, len(data), ""), path="f")
 
 
 def test_a_file_of_an_earlier_format_is_foreign() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from taskgraph.checkpoint import Manifest, Name, Origin, Store
-from taskgraph.checkpoint.places import Directory, check_url
+from taskgraph.checkpoint.places import Directory, check_url, open_place
 from taskgraph.errors import CheckpointError, JobError
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.messages import Encoded
@@ -332,9 +332,38 @@ def test_two_writers_of_one_file_leave_a_whole_one(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["f"]
 
 
+def test_a_directory_that_is_removed_while_it_is_written_to_is_named(tmp_path: Path) -> None:
+    place = Directory(tmp_path)
+
+    def removed() -> Iterator[bytes]:
+        yield b"a" * 1000
+        place.remove("name")
+
+    with pytest.raises(OSError, match=rf"^{tmp_path}/name was removed while f was written there, by another run"):
+        place.write("name/f", removed())
+    place.write("name/f", [b"x"])
+
+
+def test_what_other_runs_wrote_is_found(store: Store) -> None:
+    mine, *others = Name(2, 1, 10, "mine"), Name(1, 1, 40, "early"), Name(1, 1, 50, "early"), Name(3, 1, 5, "late")
+    assert store.of_others("mine", ()) == []
+    for name in (*others, mine):
+        store.write(name, 0, boundary(1))
+    assert store.of_others("mine", ()) == others
+    assert store.of_others("mine", [str(others[0])]) == others[1:]
+
+
 @pytest.mark.parametrize("url", ["file:///scratch/x", "/scratch/x", "file://localhost/scratch/x", "memory://x"])
 def test_urls(url: str) -> None:
     check_url(url)
+
+
+@pytest.mark.parametrize("name", ["ck#1?a", "ck?", "ck#", "#?", "a b", "x;y=1", "ü"])
+@pytest.mark.parametrize("prefix", ["file://", "FILE://", "file://localhost", "local://", ""])
+def test_a_path_is_that_of_the_url_to_its_end(name: str, prefix: str, tmp_path: Path) -> None:
+    """It was cut at a # or a ?, and places that differ behind it were one."""
+    open_place(f"{prefix}{tmp_path}/{name}").write("f", [b"x"])
+    assert os.listdir(tmp_path) == [name]
 
 
 @pytest.mark.parametrize(

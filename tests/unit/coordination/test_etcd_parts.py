@@ -5,6 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
+from taskgraph.coordination.api import TooLarge
 from taskgraph.coordination.etcd.connection import pause_s
 from taskgraph.coordination.etcd.convert import range_of, writes
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
@@ -106,6 +107,11 @@ def test_a_refusal_says_what_was_refused_and_why() -> None:
     assert str(error) == "etcd refused transaction on /a: etcdserver: permission denied"
     gone = refusal("transaction on /a", Code.NOT_FOUND, "etcdserver: requested lease not found")
     assert isinstance(gone, LeaseGone)
+    for code, said in (
+        (Code.RESOURCE_EXHAUSTED, "grpc: received message larger than max (3 vs. 2)"),
+        (Code.INVALID_ARGUMENT, "etcdserver: request is too large"),
+    ):
+        assert isinstance(refusal("transaction on /a", code, said), TooLarge)
 
 
 def test_pauses_grow_and_are_bounded() -> None:

@@ -159,3 +159,33 @@ async def test_who_gave_up_waiting_is_not_asked_again_and_a_listener_stops(job: 
     asked = 0
     await job.keeper.load()
     assert asked == 0
+
+
+async def test_a_re_read_shows_what_was_written_before_it_was_asked_for(
+    cluster, node: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where another one, that began before, is under way; those who wait for it share the next."""
+    keeper = ViewKeeper(node, cluster.prefix.strip("/").replace("/", "-"), refresh_s=1.0)
+    keys, gate, listing = keeper.view.keys, asyncio.Event(), node.list
+    listed = 0
+
+    async def late(prefix: str) -> Listing:
+        nonlocal listed
+        listed += 1
+        found = await listing(prefix)
+        await gate.wait()
+        return found
+
+    monkeypatch.setattr(node, "list", late)
+    await node.txn(Txn(success=(Put(keys.epoch, EpochRecord(epoch=1, attempt=0).to_bytes()),)))
+    first = asyncio.create_task(keeper.refresh())
+    while not listed:  # noqa: ASYNC110 (no event tells)
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    await node.txn(Txn(success=(Put(keys.epoch, EpochRecord(epoch=2, attempt=0).to_bytes()),)))
+    others = [asyncio.create_task(keeper.refresh()) for _ in range(3)]
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(first, *others)
+    assert keeper.view.stamp is not None and keeper.view.stamp.epoch == 2
+    assert listed == 2

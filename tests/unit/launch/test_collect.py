@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import os
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver import JobSpec
 from taskgraph.errors import DecodeError
 from taskgraph.graph.values import encode
-from taskgraph.launch.collect import damaged
+from taskgraph.launch.collect import damaged, kept_copy
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.runtime import Runtime
 from taskgraph.launch.submit import submit
@@ -153,6 +154,28 @@ async def test_what_was_told_until_the_end_is_followed_once_however_fast_the_job
     assert told == ["the job began", "epoch 0", "the job finished"]
 
 
+async def test_a_listener_that_raises_is_told_no_more_and_ends_no_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[str] = []
+
+    def listen(event: Event) -> None:
+        told.append(event.text)
+        raise ZeroDivisionError
+
+    holder = Holder(GOOD)
+    async with following(holder, tmp_path, listen) as follower:
+        holder.events.emit("began", "the job began")
+        holder.events.emit("commit", "epoch 0", epoch=0, transient=True)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await follower.broken()
+        assert len(await follower.results()) == 1
+    assert told == ["the job began"]
+    (record,) = (record for record in caplog.records if record.exc_info is not None)
+    assert "the job goes on" in record.message
+
+
 def test_what_was_kept_of_a_finished_job_has_its_reports_as_numbers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -180,3 +203,45 @@ def test_of_what_was_kept_without_its_reports_tg_result_says_so(
     Runtime().keep_finished("fit", {**kept, "result": None})
     with pytest.raises(tg.UnknownJob, match="are not kept: whoever collected them, if anybody did, has them"):
         tg.result("fit")
+
+
+class Untold:
+    tolist = None  # looks like an array, and is none
+
+
+def test_a_copy_that_cannot_be_made_says_why() -> None:
+    copy = kept_copy(tg.JobResult(name="fit", values={0: Untold()}), 8)
+    assert copy.here is None and copy.in_etcd is None
+    assert copy.not_here == copy.not_in_etcd
+    assert copy.not_here.startswith("they cannot be written as JSON (AttributeError: ")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.ones(1 << 21, "u1"),
+        [[0] * 1024] * 2048,
+        {"a": (np.ones(1 << 20), 1)},
+        tg.EpochReport(0, {}, np.ones(1 << 21)),
+    ],
+    ids=["array", "lists", "mapping", "dataclass"],
+)
+def test_of_very_many_numbers_no_copy_is_begun(value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 15 MiB array of bytes took nine seconds and 330 MB."""
+    monkeypatch.setattr(tg.JobResult, "to_json", lambda self: pytest.fail("begun"))
+    copy = kept_copy(tg.JobResult(name="fit", values={0: value}), 1 << 21)
+    assert copy.here is None and "numbers or texts or more, and no more than 1,048,576 are kept" in copy.not_here
+
+
+async def test_the_loop_goes_on_while_a_copy_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticked = threading.Event()
+
+    def to_json(self: tg.JobResult) -> str:
+        assert ticked.wait(5), "the loop stands still"
+        return "{}"
+
+    monkeypatch.setattr(tg.JobResult, "to_json", to_json)
+    async with following(Holder(GOOD), tmp_path) as follower:
+        asyncio.get_running_loop().call_soon(ticked.set)
+        await follower.let_go([], tg.JobResult(name="fit"))
+    assert follower.kept_json == "{}"

@@ -9,12 +9,14 @@ import json
 import time
 from collections.abc import AsyncIterator
 
+import grpc
 import pytest
 
 import taskgraph as tg
 from taskgraph import cli
 from taskgraph.commands import looking
 from taskgraph.commands.common import Reached
+from taskgraph.coordination.etcd.failures import refusal
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver import JobSpec
 from taskgraph.errors import OutcomeUnknown, Unavailable
@@ -79,10 +81,10 @@ async def test_who_wakes_up_late_neither_ends_nor_collects_the_run_that_has_the_
         await submit(coordinator, second)
         assert not await follower.cancel_job("it did not end within 5 s")
         assert await state(coordinator) == State.RUNNING
-        await follower.collected([], RESULT)
+        await follower.let_go([], RESULT)
         assert await coordinator.get(KEYS.collected) is None and await coordinator.get(KEYS.result) is None
     async with followed(coordinator, second) as follower:
-        await follower.collected([], RESULT)
+        await follower.let_go([], RESULT)
         assert await coordinator.get(KEYS.collected) is not None
         assert await follower.cancel_job("it did not end within 5 s")
         assert await state(coordinator) == State.CANCELLED
@@ -99,7 +101,7 @@ async def kept(result: JobResult) -> tuple[MemoryCoordinator, Follower]:
     await submit(coordinator, run)
     found = [TaskResult(0, result.epochs, 1, encode(result.values[0]), ())]
     async with followed(coordinator, run) as follower:
-        await follower.collected(found, result)
+        await follower.let_go(found, result)
     return coordinator, follower
 
 
@@ -152,7 +154,7 @@ async def test_values_that_are_too_large_are_not_kept_and_the_message_says_how_l
     assert follower.kept_json is not None and follower.not_kept == "" and await coordinator.get(KEYS.result) is None
     with pytest.raises(tg.UnknownJob, match=r"as JSON they take 1\.5 MiB, and less than 1\.0 MiB is kept in etcd: who"):
         await shown(coordinator, monkeypatch)
-    monkeypatch.setattr("taskgraph.launch.follow._KEPT_BYTES", 1 << 20)
+    monkeypatch.setattr("taskgraph.launch.collect._KEPT_BYTES", 1 << 20)
     coordinator, follower = await kept(reported("x" * (3 << 19), 0))
     assert follower.kept_json is None
     assert follower.not_kept == "they take 1.5 MiB, and less than 1.0 MiB is kept: who ran the job got them"
@@ -196,10 +198,18 @@ async def test_a_result_that_is_here_does_not_get_lost_with_etcd(
     async with followed(coordinator, run) as follower:
         coordinator.error = error
         async with asyncio.timeout(5):
-            await follower.collected([], RESULT)
+            await follower.let_go([], RESULT)
         assert follower.kept_json is not None
     (record,) = caplog.records
     assert "collected is not known" in record.message
+
+
+async def test_a_submit_that_is_too_large_for_etcd_says_how_large_it_is_and_what_to_pass() -> None:
+    coordinator = Deaf(MemoryStore())
+    coordinator.error = refusal("transaction", grpc.StatusCode.INVALID_ARGUMENT, "etcdserver: request is too large")
+    large = dataclasses.replace(spec(), kwargs={"text": "x" * (3 << 19)})
+    with pytest.raises(tg.JobError, match=r"takes 1\.5 MiB with its arguments, .*: pass the name of a file that every"):
+        await submit(coordinator, large)
 
 
 async def test_a_submit_whose_writes_are_never_answered_says_why() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from taskgraph import host
 from taskgraph.errors import JobError, TaskGraphError
 from taskgraph.launch import runtime as runtime_module
 from taskgraph.launch.runtime import JobEntry, Runtime, alive
@@ -218,6 +219,36 @@ def test_what_a_killed_launcher_left_is_not_removed_where_the_job_begins_again_m
     assert not list((runtime.root / "jobs").glob("*.lock"))
 
 
+def test_a_lock_has_no_name_that_a_job_may_have(runtime: Runtime) -> None:
+    runtime.put(entry("x.lock"))
+    with runtime.claim("x") as ours:
+        assert ours
+    with runtime.claim("y"):
+        runtime.put(entry("y.lock"))
+    assert {job.name for job in runtime.jobs()} == {"x.lock", "y.lock"}
+
+
+def test_a_directory_that_cannot_be_made_says_what_to_set(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for root in (tmp_path / "file", tmp_path / "file" / "taskgraph", tmp_path / "absent" / "taskgraph"):
+        with pytest.raises(
+            TaskGraphError, match=r"cannot be made .*: set TASKGRAPH_RUNTIME_DIR to a directory of your"
+        ):
+            Runtime(root).folder("fit")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells it")
+def test_a_process_whose_name_is_no_text_is_known() -> None:
+    """The kernel cuts names at 15 bytes, wherever that is."""
+    name = Path(f"/proc/{os.getpid()}/comm")
+    before = name.read_bytes()
+    name.write_bytes(b"\xe4 ) ")
+    try:
+        assert alive(os.getpid()) and host.state(os.getpid()) in ("R", "S") and host.began(os.getpid()).isdigit()
+    finally:
+        name.write_bytes(before)
+
+
 @pytest.mark.parametrize("name", ["", "..", ".hidden", "a/b", "../../etc", "a\0b", "x" * 101])
 def test_a_name_that_is_none_touches_no_file(runtime: Runtime, name: str) -> None:
     assert runtime.find(name) is None and runtime.finished(name) is None
@@ -360,10 +391,11 @@ def test_the_last_finished_jobs_are_kept_with_their_logs(runtime: Runtime) -> No
     for number in range(34):
         name = f"job{number:02}"
         (runtime.folder(name) / "n1.log").write_text("it said this")
-        runtime.keep_finished(name, {"number": number})
+        runtime.keep_finished(name, {"status": {}, "result": number, "events": []})
         os.utime(runtime.root / "finished" / f"{name}.json", (number, number))
     assert runtime.finished("job00") is None and runtime.finished("job01") is None
-    assert runtime.finished("job02") == {"number": 2} and runtime.finished("job33") == {"number": 33}
+    for number in (2, 33):
+        assert (runtime.finished(f"job{number:02}") or {})["result"] == number
     logs = sorted(path.name for path in (runtime.root / "finished").glob("*.logs"))
     assert len(logs) == 32 and logs[0] == "job02.logs"
     assert (runtime.root / "finished" / "job33.logs" / "n1.log").read_text() == "it said this"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 
 import pytest
@@ -314,3 +315,18 @@ def test_nobody_reading_is_no_reason_to_fail() -> None:
 def test_numbers_are_short() -> None:
     assert numbers_text({"loss": 1 / 3, "n": 12345678, "big": 1e300}) == "  loss=0.333333  n=12345678  big=1e+300"
     assert numbers_text({}) == ""
+
+
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_what_cannot_be_written_ends_no_job(number: int) -> None:
+    """Nobody reads it, the disk is full, or the terminal is gone."""
+
+    class Broken(Screen):
+        def flush(self) -> None:
+            raise OSError(number, "cannot be written")
+
+    progress = Progress("fit", 3, 11, out=Broken(terminal=False), clock=Clock())
+    progress.event(event("began", "the job began"))
+    progress.event(commit(0))
+    progress.tick()
+    progress.end()

@@ -697,6 +697,30 @@ def test_forgotten_state_is_named() -> None:
     says(error, "came out differently", "state 'total'", "snapshot() forgets state", "seen", "state=[...]")
 
 
+def test_its_own_snapshot_runs_in_threads_alone_where_it_forgets_something() -> None:
+    on_loop: list[bool] = []
+
+    class Forgetful(Total):
+        def snapshot(self) -> Any:
+            try:
+                asyncio.get_running_loop()
+            except RuntimeError:
+                on_loop.append(False)
+            else:
+                on_loop.append(True)
+            return {"total": self.total}
+
+        def restore(self, state: Any) -> None:
+            self.total = state["total"]
+
+        def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.seen += 1
+            self.total += self.seen
+
+    says(fails(job(Forgetful, epochs=3)), "not in the snapshot: seen; add")
+    assert set(on_loop) == {False}
+
+
 def test_an_output_that_depends_on_forgotten_state_is_named() -> None:
     class Forgetful(Total):
         def work(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:

@@ -151,6 +151,28 @@ def test_pure_requests_read_the_boundary_state(kills: Kills) -> None:
         assert list(run(job(Asking, tasks=3, epochs=3), kills=kills, order=order).values.values()) == expected
 
 
+@pytest.mark.parametrize("pure", [True, False])
+def test_the_replay_of_several_requests_under_way_finds_the_answer_of_each(pure: bool) -> None:
+    class Asking(Events):
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.processor(self.ask, outbound={"x": self.task_id})
+            epoch.processor(self.add, inbound={"x": self.task_id})
+
+        def ask(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            replies = [epoch.request(0, "square", n) for n in range(3)] if self.task_id else []
+            outs.put("x", [reply.wait() for reply in replies])
+
+        @tg.handles("square", pure=pure)
+        def square(self, epoch: tg.Epoch, sender: int, payload: int) -> int:
+            return payload**2
+
+        def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            assert ins["x"] in ([], [0, 1, 4])
+            self.total += sum(ins["x"])
+
+    assert run(job(Asking, epochs=2)).values == {0: 0, 1: 10}
+
+
 def test_handlers_ask_other_tasks_in_turn() -> None:
     class Relay(Events):
         def compose(self, epoch: tg.Epoch) -> None:

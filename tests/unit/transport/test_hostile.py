@@ -65,6 +65,15 @@ def test_whatever_a_stranger_sends_costs_a_receive_buffer(data: bytes, cuts: lis
             Reading(HELLO_LIMITS).feed(prefix + data, cuts)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in Kind if not kind.name.startswith("HELLO")])
+@pytest.mark.parametrize("body", [1, 1 << 20, 16 << 20])
+def test_before_the_hello_no_frame_has_a_payload(kind: Kind, body: int) -> None:
+    """Chunks were skipped, as what comes of a message that is not wanted: a stranger could send as many as it liked."""
+    for payload in (0, body):
+        with pytest.raises(DecodeError):
+            Reading(HELLO_LIMITS).feed(Head(kind, 1, body=body, payload=payload).pack())
+
+
 def test_a_promise_of_much_costs_only_what_came() -> None:
     """A head that promises the largest header and the most buffers made the reader take 72 MiB at once."""
     reading = Reading()

@@ -136,7 +136,7 @@ def test_a_mistake_of_ours_is_told_at_once(early: type[Early]) -> None:
         raise AssertionError("ours")
 
     async def scenario(cluster: InProcessCluster) -> None:
-        with pytest.raises(tg.JobFailed, match=r"task 0 on n\d cannot go on: ours"):
+        with pytest.raises(tg.JobFailed, match=r"task 0 on n\d cannot go on: AssertionError: ours"):
             await cluster.result()
         assert at_work(cluster) == Stamp(1, 2)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import pytest
-from cluster_kit import Counting, job, play
+from cluster_kit import Counting, job, play, told
 
 import taskgraph as tg
 from taskgraph.errors import Refused
@@ -51,6 +52,44 @@ def test_an_offer_that_comes_while_tasks_are_torn_down_does_not_end_the_node_wit
         assert [run.exception() for run in runs] == [None] * 4
 
     play(job(Slow, tasks=8, epochs=2), scenario, nodes=4)
+
+
+class Endless(Counting, state=["total"]):
+    """The teardown of task 1 does not return."""
+
+    gate: asyncio.Event
+
+    async def teardown(self) -> None:
+        while self.task_id == 1 and not self.gate.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.gate.wait()
+
+
+def test_a_teardown_that_does_not_return_is_waited_for_by_name_and_not_for_ever() -> None:
+    class Fresh(Endless, state=["total"]):
+        gate = asyncio.Event()
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await cluster.result()
+        loop = asyncio.get_running_loop()
+        nodes, runs = cluster.nodes, [member.run for member in cluster._members.values()]
+        began = loop.time()
+        cluster.store.execute(Txn(success=(Put(cluster.keys.collected, b"{}"),)))
+        try:
+            while not all(node.status().waits for node in nodes):  # noqa: ASYNC110 (no event tells)
+                await asyncio.sleep(0.01)
+            waits = [f"task 1: its end on {node.name} waits for 'teardown', for 7 s at most" for node in nodes]
+            assert [node.status().waits for node in nodes] == [(text,) for text in waits]
+            await asyncio.wait(runs)
+        finally:
+            Fresh.gate.set()
+        assert loop.time() - began == pytest.approx(7, abs=1)
+        assert [run.exception() for run in runs] == [None] * 2
+        left = "task 1: teardown did not return within 7 s: it is left behind"
+        assert sorted(told(cluster, "slow")) == [*sorted(waits), left, left]
+
+    settings = tg.Settings(epochs_ahead=0, cancel_s=7, slow_compute_s=2)
+    play(job(Fresh, epochs=2, settings=settings), scenario, nodes=2)
 
 
 def test_a_node_that_leaves_is_asked_to_leave() -> None:

@@ -18,7 +18,8 @@ import pytest
 import taskgraph as tg
 from taskgraph.checkpoint import Store
 from taskgraph.checkpoint import store as store_module
-from taskgraph.checkpoint.manifest import Manifest
+from taskgraph.checkpoint.manifest import Manifest, Name
+from taskgraph.errors import CheckpointError
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node import replica as replica_module
 from taskgraph.node.node import Point
@@ -387,6 +388,66 @@ async def test_a_place_that_refuses_costs_the_checkpoint_and_nothing_else(
         assert len(failed) <= 3 * 2
         kept = [e for e in failed if not e.transient]
         assert sorted(e.task for e in kept) == [0, 1, 2], "what is kept of a place that refuses all is the first"
+
+
+async def test_a_state_that_makes_no_file_costs_the_checkpoint_and_nothing_else(
+    unharmed: tg.JobResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pack(*_: Any) -> Any:
+        raise CheckpointError("its header would have too many bytes")
+
+    monkeypatch.setattr(store_module, "pack", pack)
+    async with running(walk(tmp_path), 2) as cluster:
+        same(unharmed, await cluster.result(40))
+        failed = [e for e in cluster.events if e.kind == "checkpoint failed"]
+        assert failed and all("cannot be written: its header would have" in e.text for e in failed)
+
+
+async def test_a_run_that_began_later_in_the_same_place_is_told_of(tmp_path: Path) -> None:
+    """It removes this one's checkpoints, whose node would only say that some file is not there."""
+    later = str(Name(2, 1, 4, "0ther"))
+
+    def make(cluster: InProcessCluster, node: str) -> Point:
+        async def point(stage: str, task: int, epoch: int) -> None:
+            if (stage, epoch) == ("compose", 1):
+                (tmp_path / "walk" / later).mkdir(parents=True, exist_ok=True)
+            if (stage, epoch) == ("done", 11):
+                await checkpointed(cluster, 8)
+
+        return point
+
+    async with running(walk(tmp_path), 2, make) as cluster:
+        await cluster.result(40)
+        (told,) = [e for e in cluster.events if e.kind == "checkpoint failed"]
+    assert "another run (0ther), which began later, keeps checkpoints of this job" in told.text
+    assert f"in {tmp_path}/walk, too, and it removes this run's: end one of the two" in told.text
+    assert (tmp_path / "walk" / later).exists(), "what a later run writes is not this run's to remove"
+
+
+async def test_a_run_that_began_earlier_and_still_writes_is_told_of(tmp_path: Path) -> None:
+    """What earlier runs left is removed, and nothing is said of it; what comes after that a run wrote that lives."""
+    before, after = (str(Name(1, 1, epoch, "0ther")) for epoch in (4, 8))
+    (tmp_path / "walk" / before).mkdir(parents=True)
+    (tmp_path / "walk" / before / "manifest.json").write_bytes(b"{}")
+
+    def make(cluster: InProcessCluster, node: str) -> Point:
+        async def point(stage: str, task: int, epoch: int) -> None:
+            if (stage, epoch) == ("done", 6):
+                async with asyncio.timeout(20):
+                    while (tmp_path / "walk" / before).exists():  # noqa: ASYNC110 - nobody tells
+                        await asyncio.sleep(0.01)
+                assert [e for e in cluster.events if e.kind == "checkpoint failed"] == []
+                (tmp_path / "walk" / after).mkdir(exist_ok=True)
+            if (stage, epoch) == ("done", 11):
+                await checkpointed(cluster, 8)
+
+        return point
+
+    async with running(walk(tmp_path), 2, make, fresh=True) as cluster:
+        await cluster.result(40)
+        (told,) = [e for e in cluster.events if e.kind == "checkpoint failed"]
+    assert "another run (0ther), which began earlier, keeps checkpoints of this job" in told.text
+    assert "and this run removes them: end one of the two" in told.text
 
 
 async def test_the_last_manifest_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,20 @@
-"""A cancelled call of a plain function: the task is held until the function returns, or is left behind."""
+"""A cancelled call of user code.
+
+Of a plain function: the task is held until the function returns, or is left behind. A coroutine hears of it, and is
+left behind where it goes on all the same.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
 import pytest
 
-from taskgraph.node.usercode.actor import Actor, StuckError
+from taskgraph.node.usercode.actor import Actor, StuckError, UserCodeError
 from taskgraph.node.usercode.threads import PooledThreads
 
 
@@ -63,3 +69,169 @@ async def test_it_is_stuck_after_its_time(held: Held) -> None:
     with pytest.raises(StuckError, match=r"send did not return within 0.05 s"):
         await held.call
     assert held.actor.abandoned
+
+
+class Going:
+    """Coroutines that go on when they are cancelled, until the test is over."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    async def swallows(self) -> None:
+        while not self.over:
+            with contextlib.suppress(BaseException):  # GeneratorExit, too
+                await asyncio.sleep(0.001)
+
+    async def spins(self) -> None:
+        while not self.over:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0)
+
+    async def waits_for_ever(self) -> None:
+        while not self.over:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.get_running_loop().create_future()
+
+    async def awaits_a_task(self) -> None:
+        await asyncio.create_task(self.swallows())
+
+    async def awaits_several(self) -> None:
+        await asyncio.gather(self.swallows(), self.swallows())
+
+    async def has_a_group(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.swallows())
+            await asyncio.sleep(60)
+
+
+@pytest.fixture
+async def going() -> AsyncIterator[Going]:
+    made = Going()
+    yield made
+    made.over = True
+    if others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others, timeout=10)
+
+
+@pytest.fixture
+async def actor() -> AsyncIterator[Actor]:
+    threads = PooledThreads("t", limit=1)
+    yield Actor(threads, task=3, cancel_s=0.05)
+    threads.close()
+
+
+CODE: list[Callable[[Going], Callable[[], Coroutine[Any, Any, None]]]] = [
+    lambda going: going.swallows,
+    lambda going: going.spins,
+    lambda going: going.waits_for_ever,
+    lambda going: going.awaits_a_task,
+    lambda going: going.awaits_several,
+    lambda going: going.has_a_group,
+]
+
+
+@pytest.mark.parametrize("code", CODE, ids=["swallows", "spins", "waits", "task", "gather", "group"])
+@pytest.mark.parametrize("again", [False, True])
+async def test_a_coroutine_is_stuck_after_its_time(
+    actor: Actor, going: Going, code: Callable[[Going], Callable[[], Coroutine[Any, Any, None]]], again: bool
+) -> None:
+    call = asyncio.ensure_future(actor.call("send", code(going)))
+    await asyncio.sleep(0.005)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    call.cancel()
+    if again:
+        await asyncio.sleep(0.005)
+        call.cancel()
+    await asyncio.wait([call], timeout=10)
+    going.over = True
+    assert loop.time() - began > 0.049
+    with pytest.raises(StuckError, match=r"send did not return within 0.05 s"):
+        call.result()
+    assert actor.abandoned
+    assert not actor.running
+    assert call.cancelling() == 1 + again
+
+
+async def test_a_coroutine_that_cleans_up_in_time_is_cancelled(actor: Actor) -> None:
+    cleaned = asyncio.Event()
+
+    async def cleans_up() -> None:
+        try:
+            await asyncio.create_task(asyncio.sleep(60))
+        finally:
+            await asyncio.sleep(0.005)
+            cleaned.set()
+
+    call = asyncio.ensure_future(actor.call("send", cleans_up))
+    await asyncio.sleep(0.005)
+    call.cancel()
+    await asyncio.wait([call])
+    assert call.cancelled()
+    assert cleaned.is_set()
+    assert not actor.abandoned
+
+
+async def test_what_a_coroutine_cancels_itself_takes_as_long_as_it_likes(actor: Actor) -> None:
+    """As `asyncio.timeout` and a group of its own do, which take it back."""
+
+    async def goes_on() -> int:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.001):
+                await asyncio.sleep(60)
+        with pytest.raises(ExceptionGroup):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(fails())
+                await asyncio.sleep(60)
+        gone = asyncio.create_task(asyncio.sleep(60))
+        asyncio.get_running_loop().call_soon(gone.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+        return 7
+
+    async def fails() -> None:
+        raise ValueError("x")
+
+    assert await actor.call("send", goes_on) == 7
+    assert not actor.abandoned
+
+
+async def never() -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_the_last_call_has_its_time_and_no_more(actor: Actor, cancelled: bool) -> None:
+    may_return, loop = threading.Event(), asyncio.get_running_loop()
+    began = loop.time()
+    call = asyncio.ensure_future(actor.last_call("teardown", lambda: may_return.wait(5)))
+    if cancelled:  # it has no time more for that
+        loop.call_later(0.03, call.cancel)
+    await asyncio.wait([call], timeout=10)
+    may_return.set()
+    assert 0.049 < loop.time() - began < 4
+    with pytest.raises(StuckError, match=r"teardown did not return within 0.05 s$"):
+        call.result()
+    assert actor.abandoned
+
+
+async def test_the_last_call_ends_a_coroutine_after_its_time(actor: Actor, going: Going) -> None:
+    with pytest.raises(StuckError, match=r"teardown did not return within 0.05 s$"):
+        await actor.last_call("teardown", never)
+    assert not actor.abandoned
+    with pytest.raises(StuckError, match=r"teardown did not return within 0.05 s$"):
+        await actor.last_call("teardown", going.spins)
+    assert actor.abandoned
+    caller = asyncio.current_task()
+    assert caller is not None
+    assert caller.cancelling() == 0
+
+
+async def test_the_last_call_raises_what_it_raises(actor: Actor) -> None:
+    ran: list[int] = []
+    await actor.last_call("teardown", lambda: ran.append(1))
+    assert ran == [1]
+    with pytest.raises(UserCodeError, match="ZeroDivisionError"):
+        await actor.last_call("teardown", lambda: 1 // 0)

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -429,6 +430,10 @@ async def test_a_brief_function_that_takes_long_for_once_holds_its_task(
     assert actor.running == ()
 
 
+OVER = SimpleNamespace(cancelled=True)
+"""An attempt that has ended."""
+
+
 @pytest.mark.usefixtures("brief")
 async def test_a_brief_function_raises_as_any_other(threads: PooledThreads) -> None:
     actor = Actor(threads, task=3, cancel_s=1)
@@ -441,7 +446,7 @@ async def test_a_brief_function_raises_as_any_other(threads: PooledThreads) -> N
 
     await actor.call("compute", compute, None)
     for error, told in zip(errors, expected, strict=True):
-        call = actor.call("compute", compute, error)
+        call = actor.call("compute", compute, error, attempt=OVER)
         with pytest.raises(told) as raised:
             call.send(None)
         if isinstance(raised.value, UserCodeError):

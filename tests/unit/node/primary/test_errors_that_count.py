@@ -1,0 +1,154 @@
+"""Errors of user code that come while the job moves on: they fail it, or what raised is called again; none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from cluster_kit import Counting, Stage, holder, job, play
+
+import taskgraph as tg
+from taskgraph.errors import JobFailed
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.replica import Replica
+from taskgraph.protocol.records import State, StatusRecord
+
+
+class Restored(Counting, state=["total"]):
+    """Its `restore` fails as often as `failing` says, from epoch 1 on."""
+
+    failing: float = 0
+
+    def snapshot(self) -> Any:
+        return {"total": self.total}
+
+    def restore(self, state: Any) -> None:
+        if state["total"] > 0 and self.failing > 0:
+            type(self).failing -= 1
+            raise OSError("the file that goes with it cannot be read")
+        self.total = state["total"]
+
+
+async def _die(cluster: InProcessCluster, node: str) -> None:
+    cluster.crash(node)
+    await asyncio.Event().wait()
+
+
+@pytest.fixture
+def restored() -> type[Restored]:
+    class Fresh(Restored, state=["total"]):
+        pass
+
+    return Fresh
+
+
+def test_a_successor_that_was_not_restored_while_the_epoch_started_again_is_restored_after_all(
+    restored: type[Restored], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restored.failing = 1
+    restore = Replica.restore
+    clusters: list[InProcessCluster] = []
+
+    async def while_it_starts_again(self: Replica, value: Any) -> None:
+        if clusters and clusters[0].crashes and restored.failing and self.task == 1:
+            node = holder(clusters[0], 0)
+            at = node.keeper.view.stamp
+            assert at is not None
+            node.roles.primaries[0].ask_restart(at, "a test asks for it")
+            mine = holder(clusters[0], 1)
+            await mine.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.attempt > at.attempt)
+        await restore(self, value)
+
+    monkeypatch.setattr(Replica, "restore", while_it_starts_again)
+
+    async def scenario(cluster: InProcessCluster) -> dict[int, Any]:
+        clusters.append(cluster)
+        return dict((await cluster.result()).values)
+
+    assert play(job(restored, epochs=6), scenario, nodes=3, stages={("sync", 1, 3): _die}) == {0: 6, 1: 6}
+    assert restored.failing == 0, "it came to pass"
+
+
+def test_a_successor_that_cannot_be_restored_after_the_last_commit_fails_the_job(restored: type[Restored]) -> None:
+    restored.failing = float("inf")
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        with pytest.raises(JobFailed, match=r"'restore': OSError: the file that goes with it"):
+            await cluster.result()
+
+    play(job(restored, epochs=4), scenario, nodes=3, stages={("committed", 0, 3): _die})
+
+
+def test_an_on_commit_of_the_last_epoch_that_raises_fails_the_job() -> None:
+    class Saving(Counting, state=["total"]):
+        def on_commit(self, epoch: int, state: Any) -> None:
+            if epoch == 3:
+                raise OSError("no space for the model")
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        with pytest.raises(JobFailed, match=r"'on_commit': OSError: no space for the model"):
+            await cluster.result()
+
+    play(job(Saving, epochs=4), scenario, nodes=2)
+
+
+def test_an_on_event_that_raises_after_epochs_were_committed_fails_the_job() -> None:
+    class Hearing(Counting, state=["total"]):
+        async def on_event(self, event: tg.Event) -> None:
+            if isinstance(event, tg.NeighborRestarted):
+                await asyncio.sleep(0.3)
+                raise ValueError("the event is not understood")
+
+        async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            await asyncio.sleep(0.02)
+            await super().count(epoch, ins, outs)
+
+    stages: dict[tuple[str, int, int], Stage] = {("processor", 1, 5): _die}
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        with pytest.raises(JobFailed, match=r"'on_event': ValueError: the event is not understood"):
+            await cluster.result()
+
+    play(job(Hearing, epochs=200, settings=tg.Settings()), scenario, nodes=3, stages=stages)
+
+
+def test_a_link_that_knows_no_epoch_after_the_last_ends_nothing() -> None:
+    """Neighbors are looked for when a primary is replaced: then all epochs may be committed."""
+    table = [[(1,), (0,)]] * 4
+
+    class Hearing(Counting, state=["total"]):
+        def on_event(self, event: tg.Event) -> None:
+            pass
+
+    async def scenario(cluster: InProcessCluster) -> dict[int, Any]:
+        return dict((await cluster.result()).values)
+
+    made = job(Hearing, epochs=4, topology=tg.Topology({"next": lambda task, tasks, epoch: table[epoch][task]}))
+    assert play(made, scenario, nodes=3, stages={("committed", 0, 3): _die}) == {0: 4, 1: 4}
+
+
+def test_a_bug_of_ours_that_ends_one_node_after_the_other_fails_the_job_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = Replica.snapshot
+
+    async def broken(self: Replica, *args: Any, **options: Any) -> Any:
+        if self.task == 1 and getattr(self.user_task, "total", 0) == 3:
+            raise RuntimeError("a bug")
+        return await original(self, *args, **options)
+
+    monkeypatch.setattr(Replica, "snapshot", broken)
+
+    async def scenario(cluster: InProcessCluster) -> str:
+        while True:  # the cluster itself gives up with its first node, as processes do not
+            (status,) = cluster.store.select(cluster.keys.status, prefix=False)
+            record = StatusRecord.from_bytes(status.value)
+            if record.state != State.RUNNING:
+                return record.reason
+            await asyncio.sleep(0.01)
+
+    reason = play(job(Counting, epochs=6, backups=3), scenario, nodes=6)
+    assert "task 1, epoch 2, 'its primary': 3 nodes died while it ran" in reason
+    assert "ended itself: task 1 on n" in reason
+    assert "cannot go on: RuntimeError: a bug" in reason

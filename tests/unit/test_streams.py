@@ -1,0 +1,67 @@
+"""Standard streams that are closed, full, or of an encoding that has not every character."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BEGIN = """
+import asyncio, sys, uvloop
+from taskgraph import cli
+def command(options):
+    uvloop.run(asyncio.sleep(0))
+    print({text}, file=sys.{stream})
+    return 0
+cli._command = lambda name: command
+sys.exit(cli.main(["status"]))
+"""
+
+
+def run(redirect: str, *, text: str = "'said'", stream: str = "stdout", **env: str) -> subprocess.CompletedProcess[str]:
+    """A command that runs an event loop and says something, from a shell that redirects its streams."""
+    script = BEGIN.format(text=text, stream=stream)
+    return subprocess.run(
+        ["sh", "-c", f'exec "$0" -c "$1" {redirect}', sys.executable, script],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(Path(__file__).parents[2]), **env},
+    )
+
+
+@pytest.mark.parametrize("redirect", ["<&-", "2>&-", "<&- 2>&-"])
+def test_a_command_runs_with_standard_streams_closed(redirect: str) -> None:
+    """libuv aborts the process where a descriptor of its own has the number of a standard stream."""
+    done = run(redirect)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "said\n", "")
+
+
+def test_a_command_runs_with_nowhere_to_say_anything() -> None:
+    assert run(">&-").returncode == 0
+    assert run("2>&-", stream="stderr").returncode == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_standard_error_cannot_take_ends_no_command(unbuffered: str) -> None:
+    assert run("2>/dev/full", stream="stderr", PYTHONUNBUFFERED=unbuffered).returncode == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_value_that_cannot_be_written_is_an_error_that_is_told_once() -> None:
+    done = run(">/dev/full")
+    assert (done.returncode, done.stderr) == (1, "taskgraph: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_characters_that_cannot_be_written_are_said_otherwise(stream: str, unbuffered: str) -> None:
+    """A value of a job that finished must not be lost for a surrogate in it."""
+    text = r"'ab \xe4 \ud800'"
+    done = run("", text=text, stream=stream, PYTHONIOENCODING="ascii", PYTHONUNBUFFERED=unbuffered)
+    assert (done.returncode, getattr(done, stream)) == (0, "ab \\xe4 \\ud800\n")
+    done = run("", text=text, stream=stream, PYTHONIOENCODING="utf-8", PYTHONUNBUFFERED=unbuffered)
+    assert (done.returncode, getattr(done, stream)) == (0, "ab ä \\ud800\n")

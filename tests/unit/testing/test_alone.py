@@ -1,0 +1,62 @@
+"""`tg.testing.compute`: what goes in and what comes out is what a job would make of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import taskgraph as tg
+from taskgraph.errors import GraphError
+
+
+def passes_on(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+    outs.put("out", ins["cfg"])
+
+
+def passes_all(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+    outs.put("out", [list(pair) for pair in ins.all("cfg").items()])
+
+
+def splits(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+    outs.put("x", 10, to=1)
+    outs.empty("x", 2, to=[2, 0])[:] = 7
+    outs.put("y", 5)
+
+
+@pytest.mark.parametrize("value", [{"lr": 0.1}, {"lr": 0.1, "b": 2}, {}, {1: "a", "b": 2}, {True: 1}, [1], None])
+def test_a_dict_is_a_value_unless_its_keys_are_tasks(value: Any) -> None:
+    assert tg.testing.compute(passes_on, ins={"cfg": value}) == {"out": value}
+    assert tg.testing.compute(passes_on, ins={"cfg": {3: value}}) == {"out": value}
+
+
+def test_of_several_producers_each_has_its_value() -> None:
+    assert tg.testing.compute(passes_all, ins={"cfg": {4: "a", 1: {5: 6}}}) == {"out": [[4, "a"], [1, {5: 6}]]}
+    assert tg.testing.compute(passes_on, ins={"cfg": {0: {5: 6}}}) == {"out": {5: 6}}
+
+
+@pytest.mark.parametrize("outs", [None, ("x", "y")])
+def test_any_consumer_may_be_named_and_each_gets_what_was_put_to_it(outs: tuple[str, ...] | None) -> None:
+    found = tg.testing.compute(splits, outs=outs)
+    assert found["y"] == 5
+    assert list(found["x"]) == [1, 2, 0] and found["x"][1] == 10
+    assert all(np.array_equal(found["x"][task], [7, 7]) for task in (2, 0))
+
+
+@pytest.mark.parametrize("first", [None, 1])
+@pytest.mark.parametrize("second", [None, 1])
+def test_a_channel_is_put_once(first: int | None, second: int | None) -> None:
+    def twice(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("x", 1, to=first)
+        outs.put("x", 2, to=second)
+
+    with pytest.raises(GraphError, match=r"channel 'x' .*was put twice"):
+        tg.testing.compute(twice)
+
+
+def test_what_was_declared_has_to_be_put() -> None:
+    with pytest.raises(GraphError, match="processor: returned without putting 'z', 'w'; every declared channel"):
+        tg.testing.compute(splits, outs=("x", "y", "z", "w"))
+    with pytest.raises(GraphError, match="no outbound channel 'y' is declared; outbound are: 'x'"):
+        tg.testing.compute(splits, outs=("x",))
