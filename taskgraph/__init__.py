@@ -48,20 +48,12 @@ if TYPE_CHECKING:
     )
     from taskgraph.graph.libraries import arrays
     from taskgraph.graph.values import codec, message
-    from taskgraph.jobs import EpochReport, Job, JobResult, job
+    from taskgraph.jobs import Job, job
     from taskgraph.launch.run import arun, result, run
+    from taskgraph.results import EpochReport, JobResult
     from taskgraph.settings import Settings
-    from taskgraph.task import (
-        BecameBackup,
-        BecamePrimary,
-        Event,
-        NeighborFailed,
-        NeighborRestarted,
-        Task,
-        handles,
-        shard,
-        stateless,
-    )
+    from taskgraph.shape import handles, stateless
+    from taskgraph.task import BecameBackup, BecamePrimary, Event, NeighborFailed, NeighborRestarted, Task, shard
     from taskgraph.topology import Topology, bipartite, edges, full, grid, inverse, ring, star, tree
 
 __all__ = [
@@ -130,20 +122,12 @@ _MODULES = {
     "epoch": ("Epoch", "Hold", "Inputs", "Outputs", "Reply", "Tag"),
     "graph.libraries": ("arrays",),
     "graph.values": ("codec", "message"),
-    "jobs": ("EpochReport", "Job", "JobResult", "job"),
+    "jobs": ("Job", "job"),
     "launch.run": ("arun", "result", "run"),
+    "results": ("EpochReport", "JobResult"),
     "settings": ("Settings",),
-    "task": (
-        "BecameBackup",
-        "BecamePrimary",
-        "Event",
-        "NeighborFailed",
-        "NeighborRestarted",
-        "Task",
-        "handles",
-        "shard",
-        "stateless",
-    ),
+    "shape": ("handles", "stateless"),
+    "task": ("BecameBackup", "BecamePrimary", "Event", "NeighborFailed", "NeighborRestarted", "Task", "shard"),
     "topology": ("Topology", "bipartite", "edges", "full", "grid", "inverse", "ring", "star", "tree"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

@@ -14,12 +14,12 @@ from typing import Any
 
 from taskgraph.errors import DecodeError, FingerprintMismatch, JobError
 from taskgraph.jobs import Job
-from taskgraph.loading import DriverRef, check_not_importing, load_driver, made_by, reference_of
+from taskgraph.loading import DriverRef, check_not_importing, made_by, reference_of
 from taskgraph.settings import Settings
 from taskgraph.sources import fingerprint
 from taskgraph.version import LOCAL_FINGERPRINT, PROTOCOL, VERSION
 
-__all__ = ["DriverRef", "JobSpec", "fingerprint", "load_driver", "made_by", "reference_of"]
+__all__ = ["JobSpec"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

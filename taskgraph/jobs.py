@@ -13,22 +13,11 @@ from typing import Any, Self, cast
 
 from taskgraph.errors import JobError, worded
 from taskgraph.options import OptionInfo, check_fields, check_plain, options_of, options_text, parse
-from taskgraph.results import EpochReport, JobResult
 from taskgraph.settings import Settings
 from taskgraph.task import Task
 from taskgraph.topology import Link, Topology, as_topology
 
-__all__ = [
-    "NAME_RULE",
-    "EpochReport",
-    "Job",
-    "JobFunction",
-    "JobResult",
-    "OptionInfo",
-    "TaskBuilder",
-    "is_name",
-    "job",
-]
+__all__ = ["NAME_RULE", "Job", "JobFunction", "TaskBuilder", "is_name", "job"]
 
 TaskBuilder = Callable[[int], Task]
 """(task_id) -> Task. A Task subclass that takes no arguments, or one called task_id, is one, too."""

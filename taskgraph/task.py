@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from taskgraph.errors import JobError, StateError
-from taskgraph.shape import HandlerInfo, TaskShape, checked_state, handles, make_shape, stateless
+from taskgraph.shape import TaskShape, checked_state, make_shape
 
 if TYPE_CHECKING:
     from taskgraph.epoch import Epoch
@@ -19,15 +19,11 @@ __all__ = [
     "BecameBackup",
     "BecamePrimary",
     "Event",
-    "HandlerInfo",
     "NeighborFailed",
     "NeighborRestarted",
     "Task",
-    "TaskShape",
-    "handles",
     "shape_of",
     "shard",
-    "stateless",
 ]
 
 

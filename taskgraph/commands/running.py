@@ -22,9 +22,9 @@ from taskgraph.commands.common import (
     node_access_of,
     token_for,
 )
-from taskgraph.driver import JobSpec, load_driver, made_by
+from taskgraph.driver import JobSpec
 from taskgraph.errors import CheckpointError, CoordinationError, JobError, JobFailed
-from taskgraph.jobs import Job, JobFunction, JobResult
+from taskgraph.jobs import Job, JobFunction
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.logs import LogTails, printed
@@ -33,9 +33,11 @@ from taskgraph.launch.run import arun, connect
 from taskgraph.launch.runtime import Runtime
 from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks
+from taskgraph.loading import load_driver, made_by
 from taskgraph.observe.format import values_text
 from taskgraph.observe.progress import Progress
 from taskgraph.options import fields_of, parse
+from taskgraph.results import JobResult
 from taskgraph.settings import Settings
 
 __all__ = ["job_of", "print_result", "run", "submit_command", "tick"]

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from taskgraph.errors import JobCancelled, JobFailed, UnknownJob, worded
 from taskgraph.graph.values import decode, verify
-from taskgraph.jobs import EpochReport, JobResult
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.records import PrimaryRecord, State, StatusRecord
 from taskgraph.protocol.view import Versioned
+from taskgraph.results import EpochReport, JobResult
 
 __all__ = [
     "KeptCopy",

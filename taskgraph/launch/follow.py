@@ -17,7 +17,6 @@ from taskgraph.coordination.api import Coordinator, WatchCompacted
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, TaskGraphError
-from taskgraph.jobs import JobResult
 from taskgraph.launch.collect import assemble, complete, damaged, kept_copy, size_bytes
 from taskgraph.launch.resuming import way_on
 from taskgraph.observe.control_client import ControlClient, control_address
@@ -29,6 +28,7 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Put, Txn
 from taskgraph.protocol.records import NodeRecord, State, StatusRecord
 from taskgraph.protocol.view import JobView
+from taskgraph.results import JobResult
 from taskgraph.tls import Tls
 from taskgraph.transport.endpoints import host_key
 

@@ -18,7 +18,7 @@ from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.device.cuda import device_count
 from taskgraph.driver import JobSpec
 from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError, worded
-from taskgraph.jobs import Job, JobResult
+from taskgraph.jobs import Job
 from taskgraph.launch.collect import assemble, complete, job_failed
 from taskgraph.launch.resuming import Resume, plan, way_on
 from taskgraph.launch.submit import submit
@@ -29,6 +29,7 @@ from taskgraph.observe.status import TaskResult, waits_text
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.records import CheckpointRecord, GoneRecord, State, StatusRecord
+from taskgraph.results import JobResult
 from taskgraph.transport.memory import MemoryNetwork, MemoryTransport
 
 __all__ = ["InProcessCluster", "arun_inprocess"]

@@ -18,7 +18,7 @@ from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, JobError, JobRunning, UnknownJob
-from taskgraph.jobs import Job, JobResult
+from taskgraph.jobs import Job
 from taskgraph.launch.access import etcd_access, node_access
 from taskgraph.launch.collect import job_failed, not_kept, why_not_kept
 from taskgraph.launch.follow import Follower
@@ -29,6 +29,7 @@ from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks, Supervisor, end_reason
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.results import JobResult
 
 __all__ = ["arun", "connect", "result", "run"]
 

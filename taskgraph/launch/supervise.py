@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, JobFailed, JobTimeout, TaskGraphError, worded
-from taskgraph.jobs import JobResult
 from taskgraph.launch.collect import job_failed
 from taskgraph.launch.follow import Follower, kept_events, node_statuses
 from taskgraph.launch.forkserver import ForkServer
@@ -26,6 +25,7 @@ from taskgraph.node.membership.failing import culprit_text
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import TaskResult, waits_text
 from taskgraph.protocol.records import GoneRecord, State, StatusRecord
+from taskgraph.results import JobResult
 
 __all__ = ["Hooks", "Supervisor", "end_reason", "launch_nodes"]
 

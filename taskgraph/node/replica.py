@@ -26,7 +26,8 @@ from taskgraph.observe.trace import Tracing
 from taskgraph.protocol.boundaries import Boundaries
 from taskgraph.protocol.messages import Encoded
 from taskgraph.protocol.records import EpochRecord
-from taskgraph.task import Task, TaskShape, shape_of
+from taskgraph.shape import TaskShape
+from taskgraph.task import Task, shape_of
 from taskgraph.topology import Topology, as_topology
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
-from taskgraph.jobs import EpochReport
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import holders, ids_text, last_text
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView
+from taskgraph.results import EpochReport
 
 __all__ = ["Progress", "numbers_text"]
 

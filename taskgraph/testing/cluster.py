@@ -10,11 +10,12 @@ import traceback
 from collections.abc import Mapping
 
 from taskgraph.errors import JobError, JobTimeout
-from taskgraph.jobs import Job, JobResult
+from taskgraph.jobs import Job
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Point
 from taskgraph.node.usercode.actor import call_under_way
 from taskgraph.protocol.view import JobView
+from taskgraph.results import JobResult
 from taskgraph.testing.clock import SPEED, Turn
 from taskgraph.testing.guard import WHOLE, Stuck, run_guarded
 from taskgraph.testing.threads import LockStepThreads

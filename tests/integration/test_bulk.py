@@ -11,7 +11,7 @@ import pytest
 from cli_kit import Cli, shell
 
 import taskgraph as tg
-from taskgraph.driver import load_driver
+from taskgraph.loading import load_driver
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

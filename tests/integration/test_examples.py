@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 import taskgraph as tg
-from taskgraph.driver import load_driver
-from taskgraph.jobs import JobResult
+from taskgraph.loading import load_driver
+from taskgraph.results import JobResult
 
 ROOT = Path(__file__).parents[2]
 BOTH_STYLES = ["framework_regression", "framework_regression_events"]

@@ -16,7 +16,7 @@ import pytest
 from cli_kit import Cli, Command, Done, shell, sums
 
 import taskgraph as tg
-from taskgraph.driver import load_driver
+from taskgraph.loading import load_driver
 from taskgraph.node.inject import VARIABLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]

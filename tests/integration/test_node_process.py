@@ -25,7 +25,7 @@ from etcd_kit import becomes, following, free_port, kill, running
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
-from taskgraph.driver import JobSpec, load_driver
+from taskgraph.driver import JobSpec
 from taskgraph.errors import PeerGone, TaskGraphError
 from taskgraph.graph.values import decode
 from taskgraph.launch.forkserver import ForkServer
@@ -34,6 +34,7 @@ from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.standing import Standing
 from taskgraph.launch.submit import submit
+from taskgraph.loading import load_driver
 from taskgraph.node.config import NodeConfig
 from taskgraph.node.process import wait_for_job
 from taskgraph.observe.control_client import ControlClient, control_address

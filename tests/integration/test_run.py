@@ -17,11 +17,11 @@ import pytest
 
 import taskgraph as tg
 from taskgraph.coordination.embedded import EmbeddedEtcd
-from taskgraph.driver import load_driver
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import Runtime
 from taskgraph.launch.supervise import Hooks
+from taskgraph.loading import load_driver
 from taskgraph.observe.events import Event
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 import taskgraph as tg
-from taskgraph.driver import DriverRef, JobSpec, fingerprint, load_driver, made_by, reference_of
+from taskgraph.driver import JobSpec
+from taskgraph.loading import DriverRef, load_driver, made_by, reference_of
+from taskgraph.sources import fingerprint
 from taskgraph.version import PROTOCOL
 
 HEAD = "import taskgraph as tg\n"
@@ -270,7 +272,8 @@ def test_on_another_host_the_file_may_be_in_the_current_directory(
 
 
 def print_of(path: Path) -> str:
-    code = "import sys; from taskgraph.driver import *; print(fingerprint(load_driver(sys.argv[1])))"
+    imports = "import sys; from taskgraph.loading import load_driver; from taskgraph.sources import fingerprint"
+    code = f"{imports}; print(fingerprint(load_driver(sys.argv[1])))"
     return python("-c", code, str(path), cwd=path.parent)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from taskgraph.driver import fingerprint, load_driver
+from taskgraph.loading import load_driver
+from taskgraph.sources import fingerprint
 
 DRIVER = """
 '''Nothing like the other_driver.'''

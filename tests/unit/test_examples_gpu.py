@@ -22,9 +22,9 @@ import pytest
 from numpy.typing import NDArray
 
 import taskgraph as tg
-from taskgraph.driver import load_driver
-from taskgraph.jobs import JobResult
+from taskgraph.loading import load_driver
 from taskgraph.node import roles
+from taskgraph.results import JobResult
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GPU = ["gpu_kmeans", "gpu_regression"]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import taskgraph as tg
-from taskgraph.driver import load_driver
-from taskgraph.jobs import JobResult
+from taskgraph.loading import load_driver
+from taskgraph.results import JobResult
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BOTH_STYLES = ["framework_regression", "framework_regression_events"]

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import taskgraph as tg
-from taskgraph.jobs import JobFunction, OptionInfo
-from taskgraph.options import help_text
+from taskgraph.jobs import JobFunction
+from taskgraph.options import OptionInfo, help_text
 
 
 class Fit(tg.Task):

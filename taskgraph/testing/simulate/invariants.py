@@ -20,8 +20,8 @@ from taskgraph.testing.simulate.runs import Runs, Violation
 from taskgraph.testing.simulate.workload import reported
 
 if TYPE_CHECKING:
-    from taskgraph.jobs import JobResult
     from taskgraph.node.node import Node
+    from taskgraph.results import JobResult
 
 __all__ = ["Invariants", "kind_of"]
 

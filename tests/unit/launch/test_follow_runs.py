@@ -21,7 +21,6 @@ from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver import JobSpec
 from taskgraph.errors import OutcomeUnknown, Unavailable
 from taskgraph.graph.values import encode
-from taskgraph.jobs import JobResult
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.runtime import JobEntry
 from taskgraph.launch.submit import submit
@@ -29,6 +28,7 @@ from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn, TxnResult
 from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.results import JobResult
 
 NAME = "again"
 KEYS = Keys(NAME)

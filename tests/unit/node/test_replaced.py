@@ -9,8 +9,8 @@ import pytest
 from cluster_kit import holder, job, play
 
 import taskgraph as tg
-from taskgraph.jobs import JobResult
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.results import JobResult
 
 
 class Account(tg.Task, state=["total"]):

@@ -7,7 +7,6 @@ import io
 
 import pytest
 
-from taskgraph.jobs import EpochReport
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import holders
 from taskgraph.observe.progress import Progress, numbers_text
@@ -15,6 +14,7 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.records import EpochRecord, MemberRecord, NodeRecord
 from taskgraph.protocol.view import JobView
+from taskgraph.results import EpochReport
 
 
 class Screen(io.StringIO):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import taskgraph as tg
-from taskgraph.jobs import JobResult
+from taskgraph.results import JobResult
 
 #: No test here needs longer; a job that hangs fails early and says what it waits for.
 TIMEOUT_S = 20.0

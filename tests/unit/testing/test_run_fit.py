@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jobs_kit import Fit, Kills, fit, run, same
 
-from taskgraph.jobs import JobResult
+from taskgraph.results import JobResult
 from taskgraph.testing import STAGES
 
 ROOT, INNER, LEAF = 0, 1, 6

@@ -11,7 +11,7 @@ from jobs_kit import Fit, Kills, fit, job, run, same
 from test_run_events import Bank, Wave
 
 import taskgraph as tg
-from taskgraph.jobs import JobResult
+from taskgraph.results import JobResult
 from taskgraph.testing import STAGES
 
 

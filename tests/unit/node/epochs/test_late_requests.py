@@ -10,9 +10,9 @@ from cluster_kit import Counting, holder, job, play
 import taskgraph as tg
 from taskgraph.errors import Refused
 from taskgraph.graph.values import encode
-from taskgraph.jobs import JobResult
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.protocol.messages import Reason, Request, Stamp
+from taskgraph.results import JobResult
 
 
 @pytest.mark.parametrize("pure", [False, True])

@@ -9,10 +9,10 @@ from cluster_kit import Counting, holder, job, play
 
 import taskgraph as tg
 from taskgraph.errors import Refused
-from taskgraph.jobs import JobResult
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
 from taskgraph.protocol.messages import Item, Pull, Reason, Stamp
+from taskgraph.results import JobResult
 
 
 class Gives(Counting, state=["total"]):

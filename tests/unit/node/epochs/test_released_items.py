@@ -13,8 +13,8 @@ import pytest
 from cluster_kit import play
 
 import taskgraph as tg
-from taskgraph.jobs import JobResult
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.results import JobResult
 
 EPOCHS = 12
 

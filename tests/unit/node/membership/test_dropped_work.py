@@ -8,8 +8,8 @@ import pytest
 from cluster_kit import holder, job, play, told
 
 import taskgraph as tg
-from taskgraph.jobs import JobResult
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.results import JobResult
 
 
 class Slow(tg.Task, state=["total"]):

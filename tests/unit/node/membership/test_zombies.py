@@ -10,10 +10,10 @@ import pytest
 from cluster_kit import blindable, eyes, holder, job, play, told
 
 import taskgraph as tg
-from taskgraph.jobs import JobResult
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
 from taskgraph.protocol.messages import HandOver, Stamp
+from taskgraph.results import JobResult
 
 __all__ = ["blindable"]
 

@@ -22,7 +22,6 @@ from cluster_kit import (
 )
 
 import taskgraph as tg
-from taskgraph.jobs import JobResult
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.backoff import Backoff
 from taskgraph.node.primary.primary import Primary
@@ -33,6 +32,7 @@ from taskgraph.protocol.placement import Wish
 from taskgraph.protocol.records import MemberRecord
 from taskgraph.protocol.transactions import TakenOver
 from taskgraph.protocol.view import JobView
+from taskgraph.results import JobResult
 
 __all__ = ["blindable", "gated", "joining"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from cluster_kit import Counting, holder, job, play
 
 import taskgraph as tg
-from taskgraph.jobs import JobResult
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.results import JobResult
 
 
 def test_a_takeover_between_the_decision_and_the_write_makes_the_commit_fail() -> None:

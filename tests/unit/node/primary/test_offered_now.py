@@ -11,7 +11,6 @@ from cluster_kit import IN_STEP, Counting, holder, job, play, told
 
 import taskgraph as tg
 from taskgraph.errors import PeerLost, Refused
-from taskgraph.jobs import JobResult
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
 from taskgraph.node.primary.backups import Backups
@@ -19,6 +18,7 @@ from taskgraph.node.router import Router
 from taskgraph.node.serving import Serving
 from taskgraph.protocol.insync import Place
 from taskgraph.protocol.messages import Accepted, Call, Offer, Reason, Reply, RequestRestart, Stamp
+from taskgraph.results import JobResult
 
 Answer = Callable[["asyncio.Future[Reply]"], "asyncio.Future[Reply]"]
 

@@ -10,12 +10,12 @@ from cluster_kit import Counting, Gated, gated, holder, job, play
 import taskgraph as tg
 from taskgraph.errors import Refused
 from taskgraph.graph.values import encode
-from taskgraph.jobs import JobResult
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.messages import Accepted, Offer, Reason, Release, Stamp
 from taskgraph.protocol.placement import Wish
+from taskgraph.results import JobResult
 
 __all__ = ["gated"]
 
