@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
 from taskgraph.errors import JobError, worded
-from taskgraph.options import OptionInfo, check_fields, check_plain, options_of, options_text, parse
+from taskgraph.options import OptionInfo, check_fields, options_of, options_text, parse, plain
 from taskgraph.settings import Settings
 from taskgraph.task import Task
 from taskgraph.topology import Link, Topology, as_topology
 
-__all__ = ["NAME_RULE", "Job", "JobFunction", "TaskBuilder", "is_name", "job"]
+__all__ = ["NAME_RULE", "Job", "JobFunction", "TaskBuilder", "check_job", "is_name", "job"]
 
 TaskBuilder = Callable[[int], Task]
 """(task_id) -> Task. A Task subclass that takes no arguments, or one called task_id, is one, too."""
@@ -243,10 +243,9 @@ class JobFunction:
         for name, value in bound.arguments.items():
             several = self._signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
             given.update(value if several else {name: value})
-        for name, value in given.items():
-            check_plain(f"{self.__name__}({name}=...)", value)
-        given = copy.deepcopy(given)  # what the function does to a list it was given, nodes must not get
-        made = self.__wrapped__(*args, **kwargs)
+        given = {name: plain(f"{self.__name__}({name}=...)", value) for name, value in given.items()}
+        # The function gets what nodes will give it; what it does to a list of that, they must not get.
+        made = self.__wrapped__(**copy.deepcopy(given))
         if not isinstance(made, Job):
             raise JobError(f"{self.__name__} must return a tg.Job, not {type(made).__name__}")
         origin = _Origin(self, given, {name: getattr(made, name) for name in _FIXED})
@@ -266,6 +265,16 @@ class JobFunction:
             JobError: no such option, or a value that is none of its type.
         """
         return parse(self.__name__, self.options(), texts)
+
+
+def check_job(job: Any) -> None:
+    """Raises JobError unless it is a job, and says how to make one."""
+    if isinstance(job, JobFunction):
+        raise JobError(f"{job.__name__} is a job function, which makes the job: call it, {job.__name__}(...)")
+    if not isinstance(job, Job):
+        raise JobError(
+            f"what is run is a tg.Job, as a function decorated with @tg.job returns it, not {type(job).__name__}"
+        )
 
 
 def job(function: Callable[..., Job]) -> JobFunction:

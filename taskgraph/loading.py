@@ -192,9 +192,19 @@ def _import_of(what: str) -> Iterator[None]:
             f"tg.main(...) and the like under `if __name__ == '__main__':`"
         ) from error
     except Exception as error:
-        raise _told(f"importing {what}", error) from error
+        raise _told(f"importing {what}", error, _loop_hint(error)) from error
     finally:
         _importing.reset(token)
+
+
+def _loop_hint(error: Exception) -> str:
+    """What to say where a driver runs an event loop while it is imported: a node imports it in one that runs."""
+    if not isinstance(error, RuntimeError) or "event loop" not in str(error):
+        return ""
+    return (
+        ": every node imports it, where an event loop runs, so put asyncio.run(...) and the like under "
+        "`if __name__ == '__main__':`"
+    )
 
 
 def made_by(function: JobFunction, arguments: Mapping[str, Any]) -> Job:
@@ -211,12 +221,12 @@ def made_by(function: JobFunction, arguments: Mapping[str, Any]) -> Job:
         raise _told(f"{function.__name__}(...) of {where}", error) from error
 
 
-def _told(what: str, error: Exception) -> JobError:
+def _told(what: str, error: Exception, hint: str = "") -> JobError:
     """An error of a driver's own code, with its place."""
     if isinstance(error, TaskGraphError):
         return JobError(f"{error}{place_of(error)}")
     kind = traceback.format_exception_only(error)[-1].strip()
-    return JobError(f"{what} failed: {kind}{place_of(error)}")
+    return JobError(f"{what} failed: {kind}{place_of(error)}{hint}")
 
 
 def check_not_importing(job: str) -> None:

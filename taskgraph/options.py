@@ -19,12 +19,12 @@ from taskgraph.errors import JobError
 __all__ = [
     "OptionInfo",
     "check_fields",
-    "check_plain",
     "fields_of",
     "help_text",
     "options_of",
     "options_text",
     "parse",
+    "plain",
 ]
 
 
@@ -127,10 +127,14 @@ def check_fields(cls: type, given: Iterable[str]) -> None:
             raise JobError(f"{cls.__name__}({name}=...): {cls.__name__} has no {name!r}; {hint}")
 
 
-def check_plain(what: str, value: Any) -> None:
-    """Raises JobError unless `value` is the same after a way through JSON."""
+def plain(what: str, value: Any) -> Any:
+    """The value as it comes out of a way through JSON: the same, but numbers of numpy's as Python's.
+
+    Raises:
+        JobError: it comes out as something else, or not at all.
+    """
     if value is None or type(value) in (bool, float, str):
-        return
+        return value
     if type(value) is int:
         try:
             str(value)
@@ -139,15 +143,14 @@ def check_plain(what: str, value: Any) -> None:
                 f"{what}: nodes get a job's arguments as JSON, and of an int of so many digits there is none; pass a "
                 f"text, as of hex(), instead"
             ) from None
-        return
+        return value
     if type(value) is list:
-        for item in value:
-            check_plain(what, item)
-        return
+        return [plain(what, item) for item in value]
     if type(value) is dict and all(type(key) is str for key in value):
-        for item in value.values():
-            check_plain(what, item)
-        return
+        return {key: plain(what, item) for key, item in value.items()}
+    kind = _unwrapped(type(value))
+    if kind is not type(value) and value.itemsize <= _FLOAT_BYTES:
+        return kind(value)
     way_out = {"tuple": "; make it a list", "dict": " with other keys than str"}.get(
         type(value).__name__, "; pass a number, or the name of a file that every node can read"
     )
@@ -157,6 +160,10 @@ def check_plain(what: str, value: Any) -> None:
         f"{what}: nodes get a job's arguments as JSON: None, bool, int, float, str, lists and dicts of these, not "
         f"{type(value).__name__}{way_out}"
     )
+
+
+_FLOAT_BYTES = 8
+"""A long double has more digits than a Python float."""
 
 
 def _helps(doc: str) -> dict[str, str]:

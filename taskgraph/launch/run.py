@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import json
 import logging
 import numbers
 import operator
 import os
 import secrets
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, JobError, JobRunning, UnknownJob
-from taskgraph.jobs import Job
+from taskgraph.jobs import Job, check_job
 from taskgraph.launch.access import etcd_access, node_access
 from taskgraph.launch.collect import job_failed, not_kept, why_not_kept
 from taskgraph.launch.follow import Follower
@@ -27,6 +30,7 @@ from taskgraph.launch.resuming import Resume, plan
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks, Supervisor, end_reason
+from taskgraph.loading import check_not_importing
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.results import JobResult
@@ -35,7 +39,25 @@ __all__ = ["arun", "connect", "result", "run"]
 
 log = logging.getLogger("taskgraph")
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+def _checked(function: Callable[P, R]) -> Callable[P, R]:
+    """Looks at the job before anything else, and where the call is: what a coroutine would say, of a driver that calls
+    it while it is imported, is told by nobody."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        job: Any = args[0] if args else kwargs.get("job")
+        check_job(job)
+        check_not_importing(job.name)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_checked
 def run(
     job: Job,
     *,
@@ -44,6 +66,7 @@ def run(
     resume: Resume = False,
     fresh: bool = False,
     timeout_s: float | None = None,
+    name: str = "",
 ) -> JobResult:
     """Runs a job to its end and returns its result.
 
@@ -56,8 +79,10 @@ def run(
             one that another version of the driver wrote; what it holds must fit the tasks as they are now.
         fresh: from the beginning, although there are checkpoints.
         timeout_s: the job fails after this time.
+        name: another one than the job has, so that two of them may run at a time.
 
     Raises:
+        JobError: it is no job, it cannot be run so, or a driver starts it while it is imported.
         JobFailed: user code raised (with its traceback), or the job cannot go on.
         JobTimeout: it did not end in time.
         JobRunning: a job of that name is running.
@@ -65,7 +90,7 @@ def run(
         CheckpointError: it is to be resumed, and none of its checkpoints can be used.
     """
     _refuse_in_loop("tg.run", "`await tg.arun(...)`")
-    return asyncio.run(arun(job, nodes=nodes, etcd=etcd, resume=resume, fresh=fresh, timeout_s=timeout_s))
+    return asyncio.run(arun(job, nodes=nodes, etcd=etcd, resume=resume, fresh=fresh, timeout_s=timeout_s, name=name))
 
 
 def _refuse_in_loop(what: str, instead: str) -> None:
@@ -76,6 +101,7 @@ def _refuse_in_loop(what: str, instead: str) -> None:
     raise JobError(f"{what} cannot be called where an event loop runs (a notebook, an async def): {instead}")
 
 
+@_checked
 async def arun(
     job: Job,
     *,
@@ -84,6 +110,7 @@ async def arun(
     resume: Resume = False,
     fresh: bool = False,
     timeout_s: float | None = None,
+    name: str = "",
     hooks: Hooks | None = None,
     tls: dict[str, str] | None = None,
     node_tls: dict[str, str] | None = None,
@@ -102,6 +129,8 @@ async def arun(
             raise JobError(f"timeout_s={timeout_s!r}: must be None or a number of seconds above 0")
         if not timeout_s > 0:
             raise JobError(f"timeout_s={timeout_s:g}: seconds above 0")
+    if name:
+        job = dataclasses.replace(job, name=name)
     hooks = hooks or Hooks()
     if nodes == 0:
         from taskgraph.launch.inprocess import arun_inprocess  # else no node is loaded in this process
@@ -192,7 +221,7 @@ def _running_here(runtime: Runtime, name: str) -> JobRunning:
     whose = f" (started by process {known.pid})" if known is not None else ""
     return JobRunning(
         f"a job {name!r} is running on this host already{whose}: follow it with `taskgraph status {name} --watch`, end "
-        f"it with `taskgraph shutdown {name}`, or give this one another name with --name"
+        f"it with `taskgraph shutdown {name}`, or give this one another name: --name, or name=... of tg.run"
     )
 
 

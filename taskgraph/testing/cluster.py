@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Mapping
 
 from taskgraph.errors import JobError, JobTimeout
-from taskgraph.jobs import Job
+from taskgraph.jobs import Job, check_job
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Point
 from taskgraph.node.usercode.actor import call_under_way
@@ -61,6 +61,7 @@ def run(
         JobTimeout: it did not end: it waited for `timeout_s`, or code of yours ran for `stuck_s`.
         JobError: the arguments do not fit the job.
     """
+    check_job(job)
     kills = dict(kills or {})
     for (task, epoch), stage in kills.items():
         if stage not in STAGES:

@@ -200,6 +200,12 @@ def test_of_a_job_whose_launcher_cannot_go_on_it_is_kept_why(runtime: Runtime, m
 async def test_two_that_begin_at_once_cannot_both_run() -> None:
     found = await asyncio.gather(*(tg.arun(sums(), nodes=1, timeout_s=60) for _ in range(2)), return_exceptions=True)
     assert sorted(type(each).__name__ for each in found) == ["JobResult", "JobRunning"]
+    assert "another name: --name, or name=... of tg.run" in str(next(e for e in found if isinstance(e, tg.JobRunning)))
+
+
+async def test_under_another_name_two_of_a_job_run_at_a_time() -> None:
+    one, other = await asyncio.gather(tg.arun(sums(), nodes=1), tg.arun(sums(), nodes=1, name="other"))
+    assert (one.name, other.name) == ("sums", "other") and one.values == other.values
 
 
 def test_the_result_of_a_job_on_ones_own_etcd_is_read_there(embedded_etcd: EmbeddedEtcd, runtime: Runtime) -> None:

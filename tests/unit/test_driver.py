@@ -202,6 +202,31 @@ def test_a_driver_that_starts_its_own_job_when_imported_is_refused(tmp_path: Pat
         load_driver(str(path))
 
 
+START = "if __name__ != '__main__':\n    {}\n"
+
+
+@pytest.mark.parametrize(
+    ("starts", "complaint"),
+    [
+        ("tg.run(fit(), nodes=2)", "starts job 'fit' while it is imported, and every node imports it"),
+        ("import asyncio; asyncio.run(tg.arun(fit(), nodes=2))", "starts job 'fit' while it is imported"),
+        (
+            "import asyncio; asyncio.run(asyncio.sleep(0))",
+            r"asyncio\.run\(\) cannot be called from a running event loop .* line 7\): every node imports it, where an "
+            r"event loop runs, so put .* under `if __name__ == '__main__':`",
+        ),
+    ],
+    ids=["run", "arun", "other"],
+)
+@pytest.mark.filterwarnings("ignore:coroutine 'sleep' was never awaited")
+async def test_as_a_node_imports_it_where_a_loop_runs_it_is_told_of_the_guard(
+    starts: str, complaint: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "unguarded.py", FIT + START.format(starts))
+    with pytest.raises(tg.JobError, match=complaint):
+        load_driver(str(path))
+
+
 # -- references ---------------------------------------------------------------------------------------
 
 TELL = """

@@ -143,6 +143,11 @@ def fit(tasks: int = 15, epochs: int | None = None, sizes: list[int] | None = No
 
 
 @tg.job
+def scaled(rate: Any) -> tg.Job:
+    return tg.Job(tasks=1, builder=lambda task_id: Fit(repr(rate)))  # type: ignore[arg-type]
+
+
+@tg.job
 def needs(tasks, name="x"):  # type: ignore[no-untyped-def]
     return tg.Job(tasks=tasks, builder=Fit, name=name)
 
@@ -197,7 +202,8 @@ def test_what_nodes_would_make_otherwise_may_not(change: dict[str, Any]) -> None
     ("value", "complaint"),
     [
         ((1, 2), "not tuple; make it a list"),
-        (np.float64(1.0), "not float64; pass a number"),
+        (np.longdouble(1.0), "not longdouble; pass a number"),
+        (np.timedelta64(1, "ns"), "not timedelta64; pass a number"),
         pytest.param(10**5000, r"and of an int of so many digits there is none; pass a text, as of hex\(\)", id="huge"),
         (np.zeros(3), "not ndarray; pass a number, or the name of a file"),
         ([1, {"a": {1, 2}}], "not set"),
@@ -207,6 +213,31 @@ def test_what_nodes_would_make_otherwise_may_not(change: dict[str, Any]) -> None
 def test_an_argument_that_json_cannot_carry_is_named(value: Any, complaint: str) -> None:
     with pytest.raises(tg.JobError, match=rf"fit\(sizes=\.\.\.\): nodes get .* {complaint}"):
         fit(sizes=value)
+
+
+@pytest.mark.parametrize(
+    ("value", "travels_as"),
+    [
+        (np.float64(0.01), 0.01),
+        (np.float32(0.5), 0.5),
+        (np.int64(7), 7),
+        (np.uint8(7), 7),
+        (np.bool_(True), True),
+        ([{"rates": [np.float64(0.01)]}], [{"rates": [0.01]}]),
+    ],
+)
+def test_numbers_of_numpy_reach_the_function_and_the_nodes_as_pythons(value: Any, travels_as: Any) -> None:
+    job = scaled(rate=value)
+    assert repr(job.origin()[1]) == repr({"rate": travels_as})
+    assert job.build(0).given == repr(travels_as), "it makes here what nodes make of the same"
+
+
+@pytest.mark.parametrize("run", [tg.run, tg.arun, tg.testing.run])
+def test_a_job_function_that_was_not_called_is_no_job(run: Callable[[Any], object]) -> None:
+    with pytest.raises(tg.JobError, match=r"fit is a job function, which makes the job: call it, fit\(\.\.\.\)"):
+        run(fit)
+    with pytest.raises(tg.JobError, match=r"what is run is a tg\.Job, as .* returns it, not Fit"):
+        run(Fit())
 
 
 def test_arguments_the_function_does_not_have_are_answered_with_those_it_has() -> None:
