@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from taskgraph.observe.usage import Usage
+from taskgraph.protocol.cycles import first_of
 from taskgraph.protocol.messages import Encoded
 
 __all__ = ["NodeStatus", "ReplicaStatus", "ReportRow", "TaskResult", "waits_text"]
@@ -72,14 +73,21 @@ class TaskResult:
     reports: tuple[ReportRow, ...]
 
 
+_SHOWN = 8
+"""Lines of what a job waits for."""
+
+
 def waits_text(statuses: Iterable[NodeStatus]) -> str:
-    """What a job waits for that did not end in time, as far as its leader and its primaries know."""
+    """What a job waits for that did not end in time, as far as its leader and its primaries know.
+
+    What runs comes first: it may be that which all others wait for. What the leader found is told in its order; what
+    primaries say of the same only where it found nothing yet.
+    """
     statuses = tuple(statuses)
-    lines: list[str] = []
-    for status in statuses:
-        lines += status.waits
-        lines += [f"task {r.task}: {w}" for r in status.replicas if r.role == "primary" for w in r.waits]
-        lines += [f"task {r.task} runs {r.processor!r} for {r.running_s:.1f} s" for r in status.replicas if r.processor]
+    replicas = [replica for status in statuses for replica in status.replicas]
+    lines = [f"task {r.task} runs {r.processor!r} for {r.running_s:.1f} s" for r in replicas if r.processor]
+    found = [line for status in statuses for line in status.waits]
+    lines += found or [f"task {r.task}: {w}" for r in replicas if r.role == "primary" for w in r.waits]
     if lines:
-        return "it waits: " + "; ".join(dict.fromkeys(lines))
+        return "it waits: " + first_of(tuple(dict.fromkeys(lines)), _SHOWN)
     return "it was still computing" if statuses else "no node had registered yet"

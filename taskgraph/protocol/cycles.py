@@ -24,10 +24,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from taskgraph.protocol.messages import Wait
 
-__all__ = ["HANDLER", "Edge", "describe_cycle", "describe_waits", "find_cycle"]
+__all__ = ["HANDLER", "Edge", "describe_cycle", "describe_waits", "find_cycle", "first_of"]
 
 HANDLER = "handler "  # how the processor of a handler's wait begins; the method's name follows
 
@@ -197,15 +198,52 @@ def _what(kind: str, processor: str, name: str, task: int) -> str:
 
 
 def describe_waits(waits: Mapping[int, Sequence[Wait]], limit: int = 200) -> list[str]:
-    """One line for each wait, by task: `task 3 'add' waits for 'gradient' from task 5, 2.3 s`.
+    """One line for each wait: `task 3 'add' waits for 'gradient' from task 5, 2.3 s`.
+
+    What waits for nobody comes first, and then who is nearest to it: it is that which keeps the others waiting.
 
     Args:
         limit: lines at most; a last line counts the rest.
     """
+    steps = _steps(waits)
+    found = [(_far(w, task, steps), task, w) for task, page in sorted(waits.items()) for w in page]
     lines = [
         f"task {task}{' ' * bool(w.processor)}{_who(w.processor)} {_what(w.kind, w.processor, w.name, w.task)}, "
         f"{w.since_s:.1f} s"
-        for task, page in sorted(waits.items())
-        for w in page
+        for _, task, w in sorted(found, key=lambda each: each[:2])
     ]
     return lines if len(lines) <= limit else [*lines[:limit], f"and {len(lines) - limit} more"]
+
+
+_ELSEWHERE = ("item", "reply")  # kinds of waits for another task
+
+
+def _steps(waits: Mapping[int, Sequence[Wait]]) -> dict[int, int]:
+    """Task -> over how many others it waits, at least, for one that waits for nobody, or that nothing is known of."""
+    waiting: dict[int, list[int]] = {}  # task -> who waits for it
+    for task, page in waits.items():
+        for w in page:
+            if w.kind in _ELSEWHERE:
+                waiting.setdefault(w.task, []).append(task)
+    moving = [task for task, page in waits.items() if any(w.kind not in (*_ELSEWHERE, "order") for w in page)]
+    steps = dict.fromkeys([*moving, *(waiting.keys() - waits.keys())], 0)
+    queue = deque(steps)
+    while queue:
+        at = queue.popleft()
+        for task in waiting.get(at, ()):
+            if task not in steps:
+                steps[task] = steps[at] + 1
+                queue.append(task)
+    return steps
+
+
+def _far(wait: Wait, task: int, steps: Mapping[int, int]) -> float:
+    """How far a wait is from what keeps it waiting."""
+    if wait.kind == "order":
+        return 1 + steps.get(task, inf)
+    return 1 + steps.get(wait.task, inf) if wait.kind in _ELSEWHERE else 0
+
+
+def first_of(lines: Sequence[str], limit: int) -> str:
+    """The first lines in one, and how many more there are: of a thousand tasks each may have one."""
+    return "; ".join(lines[:limit]) + (f"; and {len(lines) - limit} more" if len(lines) > limit else "")

@@ -202,13 +202,20 @@ def test_says_what_each_waits_for() -> None:
         ],
     }
     assert describe_waits(waits) == [
-        "task 3 'add' waits for 'gradient' from task 5, 2.3 s",
-        "task 3 'publish' runs after 'add' of the same task, 1.0 s",
-        "task 3 'ask' awaits the reply of task 4 to 'push', 1.0 s",
-        "task 3 handler 'push' awaits the reply of task 2 to 'pull', 1.0 s",
         "task 5 'slow' is running, 1.0 s",
         "task 5 'hold' is running (a file), 7.0 s",
+        "task 3 'add' waits for 'gradient' from task 5, 2.3 s",
+        "task 3 'ask' awaits the reply of task 4 to 'push', 1.0 s",
+        "task 3 handler 'push' awaits the reply of task 2 to 'pull', 1.0 s",
+        "task 3 'publish' runs after 'add' of the same task, 1.0 s",
     ]
+
+
+def test_who_keeps_all_others_waiting_comes_first_then_those_that_are_nearest_to_it() -> None:
+    chain = {task: [item("add", "sum", task + 1)] for task in range(5)} | {5: [running("add", 5)]}
+    around = {7: [item("p", "x", 8)], 8: [item("p", "x", 7)]}  # nobody knows what these wait for in the end
+    told = [line.split()[1] for line in describe_waits(chain | around | {6: [item("p", "x", 9)]})]
+    assert told == ["5", "4", "6", "3", "2", "1", "0", "7", "8"], "nothing is known of 9, which may be it, too"
 
 
 def test_what_a_primary_waits_for_itself_is_told_and_leads_nowhere() -> None:

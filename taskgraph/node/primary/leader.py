@@ -17,7 +17,7 @@ from taskgraph.node.primary.checkpoints import Checkpointer
 from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
 from taskgraph.protocol.commit import Commit, Diverged, Leader, Restart, SealTasks, WaitFor
-from taskgraph.protocol.cycles import describe_cycle, describe_waits, find_cycle
+from taskgraph.protocol.cycles import describe_cycle, describe_waits, find_cycle, first_of
 from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.messages import (
     Accepted,
@@ -411,7 +411,9 @@ class LeaderRole:
         if self._audit_waits:
             return  # and looks again
         lines = lines or ["no edge can be named: please report this as a bug of taskgraph"]
-        wrong = GraphError(f"epoch {stamp.epoch}: the tasks do not agree on what was exchanged: {_some(lines)}")
+        wrong = GraphError(
+            f"epoch {stamp.epoch}: the tasks do not agree on what was exchanged: {first_of(lines, _SHOWN)}"
+        )
         await self._node.fail_job(wrong, None, stamp.epoch, fence)
 
     def _still_diverged(self, fence: tuple[Compare, ...], news: float) -> bool:
@@ -444,18 +446,24 @@ class LeaderRole:
             error = GraphError(f"epoch {stamp.epoch}: a cycle of waits: {describe_cycle(cycle)}")
             await self._node.fail_job(error, None, stamp.epoch, fence)
             return
-        lines = [*describe_waits(gathered), *self._unreachable(gathered), *self._audit_waits]
+        lines = [*self._unreachable(gathered), *self._audit_waits, *describe_waits(gathered)]
         if self._refused[0] == fence and self._refused[1] >= _REFUSALS:
-            lines.append(
+            lines.insert(
+                0,
                 f"etcd refused its commit {self._refused[1]} times, though all that it asks for is as etcd told: "
                 "members of its cluster disagree, or it lost what it had acknowledged (3.5.0 to 3.5.2 may, once "
-                "killed): compare `etcdctl endpoint hashkv --cluster`, and replace the member that differs"
+                "killed): compare `etcdctl endpoint hashkv --cluster`, and replace the member that differs",
             )
         self.waits = tuple(lines)
         lines += self._node.writes.waits  # which `status` shows of every node
         if self._waits_told != stamp and lines:
             self._waits_told = stamp
-            self._node.events.emit("waits", f"epoch {stamp.epoch} waits: {_some(lines)}", epoch=stamp.epoch)
+            text = f"epoch {stamp.epoch} waits: {first_of(lines, _SHOWN)}"
+            if (
+                len(lines) > _SHOWN and self._node.spec.driver is not None
+            ):  # of one in a single process it knows nothing
+                text += f"; `taskgraph status {self._node.spec.name}` tells of all"
+            self._node.events.emit("waits", text, epoch=stamp.epoch)
 
     def _unreachable(self, gathered: dict[int, tuple[Wait, ...]]) -> list[str]:
         view = self._node.keeper.view
@@ -501,11 +509,6 @@ class LeaderRole:
             Compare(view.keys.epoch, epoch),
             Compare(view.keys.generation, view.generation_revision),  # what a new primary did is judged anew
         )
-
-
-def _some(lines: list[str]) -> str:
-    """The first of them, and how many more there are: of a thousand tasks each may have one."""
-    return "; ".join(lines[:_SHOWN]) + (f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
 
 
 def within_reach(stamp: Stamp, ahead: int, view: JobView) -> bool:

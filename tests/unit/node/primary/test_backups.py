@@ -125,7 +125,7 @@ def test_a_task_below_min_in_sync_waits_and_says_for_how_many(gated: type[Gated]
         await asyncio.sleep(30)
         assert not ended.done()
         assert holder(cluster, 0).roles.primaries[0].waiting_for == "1 more in-sync replicas (min_in_sync=3)"
-        assert "task 0: 1 more in-sync replicas (min_in_sync=3)" in cluster.waits()
+        assert "task 0 waits for 1 more in-sync replicas (min_in_sync=3)" in cluster.waits()
         (waits,) = told(cluster, "waits")
         assert "epoch 0 waits: task 0 waits for 1 more in-sync replicas (min_in_sync=3), " in waits
         assert truth(cluster).stamp == Stamp(1, 0)
@@ -181,7 +181,7 @@ def test_epoch_0_waits_for_the_backups_wished_for_and_says_for_whom() -> None:
         ended = asyncio.ensure_future(cluster.result())
         await asyncio.sleep(15)
         assert holder(cluster, 0).roles.primaries[0].waiting_for == "the admission of n2"
-        assert "task 0: the admission of n2" in cluster.waits()
+        assert "task 0 waits for the admission of n2" in cluster.waits()
         assert truth(cluster).stamp == Stamp(1, 0)
         await asyncio.sleep(10)
         assert ended.done()

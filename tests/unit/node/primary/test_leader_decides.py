@@ -9,8 +9,9 @@ import pytest
 from cluster_kit import IN_STEP, Counting
 
 import taskgraph as tg
-from taskgraph.node.primary.leader import LeaderRole, _some
+from taskgraph.node.primary.leader import LeaderRole
 from taskgraph.protocol.commit import Action, Commit, Leader
+from taskgraph.protocol.cycles import first_of
 from taskgraph.protocol.view import JobView
 
 EPOCHS = 40
@@ -60,4 +61,4 @@ def test_it_decides_once_for_a_commit_of_several_epochs(monkeypatch: pytest.Monk
     [(["a"], "a"), (["a", "b", "c"], "a; b; c"), (["a", "b", "c", "d", "e"], "a; b; c; and 2 more")],
 )
 def test_of_many_lines_it_tells_the_first(lines: list[str], shown: str) -> None:
-    assert _some(lines) == shown
+    assert first_of(lines, 3) == shown

@@ -1,0 +1,27 @@
+"""What a job waits for that did not end in time."""
+
+from __future__ import annotations
+
+from taskgraph.observe.status import NodeStatus, ReplicaStatus, waits_text
+from taskgraph.observe.usage import Usage
+
+
+def replica(task: int, processor: str = "", waits: tuple[str, ...] = ()) -> ReplicaStatus:
+    return ReplicaStatus(task, "primary", 1, 0, processor, 3.0, waits, 1)
+
+
+def status(*replicas: ReplicaStatus, waits: tuple[str, ...] = ()) -> NodeStatus:
+    return NodeStatus("n", "n1", "h", 1, False, False, (1, 0), 1, bool(waits), replicas, waits, Usage(0, 0, 0, 0))
+
+
+def test_of_many_tasks_what_runs_is_told_first_and_some_of_those_that_wait() -> None:
+    waiting = [replica(task, waits=(f"'add' waits for 'sum' from task {task + 1}",)) for task in range(200)]
+    text = waits_text([status(*waiting), status(replica(200, "add"))])
+    assert text.startswith("it waits: task 200 runs 'add' for 3.0 s; task 0: 'add' waits for 'sum' from task 1; ")
+    assert text.endswith("; and 193 more") and len(text) < 500
+
+
+def test_what_the_leader_found_is_not_told_again_by_the_primaries() -> None:
+    found = ("task 1 'add' waits for 'sum' from task 2, 1.0 s",)
+    text = waits_text([status(replica(1, waits=("add waits for 'sum' from task 2",)), waits=found)])
+    assert text == f"it waits: {found[0]}"
