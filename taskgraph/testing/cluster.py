@@ -54,7 +54,8 @@ def run(
             It fails then, naming what it waits for.
         stuck_s: real seconds that one call of your code (a hook, compute or handler) may run without waiting for
             anything. It is taken for an endless loop then, named with its stack, and left behind in a daemon thread.
-            The whole run may take ten times that. None: as long as they like, e.g. in a debugger.
+            The whole run may take ten times that, with every `setup()`. None: as long as they like, e.g. in a
+            debugger.
 
     Raises:
         JobFailed: user code raised, or strict mode found a mistake: the message names it.
@@ -166,7 +167,10 @@ class _Run:
     def takes_too_long(self, took_s: float) -> None:
         """By the real clock: its code passes messages for ever, or awaits what is done already; its clock stands."""
         if self._deadline is not None:
-            self._limit = f"still ran after {took_s:.0f} real seconds (the limit is {WHOLE} times stuck_s)"
+            self._limit = (
+                f"still ran after {took_s:.0f} real seconds (the limit is {WHOLE} times stuck_s: if all of it is "
+                "slow, its setup() for one, give a larger one)"
+            )
             self._deadline.reschedule(0.0)
 
     def told(self, stuck: Stuck) -> JobTimeout:

@@ -1,0 +1,89 @@
+"""Objects for the replays of strict mode: for each epoch one as `setup` leaves it, where nothing ran on it before.
+
+A `setup` that takes long would make most of a test: it would run once for each epoch. What it left of the first such
+object is kept pickled, and the others are made of that. Pickled, since it refuses what copies would share, such as
+closures, and so never hides state: then `setup` runs each time, as it does where there is a `teardown` to go with it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import time
+from typing import Any
+
+from taskgraph.node.replica import Replica
+from taskgraph.task import Task
+
+__all__ = ["Twins"]
+
+_WORTH_S = 0.02
+"""A `setup` that is over sooner is called again: most take less time than to look for what they left."""
+_NODES = ("log", "primary", "xp")
+"""Attributes that are given to each object, whatever `setup` does."""
+
+
+class Twins:
+    """Makes the twins of one replica."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._kept: bytes | None = None
+        self._looked = False
+
+    async def fresh(self) -> Replica:
+        """One on which `setup` ran."""
+        twin = self._replica.twin()
+        began = time.perf_counter()
+        await twin.set_up()
+        if not self._looked and time.perf_counter() - began >= _WORTH_S:
+            self._looked = True
+            if "teardown" not in twin.shape.overrides:
+                self._kept = await twin.actor.call("strict mode", lambda: _pickled(twin.user_task))
+        return twin
+
+    async def copied(self) -> Replica | None:
+        """One with what `setup` left of another one; None where that cannot be, or is not worth it."""
+        kept = self._kept
+        if kept is None:
+            return None
+        twin = self._replica.twin()
+        await twin.build()
+        task = twin.user_task
+        found = await twin.actor.call("strict mode", lambda: _Unpickler(kept, task).load())
+        vars(task).update(found)
+        return twin
+
+    def forget_kept(self) -> None:
+        """From now on all are fresh: what was made of one that was kept did something else."""
+        self._kept = None
+
+
+def _pickled(task: Task) -> bytes | None:
+    """The attributes of a task; None where some cannot be pickled."""
+    kept = io.BytesIO()
+    try:
+        _Pickler(kept, task).dump({name: value for name, value in vars(task).items() if name not in _NODES})
+    except Exception:  # user classes raise what they like where they cannot be
+        return None
+    return kept.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Of what refers to its task, as a bound method does, the copy refers to the copy."""
+
+    def __init__(self, file: io.BytesIO, task: Task) -> None:
+        super().__init__(file, protocol=5)
+        self._task = task
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return "task" if obj is self._task else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, kept: bytes, task: Task) -> None:
+        super().__init__(io.BytesIO(kept))
+        self._task = task
+
+    def persistent_load(self, pid: Any) -> Task:
+        return self._task
