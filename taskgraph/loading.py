@@ -18,7 +18,7 @@ from typing import Any
 
 from taskgraph.errors import JobError, TaskGraphError
 from taskgraph.jobs import Job, JobFunction
-from taskgraph.sources import installed
+from taskgraph.sources import file_of, installed
 
 __all__ = ["DriverRef", "check_not_importing", "load_driver", "made_by", "reference_of"]
 
@@ -258,14 +258,13 @@ def reference_of(function: JobFunction) -> DriverRef:
     Raises:
         JobError: it was defined interactively, or its module does not have it.
     """
-    module = sys.modules.get(function.__module__)
-    file = getattr(module, "__file__", None)
-    if module is None or not file or not Path(file).is_file():
+    path = file_of(function)
+    if path is None:
         raise JobError(
             f"{function.__name__} was defined interactively, so other processes cannot import it: put it into a "
             f"file, or run it in this process with nodes=0"
         )
-    path = Path(file).resolve()
+    module = sys.modules[function.__module__]
     names = [name for name, value in vars(module).items() if value is function]
     if not names:
         raise JobError(f"{path} has no {function.__name__} any more that is this job function: was it replaced there?")

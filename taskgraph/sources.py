@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import gc
 import hashlib
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 from taskgraph.jobs import JobFunction
 from taskgraph.version import PROTOCOL, VERSION
 
-__all__ = ["fingerprint", "installed", "parse"]
+__all__ = ["file_of", "fingerprint", "installed", "parse"]
 
 _INSTALLED = ("site-packages", "dist-packages")
 
@@ -28,15 +29,23 @@ def installed(path: Path) -> bool:
 
 def fingerprint(function: JobFunction) -> str:
     """16 hex digits of the driver's source, of what it imports from its own directory, and of our protocol."""
-    module = sys.modules[function.__module__]
-    file = getattr(module, "__file__", None)
+    file = file_of(function)
     digest = hashlib.sha256(f"taskgraph {VERSION} protocol {PROTOCOL}\n{function.__name__}\n".encode())
-    if file:
-        root = Path(file).resolve().parent
-        for name, path in sorted(_local_sources(root, Path(file).resolve()).items()):
+    if file is not None:
+        root = file.parent
+        for name, path in sorted(_local_sources(root, file).items()):
             digest.update(f"{name}\n".encode(errors="surrogateescape"))  # a name may be any bytes
             digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:16]
+
+
+def file_of(function: JobFunction) -> Path | None:
+    """The file that a job function is in; None where it was defined at a prompt, or its module is gone."""
+    module = sys.modules.get(function.__module__)
+    file = getattr(module, "__file__", None)
+    if not file and function.__module__ == "__main__":  # `python -i` takes it away once the script is through
+        file = inspect.unwrap(function.__wrapped__).__code__.co_filename
+    return Path(file).resolve() if module is not None and file and Path(file).is_file() else None
 
 
 def _local_sources(root: Path, driver: Path) -> dict[str, Path]:

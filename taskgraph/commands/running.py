@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import signal
 import sys
@@ -27,7 +28,7 @@ from taskgraph.errors import CheckpointError, CoordinationError, JobError, JobFa
 from taskgraph.jobs import Job, JobFunction
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.local import LocalNodes
-from taskgraph.launch.logs import LogTails, printed
+from taskgraph.launch.logs import LogTails, passing_on, printed
 from taskgraph.launch.resuming import plan
 from taskgraph.launch.run import arun, connect
 from taskgraph.launch.runtime import Runtime
@@ -100,8 +101,10 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
     interrupts = _on_interrupt(running, started)
     ticking = asyncio.ensure_future(tick(progress, tails))
     try:
+        here = options.logs and options.nodes == 0
         try:
-            result = await running
+            with passing_on(progress.line) if here else contextlib.nullcontext():
+                result = await running
         finally:
             for tail in tails:
                 tail.close()
@@ -123,6 +126,8 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
         ticking.cancel()
         await asyncio.gather(ticking, return_exceptions=True)
         progress.end()
+    if options.json and options.nodes == 0:
+        print()  # tasks print to the same output, and perhaps not to the end of a line
     print_result(result, as_json=options.json)
     if started and not options.logs and printed(logs := Runtime().kept_logs(name)):
         print(f"what its tasks printed is in {logs}; --logs shows it at once", file=sys.stderr)

@@ -257,10 +257,14 @@ async def arun_inprocess(
     resume: Resume = False,
     fresh: bool = False,
 ) -> JobResult:
-    """Runs a job on nodes in this process: as many as it takes to have its backups, unless told otherwise."""
+    """Runs a job on nodes in this process: as few as it can do with, unless told otherwise.
+
+    One node has no backups, and needs none: the process that it would fail with is theirs, too. So every task is set up
+    once.
+    """
     cluster = InProcessCluster(job, on_event=on_event)
     try:
-        count = nodes or max(job.min_nodes, min(job.backups, job.tasks) + 1)
+        count = nodes or max(job.min_nodes, job.settings.min_in_sync)
         await cluster.start(count, resume=resume, fresh=fresh)
         return await cluster.result(timeout_s)
     except (JobFailed, asyncio.CancelledError) as error:

@@ -6,14 +6,16 @@ told elsewhere, too (the progress, `taskgraph events`), and is left out here.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["LogTails", "printed"]
+__all__ = ["LogTails", "passing_on", "printed"]
 
 _LINE = rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} taskgraph(?!\.task\.)[.\w]* "
 """See `node.process.log_to_stderr`. What a task tells its own logger, `self.log`, is the user's."""
@@ -23,6 +25,35 @@ _CHUNK = 64 * 1024
 """Read of one file at a time, so that a task that prints without end does not keep the others waiting."""
 _LONGEST = 64 * 1024
 """A line without an end is passed on in pieces."""
+
+
+@contextlib.contextmanager
+def passing_on(show: Callable[[str], None]) -> Iterator[None]:
+    """Shows what tasks of this process tell `self.log`, on the loop that runs; but where the program that they are in
+    has its logging set up, that does."""
+    logger, loop = logging.getLogger("taskgraph.task"), asyncio.get_running_loop()
+    handler = _Handler(lambda line: loop.call_soon_threadsafe(show, line))
+    handler.setFormatter(logging.Formatter("%(name)s %(levelname)s %(message)s"))
+    before = logger.level
+    alone = not logger.hasHandlers()
+    if alone:
+        logger.addHandler(handler)
+    logger.setLevel(min(logger.getEffectiveLevel(), logging.INFO))
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        if alone:
+            logger.removeHandler(handler)
+
+
+class _Handler(logging.Handler):
+    def __init__(self, show: Callable[[str], object]) -> None:
+        super().__init__()
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._show(self.format(record))
 
 
 class LogTails:

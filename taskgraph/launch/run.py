@@ -28,6 +28,7 @@ from taskgraph.launch.follow import Follower
 from taskgraph.launch.forkserver import ForkServer
 from taskgraph.launch.resuming import Resume, plan
 from taskgraph.launch.runtime import JobEntry, Runtime
+from taskgraph.launch.shown import showing
 from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks, Supervisor, end_reason
 from taskgraph.loading import check_not_importing
@@ -67,6 +68,7 @@ def run(
     fresh: bool = False,
     timeout_s: float | None = None,
     name: str = "",
+    progress: bool = False,
 ) -> JobResult:
     """Runs a job to its end and returns its result.
 
@@ -80,6 +82,7 @@ def run(
         fresh: from the beginning, although there are checkpoints.
         timeout_s: the job fails after this time.
         name: another one than the job has, so that two of them may run at a time.
+        progress: show epochs, and what happens, on standard error, as `taskgraph run` does.
 
     Raises:
         JobError: it is no job, it cannot be run so, or a driver starts it while it is imported.
@@ -90,7 +93,17 @@ def run(
         CheckpointError: it is to be resumed, and none of its checkpoints can be used.
     """
     _refuse_in_loop("tg.run", "`await tg.arun(...)`")
-    return asyncio.run(arun(job, nodes=nodes, etcd=etcd, resume=resume, fresh=fresh, timeout_s=timeout_s, name=name))
+    running = arun(
+        job,
+        nodes=nodes,
+        etcd=etcd,
+        resume=resume,
+        fresh=fresh,
+        timeout_s=timeout_s,
+        name=name,
+        progress=progress,
+    )
+    return asyncio.run(running)
 
 
 def _refuse_in_loop(what: str, instead: str) -> None:
@@ -111,6 +124,7 @@ async def arun(
     fresh: bool = False,
     timeout_s: float | None = None,
     name: str = "",
+    progress: bool = False,
     hooks: Hooks | None = None,
     tls: dict[str, str] | None = None,
     node_tls: dict[str, str] | None = None,
@@ -121,7 +135,7 @@ async def arun(
     """`run`, for a running event loop. Cancelling it ends the job.
 
     `hooks`, `tls`, `node_tls`, `listen` (an address for nodes on other hosts), `insecure_listen` and `token` (hex;
-    None: a new one) are for the command line.
+    None: a new one) are for the command line. With `progress` there are no other hooks.
     """
     nodes = _as_count(nodes)
     if timeout_s is not None:
@@ -131,6 +145,24 @@ async def arun(
             raise JobError(f"timeout_s={timeout_s:g}: seconds above 0")
     if name:
         job = dataclasses.replace(job, name=name)
+    if progress:
+        async with showing(job) as (shown, hooks):
+            result = await arun(
+                job,
+                nodes=nodes,
+                etcd=etcd,
+                resume=resume,
+                fresh=fresh,
+                timeout_s=timeout_s,
+                hooks=hooks,
+                tls=tls,
+                node_tls=node_tls,
+                listen=listen,
+                insecure_listen=insecure_listen,
+                token=token,
+            )
+            shown.end(result.reports)
+            return result
     hooks = hooks or Hooks()
     if nodes == 0:
         from taskgraph.launch.inprocess import arun_inprocess  # else no node is loaded in this process

@@ -229,6 +229,20 @@ async def test_as_a_node_imports_it_where_a_loop_runs_it_is_told_of_the_guard(
 
 # -- references ---------------------------------------------------------------------------------------
 
+
+def test_what_a_script_defined_is_found_at_the_prompt_after_it(tmp_path: Path) -> None:
+    """`python -i fit.py`: Python takes `__file__` away once the script is through."""
+    script = write(tmp_path / "fit_i.py", FIT + "from taskgraph.driver import JobSpec\n")
+    typed = "print(JobSpec.of(fit(tasks=5)).to_bytes().decode())\n@tg.job\ndef other(): ...\n\nJobSpec.of(other())\n"
+    typed = typed.replace("def other(): ...", "def other(): return fit()")
+    done = subprocess.run(
+        [sys.executable, "-i", script.name], input=typed, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    spec = JobSpec.from_bytes(done.stdout.strip().encode())
+    assert spec.driver == DriverRef("file", str(script), "fit") and spec.load_job().tasks == 5
+    assert "other was defined interactively" in done.stderr
+
+
 TELL = """
 import dataclasses, json, sys
 from taskgraph.driver import JobSpec

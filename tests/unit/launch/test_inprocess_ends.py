@@ -273,3 +273,33 @@ async def test_a_node_that_reads_of_its_failure_before_it_hears_that_it_was_writ
             hooks=Hooks(events.append),
         )
     assert [event.kind for event in events].count("failed") == 1
+
+
+class Tells(tg.Task, state=["total"]):
+    def setup(self) -> None:
+        print(f"setup {self.task_id}")
+        self.total = 0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.add)
+
+    def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.total += 1
+        epoch.report(total=self.total)
+
+
+def test_in_one_process_there_is_one_node_which_sets_each_task_up_once(capsys: pytest.CaptureFixture[str]) -> None:
+    tg.run(tg.Job(tasks=2, epochs=1, backups=1, builder=Tells), nodes=0)
+    said = capsys.readouterr()
+    assert sorted(said.out.split("\n")) == ["", "setup 0", "setup 1"] and not said.err
+    tg.run(tg.Job(tasks=1, epochs=1, builder=Tells, settings=tg.Settings(min_in_sync=2)), nodes=0, timeout_s=30)
+    assert capsys.readouterr().out == "setup 0\n" * 2, "as many as must be in sync"
+
+
+@pytest.mark.parametrize("name", ["", "other"])
+def test_progress_shows_what_the_command_line_shows(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    job = tg.Job(tasks=2, epochs=3, builder=Tells, name="tells")
+    assert tg.run(job, nodes=0, name=name, progress=True).name == (name or "tells")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1:-1] == [f"epoch {epoch}/2  total={epoch + 1}" for epoch in range(3)]
+    assert "the job began" in lines[0] and "the job finished after epoch 2" in lines[-1]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from pathlib import Path
 
-from taskgraph.launch.logs import LogTails, printed
+import pytest
+
+from taskgraph.launch.logs import LogTails, passing_on, printed
 
 OURS = "2026-11-21 10:08:12,222 taskgraph.events INFO the job began\n"
 WARNING = "2026-11-21 10:08:12,222 taskgraph.node WARNING something odd\n"
@@ -61,3 +65,19 @@ def test_what_a_task_tells_its_logger_is_printed_too(tmp_path: Path) -> None:
 def test_one_line_longer_than_what_is_looked_at_is_printed(tmp_path: Path) -> None:
     (tmp_path / "n1.log").write_text("x" * 300_000 + "\n")
     assert printed(tmp_path)
+
+
+async def test_what_tasks_of_this_process_tell_their_loggers_is_passed_on_unless_its_program_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown: list[str] = []
+    logger, root = logging.getLogger("taskgraph.task.3"), logging.getLogger()
+    for handlers, expected in (([], ["taskgraph.task.3 INFO loss 3"]), ([logging.NullHandler()], [])):
+        monkeypatch.setattr(root, "handlers", handlers)
+        shown.clear()
+        with passing_on(shown.append):
+            logger.debug("detail")
+            await asyncio.to_thread(logger.info, "loss %d", 3)
+            await asyncio.sleep(0)
+            assert logger.isEnabledFor(logging.INFO)
+        assert shown == expected and not logger.isEnabledFor(logging.INFO)

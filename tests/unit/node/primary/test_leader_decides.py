@@ -50,8 +50,8 @@ def test_it_decides_once_for_a_commit_of_several_epochs(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Leader, "decide", counted)
     monkeypatch.setattr(LeaderRole, "_commit", counted_commit)
-    job = tg.Job(tasks=5, epochs=400, builder=lambda _: Counting())
-    assert tg.run(job, nodes=0, timeout_s=30).values == dict.fromkeys(range(5), 400)
+    job = tg.Job(tasks=5, epochs=1200, builder=lambda _: Counting())
+    assert tg.run(job, nodes=0, timeout_s=30).values == dict.fromkeys(range(5), 1200)
     assert len(written) > 10
     assert sum(isinstance(decision, Commit) for decision in decided) - len(written) < len(written) / 3
 
