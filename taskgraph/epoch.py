@@ -455,10 +455,16 @@ def _is_view(encoded: Encoded, value: object) -> bool:
     return type(encoded) is EncodedOnDevice and device_of(value) is not None
 
 
+def _channel(tag: str, consumer: int) -> str:
+    """A processor that runs alone puts to nobody in particular: see `tg.testing.compute`."""
+    return f"{tag!r} to task {consumer}" if consumer >= 0 else repr(tag)
+
+
 class Outputs:
     """Where a processor puts what its outbound channels carry: each channel exactly once."""
 
     __slots__ = (
+        "_closed",
         "_filling",
         "_inputs",
         "_processor",
@@ -471,6 +477,7 @@ class Outputs:
         self._processor = processor
         self._inputs = inputs
         self._put: set[tuple[str, int]] = set()
+        self._closed = False
         self._filling: list[tuple[str, tuple[int, ...], NDArray[Any]]] | None = None
 
     @overload
@@ -524,12 +531,13 @@ class Outputs:
                     self._work.put(tag, consumers, encoded)
             self._filling = None
         if not self._put.issuperset(self._processor.puts):
-            missing = [f"{tag!r} to task {task}" for tag, task in self._processor.puts if (tag, task) not in self._put]
+            missing = [_channel(tag, task) for tag, task in self._processor.puts if (tag, task) not in self._put]
             raise GraphError(
                 f"{self._at()}: returned without putting {', '.join(missing[:5])}"
                 f"{' ...' if len(missing) > 5 else ''}; every declared channel is put exactly once per epoch: "
                 f"outs.put(tag, value), with None for nothing; what a processor returns goes nowhere"
             )
+        self._closed = True
 
     def _claim(self, tag: str, to: To | None) -> tuple[int, ...]:
         tag = tag if type(tag) is str else str(tag)
@@ -547,9 +555,14 @@ class Outputs:
                     f"{self._at()}: channel {tag!r} does not lead to task {consumer}; it leads to: "
                     f"{', '.join(map(str, declared)) or 'nobody'}"
                 )
+            if (tag, consumer) in self._put and self._closed:
+                raise GraphError(
+                    f"{self._at()}: a put into channel {tag!r} after the processor returned: what a method is given is "
+                    f"valid until it returns; put with the outs that each call is given"
+                )
             if (tag, consumer) in self._put:
                 raise GraphError(
-                    f"{self._at()}: channel {tag!r} to task {consumer} was put twice; a channel carries one item per "
+                    f"{self._at()}: channel {_channel(tag, consumer)} was put twice; a channel carries one item per "
                     f"epoch: put a list, or declare another tag"
                 )
         for consumer in consumers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import inspect
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -95,6 +96,8 @@ def _builtin(value: Any) -> str | None:
             return f"send {base.__name__}(x): what arrives has exactly the type of what was sent"
     if inspect.isawaitable(value):
         return "await it, and send what it gives"
+    if isinstance(value, io.IOBase):
+        return "open it in setup(), and leave it out of the state; send its name, or what it holds"
     if isinstance(value, range | Iterator):
         return "send list(x)"
     if callable(value):

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from taskgraph.epoch import AttemptEnded
-from taskgraph.errors import DecodeError, Refused, TaskGraphError
+from taskgraph.errors import DecodeError, Refused, StateError, TaskGraphError
 from taskgraph.graph.values import parted
 from taskgraph.node.epochs.attempt import Attempt
 from taskgraph.node.primary.leader import within_reach
@@ -148,7 +148,10 @@ class Serving:
             raise Refused(Reason.ATTEMPT_GONE, "what was asked of is over") from None
         except (AttemptEnded, StuckError):
             raise Refused(Reason.ATTEMPT_GONE, "the attempt is over") from None
-        except UserCodeError as error:  # its task's primary fails the job, or the attempt was dead: the caller waits
+        except (
+            UserCodeError,
+            StateError,
+        ) as error:  # its task's primary fails the job, or the attempt was dead: the caller waits
             raise Refused(Reason.USER_ERROR, str(error)) from error
         finally:
             self._waiting.count -= 1

@@ -85,8 +85,12 @@ def waits_text(statuses: Iterable[NodeStatus]) -> str:
     """
     statuses = tuple(statuses)
     replicas = [replica for status in statuses for replica in status.replicas]
-    lines = [f"task {r.task} runs {r.processor!r} for {r.running_s:.1f} s" for r in replicas if r.processor]
     found = [line for status in statuses for line in status.waits]
+    lines = [
+        f"task {r.task} runs {r.processor!r} for {r.running_s:.1f} s"
+        for r in replicas
+        if r.processor and not any(line.startswith(f"task {r.task} {r.processor!r} is running") for line in found)
+    ]
     lines += found or [f"task {r.task}: {w}" for r in replicas if r.role == "primary" for w in r.waits]
     if lines:
         return "it waits: " + first_of(tuple(dict.fromkeys(lines)), _SHOWN)

@@ -8,6 +8,8 @@ import functools
 import random
 import traceback
 from collections.abc import Mapping
+from numbers import Integral
+from typing import Any
 
 from taskgraph.errors import JobError, JobTimeout
 from taskgraph.jobs import Job, check_job
@@ -63,7 +65,7 @@ def run(
         JobError: the arguments do not fit the job.
     """
     check_job(job)
-    kills = dict(kills or {})
+    kills = _as_kills(kills)
     for (task, epoch), stage in kills.items():
         if stage not in STAGES:
             raise JobError(f"kills: {stage!r} is no stage; the stages are: {', '.join(STAGES)}")
@@ -84,6 +86,17 @@ def run(
         )
     except Stuck as stuck:
         raise run.told(stuck) from None
+
+
+def _as_kills(kills: Any) -> dict[tuple[int, int], str]:
+    """A copy; raises JobError where it is none of what `run` takes."""
+    fits = isinstance(kills or {}, Mapping) and all(
+        isinstance(key, tuple) and len(key) == 2 and all(isinstance(part, Integral) for part in key)
+        for key in kills or {}
+    )
+    if not fits:
+        raise JobError(f"kills={kills!r}: must be {{(task, epoch): stage}}, as in kills={{(2, 1): 'processor'}}")
+    return dict(kills or {})
 
 
 def _truth(cluster: InProcessCluster) -> JobView:

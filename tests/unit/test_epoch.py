@@ -270,3 +270,15 @@ def test_an_array_that_came_is_passed_on_as_it_came_unless_it_was_looked_at_in_a
     assert values["part"].shape == (99_999,) and values["shaped"].shape == (100, 1000)
     assert np.array_equal(values["other"], np.arange(100_000.0)) and values["small"].shape == (2,)
     assert work.put_values[("shaped", 5)].digest != came.digest == work.put_values[("other", 5)].digest
+
+
+def test_outs_that_is_kept_beyond_its_call_is_told_to_be_over() -> None:
+    work = Work()
+    Epoch(work, "compose").processor(no_op, outbound={"x": [1, 2]})
+    assert work.composing is not None
+    (processor,) = work.composing.graph().processors
+    outs = Outputs(work, processor)
+    outs.put("x", 0)
+    outs.close()
+    said = refused(lambda: outs.put("x", 0))
+    assert "epoch 3, no_op: a put into channel 'x' after the processor returned" in said and "twice" not in said

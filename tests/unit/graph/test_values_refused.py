@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import io
 import pathlib
 import sys
 from typing import Any, NamedTuple
@@ -69,6 +70,7 @@ def refused(value: Any, what: str = "channel 'grad' of task 3") -> str:
         (collections.OrderedDict(), "OrderedDict", "dict(x)"),
         (collections.defaultdict(int), "defaultdict", "dict(x)"),
         (range(3), "range", "list(x)"),
+        (io.StringIO(), "_io.StringIO", "open it in setup(), and leave it out of the state"),
         ((n for n in ()), "generator", "list(x)"),
         (len, "builtin_function_or_method", "code does not travel"),
         (Other, "type", "the class Other itself"),

@@ -25,3 +25,5 @@ def test_what_the_leader_found_is_not_told_again_by_the_primaries() -> None:
     found = ("task 1 'add' waits for 'sum' from task 2, 1.0 s",)
     text = waits_text([status(replica(1, waits=("add waits for 'sum' from task 2",)), waits=found)])
     assert text == f"it waits: {found[0]}"
+    found = ("task 2 'add' is running, 2.9 s", *found)
+    assert waits_text([status(replica(2, "add"), waits=found)]) == "it waits: " + "; ".join(found)

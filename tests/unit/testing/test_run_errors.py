@@ -652,6 +652,20 @@ def test_state_changed_outside_a_sync_point_is_named() -> None:
     says(error, "epoch 0", "'work' changed state (total) outside a sync point", "epoch.scratch")
 
 
+def test_state_changed_by_a_handler_is_named_and_nothing_else_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Asked(Total):
+        async def work(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            outs.put("x", await epoch.request(1 - self.task_id, "add"))
+
+        @tg.handles("add")
+        def add(self, epoch: tg.Epoch, sender: int, payload: None) -> int:
+            self.total += 1
+            return 1
+
+    says(fails(job(Asked)), "epoch 0", "'add' changed state (total) outside a sync point")
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_state_changed_by_compose_is_named() -> None:
     class Early(Total):
         def compose(self, epoch: tg.Epoch) -> None:
@@ -806,6 +820,8 @@ def test_a_job_that_does_not_end_says_what_it_waits_for() -> None:
     ("kills", "words"),
     [
         ({(0, 1): "lunch"}, "'lunch' is no stage; the stages are: compose, "),
+        ([(0, 1)], "kills=[(0, 1)]: must be {(task, epoch): stage}, as in kills={(2, 1): 'processor'}"),
+        ({0: "done"}, "kills={0: 'done'}: must be {(task, epoch): stage}"),
         ({(1, 1): "commit"}, "happens at the leader"),
         ({(9, 1): "sync"}, "there is no task 9 in epoch 1"),
         ({(0, 99): "sync"}, "there is no task 0 in epoch 99"),
