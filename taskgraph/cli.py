@@ -242,7 +242,14 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction | None = 
 
 
 def driver_main(function: JobFunction) -> None:
-    """`tg.main(fit)` at the end of a driver: the command line with this driver; no command means run."""
+    """`tg.main(fit)` at the end of a driver: the command line with this driver; no command means run.
+
+    Raises:
+        JobError: it is given something else than a job function.
+    """
+    from taskgraph.jobs import check_job_function  # as the driver has; most commands do without
+
+    check_job_function(function)
     arguments = sys.argv[1:]
     if not arguments or (arguments[0] not in _COMMANDS and arguments[0] not in ("-h", "--help", "--version")):
         arguments = ["run", *arguments]

@@ -17,7 +17,7 @@ from taskgraph.settings import Settings
 from taskgraph.task import Task
 from taskgraph.topology import Link, Topology, as_topology
 
-__all__ = ["NAME_RULE", "Job", "JobFunction", "TaskBuilder", "check_job", "is_name", "job"]
+__all__ = ["NAME_RULE", "Job", "JobFunction", "TaskBuilder", "check_job", "check_job_function", "is_name", "job"]
 
 TaskBuilder = Callable[[int], Task]
 """(task_id) -> Task. A Task subclass that takes no arguments, or one called task_id, is one, too."""
@@ -275,6 +275,13 @@ def check_job(job: Any) -> None:
         raise JobError(
             f"what is run is a tg.Job, as a function decorated with @tg.job returns it, not {type(job).__name__}"
         )
+
+
+def check_job_function(function: Any) -> None:
+    """Raises JobError unless it is a job function, and says what to give instead."""
+    if not isinstance(function, JobFunction):
+        what = "the job that it makes" if isinstance(function, Job) else getattr(function, "__name__", repr(function))
+        raise JobError(f"tg.main takes a function decorated with @tg.job, as in tg.main(fit), not {what}")
 
 
 def job(function: Callable[..., Job]) -> JobFunction:

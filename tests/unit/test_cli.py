@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import json
+import logging
 import os
 import re
 import signal
@@ -300,7 +302,7 @@ def test_a_job_at_an_etcd_that_is_named_needs_its_name() -> None:
         (["status"], 3, "no job was started on this host"),
         (["result", "x"], 3, "no running job 'x'"),
         (["kill", "x", "--task", "0"], 3, "no running job 'x'"),
-        (["submit", __file__], 2, "submit needs your etcd"),
+        (["submit", f"{__file__}:fit"], 2, "submit needs your etcd"),
         (["node", "--job", "x"], 2, "Give --etcd"),
         (["node", "--job", "x", "--etcd", "a:1"], 2, "--token-file"),
         (["launch", "x", "-o", "a=1"], 2, "go with a driver"),
@@ -492,3 +494,37 @@ def test_unbuffered_output_is_written_whole() -> None:
     done = subprocess.run([sys.executable, "-u", "-c", textwrap.dedent(script)], capture_output=True, text=True)
     assert done.stderr == ""
     assert done.stdout.splitlines()[-1] == "True"
+
+
+def test_main_takes_the_job_function_itself() -> None:
+    for wrong, named in ((fit(), "the job that it makes"), (entry, "entry")):
+        with pytest.raises(JobError, match=rf"takes a function decorated with @tg\.job, as in .*, not {named}"):
+            tg.main(wrong)
+
+
+class Talks(tg.Task, state=["x"]):
+    def setup(self) -> None:
+        self.x = 0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.talk)
+
+    def talk(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.x += 1
+        print("no end", end="")
+        self.log.info("said")
+
+
+@tg.job
+def talks() -> tg.Job:
+    return tg.Job(tasks=1, epochs=1, builder=Talks)
+
+
+def test_in_one_process_too_logs_are_shown_and_json_is_a_line_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    assert cli.main(["run", "--nodes", "0", "--json", "--logs"], talks) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out.splitlines()[-1])["name"] == "talks" and said.out.startswith("no end\n")
+    assert "taskgraph.task.0 INFO said" in said.err.splitlines()
