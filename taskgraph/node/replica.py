@@ -148,6 +148,11 @@ class Replica:
         """The set-up that runs just now."""
         return None if self._set_up is None or self._set_up.done() else self._set_up
 
+    @property
+    def begun(self) -> bool:
+        """Whether `set_up` was called."""
+        return self._set_up is not None
+
     async def set_up(self) -> None:
         """Runs `setup()`, once; whoever comes while it runs waits for the same run."""
         if self._set_up is None:

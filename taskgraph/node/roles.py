@@ -98,6 +98,7 @@ class Roles:
             for task in range(node.job.tasks):
                 node.takeovers.consider(task)
             node.takeovers.tell_unseated()
+            self._set_up_backups()
         self._drop_replicas()
         self._follow_leadership()
         node.noticing.look()
@@ -181,6 +182,22 @@ class Roles:
             if node.keeper.view.epoch is not None:
                 known.follow(node.keeper.view.epoch.record)
         return known
+
+    def _set_up_backups(self) -> None:
+        """Where a job begins, beside its primaries: else they would be after them, at the first offer."""
+        node, view = self._node, self._node.keeper.view
+        if node.paused or not view.running or (view.stamp is not None and view.stamp.epoch > 0):
+            return
+        for task in range(node.job.tasks):
+            wish = node.wish(task)
+            if wish is not None and node.id in wish.backups and not (replica := self.replica(task)).begun:
+                node.own(self._set_up(replica), f"set up task {task}")
+
+    async def _set_up(self, replica: Replica) -> None:
+        try:
+            await replica.set_up()
+        except (UserCodeError, TaskGraphError) as error:
+            await self._node.fail_early(error, replica.task)
 
     def release(self, message: Release) -> None:
         """A primary does not count on what this node holds for it any more."""

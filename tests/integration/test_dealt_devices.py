@@ -26,7 +26,8 @@ async def cli() -> AsyncIterator[Cli]:
 async def test_devices_are_dealt_advertised_and_what_needs_one_is_there(cli: Cli) -> None:
     pretended = {PRETEND: "1", VISIBLE: "3,GPU-8932f937-d72c"}
     options = ("-o", f"gate={cli.gate}", "-o", "min_nodes=4")
-    run = await cli.start("run", DRIVER, "--nodes", "3", "--json", *options, **pretended)
+    patient = ("--set", "takeover_stagger_s=10")  # a busy node takes what is its own, too
+    run = await cli.start("run", DRIVER, "--nodes", "3", "--json", *options, *patient, **pretended)
     await run.until("waits for nodes")
     bare = await cli.start("launch", "dealt", "--nodes", "1", **{**pretended, VISIBLE: ""})
     await run.until("epoch 0/")

@@ -44,6 +44,9 @@ _TIMER_S = 1e-3
 _SETTLE_S = 0.5
 """Idle tasks with unequal sums are taken as diverged when no report came for this long: by far longer than a report
 that is under way needs, far shorter than a person waits."""
+_UNUSUAL = 3
+"""So many times as long as between commits of late: before, what an epoch waits for is shown to who asks, and not told.
+Else each epoch of a job whose epochs are long would be an event."""
 _SHOWN = 3
 """Waits, or edges that do not agree, in one line."""
 _REFUSALS = 20
@@ -63,7 +66,8 @@ class LeaderRole:
         self._rows_wanted = 0  # by how many
         self._clock = asyncio.get_running_loop().time
         self._accepted = Accepted(primary.term)
-        self._last_news = self._clock()
+        self._began = self._last_news = self._clock()
+        self._usual_s = 0.0  # between commits: the longest of late
         self._backoff = Backoff()
         self._waits_told: Stamp | None = None
         self._cycle_found: tuple[Stamp, object] | None = None
@@ -204,11 +208,15 @@ class LeaderRole:
 
     def _begin(self) -> None:
         stamp = self._node.keeper.view.stamp
-        if stamp is not None and self._leader.stamp != stamp:
+        before = self._leader.stamp
+        if stamp is not None and before != stamp:
             self._leader.begin(stamp)
             if stamp.epoch < self._committed:  # rolled back
                 self._committed = 0
-            self._last_news = self._clock()
+            now = self._last_news = self._clock()
+            if before is not None and before.attempt == stamp.attempt:
+                self._usual_s = max(now - self._began, self._usual_s / 2)
+            self._began = now
             self._waits_told = None
             self.waits = self._audit_waits = ()
             self._rows.set()
@@ -431,7 +439,7 @@ class LeaderRole:
                 await self._examine_stall()
 
     async def _examine_stall(self) -> None:
-        """The epoch stands still: a cycle of waits fails the job; anything else is named, once, and in `status`."""
+        """The epoch stands still: a cycle of waits fails the job; anything else is in `status`, and told once."""
         stamp = self._leader.stamp
         if stamp is None:
             return
@@ -456,7 +464,8 @@ class LeaderRole:
             )
         self.waits = tuple(lines)
         lines += self._node.writes.waits  # which `status` shows of every node
-        if self._waits_told != stamp and lines:
+        unusual = self._node.now() - self._last_news > _UNUSUAL * self._usual_s
+        if self._waits_told != stamp and lines and unusual:
             self._waits_told = stamp
             text = f"epoch {stamp.epoch} waits: {first_of(lines, _SHOWN)}"
             if (

@@ -17,6 +17,7 @@ from taskgraph.errors import OutcomeUnknown, Unavailable
 from taskgraph.launch import inprocess
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node, Point
+from taskgraph.node.roles import Roles
 from taskgraph.protocol.kv import Put, Txn, TxnResult
 from taskgraph.testing.clock import FastForwardLoop
 from taskgraph.testing.threads import LockStepThreads
@@ -88,6 +89,12 @@ def joining() -> type[Joining]:
         joins, joining, may_join = False, asyncio.Event(), asyncio.Event()
 
     return Fresh
+
+
+@pytest.fixture
+def set_up_when_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backups are set up after their primaries, as those are that come later: the first set-up is the primary's."""
+    monkeypatch.setattr(Roles, "_set_up_backups", lambda self: None)
 
 
 #: Of the loop's clock, which leaps: only what hangs comes to it.

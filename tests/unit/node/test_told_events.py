@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from cluster_kit import Counting, Gated, gated, holder, job, play
 
+import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.observe.events import Event
 
@@ -86,3 +87,18 @@ def test_who_leaves_after_the_jobs_end_is_no_news_that_is_kept() -> None:
         assert {"lost", "evicted"} & {event.kind for event in later}, "it was noticed"
 
     play(job(Counting, tasks=1), scenario, nodes=2)
+
+
+def test_what_an_epoch_waits_for_is_news_where_it_takes_longer_than_those_before() -> None:
+    class Long(Counting, state=["total"]):
+        """Epochs of 3 s, one of 20."""
+
+        async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            await asyncio.sleep(20 if epoch.number == 6 else 3)
+            await super().count(epoch, ins, outs)
+
+    async def scenario(cluster: InProcessCluster) -> list[int | None]:
+        await cluster.result()
+        return [event.epoch for event in of_kind(cluster, "waits")]
+
+    assert play(job(Long, tasks=2, epochs=9), scenario, nodes=2) == [0, 6], "of the first nobody knows what is usual"

@@ -46,7 +46,7 @@ def test_what_is_stateless_of_later_epochs_runs_first_as_far_as_it_may(
 
     async def scenario(cluster: InProcessCluster) -> tg.JobResult:
         await asyncio.sleep(3)
-        assert script.epochs("early", 0) == list(range(furthest + 1))
+        assert sorted(script.epochs("early", 0)) == list(range(furthest + 1))
         assert max(script.epochs("late", 0), default=-1) <= (3 if held[0] == "late" else furthest)
         gate.set()
         return await cluster.result()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from cluster_kit import holder, play
+from cluster_kit import holder, play, set_up_when_offered
 from flight_kit import Early, Script, at_work, boundaries, early, job, whole
 from trace_kit import spans_of
 
@@ -23,7 +23,7 @@ from taskgraph.protocol.messages import Item, Pull, Reason, Refusal, Report, Sta
 from taskgraph.protocol.records import Ran
 from taskgraph.transport.api import Coming
 
-__all__ = ["early"]
+__all__ = ["early", "set_up_when_offered"]
 
 
 # -- dones, in their order ----------------------------------------------------------------------------
@@ -62,6 +62,7 @@ def test_task_0_goes_on_while_its_boundaries_lack_what_others_report(
     assert dones == {0: list(range(12)), 1: list(range(12))}
 
 
+@pytest.mark.usefixtures("set_up_when_offered")
 def test_dones_are_told_in_their_order_though_the_boundaries_of_later_ones_are_held_before(
     early: type[Early], dones: dict[int, list[int]]
 ) -> None:

@@ -7,7 +7,7 @@ import io
 import json
 
 import pytest
-from cluster_kit import Counting, holder, play
+from cluster_kit import Counting, holder, play, set_up_when_offered
 from flight_kit import result
 from trace_kit import spans_of
 
@@ -18,6 +18,8 @@ from taskgraph.node.telling import node_status
 from taskgraph.observe.clocks import ClockReading, NodeClock
 from taskgraph.observe.trace import Span
 from taskgraph.observe.trace_file import TraceFile
+
+__all__ = ["set_up_when_offered"]
 
 
 class GivesUp(Counting, state=["total"]):
@@ -57,6 +59,7 @@ class InFlight(Counting, state=["total"]):
         outs.put("x", epoch.number)
 
 
+@pytest.mark.usefixtures("set_up_when_offered")
 def test_what_the_earliest_done_waits_for_is_told_however_many_others_are_held() -> None:
     """Later epochs need no more than the acknowledgement of the one member; epoch 0 waits for the other backup."""
 

@@ -18,6 +18,7 @@ from cluster_kit import (
     job,
     joining,
     play,
+    set_up_when_offered,
     told,
 )
 
@@ -34,7 +35,7 @@ from taskgraph.protocol.transactions import TakenOver
 from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
 
-__all__ = ["blindable", "gated", "joining"]
+__all__ = ["blindable", "gated", "joining", "set_up_when_offered"]
 
 
 def truth(cluster: InProcessCluster) -> JobView:
@@ -161,6 +162,7 @@ def test_what_a_done_waited_for_is_not_told_after_a_restart() -> None:
     assert play(safe, scenario, nodes=1).values == {0: 3}
 
 
+@pytest.mark.usefixtures("set_up_when_offered")
 def test_epoch_0_waits_for_the_backups_wished_for_and_says_for_whom() -> None:
     """For `admit_wait_s`: a backup whose set-up takes for ever holds up epoch 0, and nothing after it."""
 

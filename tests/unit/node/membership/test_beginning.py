@@ -1,0 +1,51 @@
+"""How a job begins: its replicas are set up at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from cluster_kit import Counting, job, play
+
+from taskgraph.errors import JobFailed
+from taskgraph.launch.inprocess import InProcessCluster
+
+SETUP_S = 5.0
+
+
+class Loading(Counting, state=["total"]):
+    """Its set-up takes long."""
+
+    async def setup(self) -> None:
+        await asyncio.sleep(SETUP_S)
+        super().setup()
+
+
+def test_backups_are_set_up_beside_the_primaries() -> None:
+    async def scenario(cluster: InProcessCluster) -> float:
+        began = asyncio.get_running_loop().time()
+        assert (await cluster.result()).values == {0: 3, 1: 3}
+        assert all(len(cluster.nodes[0].keeper.view.in_sync(task)) == 2 for task in range(2))
+        return asyncio.get_running_loop().time() - began
+
+    assert SETUP_S <= play(job(Loading), scenario, nodes=2) < SETUP_S + 1
+
+
+def test_a_backup_that_cannot_be_set_up_fails_the_job_while_the_primary_still_is() -> None:
+    class Failing(Counting, state=["total"]):
+        async def setup(self) -> None:
+            replicas[self.task_id] = replicas.get(self.task_id, 0) + 1
+            if replicas[self.task_id] == 2:
+                raise OSError("no such file")
+            await asyncio.sleep(SETUP_S)
+            super().setup()
+
+    replicas: dict[int, int] = {}
+
+    async def scenario(cluster: InProcessCluster) -> float:
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(JobFailed, match=r"task 0, (epoch 0, )?'setup': OSError: no such file"):
+            await cluster.result()
+        return asyncio.get_running_loop().time() - began
+
+    assert play(job(Failing, tasks=1), scenario, nodes=2) < 1
