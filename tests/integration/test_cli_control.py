@@ -275,6 +275,21 @@ async def test_a_node_with_another_version_of_the_driver_is_refused(embedded_etc
     assert (await cli("shutdown", "sub4", *etcd)).out == "job sub4 had ended already\n"
 
 
+async def test_nodes_with_another_token_are_refused_and_the_job_goes_on(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
+    etcd, gate = ("--etcd", embedded_etcd.endpoint), ("-o", "pause_at=2", "-o", f"gate={cli.gate}")
+    submitted = await cli("submit", str(DRIVER), "--name", "sub10", "-o", "lease_ttl_s=1", *gate, *etcd)
+    assert submitted.code == 0 and "--listen HOST" in submitted.out, submitted.err
+    launch = await cli.start("launch", "sub10", "--nodes", "1", *etcd, "--token-file", "sub10.token")
+    await launch.until("epoch 1/")
+    (cli.cwd / "wrong.token").write_text("ab" * 32)
+    done = await cli("launch", "sub10", "--nodes", "1", *etcd, "--token-file", "wrong.token")
+    assert done.code == 1 and "has another token than n1 on" in done.err, done.err
+    assert [node["name"] for node in (await status(cli, "sub10", *etcd))["nodes"]] == ["n1"]
+    cli.open()
+    done = await launch.done()
+    assert done.code == 0 and done.out == printed(), done.err
+
+
 async def test_ctrl_c_of_launch_that_ends_the_last_nodes_says_what_is_lost(
     embedded_etcd: EmbeddedEtcd, cli: Cli
 ) -> None:
