@@ -129,6 +129,17 @@ async def test_drain_hands_over_and_leaves(cli: Cli) -> None:
     assert result["values"]["0"] == sums() and result["failovers"] == 0
 
 
+async def test_drain_of_the_only_node_does_nothing_unless_forced(cli: Cli) -> None:
+    run = await cli.paused("--nodes", "1")
+    done = await cli("drain", "--node", "n1")
+    assert done.code == 2 and done.out == "" and "n1 alone has tasks 0-6, which is lost" in done.err, done.err
+    assert "taskgraph launch sums" in done.err and not (await status(cli))["nodes"][0]["draining"]
+    done = await cli("drain", "--node", "n1", "--force")
+    assert done.code == 0 and "hands over and leaves" in done.out and "n1 alone has tasks 0-6" in done.err, done.err
+    cli.open()
+    await run.done()
+
+
 async def test_shutdown_ends_a_job_without_a_result(cli: Cli) -> None:
     run = await cli.paused("--nodes", "2")
     follow = await cli.start("events", "sums", "--follow")
