@@ -323,7 +323,7 @@ class Node:
                     group.create_task(self.registration.run(), name="lease"),
                     group.create_task(self.suspicion.watch_absent(), name="absent nodes"),
                     group.create_task(self.suspicion.watch_leases(), name="leases"),
-                    group.create_task(self.noticing.watch_slow_code(), name="slow code"),
+                    group.create_task(self.noticing.watch(), name="noticing"),
                     group.create_task(self.roles.run(), name="reconcile"),
                 ]
                 if self.draining:
