@@ -88,7 +88,7 @@ async def _running_text(coordinator: Coordinator, keys: Keys) -> str:
         )
     if pointer is None:
         return (
-            f"a job {name!r} was submitted already, and has no nodes: start some with `taskgraph launch {name}`, end "
+            f"a job {name!r} is running already, but it has no nodes: start some with `taskgraph launch {name}`, end "
             f"it with `taskgraph shutdown {name}`, or give this one another name with --name"
         )
     epoch = CheckpointRecord.from_bytes(pointer.value).epoch

@@ -48,4 +48,4 @@ async def test_of_a_job_whose_nodes_are_all_lost_it_is_said_how_it_goes_on() -> 
 
 async def test_a_job_without_nodes_and_checkpoint_is_not_said_to_go_on_from_one() -> None:
     why = await refused()
-    assert "has no nodes: start some with `taskgraph launch fit`" in why and "checkpoint" not in why
+    assert "it has no nodes: start some with `taskgraph launch fit`" in why and "checkpoint" not in why
