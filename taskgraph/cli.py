@@ -131,6 +131,7 @@ def parser(*, driver: JobFunction | None = None) -> argparse.ArgumentParser:
     kill.add_argument("--signal", default="SIGKILL", metavar="NAME", help="another one, by name or number (SIGKILL)")
     drain = add("drain", "Ask a node to hand everything over and leave.", job="?")
     drain.add_argument("--node", metavar="NAME", required=True, help="which, as `status` names it")
+    drain.add_argument("--force", action="store_true", help="also where no other node is there to take over")
     chaos = add("chaos", "Random faults on the nodes of a job of this host, and what followed.", job="?")
     chaos.add_argument("--mtbf", type=float, default=15.0, metavar="S", help="mean time between two faults (15)")
     chaos.add_argument("--for-s", type=float, metavar="S", help="end after this time; default: with the job")

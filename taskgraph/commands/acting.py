@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,15 +15,28 @@ import uvloop
 
 from taskgraph.commands.common import Reached, ended_text, find_entry, reach, see_text
 from taskgraph.coordination.viewkeeper import ViewKeeper
+from taskgraph.driver import JobSpec
 from taskgraph.errors import JobError, PeerLost, UnknownJob
 from taskgraph.launch.follow import Follower, client_of
+from taskgraph.launch.supervise import drain_s
 from taskgraph.node.usercode import lastwords
-from taskgraph.observe.format import name_of
+from taskgraph.observe.format import ids_text, name_of
 from taskgraph.protocol.records import NodeRecord
+from taskgraph.protocol.takeover import held_alone, who_stays
 from taskgraph.protocol.view import JobView
 from taskgraph.transport.endpoints import host_key
 
-__all__ = ["drain", "is_here", "kill", "shutdown", "signal_here", "signal_number", "signal_process", "token"]
+__all__ = [
+    "drain",
+    "drain_risk",
+    "is_here",
+    "kill",
+    "shutdown",
+    "signal_here",
+    "signal_number",
+    "signal_process",
+    "token",
+]
 
 
 async def _view(reached: Reached) -> JobView:
@@ -201,11 +215,28 @@ async def _drain(options: argparse.Namespace) -> int:
     async with reach(options) as reached:
         view = await _view(reached)
         _check_running(reached, view)
-        record = view.nodes[_node_named(view, options.node)].record
+        node = _node_named(view, options.node)
+        record, risk = view.nodes[node].record, drain_risk(view, reached.spec, node)
+        if risk and not options.force:
+            raise JobError(f"{risk}: start one first (`taskgraph launch {reached.name}`), or drain it with --force")
         async with client_of(record, reached.entry.token_bytes, reached.entry.node_access) as client:
             await client.drain("taskgraph drain")
         print(f"{record.name} (process {record.pid} on {record.host}) hands over and leaves")
+        if risk:
+            print(f"taskgraph: {risk}", file=sys.stderr)
     return 0
+
+
+def drain_risk(view: JobView, spec: JobSpec, node: str) -> str:
+    """What is lost when this node leaves and none comes; "" where others are there, or it has nothing alone."""
+    alone = held_alone(view, spec.tasks, node)
+    if not alone or who_stays(view, spec.run, node):
+        return ""
+    tasks = f"task{'s' * (len(alone) > 1)} {ids_text(alone)}"
+    return (
+        f"{name_of(node)} alone has {tasks}, which is lost when it leaves, after {drain_s(spec):g} s (drain_s) at the "
+        f"latest, unless another node is there by then"
+    )
 
 
 def shutdown(options: argparse.Namespace) -> int:

@@ -38,9 +38,10 @@ def certs(options: argparse.Namespace) -> int:
         force=options.force,
     )
     print(f"wrote {CA}, {CERT} and {KEY} to {folder}: valid for {options.days} days, for {', '.join(hosts)}")
-    print(f"Copy these three to every host, and give them to every node and client: --tls {folder}")
-    if options.ca is None:
-        print(f"{folder / CA_KEY} makes more of them (`taskgraph certs DIR --ca {folder}`): it stays here")
+    print(f"Copy these three to the hosts they are for, and give them to every node and client there: --tls {folder}")
+    authority = options.ca or folder
+    more = f"`taskgraph certs DIR --ca {authority} --host HOST`"
+    print(f"Another host needs its own, which {Path(authority) / CA_KEY} makes ({more}); this key stays here")
     return 0
 
 

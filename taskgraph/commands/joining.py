@@ -9,10 +9,12 @@ import importlib.util
 import os
 import signal
 import sys
+from typing import Any
 
 import uvloop
 
 from taskgraph.commands.common import (
+    Reached,
     access_of,
     ending_signals,
     etcd_of,
@@ -32,7 +34,7 @@ from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.logs import LogTails
 from taskgraph.launch.run import connect
 from taskgraph.launch.runtime import JobEntry, Runtime
-from taskgraph.launch.supervise import launch_nodes
+from taskgraph.launch.supervise import drain_s, launch_nodes
 from taskgraph.launch.threads_env import thread_env
 from taskgraph.node.config import NodeConfig
 from taskgraph.observe.progress import Progress
@@ -99,6 +101,7 @@ async def _launch(options: argparse.Namespace) -> int:
             if options.logs:
                 tails.append(LogTails(nodes.logs(), progress.line))
 
+        leave = asyncio.Event()
         work = asyncio.ensure_future(
             launch_nodes(
                 entry,
@@ -108,29 +111,17 @@ async def _launch(options: argparse.Namespace) -> int:
                 options.nodes,
                 listen,
                 on_start,
+                leave,
                 insecure_listen=insecure,
             )
         )
-        loop = asyncio.get_running_loop()
-
-        def handle(number: int) -> None:
-            if number == signal.SIGHUP:
-                hung_up()
-            work.cancel()
-
-        for number in ending_signals():
-            loop.add_signal_handler(number, handle, number)
+        _on_signals(work, leave, follower, drain_s(reached.spec))
         ticking = asyncio.ensure_future(tick(progress, tails))
         try:
             status, result = await work
+            told = await _told_text("have left", reached, follower)
         except asyncio.CancelledError:
-            text = "taskgraph: the nodes started here were ended"
-            with contextlib.suppress(CoordinationError, TimeoutError):
-                async with asyncio.timeout(_LAST_LOOK_S):
-                    await follower.keeper.load()
-            if follower.view.running and follower.view.primaries and not follower.view.live_nodes(reached.spec.run):
-                text += f"; no node of job {reached.name} is left, and what they computed is gone with them"
-            print(text, file=sys.stderr)
+            print(await _told_text("were ended", reached, follower), file=sys.stderr)
             return 130
         finally:
             ticking.cancel()
@@ -145,11 +136,45 @@ async def _launch(options: argparse.Namespace) -> int:
         else:
             print(f"job {reached.name} finished; its values: `taskgraph result {reached.name}`", file=sys.stderr)
         return 0
+    if status.state == State.RUNNING and leave.is_set():
+        print(told, file=sys.stderr)
+        return 130
     if status.state == State.RUNNING:
         text = f"{status.reason.rstrip()}\nthe job may go on elsewhere: `taskgraph status {reached.name}`"
         print(f"taskgraph: {text}", file=sys.stderr)
         return 1
     raise job_failed(reached.name, status)
+
+
+def _on_signals(work: asyncio.Future[Any], leave: asyncio.Event, follower: Follower, within_s: float) -> None:
+    """The first Ctrl-C (SIGTERM, SIGHUP) has the nodes of a job that goes on leave, the second ends them at once."""
+
+    def handle(number: int) -> None:
+        if number == signal.SIGHUP:
+            hung_up()
+            if leave.is_set():  # whoever closes a terminal after Ctrl-C is in no hurry
+                return
+        if leave.is_set() or not follower.view.running:
+            work.cancel()
+            return
+        leave.set()
+        text = f"the nodes started here hand over what they have, and leave: within {within_s:g} s (drain_s)"
+        print(f"\ntaskgraph: {text}; once more to end them at once", file=sys.stderr, flush=True)
+
+    loop = asyncio.get_running_loop()
+    for number in ending_signals():
+        loop.add_signal_handler(number, handle, number)
+
+
+async def _told_text(how: str, reached: Reached, follower: Follower) -> str:
+    """That the nodes started here are no more, and what this means for the job."""
+    text = f"taskgraph: the nodes started here {how}"
+    with contextlib.suppress(CoordinationError, TimeoutError):
+        async with asyncio.timeout(_LAST_LOOK_S):
+            await follower.keeper.load()
+    if follower.view.running and follower.view.primaries and not follower.view.live_nodes(reached.spec.run):
+        text += f"; no node of job {reached.name} is left, and what they computed is gone with them"
+    return text
 
 
 def _leave(runtime: Runtime, entry: JobEntry) -> None:

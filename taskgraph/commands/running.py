@@ -204,6 +204,7 @@ def submit_command(options: argparse.Namespace, function: JobFunction | None = N
     uvloop.run(put())
     if token.written:
         print(f"wrote the job's token to {token.path}, which only you can read")
-    print(f"submitted job {spec.name} with driver {spec.fingerprint}; start nodes, on any host that has the driver:")
+    print(f"submitted job {spec.name} with driver {spec.fingerprint}; start nodes, on any host that has the driver,")
+    print("each with --listen HOST besides where there are several (a name or address of it that the others reach):")
     print(f"  taskgraph launch {spec.name} --nodes N --etcd {etcd}{access_words(options)} --token-file {token.path}")
     return 0

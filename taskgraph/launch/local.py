@@ -282,6 +282,13 @@ class LocalNodes:
         if self._watches:
             await asyncio.wait(self._watches, timeout=timeout_s)
 
+    async def leave(self, within_s: float) -> None:
+        """Has every node hand over and leave; one that has not after `within_s` gets SIGKILL."""
+        self._stopping = True
+        self._signal(signal.SIGTERM)
+        await self.wait(within_s)
+        self._signal(signal.SIGKILL)
+
     async def stop(self, grace_s: float, *, tell: bool = True) -> None:
         """Ends every node: SIGTERM, upon which it hands over and leaves; after `grace_s` SIGKILL.
 

@@ -11,7 +11,7 @@ from taskgraph.launch.collect import mib
 from taskgraph.launch.resuming import Beginning
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Delete, Op, Put, Txn
-from taskgraph.protocol.records import EpochRecord, State, StatusRecord
+from taskgraph.protocol.records import CheckpointRecord, EpochRecord, State, StatusRecord
 
 __all__ = ["UNKNOWN_PAUSE_S", "UNKNOWN_TRIES", "submit"]
 
@@ -44,10 +44,7 @@ async def submit(coordinator: Coordinator, spec: JobSpec, beginning: Beginning |
         if old_spec is not None and JobSpec.from_bytes(old_spec.value).run == spec.run:
             return  # an earlier try whose answer was lost
         if old_status is not None and StatusRecord.from_bytes(old_status.value).state == State.RUNNING:
-            raise JobRunning(
-                f"a job {spec.name!r} is running already: follow it with `taskgraph status {spec.name} --watch`, end "
-                f"it with `taskgraph shutdown {spec.name}`, or give this one another name with --name"
-            )
+            raise JobRunning(await _running_text(coordinator, keys))
         txn = Txn(
             compares=(
                 Compare(keys.spec, old_spec.mod_revision if old_spec else 0),
@@ -79,3 +76,23 @@ async def submit(coordinator: Coordinator, spec: JobSpec, beginning: Beginning |
                 f"job {spec.name!r} takes {mib(len(spec.to_bytes()))} with its arguments, and etcd 1.5 MiB, unless its "
                 f"--max-request-bytes says otherwise: pass the name of a file that every node can read"
             ) from error
+
+
+async def _running_text(coordinator: Coordinator, keys: Keys) -> str:
+    """What whoever would submit a job of that name can do."""
+    name, pointer = keys.job, await coordinator.get(keys.checkpoint)
+    if (await coordinator.list(keys.nodes)).items:
+        return (
+            f"a job {name!r} is running already: follow it with `taskgraph status {name} --watch`, end it with "
+            f"`taskgraph shutdown {name}`, or give this one another name with --name"
+        )
+    if pointer is None:
+        return (
+            f"a job {name!r} is running already, but it has no nodes: start some with `taskgraph launch {name}`, end "
+            f"it with `taskgraph shutdown {name}`, or give this one another name with --name"
+        )
+    epoch = CheckpointRecord.from_bytes(pointer.value).epoch
+    return (
+        f"a job {name!r} is running already, but it has no nodes: those that you start with `taskgraph launch {name}` "
+        f"go on from its checkpoint of epoch {epoch}; or end it with `taskgraph shutdown {name}`, and resume it then"
+    )

@@ -26,8 +26,9 @@ from taskgraph.observe.events import Event
 from taskgraph.observe.status import TaskResult, waits_text
 from taskgraph.protocol.records import GoneRecord, State, StatusRecord
 from taskgraph.results import JobResult
+from taskgraph.settings import Settings
 
-__all__ = ["Hooks", "Supervisor", "end_reason", "launch_nodes"]
+__all__ = ["Hooks", "Supervisor", "drain_s", "end_reason", "launch_nodes"]
 
 log = logging.getLogger("taskgraph.launch")
 
@@ -304,6 +305,7 @@ async def launch_nodes(
     count: int,
     listen: str,
     on_start: Callable[[LocalNodes], None],
+    leave: asyncio.Event,
     *,
     insecure_listen: bool = False,
 ) -> tuple[StatusRecord, JobResult | None]:
@@ -311,6 +313,8 @@ async def launch_nodes(
 
     Args:
         on_start: gets the nodes once they are started.
+        leave: once it is set, the nodes hand over and leave, for which they get as long as they try it themselves.
+            Whoever cancels this after that ends them at once.
 
     Returns:
         What became of the job, and its result, unless somebody else collected it.
@@ -330,10 +334,12 @@ async def launch_nodes(
         ended = asyncio.ensure_future(follower.ended())
         gone = asyncio.ensure_future(nodes.wait(None))
         broken = asyncio.ensure_future(follower.broken())
+        leaving = asyncio.ensure_future(_leave_when(leave, nodes, drain_s(spec)))
         try:
-            await asyncio.wait([ended, gone, broken], return_when=asyncio.FIRST_COMPLETED)
-            if broken.done():
-                await broken
+            await asyncio.wait([ended, gone, broken, leaving], return_when=asyncio.FIRST_COMPLETED)
+            for service in (broken, leaving):
+                if service.done():
+                    await service
             if not ended.done():
                 await asyncio.wait([ended], timeout=_ALL_ENDED_S)
             if not ended.done():
@@ -344,8 +350,18 @@ async def launch_nodes(
             await nodes.wait(_NODE_END_S)
             return ended.result(), result
         finally:
-            for task in (ended, gone, broken):
+            for task in (ended, gone, broken, leaving):
                 task.cancel()
-            await asyncio.gather(ended, gone, broken, return_exceptions=True)
+            await asyncio.gather(ended, gone, broken, leaving, return_exceptions=True)
     finally:
-        await nodes.stop(_NODE_END_S)
+        await nodes.stop(0.0 if leave.is_set() else _NODE_END_S)
+
+
+async def _leave_when(told: asyncio.Event, nodes: LocalNodes, within_s: float) -> None:
+    await told.wait()
+    await nodes.leave(within_s + _NODE_END_S)
+
+
+def drain_s(spec: JobSpec) -> float:
+    """How long nodes of a job that are told to leave try to hand everything over."""
+    return float(spec.settings.get("drain_s", Settings().drain_s))

@@ -87,6 +87,7 @@ class Node:
         node_id: str,
         events: EventLog,
         control: str = "",
+        token_mark: str = "",
         devices: int = 0,
         host: str | None = None,
         threads: Threads | None = None,
@@ -108,7 +109,7 @@ class Node:
         self.keeper = ViewKeeper(coordinator, spec.name, refresh_s=self.settings.refresh_s)
         self.router = Router(transport, self.keeper)
         self.roles = Roles(self)
-        self._control, self.devices = control, devices
+        self._control, self._token_mark, self.devices = control, token_mark, devices
         self.host = host or socket.gethostname()
         self.threads = threads or PooledThreads(f"{name}-task", limit=max(64, 2 * job.tasks))
         self._point = point
@@ -301,6 +302,7 @@ class Node:
             self.registration = Registration(self, self._record())
             await self.registration.register()
             try:
+                self.registration.check_reach()
                 with kept_from_children():
                     await self._live()
             finally:
@@ -321,7 +323,7 @@ class Node:
                     group.create_task(self.registration.run(), name="lease"),
                     group.create_task(self.suspicion.watch_absent(), name="absent nodes"),
                     group.create_task(self.suspicion.watch_leases(), name="leases"),
-                    group.create_task(self.noticing.watch_slow_code(), name="slow code"),
+                    group.create_task(self.noticing.watch(), name="noticing"),
                     group.create_task(self.roles.run(), name="reconcile"),
                 ]
                 if self.draining:
@@ -370,6 +372,7 @@ class Node:
             lease=0,
             devices=self.devices,
             device_ids=device_ids(self.devices),
+            token_mark=self._token_mark,
         )
 
     def _check_spec(self) -> None:

@@ -47,6 +47,7 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Get, Txn
 from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.tls import Tls
+from taskgraph.transport.hello import mark
 from taskgraph.transport.stream import StreamTransport
 
 __all__ = ["main", "run_node", "wait_for_job"]
@@ -183,6 +184,7 @@ async def _run(config: NodeConfig, coordinator: Coordinator, spec: JobSpec, job:
                 tls=tls,
                 insecure=config.insecure_listen,
             ),
+            token_mark=mark(token),
             devices=devices,
             point=injected(),
             own_process=True,

@@ -11,6 +11,7 @@ import asyncio
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import PeerLost, Refused, TransportError
@@ -40,6 +41,19 @@ _SWEEP_AT = 64
 """Calls that are remembered before those that ended are looked for."""
 
 
+_FORGOTTEN_S = 20.0
+"""Failures to reach a node that are further apart belong to different troubles. One try may take `connect_s` (5 s) for
+each of its addresses."""
+
+
+class _Failing(NamedTuple):
+    """Calls to one node that failed `since` then, the `last` of them for `why`."""
+
+    since: float
+    last: float
+    why: str
+
+
 def peer_of(node: str, record: NodeRecord) -> Peer:
     return Peer(node, record.endpoints)
 
@@ -59,6 +73,7 @@ class Router:
         self._looked_at = -1
         self._in_flight: dict[asyncio.Timeout, Callable[[JobView], bool]] = {}
         self._sweep_at = _SWEEP_AT
+        self._failing: dict[str, _Failing] = {}
         # The same without a task, those together that began together. Weak: a reply's value is its caller's alone, and
         # its memory takes the next one.
         self._begun: list[tuple[list[weakref.ref[asyncio.Future[Reply]]], Callable[[JobView], bool]]] = []
@@ -177,10 +192,39 @@ class Router:
         self._begun = kept
         self._sweep_at = _SWEEP_AT + 2 * len(kept)
 
+    def unreached(self, for_s: float) -> dict[str, str]:
+        """Registered nodes that every call of late has failed to reach, for that long, and why the last one did."""
+        now = asyncio.get_running_loop().time()
+        self._failing = {
+            node: known
+            for node, known in self._failing.items()
+            if node in self._keeper.view.nodes and now - known.last <= _FORGOTTEN_S
+        }
+        return {node: known.why for node, known in self._failing.items() if known.last - known.since >= for_s}
+
+    def _failed(self, node: str, error: TransportError) -> None:
+        now, known = asyncio.get_running_loop().time(), self._failing.get(node)
+        since = now if known is None or now - known.last > _FORGOTTEN_S else known.since
+        self._failing[node] = _Failing(since, now, str(error))
+
     async def _call(
         self, peer: Peer, message: Call, timeout_s: float | None, in_vain: Callable[[JobView], bool]
     ) -> Reply:
         """One try; raises TimeoutError as soon as the view shows that it is in vain."""
+        try:
+            reply = await self._try(peer, message, timeout_s, in_vain)
+        except Refused:
+            self._failing.pop(peer.node, None)  # it answers
+            raise
+        except TransportError as error:
+            self._failed(peer.node, error)
+            raise
+        self._failing.pop(peer.node, None)
+        return reply
+
+    async def _try(
+        self, peer: Peer, message: Call, timeout_s: float | None, in_vain: Callable[[JobView], bool]
+    ) -> Reply:
         reply = self._begin(peer, message, in_vain)
         if reply is not None:
             return await self._within(reply, timeout_s)

@@ -36,6 +36,7 @@ def node_status(node: Node) -> NodeStatus:
             *(node.roles.leader.waits if node.roles.leader is not None else ()),
             *node.writes.waits,
             *node.roles.waits,
+            *node.noticing.waits,
         ),
         usage=Usage.now(),
     )

@@ -72,7 +72,8 @@ def status_text(
     if view.status and view.status.record.reason:
         lines.append(f"  {view.status.record.reason}")
     some = any(v.record.devices for v in view.nodes.values())  # no column for what nobody has
-    nodes = [["NODE", "HOST", "PID", "MEMORY", *(["DEVICES"] if some else []), "PRIMARY OF", "BACKUP OF", "STATE"]]
+    # The lists last: with many tasks they are wider than a screen.
+    nodes = [["NODE", "HOST", "PID", "MEMORY", *(["DEVICES"] if some else []), "STATE", "PRIMARY OF", "BACKUP OF"]]
     for node, versioned in sorted(view.nodes.items()):
         record = versioned.record
         said = statuses.get(node)
@@ -85,13 +86,13 @@ def status_text(
                 str(record.pid),
                 f"{said.usage.memory_bytes >> 20} MiB" if isinstance(said, NodeStatus) else "-",
                 *([" ".join(i[:_ID] for i in record.device_ids) or "-"] if some else []),
+                _node_state(said, record.draining),
                 ids_text(primary),
                 ids_text(backup),
-                _node_state(said, record.draining),
             ]
         )
     nobody = "no nodes are registered" + (f": start some with `taskgraph launch {name}`" if view.running else "")
-    lines += ["", *table(nodes)] if len(nodes) > 1 else ["", nobody]
+    lines += ["", *table(nodes), *_unanswered(view, statuses)] if len(nodes) > 1 else ["", nobody]
     if view.status and not view.running and not view.nodes:
         return "\n".join(lines)  # nobody holds anything any more
     rows = [["TASK", "PRIMARY", "TERM", "IN SYNC", "BACKUPS", "DOING"]]
@@ -152,6 +153,15 @@ def lacking_text(view: JobView, name: str, tasks: int, backups: int) -> str:
         there = f"there {'is' if nodes == 1 else 'are'} {nodes}"
         return f"{whose} {what}: that takes {backups + 1} nodes, and {there}: start more with `taskgraph launch {name}`"
     return f"{whose} {what} at the moment: more are made as soon as a node can take them"
+
+
+def _unanswered(view: JobView, statuses: dict[str, NodeStatus | TaskGraphError]) -> list[str]:
+    """Why nodes do not answer: one line for each reason."""
+    whose: dict[str, list[str]] = {}
+    for node, said in sorted(statuses.items()):
+        if isinstance(said, TaskGraphError) and node in view.nodes:
+            whose.setdefault(" ".join(str(said).split()), []).append(view.nodes[node].record.name)
+    return [f"{', '.join(names)}: {why}" for why, names in whose.items()]
 
 
 def _node_state(said: NodeStatus | TaskGraphError | None, draining: bool) -> str:

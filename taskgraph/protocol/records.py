@@ -137,6 +137,7 @@ class NodeRecord(Record):
         devices: number of CUDA devices.
         device_ids: what a person calls them, as `CUDA_VISIBLE_DEVICES` does.
         draining: it wants to leave: place nothing here, hand over what is here.
+        token_mark: by which nodes see that they have the same token, without telling it; "" where they are one process.
     """
 
     name: str
@@ -150,6 +151,7 @@ class NodeRecord(Record):
     devices: int = 0
     device_ids: tuple[str, ...] = ()
     draining: bool = False
+    token_mark: str = ""
     started_at: float = 0.0
 
 

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from taskgraph.protocol.view import JobView
 
-__all__ = ["Move", "Succession", "stranded", "succession"]
+__all__ = ["Move", "Succession", "held_alone", "stranded", "succession", "who_stays"]
 
 
 class Move(StrEnum):
@@ -93,3 +93,13 @@ def stranded(view: JobView) -> int | None:
             if heirs and all(view.members_of(task)[node].record.until is not None for node in heirs):
                 return task
     return None
+
+
+def who_stays(view: JobView, run: str, node: str) -> list[str]:
+    """Nodes that are there to take over what one has that leaves."""
+    return [other for other, record in view.live_nodes(run).items() if other != node and not record.draining]
+
+
+def held_alone(view: JobView, tasks: int, node: str) -> list[int]:
+    """Tasks whose state no node but this one has."""
+    return [t for t in range(tasks) if view.primary_node(t) == node and not set(view.in_sync(t)) - {node}]

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from cli_kit import DRIVER, Cli, printed, shell, sums
+from cli_kit import DRIVER, Cli, Command, Done, printed, shell, sums
 from etcd_kit import running
 
 from taskgraph.coordination.embedded import EmbeddedEtcd
@@ -29,6 +29,16 @@ async def status(cli: Cli, *arguments: str) -> dict:
     done = await cli("status", *arguments, "--json")
     assert done.code == 0, done.err
     return json.loads(done.out)
+
+
+async def interrupted_twice(launch: Command) -> Done:
+    """A launcher whose nodes cannot hand over, in an epoch that does not end: it is told to wait for them no longer."""
+    launch.process.send_signal(signal.SIGINT)
+    await launch.until("once more to end them at once")
+    launch.process.send_signal(signal.SIGINT)
+    done = await launch.done(20.0)
+    assert done.code == 130, done.err
+    return done
 
 
 async def test_status_says_who_does_what_and_since_when(cli: Cli) -> None:
@@ -117,6 +127,17 @@ async def test_drain_hands_over_and_leaves(cli: Cli) -> None:
     assert done.code == 0, done.err
     result = json.loads(done.out.splitlines()[-1])
     assert result["values"]["0"] == sums() and result["failovers"] == 0
+
+
+async def test_drain_of_the_only_node_does_nothing_unless_forced(cli: Cli) -> None:
+    run = await cli.paused("--nodes", "1")
+    done = await cli("drain", "--node", "n1")
+    assert done.code == 2 and done.out == "" and "n1 alone has tasks 0-6, which is lost" in done.err, done.err
+    assert "taskgraph launch sums" in done.err and not (await status(cli))["nodes"][0]["draining"]
+    done = await cli("drain", "--node", "n1", "--force")
+    assert done.code == 0 and "hands over and leaves" in done.out and "n1 alone has tasks 0-6" in done.err, done.err
+    cli.open()
+    await run.done()
 
 
 async def test_shutdown_ends_a_job_without_a_result(cli: Cli) -> None:
@@ -265,6 +286,21 @@ async def test_a_node_with_another_version_of_the_driver_is_refused(embedded_etc
     assert (await cli("shutdown", "sub4", *etcd)).out == "job sub4 had ended already\n"
 
 
+async def test_nodes_with_another_token_are_refused_and_the_job_goes_on(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
+    etcd, gate = ("--etcd", embedded_etcd.endpoint), ("-o", "pause_at=2", "-o", f"gate={cli.gate}")
+    submitted = await cli("submit", str(DRIVER), "--name", "sub10", "-o", "lease_ttl_s=1", *gate, *etcd)
+    assert submitted.code == 0 and "--listen HOST" in submitted.out, submitted.err
+    launch = await cli.start("launch", "sub10", "--nodes", "1", *etcd, "--token-file", "sub10.token")
+    await launch.until("epoch 1/")
+    (cli.cwd / "wrong.token").write_text("ab" * 32)
+    done = await cli("launch", "sub10", "--nodes", "1", *etcd, "--token-file", "wrong.token")
+    assert done.code == 1 and "has another token than n1 on" in done.err, done.err
+    assert [node["name"] for node in (await status(cli, "sub10", *etcd))["nodes"]] == ["n1"]
+    cli.open()
+    done = await launch.done()
+    assert done.code == 0 and done.out == printed(), done.err
+
+
 async def test_ctrl_c_of_launch_that_ends_the_last_nodes_says_what_is_lost(
     embedded_etcd: EmbeddedEtcd, cli: Cli
 ) -> None:
@@ -275,9 +311,8 @@ async def test_ctrl_c_of_launch_that_ends_the_last_nodes_says_what_is_lost(
     )
     launch = await cli.start("launch", "sub8", "--nodes", "1", *etcd, "--token-file", "sub8.token")
     await launch.until("epoch 1/")
-    launch.process.send_signal(signal.SIGINT)
-    done = await launch.done(20.0)
-    assert done.code == 130
+    done = await interrupted_twice(launch)
+    assert "hand over what they have, and leave: within 60 s (drain_s)" in done.err, done.err
     assert "no node of job sub8 is left, and what they computed is gone with them" in done.err, done.err
     await cli("shutdown", "sub8", *etcd)
 
@@ -293,8 +328,7 @@ async def test_of_two_launchers_on_a_host_one_leaves_the_others_job_and_logs(
         await asyncio.sleep(0.1)
     second = await cli.start("launch", "sub9", "--nodes", "1", *etcd, *token)
     await first.until("epoch 1/")
-    first.process.send_signal(signal.SIGINT)
-    assert (await first.done(20.0)).code == 130
+    await interrupted_twice(first)
     text = (await cli("status", "sub9")).out
     assert "job sub9: running" in text, text
     logs = Path(text.split("logs of the nodes started here: ")[1].splitlines()[0])
@@ -324,8 +358,7 @@ async def test_ctrl_c_of_launch_ends_its_nodes_but_not_the_job(embedded_etcd: Em
     launch = await cli.start("launch", "sub5", "--nodes", "1", *etcd)
     await run.until("n2")
     assert [n["name"] for n in (await status(cli, "sub5"))["nodes"]] == ["n1", "n2"], "names are unique in a job"
-    launch.process.send_signal(signal.SIGINT)
-    assert (await launch.done(20.0)).code == 130
+    await interrupted_twice(launch)
     cli.open()
     done = await run.done()
     assert done.code == 0, done.err

@@ -32,6 +32,11 @@ def test_a_set_can_be_used_at_once(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["certs", str(folder), "--host", "10.1.2.3", "--host", "node7.example"]) == 0
     said = capsys.readouterr().out
     assert f"--tls {folder}" in said and "10.1.2.3, node7.example" in said
+    assert "to the hosts they are for" in said and f"certs DIR --ca {folder} --host HOST" in said
+    other = folder.parent / "other"
+    assert main(["certs", str(other), "--ca", str(folder), "--host", "node8.example"]) == 0
+    said = capsys.readouterr().out
+    assert "node8.example" in said and "every host" not in said and f"certs DIR --ca {folder} --host HOST" in said
     for host in ("10.1.2.3", "node7.example", "localhost", "127.0.0.1", "::1"):
         tls_in(folder).check(host)
     with pytest.raises(TransportError, match="mismatch"):

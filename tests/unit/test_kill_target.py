@@ -1,16 +1,22 @@
-"""Whom `taskgraph kill` hits; of what contradicts itself it hits nobody, and says who holds the task."""
+"""Whom `taskgraph kill` hits, and `drain`; of what contradicts itself they hit nobody, and say who holds the task."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 
 from taskgraph.cli import parser
-from taskgraph.commands.acting import _target
+from taskgraph.commands.acting import _target, drain_risk
+from taskgraph.driver import JobSpec
 from taskgraph.errors import JobError
+from taskgraph.jobs import Job
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.records import MemberRecord, NodeRecord, PrimaryRecord, Record
 from taskgraph.protocol.view import JobView
+from taskgraph.settings import Settings
+from taskgraph.task import Task
 
 
 def view(*tasks: tuple[str, ...]) -> JobView:
@@ -79,3 +85,23 @@ def test_what_contradicts_itself_hits_nobody(arguments: tuple[str, ...], says: s
     with pytest.raises(JobError) as refused:
         target(*arguments)
     assert says in str(refused.value)
+
+
+def alone(*draining: str) -> str:
+    """What may be lost with n3, which holds task 1 alone, while others leave."""
+    made = view(("n1", "n2", "n4"), ("n3",), ())
+    for name in draining:
+        versioned = made.nodes[f"{name}-7f"]
+        made.nodes[f"{name}-7f"] = dataclasses.replace(
+            versioned, record=dataclasses.replace(versioned.record, draining=True)
+        )
+    job = Job(tasks=3, builder=lambda task_id: Task(), epochs=1, name="fit", settings=Settings(drain_s=20))
+    return drain_risk(made, dataclasses.replace(JobSpec.local(job), run="r"), "n3-7f")
+
+
+def test_a_node_that_alone_has_a_task_is_drained_where_another_may_take_over() -> None:
+    assert alone() == alone("n1", "n2") == ""
+
+
+def test_of_the_last_node_that_stays_it_is_said_what_is_lost() -> None:
+    assert alone("n1", "n2", "n4").startswith("n3 alone has task 1, which is lost when it leaves, after 20 s (drain_s)")

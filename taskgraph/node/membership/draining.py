@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from taskgraph.protocol.takeover import held_alone, who_stays
+
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
 
@@ -48,7 +50,11 @@ class Draining:
     async def _deadline(self) -> None:
         node = self._node
         await asyncio.sleep(node.settings.drain_s)
-        if node.running and node.keeper.view.running and (alone := self._held_alone()):
+        if (
+            node.running
+            and node.keeper.view.running
+            and (alone := held_alone(node.keeper.view, node.job.tasks, node.id))
+        ):
             why = "there was no other node to take over" if not self._others() else "no other node has taken over"
             text = (
                 f"{node.name} leaves without having handed over task {', '.join(map(str, alone))} within "
@@ -59,17 +65,8 @@ class Draining:
         node.keeper.notify_later()
 
     def _others(self) -> list[str]:
-        """Nodes that stay."""
         node = self._node
-        live = node.keeper.view.live_nodes(node.spec.run)
-        return [other for other, record in live.items() if other != node.id and not record.draining]
-
-    def _held_alone(self) -> list[int]:
-        """Tasks whose state no other node has."""
-        node = self._node
-        view = node.keeper.view
-        tasks = range(node.job.tasks)
-        return [t for t in tasks if view.primary_node(t) == node.id and not set(view.in_sync(t)) - {node.id}]
+        return who_stays(node.keeper.view, node.spec.run, node.id)
 
     @property
     def over(self) -> bool:

@@ -1,4 +1,6 @@
-"""What a node notices beside the protocol: neighbors that fail and come back, user code that runs for very long."""
+"""What a node notices beside the protocol: neighbors that fail and come back, user code that runs for very long, nodes
+that it cannot reach although they live.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,7 @@ class Noticing:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._terms_seen: dict[int, tuple[int, bool]] = {}
+        self._told_unreached: set[str] = set()
 
     def look(self) -> None:
         """NeighborFailed and NeighborRestarted, for the primaries here."""
@@ -53,8 +56,30 @@ class Noticing:
             self._node.log.warning("task %d: link %r in epoch %d: %s", primary.task, link, epoch, worded(error))
             return ()
 
-    async def watch_slow_code(self) -> None:
-        """User code that runs for very long is told once, and shown in `status` for as long as it runs."""
+    @property
+    def waits(self) -> tuple[str, ...]:
+        """Which nodes this one cannot reach, for `status`."""
+        return tuple(self._unreached().values())
+
+    def _unreached(self) -> dict[str, str]:
+        """Nodes that live, as far as anybody knows: a wait for one of them may be for ever, so its cause is named."""
+        node = self._node
+        found = node.router.unreached(node.settings.stall_check_s)
+        names = {other: node.name_of(other) for other in sorted(found) if other not in node.suspects}
+        return {other: f"{node.name} cannot reach {name}: {found[other]}" for other, name in names.items()}
+
+    def _tell_unreached(self) -> None:
+        found = self._unreached()
+        self._told_unreached &= found.keys()
+        for other in found.keys() - self._told_unreached:
+            self._told_unreached.add(other)
+            self._node.events.emit("unreachable", found[other], fields={"unreachable": other})
+
+    async def watch(self) -> None:
+        """Tells once of user code that runs for very long, and of nodes that cannot be reached for some time.
+
+        `status` shows both for as long as it lasts.
+        """
         told: set[tuple[int, str, float]] = set()
         limit = self._node.settings.slow_compute_s
         while True:
@@ -71,3 +96,4 @@ class Noticing:
                     self._node.events.emit(
                         "slow", f"task {task}: {where!r} runs for {self._node.now() - since:.0f} s", task=task
                     )
+            self._tell_unreached()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from taskgraph.coordination.api import Lease
 from taskgraph.errors import CoordinationError, JobError, LeaseGone
 from taskgraph.protocol import transactions
+from taskgraph.protocol.reach import why_refused
 from taskgraph.protocol.records import NodeRecord
 
 if TYPE_CHECKING:
@@ -22,6 +23,10 @@ __all__ = ["Registration"]
 
 _TICK_S = 0.1
 """How often the main loop shows that it is alive, and looks at its lease."""
+_EXPIRY_S = 2.0
+"""After the TTL of a lease that nobody renews: until etcd has deleted its keys."""
+_LOOK_S = 0.5
+"""How often a node that may not register yet looks whether it may."""
 
 
 class Registration:
@@ -59,8 +64,13 @@ class Registration:
         )
 
     async def register(self) -> None:
-        """Grants the lease and puts the key; raises JobError where the job is another one by now."""
+        """Grants the lease and puts the key.
+
+        Raises:
+            JobError: the job is another one by now, or one of its nodes and this one could not speak.
+        """
         keeper, spec = self._node.keeper, self._node.keeper.view.spec_revision
+        await self._until_it_may()
         while (revision := await self._put_first()) is None:
             await keeper.load()
             if keeper.view.spec_revision != spec:
@@ -71,6 +81,33 @@ class Registration:
         self.node_revision = revision
         self._pause(False)
         await keeper.caught_up(revision)
+
+    async def _until_it_may(self) -> None:
+        """Waits for a while for nodes that this one could not speak with: they may be gone, but for their lease."""
+        node, told = self._node, ""
+        until = node.now() + node.settings.lease_ttl_s + _EXPIRY_S
+        while why := self._why_refused():
+            if node.now() > until:
+                self.check_reach()
+            if why != told:
+                node.events.emit("refused", f"{node.name} may not register as long as this is so: {why}")
+                told = why
+            await asyncio.sleep(_LOOK_S)
+            await node.keeper.load()
+
+    def check_reach(self) -> None:
+        """Raises JobError where a node that was registered before this one and this one could not speak.
+
+        To be asked once more when this one is registered: of two that register at once the later one sees the other.
+        """
+        if why := self._why_refused():
+            raise JobError(f"this node cannot take part in job {self._node.spec.name!r}: {why}")
+
+    def _why_refused(self) -> str:
+        node, view = self._node, self._node.keeper.view
+        live = view.live_nodes(node.spec.run)
+        before = [n for n in live if not self.node_revision or view.nodes[n].mod_revision < self.node_revision]
+        return why_refused(self._record, (live[other] for other in sorted(before) if other != node.id))
 
     async def _put_first(self) -> int | None:
         """Grants a lease and puts the key; None where the job is another one, or where the lease ended meanwhile."""

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver import JobSpec
 from taskgraph.errors import PeerLost
 from taskgraph.jobs import Job
 from taskgraph.launch import supervise
+from taskgraph.launch.forkserver import NodeProcess
+from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry
-from taskgraph.launch.supervise import Hooks, Supervisor, end_reason
+from taskgraph.launch.supervise import Hooks, Supervisor, drain_s, end_reason, launch_nodes
+from taskgraph.node.config import NodeConfig
+from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.settings import Settings
 from taskgraph.task import Task
 
 SPEC = JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=1, name="fit"))
@@ -45,3 +55,90 @@ async def test_of_a_job_that_had_finished_a_timeout_says_that_its_results_were_m
 def test_why_a_job_ended_is_what_ended_its_launcher() -> None:
     assert end_reason(asyncio.CancelledError()) == end_reason(KeyboardInterrupt()) == "interrupted"
     assert end_reason(PeerLost("away")) == "its launcher could not go on: PeerLost: away"
+
+
+_HANDS_OVER = """trap 'sleep 0.5; exit 0' TERM; touch "$0"; while :; do sleep 0.02; done"""
+_NEVER_LEAVES = """trap '' TERM; touch "$0"; while :; do sleep 0.02; done"""
+
+
+class Scripted(LocalNodes):
+    """Nodes that are shell scripts."""
+
+    script = _HANDS_OVER
+
+    def _forkserver(self) -> Any:
+        return contextlib.nullcontext()
+
+    async def _spawn(self, server: Any, config: NodeConfig, log_path: Path) -> NodeProcess:
+        ready = log_path.with_name("ready")
+        ready.parent.mkdir(parents=True, exist_ok=True)
+        process = await asyncio.create_subprocess_exec("sh", "-c", self.script, str(ready))
+        while not ready.exists():  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(0.005)
+        _, pipe = os.pipe()
+        return NodeProcess(process, pipe, log_path)
+
+
+class Launched:
+    """A launcher of one such node, in a process that lets nodes `end_s` once nobody needs them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, settings: Settings) -> None:
+        monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
+        monkeypatch.setattr(supervise, "LocalNodes", Scripted)
+        monkeypatch.setattr(supervise, "_NODE_END_S", 0.05)
+        monkeypatch.setattr(supervise, "_ALL_ENDED_S", 0.01)
+        monkeypatch.setattr(Scripted, "script", script)
+        job = Job(tasks=1, builder=lambda task_id: Task(), epochs=1, name="fit", settings=settings)
+        self.leave, self.started, self._never = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.nodes: LocalNodes | None = None
+        follower: Any = SimpleNamespace(ended=self._never.wait, broken=self._never.wait)
+        etcd = MemoryCoordinator(MemoryStore())
+        self.work = asyncio.ensure_future(
+            launch_nodes(ENTRY, etcd, follower, JobSpec.local(job), 1, "", self._on_start, self.leave)
+        )
+
+    def _on_start(self, nodes: LocalNodes) -> None:
+        self.nodes = nodes
+        self.started.set()
+
+    async def ended(self) -> tuple[StatusRecord | None, dict[str, int]]:
+        """What became of the job, None where the launcher was cancelled, and how the node ended."""
+        async with asyncio.timeout(10):
+            (found,) = await asyncio.gather(self.work, return_exceptions=True)
+        assert self.nodes is not None
+        return None if isinstance(found, asyncio.CancelledError) else found[0], self.nodes.codes()
+
+
+async def test_nodes_of_a_job_that_goes_on_get_the_time_to_hand_over_when_their_launcher_is_told_to_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They were killed after what nodes get whose job is over."""
+    launched = Launched(monkeypatch, tmp_path, _HANDS_OVER, Settings())
+    await launched.started.wait()
+    launched.leave.set()
+    status, codes = await launched.ended()
+    assert status is not None and status.state == State.RUNNING
+    assert codes == {"n1": 0}
+
+
+async def test_a_node_that_has_not_left_after_drain_s_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    launched = Launched(monkeypatch, tmp_path, _NEVER_LEAVES, Settings(drain_s=0.1))
+    await launched.started.wait()
+    launched.leave.set()
+    _, codes = await launched.ended()
+    assert codes == {"n1": -signal.SIGKILL}
+
+
+async def test_told_once_more_a_launcher_ends_its_nodes_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    launched = Launched(monkeypatch, tmp_path, _NEVER_LEAVES, Settings(drain_s=3600))
+    await launched.started.wait()
+    launched.leave.set()
+    await asyncio.sleep(0.05)
+    launched.work.cancel()
+    assert await launched.ended() == (None, {"n1": -signal.SIGKILL})
+
+
+def test_nodes_hand_over_for_as_long_as_the_job_says() -> None:
+    assert drain_s(SPEC) == Settings().drain_s

@@ -71,11 +71,27 @@ def test_a_status_says_who_does_what_and_what_is_waited_for(view: JobView) -> No
     lines = status_text("fit", 2, 40, view, {"n1-aa": status(), "n2-bb": PeerLost("no answer")}).splitlines()
     assert lines[0] == "job fit: running, epoch 7/39, attempt 2"
     rows = {line.split()[0]: line.split() for line in lines if line}
-    assert rows["n1"] == ["n1", "h", "11", "93", "MiB", "0", "-", "leader"]
-    assert rows["n2"] == ["n2", "h", "22", "-", "1", "0", "does", "not", "answer"]
+    assert rows["n1"] == ["n1", "h", "11", "93", "MiB", "leader", "0", "-"]
+    assert rows["n2"] == ["n2", "h", "22", "-", "does", "not", "answer", "1", "0"]
+    assert "n2: no answer" in lines
     assert rows["0"] == ["0", "n1", "1", "2", "n2", "update", "for", "12.3", "s"]
     assert rows["1"] == ["1", "n2", "3", "1", "-", "-"]
     assert lines[-2:] == ["waits:", "  task 1, whose primary does not answer"]
+
+
+def test_on_a_screen_a_nodes_state_is_seen_with_however_many_tasks() -> None:
+    """It was the last column, after that of the tasks it is backup of: 270 characters wide where there are 200."""
+    keys, held = Keys("fit"), {}
+    for task in range(0, 400, 2):  # no two of them in a row, for `1-3` is short
+        held[keys.primary(task)] = PrimaryRecord(node="n1-aa", term=1, stateful=True)
+        held[keys.member(task, "n1-aa")] = held[keys.member(task, "n2-bb")] = MemberRecord()
+    values: dict[str, Record] = {keys.node("n1-aa"): node("n1", 11), keys.node("n2-bb"): node("n2", 22), **held}
+    made = JobView("fit")
+    made.reset(9, [KeyValue(key, value.to_bytes(), i, i) for i, (key, value) in enumerate(values.items(), 1)])
+    errors = {name: PeerLost("its control service\n\nis silent") for name in ("n1-aa", "n2-bb")}
+    lines = fitted(status_text("fit", 400, None, made, errors), 80, 40).splitlines()
+    assert "STATE" in lines[2] and all("does not answer" in line for line in lines[3:5])
+    assert lines[5] == "n1, n2: its control service is silent"
 
 
 HIGH = "\n\n".join(

@@ -1,0 +1,48 @@
+"""Whether two nodes of a job can speak: each must reach the other, and both must have the same token.
+
+A node that cannot speak with one that is there already is refused, instead of one that others wait for in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from taskgraph.protocol.records import NodeRecord
+
+__all__ = ["why_refused"]
+
+
+def why_refused(ours: NodeRecord, others: Iterable[NodeRecord]) -> str:
+    """Why a node may not take part beside the others that are registered, and what to do; "" where it may."""
+    return next((why for other in others if (why := _why_mute(ours, other))), "")
+
+
+def _why_mute(ours: NodeRecord, other: NodeRecord) -> str:
+    us, them = f"{ours.name} on {ours.host}", f"{other.name} on {other.host}"
+    if ours.token_mark and other.token_mark and ours.token_mark != other.token_mark:
+        return (
+            f"{us} has another token than {them}, so that neither talks to the other: give all nodes the file that "
+            f"`taskgraph submit` wrote (--token-file)"
+        )
+    if _out_of_reach(ours, other):
+        return (
+            f"{us} cannot be reached by {them}: it listens at a unix socket alone, which is for its own host. Start it "
+            f"with --listen HOST, a name or address of this host that the others know"
+        )
+    if _out_of_reach(other, ours):
+        return (
+            f"{them} cannot be reached by {us}: it listens at a unix socket alone, which is for its own host. Start "
+            f"that one again with --listen HOST, or all nodes on its host"
+        )
+    return ""
+
+
+def _out_of_reach(node: NodeRecord, other: NodeRecord) -> bool:
+    """Whether `node` listens nowhere but on a host that is not the other's. Where nothing is known of that: no."""
+    hosts, theirs = _unix_hosts(node), _unix_hosts(other)
+    return bool(hosts) and len(hosts) == len(node.endpoints) and bool(theirs) and not set(hosts) & set(theirs)
+
+
+def _unix_hosts(record: NodeRecord) -> list[str]:
+    """`unix:HOSTKEY:/path` -> HOSTKEY."""
+    return [endpoint.split(":", 2)[1] for endpoint in record.endpoints if endpoint.startswith("unix:")]

@@ -1,0 +1,52 @@
+"""Which nodes cannot speak with each other, and what each is told to do."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from protocol_kit import node_record
+
+from taskgraph.protocol.reach import why_refused
+from taskgraph.protocol.records import NodeRecord
+
+
+def at(host: str, *endpoints: str, token: str = "t") -> NodeRecord:
+    return dataclasses.replace(node_record(f"on-{host}"), host=host, endpoints=endpoints, token_mark=token)
+
+
+HERE, HERE_TOO, LISTENS_HERE = at("a", "unix:A:/x"), at("a", "unix:A:/y"), at("a", "unix:A:/x", "tcp:a:1")
+THERE, LISTENS_THERE = at("b", "unix:B:/x"), at("b", "unix:B:/x", "tcp:b:1")
+
+
+@pytest.mark.parametrize(
+    ("ours", "other"),
+    [
+        (HERE, HERE_TOO),
+        (HERE, LISTENS_HERE),
+        (LISTENS_HERE, LISTENS_THERE),
+        (node_record("n1"), node_record("n2")),  # in one process
+        (at("a", "tcp:a:1"), HERE),  # nobody knows that this is another host
+        (at("a", "unix:A:/x", token=""), at("a", "unix:A:/y", token="u")),
+    ],
+)
+def test_nodes_that_may_speak_are_let_in(ours: NodeRecord, other: NodeRecord) -> None:
+    assert why_refused(ours, [other]) == why_refused(other, [ours]) == ""
+
+
+@pytest.mark.parametrize("first", [THERE, LISTENS_THERE])
+def test_a_node_that_nobody_of_another_host_can_reach_is_told_to_listen(first: NodeRecord) -> None:
+    why = why_refused(HERE, [HERE_TOO, first])
+    assert why.startswith("on-a on a cannot be reached by on-b on b: ")
+    assert "Start it with --listen HOST, a name or address of this host" in why
+
+
+def test_beside_a_node_that_does_not_listen_others_are_told_which_it_is() -> None:
+    why = why_refused(LISTENS_HERE, [LISTENS_THERE, THERE])
+    assert why.startswith("on-b on b cannot be reached by on-a on a: ")
+    assert "Start that one again with --listen HOST, or all nodes on its host" in why
+
+
+def test_nodes_with_several_tokens_are_not_let_in() -> None:
+    why = why_refused(HERE, [at("a", "unix:A:/y", token="other")])
+    assert why.startswith("on-a on a has another token than on-a on a") and "--token-file" in why

@@ -1,0 +1,51 @@
+"""What a job meets that is submitted under the name of one that runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
+from taskgraph.driver import JobSpec
+from taskgraph.errors import JobRunning
+from taskgraph.jobs import Job
+from taskgraph.launch.submit import submit
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import Put, Txn
+from taskgraph.protocol.records import CheckpointRecord
+from taskgraph.task import Task
+
+KEYS = Keys("fit")
+
+
+def spec() -> JobSpec:
+    return JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=1, name="fit"))
+
+
+async def refused(*puts: Put) -> str:
+    """Why the job may not be submitted while another one runs with these keys."""
+    etcd = MemoryCoordinator(MemoryStore())
+    await submit(etcd, spec())
+    await etcd.txn(Txn(success=puts))
+    with pytest.raises(JobRunning) as error:
+        await submit(etcd, spec())
+    return str(error.value)
+
+
+CHECKPOINT = Put(KEYS.checkpoint, CheckpointRecord(epoch=20, attempt=1, name="s1").to_bytes())
+
+
+async def test_beside_a_job_with_nodes() -> None:
+    why = await refused(CHECKPOINT, Put(KEYS.node("n1-1"), b"{}"))
+    assert "is running already: follow it with `taskgraph status fit --watch`" in why and "no nodes" not in why
+
+
+async def test_of_a_job_whose_nodes_are_all_lost_it_is_said_how_it_goes_on() -> None:
+    """`--resume` was refused, which the documentation called the way back."""
+    why = await refused(CHECKPOINT)
+    assert "no nodes: those that you start with `taskgraph launch fit` go on from its checkpoint of epoch 20" in why
+    assert "or end it with `taskgraph shutdown fit`, and resume it then" in why
+
+
+async def test_a_job_without_nodes_and_checkpoint_is_not_said_to_go_on_from_one() -> None:
+    why = await refused()
+    assert "it has no nodes: start some with `taskgraph launch fit`" in why and "checkpoint" not in why

@@ -1,0 +1,67 @@
+"""A node that another one cannot reach, although it lives: the wait for it is named with its cause."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cluster_kit import job, play
+
+import taskgraph as tg
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.node import Node
+from taskgraph.observe.events import Event
+
+
+class Talking(tg.Task):
+    """Every task hears from every other in every epoch."""
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.say, outbound={"word": "peers"})
+        epoch.processor(self.hear, inbound={"word": "peers"})
+
+    def say(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("word", epoch.number)
+
+    async def hear(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        await asyncio.sleep(0.1)
+
+
+def told(cluster: InProcessCluster) -> list[Event]:
+    return [event for event in cluster.events if event.kind == "unreachable"]
+
+
+async def work(cluster: InProcessCluster) -> tuple[Node, Node]:
+    """Two nodes, once both compute."""
+    first, second = cluster.nodes
+    await first.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch >= 2)
+    return first, second
+
+
+def test_it_is_told_once_for_each_pair_and_shown_for_as_long_as_it_lasts() -> None:
+    """The wait was `task 1 waits for 'word' from task 0`, and nothing said why that did not come."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        first, second = await work(cluster)
+        cluster.network.cut(first.id, second.id)
+        await asyncio.sleep(10)
+        why = f"n1 cannot reach n2: the link between {first.id} and {second.id} is cut"
+        assert why in first.status().waits and why in [event.text for event in told(cluster)]
+        assert len(told(cluster)) == len({event.text for event in told(cluster)}) <= 2
+        cluster.network.heal(first.id, second.id)
+        await asyncio.sleep(3)
+        assert not any("cannot reach" in wait for node in (first, second) for wait in node.status().waits)
+
+    play(job(Talking, epochs=10_000), scenario, nodes=2)
+
+
+def test_a_link_that_breaks_for_a_moment_is_no_news() -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        first, second = await work(cluster)
+        for _ in range(3):
+            cluster.network.cut(first.id, second.id)
+            await asyncio.sleep(0.5)
+            cluster.network.heal(first.id, second.id)
+            await asyncio.sleep(30)
+        assert not told(cluster)
+
+    play(job(Talking, epochs=10_000), scenario, nodes=2)
