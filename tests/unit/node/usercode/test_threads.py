@@ -291,13 +291,22 @@ async def test_nothing_told_is_lost_while_the_loop_gives_way_again_and_again() -
     pool.close()
 
 
+def eventfds() -> int:
+    """Others of this process may open and close what they like meanwhile: a test runner, garbage of other tests."""
+    found = 0
+    for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
+        with contextlib.suppress(FileNotFoundError):
+            found += "eventfd" in os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
 @pytest.mark.parametrize("lacking", ["a descriptor", "a thread"])
 async def test_where_no_more_threads_can_be_made_those_there_are_do_it_all(
     lacking: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool, go = PooledThreads("t", limit=4), threading.Event()
     first = pool.run(lambda: go.wait(10))
-    open_before = set(os.listdir("/proc/self/fd")) if sys.platform == "linux" else set()
+    open_before = eventfds()
 
     def none_left(*arguments: object) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -314,8 +323,7 @@ async def test_where_no_more_threads_can_be_made_those_there_are_do_it_all(
         second = pool.run(lambda: 2)
         with pytest.raises((OSError, RuntimeError), match=r"Too many|can't start"):
             PooledThreads("none", limit=4).run(lambda: 3)
-    if sys.platform == "linux":
-        assert set(os.listdir("/proc/self/fd")) == open_before, "each that failed took its descriptors along"
+    assert eventfds() == open_before, "each that failed took its descriptors along"
     assert not second.done()
     go.set()
     assert await first
@@ -325,14 +333,6 @@ async def test_where_no_more_threads_can_be_made_those_there_are_do_it_all(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it takes the two of a pipe")
 async def test_a_thread_takes_one_descriptor_and_gives_it_back() -> None:
-    def eventfds() -> int:
-        """Others of this process may open and close what they like meanwhile: a test runner, garbage of other tests."""
-        found = 0
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):
-                found += "eventfd" in os.readlink(f"/proc/self/fd/{name}")
-        return found
-
     gc.collect()
     before = eventfds()
     pool, together = PooledThreads("t", limit=8), threading.Barrier(8)
