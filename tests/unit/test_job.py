@@ -452,7 +452,7 @@ def _unusable(
         ('table={"1": 2}', "dict[int, float] | None", "dict[str, ...]: JSON has no other keys"),
         ("price=1.5", "Decimal", "bool, int, float, str, Literal[...], list[...], dict[str, ...]"),
         ("raw=x", "bytes", "bool, int, float, str, Literal[...], list[...], dict[str, ...]"),
-        ("some=x", "pathlib.Path | int", "str, and make it Path(...) in the function"),
+        ("some=x", f"{Path.__module__}.Path | int", "str, and make it Path(...) in the function"),
     ],
 )
 def test_a_type_that_json_does_not_hold_is_refused_with_what_to_write(text: str, annotation: str, instead: str) -> None:
