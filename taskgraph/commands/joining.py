@@ -24,7 +24,7 @@ from taskgraph.commands.common import (
     reach,
     token_of,
 )
-from taskgraph.commands.running import print_result, run, tick
+from taskgraph.commands.running import print_result, run
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, JobError, TaskGraphError
 from taskgraph.jobs import JobFunction
@@ -34,6 +34,7 @@ from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.logs import LogTails
 from taskgraph.launch.run import connect
 from taskgraph.launch.runtime import JobEntry, Runtime
+from taskgraph.launch.shown import tick
 from taskgraph.launch.supervise import drain_s, launch_nodes
 from taskgraph.launch.threads_env import thread_env
 from taskgraph.node.config import NodeConfig

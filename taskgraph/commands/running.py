@@ -32,6 +32,7 @@ from taskgraph.launch.logs import LogTails, passing_on, printed
 from taskgraph.launch.resuming import plan
 from taskgraph.launch.run import arun, connect
 from taskgraph.launch.runtime import Runtime
+from taskgraph.launch.shown import tick
 from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks
 from taskgraph.loading import load_driver, made_by
@@ -41,9 +42,7 @@ from taskgraph.options import fields_of, parse
 from taskgraph.results import JobResult
 from taskgraph.settings import Settings
 
-__all__ = ["job_of", "print_result", "run", "submit_command", "tick"]
-
-_TICK_S = 0.25
+__all__ = ["job_of", "print_result", "run", "submit_command"]
 
 
 def job_of(options: argparse.Namespace, function: JobFunction | None) -> Job:
@@ -132,15 +131,6 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
     if started and not options.logs and printed(logs := Runtime().kept_logs(name)):
         print(f"what its tasks printed is in {logs}; --logs shows it at once", file=sys.stderr)
     return 0
-
-
-async def tick(progress: Progress, tails: list[LogTails]) -> None:
-    """Shows what moved, until cancelled."""
-    while True:
-        await asyncio.sleep(_TICK_S)
-        for tail in tails:
-            tail.poll()
-        progress.tick()
 
 
 def _on_interrupt(running: asyncio.Future[JobResult], started: list[tuple[Follower, LocalNodes]]) -> list[int]:

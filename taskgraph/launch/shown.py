@@ -1,16 +1,17 @@
-"""`tg.run(..., progress=True)`: what `taskgraph run` shows of a job, on standard error."""
+"""What is shown of a job while it runs: by the command line, and by `tg.run(..., progress=True)`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from taskgraph.jobs import Job
+from taskgraph.launch.logs import LogTails
 from taskgraph.launch.supervise import Hooks
 from taskgraph.observe.progress import Progress
 
-__all__ = ["showing"]
+__all__ = ["showing", "tick"]
 
 _TICK_S = 0.25
 
@@ -19,7 +20,7 @@ _TICK_S = 0.25
 async def showing(job: Job) -> AsyncIterator[tuple[Progress, Hooks]]:
     """Shows a job that is run with these hooks."""
     progress = Progress(job.name, job.tasks, job.epochs, job.backups)
-    ticking = asyncio.ensure_future(_tick(progress))
+    ticking = asyncio.ensure_future(tick(progress))
     try:
         yield progress, Hooks(progress.event, lambda follower, nodes: progress.follow(follower.view))
     finally:
@@ -28,7 +29,10 @@ async def showing(job: Job) -> AsyncIterator[tuple[Progress, Hooks]]:
         progress.end()
 
 
-async def _tick(progress: Progress) -> None:
+async def tick(progress: Progress, tails: Sequence[LogTails] = ()) -> None:
+    """Shows what moved, until cancelled."""
     while True:
         await asyncio.sleep(_TICK_S)
+        for tail in tails:
+            tail.poll()
         progress.tick()

@@ -460,7 +460,7 @@ class Node:
         if lastwords.here is not None:  # it may come to tell nobody else
             for ran in self._ran:
                 lastwords.here.began((ran.task, -1), ran.task, ran.epoch, lastwords.named(_BESIDE))
-        self.log.error("%s", f"this node {self._why_left}")
+        self.log.error("this node %s", self._why_left)
 
     # -- what control and tests ask ---------------------------------------------------------------
 

@@ -306,7 +306,7 @@ class Checkpointer:
             self._others.add(other.run)
             began, whose = ("later", "it removes this run's") if later else ("earlier", "this run removes them")
             self._node.events.emit(
-                "checkpoint failed",
+                "checkpoint shared",
                 f"another run ({other.run}), which began {began}, keeps checkpoints of this job in "
                 f"{self._node.checkpoints.store}, too, and {whose}: end one of the two, or give one of them another "
                 f"name (--name) or another checkpoint=...",
