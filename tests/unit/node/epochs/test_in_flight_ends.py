@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from cluster_kit import holder, play, told
+from cluster_kit import holder, play, set_up_when_offered, told
 from flight_kit import Early, Script, at_work, early, job, stamps, whole
 
 import taskgraph as tg
@@ -16,7 +16,7 @@ from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.protocol.messages import RequestRestart, Stamp
 from taskgraph.protocol.view import JobView
 
-__all__ = ["early"]
+__all__ = ["early", "set_up_when_offered"]
 
 
 # -- mistakes of the job ------------------------------------------------------------------------------
@@ -339,6 +339,7 @@ def test_a_roll_back_ends_all_epochs_in_flight(early: type[Early], tmp_path: Pat
 # -- the end of the job -------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("set_up_when_offered")
 @pytest.mark.parametrize(("where", "last"), [("early", 4), ("late", 7)])
 def test_the_job_ends_with_the_epoch_that_says_so_though_others_are_under_way(where: str, last: int) -> None:
     """Epoch 4 says so, in `late` after epoch 3 is worked through and another one took its place."""
@@ -369,7 +370,7 @@ def test_the_job_ends_with_the_epoch_that_says_so_though_others_are_under_way(wh
         gate.set()
         return await cluster.result()
 
-    whole(play(job(Finishing, epochs=None, backups=0), scenario, nodes=2), epochs=5)
+    whole(play(job(Finishing, epochs=None), scenario, nodes=2), epochs=5)
     assert script.epochs("early", 0) == list(range(last + 1)), "none begins when one is known to be the last"
 
 
