@@ -15,7 +15,7 @@ An array, a stream and an event are whatever the device's library has for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -76,8 +76,14 @@ class Device(Protocol):
     def view(self, array: Array, dtype: np.dtype[Any], shape: tuple[int, ...], owner: object) -> Array:
         """An array on the memory of `array`, which is one in C order. It, and all views of it, keep `owner` alive."""
 
-    def digests(self, array: Array, block_bytes: int) -> Callable[[], Sequence[bytes]]:
-        """Queues taking the xxh3-128 of every block of an array in C order. To be called once that was waited for."""
+    def empty(self, nbytes: int) -> Array:
+        """Bytes that belong to the current stream."""
+
+    def digests(self, array: Array, block_bytes: int) -> Callable[[], bytes]:
+        """Queues taking the xxh3-128 of every block of an array in C order, 16 bytes each.
+
+        What it returns is to be called once that was waited for.
+        """
 
     def to_device(self, host: NDArray[Any]) -> Array:
         """Queues a copy of a host's array. It may go as soon as this returns, and, unless registered, change."""
@@ -111,8 +117,11 @@ class Device(Protocol):
             MemoryError: there is not that much.
         """
 
-    def fill(self, target: Array, source: Array) -> None:
-        """Queues a copy of the elements of `source`, in C order, to bytes that are as many."""
+    def fill(self, target: Array, source: Array, block_bytes: int) -> Callable[[], bytes]:
+        """Queues a copy of the elements of `source`, in C order, to bytes that are as many, and `digests` of them.
+
+        In one pass, where `source` is in C order.
+        """
 
     def share(self, memory: Array) -> bytes:
         """`HANDLE_BYTES` by which others open what `allocate` gave. Raises, by the library, where none can."""

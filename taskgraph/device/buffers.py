@@ -9,16 +9,18 @@ events before the memory is freed. Nothing of that blocks, wherever the last ref
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 
 from taskgraph.device.api import Array, Device, Event, Stream
+from taskgraph.device.digest import DIGEST_BYTES
 from taskgraph.device.shared import Segment, SharedMemory
 from taskgraph.device.staging import HostCopy
 
@@ -32,8 +34,10 @@ Allocate = Callable[[int], Any]
 _side: Final[weakref.WeakKeyDictionary[Device, Stream]] = weakref.WeakKeyDictionary()
 """Streams for copies to the host that wait for no task's work."""
 _lock: Final = threading.Lock()
-_lost: Final[list[_Memory]] = []
-"""What could not be put in order any more: nobody gets its memory."""
+_kept: Final[set[_Memory]] = set()
+"""What somebody has a lease of. Finalizers of what is garbage together run in any order, and CuPy's streams and events
+are destroyed by theirs: what a lease's finalizer needs must be no garbage with it."""
+_numbers: Final = itertools.count()
 
 
 def _side_stream(device: Device) -> Stream:
@@ -45,9 +49,12 @@ def _side_stream(device: Device) -> Stream:
 
 
 class _Memory:
-    """An array that nobody writes to any more, and which streams read it."""
+    """An array that nobody writes to any more, and which streams read it. It goes with its last lease.
 
-    __slots__ = ("array", "device", "read", "stream")
+    One that cannot be put in order any more stays: nobody gets its memory.
+    """
+
+    __slots__ = ("_last", "array", "device", "leases", "read", "stream")
 
     segment: Segment | None = None  # what other processes can open of it
 
@@ -55,16 +62,30 @@ class _Memory:
         self.device = device
         self.array = array
         self.stream = stream
+        self.leases: dict[int, Stream] = {}  # by a lease's number: the stream it is for
         self.read: list[Event] = []  # not the last of each stream: leases end in any thread, and in any order
+        self._last = [None]
 
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if is_finalizing():  # some goes after this module
-            return
+    def release(self, number: int) -> None:
+        """A lease ends: whoever reads by it has queued all that. In any thread, in the middle of anything."""
+        stream = self.leases[number]
         try:
-            self._put_in_order()
+            if stream != self.stream:
+                self.read.append(self.device.record(stream))
+            del self.leases[number]
+            if not self.leases and self._is_last():
+                self._put_in_order()
+                _kept.discard(self)
         except Exception as error:  # the device is lost, as a rule
             log.warning("memory of %d bytes is left alone: %s", self.array.nbytes, error)
-            _lost.append(self)
+
+    def _is_last(self) -> bool:
+        """True for one of the threads that find no lease left. Without a lock: a finalizer may come in its middle."""
+        try:
+            self._last.pop()
+        except IndexError:
+            return False
+        return True
 
     def _put_in_order(self) -> None:
         for event in self.read:
@@ -88,43 +109,48 @@ class _InSegment(_Memory):
 
 
 class _Lease:
-    """A view's hold on the memory; all views of that view have it, too."""
+    """A hold on memory for as long as anybody has this object.
 
-    __slots__ = ("__weakref__", "_memory", "_stream")
+    Args:
+        stream: on which it is read; None: on none but the memory's own, or whoever reads it waits until it has.
+    """
 
-    def __init__(self, memory: _Memory, stream: Stream) -> None:
-        self._memory = memory
-        self._stream = stream
+    __slots__ = ("__weakref__", "_number", "memory")
+
+    def __init__(self, memory: _Memory, stream: Stream | None = None) -> None:
+        self.memory = memory
+        self._number = next(_numbers)
+        memory.leases[self._number] = memory.stream if stream is None else stream
+        _kept.add(memory)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        memory, stream = self._memory, self._stream
-        if is_finalizing() or stream == memory.stream:
-            return
-        try:
-            memory.read.append(memory.device.record(stream))
-        except Exception as error:
-            log.warning("memory of %d bytes is left alone: %s", memory.array.nbytes, error)
-            _lost.append(memory)
+        if not is_finalizing():  # some go after this module
+            self.memory.release(self._number)
 
 
 class Digested:
-    """The digests of an array's blocks, being taken on the current stream. A source of `taskgraph.graph.digests`."""
+    """The digests of an array's blocks, being taken on the current stream. A source of `taskgraph.graph.digests`.
 
-    def __init__(self, device: Device, array: Array, block_bytes: int) -> None:
+    Args:
+        take: what queued them gave.
+    """
+
+    def __init__(self, device: Device, take: Callable[[], bytes], nbytes: int, block_bytes: int) -> None:
         self._device = device
         self._block_bytes = block_bytes
-        self._take = device.digests(array, block_bytes)
+        self._take = take
         self._done = device.record(device.current())
-        self.blocks: Sequence[bytes] = ()
-        self.nbytes: int = array.nbytes
+        self.blocks = b""
+        self.nbytes = nbytes
 
     def begin(self) -> None:
-        """Waits until they are taken. To be called before `digest` is."""
+        """Waits until they are taken. To be called before `digest` is, or `blocks` are read."""
         self._device.wait(self._done)
         self.blocks = self._take()
 
     def digest(self, begin: int, end: int) -> bytes:
-        return self.blocks[begin // self._block_bytes]
+        at = begin // self._block_bytes * DIGEST_BYTES
+        return self.blocks[at : at + DIGEST_BYTES]
 
 
 class Private(Digested):
@@ -135,17 +161,17 @@ class Private(Digested):
     """
 
     def __init__(self, device: Device, array: Array, block_bytes: int, shared: SharedMemory | None = None) -> None:
-        segment = None if shared is None else shared.take(array.nbytes)
+        nbytes: int = array.nbytes
+        segment = None if shared is None else shared.take(nbytes)
         if shared is None or segment is None:
-            self._memory = _Memory(device, device.copy(array), device.current())
+            self._lease = _Lease(_Memory(device, device.empty(nbytes), device.current()))
         else:
-            self._memory = _InSegment(device, shared, segment, array.nbytes)
-            device.fill(self._memory.array, array)
-        super().__init__(device, self._memory.array, block_bytes)
+            self._lease = _Lease(_InSegment(device, shared, segment, nbytes))
+        super().__init__(device, device.fill(self._lease.memory.array, array, block_bytes), nbytes, block_bytes)
 
     def sealed(self) -> DeviceBuffer:
         """The copy, once `begin` returned."""
-        return DeviceBuffer(self._memory, self._block_bytes)
+        return DeviceBuffer(self._lease, self._block_bytes)
 
 
 class DeviceBuffer:
@@ -156,15 +182,16 @@ class DeviceBuffer:
         host_copies: how often it was copied to the host, or that was tried.
     """
 
-    __slots__ = ("_block_bytes", "_copy", "_leases", "_lock", "_memory", "host_copies", "nbytes")
+    __slots__ = ("_block_bytes", "_copy", "_lease", "_lock", "_memory", "_views", "host_copies", "nbytes")
 
     format = "B"
     c_contiguous = True
 
-    def __init__(self, memory: _Memory, block_bytes: int) -> None:
-        self._memory = memory
+    def __init__(self, lease: _Lease, block_bytes: int) -> None:
+        self._lease = lease
+        self._memory = memory = lease.memory
         self._block_bytes = block_bytes
-        self._leases: weakref.WeakSet[_Lease] = weakref.WeakSet()
+        self._views: weakref.WeakSet[_Lease] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._copy: HostCopy | None = None
         self.host_copies = 0
@@ -182,13 +209,13 @@ class DeviceBuffer:
     @property
     def viewed(self) -> bool:
         """Whether there are views of it."""
-        return bool(self._leases)
+        return bool(self._views)
 
     def array(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         """A view, to be read on the current stream: nothing is copied."""
         memory = self._memory
         lease = _Lease(memory, memory.device.current())
-        self._leases.add(lease)
+        self._views.add(lease)
         return memory.device.view(memory.array, dtype, shape, lease)
 
     def separate(self) -> DeviceBuffer:
@@ -199,7 +226,8 @@ class DeviceBuffer:
 
     def digested(self) -> Digested:
         """What its digests are by now, behind what is queued on the current stream."""
-        return Digested(self._memory.device, self._memory.array, self._block_bytes)
+        device = self._memory.device
+        return Digested(device, device.digests(self._memory.array, self._block_bytes), self.nbytes, self._block_bytes)
 
     def host(self, allocate: Allocate | None = None) -> memoryview:
         """The bytes, on the host. Copied once: waits for that, so call it in a thread.
@@ -217,6 +245,8 @@ class DeviceBuffer:
             if self._copy is None or self._copy.error is not None:
                 memory = self._memory
                 self.host_copies += 1
-                self._copy = HostCopy(memory.device, memory.array, _side_stream(memory.device), allocate, keep=memory)
+                self._copy = HostCopy(
+                    memory.device, memory.array, _side_stream(memory.device), allocate, keep=_Lease(memory)
+                )
                 self._copy.begin()
             return self._copy

@@ -1,4 +1,5 @@
-// xxh3-128, seed 0, default secret, of every block of a buffer; from the XXH3 specification 0.1.1 (see digest.py).
+// xxh3-128, seed 0, default secret, of every block of a buffer; from the XXH3 specification 0.1.1 (see digest.py). And
+// the same in the pass that copies the buffer.
 //
 // A thread block digests one block of the buffer. XXH3 takes rounds of 1 KiB, and each ends with a scramble that the
 // next one needs. But what a round adds to the accumulators depends on its data only, and its stripes add up in any
@@ -206,15 +207,27 @@ __device__ __forceinline__ u64 sum_of_the_rest(const u8* block, u32 length) {
     return sum + __shfl_xor_sync(EVERYONE, sum, 16);
 }
 
-// `data` is aligned to 16 bytes, and `block_bytes` a multiple of that below 4 GiB. One thread block of THREADS for each
-// block; `digests` has 16 bytes for each, aligned to 8: in canonical order, so its higher half first, big-endian.
-extern "C" __global__ void __launch_bounds__(THREADS, 3)  // of 72 registers at most
-digest_blocks(const u8* __restrict__ data, u64 nbytes, u64 block_bytes, u64* __restrict__ digests) {
+// What is behind the last round that is scrambled, by one warp.
+__device__ __forceinline__ void copy_the_rest(const u8* block, u32 length, u8* copy) {
+    const u32 thread = threadIdx.x % WARP, whole = length / sizeof(ulonglong2) * sizeof(ulonglong2);
+    u32 at = (length - 1) / ROUND * ROUND + thread * sizeof(ulonglong2);
+#pragma unroll 1
+    for (; at < whole; at += WARP * sizeof(ulonglong2)) *(ulonglong2*)(copy + at) = *(const ulonglong2*)(block + at);
+    if (whole + thread < length) copy[whole + thread] = block[whole + thread];
+}
+
+// What a thread block does: see the kernels below. `copy` is where the buffer is copied to, if it is; `sums` is shared.
+template <bool COPIES>
+__device__ __forceinline__ void digest_block(const u8* __restrict__ data, u64 nbytes, u64 block_bytes,
+                                             u64* __restrict__ digests, u8* __restrict__ copy,
+                                             u64 (&sums)[2][BATCH][LANES]) {
     const u64 begin = blockIdx.x * block_bytes;
     const u8* const block = data + begin;
     const u32 length = (u32)(nbytes - begin < block_bytes ? nbytes - begin : block_bytes);
     u64* const digest = digests + 2 * (u64)blockIdx.x;
+    if (COPIES) copy += begin;
     if (length <= SHORT) {
+        if (COPIES && threadIdx.x < length) copy[threadIdx.x] = block[threadIdx.x];
         if (threadIdx.x == 0) {
             const Halves halves = digest_of_short(block, length);
             digest[0] = swapped(halves.high);
@@ -223,7 +236,6 @@ digest_blocks(const u8* __restrict__ data, u64 nbytes, u64 block_bytes, u64* __r
         return;
     }
 
-    __shared__ u64 sums[2][BATCH][LANES];
     const u32 warp = threadIdx.x / WARP, thread = threadIdx.x % WARP, lane = thread % LANES;
     const bool summer = warp < SUMMERS;
     const u32 rounds = (length - 1) / ROUND;  // the last one is none of them, whole or not: it is not scrambled
@@ -236,7 +248,10 @@ digest_blocks(const u8* __restrict__ data, u64 nbytes, u64 block_bytes, u64* __r
     const u64 scramble_key = ((const u64*)SECRET)[(SECRET_BYTES - STRIPE) / 8 + lane];
     u64 accumulator = initial(lane), rest = 0;
 
-    if (!summer) rest = sum_of_the_rest(block, length);  // here, where it waits for the first batch
+    if (!summer) {  // here, where it waits for the first batch
+        rest = sum_of_the_rest(block, length);
+        if (COPIES) copy_the_rest(block, length, copy);
+    }
     for (u32 first = 0; first < rounds; first += BATCH) {
         u64* const batch = sums[first / BATCH % 2][0];
         const u32 mine = first + warp * ROUNDS_EACH;
@@ -251,6 +266,15 @@ digest_blocks(const u8* __restrict__ data, u64 nbytes, u64 block_bytes, u64* __r
                 const ulonglong2* const round = at + (mine + k < rounds ? k : 0) * (ROUND / sizeof(ulonglong2));
                 early[k] = round[0];
                 late[k] = round[WARP];
+            }
+            if (COPIES) {
+                ulonglong2* const to = (ulonglong2*)(copy + (u64)mine * ROUND) + thread;
+#pragma unroll
+                for (u32 k = 0; k < ROUNDS_EACH; ++k) {
+                    if (mine + k >= rounds) break;
+                    to[k * (ROUND / sizeof(ulonglong2))] = early[k];
+                    to[k * (ROUND / sizeof(ulonglong2)) + WARP] = late[k];
+                }
             }
             u64 parts[2 * ROUNDS_EACH];
 #pragma unroll
@@ -283,4 +307,19 @@ digest_blocks(const u8* __restrict__ data, u64 nbytes, u64 block_bytes, u64* __r
     merged = avalanche(merged + (higher ? ~(length * PRIME64_2) : length * PRIME64_1));
     if (thread == 0) digest[1] = swapped(merged);
     if (thread == LANES) digest[0] = swapped(merged);
+}
+
+// `data` is aligned to 16 bytes, and `block_bytes` a multiple of that below 4 GiB. One thread block of THREADS for each
+// block; `digests` has 16 bytes for each, aligned to 8: in canonical order, so its higher half first, big-endian.
+extern "C" __global__ void __launch_bounds__(THREADS, 3)  // of 72 registers at most
+digest_blocks(const u8* __restrict__ data, u64 nbytes, u64 block_bytes, u64* __restrict__ digests) {
+    __shared__ u64 sums[2][BATCH][LANES];
+    digest_block<false>(data, nbytes, block_bytes, digests, nullptr, sums);
+}
+
+// The same, and `copy`, aligned to 16 bytes, gets what is in `data`.
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
+copy_blocks(const u8* __restrict__ data, u64 nbytes, u64 block_bytes, u64* __restrict__ digests, u8* __restrict__ copy) {
+    __shared__ u64 sums[2][BATCH][LANES];
+    digest_block<true>(data, nbytes, block_bytes, digests, copy, sums);
 }

@@ -1,6 +1,6 @@
 """The xxh3-128 of blocks of memory on a device, taken there: `digest.cu`, and how CuPy launches it.
 
-Every block in one launch, and each byte is read once. Written from the specification of XXH3
+Every block in one launch, and each byte is read once, also where it is copied. Written from the specification of XXH3
 (https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md, version 0.1.1): seed 0, the default secret, canonical
 form, as `xxhash.xxh3_128_digest` on the host.
 """
@@ -13,9 +13,11 @@ from typing import Any, Final
 
 import numpy
 
-__all__ = ["ALIGNMENT", "DIGEST_BYTES", "NAME", "OPTIONS", "THREADS", "count", "launch", "source"]
+__all__ = ["ALIGNMENT", "COPIES", "DIGESTS", "DIGEST_BYTES", "OPTIONS", "THREADS", "count", "launch", "source"]
 
-NAME: Final = "digest_blocks"
+DIGESTS: Final = "digest_blocks"
+COPIES: Final = "copy_blocks"
+"""The kernels' names."""
 THREADS: Final = 288
 """Of a thread block, as the kernel has it."""
 OPTIONS: Final = ("-std=c++17",)
@@ -30,11 +32,16 @@ def source() -> str:
 
 
 @cache
-def _kernel() -> Any:
-    """Compiled at its first launch on each device; CuPy keeps the result on disk for other processes."""
+def _kernel(name: str) -> Any:
+    return _module().get_function(name)
+
+
+@cache
+def _module() -> Any:
+    """Compiled at the first launch on each device; CuPy keeps the result on disk for other processes."""
     import cupy
 
-    return cupy.RawKernel(source(), NAME, options=OPTIONS)
+    return cupy.RawModule(code=source(), options=OPTIONS)
 
 
 def count(nbytes: int, block_bytes: int) -> int:
@@ -42,19 +49,21 @@ def count(nbytes: int, block_bytes: int) -> int:
     return -(-nbytes // block_bytes)
 
 
-def launch(data: int, nbytes: int, block_bytes: int, digests: int, stream: Any) -> None:
+def launch(data: int, nbytes: int, block_bytes: int, digests: int, stream: Any, copy: int = 0) -> None:
     """Queues the digests of the blocks of `nbytes` at the address `data`, in order, on a stream of the current device.
 
     Args:
         digests: where they go: memory of the device, `DIGEST_BYTES` for each block, aligned to 8.
-        stream: a `cupy.cuda.Stream` or `ExternalStream`. Both memories must stay until it came past the launch.
+        stream: a `cupy.cuda.Stream` or `ExternalStream`. All memory must stay until it came past the launch.
+        copy: where the bytes are copied to in the same pass; 0: nowhere.
 
     Raises:
         ValueError: the memory, or a block in it, is not aligned to `ALIGNMENT`; or a block has 4 GiB or more.
     """
-    if data % ALIGNMENT or block_bytes % ALIGNMENT or not 0 < block_bytes < 1 << 32:
+    if data % ALIGNMENT or copy % ALIGNMENT or block_bytes % ALIGNMENT or not 0 < block_bytes < 1 << 32:
         raise ValueError(f"blocks of {block_bytes} bytes at {data:#x}: not aligned to {ALIGNMENT}, or too large")
     if blocks := count(nbytes, block_bytes):
-        arguments = tuple(map(numpy.uint64, (data, nbytes, block_bytes, digests)))  # CuPy passes them as they are
+        given = (data, nbytes, block_bytes, digests, copy) if copy else (data, nbytes, block_bytes, digests)
+        arguments = tuple(map(numpy.uint64, given))  # CuPy passes them as they are
         with stream:
-            _kernel()((blocks,), (THREADS,), arguments)
+            _kernel(COPIES if copy else DIGESTS)((blocks,), (THREADS,), arguments)

@@ -37,6 +37,26 @@ class Pinnable(Protocol):
     pin: Pin | None
 
 
+class _Reads:
+    """What a device still reads of locked memory.
+
+    Attributes:
+        events: behind what was queued.
+        unknown: nobody can tell when that is done.
+    """
+
+    __slots__ = ("events", "unknown")
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.unknown = False
+
+
+_reads: Final[set[_Reads]] = set()
+"""Those of all pins. Finalizers of what is garbage together run in any order, and CuPy's events are destroyed by
+theirs: what a pin's finalizer needs must be no garbage with it."""
+
+
 class Pin:
     """Page-locked memory, for as long as anybody has this object: then it is unlocked, and goes.
 
@@ -48,15 +68,15 @@ class Pin:
         then: called once it is unlocked, in that thread.
     """
 
-    __slots__ = ("_events", "_left", "_lock", "_locked", "_memory", "device", "then")
+    __slots__ = ("_lock", "_locked", "_memory", "_reads", "device", "then")
 
     def __init__(self, locked: _Locked, device: Device, memory: Any) -> None:
         self.device = device
         self.then: Callable[[], object] | None = None
         self._locked = locked
         self._memory = memory
-        self._events: list[Event] = []
-        self._left = False
+        self._reads = _Reads()
+        _reads.add(self._reads)
         self._lock = threading.Lock()
 
     def upload(self, host: NDArray[Any]) -> Array:
@@ -66,10 +86,10 @@ class Pin:
         try:
             event = device.record(device.current())
         except Exception:
-            self._left = True  # nobody can tell when it is read
+            self._reads.unknown = True
             raise
         with self._lock:
-            self._events.append(event)
+            self._reads.events.append(event)
             self._look()
         return made
 
@@ -79,17 +99,18 @@ class Pin:
             return self._look()
 
     def _look(self) -> bool:
-        if self._events and not self._left:
+        reads = self._reads
+        if reads.events and not reads.unknown:
             try:
-                self._events = [event for event in self._events if not self.device.done(event)]
+                reads.events = [event for event in reads.events if not self.device.done(event)]
             except Exception as error:  # the device is lost, as a rule
                 log.warning("page-locked memory is not used again: %s", error)
-                self._left = True
-        return not self._events and not self._left
+                reads.unknown = True
+        return not reads.events and not reads.unknown
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():  # some go after this module
-            self._locked.unlock(self.device, self._memory, None if self._left else self._events, self.then)
+            self._locked.unlock(self.device, self._memory, self._reads, self.then)
 
 
 class _Locked:
@@ -103,7 +124,7 @@ class _Locked:
         self._limit = limit
         self._locking = threading.Lock()
         self._counting = threading.Lock()
-        self._gone: deque[tuple[Device, Any, list[Event] | None, Callable[[], object] | None]] = deque()
+        self._gone: deque[tuple[Device, Any, _Reads, Callable[[], object] | None]] = deque()
         self._unlocking = _thread.allocate_lock()
         self._left: list[Any] = []  # memory that the device may use for ever
         self._said = False
@@ -135,11 +156,9 @@ class _Locked:
     def full(self, size: int) -> bool:
         return self.nbytes + size > self._limit
 
-    def unlock(
-        self, device: Device, memory: Any, events: list[Event] | None, then: Callable[[], object] | None
-    ) -> None:
+    def unlock(self, device: Device, memory: Any, reads: _Reads, then: Callable[[], object] | None) -> None:
         """Called by finalizers, in any thread: it waits for nothing."""
-        self._gone.append((device, memory, events, then))
+        self._gone.append((device, memory, reads, then))
         if self._unlocking.acquire(blocking=False):
             try:
                 _thread.start_new_thread(self._unlock_all, ())
@@ -154,20 +173,19 @@ class _Locked:
             if not self._gone or not self._unlocking.acquire(blocking=False):
                 return  # who came meanwhile started another thread
 
-    def _unlock(
-        self, device: Device, memory: Any, events: list[Event] | None, then: Callable[[], object] | None
-    ) -> None:
+    def _unlock(self, device: Device, memory: Any, reads: _Reads, then: Callable[[], object] | None) -> None:
         size = len(memory)
         try:
-            if events is None:
+            if reads.unknown:
                 raise RuntimeError("nobody knows what the device does there")
-            for event in events:
+            for event in reads.events:
                 device.wait(event)
             device.unregister(np.frombuffer(memory, np.uint8))
         except Exception as error:
             log.warning("page-locked memory of %d bytes is left alone: %s", size, error)
             self._left.append(memory)
             return
+        _reads.discard(reads)
         with self._counting:
             self.nbytes -= size
         if then is not None:

@@ -7,7 +7,7 @@ waits for the pieces in their order, in a thread, and tells those who listen how
 
 from __future__ import annotations
 
-import sys
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, Final
@@ -20,11 +20,41 @@ from taskgraph.protocol.messages import Encoded
 
 __all__ = ["PIECE_BYTES", "EncodedInPart", "HostCopy"]
 
+log = logging.getLogger("taskgraph.devices")
+
 PIECE_BYTES: Final = 4 << 20
 """It takes 0.1 to 0.3 ms to copy to page-locked memory: long beside what an event costs, short beside sending it."""
 
-_left: Final[list[object]] = []
-"""Memory that a device may still write to, or read, after an error: nobody else gets it."""
+_queued: Final[set[_Queued]] = set()
+"""What devices copy, or may still copy after an error: nobody else gets the memory of it. Finalizers of what is garbage
+together run in any order: the memory would be somebody else's before the finalizer of the copy ran."""
+
+
+class _Queued:
+    """A copy that was queued, and not waited for yet.
+
+    Attributes:
+        abandoned: nobody will wait for it.
+    """
+
+    __slots__ = ("abandoned", "device", "events", "keep", "source", "target")
+
+    def __init__(self, device: Device, source: Array, target: NDArray[np.uint8], keep: object) -> None:
+        self.device = device
+        self.source = source
+        self.target = target
+        self.keep = keep
+        self.events: list[Event] = []  # behind each piece
+        self.abandoned = False
+
+    def over(self) -> bool:
+        """Whether nobody waits for it, nor has to."""
+        try:
+            return self.abandoned and all(map(self.device.done, self.events))
+        except Exception as error:  # the device is lost, as a rule
+            log.warning("a copy to the host of %d bytes is left alone: %s", self.target.nbytes, error)
+            self.abandoned = False
+            return False
 
 
 class HostCopy:
@@ -40,11 +70,10 @@ class HostCopy:
         "_at_once",
         "_device",
         "_events",
-        "_keep",
         "_listening",
         "_lock",
+        "_queued",
         "_queueing",
-        "_source",
         "_stream",
         "_target",
         "data",
@@ -68,16 +97,18 @@ class HostCopy:
             allocate: where it goes, as far as that has memory.
             keep: stays as long as the device reads the source.
         """
-        self._events: list[Event] = []
+        for queued in tuple(_queued):
+            if queued.over():
+                _queued.discard(queued)
         size: int = source.nbytes
         block = None if allocate is None else allocate(size)
         origin = None if block is None else block.origin
         self._at_once = origin is not None and origin.pinned(device) is not None
         self._device = device
         self._stream = stream
-        self._source: Array | None = source
-        self._keep: object = keep
         self._target: NDArray[np.uint8] = np.empty(size, np.uint8) if block is None else block
+        self._queued = _Queued(device, source, self._target, keep)
+        self._events = self._queued.events
         self._queueing = threading.Lock()
         self._lock = threading.Lock()
         self._listening: list[Callable[[], object]] = []
@@ -85,9 +116,9 @@ class HostCopy:
         self.ready = 0
         self.error: Exception | None = None
 
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if self._events and self.ready < self._target.nbytes and self.error is None and not is_finalizing():
-            _left.append((self._target, self._source, self._keep))  # nobody waited for it
+    def __del__(self) -> None:
+        if self.error is None:
+            self._queued.abandoned = True
 
     def begin(self) -> None:
         """Queues what can be queued without waiting for it."""
@@ -133,13 +164,14 @@ class HostCopy:
     def _event(self, number: int) -> Event:
         """The event behind a piece, which is queued if it was not yet."""
         with self._queueing:
-            device, stream = self._device, self._stream
-            for at in range(len(self._events), number + 1):
+            device, stream, queued, events = self._device, self._stream, self._queued, self._events
+            for at in range(len(events), number + 1):
+                _queued.add(queued)
                 with device.on(stream):
                     begin = at * PIECE_BYTES
-                    device.fetch(self._source, self._target[begin : begin + PIECE_BYTES], begin)
-                    self._events.append(device.record(stream))
-            return self._events[number]
+                    device.fetch(queued.source, self._target[begin : begin + PIECE_BYTES], begin)
+                    events.append(device.record(stream))
+            return events[number]
 
     def _come(self, ready: int) -> None:
         with self._lock:
@@ -148,7 +180,8 @@ class HostCopy:
             self.ready = ready
             if ready == self._target.nbytes:
                 self._target.flags.writeable = False
-                self._source = self._keep = None
+                _queued.discard(self._queued)
+                self._queued.source = self._queued.keep = None
         self._tell()
 
     def _fail(self, error: Exception) -> None:
@@ -156,7 +189,6 @@ class HostCopy:
             if self.error is not None or self.ready == self._target.nbytes:
                 return
             self.error = error
-            _left.append((self._target, self._source, self._keep))
         self._tell()
 
     def _tell(self) -> None:

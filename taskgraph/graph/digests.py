@@ -75,10 +75,10 @@ def of_lone(value: bytes, buffer: memoryview) -> bytes:
     return without_buffers(value + _pack_two(len(value), size) + without_buffers(buffer))
 
 
-def of_blocks(value: bytes | bytearray | memoryview, sizes: Sequence[int], blocks: Sequence[bytes]) -> bytes:
+def of_blocks(value: bytes | bytearray | memoryview, sizes: Sequence[int], blocks: bytes) -> bytes:
     """The digest of a value whose blocks were digested elsewhere: those of all its buffers, in order."""
     whole = _begin(value, sizes)
-    whole.update(b"".join(blocks))
+    whole.update(blocks)
     return whole.digest()
 
 

@@ -188,7 +188,7 @@ def _seal(writer: Writer, value: Any) -> tuple[tuple[memoryview, ...], bytes]:
 
 
 def _digest(meta: bytes | bytearray | memoryview, buffers: Sequence[memoryview | digests.Source]) -> bytes:
-    blocks: list[bytes] = []
+    blocks = b""
     for buffer in buffers:
         if not isinstance(buffer, Digested):
             return digests.digest(meta, buffers)

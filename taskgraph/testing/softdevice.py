@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, Final
 
@@ -63,11 +63,15 @@ class SoftStream:
 
 
 class SoftEvent:
-    """A place in a stream."""
+    """A place in a stream. Once its finalizer ran it is of no use: so are events of CUDA in CuPy."""
 
     def __init__(self, stream: SoftStream) -> None:
         self.stream = stream
         self.place = stream.queued
+        self.destroyed = False
+
+    def __del__(self) -> None:
+        self.destroyed = True
 
 
 class _Memory:
@@ -193,7 +197,7 @@ class SoftDevice:
         self.registrations = 0
         """How often some was."""
         self.misuses: list[str] = []
-        """What was done with registered memory that must not be."""
+        """What was done with registered memory, or an event, that must not be."""
         self.xp = _namespace(self)
 
     # -- order ------------------------------------------------------------------------------------
@@ -229,7 +233,9 @@ class SoftDevice:
     def follow(self, stream: Any, event: SoftEvent) -> None:
         with self._lock:
             self._go_on()
-            self._queue(stream, lambda: self._run(event.stream, event.place))
+            self._look(event)
+            of, place = event.stream, event.place
+            self._queue(stream, lambda: self._run(of, place))
 
     def wait(self, event: SoftEvent) -> None:
         caller = sys._getframe(1).f_code.co_qualname
@@ -238,11 +244,17 @@ class SoftDevice:
             if on_a_loop():
                 self.waits_on_loops.append("".join(traceback.format_stack(limit=12)))
             self._go_on()
+            self._look(event)
             self._run(event.stream, event.place)
+
+    def _look(self, event: SoftEvent) -> None:
+        if event.destroyed:
+            raise self._misused("an event was used whose finalizer ran")
 
     def done(self, event: SoftEvent) -> bool:
         with self._lock:
             self._go_on()
+            self._look(event)
             return event.stream.done >= event.place
 
     def synchronize(self) -> None:
@@ -322,7 +334,10 @@ class SoftDevice:
         data = array.elements.reshape(-1).view(np.uint8).data
         return self.array_type(self, owner, np.ndarray(shape, dtype, data))
 
-    def digests(self, array: SoftArray, block_bytes: int) -> Callable[[], Sequence[bytes]]:
+    def empty(self, nbytes: int) -> SoftArray:
+        return self._new((nbytes,), np.uint8)
+
+    def digests(self, array: SoftArray, block_bytes: int) -> Callable[[], bytes]:
         data = array.elements.reshape(-1).view(np.uint8)
         found = [b"\xdd" * 16 for _ in range(0, data.nbytes, block_bytes)]
 
@@ -332,7 +347,7 @@ class SoftDevice:
                 found[number] = xxhash.xxh3_128_digest(block.data)
 
         self._do(take)
-        return lambda: list(found)
+        return lambda: b"".join(found)
 
     def to_device(self, host: NDArray[Any]) -> SoftArray:
         made = self._new(host.shape, host.dtype)
@@ -385,9 +400,10 @@ class SoftDevice:
         run = _SharedRun(nbytes)
         return self.array_type(self, run, run.raw)
 
-    def fill(self, target: SoftArray, source: SoftArray) -> None:
+    def fill(self, target: SoftArray, source: SoftArray, block_bytes: int) -> Callable[[], bytes]:
         made, given = np.ndarray(source.shape, source.dtype, target.elements.data), source.elements
         self._do(lambda: np.copyto(made, given))
+        return self.digests(target, block_bytes)
 
     def share(self, memory: SoftArray) -> bytes:
         run = memory._owner

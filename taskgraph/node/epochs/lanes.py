@@ -59,6 +59,7 @@ class Lanes:
         "_injects",
         "_keeper",
         "_lacks_room",
+        "_leaves_device",
         "_loop",
         "_may_stay",
         "_most_bytes",
@@ -143,6 +144,7 @@ class Lanes:
         """An epoch said that the job ends with it: none begins any more."""
         self._epoch_bytes: int | None = None  # what the epoch held and pulled that was snapshotted last
         self._most_bytes = 0  # the most that any did
+        self._leaves_device = False  # whether its snapshot was on a device
         self.dones = Dones(self._make_whole, not_done)
         self.helds = Dones(self._be_held, not_done)
         """Those whose boundaries are whole, and wait for acknowledgements alone."""
@@ -276,7 +278,8 @@ class Lanes:
             if self._epoch_bytes is None:
                 return False  # how large its epochs are is found out with one
             held += in_flight * self._epoch_bytes
-        return held <= _AHEAD_BYTES
+        # What leaves a device takes its time, which the next epoch computes in, however much it is.
+        return held <= _AHEAD_BYTES or (self._leaves_device and epoch == self.settled + 1)
 
     # -- one epoch --------------------------------------------------------------------------------
 
@@ -323,6 +326,7 @@ class Lanes:
         else:
             value = await replica.snapshot(numbers, {stamp.epoch - 1: rows} if rows else {}, stays=True)
             self._state_bytes = value.size_bytes
+            self._leaves_device = type(value) is EncodedOnDevice
             attempt.snapshot_bytes = self._state_bytes
             if self._may_stay:
                 self._bare = value if type(value) is Encoded and not numbers and not rows else None

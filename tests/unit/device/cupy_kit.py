@@ -16,11 +16,13 @@ from taskgraph.testing.softdevice import SoftArray, SoftDevice, SoftEvent, SoftS
 def launch_on(soft: SoftDevice) -> Callable[..., None]:
     """In place of `taskgraph.device.digest.launch`, on addresses as the stand-in has them."""
 
-    def launch(data: Any, nbytes: int, block_bytes: int, digests: Any, stream: Any) -> None:
+    def launch(data: Any, nbytes: int, block_bytes: int, digests: Any, stream: Any, copy: Any = 0) -> None:
         assert data.nbytes == nbytes and stream.of is soft.current()
         source, target = data.elements.reshape(-1).view(np.uint8), digests.elements.reshape(-1, 16)
 
         def take() -> None:
+            if isinstance(copy, SoftArray):
+                copy.elements.reshape(-1).view(np.uint8)[:nbytes] = source
             for number, row in enumerate(target):
                 block = source[number * block_bytes : (number + 1) * block_bytes]
                 row[:] = np.frombuffer(xxhash.xxh3_128_digest(block.data), np.uint8)
@@ -46,9 +48,15 @@ def stand_in(soft: SoftDevice) -> Any:
     current: list[Stream] = []
 
     class Event:
+        """As CuPy's, it is destroyed by its finalizer, also where that runs before those of others that have it."""
+
         def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
             assert block and disable_timing, "a wait that spins"
             self.place: SoftEvent | None = None
+
+        def __del__(self) -> None:
+            if self.place is not None:
+                self.place.destroyed = True
 
         @property
         def done(self) -> bool:
@@ -60,8 +68,15 @@ def stand_in(soft: SoftDevice) -> Any:
             soft.wait(self.place)
 
     class Stream:
+        """The same."""
+
+        destroyed = False
+
         def __init__(self, of: SoftStream | None = None) -> None:
             self.of = of or soft.stream()
+
+        def __del__(self) -> None:
+            self.destroyed = True
 
         def __eq__(self, other: object) -> bool:
             return isinstance(other, Stream) and self.of is other.of
@@ -87,10 +102,14 @@ def stand_in(soft: SoftDevice) -> Any:
             (entered[-1] if entered else Stream(soft.default)).use()
 
         def record(self, event: Event) -> Event:
+            if self.destroyed:
+                soft.misuses.append("a stream was used whose finalizer ran")
             event.place = soft.record(self.of)
             return event
 
         def wait_event(self, event: Event) -> None:
+            if self.destroyed:
+                soft.misuses.append("a stream was used whose finalizer ran")
             assert event.place is not None
             soft.follow(self.of, event.place)
 
@@ -131,6 +150,14 @@ def stand_in(soft: SoftDevice) -> Any:
         @property
         def data(self) -> Any:
             return SimpleNamespace(ptr=self, array=self, owner=self)
+
+        @property
+        def flags(self) -> Any:
+            return self.elements.flags
+
+        def __mod__(self, alignment: int) -> int:
+            """Of an array that stands for its address."""
+            return int(self.elements.ctypes.data % alignment)
 
         def __setitem__(self, key: Any, value: Any) -> None:
             assert key is ... and value.shape == self.shape and value.dtype == self.dtype

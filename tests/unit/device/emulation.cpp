@@ -101,6 +101,7 @@ struct Arguments {
     const unsigned char* data;
     unsigned long long nbytes, block_bytes;
     unsigned long long* digests;
+    unsigned char* copy;
 } arguments;
 
 void fiber() {
@@ -149,10 +150,18 @@ void on_signal(int number) {
 // 0; or the number of the signal that a thread of the kernel got; or -1: threads wait for others, and none can run; or
 // -2: more threads than the kernel's launch bounds allow, which CUDA refuses.
 extern "C" int launch(const unsigned char* data, unsigned long long nbytes, unsigned long long block_bytes,
-                      unsigned long long* digests, unsigned grid, unsigned threads, std::uint64_t order) {
+                      unsigned long long* digests, unsigned char* copy, unsigned grid, unsigned threads,
+                      std::uint64_t order) {
     if (threads > THREADS) return -2;
-    arguments = {data, nbytes, block_bytes, digests};
-    body = [] { digest_blocks(arguments.data, arguments.nbytes, arguments.block_bytes, arguments.digests); };
+    arguments = {data, nbytes, block_bytes, digests, copy};
+    body = [] {
+        const auto& [data, nbytes, block_bytes, digests, copy] = arguments;
+        if (copy) {
+            copy_blocks(data, nbytes, block_bytes, digests, copy);
+        } else {
+            digest_blocks(data, nbytes, block_bytes, digests);
+        }
+    };
     fibers.resize(threads);
     struct sigaction ours = {}, before[std::size(SIGNALS)];
     ours.sa_handler = on_signal;

@@ -16,7 +16,7 @@ import pytest
 import xxhash
 from cupy_kit import launch_on, stand_in
 
-from taskgraph.device import cuda, digest, pinning
+from taskgraph.device import buffers, cuda, digest, pinning
 from taskgraph.device.api import HANDLE_BYTES, IDENTITY_BYTES, Device
 from taskgraph.device.cuda import array_module, device_count
 from taskgraph.device.lookup import device_of
@@ -192,7 +192,12 @@ def test_the_digests_are_those_of_the_blocks(found: Found) -> None:
     host = np.random.default_rng(2).integers(0, 256, 10_000, np.uint8)
     digests = device.digests(device.to_device(host), 4096)
     device.wait(device.record(device.current()))
-    assert list(digests()) == [xxhash.xxh3_128_digest(host[at : at + 4096]) for at in (0, 4096, 8192)]
+    assert digests() == digests_of(host, 4096)
+
+
+def digests_of(host: np.ndarray[Any, Any], block_bytes: int) -> bytes:
+    raw = host.tobytes()
+    return b"".join(xxhash.xxh3_128_digest(raw[at : at + block_bytes]) for at in range(0, len(raw), block_bytes))
 
 
 @pytest.mark.parametrize("fault", ["a digest is wrong", "it fails"])
@@ -341,7 +346,7 @@ def filled(device: Device, host: np.ndarray[Any, Any], xp: Any) -> Any:
     """Memory that other processes can open, with these elements."""
     memory = device.allocate(2 << 20)
     part = device.view(memory, np.dtype(np.uint8), (host.nbytes,), None)
-    device.fill(part, xp.asarray(host))
+    device.fill(part, xp.asarray(host), 4096)
     device.wait(device.record(device.current()))
     return memory
 
@@ -355,11 +360,37 @@ def test_memory_that_others_can_open_is_filled_in_c_order(found: Found) -> None:
         (xp.asarray(host), host),
         (xp.asarray(host).T, host.T),
         (xp.asarray(host)[:, ::3], host[:, ::3]),
+        (xp.asarray(host).reshape(-1)[1:], host.reshape(-1)[1:]),  # in C order, and not aligned to 16 bytes
+        (xp.asarray(host).reshape(-1)[2:3], host.reshape(-1)[2:3]),
     ):
         part = device.view(memory, np.dtype(np.uint8), (wanted.nbytes,), None)
-        device.fill(part, one)
+        digests = device.fill(part, one, 65536)
         there = device.view(part, wanted.dtype, wanted.shape, None)
         assert np.array_equal(fetched(device, there), wanted)
+        assert digests() == digests_of(wanted, 65536)
+
+
+def test_what_is_garbage_together_is_let_go_of_in_any_order(found: Found) -> None:
+    """CuPy's streams and events are destroyed by finalizers, and the collector runs them in an order of its own."""
+    device, xp = found
+    host = np.arange(100_000.0)
+    kept = len(buffers._kept)
+    for after in (False, True):
+        owner, reader = device.stream(), device.stream()
+        with device.on(owner):
+            encoded = encode(xp.asarray(host), stays=True)
+        with device.on(reader):
+            view = decode(encoded, device=device)
+            read = view + 1.0
+        cycle: list[Any] = [encoded, view, owner, reader]
+        cycle = [*reversed(cycle), cycle] if after else [*cycle, cycle]
+        cycle.append(cycle)
+        del encoded, view, owner, reader, cycle
+        gc.collect()
+        assert len(buffers._kept) == kept
+        device.wait(device.record(device.current()))
+        with device.on(device.stream()):
+            assert device.to_host(read).shape == host.shape
 
 
 def test_a_device_is_known_by_an_identity_and_has_memory(found: Found) -> None:

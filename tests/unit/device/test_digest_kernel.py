@@ -47,7 +47,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library.guarded.argtypes = [ctypes.c_size_t, ctypes.c_int]
     library.release.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.launch.argtypes = [
-        *(ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p),
+        *(ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p),
         *(ctypes.c_uint, ctypes.c_uint, ctypes.c_uint64),
     ]
     return library
@@ -65,25 +65,33 @@ class Stream:
         self.current = False
 
 
-@pytest.fixture
-def digests(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Digests]:
-    """The digests of blocks of some data, by `launch`: CuPy's launching is replaced by the emulation's."""
-    stream, order, launches = Stream(), FIRST_READY, 0
+@pytest.fixture(params=["digested", "copied"])
+def digests(request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Digests]:
+    """The digests of blocks of some data, by `launch`: CuPy's launching is replaced by the emulation's.
 
-    class RawKernel:
-        def __init__(self, code: str, name: str, options: tuple[str, ...] = ()) -> None:
-            assert (code, name) == (KERNEL.read_text("utf-8"), "digest_blocks")
+    Copied, too, in half of the tests; then the digests are right where the copy is.
+    """
+    stream, order, launches, copies = Stream(), FIRST_READY, 0, request.param == "copied"
 
-        def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...]) -> None:
-            nonlocal launches
-            assert stream.current
-            assert (len(grid), len(block)) == (1, 1)
-            assert all(isinstance(arg, numpy.uint64) for arg in args), "of the sizes of the kernel's parameters"
-            launches += 1
-            result = library.launch(*map(int, args), grid[0], block[0], order)
-            assert result != -2, "more threads than the kernel says it has"
-            assert result != -1, "threads wait for others that ended or wait for something else"
-            assert not result, f"a thread was ended by signal {result}: it touched what is not its, or is not aligned"
+    class RawModule:
+        def __init__(self, *, code: str, options: tuple[str, ...] = ()) -> None:
+            assert code == KERNEL.read_text("utf-8")
+
+        def get_function(self, name: str) -> Any:
+            return {("digest_blocks", False): digest, ("copy_blocks", True): digest}[name, copies]
+
+    def digest(grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...]) -> None:
+        nonlocal launches
+        assert stream.current
+        assert (len(grid), len(block)) == (1, 1)
+        assert all(isinstance(arg, numpy.uint64) for arg in args), "of the sizes of the kernel's parameters"
+        launches += 1
+        assert len(args) == 4 + copies
+        given = (*map(int, args), 0)[:5]
+        result = library.launch(*given, grid[0], block[0], order)
+        assert result != -2, "more threads than the kernel says it has"
+        assert result != -1, "threads wait for others that ended or wait for something else"
+        assert not result, f"a thread was ended by signal {result}: it touched what is not its, or is not aligned"
 
     @contextmanager
     def memory(nbytes: int, at_end: bool) -> Iterator[int]:
@@ -97,18 +105,22 @@ def digests(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[D
         nonlocal order, launches
         order, launches = in_order, 0
         count = subject.count(len(data), block_bytes)
-        with memory(len(data), end) as begin, memory(count * subject.DIGEST_BYTES, end) as out:
-            ctypes.memmove(begin, data, len(data))
-            subject.launch(begin, len(data), block_bytes, out, stream)
-            assert ctypes.string_at(begin, len(data)) == data
+        size = len(data)
+        with memory(size, end) as begin, memory(size, end) as copy, memory(count * subject.DIGEST_BYTES, end) as out:
+            ctypes.memmove(begin, data, size)
+            subject.launch(begin, size, block_bytes, out, stream, copy if copies else 0)
+            assert ctypes.string_at(begin, size) == data
+            assert not copies or ctypes.string_at(copy, size) == data
             found = ctypes.string_at(out, count * subject.DIGEST_BYTES)
         assert launches == (1 if data else 0)
         return [found[at : at + subject.DIGEST_BYTES] for at in range(0, len(found), subject.DIGEST_BYTES)]
 
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(RawKernel=RawKernel))
-    subject._kernel.cache_clear()
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(RawModule=RawModule))
+    for cached in (subject._kernel, subject._module):
+        cached.cache_clear()
     yield digests
-    subject._kernel.cache_clear()
+    for cached in (subject._kernel, subject._module):
+        cached.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -173,10 +185,16 @@ def test_an_empty_buffer_has_no_blocks_and_starts_nothing(digests: Digests) -> N
     assert digests(b"") == []
 
 
-@pytest.mark.parametrize("data, block_bytes", [(8, MIB), (4096 + 1, MIB), (4096, MIB + 8), (4096, 0), (4096, 1 << 32)])
-def test_what_the_kernel_cannot_do_is_refused(data: int, block_bytes: int) -> None:
+@pytest.mark.parametrize(
+    "data, block_bytes, copy",
+    [
+        *((8, MIB, 0), (4096 + 1, MIB, 0), (4096, MIB + 8, 0), (4096, 0, 0), (4096, 1 << 32, 0)),
+        *((4096, MIB, 8), (4096, MIB, 8192 + 4)),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused(data: int, block_bytes: int, copy: int) -> None:
     with pytest.raises(ValueError, match="not aligned to 16, or too large"):
-        subject.launch(data, 4096, block_bytes, 0, Stream())
+        subject.launch(data, 4096, block_bytes, 0, Stream(), copy)
 
 
 @pytest.mark.slow

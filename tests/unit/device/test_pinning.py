@@ -321,7 +321,7 @@ def test_a_value_that_is_read_again_and_again_remembers_no_old_events(soft: Soft
     for _ in range(100):
         decode(value, device=soft).get()
     pin = segments_of(value)[0].pinned(soft)
-    assert pin is not None and len(pin._events) <= 1 and pin.idle()
+    assert pin is not None and len(pin._reads.events) <= 1 and pin.idle()
 
 
 def test_a_lost_device_keeps_what_it_may_read(

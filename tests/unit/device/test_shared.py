@@ -126,7 +126,7 @@ def test_one_that_is_much_too_large_does_not(memory: SharedMemory) -> None:
 def test_the_next_writer_follows_those_who_read_it(memory: SharedMemory, soft: SoftDevice) -> None:
     segment = taken(memory)
     reader, writer = soft.stream(), soft.stream()
-    soft.fill(segment.array, soft.xp.full(2 * MIB // 8, 1.0))
+    soft.fill(segment.array, soft.xp.full(2 * MIB // 8, 1.0), MIB)
     with soft.on(reader):
         soft.follow(reader, soft.record(soft.default))
         copy = soft.copy(segment.array)
@@ -134,7 +134,7 @@ def test_the_next_writer_follows_those_who_read_it(memory: SharedMemory, soft: S
     memory.give_back(segment, [done])
     with soft.on(writer):
         again = taken(memory)
-        soft.fill(again.array, soft.xp.full(2 * MIB // 8, 2.0))
+        soft.fill(again.array, soft.xp.full(2 * MIB // 8, 2.0), MIB)
     assert again is segment
     soft.wait(soft.record(writer))
     assert reader.done == reader.queued, "it was read first"
@@ -165,7 +165,7 @@ def test_more_than_may_be_idle_is_freed_the_oldest_first(memory: SharedMemory) -
 
 def test_it_is_freed_behind_those_who_read_it(memory: SharedMemory, soft: SoftDevice, clock: Clock) -> None:
     segment = taken(memory)
-    soft.fill(segment.array, soft.xp.full(2 * MIB // 8, 1.0))
+    soft.fill(segment.array, soft.xp.full(2 * MIB // 8, 1.0), MIB)
     soft.synchronize()  # only the reading is still to be done
     reader = soft.stream()
     with soft.on(reader):
@@ -287,7 +287,7 @@ def test_where_nothing_can_be_shared_it_is_tried_once_and_said(
 
 def test_the_device_in_software_spoils_what_is_freed_and_what_is_closed(soft: SoftDevice) -> None:
     array = soft.allocate(2 * MIB)
-    soft.fill(array, soft.xp.full(2 * MIB // 8, 1.0))
+    soft.fill(array, soft.xp.full(2 * MIB // 8, 1.0), MIB)
     soft.synchronize()
     handle = soft.share(array)
     one, two = soft.open(handle, 2 * MIB), soft.open(handle, 2 * MIB)

@@ -33,7 +33,7 @@ def soft() -> SoftDevice:
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "PIECE_BYTES", PIECE)
-    monkeypatch.setattr(staging, "_left", [])
+    monkeypatch.setattr(staging, "_queued", set())
     monkeypatch.setattr(pinning, "_locked", pinning._Locked(64 << 20))
 
 
@@ -195,9 +195,9 @@ def test_memory_that_the_device_may_still_write_to_is_given_to_nobody(
     soft.synchronize()  # the rest of the copy
     for other in others:
         assert other is not None and set(other) == {7}
-    (left,) = staging._left
-    assert np.array_equal(left[0], BYTES) and left[2] is not None  # type: ignore[index]
-    staging._left.clear()
+    (left,) = staging._queued
+    assert np.array_equal(left.target, BYTES) and left.keep is not None
+    staging._queued.clear()
 
 
 def test_a_value_that_goes_meanwhile_takes_its_memory_along_when_the_copy_is_done(soft: SoftDevice, pool: Pool) -> None:

@@ -79,8 +79,8 @@ class Fuzz:
         monkeypatch.setattr(devicelending, "_MAX_OPEN", 3)
         monkeypatch.setattr(devicelending, "_MAX_LENT", 6)
         monkeypatch.setattr(pinning, "_locked", pinning._Locked(20 * MIB))
-        monkeypatch.setattr(staging, "_left", [])
-        monkeypatch.setattr(buffers, "_lost", [])
+        monkeypatch.setattr(staging, "_queued", set())
+        monkeypatch.setattr(buffers, "_kept", set())
         errors: list[tuple[Any, str, Callable[[str], Exception], float]] = [
             (self.soft, "allocate", MemoryError, 0.1),
             (self.soft, "open", OSError, 0.02),
@@ -225,7 +225,7 @@ class Fuzz:
         memories = [one for one in everything if isinstance(one, buffers._Memory) and one.device is self.soft]
         copies = [one for one in everything if isinstance(one, staging.HostCopy) and one._device is self.soft]
         assert not memories and not copies and not self.soft.registered
-        assert not staging._left and not buffers._lost
+        assert not staging._queued and not buffers._kept
         assert not self.soft.misuses and not self.soft.waits_on_loops
 
 

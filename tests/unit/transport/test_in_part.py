@@ -43,7 +43,7 @@ def soft() -> SoftDevice:
 @pytest.fixture(autouse=True)
 def kept_apart(monkeypatch: pytest.MonkeyPatch, soft: SoftDevice) -> Iterator[None]:
     monkeypatch.setattr(pinning, "_locked", pinning._Locked(256 * MIB))
-    monkeypatch.setattr(staging, "_left", [])
+    monkeypatch.setattr(staging, "_queued", set())
     yield
     soft.synchronize()
     assert not soft.misuses

@@ -16,6 +16,7 @@ from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.errors import JobFailed
 from taskgraph.launch import inprocess
 from taskgraph.node import roles
+from taskgraph.node.epochs import lanes
 from taskgraph.protocol.boundaries import Boundaries, Boundary
 from taskgraph.protocol.messages import Encoded
 from taskgraph.testing.softdevice import SoftDevice
@@ -135,7 +136,11 @@ class Tells(Grows):
             Tells.began.set()
 
 
-def test_the_next_epoch_computes_meanwhile(soft: SoftDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ahead_bytes", [lanes._AHEAD_BYTES, 1])
+def test_the_next_epoch_computes_meanwhile_however_large_it_is(
+    soft: SoftDevice, monkeypatch: pytest.MonkeyPatch, ahead_bytes: int
+) -> None:
+    monkeypatch.setattr(lanes, "_AHEAD_BYTES", ahead_bytes)
     copy = DeviceBuffer.host
     Tells.began.clear()
 
