@@ -239,14 +239,19 @@ class DeviceBuffer:
         copy.finish()
         return copy.data
 
-    def copying(self, allocate: Allocate | None = None) -> HostCopy:
+    def copying(self, allocate: Allocate | None = None, *, sent: bool = True) -> HostCopy:
         """The same, begun by whoever asks first. It may take memory and have it page-locked: call it in a thread."""
         with self._lock:
             if self._copy is None or self._copy.error is not None:
                 memory = self._memory
                 self.host_copies += 1
                 self._copy = HostCopy(
-                    memory.device, memory.array, _side_stream(memory.device), allocate, keep=_Lease(memory)
+                    memory.device,
+                    memory.array,
+                    _side_stream(memory.device),
+                    allocate,
+                    keep=_Lease(memory),
+                    sent=sent,
                 )
                 self._copy.begin()
             return self._copy

@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 from taskgraph.device.api import Array, Device, Event, Stream
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["PIECE_BYTES", "EncodedInPart", "HostCopy"]
+__all__ = ["LARGE_PIECE_BYTES", "PIECE_BYTES", "EncodedInPart", "HostCopy"]
 
 log = logging.getLogger("taskgraph.devices")
 
 PIECE_BYTES: Final = 4 << 20
 """It takes 0.1 to 0.3 ms to copy to page-locked memory: long beside what an event costs, short beside sending it."""
+LARGE_PIECE_BYTES: Final = 64 << 20
+"""Of what is not sent meanwhile: to queue a piece takes some 60 us."""
 
 _queued: Final[set[_Queued]] = set()
 """What devices copy, or may still copy after an error: nobody else gets the memory of it. Finalizers of what is garbage
@@ -72,6 +74,7 @@ class HostCopy:
         "_events",
         "_listening",
         "_lock",
+        "_piece_bytes",
         "_queued",
         "_queueing",
         "_stream",
@@ -89,6 +92,7 @@ class HostCopy:
         allocate: Callable[[int], Any] | None,
         *,
         keep: object,
+        sent: bool = True,
     ) -> None:
         """
         Args:
@@ -96,6 +100,7 @@ class HostCopy:
             stream: on which it is queued.
             allocate: where it goes, as far as that has memory.
             keep: stays as long as the device reads the source.
+            sent: while it is copied, maybe; else it is of use once all of it is there.
         """
         for queued in tuple(_queued):
             if queued.over():
@@ -106,6 +111,7 @@ class HostCopy:
         self._at_once = origin is not None and origin.pinned(device) is not None
         self._device = device
         self._stream = stream
+        self._piece_bytes = PIECE_BYTES if sent else LARGE_PIECE_BYTES
         self._target: NDArray[np.uint8] = np.empty(size, np.uint8) if block is None else block
         self._queued = _Queued(device, source, self._target, keep)
         self._events = self._queued.events
@@ -144,7 +150,7 @@ class HostCopy:
                 self._fail(error)
                 break
             number += 1
-            self._come(min(number * PIECE_BYTES, self._target.nbytes))
+            self._come(min(number * self._piece_bytes, self._target.nbytes))
         if self.error is not None:
             raise self.error
 
@@ -156,21 +162,21 @@ class HostCopy:
             self._listening.append(call)
             return False
 
-    @staticmethod
-    def _end(nbytes: int) -> int:
+    def _end(self, nbytes: int) -> int:
         """How many pieces so many bytes take."""
-        return -(-nbytes // PIECE_BYTES)
+        return -(-nbytes // self._piece_bytes)
 
     def _event(self, number: int) -> Event:
         """The event behind a piece, which is queued if it was not yet."""
         with self._queueing:
-            device, stream, queued, events = self._device, self._stream, self._queued, self._events
-            for at in range(len(events), number + 1):
+            events = self._events
+            if number >= len(events):
+                device, stream, queued, piece = self._device, self._stream, self._queued, self._piece_bytes
                 _queued.add(queued)
                 with device.on(stream):
-                    begin = at * PIECE_BYTES
-                    device.fetch(queued.source, self._target[begin : begin + PIECE_BYTES], begin)
-                    events.append(device.record(stream))
+                    for begin in range(len(events) * piece, (number + 1) * piece, piece):
+                        device.fetch(queued.source, self._target[begin : begin + piece], begin)
+                        events.append(device.record(stream))
             return events[number]
 
     def _come(self, ready: int) -> None:

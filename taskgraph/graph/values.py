@@ -234,6 +234,12 @@ def arrived(meta: bytes, buffers: Sequence[memoryview | Private], digest: bytes)
     return EncodedOnDevice(meta, ready, digest)
 
 
+def begin_hosted(value: Encoded, *, allocate: Allocate | None = None) -> None:
+    """Queues the copies that `hosted` waits for, as far as the device makes them by itself. Call it in a thread."""
+    for buffer in staying(value):
+        buffer.copying(allocate, sent=False)
+
+
 def in_part(value: EncodedOnDevice, *, allocate: Allocate | None = None) -> EncodedInPart:
     """The same as `hosted`, but that its bulk is still being copied when this returns."""
     buffers = cast(Sequence[Any], value.buffers)

@@ -17,7 +17,7 @@ import numpy as np
 from taskgraph.errors import DecodeError, JobError, ValueNotEncodable
 from taskgraph.graph.blocks import block_behind
 from taskgraph.graph.compose import Graph
-from taskgraph.graph.values import decode, encode, hosted, verify
+from taskgraph.graph.values import begin_hosted, decode, encode, hosted, verify
 from taskgraph.jobs import Job
 from taskgraph.node.reports import ReportLog, with_log
 from taskgraph.node.usercode.actor import Actor, StuckError
@@ -183,10 +183,13 @@ class Replica:
             try:
                 whole = {"state": state, "numbers": numbers, "log": rows}
                 what, there = f"snapshot of task {self.task}", stays and self.device is not None
-                return encode(whole, what=what, allocate=self.router.allocate, stays=there)
+                value = encode(whole, what=what, allocate=self.router.allocate, stays=there)
             except ValueNotEncodable:
                 encode_fields(state, self.task)  # raises as well, and names the field
                 raise
+            # Here, before the next epoch computes: a compute that waits for the device holds up who queues copies.
+            begin_hosted(value, allocate=self.router.allocate)
+            return value
 
         if _is_small_snapshot(task, shape):
             return await self.actor.here("snapshot", take)
