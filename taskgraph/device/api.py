@@ -2,9 +2,9 @@
 
 Work on a device is *queued* on a stream: it is done in the order of the stream, later than the call that queued it, and
 in no order with what is queued on other streams, unless one follows an event of the other. Every thread has a current
-stream, on which the arrays' own operations are queued. Only `wait`, `to_host`, `register` and `unregister` block, and
-belong into a worker thread; everything else may be called anywhere, but for `fetch` to memory that is not registered:
-CUDA makes such a copy while it is called.
+stream, on which the arrays' own operations are queued. Only `wait`, `to_host`, `open`, `register` and `unregister`
+block, and belong into a worker thread; everything else may be called anywhere, but for `fetch` to memory that is not
+registered: CUDA makes such a copy while it is called.
 
 Memory belongs to the stream that was current when it was allocated: freed, it is given to the next who allocates on
 that stream, without any wait. So who reads an array on another stream has to see to it that the owner's stream follows
@@ -111,7 +111,8 @@ class Device(Protocol):
         """How much memory it has, for all processes."""
 
     def allocate(self, nbytes: int) -> Array:
-        """Bytes that belong to no stream. The device may stop for a moment, now and when they are garbage.
+        """Bytes that belong to no stream. They go with their last reference, when nothing is queued for them any more,
+        and stay as long as other processes have them open.
 
         Raises:
             MemoryError: there is not that much.
@@ -124,16 +125,17 @@ class Device(Protocol):
         """
 
     def share(self, memory: Array) -> bytes:
-        """`HANDLE_BYTES` by which others open what `allocate` gave. Raises, by the library, where none can."""
+        """`HANDLE_BYTES` by which others open what `allocate` or `open` gave, for as long as this process has it.
 
-    def open(self, handle: bytes, nbytes: int) -> Array:
-        """Bytes of another process, to be read only. Raises, by the library, where they cannot be opened.
-
-        They may be opened several times. Whoever allocated them must not let them go before they are closed.
+        Raises, by the library, where none can.
         """
 
-    def close(self, memory: Array) -> None:
-        """Ends what `open` gave, once all that reads it is done. The device may stop for a moment."""
+    def open(self, handle: bytes, nbytes: int) -> Array:
+        """Bytes of another process, to be read only. They go with their last reference, as what `allocate` gave.
+
+        It waits, for the other process, too. Raises, by the library, where they cannot be opened. They may be opened
+        several times.
+        """
 
     def register(self, memory: NDArray[np.uint8]) -> None:
         """Has memory of the host page-locked, so that the device copies from and to it by itself.

@@ -24,7 +24,7 @@ from taskgraph.device.digest import DIGEST_BYTES
 from taskgraph.device.shared import Segment, SharedMemory
 from taskgraph.device.staging import HostCopy
 
-__all__ = ["Allocate", "DeviceBuffer", "Digested", "Private"]
+__all__ = ["Allocate", "DeviceBuffer", "Digested", "Private", "borrowed"]
 
 log = logging.getLogger("taskgraph.devices")
 
@@ -38,6 +38,8 @@ _kept: Final[set[_Memory]] = set()
 """What somebody has a lease of. Finalizers of what is garbage together run in any order, and CuPy's streams and events
 are destroyed by theirs: what a lease's finalizer needs must be no garbage with it."""
 _numbers: Final = itertools.count()
+_NOBODYS: Final = object()
+"""In place of a stream: no stream is this one."""
 
 
 def _side_stream(device: Device) -> Stream:
@@ -108,6 +110,25 @@ class _InSegment(_Memory):
         self._shared.give_back(self.segment, [*self.read, self.device.record(self.stream)])
 
 
+class _Borrowed(_Memory):
+    """The same in memory of another process, which is told when all who read it are done.
+
+    Args:
+        segment: how it is lent on.
+        ended: called with the events of who reads it, in any thread, in the middle of anything.
+    """
+
+    __slots__ = ("_ended", "segment")
+
+    def __init__(self, device: Device, segment: Segment, nbytes: int, ended: Callable[[list[Event]], object]) -> None:
+        super().__init__(device, device.view(segment.array, np.dtype(np.uint8), (nbytes,), None), _NOBODYS)
+        self.segment = segment
+        self._ended = ended
+
+    def _put_in_order(self) -> None:
+        self._ended(self.read)
+
+
 class _Lease:
     """A hold on memory for as long as anybody has this object.
 
@@ -172,6 +193,18 @@ class Private(Digested):
     def sealed(self) -> DeviceBuffer:
         """The copy, once `begin` returned."""
         return DeviceBuffer(self._lease, self._block_bytes)
+
+
+def borrowed(
+    device: Device, segment: Segment, nbytes: int, block_bytes: int, ended: Callable[[list[Event]], object]
+) -> DeviceBuffer:
+    """A buffer in memory of another process, which stays as it is until `ended` was called.
+
+    Args:
+        ended: called once, in any thread, in the middle of anything, when nobody here has the buffer any more, or a
+            view of it: with the events of who read it.
+    """
+    return DeviceBuffer(_Lease(_Borrowed(device, segment, nbytes, ended)), block_bytes)
 
 
 class DeviceBuffer:

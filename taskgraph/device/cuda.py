@@ -21,7 +21,7 @@ import numpy
 import xxhash
 from numpy.typing import NDArray
 
-from taskgraph.device import digest
+from taskgraph.device import digest, virtual
 from taskgraph.device.api import IDENTITY_BYTES, Array, Device, Event, Stream
 from taskgraph.device.memory import Bounded, bound_pinned, givers
 from taskgraph.device.visible import PRETEND, VISIBLE, visible
@@ -34,8 +34,6 @@ log = logging.getLogger("taskgraph.devices")
 _CHECK_BLOCK: Final = 1 << 16
 _CHECK_BYTES: Final = 3 * _CHECK_BLOCK + 1000
 """What is tried before arrays stay: some blocks, and a part of one."""
-_OUT_OF_MEMORY: Final = 2
-"""cudaErrorMemoryAllocation."""
 _REGISTER: Final = 0
 """`cudaHostRegisterDefault`: with unified addressing, which every device of today has, all contexts may use it."""
 _FIRST: Final = 0
@@ -299,18 +297,23 @@ class CudaDevice:
         cupy = self._cupy
         with cupy.cuda.Device(self._number):
             try:
-                memory = cupy.cuda.Memory(nbytes)  # not of a pool, whose pieces others would open with it
-            except cupy.cuda.runtime.CUDARuntimeError as error:
-                if error.status != _OUT_OF_MEMORY:
+                run = virtual.allocate(self._number, nbytes)
+            except virtual.DriverError as error:
+                if error.status != virtual.OUT_OF_MEMORY:
                     raise
                 cupy.get_default_memory_pool().free_all_blocks()
                 try:
-                    memory = cupy.cuda.Memory(nbytes)
-                except cupy.cuda.runtime.CUDARuntimeError as again:
-                    if again.status != _OUT_OF_MEMORY:
+                    run = virtual.allocate(self._number, nbytes)
+                except virtual.DriverError as again:
+                    if again.status != virtual.OUT_OF_MEMORY:
                         raise
                     raise MemoryError(f"{nbytes} bytes of device {self._number}") from None
-            return cupy.ndarray((nbytes,), numpy.uint8, cupy.cuda.MemoryPointer(memory, 0))
+            return self._array_of(run)
+
+    def _array_of(self, run: virtual.Run) -> Array:
+        cuda = self._cupy.cuda
+        memory = cuda.UnownedMemory(run.address, run.nbytes, run, self._number)
+        return self._cupy.ndarray((run.nbytes,), numpy.uint8, cuda.MemoryPointer(memory, 0))
 
     def fill(self, target: Array, source: Array, block_bytes: int) -> Callable[[], bytes]:
         if source.flags.c_contiguous and not source.data.ptr % digest.ALIGNMENT:
@@ -321,18 +324,13 @@ class CudaDevice:
 
     def share(self, memory: Array) -> bytes:
         with self._cupy.cuda.Device(self._number):
-            return self._cupy.cuda.runtime.ipcGetMemHandle(memory.data.ptr)  # type: ignore[no-any-return]
+            run: virtual.Run = memory.data.mem._owner
+            return run.offer()
 
     def open(self, handle: bytes, nbytes: int) -> Array:
-        cuda = self._cupy.cuda
-        with cuda.Device(self._number):
-            address = cuda.runtime.ipcOpenMemHandle(handle)
-        memory = cuda.UnownedMemory(address, nbytes, None, self._number)
-        return self._cupy.ndarray((nbytes,), numpy.uint8, cuda.MemoryPointer(memory, 0))
-
-    def close(self, memory: Array) -> None:
         with self._cupy.cuda.Device(self._number):
-            self._cupy.cuda.runtime.ipcCloseMemHandle(memory.data.ptr)
+            self._cupy.cuda.runtime.memGetInfo()  # the device's context is made where there is none
+            return self._array_of(virtual.open_run(self._number, handle, nbytes))
 
     def register(self, memory: NDArray[numpy.uint8]) -> None:
         with self._cupy.cuda.Device(self._number):

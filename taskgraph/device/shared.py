@@ -1,11 +1,9 @@
 """Memory of a device that other processes of the host can open, used again and again.
 
-To allocate such memory, and to open that of others, stops the device for a moment: so it is kept for the next value. A
-*segment* is memory that was allocated for this alone. It takes the next value when nobody in this process reads the
-last one any more (`buffers`), and no other process does (`taskgraph.transport.devicelending`).
-
-**It is let go of only when nobody has it open.** Who reads memory of another process that was freed there reads
-anything, or fails. So a segment knows who opened it (`Borrower`), and is not freed before they all closed it, or ended.
+To allocate such memory, and to open that of others, takes time: so it is kept for the next value. A *segment* is memory
+that was allocated for this alone. It takes the next value when nobody in this process reads the last one any more
+(`buffers`), and no other process does (`taskgraph.transport.devicelending`). Where nobody will tell whether one still
+reads it, it is *spoiled*: it goes instead, and with it the memory once that process has let go of it, or ended.
 """
 
 from __future__ import annotations
@@ -18,18 +16,17 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from taskgraph import host
 from taskgraph.device.api import HANDLE_BYTES, Array, Device, Event
 from taskgraph.device.memory import givers
 
-__all__ = ["LEAST_BYTES", "Borrower", "Segment", "SharedMemory", "idle", "of", "offer", "trim", "with_identity"]
+__all__ = ["LEAST_BYTES", "Segment", "SharedMemory", "idle", "of", "offer", "segment_of", "trim", "with_identity"]
 
 log = logging.getLogger("taskgraph.devices")
 
 LEAST_BYTES: Final = 1 << 20
 """Smaller values go by the host: a segment cannot be as small as they are."""
 _GRAIN: Final = 2 << 20
-"""CUDA lets others open pieces of this size, with all that is in them: so a segment shares its pieces with nothing."""
+"""CUDA shares pieces of this size."""
 _STEPS: Final = 8
 """Sizes of segments per power of two: values that differ a little use the same ones, and an eighth is lost at most."""
 _FITS: Final = 1.5
@@ -38,42 +35,9 @@ _IDLE_S: Final = 10.0
 """How long a segment waits for another value."""
 _IDLE_PART: Final = 32
 """What may wait for another value: one of so many parts of the device's memory, which is that of several processes."""
-_MAX_SEGMENTS: Final = 1024
+_MAX_SEGMENTS: Final = 256
+"""Each takes a descriptor."""
 _numbers: Final = itertools.count(1)
-
-
-class Borrower:
-    """Another process, to which memory of this one was lent, as one session knows it.
-
-    Args:
-        pid: of this host.
-    """
-
-    __slots__ = ("_began", "_left", "_pid")
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._began = _lives_since(pid)
-        self._left = False
-
-    def left(self) -> None:
-        """Nothing will be heard of it any more."""
-        self._left = True
-
-    @property
-    def gone(self) -> bool:
-        """Whether the process has ended, and with it all that it had open. Looked at once nothing is heard of it."""
-        return self._left and _lives_since(self._pid) != self._began
-
-    @property
-    def seen(self) -> bool:
-        """Whether it can be told when it ends: else nothing is to be lent to it."""
-        return self._began != ""
-
-
-def _lives_since(pid: int) -> str:
-    """When a process began; "" where it ended, waited for or not, or cannot be seen."""
-    return "" if host.state(pid) in ("Z", "X") else host.began(pid)
 
 
 class Segment:
@@ -83,41 +47,31 @@ class Segment:
         number: of this one and no other in this process.
         array: the bytes.
         handle: what other processes open it by.
-        open_at: who has it open.
-        read_at: who may read it for as long as it lives, since nobody will tell when it is through.
+        spoiled: somebody may read it for as long as they live, since nobody will tell when they are through.
     """
 
-    __slots__ = ("_events", "_freed_at", "array", "handle", "number", "open_at", "read_at", "size")
+    __slots__ = ("_events", "_freed_at", "array", "handle", "number", "size", "spoiled")
 
     def __init__(self, number: int, array: Array, handle: bytes) -> None:
         self.number = number
         self.array = array
         self.handle = handle
         self.size: int = array.nbytes
-        self.open_at: set[Borrower] = set()
-        self.read_at: set[Borrower] = set()
+        self.spoiled = False
         self._events: list[Event] = []
         self._freed_at = 0.0
 
-    def is_read(self) -> bool:
-        return _some_live(self.read_at)
 
-    def is_open(self) -> bool:
-        return _some_live(self.open_at)
-
-
-def _some_live(borrowers: set[Borrower]) -> bool:
-    """Whether one of them lives; forgets those that do not."""
-    for borrower in [one for one in tuple(borrowers) if one.gone]:
-        borrowers.discard(borrower)
-    return bool(borrowers)
+def segment_of(array: Array, handle: bytes) -> Segment:
+    """Memory that others open by `handle`, and no other segment is: of this process, or of another one."""
+    return Segment(next(_numbers), array, handle)
 
 
 class SharedMemory:
     """The segments of one device in this process. May be used from every thread.
 
     Args:
-        max_idle_bytes: what may wait for another value, as far as nobody has it open; None: a part of the device's.
+        max_idle_bytes: what may wait for another value; None: a part of the device's.
         clock: seconds.
     """
 
@@ -167,7 +121,7 @@ class SharedMemory:
             return found
         except BaseException as error:
             if found is not None:
-                self.give_back(found, found._events)  # others may have it open
+                self.give_back(found, found._events)
             else:
                 self._not_made()
             if isinstance(error, MemoryError):
@@ -177,7 +131,7 @@ class SharedMemory:
     def _find(self, nbytes: int) -> Segment | None:
         most = max(_FITS * nbytes, _rounded(nbytes))
         for at in range(len(self._idle) - 1, -1, -1):
-            if nbytes <= self._idle[at].size <= most and not self._idle[at].is_read():
+            if nbytes <= self._idle[at].size <= most:
                 return self._idle.pop(at)
         return None
 
@@ -193,7 +147,7 @@ class SharedMemory:
             self._not_made()
             return None
         assert len(handle) == HANDLE_BYTES
-        return Segment(next(_numbers), array, handle)
+        return segment_of(array, handle)
 
     def _not_made(self) -> None:
         with self._lock:
@@ -204,26 +158,24 @@ class SharedMemory:
         self._garbage.append((segment, events, self._clock()))
 
     def _collect(self) -> list[Segment]:
-        """What was given back waits for another value; returns what is too much of that, to be freed."""
+        """What was given back waits for another value; returns what is spoiled, or too much, to be freed."""
+        spoiled = []
         while self._garbage:
             segment, events, freed_at = self._garbage.popleft()
             segment._events, segment._freed_at = events, freed_at
             self._used -= 1
-            self._idle.append(segment)
-        return self._chosen(self._max_idle_bytes or 0, self._clock())
+            (spoiled if segment.spoiled else self._idle).append(segment)
+        return spoiled + self._chosen(self._max_idle_bytes or 0, self._clock())
 
     def _chosen(self, most: int, before: float) -> list[Segment]:
-        """Idle segments that nobody has open, the oldest first, until `most` bytes are idle."""
-        idle = self.idle_bytes
-        chosen = []
+        """Idle segments, the oldest first, until `most` bytes are idle."""
+        idle, count = self.idle_bytes, 0
         for segment in self._idle:
             if idle <= most or segment._freed_at > before:
                 break
-            if not segment.is_open():
-                chosen.append(segment)
-                idle -= segment.size
-        for segment in chosen:
-            self._idle.remove(segment)
+            idle -= segment.size
+            count += 1
+        chosen, self._idle = self._idle[:count], self._idle[count:]
         return chosen
 
     def _free(self, segments: list[Segment]) -> bool:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taskgraph.device.api import Device
-from taskgraph.device.buffers import DeviceBuffer, Digested, Private
+from taskgraph.device.buffers import DeviceBuffer, Digested
 from taskgraph.device.staging import EncodedInPart
 from taskgraph.errors import DecodeError
 from taskgraph.graph import arrays, digests, dtypes
@@ -37,7 +37,7 @@ from taskgraph.graph.tags import ARRAY
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
 
 __all__ = [
-    "arrived",
+    "begin_hosted",
     "codec",
     "decode",
     "digest_of",
@@ -218,20 +218,6 @@ def hosted(
         else:
             buffers.append(buffer.host(allocate))
     return kind(value.meta, tuple(buffers), value.digest)
-
-
-def arrived(meta: bytes, buffers: Sequence[memoryview | Private], digest: bytes) -> EncodedOnDevice | None:
-    """A value some of whose bulk is being copied to this process's device; None where that is not what was digested.
-
-    It waits for the device.
-    """
-    for buffer in buffers:
-        if isinstance(buffer, Private):
-            buffer.begin()
-    if _digest(memoryview(meta)[: value_end(meta)], buffers) != digest:
-        return None
-    ready: Any = tuple([buffer.sealed() if isinstance(buffer, Private) else buffer for buffer in buffers])
-    return EncodedOnDevice(meta, ready, digest)
 
 
 def begin_hosted(value: Encoded, *, allocate: Allocate | None = None) -> None:

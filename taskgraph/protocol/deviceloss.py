@@ -27,6 +27,7 @@ _NAMES = frozenset(
         ("torch", "OutOfMemoryError"),
         ("torch.cuda", "OutOfMemoryError"),
         ("torch", "AcceleratorError"),
+        ("taskgraph.device.virtual", "DriverError"),
     )
 )
 _CHAIN = 20

@@ -88,7 +88,7 @@ class _Memory:
 
 
 class _SharedRun:
-    """Memory of the device that other processes can open: it is full of 0xDD for all of them once it is freed."""
+    """Memory of the device that other processes can open. It stays for those who have when it is freed."""
 
     def __init__(self, nbytes: int) -> None:
         self.fd = os.memfd_create("softdevice", os.MFD_CLOEXEC)
@@ -98,6 +98,24 @@ class _SharedRun:
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
+            os.close(self.fd)
+
+
+class _OpenedRun:
+    """Memory of another process. Who reads it when nobody here has it open any more reads 0xDD."""
+
+    def __init__(self, soft: SoftDevice, path: str, fd: int, nbytes: int) -> None:
+        # A mapping of its own, so that it can be spoiled; what the owner writes is seen until then.
+        memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        self.fd = fd
+        self.raw = np.frombuffer(memory, np.uint8)
+        self._path = path
+        self._opened = soft.opened
+        self._opened.append(path)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._opened.remove(self._path)
             self.raw.fill(POISON)
             os.close(self.fd)
 
@@ -407,7 +425,7 @@ class SoftDevice:
 
     def share(self, memory: SoftArray) -> bytes:
         run = memory._owner
-        assert isinstance(run, _SharedRun), "memory that other processes cannot open"
+        assert isinstance(run, _SharedRun | _OpenedRun), "memory that other processes cannot open"
         return _HANDLE.pack(os.getpid(), run.fd).ljust(HANDLE_BYTES, b"\0")
 
     def open(self, handle: bytes, nbytes: int) -> SoftArray:
@@ -415,21 +433,10 @@ class SoftDevice:
         path = f"/proc/{pid}/fd/{number}"
         if not os.readlink(path).startswith("/memfd:softdevice "):
             raise OSError(f"{path} is something else")
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            # A mapping of its own, so that `close` can spoil it; what the owner writes is seen until then.
-            memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        finally:
-            os.close(fd)
+        run = _OpenedRun(self, path, os.open(path, os.O_RDWR | os.O_CLOEXEC), nbytes)
         with self._lock:
-            self.opened.append(path)
             self.times_opened += 1
-        return self.array_type(self, path, np.frombuffer(memory, np.uint8))
-
-    def close(self, memory: SoftArray) -> None:
-        with self._lock:
-            self.opened.remove(str(memory._owner))
-            memory.elements.fill(POISON)  # for who reads it still
+        return self.array_type(self, run, run.raw)
 
     # -- memory of the host -----------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from taskgraph.transport import wire
 from taskgraph.transport.api import Begun, Coming
 from taskgraph.transport.calls import answer, answer_all_now, answer_later, answer_now, describe
 from taskgraph.transport.compact import PACK
-from taskgraph.transport.devicelending import DeviceBorrowing, DeviceLending, Ticket
+from taskgraph.transport.devicelending import DeviceBorrowing, DeviceLending, Opened, Ticket
 from taskgraph.transport.frames import Head, Kind
 from taskgraph.transport.hello import Answering, Dialling
 from taskgraph.transport.incoming import Incoming
@@ -97,7 +97,7 @@ class DialledSession(Session):
         self.wanted = wanted  # the node that was meant; another may listen there now
         self._pending: dict[int, _Pending] = {}
         self._last_call = 0
-        self._devices = DeviceBorrowing(self._tell_soon)
+        self._devices = DeviceBorrowing(self._give_back_of_device, self._wake)
         self.hello_done: asyncio.Future[None] = self._loop.create_future()
 
     def _several(self) -> None:
@@ -235,39 +235,57 @@ class DialledSession(Session):
             raise DecodeError(f"a {incoming.parsed.cls.__name__} with tickets, of which there are none")
         tickets = self._devices.tickets(value, self._owner.max_value_bytes)
         pending = self._pending.pop(incoming.head.call, None)
-        if pending is not None:
-            work = self._fetch_later(pending, incoming, value, tickets)
-            self._owner.tasks.spawn(work, name=f"copy a reply of {self.peer}")
+        if pending is None:
+            return
+        if self._devices.unopened(tickets):
+            work = self._open_first(pending, incoming, value, tickets)
+            self._owner.tasks.spawn(work, name=f"open memory of {self.peer}")
+        else:
+            self._take_from_device(pending, incoming, value, tickets)
 
-    async def _fetch_later(
+    async def _open_first(
         self, pending: _Pending, incoming: Incoming, value: Encoded, tickets: Sequence[Ticket]
     ) -> None:
         try:
-            there = await self._owner.in_thread(partial(self._devices.fetch, value, tickets))
-            pending.settle(self._message(incoming, there or value, whole=there is not None))
+            while unopened := self._devices.unopened(tickets):  # what is idle may be closed meanwhile
+                self._devices.keep(await self._owner.in_thread(partial(self._devices.open, unopened)))
         except CannotBorrow as error:
-            log.info("what is on the device of node %s goes by the host's memory: %s", self.peer, error)
-            self._outbox.send(Kind.DECLINE_ON_DEVICE)
-            self._again(pending)
-        except PeerLost as error:
-            pending.fail(error)
+            self._decline_device(pending, tickets, error)
         except asyncio.CancelledError:
             pending.fail(PeerLost("this node's transport is closed"))
             raise
-        except Exception:
-            # Asked for in the same way it would fail again and again; by the host's memory it reaches the task, which
-            # finds out itself what is wrong with the device.
-            log.exception("a reply of node %s cannot be copied to the device, and goes by the host's memory", self.peer)
-            self._outbox.send(Kind.DECLINE_ON_DEVICE)
-            self._again(pending)
+        else:
+            self._take_from_device(pending, incoming, value, tickets)
 
-    def _tell_soon(self, told: bytes) -> None:
-        """In any thread."""
-        self._wake(partial(self._outbox.send, Kind.RETURN_ON_DEVICE, header=told))
+    def _take_from_device(
+        self, pending: _Pending, incoming: Incoming, value: Encoded, tickets: Sequence[Ticket]
+    ) -> None:
+        try:
+            there = self._devices.take(value, tickets)
+        except CannotBorrow as error:
+            self._decline_device(pending, tickets, error)
+            return
+        try:
+            pending.settle(self._message(incoming, there, whole=True))
+        except PeerLost as error:
+            pending.fail(error)
+
+    def _decline_device(self, pending: _Pending, tickets: Sequence[Ticket], error: CannotBorrow) -> None:
+        log.info("what is on the device of node %s goes by the host's memory: %s", self.peer, error)
+        self._devices.give_back(tickets)
+        self._outbox.send(Kind.DECLINE_ON_DEVICE)
+        self._again(pending)
+
+    def _give_back_of_device(self, told: bytes) -> None:
+        if self.open:
+            self._outbox.send(Kind.RETURN_ON_DEVICE, header=told)
 
     def trim(self) -> None:
-        if len(self._devices):
-            self._owner.in_thread_soon(self._devices.trim)
+        self._drop(self._devices.trim())
+
+    def _drop(self, opened: list[Opened]) -> None:
+        if opened:
+            self._owner.in_thread_soon(opened.clear)
 
     def _take_whole(self, kind: Kind, call: int, message: Reply) -> None:
         pending = self._pending.get(call)
@@ -284,9 +302,7 @@ class DialledSession(Session):
         self._pending.pop(call).settle(message)
 
     def _release(self) -> None:
-        self._devices.over = True
-        if len(self._devices):
-            self._owner.in_thread_soon(self._devices.close)
+        self._drop(self._devices.end())
         waiting, self._pending = self._pending, {}
         for pending in waiting.values():
             pending.fail(PeerLost(f"node {self.peer}: {self.why}"))
@@ -308,7 +324,7 @@ class AcceptedSession(Session):
         self._devices = DeviceLending()
 
     def _same_host(self, pid: int) -> None:
-        self._devices.start(pid)
+        self._devices.start()
 
     def _on_device(self, kind: Kind, data: bytes) -> None:
         if kind is Kind.RETURN_ON_DEVICE:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from taskgraph.device import virtual
 from taskgraph.testing.softdevice import SoftArray, SoftDevice, SoftEvent, SoftStream
 
 
@@ -33,12 +34,30 @@ def launch_on(soft: SoftDevice) -> Callable[..., None]:
     return launch
 
 
-class RuntimeFailed(RuntimeError):
-    """As CuPy's `CUDARuntimeError`."""
+class RunOn:
+    """As `taskgraph.device.virtual.Run`."""
 
-    def __init__(self, status: int) -> None:
-        super().__init__(f"cudaError {status}")
-        self.status = status
+    def __init__(self, soft: SoftDevice, array: SoftArray) -> None:
+        self.address = array
+        self.nbytes = array.nbytes
+        self._soft = soft
+
+    def offer(self) -> bytes:
+        return self._soft.share(self.address)
+
+
+def virtual_on(soft: SoftDevice, cupy: Any) -> dict[str, Callable[..., RunOn]]:
+    """In place of functions of `taskgraph.device.virtual`."""
+
+    def allocate(device: int, nbytes: int) -> RunOn:
+        if nbytes > cupy.cuda.runtime.free_bytes:
+            raise virtual.DriverError("cuMemCreate", virtual.OUT_OF_MEMORY)
+        return RunOn(soft, soft.allocate(nbytes))
+
+    def open_run(device: int, offered: bytes, nbytes: int) -> RunOn:
+        return RunOn(soft, soft.open(offered, nbytes))
+
+    return {"allocate": allocate, "open_run": open_run}
 
 
 def stand_in(soft: SoftDevice) -> Any:
@@ -149,7 +168,7 @@ def stand_in(soft: SoftDevice) -> Any:
 
         @property
         def data(self) -> Any:
-            return SimpleNamespace(ptr=self, array=self, owner=self)
+            return SimpleNamespace(ptr=self, array=self, owner=self, mem=SimpleNamespace(_owner=self._owner))
 
         @property
         def flags(self) -> Any:
@@ -205,7 +224,6 @@ def stand_in(soft: SoftDevice) -> Any:
     class Runtime:
         """Where CuPy has addresses this has arrays."""
 
-        CUDARuntimeError = RuntimeFailed
         free_bytes = 1 << 30
 
         def getDeviceProperties(self, number: int) -> dict[str, Any]:
@@ -219,22 +237,6 @@ def stand_in(soft: SoftDevice) -> Any:
         def memGetInfo(self) -> tuple[int, int]:
             return self.free_bytes, 1 << 30
 
-        def ipcGetMemHandle(self, address: Any) -> bytes:
-            while isinstance(address, SoftArray):
-                address, array = address._owner, address
-            return soft.share(array)
-
-        def ipcOpenMemHandle(self, handle: bytes) -> Any:
-            try:
-                return soft.open(handle, opened.pop())
-            except OSError as error:
-                raise RuntimeFailed(1) from error
-
-        def ipcCloseMemHandle(self, address: Any) -> None:
-            while isinstance(address._owner, SoftArray):
-                address = address._owner
-            soft.close(address)
-
         def __init__(self) -> None:
             self._registered: dict[int, Any] = {}
 
@@ -247,14 +249,7 @@ def stand_in(soft: SoftDevice) -> Any:
             soft.unregister(self._registered.pop(ptr))
 
     runtime = Runtime()
-    opened: list[int] = []  # sizes, which CUDA knows by the handle
     module_pool = SimpleNamespace(free_all_blocks=lambda: setattr(runtime, "free_bytes", 1 << 30))
-
-    def memory(nbytes: int) -> Any:
-        if nbytes > runtime.free_bytes:
-            raise RuntimeFailed(2)
-        array = soft.allocate(nbytes)
-        return SimpleNamespace(array=array, owner=array)
 
     def empty(shape: tuple[int, ...], dtype: Any) -> Any:
         return soft._new(shape, dtype)
@@ -266,10 +261,8 @@ def stand_in(soft: SoftDevice) -> Any:
     module.empty = empty
     module.array = lambda data, copy, order: soft.to_device(data)
     module.get_default_memory_pool = lambda: module_pool
-    module.sizes_to_open = opened
     module.cuda = SimpleNamespace(
         runtime=runtime,
-        Memory=memory,
         Device=Device,
         Event=Event,
         Stream=Stream,

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
 from taskgraph.device import shared
 from taskgraph.device.api import HANDLE_BYTES
 from taskgraph.device.memory import givers
-from taskgraph.device.shared import LEAST_BYTES, Borrower, Segment, SharedMemory
+from taskgraph.device.shared import LEAST_BYTES, Segment, SharedMemory
 from taskgraph.testing.softdevice import POISON, SoftDevice
 
 MIB = 1 << 20
@@ -46,36 +41,6 @@ def taken(memory: SharedMemory, nbytes: int = 2 * MIB) -> Segment:
     segment = memory.take(nbytes)
     assert segment is not None and segment.size >= nbytes
     return segment
-
-
-class Other:
-    """Another process."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-        self.borrower = Borrower(self._process.pid)
-
-    def kill(self) -> None:
-        self._process.kill()  # and it is not waited for
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
-@pytest.fixture
-def other() -> object:
-    made = Other()
-    yield made
-    made.end()
-
-
-def ended(borrower: Borrower) -> bool:
-    for _ in range(10_000):
-        if borrower.gone:
-            return True
-        os.sched_yield()
-    return False
 
 
 def test_offering_asks_nothing_of_the_device(soft: SoftDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,63 +143,13 @@ def test_it_is_freed_behind_those_who_read_it(memory: SharedMemory, soft: SoftDe
     assert set(copy.elements[:8].tobytes()) == set(np.full(1, 1.0).tobytes())
 
 
-@pytest.mark.parametrize("free", [lambda memory: memory.trim(), lambda memory: memory.shrink(1 << 40)])
-def test_it_stays_while_somebody_has_it_open(
-    memory: SharedMemory, clock: Clock, other: Other, free: Callable[[SharedMemory], object]
-) -> None:
+def test_what_somebody_may_read_for_ever_takes_nothing(memory: SharedMemory, soft: SoftDevice) -> None:
     segment = taken(memory)
-    segment.open_at.add(other.borrower)
-    memory.give_back(segment, [])
-    clock.now += 60
-    free(memory)
-    assert taken(memory) is segment, "and takes other values meanwhile"
-    memory.give_back(segment, [])
-    clock.now += 60
-    segment.open_at.discard(other.borrower)
-    free(memory)
-    assert len(memory) == 0
-
-
-def test_a_process_that_is_not_heard_of_has_it_open_until_it_ends(
-    memory: SharedMemory, clock: Clock, other: Other
-) -> None:
-    segment = taken(memory)
-    segment.open_at.add(other.borrower)
-    memory.give_back(segment, [])
-    clock.now += 60
-    other.borrower.left()
-    memory.trim()
-    assert len(memory) == 1
-    other.kill()
-    assert ended(other.borrower), "also where nobody waited for it"
-    memory.trim()
-    assert len(memory) == 0
-
-
-def test_what_may_be_read_for_ever_takes_nothing_until_the_reader_ended(memory: SharedMemory, other: Other) -> None:
-    segment = taken(memory)
-    segment.open_at.add(other.borrower)
-    segment.read_at.add(other.borrower)
-    other.borrower.left()
-    memory.give_back(segment, [])
+    reader = soft.stream()
+    segment.spoiled = True
+    memory.give_back(segment, [soft.record(reader)])
     assert taken(memory) is not segment
-    other.kill()
-    assert ended(other.borrower)
-    assert taken(memory) is segment
-
-
-def test_it_is_known_whether_the_end_of_a_process_will_be_seen(other: Other, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert other.borrower.seen and not Borrower(1 << 30).seen
-    monkeypatch.setattr("taskgraph.device.shared._lives_since", lambda pid: "later")
-    assert not other.borrower.gone, "not looked at while something is heard of it"
-
-
-def test_a_number_that_means_another_process_by_now(other: Other, monkeypatch: pytest.MonkeyPatch) -> None:
-    borrower = other.borrower
-    borrower.left()
-    assert not borrower.gone
-    monkeypatch.setattr("taskgraph.device.shared._lives_since", lambda pid: "later")
-    assert borrower.gone
+    assert len(memory) == 1, "it went, behind who read it here"
 
 
 def test_memory_that_is_short_is_freed_as_far_as_it_is_needed(memory: SharedMemory) -> None:
@@ -285,18 +200,22 @@ def test_where_nothing_can_be_shared_it_is_tried_once_and_said(
     assert caplog.text.count("operation not supported") == 1
 
 
-def test_the_device_in_software_spoils_what_is_freed_and_what_is_closed(soft: SoftDevice) -> None:
+def test_memory_stays_for_who_has_it_open_and_the_device_in_software_spoils_what_nobody_has(soft: SoftDevice) -> None:
     array = soft.allocate(2 * MIB)
     soft.fill(array, soft.xp.full(2 * MIB // 8, 1.0), MIB)
     soft.synchronize()
     handle = soft.share(array)
     one, two = soft.open(handle, 2 * MIB), soft.open(handle, 2 * MIB)
-    assert one.elements[:8].view(float)[0] == 1.0
-    soft.close(one)
-    assert set(one.elements[:8]) == {POISON} and two.elements[:8].view(float)[0] == 1.0
+    elements = one.elements
+    assert elements[:8].view(float)[0] == 1.0
+    del one
+    assert set(elements[:8]) == {POISON}
     del array
-    assert set(two.elements[:8]) == {POISON}
-    soft.close(two)
-    assert soft.opened == []
+    assert two.elements[:8].view(float)[0] == 1.0
     with pytest.raises(OSError):
         soft.open(handle, 2 * MIB)
+    three = soft.open(soft.share(two), 2 * MIB)
+    del two
+    assert three.elements[:8].view(float)[0] == 1.0, "who has it open can lend it on"
+    del three
+    assert soft.opened == []

@@ -1,0 +1,203 @@
+"""Memory of a CUDA device that other processes can map, by the driver's virtual memory management.
+
+It stays as long as anybody has it mapped, whoever allocated it: "the memory will be freed when there are no outstanding
+mappings to the memory and when all outstanding references to the handle (including its shareable counterparts) are
+released" (CUDA driver API, `cuMemRelease`). With what `cudaMalloc` gives and `cudaIpcOpenMemHandle` opens it is not so:
+there a reader depends on the life of the process that allocated it, and on its good manners.
+
+What travels between processes is a file descriptor (`handles`). A process that opens memory of another maps it to be
+read only: to write there is an illegal access, which CUDA reports.
+
+CuPy has none of these calls: they are the driver's own, by ctypes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Final
+
+from taskgraph.device import handles
+
+__all__ = ["OUT_OF_MEMORY", "DriverError", "Run", "allocate", "open_run"]
+
+OUT_OF_MEMORY: Final = 2
+"""CUDA_ERROR_OUT_OF_MEMORY."""
+_LIBRARY: Final = "libcuda.so.1"
+_PINNED: Final = 1  # CU_MEM_ALLOCATION_TYPE_PINNED: memory of a device
+_DESCRIPTOR: Final = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_ON_DEVICE: Final = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+_READ: Final = 1  # CU_MEM_ACCESS_FLAGS_PROT_READ
+_READ_WRITE: Final = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+
+_int, _size, _address, _handle, _flags = (
+    ctypes.c_int,
+    ctypes.c_size_t,
+    ctypes.c_uint64,
+    ctypes.c_uint64,
+    ctypes.c_uint64,
+)
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", _int), ("id", _int))
+
+
+class _Properties(ctypes.Structure):  # CUmemAllocationProp
+    _fields_ = (
+        ("type", _int),
+        ("handle_types", _int),
+        ("location", _Location),
+        ("windows", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):  # CUmemAccessDesc
+    _fields_ = (("location", _Location), ("flags", _int))
+
+
+_CALLS: Final = {
+    "cuMemGetAllocationGranularity": (ctypes.POINTER(_size), ctypes.POINTER(_Properties), _int),
+    "cuMemCreate": (ctypes.POINTER(_handle), _size, ctypes.POINTER(_Properties), _flags),
+    "cuMemAddressReserve": (ctypes.POINTER(_address), _size, _size, _address, _flags),
+    "cuMemMap": (_address, _size, _size, _handle, _flags),
+    "cuMemSetAccess": (_address, _size, ctypes.POINTER(_Access), _size),
+    "cuMemExportToShareableHandle": (ctypes.POINTER(_int), _handle, _int, _flags),
+    "cuMemImportFromShareableHandle": (ctypes.POINTER(_handle), ctypes.c_void_p, _int),
+    "cuMemUnmap": (_address, _size),
+    "cuMemAddressFree": (_address, _size),
+    "cuMemRelease": (_handle,),
+}
+
+
+class DriverError(RuntimeError):
+    """The driver refused.
+
+    Attributes:
+        status: a CUresult.
+    """
+
+    def __init__(self, call: str, status: int) -> None:
+        super().__init__(f"{call}: CUDA error {status}")
+        self.status = status
+
+
+@cache
+def _driver() -> Any:
+    """Raises OSError where there is none, or one that is older than CUDA 10.2."""
+    library = ctypes.CDLL(_LIBRARY)
+    for name, types in _CALLS.items():
+        try:
+            function = getattr(library, name)
+        except AttributeError:
+            raise OSError(f"this driver has no {name}") from None
+        function.argtypes, function.restype = types, _int
+    return library
+
+
+def _call(name: str, *arguments: Any) -> None:
+    status = getattr(_driver(), name)(*arguments)
+    if status:
+        raise DriverError(name, status)
+
+
+def _properties(device: int) -> _Properties:
+    return _Properties(_PINNED, _DESCRIPTOR, _Location(_ON_DEVICE, device), None, (ctypes.c_ubyte * 8)())
+
+
+def _mapped_size(device: int, nbytes: int) -> int:
+    grain = _size()
+    _call("cuMemGetAllocationGranularity", ctypes.byref(grain), ctypes.byref(_properties(device)), 0)
+    return -(-nbytes // grain.value) * grain.value
+
+
+class Run:
+    """A run of bytes, mapped in this process for as long as anybody has this object.
+
+    Nothing of the device reads or writes it any more when the last reference goes.
+
+    Attributes:
+        address: of its first byte. nbytes: how many were asked for; there may be more.
+    """
+
+    __slots__ = ("__weakref__", "_descriptor", "_handle", "_offered", "_size", "address", "nbytes")
+
+    def __init__(self, device: int, handle: int, nbytes: int, access: int, descriptor: int | None) -> None:
+        """
+        Args:
+            handle: the driver's, which is released with this object, also where this raises.
+            descriptor: the file's that it came by, which is closed with this object, likewise.
+        """
+        self.nbytes = nbytes
+        self.address = 0
+        self._handle = handle
+        self._descriptor = descriptor
+        self._offered: bytes | None = None
+        self._size = 0
+        size = _mapped_size(device, nbytes)
+        at = _address()
+        _call("cuMemAddressReserve", ctypes.byref(at), size, 0, 0, 0)
+        try:
+            _call("cuMemMap", at, size, 0, handle, 0)
+        except BaseException:
+            _call("cuMemAddressFree", at, size)
+            raise
+        self.address, self._size = at.value, size
+        _call("cuMemSetAccess", at, size, ctypes.byref(_Access(_Location(_ON_DEVICE, device), access)), 1)
+
+    def offer(self) -> bytes:
+        """By what other processes open it, for as long as this object lives: `HANDLE_BYTES`."""
+        if self._offered is None:
+            if self._descriptor is None:
+                found = _int()
+                _call("cuMemExportToShareableHandle", ctypes.byref(found), self._handle, _DESCRIPTOR, 0)
+                self._descriptor = found.value
+            descriptor, self._descriptor = self._descriptor, None
+            self._offered = handles.offer(descriptor)
+        return self._offered
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_finalizing():
+            return  # the driver may be gone already; all of it goes with the process
+        if self._offered is not None:
+            handles.withdraw(self._offered)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        if self._size:
+            _call("cuMemUnmap", self.address, self._size)
+            _call("cuMemAddressFree", self.address, self._size)
+        _call("cuMemRelease", self._handle)
+
+
+def allocate(device: int, nbytes: int) -> Run:
+    """New memory of a device, whose context is there.
+
+    Raises:
+        DriverError: there is not that much (`OUT_OF_MEMORY`), or the device cannot do that.
+        OSError: the driver cannot.
+    """
+    made = _handle()
+    size = _mapped_size(device, nbytes)
+    _call("cuMemCreate", ctypes.byref(made), size, ctypes.byref(_properties(device)), 0)
+    return Run(device, made.value, nbytes, _READ_WRITE, None)
+
+
+def open_run(device: int, offered: bytes, nbytes: int) -> Run:
+    """Memory of another process, or this one, which offered it: to be read only.
+
+    Raises:
+        DriverError: it is none of this device's.
+        OSError: the process that offered it has ended, or withdrew it; or it is in another container.
+    """
+    descriptor = handles.fetch(offered)
+    found = _handle()
+    try:
+        _call("cuMemImportFromShareableHandle", ctypes.byref(found), ctypes.c_void_p(descriptor), _DESCRIPTOR)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return Run(device, found.value, nbytes, _READ, descriptor)
