@@ -24,7 +24,7 @@ from typing import Final
 
 from taskgraph.device.api import HANDLE_BYTES
 
-__all__ = ["close_withdrawn", "fetch", "offer", "withdraw"]
+__all__ = ["close_withdrawn", "fetch", "offer", "withdraw", "withdrawn"]
 
 log = logging.getLogger("taskgraph.devices")
 
@@ -176,6 +176,11 @@ def withdraw(handle: bytes) -> None:
 def close_withdrawn() -> None:
     """Closes what was withdrawn. To be called now and then, in a thread: the last who closes memory frees it."""
     _close(_server.take_withdrawn())
+
+
+def withdrawn() -> bool:
+    """Whether there is something to close."""
+    return bool(_server._withdrawn)
 
 
 def fetch(handle: bytes, timeout_s: float = 5.0) -> int:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from taskgraph.device import handles
 from taskgraph.device.api import HANDLE_BYTES, Array, Device, Event
 from taskgraph.device.memory import givers
 
@@ -159,7 +160,7 @@ class SharedMemory:
 
     def _collect(self) -> list[Segment]:
         """What was given back waits for another value; returns what is spoiled, or too much, to be freed."""
-        spoiled = []
+        spoiled: list[Segment] = []
         while self._garbage:
             segment, events, freed_at = self._garbage.popleft()
             segment._events, segment._freed_at = events, freed_at
@@ -190,13 +191,18 @@ class SharedMemory:
         with self._lock:
             too_much = self._collect() + self._chosen(0, self._clock() - _IDLE_S)
         self._free(too_much)
+        del too_much
+        handles.close_withdrawn()
 
     def shrink(self, nbytes: int) -> bool:
         """Memory is short: frees that much of what is idle, where there is so much. Whether it did something."""
         with self._lock:
             too_much = self._collect()
             too_much += self._chosen(max(0, self.idle_bytes - nbytes), self._clock())
-        return self._free(too_much)
+        freed = self._free(too_much)
+        del too_much
+        handles.close_withdrawn()  # memory is there as long as its descriptor is
+        return freed
 
 
 def _rounded(nbytes: int) -> int:
@@ -230,15 +236,16 @@ def with_identity(identity: bytes) -> SharedMemory | None:
 
 def idle() -> bool:
     """Whether `trim` may find something."""
-    return any(len(memory) for memory in _offered.values())
+    return handles.withdrawn() or any(len(memory) for memory in _offered.values())
 
 
 def trim() -> None:
-    """Frees what has been idle for long, of all devices; in a thread."""
+    """Frees what has been idle for long, of all devices, and what was opened and is not any more; in a thread."""
     with _lock:
         offered = list(_offered.values())
     for memory in offered:
         memory.trim()
+    handles.close_withdrawn()
 
 
 def _give_back(nbytes: int) -> bool:

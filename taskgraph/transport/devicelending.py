@@ -260,8 +260,9 @@ class DeviceBorrowing:
                 ticket, memory = next(coming)
                 memory.readers += 1
                 ended = partial(self._ended, memory, ticket.number)
-                buffer = borrowed(memory.device, memory.segment, ticket.length, BLOCK_BYTES, ended)
-            buffers.append(buffer)
+                buffers.append(borrowed(memory.device, memory.segment, ticket.length, BLOCK_BYTES, ended))
+            else:
+                buffers.append(buffer)
         return EncodedOnDevice(value.meta, tuple(buffers), value.digest)
 
     def give_back(self, tickets: Sequence[Ticket]) -> None:

@@ -15,6 +15,7 @@ from taskgraph.testing.softdevice import SoftDevice
 from taskgraph.transport import endpoints
 from taskgraph.transport.stream import StreamTransport
 
+SoftDevice.memory_bytes = 4 << 30  # as much as lets the memory of an epoch's items wait for the next one's
 identity = os.environ.get("SOFT_DEVICE_SHARED", "").encode()
 device = SoftDevice(seed=5, races=True, identity=identity.ljust(16) if identity else None)
 roles.array_module = lambda devices: (device.xp, device)

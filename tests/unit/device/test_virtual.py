@@ -1,0 +1,154 @@
+"""Memory of a device that other processes map: by a driver's stand-in, between real processes."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from taskgraph.device import handles, virtual
+from taskgraph.protocol.deviceloss import device_error
+
+GXX = shutil.which("g++")
+MIB = 1 << 20
+
+pytestmark = pytest.mark.skipif(
+    GXX is None or sys.platform != "linux", reason="the driver's stand-in is made by g++, of Linux's memory"
+)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    built = tmp_path_factory.mktemp("driver") / "libcuda.so"
+    source = Path(__file__).with_name("fakecuda.cpp")
+    options = ["-std=c++20", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
+    done = subprocess.run([str(GXX), *options, "-o", str(built), str(source)], capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    return built
+
+
+@pytest.fixture
+def driver(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(virtual, "_LIBRARY", str(library))
+    virtual._driver.cache_clear()
+    loaded = ctypes.CDLL(str(library))
+    yield loaded
+    gc.collect()
+    handles.close_withdrawn()
+    assert loaded.live() == 0
+    virtual._driver.cache_clear()
+
+
+def write(run: virtual.Run, data: bytes) -> None:
+    ctypes.memmove(run.address, data, len(data))
+
+
+def read(run: virtual.Run, nbytes: int) -> bytes:
+    return ctypes.string_at(run.address, nbytes)
+
+
+OTHER = """
+import ctypes, sys
+from taskgraph.device import virtual
+
+virtual._LIBRARY = sys.argv[1]
+run = virtual.open_run(0, bytes.fromhex(sys.argv[2]), int(sys.argv[3]))
+print(ctypes.string_at(run.address, 5), flush=True)
+if sys.argv[4] == "writes":
+    ctypes.memset(run.address, 0, 1)
+    print("written")
+elif sys.argv[4] == "lends on":
+    print(run.offer().hex(), flush=True)
+    input()
+"""
+
+
+def other(library: Path, handle: bytes, nbytes: int, does: str) -> list[str]:
+    return [sys.executable, "-c", OTHER, str(library), handle.hex(), str(nbytes), does]
+
+
+def test_there_is_as_much_as_was_asked_for_and_it_goes(driver: Any) -> None:
+    run = virtual.allocate(0, 3 * MIB + 5)
+    assert run.nbytes == 3 * MIB + 5 and driver.live() == 2
+    write(run, b"x" * run.nbytes)
+    assert read(run, run.nbytes) == b"x" * run.nbytes
+    del run
+    assert driver.live() == 0
+
+
+def test_another_process_reads_it(driver: Any, library: Path) -> None:
+    run = virtual.allocate(0, 2 * MIB)
+    write(run, b"there")
+    handle = run.offer()
+    assert run.offer() == handle
+    done = subprocess.run(other(library, handle, run.nbytes, "reads"), capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("b'there'\n", "")
+
+
+def test_and_writes_nothing_to_it(driver: Any, library: Path) -> None:
+    run = virtual.allocate(0, 2 * MIB)
+    write(run, b"there")
+    done = subprocess.run(other(library, run.offer(), run.nbytes, "writes"), capture_output=True, text=True, timeout=60)
+    assert done.stdout == "b'there'\n" and done.returncode < 0
+    assert read(run, 5) == b"there"
+
+
+def test_it_stays_where_it_is_open_and_is_lent_on(driver: Any, library: Path) -> None:
+    run = virtual.allocate(0, 2 * MIB)
+    write(run, b"there")
+    command = other(library, run.offer(), run.nbytes, "lends on")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == "b'there'\n"
+        handle = bytes.fromhex(process.stdout.readline())
+        del run
+        handles.close_withdrawn()
+        again = virtual.open_run(0, handle, 2 * MIB)
+        process.kill()
+        process.wait()
+        assert read(again, 5) == b"there", "of two processes that had it neither has it now"
+
+
+def test_what_is_gone_is_not_opened(driver: Any) -> None:
+    run = virtual.allocate(0, 2 * MIB)
+    handle = run.offer()
+    del run
+    with pytest.raises(OSError, match="withdrawn"):
+        virtual.open_run(0, handle, 2 * MIB)
+
+
+def test_more_than_there_is(driver: Any) -> None:
+    with pytest.raises(virtual.DriverError, match="cuMemCreate") as refused:
+        virtual.allocate(0, 1 << 40)
+    assert refused.value.status == virtual.OUT_OF_MEMORY
+    assert device_error(refused.value) is refused.value, "a task that meets it is failed over"
+
+
+def test_of_what_could_not_be_made_nothing_is_left(driver: Any) -> None:
+    kept = virtual.allocate(0, 2 * MIB)
+    handle, before, files = kept.offer(), driver.live(), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        driver.fail(1)
+        with pytest.raises(virtual.DriverError, match="cuMemSetAccess: CUDA error 801"):
+            virtual.open_run(0, handle, 2 * MIB)
+        with pytest.raises(virtual.DriverError, match="cuMemMap"):
+            virtual.open_run(0, handle, 4 * MIB)  # it is less
+        gc.collect()
+    assert driver.live() == before and len(os.listdir("/proc/self/fd")) == files
+
+
+@pytest.mark.parametrize("name", ["libthere-is-none.so", "libc.so.6"])
+def test_without_such_a_driver_it_is_said(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual, "_LIBRARY", name)
+    virtual._driver.cache_clear()
+    with pytest.raises(OSError, match=r"there-is-none|this driver has no cuMem"):
+        virtual.allocate(0, MIB)
+    virtual._driver.cache_clear()
