@@ -1,22 +1,35 @@
-"""What is to be done once a device came past some events, and nobody waits for that.
+"""What finalizers leave to threads: calls that may stop, and what is to be done once a device came past some events.
 
-It is asked for by finalizers, which run in any thread and in the middle of anything, a garbage collection in the middle
-of this module's own code included: so nothing here takes a lock that it waits for.
+A finalizer runs in any thread, and in the middle of anything. On an event loop it must not call CUDA: while some thread
+of the process copies from the device to memory that is not page-locked (`float(array)` does), and so waits for all that
+is queued before, CUDA's driver holds up, for as long, whoever makes or destroys an event or a stream, or records one on
+that stream.
+
+As a collection of garbage may run a finalizer in the middle of this module's own code, nothing here takes a lock that
+it waits for.
 """
 
 from __future__ import annotations
 
 import _thread
+import asyncio
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 from taskgraph.device.api import Device, Event
 
-__all__ = ["call"]
+__all__ = ["Aside", "call", "do_now", "on_a_loop", "soon"]
 
 log = logging.getLogger("taskgraph.devices")
+
+
+def on_a_loop() -> bool:
+    """Whether an event loop runs in this thread."""
+    return asyncio._get_running_loop() is not None
 
 
 class _Work(NamedTuple):
@@ -28,38 +41,73 @@ class _Work(NamedTuple):
         return all(map(self.device.done, self.events))
 
 
-_asked: Final[deque[_Work]] = deque()
-_at_work: Final = _thread.allocate_lock()
-"""Held by the thread that does it: there is one while there is something to do."""
-_left: Final[list[_Work]] = []
-"""What will never be due, as their device is lost: what they hold stays."""
+class _Thread:
+    """A thread, for as long as there is something to do.
+
+    Args:
+        work: does what was asked for until there is nothing left.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.asked: Final[deque[Any]] = deque()
+        self._work = work
+        self._busy = _thread.allocate_lock()
+
+    def ask(self, what: object) -> None:
+        self.asked.append(what)
+        if self._busy.acquire(blocking=False):
+            try:
+                _thread.start_new_thread(self._run, ())
+            except RuntimeError:  # no thread can be started any more: the next one's does it
+                self._busy.release()
+
+    def _run(self) -> None:
+        while True:
+            self._work()
+            self._busy.release()
+            if not self.asked or not self._busy.acquire(blocking=False):
+                return  # who came meanwhile started another thread
+
+
+def soon(then: Callable[[], object]) -> None:
+    """Calls a function in a thread; in the order in which that is asked for."""
+    _calling.ask(then)
+
+
+def do_now() -> bool:
+    """Does in this thread what is left of that. Whether there was anything."""
+    done = False
+    while _calling.asked:
+        try:
+            then = _calling.asked.popleft()
+        except IndexError:  # the thread was faster
+            break
+        done = True
+        _call(then)
+    return done
+
+
+def _call_all() -> None:
+    while _calling.asked:
+        do_now()
 
 
 def call(device: Device, events: Sequence[Event], then: Callable[[], object]) -> None:
-    """Calls a function, which raises nothing and waits for nobody, in some thread, once these events are past."""
-    if not events:
+    """Calls a function, which waits for nobody, in some thread, once these events are past."""
+    if events:
+        _waiting.ask(_Work(device, events, then))
+    else:
         then()
-        return
-    _asked.append(_Work(device, events, then))
-    if _at_work.acquire(blocking=False):
-        try:
-            _thread.start_new_thread(_do_all, ())
-        except RuntimeError:  # no thread can be started any more: the next one's does it
-            _at_work.release()
 
 
-def _do_all() -> None:
+def _wait_for_all() -> None:
     waiting: list[_Work] = []
-    while True:
-        while _asked or waiting:
-            while _asked:
-                waiting.append(_asked.popleft())
-            waiting = [work for work in waiting if not _done(work)]
-            if waiting and not _waited(waiting[0]):  # the rest is looked at when that one is past
-                _left.append(waiting.pop(0))
-        _at_work.release()
-        if not _asked or not _at_work.acquire(blocking=False):
-            return  # who came meanwhile started another thread
+    while _waiting.asked or waiting:
+        while _waiting.asked:
+            waiting.append(_waiting.asked.popleft())
+        waiting = [work for work in waiting if not _done(work)]
+        if waiting and not _waited(waiting[0]):  # the rest is looked at when that one is past
+            _left.append(waiting.pop(0))
 
 
 def _done(work: _Work) -> bool:
@@ -69,10 +117,7 @@ def _done(work: _Work) -> bool:
             return False
     except Exception:
         return False  # to wait for it says why
-    try:
-        work.then()
-    except Exception:  # this thread is everybody's
-        log.exception("memory that others lent is not given back to them")
+    _call(work.then)
     return True
 
 
@@ -84,3 +129,31 @@ def _waited(work: _Work) -> bool:
         log.warning("memory that others lent is not given back to them: %s", error)
         return False
     return True
+
+
+def _call(then: Callable[[], object]) -> None:
+    try:
+        then()
+    except Exception:  # the thread is everybody's
+        log.exception("memory of a device could not be let go of")
+
+
+_calling: Final = _Thread(_call_all)
+_waiting: Final = _Thread(_wait_for_all)
+_left: Final[list[_Work]] = []
+"""What will never be due, as its device is lost: what it holds stays."""
+
+
+class Aside:
+    """Holds things whose finalizers call CUDA: they run in a thread where this object goes on an event loop."""
+
+    __slots__ = ("things",)
+
+    def __init__(self, things: list[Any]) -> None:
+        self.things = things
+
+    def __del__(
+        self, is_finalizing: Callable[[], bool] = sys.is_finalizing, here: Callable[[], bool] = on_a_loop
+    ) -> None:
+        if here() and not is_finalizing():
+            soon(partial(list.clear, self.things))

@@ -4,7 +4,8 @@ A copy is made on the stream of who put it, and waited for before anybody hears 
 may read it on any stream. Its memory belongs to the stream it was made on, which would give it to the next one who
 allocates there while the reading of others is still queued on theirs. So every view holds the memory by a lease of its
 own, which ends with an event on the stream that the view was made for; and the owner's stream follows all of these
-events before the memory is freed. Nothing of that blocks, wherever the last reference goes.
+events before the memory is freed. Nothing of that waits; but as CUDA's driver may stop who does it, it is done in a
+thread where the last reference goes on an event loop (`afterwards`).
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
+from taskgraph.device.afterwards import do_now, on_a_loop, soon
 from taskgraph.device.api import Array, Device, Event, Stream
 from taskgraph.device.digest import DIGEST_BYTES
+from taskgraph.device.memory import givers
 from taskgraph.device.shared import Segment, SharedMemory
 from taskgraph.device.staging import HostCopy
 
@@ -144,9 +148,23 @@ class _Lease:
         memory.leases[self._number] = memory.stream if stream is None else stream
         _kept.add(memory)
 
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # some go after this module
+    def __del__(
+        self, is_finalizing: Callable[[], bool] = sys.is_finalizing, here: Callable[[], bool] = on_a_loop
+    ) -> None:
+        if is_finalizing():  # some go after this module
+            return
+        if here():
+            soon(partial(self.memory.release, self._number))
+        else:
             self.memory.release(self._number)
+
+
+def _let_go(nbytes: int) -> bool:
+    """See `taskgraph.device.memory.givers`."""
+    return do_now()
+
+
+givers.append(_let_go)
 
 
 class Digested:
@@ -160,13 +178,14 @@ class Digested:
         self._device = device
         self._block_bytes = block_bytes
         self._take = take
-        self._done = device.record(device.current())
+        self._done: Event | None = device.record(device.current())
         self.blocks = b""
         self.nbytes = nbytes
 
     def begin(self) -> None:
         """Waits until they are taken. To be called before `digest` is, or `blocks` are read."""
         self._device.wait(self._done)
+        self._done = None
         self.blocks = self._take()
 
     def digest(self, begin: int, end: int) -> bytes:

@@ -8,7 +8,6 @@ again: it is locked where it is first copied from or to, and stays so until it g
 from __future__ import annotations
 
 import _thread
-import asyncio
 import logging
 import sys
 import threading
@@ -19,10 +18,11 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from taskgraph.device.afterwards import Aside, on_a_loop
 from taskgraph.device.api import Array, Device, Event
 from taskgraph.host import memory_bytes
 
-__all__ = ["PART", "Pin", "Pinnable", "on_a_loop", "pin_of"]
+__all__ = ["PART", "Pin", "Pinnable", "pin_of"]
 
 log = logging.getLogger("taskgraph.devices")
 
@@ -102,7 +102,9 @@ class Pin:
         reads = self._reads
         if reads.events and not reads.unknown:
             try:
-                reads.events = [event for event in reads.events if not self.device.done(event)]
+                past = Aside(list(filter(self.device.done, reads.events)))
+                if past.things:
+                    reads.events = [event for event in reads.events if event not in past.things]
             except Exception as error:  # the device is lost, as a rule
                 log.warning("page-locked memory is not used again: %s", error)
                 reads.unknown = True
@@ -204,12 +206,3 @@ def pin_of(holder: Pinnable, device: Device) -> Pin | None:
         _locked.pin(holder, device)
     pin = holder.pin
     return pin if pin is not None and pin.device is device else None
-
-
-def on_a_loop() -> bool:
-    """Whether an event loop runs in this thread."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True

@@ -145,7 +145,11 @@ class HostCopy:
         number = self._end(self.ready)
         while number < last and self.error is None:
             try:
-                self._device.wait(self._event(number))
+                event = self._event(number)
+                if event is None:
+                    break
+                self._device.wait(event)
+                del event  # where that may wait: see `afterwards`
             except Exception as error:
                 self._fail(error)
                 break
@@ -166,9 +170,11 @@ class HostCopy:
         """How many pieces so many bytes take."""
         return -(-nbytes // self._piece_bytes)
 
-    def _event(self, number: int) -> Event:
-        """The event behind a piece, which is queued if it was not yet."""
+    def _event(self, number: int) -> Event | None:
+        """The event behind a piece, which is queued if it was not yet; None: all of it is there."""
         with self._queueing:
+            if self.ready == self._target.nbytes:
+                return None
             events = self._events
             if number >= len(events):
                 device, stream, queued, piece = self._device, self._stream, self._queued, self._piece_bytes
@@ -180,15 +186,21 @@ class HostCopy:
             return events[number]
 
     def _come(self, ready: int) -> None:
+        past: list[object] = []
         with self._lock:
             if ready <= self.ready:
                 return  # another thread was faster
             self.ready = ready
             if ready == self._target.nbytes:
                 self._target.flags.writeable = False
-                _queued.discard(self._queued)
-                self._queued.source = self._queued.keep = None
+                queued = self._queued
+                _queued.discard(queued)
+                # What goes here goes behind the locks: it may stop.
+                past = [queued.source, queued.keep, *self._events]
+                queued.source = queued.keep = None
+                self._events.clear()
         self._tell()
+        past.clear()
 
     def _fail(self, error: Exception) -> None:
         with self._lock:

@@ -36,9 +36,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from taskgraph.device.afterwards import on_a_loop
 from taskgraph.device.api import HANDLE_BYTES, IDENTITY_BYTES
 from taskgraph.device.lookup import declare
-from taskgraph.device.pinning import on_a_loop
 
 __all__ = ["SoftArray", "SoftDevice", "SoftEvent", "SoftStream"]
 
@@ -51,8 +51,9 @@ _HANDLE: Final = struct.Struct("<ii")
 class SoftStream:
     """A queue of operations."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, calls_on_loops: list[str]) -> None:
         self.name = name
+        self.calls_on_loops = calls_on_loops
         self.queue: collections.deque[Callable[[], object]] = collections.deque()
         self.queued = 0
         self.done = 0
@@ -69,9 +70,16 @@ class SoftEvent:
         self.stream = stream
         self.place = stream.queued
         self.destroyed = False
+        self._note()
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         self.destroyed = True
+        if not is_finalizing():
+            self._note()
+
+    def _note(self) -> None:
+        if on_a_loop():
+            self.stream.calls_on_loops.append("".join(traceback.format_stack(limit=12)))
 
 
 class _Memory:
@@ -96,8 +104,8 @@ class _SharedRun:
         self.raw = np.frombuffer(mmap.mmap(self.fd, nbytes), np.uint8)
         self.raw.fill(POISON)
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():
             os.close(self.fd)
 
 
@@ -113,8 +121,8 @@ class _OpenedRun:
         self._opened = soft.opened
         self._opened.append(path)
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():
             self._opened.remove(self._path)
             self.raw.fill(POISON)
             os.close(self.fd)
@@ -195,6 +203,8 @@ class SoftDevice:
         self._rng = random.Random(seed) if seed is not None else None
         self._races = races
         self.streams: list[SoftStream] = []
+        self.calls_on_loops: list[str] = []
+        """The stacks of those that made or destroyed an event on an event loop, which a driver may hold up for long."""
         self._freed: collections.deque[tuple[NDArray[np.uint8], SoftStream]] = collections.deque()
         self._free: dict[tuple[SoftStream, int], list[NDArray[np.uint8]]] = {}
         self._here = threading.local()
@@ -222,7 +232,7 @@ class SoftDevice:
 
     def stream(self) -> SoftStream:
         with self._lock:
-            made = SoftStream(str(len(self.streams)))
+            made = SoftStream(str(len(self.streams)), self.calls_on_loops)
             self.streams.append(made)
             return made
 

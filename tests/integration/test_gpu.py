@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +126,48 @@ def test_memory_that_another_stream_still_reads_is_not_given_away() -> None:
             assert float(result.max()) == 2000
 
 
+SPIN = r"""
+extern "C" __global__ void spin(long long ns, double* x) {
+    long long now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    const long long end = now + ns;
+    while (now < end) asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    x[0] += 1;
+}
+"""
+
+
+async def test_to_let_go_on_an_event_loop_waits_for_no_compute() -> None:
+    """While one waits for the device in `float`, CUDA holds up whoever makes an event, or destroys one."""
+    xp, device = array_module(1)
+    assert device is not None
+    owner, computing = device.stream(), device.stream()
+    spin = xp.RawKernel(SPIN, "spin")
+    with device.on(computing):
+        mine = xp.zeros(1)
+        spin((1,), (1,), (np.int64(0), mine))
+        float(mine[0])
+    with device.on(owner):
+        values = [encode(xp.ones(100_000), stays=True) for _ in range(20)]
+    with device.on(computing):
+        views = [decode(value, device=device) for value in values]
+
+    def compute() -> float:
+        with device.on(computing):
+            spin((1,), (1,), (np.int64(400_000_000), mine))
+            return float(mine[0])
+
+    work = asyncio.ensure_future(asyncio.to_thread(compute))
+    await asyncio.sleep(0.1)
+    began = time.monotonic()
+    views.clear()
+    values.clear()
+    took = time.monotonic() - began
+    assert not work.done(), "it was to compute still"
+    assert await work == 2.0
+    assert took < 0.1
+
+
 class Writes(tg.Task):
     def compose(self, epoch: tg.Epoch) -> None:
         epoch.processor(self.send, outbound={"row": "right"})
@@ -206,7 +250,7 @@ cuda.bound_memory(1, 0.5, 100)
 pool, (_, total) = cupy.get_default_memory_pool(), cupy.cuda.runtime.memGetInfo()
 part = pool.get_limit()
 assert abs(part - total // 200) < total // 1000, (part, total)
-for nbytes in range(part // 4, part, part // 8):
+for nbytes in range(part // 4, part * 15 // 16, part // 8):
     cupy.empty(nbytes, "u1")
     assert pool.total_bytes() <= part == pool.get_limit()
 held = cupy.empty(2 * part, "u1")

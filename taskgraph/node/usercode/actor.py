@@ -27,6 +27,7 @@ from pathlib import Path
 from types import CodeType, CoroutineType, FrameType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
+from taskgraph.device.afterwards import Aside
 from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import GraphError, JobError, worded
 from taskgraph.node.usercode import forks, lastwords
@@ -116,7 +117,7 @@ class Actor:
     ) -> None:
         self.task = task
         self._device = device
-        self._stream: Stream | None = None  # made where the task's code runs first, which is in a thread
+        self._streams: Aside | None = None  # made where the task's code runs first, which is in a thread
         self._tracing = tracing or Tracing()
         self._threads = threads
         self._cancel_s = cancel_s
@@ -368,9 +369,10 @@ class Actor:
             raise RuntimeError(f"{type(error).__name__} left the function") from error
 
     def _stream_of(self, device: Device) -> Stream:
-        if self._stream is None:
-            self._stream = device.stream()
-        return self._stream
+        if self._streams is None:
+            self._streams = Aside([device.stream()])
+        stream: Stream = self._streams.things[0]
+        return stream
 
     def _on_stream(self, device: Device, call: Callable[[], R]) -> R:
         """In a thread: with the task's stream as the current one."""

@@ -224,7 +224,7 @@ class Fuzz:
         copies = [one for one in everything if isinstance(one, staging.HostCopy) and one._device is self.soft]
         assert not memories and not copies and not self.soft.registered
         assert not staging._queued and not buffers._kept
-        assert not self.soft.misuses and not self.soft.waits_on_loops
+        assert not self.soft.misuses and not self.soft.waits_on_loops and not self.soft.calls_on_loops
 
 
 def stream_of(node: Node) -> StreamTransport:

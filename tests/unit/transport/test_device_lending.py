@@ -111,7 +111,7 @@ async def test_it_arrives_on_the_device_and_never_was_on_the_host(
     del got
     gc.collect()
     assert [buffer.host_copies for buffer in staying(value)] == [0]
-    assert not soft.waits_on_loops
+    assert not soft.waits_on_loops and not soft.calls_on_loops
     await turns_until(lambda: not any(map(len, lendings(producer))))
 
 

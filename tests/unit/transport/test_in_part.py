@@ -59,7 +59,7 @@ async def nodes(request: pytest.FixtureRequest, tmp_path: Path, soft: SoftDevice
     yield made
     for node in made:
         await node.transport.close()
-    assert not soft.misuses and not soft.waits_on_loops
+    assert not soft.misuses and not soft.waits_on_loops and not soft.calls_on_loops
 
 
 @pytest.fixture

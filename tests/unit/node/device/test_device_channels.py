@@ -28,7 +28,7 @@ def soft(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
     device = SoftDevice(seed, races=races)
     give(monkeypatch, device)
     yield device
-    assert not device.waits_on_loops
+    assert not device.waits_on_loops and not device.calls_on_loops
     gc.collect()
     assert not [memory for memory in buffers._kept if memory.device is device]
 
@@ -301,7 +301,7 @@ def test_nodes_with_a_device_and_nodes_without(
         assert np.array_equal(result.values[task], row)
     assert copied, "for those without one"
     assert set(made) == {False, True}
-    assert not soft.waits_on_loops
+    assert not soft.waits_on_loops and not soft.calls_on_loops
 
 
 # -- who writes to what it was given --------------------------------------------------------------

@@ -62,7 +62,7 @@ def test_nothing_waits_on_the_event_loop(soft: SoftDevice) -> None:
     rows = [np.arange(4.0).sum() + 4 * task for task in range(3)]
     assert result.values == {t: 3 * (2 * rows[t - 1] + 2 * rows[t]) for t in range(3)}
     assert soft.waits
-    assert not soft.waits_on_loops
+    assert not soft.waits_on_loops and not soft.calls_on_loops
 
 
 def test_and_none_of_the_values_depends_on_it(soft: SoftDevice) -> None:
@@ -71,4 +71,4 @@ def test_and_none_of_the_values_depends_on_it(soft: SoftDevice) -> None:
     killed = tg.testing.run(job, kills={(0, 1): "sync", (2, 2): "done"}, order=1)
     assert killed.failovers >= 2
     assert killed.values == calm.values
-    assert not soft.waits_on_loops
+    assert not soft.waits_on_loops and not soft.calls_on_loops

@@ -38,7 +38,7 @@ def soft(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
 
     monkeypatch.setattr(Boundaries, "hold", held)
     yield device
-    assert not device.waits_on_loops
+    assert not device.waits_on_loops and not device.calls_on_loops
 
 
 class Grows(tg.Task, state=["row", "count"]):

@@ -131,7 +131,7 @@ async def test_a_value_that_is_put_waits_for_its_own_tasks_work_only(threads: Po
 async def test_without_a_device_there_is_none(threads: PooledThreads) -> None:
     actor = actor_of(threads, None)
     assert await actor.call("compute", lambda: 1) == 1
-    assert actor._stream is None
+    assert actor._streams is None
 
 
 class Mixes(tg.Task, state=["row"]):
@@ -184,7 +184,7 @@ def test_a_job_whose_tasks_compute_on_streams_of_their_own(
     result = tg.testing.run(job, strict=strict, order=seed or 0)
     for task, row in enumerate(expected(3, 4)):
         assert np.array_equal(result.values[task], row)
-    assert not soft.waits_on_loops
+    assert not soft.waits_on_loops and not soft.calls_on_loops
     assert len(soft.streams) > 3
 
 
@@ -212,4 +212,4 @@ def test_what_is_replayed_is_on_the_stream_of_who_replays_it(monkeypatch: pytest
     monkeypatch.setattr(roles, "array_module", lambda devices: (soft.xp, soft))
     result = tg.testing.run(tg.Job(tasks=2, epochs=3, builder=Flagged, topology=tg.ring()))
     assert result.values == dict.fromkeys(range(2), 3 * sum(range(10_000)) + 10_000.0 * 3)
-    assert not soft.waits_on_loops
+    assert not soft.waits_on_loops and not soft.calls_on_loops
