@@ -14,6 +14,7 @@ CuPy has none of these calls: they are the driver's own, by ctypes.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from typing import Any, Final
 from taskgraph.device import handles
 
 __all__ = ["OUT_OF_MEMORY", "DriverError", "Run", "allocate", "open_run"]
+
+log = logging.getLogger("taskgraph.devices")
 
 OUT_OF_MEMORY: Final = 2
 """CUDA_ERROR_OUT_OF_MEMORY."""
@@ -167,10 +170,13 @@ class Run:
             handles.withdraw(self._offered)
         if self._descriptor is not None:
             os.close(self._descriptor)
-        if self._size:
-            _call("cuMemUnmap", self.address, self._size)
-            _call("cuMemAddressFree", self.address, self._size)
-        _call("cuMemRelease", self._handle)
+        try:
+            if self._size:
+                _call("cuMemUnmap", self.address, self._size)
+                _call("cuMemAddressFree", self.address, self._size)
+            _call("cuMemRelease", self._handle)
+        except DriverError as error:  # the device is lost, as a rule
+            log.warning("memory of %d bytes stays: %s", self.nbytes, error)
 
 
 def allocate(device: int, nbytes: int) -> Run:

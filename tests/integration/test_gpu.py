@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from cli_kit import Cli, Done, shell
 
 import taskgraph as tg
 from taskgraph.device.cuda import array_module, device_count
@@ -272,3 +275,42 @@ assert cupy.get_default_pinned_memory_pool().n_free_blocks() == 0, "another one 
 def test_a_process_holds_its_part_of_a_device_and_more_where_it_is_free() -> None:
     done = subprocess.run([sys.executable, "-c", BOUNDED], capture_output=True, text=True, timeout=100)
     assert not done.returncode, done.stderr
+
+
+@pytest.fixture
+async def cli() -> AsyncIterator[Cli]:
+    async with shell() as found:
+        yield found
+
+
+async def ring(cli: Cli, nodes: int, kind: str, times: int) -> Done:
+    marks = cli.root / f"marks-{kind}-{times}"
+    marks.mkdir()
+    driver, given = str(DRIVER.with_name("device_errors.py")), (f"marks={marks}", f"kind={kind}", f"times={times}")
+    options = [part for option in given for part in ("-o", option)]
+    return await cli("run", driver, "--nodes", str(nodes), "--json", "--name", f"{kind}{times}", *options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "error"), [("memory", "OutOfMemoryError"), ("address", "cudaErrorIllegalAddress"), ("lent", "")]
+)
+async def test_an_error_of_the_device_ends_the_process_and_the_task_goes_on(cli: Cli, kind: str, error: str) -> None:
+    """Also a write to an item of another process, whose memory is mapped to be read."""
+    calm = await ring(cli, 3, kind, 0)
+    assert calm.code == 0, calm.err
+    wrong = await ring(cli, 4, kind, 1)
+    assert wrong.code == 0, wrong.err
+    one, other = (json.loads(done.out.splitlines()[-1]) for done in (calm, wrong))
+    assert one["values"] == other["values"]
+    assert "task 1 met an error of its device in 'mix', epoch 2: " in wrong.err and error in wrong.err
+    await cli.nothing_left()
+
+
+@pytest.mark.slow
+async def test_a_task_that_always_meets_one_fails_the_job_with_the_reason(cli: Cli) -> None:
+    done = await ring(cli, 5, "memory", 100)
+    assert done.code == 1
+    assert "task 1, epoch 2, 'mix': OutOfMemoryError: Out of memory allocating 1,125,899,906,842,624 bytes" in done.err
+    assert "(device_failures=2)" in done.err and "cupy.empty(1 << 50" in done.err
+    await cli.nothing_left()
