@@ -291,6 +291,12 @@ class DeviceBuffer:
         copy.finish()
         return copy.data
 
+    def copy_early(self, allocate: Allocate) -> None:
+        """Begins to copy it to the host, for `host`, where that takes neither new memory nor a lock on some."""
+        block = allocate(self.nbytes)
+        if block is not None and block.origin is not None and block.origin.locked:
+            self.copying(lambda _: block, sent=False)
+
     def copying(self, allocate: Allocate | None = None, *, sent: bool = True) -> HostCopy:
         """The same, begun by whoever asks first. It may take memory and have it page-locked: call it in a thread."""
         with self._lock:

@@ -221,9 +221,10 @@ def hosted(
 
 
 def begin_hosted(value: Encoded, *, allocate: Allocate | None = None) -> None:
-    """Queues the copies that `hosted` waits for, as far as the device makes them by itself. Call it in a thread."""
-    for buffer in staying(value):
-        buffer.copying(allocate, sent=False)
+    """Queues the copies that `hosted` waits for, as far as there is page-locked memory for them. It waits for nothing."""
+    if allocate is not None:
+        for buffer in staying(value):
+            buffer.copy_early(allocate)
 
 
 def in_part(value: EncodedOnDevice, *, allocate: Allocate | None = None) -> EncodedInPart:

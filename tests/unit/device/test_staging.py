@@ -14,7 +14,7 @@ from taskgraph.device import pinning, staging
 from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.device.staging import HostCopy
 from taskgraph.graph.blocks import Block
-from taskgraph.graph.values import decode, encode, hosted, in_part, staying, verify
+from taskgraph.graph.values import begin_hosted, decode, encode, hosted, in_part, staying, verify
 from taskgraph.protocol.messages import Encoded
 from taskgraph.testing.softdevice import SoftDevice
 from taskgraph.transport.segments import Pool
@@ -246,3 +246,21 @@ def test_any_order_of_streams_gives_the_same(seed: int, pool: Pool) -> None:
         assert np.array_equal(decode_array(found.host()), HOST + number)
         del found
     assert not soft.misuses
+
+
+def test_what_is_not_sent_is_queued_early_once_there_is_locked_memory_for_it(soft: SoftDevice, pool: Pool) -> None:
+    """It takes long to lock memory, and whoever begins early is in a hurry."""
+    first = encode(soft.xp.asarray(HOST), stays=True)
+    begin_hosted(first, allocate=pool.allocate)
+    assert not soft.registered and not staging._queued
+    assert np.array_equal(decode(hosted(first, allocate=pool.allocate)), HOST)
+    assert len(soft.registered) == 1
+    del first
+    gc.collect()
+    second = encode(soft.xp.asarray(HOST + 1), stays=True)
+    waits = len(soft.waits)
+    begin_hosted(second, allocate=pool.allocate)
+    (queued,) = staging._queued
+    assert len(queued.events) == 1 and len(soft.waits) == waits
+    assert np.array_equal(decode(hosted(second, allocate=pool.allocate)), HOST + 1)
+    assert staying(second)[0].host_copies == 1 and soft.registrations == 1
