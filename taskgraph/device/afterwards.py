@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import itertools
 import logging
 import sys
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, Final, NamedTuple
 
 from taskgraph.device.api import Device, Event
 
 __all__ = ["Aside", "call", "do_now", "on_a_loop", "soon"]
 
+_IDLE_S: Final = 10.0
 log = logging.getLogger("taskgraph.devices")
 
 
@@ -42,31 +44,43 @@ class _Work(NamedTuple):
 
 
 class _Thread:
-    """A thread, for as long as there is something to do.
+    """A thread that does what is asked for, and ends when nothing was for a while.
 
     Args:
-        work: does what was asked for until there is nothing left.
+        work: does it.
     """
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.asked: Final[deque[Any]] = deque()
+    def __init__(self, work: Callable[[Any], None]) -> None:
         self._work = work
-        self._busy = _thread.allocate_lock()
+        self._asked: SimpleQueue[Any] = SimpleQueue()  # whose `put` may come in the middle of itself
+        self._busy = _thread.allocate_lock()  # held by the thread
 
     def ask(self, what: object) -> None:
-        self.asked.append(what)
+        self._asked.put(what)
         if self._busy.acquire(blocking=False):
             try:
                 _thread.start_new_thread(self._run, ())
             except RuntimeError:  # no thread can be started any more: the next one's does it
                 self._busy.release()
 
+    def next(self) -> Any:
+        """What is to be done next; None: nothing is."""
+        try:
+            return self._asked.get_nowait()
+        except Empty:
+            return None
+
     def _run(self) -> None:
         while True:
-            self._work()
-            self._busy.release()
-            if not self.asked or not self._busy.acquire(blocking=False):
-                return  # who came meanwhile started another thread
+            try:
+                what = self._asked.get(timeout=_IDLE_S)
+            except Empty:
+                self._busy.release()
+                if self._asked.empty() or not self._busy.acquire(blocking=False):
+                    return  # who came meanwhile started another thread
+            else:
+                self._work(what)
+                del what  # whoever is idle keeps nothing
 
 
 def soon(then: Callable[[], object]) -> None:
@@ -77,19 +91,10 @@ def soon(then: Callable[[], object]) -> None:
 def do_now() -> bool:
     """Does in this thread what is left of that. Whether there was anything."""
     done = False
-    while _calling.asked:
-        try:
-            then = _calling.asked.popleft()
-        except IndexError:  # the thread was faster
-            break
+    while (then := _calling.next()) is not None:
         done = True
         _call(then)
     return done
-
-
-def _call_all() -> None:
-    while _calling.asked:
-        do_now()
 
 
 def call(device: Device, events: Sequence[Event], then: Callable[[], object]) -> None:
@@ -100,11 +105,11 @@ def call(device: Device, events: Sequence[Event], then: Callable[[], object]) ->
         then()
 
 
-def _wait_for_all() -> None:
-    waiting: list[_Work] = []
-    while _waiting.asked or waiting:
-        while _waiting.asked:
-            waiting.append(_waiting.asked.popleft())
+def _wait_for(work: _Work) -> None:
+    waiting = [work]
+    while waiting:
+        while (another := _waiting.next()) is not None:
+            waiting.append(another)
         waiting = [work for work in waiting if not _done(work)]
         if waiting and not _waited(waiting[0]):  # the rest is looked at when that one is past
             _left.append(waiting.pop(0))
@@ -117,6 +122,8 @@ def _done(work: _Work) -> bool:
             return False
     except Exception:
         return False  # to wait for it says why
+    for event in work.events:
+        work.device.recycle(event)
     _call(work.then)
     return True
 
@@ -138,22 +145,36 @@ def _call(then: Callable[[], object]) -> None:
         log.exception("memory of a device could not be let go of")
 
 
-_calling: Final = _Thread(_call_all)
-_waiting: Final = _Thread(_wait_for_all)
+_calling: Final = _Thread(_call)
+_waiting: Final = _Thread(_wait_for)
 _left: Final[list[_Work]] = []
 """What will never be due, as its device is lost: what it holds stays."""
+
+
+_things: Final[dict[int, list[Any]]] = {}
+"""What is aside, by the number of its holder: so it is no garbage with that."""
+_numbers: Final = itertools.count()
 
 
 class Aside:
     """Holds things whose finalizers call CUDA: they run in a thread where this object goes on an event loop."""
 
-    __slots__ = ("things",)
+    __slots__ = ("_number",)
 
     def __init__(self, things: list[Any]) -> None:
-        self.things = things
+        self._number = next(_numbers)
+        _things[self._number] = things
+
+    @property
+    def things(self) -> list[Any]:
+        return _things[self._number]
 
     def __del__(
         self, is_finalizing: Callable[[], bool] = sys.is_finalizing, here: Callable[[], bool] = on_a_loop
     ) -> None:
-        if here() and not is_finalizing():
-            soon(partial(list.clear, self.things))
+        if is_finalizing():
+            return
+        if here():
+            soon(partial(_things.pop, self._number))
+        else:
+            del _things[self._number]

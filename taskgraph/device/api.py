@@ -56,6 +56,9 @@ class Device(Protocol):
     def record(self, stream: Stream) -> Event:
         """An event of what is queued on `stream` by now."""
 
+    def recycle(self, event: Event) -> None:
+        """Nobody uses this event any more, and it may be recorded anew: to destroy it may take long."""
+
     def follow(self, stream: Stream, event: Event) -> None:
         """What is queued on `stream` from now on is done after `event`."""
 

@@ -96,6 +96,7 @@ class _Memory:
     def _put_in_order(self) -> None:
         for event in self.read:
             self.device.follow(self.stream, event)
+            self.device.recycle(event)
 
 
 class _InSegment(_Memory):
@@ -184,8 +185,10 @@ class Digested:
 
     def begin(self) -> None:
         """Waits until they are taken. To be called before `digest` is, or `blocks` are read."""
-        self._device.wait(self._done)
-        self._done = None
+        done, self._done = self._done, None
+        if done is not None:
+            self._device.wait(done)
+            self._device.recycle(done)
         self.blocks = self._take()
 
     def digest(self, begin: int, end: int) -> bytes:

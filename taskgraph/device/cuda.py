@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from types import ModuleType
@@ -34,6 +35,8 @@ log = logging.getLogger("taskgraph.devices")
 _CHECK_BLOCK: Final = 1 << 16
 _CHECK_BYTES: Final = 3 * _CHECK_BLOCK + 1000
 """What is tried before arrays stay: some blocks, and a part of one."""
+_MOST_EVENTS: Final = 1024
+"""That wait to be recorded anew."""
 _REGISTER: Final = 0
 """`cudaHostRegisterDefault`: with unified addressing, which every device of today has, all contexts may use it."""
 _FIRST: Final = 0
@@ -124,6 +127,7 @@ class CudaDevice:
     def __init__(self, cupy: Any, number: int) -> None:
         self._cupy = cupy
         self._number = number
+        self._events: deque[Event] = deque(maxlen=_MOST_EVENTS)
         self._works: bool | None = None  # None: not looked at yet
         self._looking = threading.Lock()
         self._identity: bytes | None = None
@@ -170,7 +174,14 @@ class CudaDevice:
 
     def record(self, stream: Stream) -> Event:
         with self._cupy.cuda.Device(self._number):
-            return stream.record(self._cupy.cuda.Event(block=True, disable_timing=True))  # type: ignore[attr-defined]
+            try:
+                event = self._events.pop()
+            except IndexError:
+                event = self._cupy.cuda.Event(block=True, disable_timing=True)
+            return stream.record(event)  # type: ignore[attr-defined]
+
+    def recycle(self, event: Event) -> None:
+        self._events.append(event)
 
     def follow(self, stream: Stream, event: Event) -> None:
         stream.wait_event(event)  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from taskgraph.device.afterwards import Aside, on_a_loop
+from taskgraph.device.afterwards import on_a_loop
 from taskgraph.device.api import Array, Device, Event
 from taskgraph.host import memory_bytes
 
@@ -102,9 +102,13 @@ class Pin:
         reads = self._reads
         if reads.events and not reads.unknown:
             try:
-                past = Aside(list(filter(self.device.done, reads.events)))
-                if past.things:
-                    reads.events = [event for event in reads.events if event not in past.things]
+                events = []
+                for event in reads.events:
+                    if self.device.done(event):
+                        self.device.recycle(event)
+                    else:
+                        events.append(event)
+                reads.events = events
             except Exception as error:  # the device is lost, as a rule
                 log.warning("page-locked memory is not used again: %s", error)
                 reads.unknown = True
@@ -180,8 +184,9 @@ class _Locked:
         try:
             if reads.unknown:
                 raise RuntimeError("nobody knows what the device does there")
-            for event in reads.events:
-                device.wait(event)
+            while reads.events:
+                device.wait(reads.events[-1])
+                device.recycle(reads.events.pop())
             device.unregister(np.frombuffer(memory, np.uint8))
         except Exception as error:
             log.warning("page-locked memory of %d bytes is left alone: %s", size, error)

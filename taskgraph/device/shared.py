@@ -116,9 +116,9 @@ class SharedMemory:
             del too_much  # before anything is allocated
             if found is None:
                 return self._make(nbytes)
-            for event in found._events:
-                self._device.follow(self._device.current(), event)
-            found._events = []
+            while found._events:
+                self._device.follow(self._device.current(), found._events[-1])
+                self._device.recycle(found._events.pop())
             return found
         except BaseException as error:
             if found is not None:
@@ -184,6 +184,7 @@ class SharedMemory:
         for segment in segments:
             for event in segment._events:
                 self._device.wait(event)
+                self._device.recycle(event)
         return bool(segments)
 
     def trim(self) -> None:

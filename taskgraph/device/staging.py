@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from taskgraph.device.afterwards import soon
 from taskgraph.device.api import Array, Device, Event, Stream
 from taskgraph.protocol.messages import Encoded
 
@@ -149,7 +150,6 @@ class HostCopy:
                 if event is None:
                     break
                 self._device.wait(event)
-                del event  # where that may wait: see `afterwards`
             except Exception as error:
                 self._fail(error)
                 break
@@ -187,6 +187,7 @@ class HostCopy:
 
     def _come(self, ready: int) -> None:
         past: list[object] = []
+        events: list[Event] = []
         with self._lock:
             if ready <= self.ready:
                 return  # another thread was faster
@@ -196,10 +197,12 @@ class HostCopy:
                 queued = self._queued
                 _queued.discard(queued)
                 # What goes here goes behind the locks: it may stop.
-                past = [queued.source, queued.keep, *self._events]
+                past = [queued.source, queued.keep]
                 queued.source = queued.keep = None
-                self._events.clear()
+                events, self._events[:] = self._events[:], []
         self._tell()
+        if events:
+            soon(events.clear)  # not recycled: other threads may still wait for them
         past.clear()
 
     def _fail(self, error: Exception) -> None:

@@ -221,7 +221,7 @@ def hosted(
 
 
 def begin_hosted(value: Encoded, *, allocate: Allocate | None = None) -> None:
-    """Queues the copies that `hosted` waits for, as far as there is page-locked memory for them. It waits for nothing."""
+    """Queues the copies that `hosted` waits for, as far as there is page-locked memory for them, without any wait."""
     if allocate is not None:
         for buffer in staying(value):
             buffer.copy_early(allocate)

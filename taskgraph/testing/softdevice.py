@@ -69,12 +69,12 @@ class SoftEvent:
     def __init__(self, stream: SoftStream) -> None:
         self.stream = stream
         self.place = stream.queued
-        self.destroyed = False
+        self.destroyed = self.recycled = False
         self._note()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         self.destroyed = True
-        if not is_finalizing():
+        if not (self.recycled or is_finalizing()):
             self._note()
 
     def _note(self) -> None:
@@ -257,6 +257,10 @@ class SoftDevice:
         with self._lock:
             self._go_on()
             return SoftEvent(stream)
+
+    def recycle(self, event: SoftEvent) -> None:
+        self._look(event)
+        event.destroyed = event.recycled = True
 
     def follow(self, stream: Any, event: SoftEvent) -> None:
         with self._lock:

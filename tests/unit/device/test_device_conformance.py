@@ -344,6 +344,27 @@ def test_one_stream_follows_another(found: Found) -> None:
         assert np.array_equal(device.to_host(device.copy(array)), np.arange(100_000.0) + 1)
 
 
+def test_who_followed_an_event_is_behind_what_it_was_though_it_is_recorded_anew(found: Found) -> None:
+    device, _ = found
+    one, other = device.stream(), device.stream()
+    for number in range(20):
+        with device.on(one):
+            array = device.to_device(np.full(100_000, 1.0 * number))
+            array += 1
+            event = device.record(one)
+        device.follow(other, event)
+        device.recycle(event)
+        with device.on(one):
+            array_of_later = device.to_device(np.arange(10.0))
+            again = device.record(one)
+        with device.on(other):
+            assert np.array_equal(device.to_host(device.copy(array)), np.full(100_000, number + 1.0))
+        device.wait(again)
+        assert device.done(again)
+        device.recycle(again)
+        del array_of_later
+
+
 def filled(device: Device, host: np.ndarray[Any, Any], xp: Any) -> Any:
     """Memory that other processes can open, with these elements."""
     memory = device.allocate(2 << 20)

@@ -1,0 +1,163 @@
+"""What finalizers leave to threads is done in order and to the end, wherever it is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from taskgraph.device import afterwards
+from taskgraph.testing.softdevice import SoftDevice, SoftStream
+
+
+def until(there: Callable[[], object]) -> None:
+    end = time.monotonic() + 10
+    while not there():
+        assert time.monotonic() < end, "it does not come"
+        time.sleep(0.001)
+
+
+def test_all_of_it_is_done_in_a_thread_in_order() -> None:
+    done: list[tuple[int, int]] = []
+    for number in range(200):
+        afterwards.soon(lambda number=number: done.append((number, threading.get_ident())))
+    until(lambda: len(done) == 200)
+    assert [number for number, _ in done] == list(range(200))
+    assert threading.get_ident() not in {thread for _, thread in done}
+
+
+def test_it_can_be_asked_for_by_many_threads_and_while_it_is_done() -> None:
+    done: list[object] = []
+
+    def twice() -> None:
+        done.append(None)
+        afterwards.soon(lambda: done.append(None))
+
+    threads = [threading.Thread(target=lambda: [afterwards.soon(twice) for _ in range(100)]) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    until(lambda: len(done) == 1600)
+
+
+def test_what_raises_is_told_and_the_rest_is_done(caplog: pytest.LogCaptureFixture) -> None:
+    done = threading.Event()
+    afterwards.soon(lambda: 1 / 0)
+    afterwards.soon(done.set)
+    assert done.wait(10)
+    assert "could not be let go of" in caplog.text and "ZeroDivisionError" in caplog.text
+
+
+def test_an_idle_thread_ends_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(afterwards, "_IDLE_S", 0.01)
+    monkeypatch.setattr(afterwards, "_calling", afterwards._Thread(afterwards._call))
+    for _ in range(3):
+        done = threading.Event()
+        afterwards.soon(done.set)
+        assert done.wait(10)
+        until(lambda: not afterwards._calling._busy.locked())
+
+
+def test_who_is_in_a_hurry_does_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(afterwards, "_calling", afterwards._Thread(afterwards._call))
+    begun, go_on, here = threading.Event(), threading.Event(), []
+    afterwards.soon(lambda: begun.set() or go_on.wait(10))
+    assert begun.wait(10)
+    for _ in range(3):
+        afterwards.soon(lambda: here.append(threading.get_ident()))
+    assert afterwards.do_now() and not afterwards.do_now()
+    assert here == [threading.get_ident()] * 3
+    go_on.set()
+
+
+class Holds(SoftDevice):
+    """A device that comes past the events of some streams when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.past: dict[SoftStream, threading.Event] = {}
+
+    def held(self) -> SoftStream:
+        stream = self.stream()
+        self.past[stream] = threading.Event()
+        stream.queue.append(lambda: None)
+        stream.queued += 1
+        return stream
+
+    def wait(self, event: Any) -> None:
+        if event.stream in self.past:
+            assert self.past[event.stream].wait(10)
+        super().wait(event)
+
+
+def test_it_is_done_once_the_device_came_past_the_events() -> None:
+    soft, done = Holds(), list[str]()
+    slow, slower = soft.held(), soft.held()
+    afterwards.call(soft, [soft.record(slow), soft.record(slower)], lambda: done.append("both"))
+    afterwards.call(soft, [], lambda: done.append("at once"))
+    assert done == ["at once"]
+    soft.past[slow].set()
+    time.sleep(0.02)
+    assert done == ["at once"]
+    soft.past[slower].set()
+    until(lambda: done == ["at once", "both"])
+
+
+def test_what_is_due_does_not_wait_for_what_is_not_much_longer() -> None:
+    soft, done = Holds(), list[str]()
+    slow, quick = soft.held(), soft.stream()
+    afterwards.call(soft, [soft.record(slow)], lambda: done.append("slow"))
+    time.sleep(0.01)
+    afterwards.call(soft, [soft.record(quick)], lambda: done.append("quick"))
+    soft.past[slow].set()
+    until(lambda: sorted(done) == ["quick", "slow"])
+
+
+def test_of_a_lost_device_what_was_held_stays(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left: list[object] = []
+    monkeypatch.setattr(afterwards, "_left", left)
+    soft, other, done = SoftDevice(), SoftDevice(), threading.Event()
+    event = soft.record(soft.stream())
+    monkeypatch.setattr(soft, "done", lambda event: 1 / 0)
+    monkeypatch.setattr(soft, "wait", lambda event: 1 / 0)
+    afterwards.call(soft, [event], lambda: pytest.fail("nobody knows whether it is read"))
+    afterwards.call(other, [other.record(other.stream())], done.set)
+    assert done.wait(10)
+    until(lambda: len(left) == 1)
+    assert "is not given back to them: division by zero" in caplog.text
+
+
+class Goes:
+    def __init__(self, where: list[int]) -> None:
+        self.where = where
+
+    def __del__(self) -> None:
+        self.where.append(threading.get_ident())
+
+
+def test_things_aside_go_here_and_on_a_loop_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    where: list[int] = []
+    afterwards.Aside([Goes(where)])
+    assert where == [threading.get_ident()]
+
+    async def on_a_loop() -> None:
+        aside = afterwards.Aside([Goes(where), Goes(where)])
+        cycle: list[object] = [aside]
+        cycle.append(cycle)
+        del aside, cycle
+        gc.collect()
+        await asyncio.to_thread(until, lambda: len(where) == 3)
+
+    asyncio.run(on_a_loop())
+    assert threading.get_ident() not in where[1:]
+    assert not caplog.records
