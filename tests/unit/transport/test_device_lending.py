@@ -269,7 +269,9 @@ async def test_the_lender_keeps_it_until_nobody_reads_it(
     past.set()
     await turns_until(lambda: not any(map(len, lendings(producer))))
     gc.collect()
-    assert await is_given_to_others()
+    async with asyncio.timeout(10):
+        while not await is_given_to_others():  # noqa: ASYNC110 - nobody announces it
+            await asyncio.sleep(0.001)
     with soft.on(reader):
         assert np.array_equal(await asyncio.to_thread(read.get), HOST + 1)
 
@@ -286,8 +288,8 @@ async def test_it_stays_where_the_lender_let_go_of_all_its_memory(
     producer.served.clear()
     await producer.transport.close()
     gc.collect()
-    await asyncio.to_thread(memory.shrink, 1 << 40)
-    assert not len(memory)
+    await turns_until(lambda: memory.shrink(1 << 40) or not len(memory))
+    await turns_until(lambda: not len(memory))
     assert np.array_equal(await x_of(got, soft), HOST)
     assert np.array_equal(await x_of(await pulled(other, consumer), soft), HOST), "and can be lent on"
 
@@ -427,7 +429,7 @@ async def test_a_session_that_ends_leaves_what_it_lent_alone(
     await turns_until(lambda: not lendings(producer))
     later = [await on_device(soft, HOST * 0) for _ in range(3)]
     assert place.spoiled and place not in [staying(one)[0].segment for one in later]
-    assert len(memory) == 3, "it went, as far as this process is concerned"
+    await turns_until(lambda: memory.trim() or len(memory) == 3)  # it went, as far as this process is concerned
     assert np.array_equal(await x_of(got, soft), HOST)
     del got
     gc.collect()
