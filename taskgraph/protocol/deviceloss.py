@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from taskgraph.errors import class_name
 from taskgraph.protocol.view import JobView
 
-__all__ = ["Outcome", "device_error", "outcome"]
+__all__ = ["Outcome", "device_error", "hint", "outcome"]
 
 _MODULES = ("cupy_backends.",)
 """Where CuPy's errors of CUDA's runtime, driver and libraries are."""
@@ -52,6 +52,14 @@ def device_error(error: BaseException | None) -> BaseException | None:
 def _of_device(kind: type) -> bool:
     module = kind.__module__
     return (module, class_name(kind)) in _NAMES or (module.startswith(_MODULES) and module != _COMPILING)
+
+
+def hint(error: BaseException) -> str:
+    """What to add to what such an error says; "" where that says it all."""
+    said = str(error).replace("_", "").lower()
+    if "illegaladdress" not in said and not said.endswith("cuda error 700"):
+        return ""
+    return " (to write to an array that `ins` gave is one such access: it is read-only; tg.testing.run finds who does)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import pytest
 from protocol_kit import RUN, World, node_record
 
 from taskgraph.protocol import transactions
-from taskgraph.protocol.deviceloss import Outcome, device_error, outcome
+from taskgraph.protocol.deviceloss import Outcome, device_error, hint, outcome
 from taskgraph.protocol.records import CheckpointRecord, EpochRecord, GoneRecord
 
 
@@ -18,6 +18,20 @@ def class_of(module: str, name: str, *bases: type) -> type[Exception]:
 
 OutOfMemoryError = class_of("cupy.cuda.memory", "OutOfMemoryError", MemoryError)
 CUDARuntimeError = class_of("cupy_backends.cuda.api.runtime", "CUDARuntimeError", RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("said", "hinted"),
+    [
+        ("cudaErrorIllegalAddress: an illegal memory access was encountered", True),
+        ("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered", True),
+        ("cuMemUnmap: CUDA error 700", True),
+        ("cudaErrorMemoryAllocation: out of memory", False),
+        ("cuMemCreate: CUDA error 7001", False),
+    ],
+)
+def test_what_an_illegal_access_may_be_is_said(said: str, hinted: bool) -> None:
+    assert ("`ins` gave" in hint(CUDARuntimeError(said))) is hinted
 
 
 @pytest.mark.parametrize(

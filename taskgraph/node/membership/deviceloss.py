@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from taskgraph.errors import CoordinationError, TaskGraphError
 from taskgraph.node.usercode.actor import UserCodeError
 from taskgraph.protocol import transactions
-from taskgraph.protocol.deviceloss import Outcome, device_error, outcome
+from taskgraph.protocol.deviceloss import Outcome, device_error, hint, outcome
 from taskgraph.protocol.records import GoneRecord
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class DeviceLoss:
         if self._leaving or not self._node.running:
             return None
         if why := self._outcome(task, epoch).fail:
-            return why
+            return why + hint(found)
         self._leaving = True
         # Owned by the node: it must end, also where whoever met the error is replaced meanwhile.
         self._node.own(self._leave(error, found, task, epoch), "leave without a device")
@@ -72,7 +72,7 @@ class DeviceLoss:
     async def _leave(self, error: UserCodeError | TaskGraphError, found: BaseException, task: int, epoch: int) -> None:
         node = self._node
         where = f" in {error.where!r}" if isinstance(error, UserCodeError) else ""
-        said = f"{type(found).__name__}: {found}"[:_LONG]
+        said = f"{type(found).__name__}: {found}"[:_LONG] + hint(found)
         reason = f"ended its process, since task {task} met an error of its device{where}, epoch {epoch}: {said}"
         self.error = DeviceLost(f"{node.name} {reason}")
         node.log.error("task %d met an error of its device%s, epoch %d", task, where, epoch, exc_info=found)
