@@ -20,7 +20,18 @@ from taskgraph.device import handles
 from taskgraph.device.api import HANDLE_BYTES, Array, Device, Event
 from taskgraph.device.memory import givers
 
-__all__ = ["LEAST_BYTES", "Segment", "SharedMemory", "idle", "of", "offer", "segment_of", "trim", "with_identity"]
+__all__ = [
+    "IDLE_PART",
+    "LEAST_BYTES",
+    "Segment",
+    "SharedMemory",
+    "idle",
+    "of",
+    "offer",
+    "segment_of",
+    "trim",
+    "with_identity",
+]
 
 log = logging.getLogger("taskgraph.devices")
 
@@ -34,7 +45,7 @@ _FITS: Final = 1.5
 """A value takes a segment of at most this many times its size."""
 _IDLE_S: Final = 10.0
 """How long a segment waits for another value."""
-_IDLE_PART: Final = 32
+IDLE_PART: Final = 32
 """What may wait for another value: one of so many parts of the device's memory, which is that of several processes."""
 _MAX_SEGMENTS: Final = 256
 """Each takes a descriptor."""
@@ -47,25 +58,33 @@ class Segment:
     Attributes:
         number: of this one and no other in this process.
         array: the bytes.
-        handle: what other processes open it by.
         spoiled: somebody may read it for as long as they live, since nobody will tell when they are through.
     """
 
-    __slots__ = ("_events", "_freed_at", "array", "handle", "number", "size", "spoiled")
+    __slots__ = ("_events", "_freed_at", "_handle", "_share", "array", "number", "size", "spoiled")
 
-    def __init__(self, number: int, array: Array, handle: bytes) -> None:
+    def __init__(self, number: int, array: Array, share: Callable[[Array], bytes]) -> None:
         self.number = number
         self.array = array
-        self.handle = handle
+        self._share = share
+        self._handle = b""
         self.size: int = array.nbytes
         self.spoiled = False
         self._events: list[Event] = []
         self._freed_at = 0.0
 
+    @property
+    def handle(self) -> bytes:
+        """What other processes open it by. Raises, by the library, where none can."""
+        if not self._handle:
+            self._handle = self._share(self.array)
+            assert len(self._handle) == HANDLE_BYTES
+        return self._handle
 
-def segment_of(array: Array, handle: bytes) -> Segment:
-    """Memory that others open by `handle`, and no other segment is: of this process, or of another one."""
-    return Segment(next(_numbers), array, handle)
+
+def segment_of(device: Device, array: Array) -> Segment:
+    """Memory of a device that others can open, and no other segment is: of this process, or of another one."""
+    return Segment(next(_numbers), array, device.share)
 
 
 class SharedMemory:
@@ -104,7 +123,7 @@ class SharedMemory:
         if nbytes < LEAST_BYTES or not self._works:
             return None
         if self._max_idle_bytes is None:  # not asked for before: the device may have to be made ready
-            self._max_idle_bytes = self._device.memory_bytes // _IDLE_PART
+            self._max_idle_bytes = self._device.memory_bytes // IDLE_PART
         with self._lock:
             too_much = self._collect()
             found = self._find(nbytes)
@@ -139,7 +158,8 @@ class SharedMemory:
     def _make(self, nbytes: int) -> Segment | None:
         array = self._device.allocate(_rounded(nbytes))
         try:
-            handle = self._device.share(array)
+            made = segment_of(self._device, array)
+            _ = made.handle  # it takes a moment
             _ = self._device.identity  # asked for here, and not where it is lent, on an event loop
         except Exception as error:
             # Many systems cannot. If the device is lost, the next who uses it is told.
@@ -147,8 +167,7 @@ class SharedMemory:
             self._works = False
             self._not_made()
             return None
-        assert len(handle) == HANDLE_BYTES
-        return segment_of(array, handle)
+        return made
 
     def _not_made(self) -> None:
         with self._lock:

@@ -12,6 +12,7 @@ of their host, and go by the host's memory from the first "no" on: another devic
 
 from __future__ import annotations
 
+import logging
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from typing import Any, Final, NamedTuple
 from taskgraph.device import afterwards, shared
 from taskgraph.device.api import HANDLE_BYTES, IDENTITY_BYTES, Device, Event
 from taskgraph.device.buffers import DeviceBuffer, borrowed
-from taskgraph.device.shared import LEAST_BYTES, Segment, segment_of
+from taskgraph.device.shared import IDLE_PART, LEAST_BYTES, Segment, segment_of
 from taskgraph.errors import DecodeError
 from taskgraph.graph.arrays import SMALL_BYTES
 from taskgraph.graph.digests import BLOCK_BYTES
@@ -29,6 +30,8 @@ from taskgraph.protocol.messages import Encoded, EncodedOnDevice
 from taskgraph.transport.mappings import CannotBorrow
 
 __all__ = ["TICKET_BYTES", "DeviceBorrowing", "DeviceLending", "Opened", "Ticket"]
+
+log = logging.getLogger("taskgraph.transport")
 
 _TICKET: Final = struct.Struct(f"!QQQQ{IDENTITY_BYTES}s{HANDLE_BYTES}s")
 TICKET_BYTES: Final = _TICKET.size
@@ -100,18 +103,25 @@ class DeviceLending:
         buffers: list[Any] = list(value.buffers)
         if not all(self.lendable(buffer) for buffer in buffers if isinstance(buffer, DeviceBuffer)):
             return None
-        for at, buffer in enumerate(buffers):
-            if isinstance(buffer, DeviceBuffer):
-                assert buffer.segment is not None
-                buffers[at] = memoryview(self._ticket(call, buffer, buffer.segment))
+        try:
+            for at, buffer in enumerate(buffers):
+                if isinstance(buffer, DeviceBuffer):
+                    assert buffer.segment is not None
+                    buffers[at] = memoryview(self._ticket(call, buffer, buffer.segment))
+        except Exception as error:  # of what was lent to us: to lend it on may take what there is not
+            log.warning("memory of a device goes by the host's: %s: %s", type(error).__name__, error)
+            self.take_back(call)
+            self.stop()
+            return None
         return Encoded(value.meta, tuple(buffers), value.digest)
 
     def _ticket(self, call: int, buffer: DeviceBuffer, segment: Segment) -> bytes:
-        self._last = number = self._last + 1
+        number, identity = self._last + 1, buffer.device.identity
+        ticket = _TICKET.pack(number, segment.number, segment.size, buffer.nbytes, identity, segment.handle)
+        self._last = number
         self._lent[number] = buffer, call
         self._unseen.setdefault(call, []).append(number)
-        identity = buffer.device.identity
-        return _TICKET.pack(number, segment.number, segment.size, buffer.nbytes, identity, segment.handle)
+        return ticket
 
     def take_back(self, call: int) -> None:
         """The other side did not read the reply to that call, and will not."""
@@ -156,14 +166,16 @@ class Opened:
     Attributes:
         segment: how it is lent on.
         readers: tickets for it that are not given back.
+        most: bytes of the device that may be open for further tickets, and for nothing else.
     """
 
-    __slots__ = ("device", "idle_since", "readers", "segment", "size")
+    __slots__ = ("device", "idle_since", "most", "readers", "segment", "size")
 
-    def __init__(self, device: Device, segment: Segment, size: int) -> None:
+    def __init__(self, device: Device, segment: Segment, size: int, most: int) -> None:
         self.device = device
         self.segment = segment
         self.size = size
+        self.most = most
         self.readers = 0
         self.idle_since = 0.0
 
@@ -221,13 +233,12 @@ class DeviceBorrowing:
                 raise CannotBorrow("it is on a device that this process does not use", for_good=True)
             try:
                 array = memory.device.open(ticket.handle, ticket.size)
-                segment = segment_of(array, memory.device.share(array))
-                keeps = memory.device.keeps(array)
+                keeps, most = memory.device.keeps(array), memory.device.memory_bytes // IDLE_PART
             except Exception as error:  # the library's own; the next who uses a device that is lost is told
                 raise CannotBorrow(f"{type(error).__name__}: {error}", for_good=True) from error
             if not keeps:
                 raise CannotBorrow("arrays do not stay on this process's device", for_good=True)
-            found[ticket.memory] = Opened(memory.device, segment, ticket.size)
+            found[ticket.memory] = Opened(memory.device, segment_of(memory.device, array), ticket.size, most)
         return found
 
     def keep(self, opened: dict[int, Opened]) -> None:
@@ -276,7 +287,18 @@ class DeviceBorrowing:
     def _through(self, memory: Opened, number: int) -> None:
         memory.readers -= 1
         memory.idle_since = self._clock()
+        if not memory.readers:
+            self._close_beyond(memory.most)
         self._say([number | _SPOILED if memory.segment.spoiled else number])
+
+    def _close_beyond(self, most: int) -> None:
+        """So that memory that its owner freed goes: what waited longest is closed until so many bytes wait."""
+        idle = sorted((kept.idle_since, number) for number, kept in self._opened.items() if not kept.readers)
+        nbytes = sum(self._opened[number].size for _, number in idle)
+        for _, number in idle:
+            if nbytes <= most:
+                return
+            nbytes -= self._opened.pop(number).size
 
     def _say(self, numbers: Sequence[int]) -> None:
         if numbers and not self._over:

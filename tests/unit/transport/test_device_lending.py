@@ -15,7 +15,7 @@ import pytest
 from transport_kit import JOB, TOKEN, Node, nodes_of_a_host, pull
 
 from taskgraph.device import shared
-from taskgraph.device.shared import SharedMemory
+from taskgraph.device.shared import IDLE_PART, SharedMemory
 from taskgraph.errors import DecodeError, PeerLost, Refused
 from taskgraph.graph.values import decode, digesting, encode, staying, verify
 from taskgraph.protocol import messages as m
@@ -358,20 +358,38 @@ async def test_a_call_that_was_cancelled_is_not_made_again_by_the_host(
     assert [one.tag for one in asked if isinstance(one, m.Pull)] == ["x", "y"]
 
 
-async def test_what_cannot_be_kept_on_the_device_goes_by_the_host(
-    nodes: list[Node], soft: SoftDevice, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+async def test_what_cannot_be_lent_on_goes_by_the_host(
+    nodes: list[Node],
+    soft: SoftDevice,
+    memory: SharedMemory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """An item that never came would leave its task waiting for ever, and the device's error with nobody."""
-    producer, consumer, _ = nodes
-    value = await on_device(soft)
-    serves(producer, value)
+    producer, consumer, other = nodes
+    serves(producer, await on_device(soft, y=soft.xp.asarray(HOST + 1)))
+    serves(consumer, await pulled(consumer, producer))
 
     def full(*_: Any) -> None:
-        raise ArithmeticError("out of memory")
+        raise OSError("no descriptors")
 
     monkeypatch.setattr(soft, "share", full)
-    assert np.array_equal(decode(await pulled(consumer, producer))["x"], HOST)
-    await turns_until(lambda: not any(map(len, lendings(producer))))
+    got = await pulled(other, consumer)
+    assert type(got) is m.Encoded and np.array_equal(decode(got)["y"], HOST + 1)
+    assert not any(map(len, lendings(consumer))) and caplog.text.count("no descriptors") == 1
+
+
+async def test_little_is_open_that_nobody_reads(
+    nodes: list[Node], soft: SoftDevice, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner may have freed it, and it stays as long as it is open."""
+    producer, consumer, _ = nodes
+    monkeypatch.setattr(SoftDevice, "memory_bytes", 5 * MIB * IDLE_PART)
+    for number in range(6):
+        value = await on_device(soft, HOST + number)  # it takes 4 MiB
+        serves(producer, value)
+        assert np.array_equal(await x_of(await pulled(consumer, producer, f"{number}"), soft), HOST + number)
+        await turns_until(lambda: not any(map(len, lendings(producer))))
+        await turns_until(lambda: len(soft.opened) == 1)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), CannotBorrow("no descriptors", for_good=False)])
