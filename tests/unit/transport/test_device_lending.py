@@ -367,12 +367,12 @@ async def test_what_cannot_be_lent_on_goes_by_the_host(
 ) -> None:
     producer, consumer, other = nodes
     serves(producer, await on_device(soft, y=soft.xp.asarray(HOST + 1)))
-    serves(consumer, await pulled(consumer, producer))
 
     def full(*_: Any) -> None:
         raise OSError("no descriptors")
 
     monkeypatch.setattr(soft, "share", full)
+    serves(consumer, await pulled(consumer, producer))
     got = await pulled(other, consumer)
     assert type(got) is m.Encoded and np.array_equal(decode(got)["y"], HOST + 1)
     assert not any(map(len, lendings(consumer))) and caplog.text.count("no descriptors") == 1
