@@ -173,7 +173,7 @@ async def epochs_per_second(job: tg.Job, nodes: int, seconds: float) -> float:
         began, at = time.monotonic(), running.committed
         await asyncio.sleep(seconds)
         async with asyncio.timeout(60.0):
-            while running.committed == at:  # epochs may take longer than that
+            while running.committed == at:  # noqa: ASYNC110 - epochs may take longer than that
                 await asyncio.sleep(0.01)
         return (running.committed - at) / (time.monotonic() - began)
 
