@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from taskgraph.device.afterwards import do_now, on_a_loop, soon
+from taskgraph.device.afterwards import Aside, do_now, on_a_loop, soon
 from taskgraph.device.api import Array, Device, Event, Stream
 from taskgraph.device.digest import DIGEST_BYTES
 from taskgraph.device.memory import givers
@@ -81,6 +81,7 @@ class _Memory:
             del self.leases[number]
             if not self.leases and self._is_last():
                 self._put_in_order()
+                self.stream = None  # who has this object still may drop it anywhere
                 _kept.discard(self)
         except Exception as error:  # the device is lost, as a rule
             log.warning("memory of %d bytes is left alone: %s", self.array.nbytes, error)
@@ -165,7 +166,7 @@ def _let_go(nbytes: int) -> bool:
     return do_now()
 
 
-givers.append(_let_go)
+givers.insert(0, _let_go)  # before those that free what it gives back
 
 
 class Digested:
@@ -179,7 +180,7 @@ class Digested:
         self._device = device
         self._block_bytes = block_bytes
         self._take = take
-        self._done: Event | None = device.record(device.current())
+        self._done: Aside | None = Aside([device.record(device.current())])
         self.blocks = b""
         self.nbytes = nbytes
 
@@ -187,8 +188,9 @@ class Digested:
         """Waits until they are taken. To be called before `digest` is, or `blocks` are read."""
         done, self._done = self._done, None
         if done is not None:
-            self._device.wait(done)
-            self._device.recycle(done)
+            (event,) = done.things
+            self._device.wait(event)
+            self._device.recycle(event)
         self.blocks = self._take()
 
     def digest(self, begin: int, end: int) -> bytes:

@@ -23,6 +23,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from taskgraph.device import digest, virtual
+from taskgraph.device.afterwards import Aside
 from taskgraph.device.api import IDENTITY_BYTES, Array, Device, Event, Stream
 from taskgraph.device.memory import Bounded, bound_pinned, givers
 from taskgraph.device.visible import PRETEND, VISIBLE, visible
@@ -127,7 +128,7 @@ class CudaDevice:
     def __init__(self, cupy: Any, number: int) -> None:
         self._cupy = cupy
         self._number = number
-        self._events: deque[Event] = deque(maxlen=_MOST_EVENTS)
+        self._events: deque[Event] = deque()
         self._works: bool | None = None  # None: not looked at yet
         self._looking = threading.Lock()
         self._identity: bytes | None = None
@@ -181,7 +182,10 @@ class CudaDevice:
             return stream.record(event)  # type: ignore[attr-defined]
 
     def recycle(self, event: Event) -> None:
-        self._events.append(event)
+        if len(self._events) < _MOST_EVENTS:
+            self._events.append(event)
+        else:
+            Aside([event])
 
     def follow(self, stream: Stream, event: Event) -> None:
         stream.wait_event(event)  # type: ignore[attr-defined]

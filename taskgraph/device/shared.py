@@ -47,6 +47,7 @@ _IDLE_S: Final = 10.0
 """How long a segment waits for another value."""
 IDLE_PART: Final = 32
 """What may wait for another value: one of so many parts of the device's memory, which is that of several processes."""
+_SHORTLY_S: Final = 0.1
 _MAX_SEGMENTS: Final = 256
 """Each takes a descriptor."""
 _numbers: Final = itertools.count(1)
@@ -128,15 +129,18 @@ class SharedMemory:
             too_much = self._collect()
             found = self._find(nbytes)
             if found is None and len(self) >= _MAX_SEGMENTS:
-                return None
+                if not self._idle:
+                    return None
+                too_much.append(self._idle.pop(0))
             self._used += 1
         try:
             self._free(too_much)
             del too_much  # before anything is allocated
             if found is None:
                 return self._make(nbytes)
+            for event in found._events:
+                self._device.follow(self._device.current(), event)
             while found._events:
-                self._device.follow(self._device.current(), found._events[-1])
                 self._device.recycle(found._events.pop())
             return found
         except BaseException as error:
@@ -156,11 +160,12 @@ class SharedMemory:
         return None
 
     def _make(self, nbytes: int) -> Segment | None:
-        array = self._device.allocate(_rounded(nbytes))
         try:
-            made = segment_of(self._device, array)
+            made = segment_of(self._device, self._device.allocate(_rounded(nbytes)))
             _ = made.handle  # it takes a moment
             _ = self._device.identity  # asked for here, and not where it is lent, on an event loop
+        except MemoryError:
+            raise
         except Exception as error:
             # Many systems cannot. If the device is lost, the next who uses it is told.
             log.warning("no process but this one can open memory of its device, and it goes by the host: %s", error)
@@ -216,9 +221,14 @@ class SharedMemory:
 
     def shrink(self, nbytes: int) -> bool:
         """Memory is short: frees that much of what is idle, where there is so much. Whether it did something."""
-        with self._lock:
+        # Who is short of it may be a finalizer, in this very thread, while it has the lock.
+        if not self._lock.acquire(timeout=_SHORTLY_S):
+            return False
+        try:
             too_much = self._collect()
             too_much += self._chosen(max(0, self.idle_bytes - nbytes), self._clock())
+        finally:
+            self._lock.release()
         freed = self._free(too_much)
         del too_much
         handles.close_withdrawn()  # memory is there as long as its descriptor is

@@ -15,11 +15,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from taskgraph.device.afterwards import soon
+from taskgraph.device.afterwards import Aside
 from taskgraph.device.api import Array, Device, Event, Stream
+from taskgraph.device.memory import givers
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["LARGE_PIECE_BYTES", "PIECE_BYTES", "EncodedInPart", "HostCopy"]
+__all__ = ["LARGE_PIECE_BYTES", "PIECE_BYTES", "EncodedInPart", "HostCopy", "sweep"]
 
 log = logging.getLogger("taskgraph.devices")
 
@@ -60,6 +61,22 @@ class _Queued:
             return False
 
 
+def sweep() -> bool:
+    """Lets go of copies that are done, and that nobody waits for. Whether there were some."""
+    over = [queued for queued in _queued.copy() if queued.over()]
+    for queued in over:
+        _queued.discard(queued)
+    return bool(over)
+
+
+def _sweep(nbytes: int) -> bool:
+    """See `taskgraph.device.memory.givers`."""
+    return sweep()
+
+
+givers.append(_sweep)
+
+
 class HostCopy:
     """A copy to the host on its way. Every method may be called in any thread.
 
@@ -70,6 +87,7 @@ class HostCopy:
     """
 
     __slots__ = (
+        "_aside",
         "_at_once",
         "_device",
         "_events",
@@ -103,9 +121,9 @@ class HostCopy:
             keep: stays as long as the device reads the source.
             sent: while it is copied, maybe; else it is of use once all of it is there.
         """
-        for queued in tuple(_queued):
-            if queued.over():
-                _queued.discard(queued)
+        self.error: Exception | None = None
+        self._queued: _Queued | None = None
+        sweep()
         size: int = source.nbytes
         block = None if allocate is None else allocate(size)
         origin = None if block is None else block.origin
@@ -116,16 +134,17 @@ class HostCopy:
         self._target: NDArray[np.uint8] = np.empty(size, np.uint8) if block is None else block
         self._queued = _Queued(device, source, self._target, keep)
         self._events = self._queued.events
+        self._aside = Aside([self._events])  # they go in a thread
         self._queueing = threading.Lock()
         self._lock = threading.Lock()
         self._listening: list[Callable[[], object]] = []
         self.data = self._target.data.toreadonly()
         self.ready = 0
-        self.error: Exception | None = None
 
     def __del__(self) -> None:
-        if self.error is None:
+        if self._queued is not None and self.error is None:
             self._queued.abandoned = True
+        self._queued, self._events = None, []  # so that what is aside has them last
 
     def begin(self) -> None:
         """Queues what can be queued without waiting for it."""
@@ -175,9 +194,10 @@ class HostCopy:
         with self._queueing:
             if self.ready == self._target.nbytes:
                 return None
-            events = self._events
+            events, queued = self._events, self._queued
             if number >= len(events):
-                device, stream, queued, piece = self._device, self._stream, self._queued, self._piece_bytes
+                assert queued is not None
+                device, stream, piece = self._device, self._stream, self._piece_bytes
                 _queued.add(queued)
                 with device.on(stream):
                     for begin in range(len(events) * piece, (number + 1) * piece, piece):
@@ -187,7 +207,6 @@ class HostCopy:
 
     def _come(self, ready: int) -> None:
         past: list[object] = []
-        events: list[Event] = []
         with self._lock:
             if ready <= self.ready:
                 return  # another thread was faster
@@ -195,15 +214,12 @@ class HostCopy:
             if ready == self._target.nbytes:
                 self._target.flags.writeable = False
                 queued = self._queued
+                assert queued is not None
                 _queued.discard(queued)
-                # What goes here goes behind the locks: it may stop.
                 past = [queued.source, queued.keep]
                 queued.source = queued.keep = None
-                events, self._events[:] = self._events[:], []
         self._tell()
-        if events:
-            soon(events.clear)  # not recycled: other threads may still wait for them
-        past.clear()
+        past.clear()  # behind the lock: it may stop
 
     def _fail(self, error: Exception) -> None:
         with self._lock:

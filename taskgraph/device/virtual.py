@@ -18,10 +18,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 from taskgraph.device import handles
+from taskgraph.device.afterwards import on_a_loop, soon
 
 __all__ = ["OUT_OF_MEMORY", "DriverError", "Run", "allocate", "open_run"]
 
@@ -159,24 +160,34 @@ class Run:
                 found = _int()
                 _call("cuMemExportToShareableHandle", ctypes.byref(found), self._handle, _DESCRIPTOR, 0)
                 self._descriptor = found.value
-            descriptor, self._descriptor = self._descriptor, None
-            self._offered = handles.offer(descriptor)
+            self._offered = handles.offer(self._descriptor)
+            self._descriptor = None
         return self._offered
 
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+    def __del__(
+        self, is_finalizing: Callable[[], bool] = sys.is_finalizing, here: Callable[[], bool] = on_a_loop
+    ) -> None:
         if is_finalizing():
             return  # the driver may be gone already; all of it goes with the process
         if self._offered is not None:
             handles.withdraw(self._offered)
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-        try:
-            if self._size:
-                _call("cuMemUnmap", self.address, self._size)
-                _call("cuMemAddressFree", self.address, self._size)
-            _call("cuMemRelease", self._handle)
-        except DriverError as error:  # the device is lost, as a rule
-            log.warning("memory of %d bytes stays: %s", self.nbytes, error)
+        let_go = partial(_let_go, self.address, self._size, self._handle, self._descriptor)
+        if here():
+            soon(let_go)
+        else:
+            let_go()
+
+
+def _let_go(address: int, size: int, handle: int, descriptor: int | None) -> None:
+    if descriptor is not None:
+        os.close(descriptor)
+    try:
+        if size:
+            _call("cuMemUnmap", address, size)
+            _call("cuMemAddressFree", address, size)
+        _call("cuMemRelease", handle)
+    except DriverError as error:  # the device is lost, as a rule
+        log.warning("memory of %d bytes stays: %s", size, error)
 
 
 def allocate(device: int, nbytes: int) -> Run:

@@ -155,6 +155,10 @@ class DeviceLending:
         self._unseen.clear()
 
 
+def _nobody(told: bytes) -> None:
+    """In place of the other side, once it is gone."""
+
+
 def _spoil(buffer: DeviceBuffer) -> None:
     assert buffer.segment is not None
     buffer.segment.spoiled = True
@@ -228,12 +232,14 @@ class DeviceBorrowing:
         for ticket in tickets:
             if ticket.memory in found:
                 continue
-            memory = shared.with_identity(ticket.identity)
-            if memory is None:
-                raise CannotBorrow("it is on a device that this process does not use", for_good=True)
             try:
+                memory = shared.with_identity(ticket.identity)
+                if memory is None:
+                    raise CannotBorrow("it is on a device that this process does not use", for_good=True)
                 array = memory.device.open(ticket.handle, ticket.size)
                 keeps, most = memory.device.keeps(array), memory.device.memory_bytes // IDLE_PART
+            except CannotBorrow:
+                raise
             except Exception as error:  # the library's own; the next who uses a device that is lost is told
                 raise CannotBorrow(f"{type(error).__name__}: {error}", for_good=True) from error
             if not keeps:
@@ -241,14 +247,16 @@ class DeviceBorrowing:
             found[ticket.memory] = Opened(memory.device, segment_of(memory.device, array), ticket.size, most)
         return found
 
-    def keep(self, opened: dict[int, Opened]) -> None:
-        """It stays open for further tickets."""
+    def keep(self, opened: dict[int, Opened], tickets: Sequence[Ticket]) -> None:
+        """It stays open for further tickets, as does what these tickets are for."""
         if self._over:
             raise CannotBorrow("the session is over", for_good=False)
         too_many = len(self._opened) + len(opened) - _MAX_OPEN
         if too_many > 0:
-            idle = [(kept.idle_since, memory) for memory, kept in self._opened.items() if not kept.readers]
-            for _, memory in sorted(idle)[:too_many]:
+            needed = {ticket.memory for ticket in tickets}
+            kept = [(one.idle_since, memory) for memory, one in self._opened.items() if not one.readers]
+            idle = [(since, memory) for since, memory in sorted(kept) if memory not in needed]
+            for _, memory in idle[:too_many]:
                 del self._opened[memory]
         for memory, new in opened.items():
             new.idle_since = self._clock()
@@ -259,6 +267,7 @@ class DeviceBorrowing:
 
         Raises:
             CannotBorrow: the other side tells something else of that memory than it did before.
+            Exception: the library's own. Then some of the tickets were given back, maybe.
         """
         opened = [self._opened[ticket.memory] for ticket in tickets]
         for ticket, memory in zip(tickets, opened, strict=True):
@@ -269,9 +278,9 @@ class DeviceBorrowing:
         for buffer in value.buffers:
             if buffer.nbytes == TICKET_BYTES:
                 ticket, memory = next(coming)
-                memory.readers += 1
                 ended = partial(self._ended, memory, ticket.number)
                 buffers.append(borrowed(memory.device, memory.segment, ticket.length, BLOCK_BYTES, ended))
+                memory.readers += 1
             else:
                 buffers.append(buffer)
         return EncodedOnDevice(value.meta, tuple(buffers), value.digest)
@@ -313,6 +322,7 @@ class DeviceBorrowing:
     def end(self) -> list[Opened]:
         """The session is over: nothing more is opened. The same; what is read stays open until it is not."""
         self._over = True
+        self._tell = _nobody  # else what is read would keep the session
         opened, self._opened = list(self._opened.values()), {}
         return opened
 

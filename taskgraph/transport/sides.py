@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import struct
 from collections.abc import Callable, Coroutine, Sequence
@@ -87,6 +88,12 @@ class _Pending(Begun):
             self.get_loop().call_soon(listener, self)
 
 
+def _wake(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+    """As the session's, for who outlives it."""
+    with contextlib.suppress(RuntimeError):  # the loop was closed just now
+        loop.call_soon_threadsafe(callback)
+
+
 class DialledSession(Session):
     """The calling side."""
 
@@ -97,7 +104,7 @@ class DialledSession(Session):
         self.wanted = wanted  # the node that was meant; another may listen there now
         self._pending: dict[int, _Pending] = {}
         self._last_call = 0
-        self._devices = DeviceBorrowing(self._give_back_of_device, self._wake)
+        self._devices = DeviceBorrowing(self._give_back_of_device, partial(_wake, self._loop))
         self.hello_done: asyncio.Future[None] = self._loop.create_future()
 
     def _several(self) -> None:
@@ -248,12 +255,12 @@ class DialledSession(Session):
     ) -> None:
         try:
             while unopened := self._devices.unopened(tickets):  # what is idle may be closed meanwhile
-                self._devices.keep(await self._owner.in_thread(partial(self._devices.open, unopened)))
-        except CannotBorrow as error:
-            self._decline_device(pending, tickets, error)
+                self._devices.keep(await self._owner.in_thread(partial(self._devices.open, unopened)), tickets)
         except asyncio.CancelledError:
             pending.fail(PeerLost("this node's transport is closed"))
             raise
+        except Exception as error:
+            self._decline_device(pending, tickets, error)
         else:
             self._take_from_device(pending, incoming, value, tickets)
 
@@ -262,7 +269,7 @@ class DialledSession(Session):
     ) -> None:
         try:
             there = self._devices.take(value, tickets)
-        except CannotBorrow as error:
+        except Exception as error:
             self._decline_device(pending, tickets, error)
             return
         try:
@@ -270,8 +277,13 @@ class DialledSession(Session):
         except PeerLost as error:
             pending.fail(error)
 
-    def _decline_device(self, pending: _Pending, tickets: Sequence[Ticket], error: CannotBorrow) -> None:
-        log.info("what is on the device of node %s goes by the host's memory: %s", self.peer, error)
+    def _decline_device(self, pending: _Pending, tickets: Sequence[Ticket], error: Exception) -> None:
+        """Asked for in the same way it would fail again, maybe; by the host's memory it comes."""
+        text = "what is on the device of node %s goes by the host's memory: %s"
+        if isinstance(error, CannotBorrow):
+            log.info(text, self.peer, error)
+        else:
+            log.error(text, self.peer, error, exc_info=error)
         self._devices.give_back(tickets)
         self._outbox.send(Kind.DECLINE_ON_DEVICE)
         self._again(pending)

@@ -44,11 +44,11 @@ class Attempts:
 
     def held_bytes(self, before: int) -> int:
         """What the epochs before that one hold: items for others, items of others, and their boundaries."""
-        found = 0
-        for attempt in self._begun.values():
-            if attempt.number < before:
-                found += attempt.put_bytes + attempt.inbound.taken_bytes + attempt.snapshot_bytes
-        return found
+        return self.item_bytes(before) + sum(one.snapshot_bytes for one in self if one.number < before)
+
+    def item_bytes(self, before: int) -> int:
+        """The same without their boundaries."""
+        return sum(one.put_bytes + one.inbound.taken_bytes for one in self if one.number < before)
 
     # -- as the primary goes on -------------------------------------------------------------------
 

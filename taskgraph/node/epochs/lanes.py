@@ -278,8 +278,11 @@ class Lanes:
             if self._epoch_bytes is None:
                 return False  # how large its epochs are is found out with one
             held += in_flight * self._epoch_bytes
-        # What leaves a device takes its time, which the next epoch computes in, however much it is.
-        return held <= _AHEAD_BYTES or (self._leaves_device and epoch == self.settled + 1)
+        if held <= _AHEAD_BYTES:
+            return True
+        # A snapshot that leaves a device takes its time, which the next epoch computes in, however large it is.
+        items = self._primary.attempts.item_bytes(self._turns.at)
+        return self._leaves_device and epoch == self.settled + 1 and items <= _AHEAD_BYTES
 
     # -- one epoch --------------------------------------------------------------------------------
 
@@ -305,6 +308,8 @@ class Lanes:
             await attempt.turn("snapshot")
         if self._injects:
             await node.point("snapshot", self._task, stamp.epoch)
+        if self._leaves_device and self._state_bytes > _AHEAD_BYTES and self.dones.open:
+            await self.dones.all()  # or there would be two copies of so much on the device
         numbers = dict(attempt.numbers)
         previous, replica.previous = replica.previous, numbers
         if finishing := attempt.finishing:

@@ -524,7 +524,7 @@ class Pair:
         assert lent is not None
         tickets = self.borrowing.tickets(lent, 1 << 40)
         if unopened := self.borrowing.unopened(tickets):
-            self.borrowing.keep(await asyncio.to_thread(self.borrowing.open, unopened))
+            self.borrowing.keep(await asyncio.to_thread(self.borrowing.open, unopened), tickets)
         return self.borrowing.take(lent, tickets)
 
     def close_idle(self) -> None:
@@ -584,7 +584,7 @@ async def test_two_replies_may_open_the_same_memory(soft: SoftDevice, pair: Pair
     tickets = [pair.borrowing.tickets(one, 1 << 40) for one in lent if one is not None]
     found = [pair.borrowing.open(pair.borrowing.unopened(some)) for some in tickets]
     for opened in found:
-        pair.borrowing.keep(opened)
+        pair.borrowing.keep(opened, [])
     assert len(pair.borrowing) == 1
     found.clear()
     del opened

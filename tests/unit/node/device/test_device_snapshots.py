@@ -136,7 +136,7 @@ class Tells(Grows):
             Tells.began.set()
 
 
-@pytest.mark.parametrize("ahead_bytes", [lanes._AHEAD_BYTES, 1])
+@pytest.mark.parametrize("ahead_bytes", [lanes._AHEAD_BYTES, 10_000])
 def test_the_next_epoch_computes_meanwhile_however_large_it_is(
     soft: SoftDevice, monkeypatch: pytest.MonkeyPatch, ahead_bytes: int
 ) -> None:
