@@ -227,9 +227,12 @@ __device__ __forceinline__ void digest_block(const u8* __restrict__ data, u64 nb
     u64* const digest = digests + 2 * (u64)blockIdx.x;
     if (COPIES) copy += begin;
     if (length <= SHORT) {
-        if (COPIES && threadIdx.x < length) copy[threadIdx.x] = block[threadIdx.x];
+        if (COPIES) {
+            if (threadIdx.x < length) copy[threadIdx.x] = block[threadIdx.x];
+            __syncthreads();
+        }
         if (threadIdx.x == 0) {
-            const Halves halves = digest_of_short(block, length);
+            const Halves halves = digest_of_short(COPIES ? copy : block, length);
             digest[0] = swapped(halves.high);
             digest[1] = swapped(halves.low);
         }
@@ -249,8 +252,11 @@ __device__ __forceinline__ void digest_block(const u8* __restrict__ data, u64 nb
     u64 accumulator = initial(lane), rest = 0;
 
     if (!summer) {  // here, where it waits for the first batch
-        rest = sum_of_the_rest(block, length);
-        if (COPIES) copy_the_rest(block, length, copy);
+        if (COPIES) {
+            copy_the_rest(block, length, copy);
+        } else {
+            rest = sum_of_the_rest(block, length);
+        }
     }
     for (u32 first = 0; first < rounds; first += BATCH) {
         u64* const batch = sums[first / BATCH % 2][0];
@@ -294,6 +300,10 @@ __device__ __forceinline__ void digest_block(const u8* __restrict__ data, u64 nb
                 accumulator = (accumulator ^ accumulator >> 47 ^ scramble_key) * PRIME32_1;
             }
         }
+    }
+    if (COPIES) {  // of what was copied: nobody else writes there, and each byte of `data` is read once
+        __syncthreads();
+        if (!summer) rest = sum_of_the_rest(copy, length);
     }
     if (summer) return;
 

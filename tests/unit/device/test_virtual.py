@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,3 +154,37 @@ def test_without_such_a_driver_it_is_said(name: str, monkeypatch: pytest.MonkeyP
     with pytest.raises(OSError, match=r"there-is-none|this driver has no cuMem"):
         virtual.allocate(0, MIB)
     virtual._driver.cache_clear()
+
+
+@pytest.mark.parametrize("whose", ["own", "another's"])
+def test_what_cannot_be_offered_leaves_no_descriptor(driver: Any, monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
+    own = virtual.allocate(0, 2 * MIB)
+    handle, files = own.offer() if whose == "another's" else b"", len(os.listdir("/proc/self/fd"))
+    run = virtual.open_run(0, handle, 2 * MIB) if whose == "another's" else own
+
+    def cannot(fd: int) -> bytes:
+        raise OSError("no thread can be started")
+
+    monkeypatch.setattr(handles, "offer", cannot)
+    with pytest.raises(OSError):
+        run.offer()
+    del run, own
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= files
+
+
+async def test_what_goes_on_an_event_loop_is_unmapped_in_a_thread(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, called = virtual._call, []
+
+    def noted(name: str, *arguments: Any) -> None:
+        called.append((name, threading.get_ident()))
+        call(name, *arguments)
+
+    run = virtual.allocate(0, 2 * MIB)
+    monkeypatch.setattr(virtual, "_call", noted)
+    del run
+    async with asyncio.timeout(10):
+        while driver.live():  # noqa: ASYNC110 - nobody announces it
+            await asyncio.sleep(0.001)
+    assert [name for name, _ in called] == ["cuMemUnmap", "cuMemAddressFree", "cuMemRelease"]
+    assert threading.get_ident() not in {thread for _, thread in called}

@@ -85,7 +85,7 @@ class Fuzz:
             (self.soft, "allocate", MemoryError, 0.1),
             (self.soft, "open", OSError, 0.02),
             (self.soft, "register", OSError, 0.02),
-            (self.soft, "copy", ArithmeticError, 0.02),
+            (self.soft, "fill", ArithmeticError, 0.02),
             *((stream_of(node).mappings, "borrow", partial(CannotBorrow, for_good=False), 0.02) for node in self.nodes),
         ]
         for owner, name, error, often in errors:

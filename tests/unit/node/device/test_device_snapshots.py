@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import taskgraph as tg
+from taskgraph.device import buffers
 from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.errors import JobFailed
 from taskgraph.launch import inprocess
@@ -152,6 +154,39 @@ def test_the_next_epoch_computes_meanwhile_however_large_it_is(
     result = tg.run(tg.Job(tasks=2, epochs=4, builder=Tells, topology=tg.ring()), nodes=0)
     for task in range(2):
         assert np.array_equal(result.values[task], grown(task, 4))
+
+
+class Alone(tg.Task, state=["row"]):
+    def setup(self) -> None:
+        self.row = self.xp.arange(float(SIZE))
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.grow)
+
+    def grow(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.row *= 2.0
+
+
+def test_of_a_large_state_there_is_one_copy_on_the_device_however_long_it_takes_to_the_host(
+    soft: SoftDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "_AHEAD_BYTES", 10_000)
+    copy, made, live, most = DeviceBuffer.host, buffers.Private.__init__, weakref.WeakSet[Any](), []
+
+    def private(self: buffers.Private, *args: Any) -> None:
+        made(self, *args)
+        live.add(self._lease)
+        gc.collect()
+        most.append(len(live))
+
+    def host(buffer: DeviceBuffer, *args: Any) -> memoryview:
+        time.sleep(0.02)  # longer than an epoch
+        return copy(buffer, *args)
+
+    monkeypatch.setattr(buffers.Private, "__init__", private)
+    monkeypatch.setattr(DeviceBuffer, "host", host)
+    tg.run(tg.Job(tasks=1, epochs=8, builder=Alone, backups=0), nodes=0)
+    assert len(most) >= 8 and max(most) == 1
 
 
 def test_an_epoch_is_not_done_before_its_boundary_is_on_the_host(
