@@ -98,11 +98,10 @@ def do_now() -> bool:
 
 
 def call(device: Device, events: Sequence[Event], then: Callable[[], object]) -> None:
-    """Calls a function, which waits for nobody, in some thread, once these events are past."""
-    if events:
-        _waiting.ask(_Work(device, events, then))
-    else:
-        then()
+    """Calls a function, which waits for nobody, in some thread, once these events are past; now, where they are."""
+    work = _Work(device, events, then)
+    if not _done(work):  # to look at events stops nobody, and a thread that waits for others may take long
+        _waiting.ask(work)
 
 
 def _wait_for(work: _Work) -> None:
