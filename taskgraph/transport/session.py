@@ -44,7 +44,7 @@ from taskgraph.transport.mappings import CannotBorrow, Mappings, Reference
 from taskgraph.transport.outbox import Outbox
 from taskgraph.transport.reader import FrameReader
 
-__all__ = ["VERIFY_AT_ONCE_BYTES", "Owner", "Session", "cut"]
+__all__ = ["VERIFY_AT_ONCE_BYTES", "Owner", "Session", "cut", "wake"]
 
 log = logging.getLogger("taskgraph.transport")
 
@@ -102,6 +102,12 @@ class Owner(Protocol):
 
     def allocate(self, nbytes: int) -> Block | None:
         """Memory to receive into."""
+
+
+def wake(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+    """Calls a function on the loop, soon; from any thread."""
+    with contextlib.suppress(RuntimeError):  # the loop was closed just now
+        loop.call_soon_threadsafe(callback)
 
 
 class Session(asyncio.BufferedProtocol):
@@ -200,8 +206,7 @@ class Session(asyncio.BufferedProtocol):
             self._transport.write(data)
 
     def _wake(self, callback: Callable[[], object]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed just now
-            self._loop.call_soon_threadsafe(callback)
+        wake(self._loop, callback)
 
     def _cut_short(self, call: int, seen: bool, error: Exception) -> None:
         """What was to be sent with that call cannot be read to its end. `seen`: the peer has some of it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import struct
 from collections.abc import Callable, Coroutine, Sequence
@@ -23,7 +22,7 @@ from taskgraph.transport.frames import Head, Kind
 from taskgraph.transport.hello import Answering, Dialling
 from taskgraph.transport.incoming import Incoming
 from taskgraph.transport.mappings import CannotBorrow
-from taskgraph.transport.session import VERIFY_AT_ONCE_BYTES, Owner, Session
+from taskgraph.transport.session import VERIFY_AT_ONCE_BYTES, Owner, Session, wake
 from taskgraph.transport.wire import REPLY_OF
 
 __all__ = ["AcceptedSession", "DialledSession"]
@@ -88,12 +87,6 @@ class _Pending(Begun):
             self.get_loop().call_soon(listener, self)
 
 
-def _wake(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-    """As the session's, for who outlives it."""
-    with contextlib.suppress(RuntimeError):  # the loop was closed just now
-        loop.call_soon_threadsafe(callback)
-
-
 class DialledSession(Session):
     """The calling side."""
 
@@ -104,7 +97,7 @@ class DialledSession(Session):
         self.wanted = wanted  # the node that was meant; another may listen there now
         self._pending: dict[int, _Pending] = {}
         self._last_call = 0
-        self._devices = DeviceBorrowing(self._give_back_of_device, partial(_wake, self._loop))
+        self._devices = DeviceBorrowing(self._give_back_of_device, partial(wake, self._loop))
         self.hello_done: asyncio.Future[None] = self._loop.create_future()
 
     def _several(self) -> None:
