@@ -23,9 +23,11 @@ from typing import Any, Final, NamedTuple
 
 from taskgraph.device.api import Device, Event
 
-__all__ = ["Aside", "call", "do_now", "on_a_loop", "soon"]
+__all__ = ["Aside", "Worker", "call", "do_now", "on_a_loop", "soon"]
 
 _IDLE_S: Final = 10.0
+"""How long such a thread waits for more."""
+
 log = logging.getLogger("taskgraph.devices")
 
 
@@ -43,8 +45,8 @@ class _Work(NamedTuple):
         return all(map(self.device.done, self.events))
 
 
-class _Thread:
-    """A thread that does what is asked for, and ends when nothing was for a while.
+class Worker:
+    """A thread that does what finalizers ask for, in any thread, and ends when nothing was for a while.
 
     Args:
         work: does it.
@@ -144,8 +146,8 @@ def _call(then: Callable[[], object]) -> None:
         log.exception("memory of a device could not be let go of")
 
 
-_calling: Final = _Thread(_call)
-_waiting: Final = _Thread(_wait_for)
+_calling: Final = Worker(_call)
+_waiting: Final = Worker(_wait_for)
 _left: Final[list[_Work]] = []
 """What will never be due, as its device is lost: what it holds stays."""
 

@@ -109,7 +109,8 @@ class _Server:
         while True:
             try:
                 client, _ = listener.accept()
-            except Exception:
+            except Exception as error:  # it comes again and again: whoever asks for a descriptor says that none comes
+                log.debug("no client can be accepted: %s", error)
                 time.sleep(_PAUSE_S)
                 continue
             with client:

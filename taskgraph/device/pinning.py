@@ -7,18 +7,16 @@ again: it is locked where it is first copied from or to, and stays so until it g
 
 from __future__ import annotations
 
-import _thread
 import logging
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from taskgraph.device.afterwards import on_a_loop
+from taskgraph.device.afterwards import Worker, on_a_loop
 from taskgraph.device.api import Array, Device, Event
 from taskgraph.host import memory_bytes
 
@@ -130,8 +128,7 @@ class _Locked:
         self._limit = limit
         self._locking = threading.Lock()
         self._counting = threading.Lock()
-        self._gone: deque[tuple[Device, Any, _Reads, Callable[[], object] | None]] = deque()
-        self._unlocking = _thread.allocate_lock()
+        self._unlocking = Worker(lambda gone: self._unlock(*gone))
         self._left: list[Any] = []  # memory that the device may use for ever
         self._said = False
         self.nbytes = 0
@@ -164,20 +161,7 @@ class _Locked:
 
     def unlock(self, device: Device, memory: Any, reads: _Reads, then: Callable[[], object] | None) -> None:
         """Called by finalizers, in any thread: it waits for nothing."""
-        self._gone.append((device, memory, reads, then))
-        if self._unlocking.acquire(blocking=False):
-            try:
-                _thread.start_new_thread(self._unlock_all, ())
-            except RuntimeError:  # no thread can be started any more: the next one's does it
-                self._unlocking.release()
-
-    def _unlock_all(self) -> None:
-        while True:
-            while self._gone:
-                self._unlock(*self._gone.popleft())
-            self._unlocking.release()
-            if not self._gone or not self._unlocking.acquire(blocking=False):
-                return  # who came meanwhile started another thread
+        self._unlocking.ask((device, memory, reads, then))
 
     def _unlock(self, device: Device, memory: Any, reads: _Reads, then: Callable[[], object] | None) -> None:
         size = len(memory)

@@ -216,8 +216,6 @@ class SharedMemory:
         with self._lock:
             too_much = self._collect() + self._chosen(0, self._clock() - _IDLE_S)
         self._free(too_much)
-        del too_much
-        handles.close_withdrawn()
 
     def shrink(self, nbytes: int) -> bool:
         """Memory is short: frees that much of what is idle, where there is so much. Whether it did something."""

@@ -1,9 +1,8 @@
 """Memory of a CUDA device that other processes can map, by the driver's virtual memory management.
 
-It stays as long as anybody has it mapped, whoever allocated it: "the memory will be freed when there are no outstanding
-mappings to the memory and when all outstanding references to the handle (including its shareable counterparts) are
-released" (CUDA driver API, `cuMemRelease`). With what `cudaMalloc` gives and `cudaIpcOpenMemHandle` opens it is not so:
-there a reader depends on the life of the process that allocated it, and on its good manners.
+It stays as long as any process has it mapped, or a descriptor of it, whoever allocated it: so the CUDA driver API's
+reference has it, at `cuMemRelease`. With what `cudaMalloc` gives and `cudaIpcOpenMemHandle` opens it is not so: there a
+reader depends on the life of the process that allocated it, and on its good manners.
 
 What travels between processes is a file descriptor (`handles`). A process that opens memory of another maps it to be
 read only: to write there is an illegal access, which CUDA reports.

@@ -187,8 +187,8 @@ class Replica:
             except ValueNotEncodable:
                 encode_fields(state, self.task)  # raises as well, and names the field
                 raise
-            # Here, before the next epoch computes: a compute that waits for the device holds up who queues copies.
-            begin_hosted(value, allocate=self.router.allocate)
+            if there:  # before the next epoch computes: who waits for the device then holds up whoever queues copies
+                begin_hosted(value, allocate=self.router.allocate)
             return value
 
         if _is_small_snapshot(task, shape):

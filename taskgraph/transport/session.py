@@ -259,7 +259,7 @@ class Session(asyncio.BufferedProtocol):
         if pid := process_behind(self._transport.get_extra_info("socket")):
             self._borrowing.start(pid, self._owner.mappings)
             self._lending.start()
-            self._same_host(pid)
+            self._same_host()
         self._owner.opened(self)
 
     # Messages.
@@ -386,8 +386,8 @@ class Session(asyncio.BufferedProtocol):
     def _on_cancel(self, call: int) -> None:
         raise DecodeError("a CANCEL in the wrong direction")
 
-    def _same_host(self, pid: int) -> None:
-        """The other side is process `pid` of this host."""
+    def _same_host(self) -> None:
+        """The other side is a process of this host."""
 
     def _on_device(self, kind: Kind, data: bytes) -> None:
         raise DecodeError(f"a {kind.name} in the wrong direction")

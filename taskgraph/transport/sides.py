@@ -328,7 +328,7 @@ class AcceptedSession(Session):
         ] = {}  # who makes the reply; None: still being received
         self._devices = DeviceLending()
 
-    def _same_host(self, pid: int) -> None:
+    def _same_host(self) -> None:
         self._devices.start()
 
     def _on_device(self, kind: Kind, data: bytes) -> None:

@@ -59,7 +59,7 @@ def test_later_changes_on_the_device_do_not_reach_what_was_put() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1000, 300_000], ids=["by the host", "by CUDA's IPC"])
+@pytest.mark.parametrize("size", [1000, 300_000], ids=["by the host", "on the device"])
 def test_node_processes_share_a_device(size: int, capfd: pytest.CaptureFixture[str]) -> None:
     job = load_driver(str(DRIVER))
     alone = tg.run(job(size=size), nodes=0)

@@ -44,11 +44,15 @@ class Attempts:
 
     def held_bytes(self, before: int) -> int:
         """What the epochs before that one hold: items for others, items of others, and their boundaries."""
-        return self.item_bytes(before) + sum(one.snapshot_bytes for one in self if one.number < before)
+        found = 0
+        for attempt in self._begun.values():
+            if attempt.number < before:
+                found += attempt.put_bytes + attempt.inbound.taken_bytes + attempt.snapshot_bytes
+        return found
 
-    def item_bytes(self, before: int) -> int:
-        """The same without their boundaries."""
-        return sum(one.put_bytes + one.inbound.taken_bytes for one in self if one.number < before)
+    def boundary_bytes(self, before: int) -> int:
+        """Their boundaries alone."""
+        return sum(attempt.snapshot_bytes for attempt in self if attempt.number < before)
 
     # -- as the primary goes on -------------------------------------------------------------------
 

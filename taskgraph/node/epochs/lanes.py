@@ -281,8 +281,9 @@ class Lanes:
         if held <= _AHEAD_BYTES:
             return True
         # A snapshot that leaves a device takes its time, which the next epoch computes in, however large it is.
-        items = self._primary.attempts.item_bytes(self._turns.at)
-        return self._leaves_device and epoch == self.settled + 1 and items <= _AHEAD_BYTES
+        if not self._leaves_device or epoch != self.settled + 1:
+            return False
+        return held - self._primary.attempts.boundary_bytes(self._turns.at) <= _AHEAD_BYTES
 
     # -- one epoch --------------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ def test_what_raises_is_told_and_the_rest_is_done(caplog: pytest.LogCaptureFixtu
 
 def test_an_idle_thread_ends_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(afterwards, "_IDLE_S", 0.01)
-    monkeypatch.setattr(afterwards, "_calling", afterwards._Thread(afterwards._call))
+    monkeypatch.setattr(afterwards, "_calling", afterwards.Worker(afterwards._call))
     for _ in range(3):
         done = threading.Event()
         afterwards.soon(done.set)
@@ -66,7 +66,7 @@ def test_an_idle_thread_ends_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_who_is_in_a_hurry_does_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(afterwards, "_calling", afterwards._Thread(afterwards._call))
+    monkeypatch.setattr(afterwards, "_calling", afterwards.Worker(afterwards._call))
     begun, go_on, here = threading.Event(), threading.Event(), []
     afterwards.soon(lambda: begun.set() or go_on.wait(10))
     assert begun.wait(10)
