@@ -42,7 +42,7 @@ from taskgraph.node.router import Router
 from taskgraph.node.serving import Serving
 from taskgraph.node.telling import node_status, task_results
 from taskgraph.node.usercode import lastwords
-from taskgraph.node.usercode.actor import UserCodeError
+from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.node.usercode.forks import kept_from_children
 from taskgraph.node.usercode.threads import PooledThreads, Threads
 from taskgraph.node.writes import Writes

@@ -20,7 +20,8 @@ from taskgraph.graph.compose import Graph
 from taskgraph.graph.values import begin_hosted, decode, encode, hosted, verify
 from taskgraph.jobs import Job
 from taskgraph.node.reports import ReportLog, with_log
-from taskgraph.node.usercode.actor import Actor, StuckError
+from taskgraph.node.usercode.actor import Actor
+from taskgraph.node.usercode.errors import StuckError
 from taskgraph.node.usercode.threads import Threads
 from taskgraph.observe.trace import Tracing
 from taskgraph.protocol.boundaries import Boundaries

@@ -17,7 +17,7 @@ from taskgraph.node.primary.leader import LeaderRole
 from taskgraph.node.primary.primary import Primary
 from taskgraph.node.replica import Replica
 from taskgraph.node.reports import Rows
-from taskgraph.node.usercode.actor import StuckError, UserCodeError
+from taskgraph.node.usercode.errors import StuckError, UserCodeError
 from taskgraph.protocol.messages import Release, Stamp
 from taskgraph.protocol.records import Ran
 from taskgraph.task import BecameBackup

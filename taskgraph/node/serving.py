@@ -15,7 +15,7 @@ from taskgraph.errors import DecodeError, Refused, StateError, TaskGraphError
 from taskgraph.graph.values import parted
 from taskgraph.node.epochs.attempt import Attempt
 from taskgraph.node.primary.leader import within_reach
-from taskgraph.node.usercode.actor import StuckError, UserCodeError
+from taskgraph.node.usercode.errors import StuckError, UserCodeError
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.kv import Compare

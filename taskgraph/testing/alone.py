@@ -14,7 +14,7 @@ from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor
 from taskgraph.graph.values import decode, encode
 from taskgraph.hints import hint
-from taskgraph.node.usercode.actor import is_async
+from taskgraph.node.usercode.coroutines import is_async
 from taskgraph.protocol.messages import Encoded
 
 __all__ = ["compute"]

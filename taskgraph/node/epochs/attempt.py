@@ -25,7 +25,7 @@ from taskgraph.node.epochs.mailbox import Mailbox
 from taskgraph.node.epochs.quiet import Quiet
 from taskgraph.node.epochs.strict import Recording, left_by, seen
 from taskgraph.node.epochs.turns import Turns
-from taskgraph.node.usercode.actor import cancelled_by_users
+from taskgraph.node.usercode.errors import cancelled_by_users
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.messages import Encoded, Reason, Stamp, Wait
 from taskgraph.protocol.sums import Ledger

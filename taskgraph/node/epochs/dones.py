@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from taskgraph.node.epochs.attempt import Attempt
-from taskgraph.node.usercode.actor import StuckError
+from taskgraph.node.usercode.errors import StuckError
 from taskgraph.protocol.messages import Encoded, Stamp
 
 if TYPE_CHECKING:

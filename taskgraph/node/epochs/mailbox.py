@@ -18,7 +18,8 @@ from taskgraph.epoch import AttemptEnded, Epoch
 from taskgraph.errors import GraphError, Refused, ValueNotEncodable
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.values import encode
-from taskgraph.node.usercode.actor import defined_at, is_async
+from taskgraph.node.usercode.coroutines import is_async
+from taskgraph.node.usercode.errors import defined_at
 from taskgraph.protocol.messages import Accepted, Answer, Encoded, Flag, Reason, Request
 from taskgraph.protocol.sums import Conflict
 

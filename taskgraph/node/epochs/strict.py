@@ -22,7 +22,8 @@ from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor
 from taskgraph.graph.values import encode, separate, staying, untouched
 from taskgraph.node.replica import Replica, encode_fields
-from taskgraph.node.usercode.actor import UserCodeError, is_async
+from taskgraph.node.usercode.coroutines import is_async
+from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Stamp
 from taskgraph.shape import is_stateless
 

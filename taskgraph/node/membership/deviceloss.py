@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import CoordinationError, TaskGraphError
-from taskgraph.node.usercode.actor import UserCodeError
+from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.protocol import transactions
 from taskgraph.protocol.deviceloss import Outcome, device_error, hint, outcome
 from taskgraph.protocol.records import GoneRecord

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from taskgraph.errors import TaskGraphError, kind_of, said
 from taskgraph.hints import hint
 from taskgraph.loading import place_of
-from taskgraph.node.usercode.actor import UserCodeError
+from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.protocol.fatal import Fatal
 from taskgraph.protocol.records import GoneRecord, State, StatusRecord
 

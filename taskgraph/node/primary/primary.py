@@ -25,7 +25,7 @@ from taskgraph.node.membership.deviceloss import met
 from taskgraph.node.primary.backups import Backups
 from taskgraph.node.primary.checkpoints import CheckpointWriter
 from taskgraph.node.primary.reporter import Reporter
-from taskgraph.node.usercode.actor import StuckError, UserCodeError
+from taskgraph.node.usercode.errors import StuckError, UserCodeError
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync
 from taskgraph.protocol.kv import Compare

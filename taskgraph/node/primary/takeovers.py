@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from taskgraph.errors import Refused, TaskGraphError
 from taskgraph.node.membership.failing import culprit_text, deaths_text
 from taskgraph.node.primary.primary import Primary
-from taskgraph.node.usercode.actor import UserCodeError
+from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.observe.format import ids_text
 from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions

@@ -15,22 +15,21 @@ import concurrent.futures
 import contextlib
 import functools
 import inspect
-import os
 import sys
 import threading
 import traceback
-import weakref
 from asyncio import current_task
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine
 from contextvars import copy_context
-from pathlib import Path
-from types import CodeType, CoroutineType, FrameType, FunctionType, MethodType
+from types import CodeType, CoroutineType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 from taskgraph.device.afterwards import Aside
 from taskgraph.epoch import AttemptEnded
-from taskgraph.errors import GraphError, JobError, worded
+from taskgraph.errors import GraphError, JobError
 from taskgraph.node.usercode import forks, lastwords
+from taskgraph.node.usercode.coroutines import CancelledItself, OnStream, Resumed, is_async, refuse_coroutine, take_back
+from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_users, from_users
 from taskgraph.node.usercode.threads import Threads
 from taskgraph.observe.trace import NO_STAMP, Tracing, clock
 
@@ -38,51 +37,17 @@ if TYPE_CHECKING:
     from taskgraph.device.api import Device, Stream
     from taskgraph.protocol.messages import Stamp
 
-__all__ = [
-    "Actor",
-    "Running",
-    "StuckError",
-    "UserCodeError",
-    "call_under_way",
-    "cancelled_by_users",
-    "defined_at",
-    "is_async",
-]
+__all__ = ["Actor", "Running", "call_under_way"]
 
 R = TypeVar("R")
 
 _COROUTINE = inspect.CO_COROUTINE
-_FUTURE = asyncio.Future
 _BRIEF_S = 100e-6
 """What takes no longer takes no longer than a hop to a thread and back: beside others it would gain nothing."""
 _BRIEF_NAMES = 1000
 """So many functions are known to be brief, at most."""
 _BRIEF_FOR = 3
 """A function that was brief is not once it took long so many times in a row."""
-
-
-class UserCodeError(Exception):
-    """User code raised. `where` is the hook, processor or handler; `traceback_text` begins in user code."""
-
-    def __init__(self, where: str, error: BaseException) -> None:
-        super().__init__(worded(error))
-        self.where = where
-        self.error = error
-        self.traceback_text = _user_traceback(error)
-
-
-class StuckError(Exception):
-    """User code did not return within `cancel_s` after its attempt ended, or at its task's end.
-
-    Only the end of the process frees it.
-    """
-
-
-class _CancelledItself(BaseException):
-    """User code that has ended had cancelled the asyncio task it was called in. `times`: as often as it did."""
-
-    def __init__(self, times: int) -> None:
-        self.times = times
 
 
 class Ends(Protocol):
@@ -169,7 +134,7 @@ class Actor:
                 await self._turn_free()
             coroutine: Coroutine[Any, Any, R] = function(*args)  # type: ignore[assignment]
             if self._device is not None:
-                coroutine = _OnStream(coroutine, self._device, self._stream_of(self._device))
+                coroutine = OnStream(coroutine, self._device, self._stream_of(self._device))
             words, began = lastwords.here, self._tracing.on and self._tracing.began(stamp)
             if words is not None:
                 words.runs(self.task, stamp, where)
@@ -185,7 +150,7 @@ class Actor:
                             self.end_child(where)
                         times = cancelling() - before  # by the code itself: we do not run meanwhile
                         if times > 0 and ended:
-                            raise _CancelledItself(times)
+                            raise CancelledItself(times)
                 except StopIteration as returned:  # without a wait, as most do
                     result: R = returned.value
                 else:
@@ -205,8 +170,8 @@ class Actor:
             raise
         except StuckError:
             raise
-        except _CancelledItself as itself:
-            await _take_back(itself)
+        except CancelledItself as itself:
+            await take_back(itself)
             epoch = f", epoch {stamp.epoch}" if stamp is not None else ""
             raise UserCodeError(where, cancelled_by_users(f"task {self.task}{epoch}, {where!r}: ")) from itself
         except asyncio.CancelledError as error:
@@ -274,7 +239,7 @@ class Actor:
         if words is not None:
             words.ran()
         try:
-            result: R = await _Resumed(self, where, coroutine, waited, turn, times)
+            result: R = await Resumed(self, where, coroutine, waited, turn, times)
             return result
         finally:
             if words is not None:
@@ -361,7 +326,7 @@ class Actor:
             # would else hold for whatever of whichever task runs in this thread next.
             result = copy_context().run(function, *args)
             if result is not None and type(result) is CoroutineType:
-                _refuse_coroutine(function, cast(Any, result))
+                refuse_coroutine(function, cast(Any, result))
             if after is not None:
                 after()
             return result
@@ -437,260 +402,6 @@ def call_under_way(innermost: FrameType) -> tuple[int, str, str] | None:
         if frame.f_code in (Actor._in_thread.__code__, Actor.call.__code__):
             actor, where = frame.f_locals["self"], frame.f_locals["where"]
             below = traceback.StackSummary.extract((f, f.f_lineno) for f in reversed(stack[:depth]))
-            text = "".join(traceback.format_list(_from_users(below)))
+            text = "".join(traceback.format_list(from_users(below)))
             return actor.task, where, f"Stack of its thread (most recent call last):\n{text}"
     return None
-
-
-class _Resumed:
-    """Drives a coroutine on from its first await. It holds the task's turn while it runs, and not while it awaits.
-
-    A coroutine that was cancelled may clean up, and may catch it and go on: for `cancel_s`.
-
-    Args:
-        waited: what it awaits.
-        turn: None where it needs none. Only threads hold one for longer than it takes the event loop to notice.
-        times: how often it has cancelled the asyncio task it runs in. It hears of that at its await, cleans up, and may
-            take it back, as `asyncio.timeout` does; what counts is what is left when it ends.
-    """
-
-    def __init__(
-        self,
-        actor: Actor,
-        where: str,
-        coroutine: Coroutine[Any, Any, R],
-        waited: Any,
-        turn: asyncio.Lock | None,
-        times: int,
-    ) -> None:
-        self._actor = actor
-        self._where = where
-        self._coroutine = coroutine
-        self._waited = waited
-        self._turn = turn
-        self._times = times
-        self._task = _current_task()
-        self._limit: asyncio.TimerHandle | None = None  # since it was cancelled
-        self._over = False  # that time is over
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        actor, coroutine, waited, turn = self._actor, self._coroutine, self._waited, self._turn
-        cancelling, times = self._task.cancelling, self._times
-        try:
-            while True:
-                error: BaseException | None = None
-                try:
-                    if type(waited) is not _FUTURE and isinstance(waited, _FUTURE):
-                        yield from self._until(waited, times)
-                    else:
-                        yield waited
-                except asyncio.CancelledError as cancelled:
-                    self._hear(times)
-                    error = cancelled
-                except BaseException as raised:
-                    error = raised
-                while turn is not None and actor.in_threads and turn.locked():
-                    try:
-                        yield from turn.acquire().__await__()
-                    except asyncio.CancelledError as cancelled:
-                        self._hear(times)
-                        error = cancelled  # before its turn came: it must hear of it, at its turn
-                    else:
-                        turn.release()
-                before, ended = cancelling(), True
-                try:
-                    try:
-                        waited = coroutine.send(None) if error is None else coroutine.throw(error)
-                        ended = False
-                    finally:
-                        if forks.count != actor.forks:
-                            actor.end_child(self._where)
-                        times = max(0, times + cancelling() - before)  # it may take back what others did, too
-                        if times and ended:
-                            raise _CancelledItself(times)
-                except StopIteration as stop:
-                    return stop.value
-                if self._limit is not None and cancelling() <= times:
-                    self._unlimited()  # it was something of its own that cancelled it, which has taken that back
-        finally:
-            self._unlimited()
-            if not self._over:
-                coroutine.close()
-
-    def _until(self, waited: asyncio.Future[Any], times: int) -> Generator[Any, Any, None]:
-        """Returns when a task of the user's has ended, or several: when they are cancelled, they may go on, too."""
-        waited._asyncio_future_blocking = False  # it is us who wait for it
-        while not waited.done():
-            ended: asyncio.Future[None] = self._task.get_loop().create_future()
-            waited.add_done_callback(functools.partial(_wake, ended))
-            try:
-                yield from ended
-            except asyncio.CancelledError:
-                if self._over:
-                    raise
-                self._limited(times)
-                waited.cancel()
-
-    def _hear(self, times: int) -> None:
-        """It was cancelled, or what it awaits. Raises StuckError where it was long ago, and has not ended."""
-        if self._over:
-            self._task.uncancel()  # that was us
-            self._leave_behind()
-        self._limited(times)
-
-    def _limited(self, times: int) -> None:
-        if self._limit is None and self._task.cancelling() > times:
-            self._limit = self._task.get_loop().call_later(self._actor.grace_s, self._give_up)
-
-    def _unlimited(self) -> None:
-        if self._limit is not None:
-            self._limit.cancel()
-            self._limit = None
-
-    def _give_up(self) -> None:
-        self._over = True
-        self._task.cancel()
-
-    def _leave_behind(self) -> NoReturn:
-        self._actor.abandoned = True
-        stuck = self._actor.stuck(self._where)
-        try:
-            self._coroutine.close()
-        except BaseException as error:  # it goes on after that, too, or unwound
-            raise stuck from error
-        raise stuck
-
-
-def _wake(waiting: asyncio.Future[None], _: asyncio.Future[Any]) -> None:
-    if not waiting.done():
-        waiting.set_result(None)
-
-
-def _current_task() -> asyncio.Task[Any]:
-    task = asyncio.current_task()
-    assert task is not None
-    return task
-
-
-async def _take_back(itself: _CancelledItself) -> None:
-    """The caller goes on as if it had not been cancelled: who awaits it would else take it for one that was given up.
-
-    Raises:
-        CancelledError: we cancelled it, too.
-    """
-    caller = _current_task()
-    for _ in range(itself.times):
-        caller.uncancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await asyncio.sleep(0)  # where Python before 3.13 raises it nevertheless
-    if caller.cancelling():
-        raise asyncio.CancelledError from itself
-
-
-def cancelled_by_users(of: str) -> JobError:
-    """What to say where an asyncio task of ours was cancelled, and not by us."""
-    return JobError(
-        f"{of}code of the job cancelled the asyncio task it runs in, which is not its own (as "
-        f"asyncio.current_task().cancel() does, a cancel of all tasks, or sys.exit in another one): to end a processor "
-        f"return from it, to fail the job raise"
-    )
-
-
-class _OnStream(Coroutine[Any, Any, R]):
-    """A coroutine that is driven with a stream as the current one.
-
-    What it left as the current one itself is not kept over an await: others run there meanwhile.
-    """
-
-    def __init__(self, coroutine: Coroutine[Any, Any, R], device: Device, stream: Stream) -> None:
-        self._coroutine = coroutine
-        self._device = device
-        self._stream = stream
-
-    def _step(self, step: Callable[..., Any], *args: Any) -> Any:
-        with self._device.on(self._stream):
-            return step(*args)
-
-    def send(self, value: Any) -> Any:
-        return self._step(self._coroutine.send, value)
-
-    def throw(self, *args: Any) -> Any:
-        return self._step(self._coroutine.throw, *args)
-
-    def close(self) -> None:
-        self._step(self._coroutine.close)
-
-    def __await__(self) -> Generator[Any, Any, R]:
-        raise NotImplementedError("it is driven by hand")
-
-
-_ASYNC: weakref.WeakKeyDictionary[FunctionType, bool] = weakref.WeakKeyDictionary()
-"""What was found of functions before: looking at one takes longer than many a compute."""
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a coroutine; looks through functools.partial and callable objects."""
-    plain = function.__func__ if type(function) is MethodType else function
-    if type(plain) is not FunctionType:
-        return _looks_async(function)
-    if plain.__code__.co_flags & _COROUTINE:
-        return True
-    if not plain.__dict__:  # where a decorator's mark would be
-        return False
-    known = _ASYNC.get(plain)
-    if known is None:
-        known = _ASYNC[plain] = _looks_async(function)
-    return known
-
-
-def _looks_async(function: Callable[..., Any]) -> bool:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
-def _refuse_coroutine(function: Callable[..., Any], coroutine: CoroutineType[Any, Any, Any]) -> NoReturn:
-    """A plain function made a coroutine: nothing of that ran, and nobody would miss it where nothing is put."""
-    coroutine.close()  # else Python warns that it was never awaited, too
-    raise JobError(
-        f"{getattr(function, '__qualname__', function)} is a plain function and returned a coroutine, of which nothing "
-        f"ran: what wraps an `async def` (a decorator, a lambda) must be an `async def` itself, and await it"
-    )
-
-
-def defined_at(function: Callable[..., Any]) -> str:
-    """Where a function is defined, in the form of a traceback, to follow a message; "" where it is no plain one."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None:
-        return ""
-    frame = traceback.FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)
-    return "\n\nThe handler is defined here:\n" + "".join(traceback.format_list([frame])).rstrip()
-
-
-_OURS = f"{Path(__file__).resolve().parents[2]}{os.sep}"  # all of the package
-
-
-def _user_traceback(error: BaseException) -> str:
-    """The traceback without our frames at its beginning: it starts where user code does, if it comes to that."""
-    try:
-        summary = traceback.TracebackException.from_exception(error)
-        _without_ours(summary)
-        return "".join(summary.format())
-    except Exception as failed:  # what is told of may be of any kind: too deep a nest of groups, a class that raises
-        return f"(its traceback cannot be told: {worded(failed)})\n{worded(error)}\n"
-
-
-def _without_ours(summary: traceback.TracebackException) -> None:
-    """The same of each exception of a chain. One that is ours says what became of the user's: it has no place there."""
-    chain = [summary]
-    while chain:
-        at = chain.pop()
-        chain += [before for before in (at.__cause__, at.__context__) if before is not None]
-        users = _from_users(at.stack)
-        ours = users and users[0].filename.startswith(_OURS)
-        at.stack[:] = [] if ours and at.__cause__ is not None else users
-
-
-def _from_users(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    users = (i for i, frame in enumerate(frames) if not frame.filename.startswith(_OURS))
-    return frames[next(users, 0) :]

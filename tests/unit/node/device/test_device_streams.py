@@ -12,7 +12,8 @@ import taskgraph as tg
 from taskgraph.graph.values import decode, encode
 from taskgraph.launch import inprocess
 from taskgraph.node import roles
-from taskgraph.node.usercode.actor import Actor, UserCodeError
+from taskgraph.node.usercode.actor import Actor
+from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.node.usercode.threads import PooledThreads
 from taskgraph.testing.softdevice import SoftArray, SoftDevice, SoftStream
 

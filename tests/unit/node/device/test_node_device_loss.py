@@ -11,7 +11,7 @@ import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.membership.deviceloss import DeviceLost
 from taskgraph.node.node import Node
-from taskgraph.node.usercode.actor import UserCodeError
+from taskgraph.node.usercode.errors import UserCodeError
 
 OutOfMemoryError = type("OutOfMemoryError", (MemoryError,), {"__module__": "cupy.cuda.memory"})
 ERROR = UserCodeError("fit", OutOfMemoryError("1 GiB"))

@@ -16,7 +16,7 @@ from cluster_kit import Counting, holder, play, told
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.epochs import lanes
-from taskgraph.node.usercode.actor import UserCodeError
+from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.protocol.view import JobView
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from taskgraph.node.epochs.dones import Dones, Worked
-from taskgraph.node.usercode.actor import StuckError
+from taskgraph.node.usercode.errors import StuckError
 from taskgraph.protocol.messages import Stamp
 
 

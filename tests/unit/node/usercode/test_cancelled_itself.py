@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from taskgraph.node.usercode.actor import Actor, UserCodeError
+from taskgraph.node.usercode.actor import Actor
+from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.node.usercode.threads import PooledThreads
 
 

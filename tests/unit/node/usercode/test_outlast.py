@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from taskgraph.node.usercode.actor import Actor, StuckError, UserCodeError
+from taskgraph.node.usercode.actor import Actor
+from taskgraph.node.usercode.errors import StuckError, UserCodeError
 from taskgraph.node.usercode.threads import PooledThreads
 
 

@@ -11,7 +11,7 @@ import taskgraph as tg
 from taskgraph.errors import JobFailed, worded
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.membership.failing import failure_record
-from taskgraph.node.usercode.actor import UserCodeError
+from taskgraph.node.usercode.errors import UserCodeError
 
 ETCD_BYTES = 1_500_000
 

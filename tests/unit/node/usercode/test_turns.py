@@ -20,7 +20,8 @@ from taskgraph.epoch import AttemptEnded
 from taskgraph.node.usercode import actor as actor_module
 from taskgraph.node.usercode import lastwords
 from taskgraph.node.usercode import threads as threads_module
-from taskgraph.node.usercode.actor import Actor, UserCodeError, call_under_way
+from taskgraph.node.usercode.actor import Actor, call_under_way
+from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.node.usercode.threads import PooledThreads
 from taskgraph.observe.trace import Tracing
 from taskgraph.protocol.messages import Stamp
