@@ -11,6 +11,10 @@ import pytest
 import uvloop
 from transport_kit import KINDS, Cluster, cluster_of
 
+from taskgraph.device import shared
+from taskgraph.device.shared import SharedMemory
+from taskgraph.testing.softdevice import SoftDevice
+
 
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
@@ -35,3 +39,16 @@ async def cluster(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator
 async def streams(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Cluster]:
     async with cluster_of(request.param, folder) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def soft() -> SoftDevice:
+    """A device whose streams run whenever they like."""
+    return SoftDevice(races=True)
+
+
+@pytest.fixture
+def memory(soft: SoftDevice) -> Iterator[SharedMemory]:
+    """What is lent of its memory."""
+    yield shared.offer(soft)
+    shared._offered.clear()

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,6 @@ from taskgraph.transport.stream import StreamTransport
 
 HOST = np.arange(300_000.0)
 MIB = 1 << 20
-
-
-@pytest.fixture
-def soft() -> SoftDevice:
-    return SoftDevice(races=True)
-
-
-@pytest.fixture
-def memory(soft: SoftDevice) -> Iterator[SharedMemory]:
-    yield shared.offer(soft)
-    shared._offered.clear()
 
 
 @pytest.fixture
