@@ -57,15 +57,16 @@ setup: $(VENV)/.installed-dev ## Make .venv with everything for development
 run: $(VENV)/.installed-run ## Run the linear regression on 4 local nodes, with an etcd of its own
 	$(BIN)/taskgraph run examples/linear_regression.py --nodes $(NODES)
 
-# These share nothing and have clocks of their own. Others start processes, look at what is left of them, and at the time.
-SIDE_BY_SIDE := tests/protocol tests/simulation tests/unit/device tests/unit/graph tests/unit/testing
+# Others start nodes, look at what is left of them, and at how long things take: one after another, alone.
+SIDE_BY_SIDE := tests/simulation tests/protocol \
+    $(addprefix tests/unit/,checkpoint coordination device graph node observe testing transport)
 
 test: $(VENV)/.installed-dev ## Run all tests
 	@failed=0; \
 	if [ -n '$(TESTS)' ]; then \
 	    $(BIN)/python -m pytest $(PYTEST_ARGS) $(TESTS) || failed=1; \
 	else \
-	    $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS) $(SIDE_BY_SIDE) || failed=1; \
+	    $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS) $(SIDE_BY_SIDE) || failed=1; \
 	    $(BIN)/python -m pytest $(PYTEST_ARGS) $(SIDE_BY_SIDE:%=--ignore=%) tests || failed=1; \
 	fi; exit $$failed
 

@@ -9,7 +9,26 @@ from taskgraph.protocol.commit import Leader
 from taskgraph.testing.simulate import run_seed
 
 WITHIN = 1000
-"""Seeds in which a mistake must show. All showed in the first 250 when this was written, most in the first 30."""
+"""Seeds in which a mistake must show. Most show in the first 30."""
+
+LATE = {
+    "generation is compared by value": 328,
+    "a job goes back to a checkpoint that nobody read": 71,
+    "a node that is being evicted is not waited for": 54,
+    "an eviction is not fenced by the primary": 380,
+    "a promise is forgotten": 85,
+    "admissions and evictions are not fenced by the term": 92,
+    "answers of a gone term count": 214,
+    "a request that is sent again runs again": 79,
+    "a job that ends while a task is ahead gets the state it has": 122,
+    "reports that were on their way count as told whatever became of them": 69,
+    "epochs in flight are snapshotted in any order": 74,
+    "an error in a later epoch ends the earlier ones": 70,
+    "an error of a later epoch is told at once": 92,
+    "a restart leaves lanes running": 910,
+}
+"""Those that show later, and the first seed that did: it is tried first, which saves minutes. What seeds do changes
+with the simulation; then all are gone through, and this table may be made anew from what the tests print."""
 
 BROKEN = ("broke down: AttributeError", "broke down: TypeError", "broke down: NameError", "nobody handled")
 """A plant that does not fit the code any more is found as well, for the wrong reason."""
@@ -20,7 +39,8 @@ BROKEN = ("broke down: AttributeError", "broke down: TypeError", "broke down: Na
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     PLANTS[name](monkeypatch)
-    found = next((outcome for seed in range(WITHIN) if (outcome := run_seed(seed)).problem), None)
+    seeds = (LATE.get(name, 0), *range(WITHIN))
+    found = next((outcome for seed in seeds if (outcome := run_seed(seed)).problem), None)
     assert found is not None, f"{WITHIN} seeds do not notice that {name}"
     assert not any(word in found.problem for word in BROKEN), f"the plant itself is broken: {found.problem}"
     print(f"seed {found.seed} finds that {name}: {found.problem}")
@@ -34,3 +54,4 @@ def test_a_node_that_breaks_down_is_a_problem_of_its_own(monkeypatch: pytest.Mon
 
 def test_there_are_enough() -> None:
     assert len(PLANTS) >= 20
+    assert LATE.keys() <= PLANTS.keys()
