@@ -160,8 +160,12 @@ def _unanswered(view: JobView, statuses: dict[str, NodeStatus | TaskGraphError])
     whose: dict[str, list[str]] = {}
     for node, said in sorted(statuses.items()):
         if isinstance(said, TaskGraphError) and node in view.nodes:
-            whose.setdefault(" ".join(str(said).split()), []).append(view.nodes[node].record.name)
+            whose.setdefault(_reason(said), []).append(view.nodes[node].record.name)
     return [f"{', '.join(names)}: {why}" for why, names in whose.items()]
+
+
+def _reason(error: TaskGraphError) -> str:
+    return " ".join(str(error).split())
 
 
 def _node_state(said: NodeStatus | TaskGraphError | None, draining: bool) -> str:
@@ -216,8 +220,7 @@ def status_json(
                 "draining": v.record.draining,
                 "devices": v.record.devices,
                 "device_ids": list(v.record.device_ids),
-                "answers": isinstance(statuses.get(node), NodeStatus),
-                **_usage(statuses.get(node)),
+                **_answer_json(statuses.get(node)),
             }
             for node, v in sorted(view.nodes.items())
         ],
@@ -226,8 +229,11 @@ def status_json(
     }
 
 
-def _usage(said: NodeStatus | TaskGraphError | None) -> dict[str, int]:
-    return dataclasses.asdict(said.usage) if isinstance(said, NodeStatus) else {}
+def _answer_json(said: NodeStatus | TaskGraphError | None) -> dict[str, Any]:
+    """What a node says of itself, or why it says nothing."""
+    if not isinstance(said, NodeStatus):
+        return {"answers": False, "why_not": _reason(said) if said else ""}
+    return {"answers": True, "leader": said.leader, "paused": said.paused, **dataclasses.asdict(said.usage)}
 
 
 def _task_json(task: int, view: JobView, statuses: dict[str, NodeStatus | TaskGraphError]) -> dict[str, Any]:

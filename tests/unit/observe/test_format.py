@@ -137,9 +137,11 @@ def test_a_job_that_ended_and_that_all_nodes_left_has_no_tables(view: JobView) -
 
 
 def test_the_same_for_programs(view: JobView) -> None:
-    found = json.loads(json.dumps(status_json("fit", 2, 40, view, {"n1-aa": status(), "n2-bb": PeerLost("")})))
+    found = json.loads(json.dumps(status_json("fit", 2, 40, view, {"n1-aa": status(), "n2-bb": PeerLost("lost\n n2")})))
     assert (found["state"], found["epoch"], found["attempt"], found["epochs"]) == ("running", 7, 2, 40)
     assert [(n["name"], n["pid"], n["answers"]) for n in found["nodes"]] == [("n1", 11, True), ("n2", 22, False)]
+    n1, n2 = found["nodes"]
+    assert (n1["leader"], n1["paused"], n2["why_not"]) == (True, False, "lost n2")
     task = found["tasks"][0]
     assert (task["primary"], task["term"], task["in_sync"]) == ("n1", 1, ["n1", "n2"])
     assert (task["processor"], task["running_s"]) == ("update", 12.34)
