@@ -145,29 +145,51 @@ async def arun(
             raise JobError(f"timeout_s={timeout_s:g}: seconds above 0")
     if name:
         job = dataclasses.replace(job, name=name)
-    if progress:
-        async with showing(job) as (shown, hooks):
-            result = await arun(
+    async with AsyncExitStack() as stack:
+        shown = None
+        if progress:
+            shown, hooks = await stack.enter_async_context(showing(job))
+        hooks = hooks or Hooks()
+        if nodes == 0:
+            from taskgraph.launch.inprocess import arun_inprocess  # else no node is loaded in this process
+
+            result = await arun_inprocess(job, timeout_s=timeout_s, on_event=hooks.on_event, resume=resume, fresh=fresh)
+        else:
+            result = await _on_nodes(
                 job,
-                nodes=nodes,
+                nodes,
+                hooks,
                 etcd=etcd,
                 resume=resume,
                 fresh=fresh,
                 timeout_s=timeout_s,
-                hooks=hooks,
                 tls=tls,
                 node_tls=node_tls,
                 listen=listen,
                 insecure_listen=insecure_listen,
                 token=token,
             )
+        if shown is not None:
             shown.end(result.reports)
-            return result
-    hooks = hooks or Hooks()
-    if nodes == 0:
-        from taskgraph.launch.inprocess import arun_inprocess  # else no node is loaded in this process
+        return result
 
-        return await arun_inprocess(job, timeout_s=timeout_s, on_event=hooks.on_event, resume=resume, fresh=fresh)
+
+async def _on_nodes(
+    job: Job,
+    nodes: int,
+    hooks: Hooks,
+    *,
+    etcd: str | None,
+    resume: Resume,
+    fresh: bool,
+    timeout_s: float | None,
+    tls: dict[str, str] | None,
+    node_tls: dict[str, str] | None,
+    listen: str,
+    insecure_listen: bool,
+    token: str | None,
+) -> JobResult:
+    """Runs it on node processes of this host."""
     spec = JobSpec.of(job, expected_nodes=nodes)
     async with AsyncExitStack() as stack:
         runtime = Runtime()
