@@ -5,6 +5,7 @@ A node that cannot speak with one that is there already is refused, instead of o
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterable
 
 from taskgraph.protocol.records import NodeRecord
@@ -26,12 +27,12 @@ def _why_mute(ours: NodeRecord, other: NodeRecord) -> str:
         )
     if _out_of_reach(ours, other):
         return (
-            f"{us} cannot be reached by {them}: it listens at a unix socket alone, which is for its own host. Start it "
+            f"{us} cannot be reached by {them}: it listens at {_where(ours)}, which is for its own host. Start it "
             f"with --listen HOST, a name or address of this host that the others know"
         )
     if _out_of_reach(other, ours):
         return (
-            f"{them} cannot be reached by {us}: it listens at a unix socket alone, which is for its own host. Start "
+            f"{them} cannot be reached by {us}: it listens at {_where(other)}, which is for its own host. Start "
             f"that one again with --listen HOST, or all nodes on its host"
         )
     return ""
@@ -40,9 +41,28 @@ def _why_mute(ours: NodeRecord, other: NodeRecord) -> str:
 def _out_of_reach(node: NodeRecord, other: NodeRecord) -> bool:
     """Whether `node` listens nowhere but on a host that is not the other's. Where nothing is known of that: no."""
     hosts, theirs = _unix_hosts(node), _unix_hosts(other)
-    return bool(hosts) and len(hosts) == len(node.endpoints) and bool(theirs) and not set(hosts) & set(theirs)
+    known = len(hosts) + len(_loopbacks(node)) == len(node.endpoints)
+    return bool(hosts) and known and bool(theirs) and not set(hosts) & set(theirs)
+
+
+def _where(node: NodeRecord) -> str:
+    """Where a node listens that is out of reach."""
+    return " and ".join(_loopbacks(node)) or "a unix socket alone"
 
 
 def _unix_hosts(record: NodeRecord) -> list[str]:
     """`unix:HOSTKEY:/path` -> HOSTKEY."""
     return [endpoint.split(":", 2)[1] for endpoint in record.endpoints if endpoint.startswith("unix:")]
+
+
+def _loopbacks(record: NodeRecord) -> list[str]:
+    """`tcp:127.0.1.1:5` -> 127.0.1.1, which many hosts have for their own name, too."""
+    addresses = [endpoint[4:].rpartition(":")[0].strip("[]") for endpoint in record.endpoints if endpoint[:4] == "tcp:"]
+    return [address for address in addresses if _is_loopback(address)]
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name
+        return False

@@ -47,6 +47,17 @@ def test_beside_a_node_that_does_not_listen_others_are_told_which_it_is() -> Non
     assert "Start that one again with --listen HOST, or all nodes on its host" in why
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "[::1]"])
+def test_a_node_that_listens_at_loopback_alone_is_told_to_listen_where_others_reach_it(address: str) -> None:
+    """Debian's installer writes `127.0.1.1 HOST` into a host's own /etc/hosts: `--listen HOST` is loopback there."""
+    ours = at("a", "unix:A:/x", f"tcp:{address}:1")
+    why = why_refused(ours, [HERE_TOO, LISTENS_THERE])
+    assert why.startswith(f"on-a on a cannot be reached by on-b on b: it listens at {address.strip('[]')}, ")
+    assert "Start it with --listen HOST, a name or address of this host" in why
+    assert "Start that one again with --listen HOST" in why_refused(LISTENS_THERE, [ours])
+    assert why_refused(ours, [LISTENS_HERE]) == ""  # of the same host
+
+
 def test_nodes_with_several_tokens_are_not_let_in() -> None:
     why = why_refused(HERE, [at("a", "unix:A:/y", token="other")])
     assert why.startswith("on-a on a has another token than on-a on a") and "--token-file" in why
