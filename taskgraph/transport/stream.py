@@ -449,7 +449,9 @@ class StreamTransport:
         except OSError as error:
             sock.close()
             how = "no TLS handshake: " if self._tls is not None and endpoint.startswith("tcp:") else ""
-            raise PeerLost(f"{endpoint}: {how}{error}") from error
+            # asyncio has no words for an end that closed the connection meanwhile.
+            why = str(error) or "its end closed the connection: perhaps it was started without TLS (--tls)"
+            raise PeerLost(f"{endpoint}: {how}{why}") from error
         except BaseException:
             session.abort()
             raise
