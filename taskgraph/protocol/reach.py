@@ -57,7 +57,7 @@ def _unix_hosts(record: NodeRecord) -> list[str]:
 
 def _loopbacks(record: NodeRecord) -> list[str]:
     """`tcp:127.0.1.1:5` -> 127.0.1.1, which many hosts have for their own name, too."""
-    addresses = [endpoint[4:].rpartition(":")[0].strip("[]") for endpoint in record.endpoints if endpoint[:4] == "tcp:"]
+    addresses = [e[4:].rpartition(":")[0].strip("[]") for e in record.endpoints if e.startswith("tcp:")]
     return [address for address in addresses if _is_loopback(address)]
 
 

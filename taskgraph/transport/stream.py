@@ -448,10 +448,10 @@ class StreamTransport:
             raise _CutOff(f"{endpoint}: {error}{hint}") from error
         except OSError as error:
             sock.close()
-            how = "no TLS handshake: " if self._tls is not None and endpoint.startswith("tcp:") else ""
-            # asyncio has no words for an end that closed the connection meanwhile.
-            why = str(error) or "its end closed the connection: perhaps it was started without TLS (--tls)"
-            raise PeerLost(f"{endpoint}: {how}{why}") from error
+            why = str(error)
+            if self._tls is not None and endpoint.startswith("tcp:"):
+                why = f"no TLS handshake: {why or 'its end closed the connection: was it started without TLS (--tls)?'}"
+            raise PeerLost(f"{endpoint}: {why}") from error
         except BaseException:
             session.abort()
             raise
