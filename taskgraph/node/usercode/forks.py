@@ -3,6 +3,9 @@
 They have what their parent has: its sockets, what wakes its event loop and its threads. One that went on beside it
 would answer for it, and take what it was to read. One that runs another program, or ends by itself as those of
 `multiprocessing` do, is left alone.
+
+A signal to a child is the child's: it has its parent's handlers and what these write to, so that the SIGTERM with which
+a pool of `multiprocessing` ends its workers would tell the node to leave, and end no worker.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import threading
 import traceback
 from collections.abc import Iterator
@@ -22,6 +26,12 @@ count = 0
 
 _loops: list[tuple[asyncio.AbstractEventLoop, int]] = []
 """Event loops that nodes run in, and their threads."""
+
+_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""What event loops that nodes run in may have handlers for."""
+
+_masks: dict[int, set[int | signal.Signals]] = {}
+"""Of threads that are about to fork: the signals that they had blocked before."""
 
 
 def end_child(who: str, error: BaseException | None = None) -> NoReturn:
@@ -49,13 +59,28 @@ def kept_from_children() -> Iterator[None]:
         _loops.remove(mine)
 
 
+def _before_fork() -> None:
+    # A child may get its signal before it has come to `_after_fork`: it waits until then.
+    if _loops:
+        _masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+def _unblock() -> None:
+    mask = _masks.pop(threading.get_ident(), None)
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _after_fork() -> None:
     global count
     count += 1
     for loop, thread in _loops:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
         if thread == threading.get_ident():
             _end_in(loop)
             break  # it may be the loop of several nodes
+    _unblock()
 
 
 def _end_in(loop: asyncio.AbstractEventLoop) -> None:
@@ -76,4 +101,4 @@ def _came_back(*_: object, **__: object) -> NoReturn:
     end_child("the event loop")
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(before=_before_fork, after_in_parent=_unblock, after_in_child=_after_fork)

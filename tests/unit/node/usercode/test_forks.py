@@ -82,3 +82,41 @@ def test_a_child_of_a_coroutine_takes_no_part_in_the_job(how: str, code: int, to
     done = subprocess.run(script, capture_output=True, text=True, timeout=60)
     assert done.stdout == f"{{0: 6, 1: 6}} [{code}]\n", done.stderr
     assert told in done.stderr and bool(told) == bool(done.stderr), done.stderr
+
+
+_SIGNALLED = """
+import asyncio, os, signal, time
+import taskgraph as tg
+
+told, ended = [], []
+
+class Ends(tg.Task):
+    def compose(self, epoch):
+        epoch.processor(self.fork)
+    def fork(self, epoch, ins, outs):
+        for waits_s in (0, 0, 0, 0, 0.05):  # the first ones get the signal before they have run a line
+            child = os.fork()
+            if not child:
+                time.sleep(20)
+                os._exit(9)
+            time.sleep(waits_s)
+            os.kill(child, signal.SIGTERM)
+            ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+async def main():
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.append, "SIGTERM")
+    await tg.arun(tg.Job(tasks=1, epochs=1, builder=lambda task: Ends()), nodes=0, timeout_s=60)
+    print(set(ended), told)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(0.1)
+    print(told)
+
+asyncio.run(main())
+"""
+
+
+def test_a_signal_to_a_child_is_not_its_parents() -> None:
+    # As `multiprocessing.Pool` ends its workers.
+    run = subprocess.run([sys.executable, "-c", _SIGNALLED], capture_output=True, text=True, timeout=120, check=False)
+
+    assert run.stdout.splitlines() == ["{-15} []", "['SIGTERM']"], run.stderr
