@@ -9,6 +9,7 @@ where it must do the same and leave the object as it was: epochs in flight rest 
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 from collections.abc import Callable, Coroutine, Mapping
@@ -318,6 +319,8 @@ async def _run_step(fresh: Replica, work: _Replay, step: _Step, by_name: dict[st
         return  # compose came out differently, which what was not put will show
     inputs = Inputs(work, processor, recording_items(work))
     outputs = Outputs(work, processor, inputs)
+    if processor.sync:
+        await work.quiet()
     await fresh.actor.call(step.where, processor.compute, Epoch(work, step.where, sync=processor.sync), inputs, outputs)
     await fresh.actor.call(step.where, outputs.close)
 
@@ -350,6 +353,7 @@ class _Replay:
         self.finishing = False
         self._fresh = fresh
         self._counts: dict[tuple[str, int, str], int] = {}
+        self._holds: list[concurrent.futures.Future[None]] = []
 
     def neighbors(self, link: str) -> tuple[int, ...]:
         return self._fresh.topology.neighbors(link, self.task, self._fresh.job.tasks, self.number)
@@ -388,7 +392,23 @@ class _Replay:
         return future.result(timeout_s)
 
     def hold(self, where: str, why: str) -> Callable[[], None]:
-        return lambda: None
+        released: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._holds.append(released)
+
+        def release() -> None:
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # twice is no error
+                released.set_result(None)
+
+        return release
+
+    async def quiet(self) -> None:
+        """Waits for what coroutines and threads of the user's do under a hold: sync points came after it.
+
+        One that came out differently may never end, as the comparison shows: it gets as long as a restart would wait.
+        """
+        held = [asyncio.wrap_future(released) for released in self._holds]
+        if held:
+            await asyncio.wait(held, timeout=self._fresh.job.settings.cancel_s)
 
     def report(self, where: str, numbers: dict[str, float]) -> None:
         self.numbers |= numbers

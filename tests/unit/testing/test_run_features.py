@@ -581,3 +581,34 @@ def test_a_job_with_min_in_sync_waits_for_its_backups() -> None:
 
     safe = job(Safe, backups=2, epochs=4, settings=tg.Settings(min_in_sync=2))
     assert run(safe, kills={(0, 1): "done", (1, 2): "sync"}).values == {0: 4, 1: 4}
+
+
+def test_a_coroutine_of_ones_own_under_a_hold_is_replayed_before_the_sync_points() -> None:
+    class Asks(tg.Task, state=["total"]):
+        def setup(self) -> None:
+            self.total = 0
+
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.flag("right", epoch.number)
+            epoch.processor(self.keep)
+
+        async def on_flag(self, epoch: tg.Epoch, sender: int, meta: int) -> None:
+            epoch.scratch.asking = asyncio.create_task(self.ask(epoch, sender, epoch.hold("asks")))
+
+        async def ask(self, epoch: tg.Epoch, sender: int, hold: tg.Hold) -> None:
+            with hold:
+                await asyncio.sleep(0.01)
+                epoch.scratch.answer = await epoch.request(sender, "double", epoch.number)
+
+        @tg.handles("double", pure=True)
+        def double(self, epoch: tg.Epoch, sender: int, payload: int) -> int:
+            return 2 * payload
+
+        def keep(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.total += epoch.scratch.answer
+
+        def result(self) -> int:
+            return self.total
+
+    for kills in PLACES:
+        assert run(job(Asks, epochs=4, topology=tg.ring()), kills=kills).values == {0: 12, 1: 12}
