@@ -137,6 +137,11 @@ class Replica:
             raise JobError(
                 f"the task builder returned {type(task).__name__} for task {self.task}; it must return a tg.Task"
             )
+        if "log" in vars(task):  # two replicas would count in one object
+            raise JobError(
+                f"the task builder returned an object for task {self.task} that it had returned before: make one each "
+                f"time it is called, as in builder=lambda task_id: {type(task).__name__}(...)"
+            )
         task.task_id = self.task
         task.tasks = self.job.tasks
         task.log = logging.getLogger(f"taskgraph.task.{self.task}")

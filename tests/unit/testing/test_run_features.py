@@ -612,3 +612,9 @@ def test_a_coroutine_of_ones_own_under_a_hold_is_replayed_before_the_sync_points
 
     for kills in PLACES:
         assert run(job(Asks, epochs=4, topology=tg.ring()), kills=kills).values == {0: 12, 1: 12}
+
+
+def test_a_builder_that_gives_an_object_twice_is_told() -> None:
+    shared = Heat()
+    with pytest.raises(tg.JobFailed, match="that it had returned before: make one each time"):
+        run(job(lambda _: shared, topology=tg.grid(1, 2)))
