@@ -406,7 +406,10 @@ class Inputs:
                 f"{self._at()}: {name!r} comes from {len(producers)} tasks "
                 f"({', '.join(map(str, producers)) or 'none'}); use ins.all({name!r})"
             )
-        encoded = self._items[name, producers[0]]
+        try:
+            encoded = self._items[name, producers[0]]
+        except KeyError:
+            raise self._over() from None
         small = None if encoded.buffers else small_array(encoded.meta)
         return self._decoded(encoded) if small is None else small
 
@@ -422,7 +425,10 @@ class Inputs:
             raise self._not_declared(name)
         values = {}
         for producer in producers:
-            encoded = self._items[name, producer]
+            try:
+                encoded = self._items[name, producer]
+            except KeyError:
+                raise self._over() from None
             small = None if encoded.buffers else small_array(encoded.meta)
             values[producer] = self._decoded(encoded) if small is None else small
         return values
@@ -441,6 +447,12 @@ class Inputs:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._inbound)
+
+    def _over(self) -> GraphError:
+        return GraphError(
+            f"{self._at()}: it uses an `ins` whose epoch is over. What a method is given is valid until it returns; "
+            f"keep the values you need, not the ins"
+        )
 
     def _not_declared(self, tag: str) -> GraphError:
         declared = ", ".join(repr(t) for t in self._inbound) or "none"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jobs_kit import Kills, job, run, same
+from jobs_kit import Kills, fails, job, run, same
 
 import taskgraph as tg
 from taskgraph.testing import STAGES
@@ -618,3 +618,26 @@ def test_a_builder_that_gives_an_object_twice_is_told() -> None:
     shared = Heat()
     with pytest.raises(tg.JobFailed, match="that it had returned before: make one each time"):
         run(job(lambda _: shared, topology=tg.grid(1, 2)))
+
+
+@pytest.mark.parametrize("all_", [False, True])
+def test_inputs_that_are_used_in_a_later_epoch_are_told(all_: bool) -> None:
+    class Keeps(tg.Task):
+        kept: list[tg.Inputs]
+
+        def setup(self) -> None:
+            self.kept = []
+
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.processor(self.give, outbound={"x": self.task_id})
+            epoch.processor(self.keep, inbound={"x": self.task_id})
+
+        def give(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            outs.put("x", 1)
+
+        def keep(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.kept.append(ins)
+            epoch.report(x=self.kept[0].all("x")[0] if all_ else self.kept[0]["x"])
+
+    error = fails(job(Keeps, tasks=1, epochs=4), strict=False)
+    assert "task 0, epoch 0, keep: it uses an `ins` whose epoch is over" in str(error)
