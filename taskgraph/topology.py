@@ -294,7 +294,12 @@ def _edges(pairs: Pairs) -> _Edges:
     if not isinstance(pairs, Iterable):
         raise JobError(f"edges takes pairs (from, to) of task ids, not {pairs!r}")
     if isinstance(pairs, Mapping):
-        pairs = [(one, other) for one, others in pairs.items() for other in others]
+        try:
+            pairs = [(one, other) for one, others in pairs.items() for other in others]
+        except TypeError:
+            raise JobError(
+                f"edges takes pairs (from, to) of task ids, not {pairs!r:.100}; as a dict, {{from: [to, ...]}}"
+            ) from None
     to: dict[int, list[int]] = {}
     back: dict[int, list[int]] = {}
     largest = 0

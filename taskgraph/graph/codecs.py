@@ -6,6 +6,7 @@ Names on the wire do not hold the module, since the same file is `__main__` in o
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import enum
 import inspect
@@ -88,6 +89,11 @@ def codec(type: type[X], encode: Callable[[X], Any], decode: Callable[[Any], X],
     Raises:
         JobError: the type travels anyway, or another type has that name.
     """
+    if not isinstance(type, builtins.type) or not callable(encode) or not callable(decode):
+        raise JobError(
+            f"tg.codec takes a class and two functions, as in tg.codec(Fraction, encode, decode), not "
+            f"({type!r:.50}, {encode!r:.50}, {decode!r:.50})"
+        )
     name = type.__qualname__ if name is None else name
     if type in _reserved or type in _messages:
         raise JobError(f"{type.__qualname__} travels without a codec: remove tg.codec({type.__qualname__}, ...)")

@@ -165,7 +165,7 @@ def test_an_edge_that_is_there_twice_is_an_error() -> None:
         tg.edges([(0, 1), (0, 1)]).neighbors("out", 0, 2, 0)
 
 
-@pytest.mark.parametrize("given", [[(1, 2, 3)], [5], [("a", 1)], [(0.5, 1)], 5])
+@pytest.mark.parametrize("given", [[(1, 2, 3)], [5], [("a", 1)], [(0.5, 1)], 5, {0: 1}])
 def test_what_is_no_edge_is_named(given: Any) -> None:
     with pytest.raises(tg.JobError, match=r"edges takes pairs \(from, to\) of task ids, not"):
         tg.edges(given)

@@ -329,6 +329,12 @@ def test_a_codec_nobody_declared_here(monkeypatch: pytest.MonkeyPatch) -> None:
         decode(encoded)
 
 
+@pytest.mark.parametrize("given", [(3, str, str), (Matrix, str, None), (Matrix, "encode", str)])
+def test_what_is_no_codec(given: Any) -> None:
+    with pytest.raises(JobError, match="takes a class and two functions"):
+        codec(*given)
+
+
 def test_codecs_that_do_not_fit() -> None:
     with pytest.raises(JobError, match="travels without a codec"):
         codec(dict, list, dict)
