@@ -18,8 +18,9 @@ from taskgraph.checkpoint.store import Found, Store
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CheckpointError, DecodeError, JobError
+from taskgraph.launch.submit import check_not_running
 from taskgraph.protocol.keys import Keys
-from taskgraph.protocol.records import CheckpointRecord, EpochRecord, State, StatusRecord
+from taskgraph.protocol.records import CheckpointRecord, EpochRecord
 
 __all__ = ["Beginning", "Resume", "plan", "way_on"]
 
@@ -37,11 +38,14 @@ class Beginning:
 
     Attributes:
         refused: why newer checkpoints cannot be used, each by name.
+        after: the revision of the run before, as etcd knew it when this was decided; 0: it knew of none. Where there
+            was another run since, this is no beginning any more. None: it does not depend on that.
     """
 
     epoch: EpochRecord
     checkpoint: CheckpointRecord | None = None
     refused: tuple[str, ...] = ()
+    after: int | None = None
 
 
 def way_on(checkpoint: CheckpointRecord) -> str:
@@ -60,6 +64,7 @@ async def plan(
     Raises:
         JobError: it has checkpoints, and neither `resume` nor `fresh` was said; or it keeps none; or `resume` is
             something else than it can be.
+        JobRunning: a job of that name is running.
         CheckpointError: it is to be resumed, and none of its checkpoints can be used.
     """
     beginning = Beginning(EpochRecord(epoch=0, attempt=1, writer=spec.run))
@@ -77,9 +82,10 @@ async def plan(
                 f"from its beginning"
             )
         return spec, beginning
-    status = await coordinator.get(Keys(spec.name).status)
-    if status is not None and StatusRecord.from_bytes(status.value).state == State.RUNNING:
-        return spec, beginning  # submitting it will be refused
+    keys = Keys(spec.name)
+    before = await coordinator.get(keys.spec)
+    await check_not_running(coordinator, keys)  # what is said of its checkpoints now may be moot when it has ended
+    beginning = dataclasses.replace(beginning, after=before.mod_revision if before is not None else 0)
     changed = resume == "changed"
     origin = Origin(
         job=spec.name, fingerprint=spec.fingerprint, tasks=spec.tasks, any_driver=changed, epochs=spec.epochs
@@ -126,7 +132,8 @@ async def plan(
     )
     epoch = EpochRecord(epoch=name.epoch, attempt=lineage, lineage=lineage, base=name.epoch, writer=spec.run)
     log.info("the job goes on from the checkpoint of epoch %d: %s/%s", name.epoch, store, name)
-    return dataclasses.replace(spec, checkpoint_series=name.series), Beginning(epoch, record, found.refused)
+    spec = dataclasses.replace(spec, checkpoint_series=name.series)
+    return spec, Beginning(epoch, record, found.refused, beginning.after)
 
 
 async def _known(coordinator: Coordinator, spec: JobSpec) -> tuple[str | None, int]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from taskgraph.coordination.api import Coordinator, TooLarge
 from taskgraph.driver import JobSpec
 from taskgraph.errors import JobError, JobRunning, OutcomeUnknown
 from taskgraph.launch.collect import mib
-from taskgraph.launch.resuming import Beginning
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Delete, Op, Put, Txn
 from taskgraph.protocol.records import CheckpointRecord, EpochRecord, State, StatusRecord
 
-__all__ = ["UNKNOWN_PAUSE_S", "UNKNOWN_TRIES", "submit"]
+if TYPE_CHECKING:
+    from taskgraph.launch.resuming import Beginning
+
+__all__ = ["UNKNOWN_PAUSE_S", "UNKNOWN_TRIES", "check_not_running", "submit"]
 
 UNKNOWN_TRIES = 8
 """Whoever waits for a command is told why after so many writes of unknown outcome: an etcd whose space is used up
@@ -29,7 +32,7 @@ async def submit(coordinator: Coordinator, spec: JobSpec, beginning: Beginning |
 
     Raises:
         JobRunning: a job of that name is running.
-        JobError: its arguments are too large for etcd.
+        JobError: its arguments are too large for etcd; or another run came and went since `beginning` was decided.
         Unavailable: etcd cannot be reached.
         OutcomeUnknown: etcd does not say what becomes of its writes.
     """
@@ -45,6 +48,10 @@ async def submit(coordinator: Coordinator, spec: JobSpec, beginning: Beginning |
             return  # an earlier try whose answer was lost
         if old_status is not None and StatusRecord.from_bytes(old_status.value).state == State.RUNNING:
             raise JobRunning(await _running_text(coordinator, keys))
+        if beginning is not None and beginning.after not in (None, old_spec.mod_revision if old_spec else 0):
+            raise JobError(
+                f"another run of job {spec.name!r} began and ended while its checkpoints were looked at: try again"
+            )
         txn = Txn(
             compares=(
                 Compare(keys.spec, old_spec.mod_revision if old_spec else 0),
@@ -76,6 +83,13 @@ async def submit(coordinator: Coordinator, spec: JobSpec, beginning: Beginning |
                 f"job {spec.name!r} takes {mib(len(spec.to_bytes()))} with its arguments, and etcd 1.5 MiB, unless its "
                 f"--max-request-bytes says otherwise: pass the name of a file that every node can read"
             ) from error
+
+
+async def check_not_running(coordinator: Coordinator, keys: Keys) -> None:
+    """Raises JobRunning where the job is running."""
+    status = await coordinator.get(keys.status)
+    if status is not None and StatusRecord.from_bytes(status.value).state == State.RUNNING:
+        raise JobRunning(await _running_text(coordinator, keys))
 
 
 async def _running_text(coordinator: Coordinator, keys: Keys) -> str:

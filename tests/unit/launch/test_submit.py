@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver import JobSpec
-from taskgraph.errors import JobRunning
+from taskgraph.errors import JobError, JobRunning
 from taskgraph.jobs import Job
+from taskgraph.launch.resuming import plan
 from taskgraph.launch.submit import submit
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import CheckpointRecord
+from taskgraph.protocol.records import CheckpointRecord, State, StatusRecord
 from taskgraph.task import Task
 
 KEYS = Keys("fit")
@@ -49,3 +52,36 @@ async def test_of_a_job_whose_nodes_are_all_lost_it_is_said_how_it_goes_on() -> 
 async def test_a_job_without_nodes_and_checkpoint_is_not_said_to_go_on_from_one() -> None:
     why = await refused()
     assert "it has no nodes: start some with `taskgraph launch fit`" in why and "checkpoint" not in why
+
+
+def keeping(place: Path) -> JobSpec:
+    """One more run of a job that keeps checkpoints."""
+    job = Job(tasks=1, builder=lambda task_id: Task(), epochs=100, name="fit", checkpoint=f"file://{place}")
+    return JobSpec.local(job)
+
+
+async def ended(etcd: MemoryCoordinator) -> None:
+    status = StatusRecord(state=State.CANCELLED, writer="x")
+    await etcd.txn(Txn(success=(Put(KEYS.status, status.to_bytes()),)))
+
+
+async def test_a_job_that_ends_just_now_is_not_begun_anew(tmp_path: Path) -> None:
+    """It was still running when its checkpoints should have been looked at: so it was begun at epoch 0 beside them."""
+    etcd, again = MemoryCoordinator(MemoryStore()), keeping(tmp_path)
+    await submit(etcd, keeping(tmp_path))
+    with pytest.raises(JobRunning, match="is running already"):
+        await plan(etcd, again, resume=True)
+
+
+async def test_of_two_that_go_on_at_a_time_one_does(tmp_path: Path) -> None:
+    """The other looked at the checkpoints of the run before: it would go back to them, in the same attempt again."""
+    etcd = MemoryCoordinator(MemoryStore())
+    one = await plan(etcd, keeping(tmp_path), resume=True)
+    other = await plan(etcd, keeping(tmp_path), resume=True)
+    await submit(etcd, *one)
+    with pytest.raises(JobRunning):
+        await submit(etcd, *other)
+    await ended(etcd)
+    with pytest.raises(JobError, match="another run of job 'fit' began and ended while its checkpoints were looked at"):
+        await submit(etcd, *other)
+    await submit(etcd, *await plan(etcd, keeping(tmp_path), resume=True))
