@@ -20,6 +20,7 @@ from taskgraph.driver import JobSpec
 from taskgraph.errors import CheckpointError, DecodeError, JobError
 from taskgraph.launch.submit import check_not_running
 from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.records import CheckpointRecord, EpochRecord
 
 __all__ = ["Beginning", "Resume", "plan", "way_on"]
@@ -65,7 +66,8 @@ async def plan(
         JobError: it has checkpoints, and neither `resume` nor `fresh` was said; or it keeps none; or `resume` is
             something else than it can be.
         JobRunning: a job of that name is running.
-        CheckpointError: it is to be resumed, and none of its checkpoints can be used.
+        CheckpointError: it is to be resumed, and none of its checkpoints can be used; or etcd knows of one, and its
+            place is empty.
     """
     beginning = Beginning(EpochRecord(epoch=0, attempt=1, writer=spec.run))
     if not isinstance(resume, bool) and resume != "changed":
@@ -91,8 +93,13 @@ async def plan(
         job=spec.name, fingerprint=spec.fingerprint, tasks=spec.tasks, any_driver=changed, epochs=spec.epochs
     )
     store = Store(spec.checkpoint, origin)
-    pointer, attempt = await _known(coordinator, spec)
+    pointer, attempt = await _known(coordinator, spec, before)
     looked = await asyncio.to_thread(_look, store, pointer, bool(resume))
+    if pointer is not None and not looked.names and not fresh:
+        raise CheckpointError(
+            f"job {spec.name!r} left the checkpoint {pointer} in {store}, as etcd says, and there is none now: is that "
+            f"place mounted here? To start from the beginning all the same: --fresh, fresh=True"
+        )
     found = looked.usable
     series = looked.series + (0 if resume and looked.names else 1)
     spec = dataclasses.replace(spec, checkpoint_series=series, checkpoint_changed=changed)
@@ -136,13 +143,17 @@ async def plan(
     return spec, Beginning(epoch, record, found.refused, beginning.after)
 
 
-async def _known(coordinator: Coordinator, spec: JobSpec) -> tuple[str | None, int]:
-    """What etcd still knows of a run before: the checkpoint its pointer named, and its last attempt."""
+async def _known(coordinator: Coordinator, spec: JobSpec, before: KeyValue | None) -> tuple[str | None, int]:
+    """What etcd still knows of the run `before`: the checkpoint its pointer named, and its last attempt.
+
+    Where that run kept its checkpoints in another place, its pointer says nothing of this one.
+    """
     keys = Keys(spec.name)
     pointer, epoch = await coordinator.get(keys.checkpoint), await coordinator.get(keys.epoch)
     with contextlib.suppress(DecodeError):
+        here = before is not None and JobSpec.from_bytes(before.value).checkpoint == spec.checkpoint
         return (
-            CheckpointRecord.from_bytes(pointer.value).name if pointer is not None else None,
+            CheckpointRecord.from_bytes(pointer.value).name if here and pointer is not None else None,
             EpochRecord.from_bytes(epoch.value).attempt if epoch is not None else 0,
         )
     return None, 0

@@ -8,7 +8,7 @@ import pytest
 
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver import JobSpec
-from taskgraph.errors import JobError, JobRunning
+from taskgraph.errors import CheckpointError, JobError, JobRunning
 from taskgraph.jobs import Job
 from taskgraph.launch.resuming import plan
 from taskgraph.launch.submit import submit
@@ -85,3 +85,20 @@ async def test_of_two_that_go_on_at_a_time_one_does(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="another run of job 'fit' began and ended while its checkpoints were looked at"):
         await submit(etcd, *other)
     await submit(etcd, *await plan(etcd, keeping(tmp_path), resume=True))
+
+
+async def test_a_place_without_the_checkpoint_that_etcd_knows_of_is_not_taken_for_one_without_any(
+    tmp_path: Path,
+) -> None:
+    """A place that was not mounted looked like that of a job that kept nothing yet: it was begun anew, unasked."""
+    etcd = MemoryCoordinator(MemoryStore())
+    await submit(etcd, keeping(tmp_path / "disk"))
+    await ended(etcd)
+    await etcd.txn(Txn(success=(CHECKPOINT,)))
+    for resume in (False, True):
+        with pytest.raises(CheckpointError, match=r"left the checkpoint s1 in .*/fit, as etcd says, .* mounted here\?"):
+            await plan(etcd, keeping(tmp_path / "disk"), resume=resume)
+    _, beginning = await plan(etcd, keeping(tmp_path / "disk"), fresh=True)
+    assert beginning.epoch.epoch == 0
+    _, beginning = await plan(etcd, keeping(tmp_path / "other disk"))
+    assert beginning.epoch.epoch == 0
