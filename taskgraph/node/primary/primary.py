@@ -175,7 +175,13 @@ class Primary:
                 self.stage = ""
         if boundary is None:
             if at.epoch > 0 and replica.stateful:
-                raise AssertionError(f"task {self.task}: a member without boundary {at.epoch} took over")
+                if not self.node.keeper.view.covered:
+                    raise AssertionError(f"task {self.task}: a member without boundary {at.epoch} took over")
+                raise CheckpointError(
+                    f"the checkpoint of epoch {at.epoch} in {self.node.checkpoints.store} has no state of task "
+                    f"{self.task}: the task had none when that was written, and has some now. Go back to a driver "
+                    f"whose task {self.task} has none, or start from the beginning (--fresh, fresh=True)"
+                )
             boundary = Boundary(Stamp(at.attempt, at.epoch), self.term, await replica.snapshot({}, {}))
         replica.boundaries.hold(boundary, committed=True)
         replica.fold_log(boundary.value)

@@ -310,6 +310,29 @@ async def test_fresh_starts_from_the_beginning_and_outlives_the_old_ones(
     same(await tg.arun(walk(None, seed=5), nodes=0), result)
 
 
+class Forgetful(tg.Task):
+    """What task 1 was before it had state."""
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.tell, outbound={"place": "peers"})
+        epoch.processor(self.hear, inbound={"place": "peers"})
+
+    async def tell(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("place", np.ones(700))
+
+    async def hear(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        pass
+
+
+async def test_a_task_that_has_state_since_is_named(tmp_path: Path) -> None:
+    """Its nodes ended, all of them, by an assertion of ours."""
+    await interrupted(tmp_path, builder=lambda task: Forgetful() if task == 1 else Walk())
+    with pytest.raises(
+        tg.JobFailed, match=r"the checkpoint of epoch 8 in .*/walk has no state of task 1: .*\(--fresh, fresh=True\)"
+    ):
+        await tg.arun(walk(tmp_path), nodes=0, resume=True)
+
+
 async def test_resuming_where_there_is_nothing_yet_starts_from_the_beginning(
     unharmed: tg.JobResult, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
