@@ -116,15 +116,23 @@ class Store:
         """Removes what is older than `current` and not among `names`: old checkpoints, and what never was completed.
 
         Returns the names of those removed. What comes after `current` may be being written.
+
+        Raises:
+            OSError: some cannot be removed; all others were.
         """
         kept, newest = set(names), Name.parse(current)
-        removed = []
+        removed, stays = [], None
         for name in self._names():
             if newest is not None and name < newest and str(name) not in kept:
-                # Its manifest goes first: without one the rest of it does not pass for a checkpoint.
-                self._place.remove(self._path(str(name), _FINAL))
-                self._place.remove(self._path(str(name)))
-                removed.append(str(name))
+                try:
+                    # Its manifest goes first: without one the rest of it does not pass for a checkpoint.
+                    self._place.remove(self._path(str(name), _FINAL))
+                    self._place.remove(self._path(str(name)))
+                    removed.append(str(name))
+                except OSError as error:  # it must not make the place full of those after it
+                    stays = stays or error
+        if stays is not None:
+            raise stays
         return removed
 
     # -- reading ------------------------------------------------------------------------------------------------------

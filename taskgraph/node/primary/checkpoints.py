@@ -216,7 +216,7 @@ class Checkpointer:
         self._primary = primary
         self._collected = Collected(node.job.tasks)
         self._wake = asyncio.Event()
-        self._failed = 0
+        self._failed: dict[str, int] = {}  # what failed last, and at which checkpoint's epoch that was told
         self._cleaned = False  # what this leader finds of earlier runs, but for what is kept, was written since
         self._others: set[str] = set()  # runs that keep checkpoints here as well, and were told of
         self._finished = ""  # the name of the last one that is complete also for those who do not know the pointer
@@ -261,10 +261,17 @@ class Checkpointer:
         txn = transactions.advance_checkpoint(view, record, primary_revision=self._primary.revision)
         others: list[Name] = []
         known = (old.name, *old.before) if old is not None else ()
-        if not await self._did(boundary.epoch, lambda: others.extend(checkpoints.store.of_others(name.run, known))):
+        looked = await self._did(
+            boundary.epoch,
+            "its place cannot be listed",
+            lambda: others.extend(checkpoints.store.of_others(name.run, known)),
+        )
+        if not looked:
             return False
         self._tell_of_others(name, others)
-        if not await self._did(boundary.epoch, lambda: checkpoints.store.stage(manifest)):
+        if not await self._did(
+            boundary.epoch, "its manifest cannot be written", lambda: checkpoints.store.stage(manifest)
+        ):
             return False
         await node.point("checkpointed", 0, boundary.epoch)
         revision = await node.transact(txn, key=view.keys.checkpoint, writer=writer)
@@ -287,11 +294,15 @@ class Checkpointer:
     async def _finish(self, record: CheckpointRecord) -> bool:
         """The pointer names it: those who will not know the pointer shall know it, too. Old ones go."""
         store = self._node.checkpoints.store
-        if not await self._did(record.epoch, lambda: store.finish(record.name)):
+        if not await self._did(record.epoch, "its last manifest is not there", lambda: store.finish(record.name)):
             return False
         self._finished = record.name
         kept = (record.name, *record.before)
-        self._cleaned = await self._did(record.epoch, lambda: store.keep_only(kept, record.name))
+        self._cleaned = await self._did(
+            record.epoch,
+            "it is complete, but some before it cannot be removed",
+            lambda: store.keep_only(kept, record.name),
+        )
         return True
 
     def _tell_of_others(self, mine: Name, others: Iterable[Name]) -> None:
@@ -313,12 +324,17 @@ class Checkpointer:
                 epoch=mine.epoch,
             )
 
-    async def _did(self, epoch: int, work: Callable[[], object]) -> bool:
+    async def _did(self, epoch: int, failed: str, work: Callable[[], object]) -> bool:
+        """Whether `work` could be done; tells what `failed` where it could not."""
         try:
             await self._node.checkpoints.call(work)
         except (OSError, CheckpointError) as error:
-            if epoch != self._failed:  # it is tried again every second: told once
-                self._failed = epoch
-                self._node.events.emit("checkpoint failed", f"checkpoint of epoch {epoch}: {error}", epoch=epoch)
+            # Tried again every second, and with every checkpoint: told once of each, and what is kept is the first.
+            if self._failed.get(failed) != epoch:
+                again = failed in self._failed
+                self._failed[failed] = epoch
+                text = f"checkpoint of epoch {epoch}: {failed}: {error}"
+                self._node.events.emit("checkpoint failed", text, epoch=epoch, transient=again)
             return False
+        self._failed.pop(failed, None)
         return True

@@ -233,6 +233,23 @@ def test_old_ones_are_removed_and_what_is_being_written_stays(store: Store) -> N
     assert being_written in store._names()
 
 
+def test_one_that_cannot_be_removed_keeps_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old one of another user's, say: all that came after it stayed, too, until the disk was full."""
+    real = Directory.remove
+
+    def remove(self: Directory, path: str) -> None:
+        if "-e000000010-" in path:
+            raise PermissionError(13, "Permission denied", path)
+        real(self, path)
+
+    monkeypatch.setattr(Directory, "remove", remove)
+    store = Store(f"file://{tmp_path}", ORIGIN)
+    names = [save(store, epoch).name for epoch in (10, 20, 30, 40)]
+    with pytest.raises(PermissionError, match="-e000000010-"):
+        store.keep_only(names[3:], names[3])
+    assert [str(n) for n in store.complete()] == [names[3], names[0]]
+
+
 def test_a_file_of_another_name_is_left_alone(tmp_path: Path) -> None:
     store = Store(f"file://{tmp_path}", ORIGIN)
     name = save(store, 10).name

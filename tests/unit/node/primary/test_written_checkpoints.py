@@ -504,6 +504,31 @@ async def test_the_last_manifest_is_tried_again(tmp_path: Path, monkeypatch: pyt
         assert "No space left on device" in told.text
 
 
+async def test_old_ones_that_cannot_be_removed_are_told_of_as_what_they_are(
+    unharmed: tg.JobResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was called the failure of a checkpoint that is complete, and every one of them was kept in etcd."""
+
+    def denied(self: Store, names: Any, current: str) -> Any:
+        raise PermissionError(13, "Permission denied", "old")
+
+    monkeypatch.setattr(Store, "keep_only", denied)
+
+    def make(cluster: InProcessCluster, node: str) -> Point:
+        async def point(stage: str, task: int, epoch: int) -> None:
+            if stage == "done" and epoch in (5, 11):
+                await checkpointed(cluster, epoch - 1)
+
+        return point
+
+    async with running(walk(tmp_path, checkpoint_every=2), 2, make) as cluster:
+        same(unharmed, await cluster.result(40))
+        failed = [e for e in cluster.events if e.kind == "checkpoint failed"]
+    assert len(failed) >= 2, "of every checkpoint"
+    assert all("it is complete, but some before it cannot be removed: [Errno 13]" in e.text for e in failed)
+    assert [e.transient for e in failed] == [False, *[True] * (len(failed) - 1)]
+
+
 async def test_neither_the_loop_nor_user_code_makes_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Encoding all that was ever reported, digests and writing: in a few threads that do nothing else."""
     seen: list[tuple[str, str]] = []
