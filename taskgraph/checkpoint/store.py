@@ -147,9 +147,18 @@ class Store:
         return [name for name in self._names() if name.run != run and str(name) not in known]
 
     def complete(self) -> list[Name]:
-        """The complete ones, the newest first, whether they can be read or not. Raises OSError."""
-        found = self._names()
-        return [n for n in reversed(found) if _FINAL in self._place.names(self._path(str(n)))]
+        """The complete ones, the newest first, whether they can be read or not. Raises OSError.
+
+        One of which that cannot be told counts as one: whoever reads it is told why by its name.
+        """
+
+        def seems_complete(name: Name) -> bool:
+            try:
+                return _FINAL in self._place.names(self._path(str(name)))
+            except OSError:
+                return True
+
+        return [name for name in reversed(self._names()) if seems_complete(name)]
 
     def highest(self) -> tuple[int, int]:
         """The highest series ever begun here, and the highest attempt of all; (0, 0) where there is none."""

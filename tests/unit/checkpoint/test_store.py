@@ -123,6 +123,19 @@ def test_the_one_before_is_used_and_each_refusal_has_a_name(tmp_path: Path) -> N
     assert "corrupt" in found.refused[2]
 
 
+def test_one_that_cannot_be_listed_is_refused_by_name_and_the_one_before_is_used(tmp_path: Path) -> None:
+    """A directory of another user's, or on a bad block: no checkpoint could be used for it, whatever else was there."""
+    store = Store(f"file://{tmp_path}", ORIGIN)
+    good = save(store, 10).name
+    bad = str(Name(1, 1, 20, "r1"))
+    (tmp_path / "fit" / bad).write_text("what cannot be listed, for root neither")
+    names = [str(name) for name in store.complete()]
+    assert names == [bad, good]
+    found = store.newest(names)
+    assert found.manifest is not None and found.manifest.name == good
+    assert len(found.refused) == 1 and bad in found.refused[0]
+
+
 def test_a_torn_final_manifest_is_as_good_as_the_staged_one(tmp_path: Path) -> None:
     store = Store(f"file://{tmp_path}", ORIGIN)
     name = save(store, 10).name
