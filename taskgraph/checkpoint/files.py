@@ -269,9 +269,13 @@ def _item_bytes(dtype: str) -> int:
 
 
 def _tensor_name(named: Named) -> str:
-    """The way to an array within the state; what travels beside the state says so."""
+    """The way to an array within the state; what travels beside the state says so.
+
+    Other tools read JSON that is Unicode: a lone surrogate in a key, which Python's json passes on, is written out.
+    """
     first, *rest = named.path or ("state",)
-    return ".".join(rest) or first if first == "state" else ".".join(("taskgraph", first, *rest))
+    name = ".".join(rest) or first if first == "state" else ".".join(("taskgraph", first, *rest))
+    return name.encode(errors="backslashreplace").decode()
 
 
 def _unused(name: str, names: dict[str, int]) -> str:

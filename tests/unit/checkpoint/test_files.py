@@ -56,6 +56,7 @@ STATES: dict[str, Any] = {
         "odd": np.arange(100.0, dtype=">f8"),
     },
     "only what has no name beside each other": {"own": np.zeros(8000), "blobs": [b"x" * 700, "y" * 800, b"z" * 900]},
+    "keys that are no Unicode": {"\ud800": np.ones(2), "a\udfff": {"b": np.ones(5000)}, "\\ud800": np.zeros(2)},
     "odd keys": {(1, 2): np.ones(2), None: np.zeros(2), "": np.ones(1), "__metadata__": np.ones(3)},
 }
 
