@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from taskgraph.checkpoint.manifest import Name, Origin
@@ -19,6 +21,7 @@ from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CheckpointError, DecodeError, JobError
 from taskgraph.launch.submit import check_not_running
+from taskgraph.node.usercode.threads import PooledThreads
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.records import CheckpointRecord, EpochRecord
@@ -30,6 +33,8 @@ log = logging.getLogger("taskgraph")
 Resume = bool | Literal["changed"]
 """Whether a job goes on from its newest checkpoint; "changed": also where its driver was changed since."""
 
+_SLOW_S = 5.0
+"""After which it is told that a place is slow: all files of a checkpoint are read before a job goes on from it."""
 _CHANGED = "(--resume-changed, resume='changed')"
 
 
@@ -94,7 +99,7 @@ async def plan(
     )
     store = Store(spec.checkpoint, origin)
     pointer, attempt = await _known(coordinator, spec, before)
-    looked = await asyncio.to_thread(_look, store, pointer, bool(resume))
+    looked = await _outside(store, partial(_look, store, pointer, bool(resume)))
     if pointer is not None and not looked.names and not fresh:
         raise CheckpointError(
             f"job {spec.name!r} left the checkpoint {pointer} in {store}, as etcd says, and there is none now: is that "
@@ -157,6 +162,19 @@ async def _known(coordinator: Coordinator, spec: JobSpec, before: KeyValue | Non
             EpochRecord.from_bytes(epoch.value).attempt if epoch is not None else 0,
         )
     return None, 0
+
+
+async def _outside(store: Store, look: Callable[[], _Looked]) -> _Looked:
+    """Looks in a thread that keeps nobody: whoever gives up on a place that hangs can leave. Tells of a slow one."""
+    threads = PooledThreads("checkpoints", limit=1)
+    looking = threads.run(look)
+    try:
+        if not (await asyncio.wait([looking], timeout=_SLOW_S))[0]:
+            log.warning("%s is slow: what it holds is still being read after %g s", store, _SLOW_S)
+        return await looking
+    finally:
+        looking.cancel()
+        threads.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,16 @@
-"""A job that goes on computes as many epochs as it has, whatever was left by one that had more."""
+"""A job that goes on computes as many epochs as it has, whatever was left by one that had more; and can be given up."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
 
 import taskgraph as tg
+from taskgraph.checkpoint import Name, Store
+from taskgraph.launch import resuming
 
 
 def left(place: Path) -> list[int]:
@@ -59,3 +62,31 @@ def test_a_checkpoint_at_its_last_epoch_or_beyond_is_not_gone_on_from(
         assert ("has nothing to do from there on" in caplog.text) == (epochs < 21)
     with pytest.raises(tg.CheckpointError, match=r"is of epoch 10, and a job of 10 epochs has nothing to do"):
         tg.run(count(10, place), nodes=0, timeout_s=60, resume=True)
+
+
+def test_whoever_gives_up_on_a_place_that_hangs_can_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ctrl-C was taken, and the process stayed: its exit waited for the thread that read."""
+    released, read = threading.Event(), threading.Event()
+
+    def complete(store: Store) -> list[Name]:
+        released.wait(20)
+        read.set()
+        return []
+
+    async def give_up() -> None:
+        running = asyncio.ensure_future(tg.arun(count(10, str(tmp_path)), nodes=0, resume=True))
+        while "is slow: what it holds is still being read after" not in caplog.text:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.005)
+        running.cancel()
+        await asyncio.wait([running])
+        assert running.cancelled()
+
+    monkeypatch.setattr(Store, "complete", complete)
+    monkeypatch.setattr(resuming, "_SLOW_S", 0.01, raising=False)
+    try:
+        asyncio.run(asyncio.wait_for(give_up(), 20))
+        assert not read.is_set()
+    finally:
+        released.set()
