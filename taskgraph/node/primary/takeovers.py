@@ -36,6 +36,7 @@ class TakeOvers:
         self._node = node
         self._under_way: dict[int, asyncio.Task[None]] = {}
         self._orphans: dict[int, str] = {}
+        self._reading: set[int] = set()  # checkpoints are read for them, to find one that the job can go back to
         self._unseated: set[int] = set()  # no node may hold them
         self._unseated_told: tuple[str, frozenset[int]] = ("", frozenset())
 
@@ -63,7 +64,12 @@ class TakeOvers:
     def waits(self) -> tuple[str, ...]:
         """Why tasks have no primary, where this node tells it, for `status`."""
         unseated = [self._unseated_text()] if self._unseated else []
-        return (*unseated, *(why for _, why in sorted(self._orphans.items())))
+        reading = [
+            f"task {task} lost every replica, and the files of its checkpoint are read before the job goes back to it: "
+            f"{self._node.checkpoints.store}"
+            for task in sorted(self._reading)
+        ]
+        return (*unseated, *(why for _, why in sorted(self._orphans.items())), *reading)
 
     def consider(self, task: int) -> None:
         """Looks at one task, and begins a take-over where it is called for."""
@@ -205,7 +211,11 @@ class TakeOvers:
         if old is not None and replica.stateful and view.checkpoint is not None and view.epoch is not None:
             # Everybody will restore from it: so every file of it is read before the job goes back to it.
             pointer, revision = view.checkpoint.record, view.epoch.mod_revision
-            found = await self._node.checkpoints.newest_usable(pointer)
+            self._reading.add(task)
+            try:
+                found = await self._node.checkpoints.newest_usable(pointer)
+            finally:
+                self._reading.discard(task)
             for refused in found.refused:
                 self._node.events.emit("checkpoint refused", refused, task=task)
             if view.epoch.mod_revision != revision or view.primaries.get(task) != old:

@@ -226,6 +226,31 @@ async def test_the_one_before_is_used_where_the_newest_is_corrupt(unharmed: tg.J
         assert told.epoch == 4
 
 
+async def test_a_place_that_is_slow_when_the_job_goes_back_is_told_of(
+    unharmed: tg.JobResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All files of a checkpoint are read first: that took its time, and nothing was said of the place."""
+    real, read, released = Store.newest, threading.Event(), threading.Event()
+
+    def slow(self: Store, names: Any) -> Any:
+        read.set()
+        released.wait(30)
+        return real(self, names)
+
+    async with running(walk(tmp_path), 4, KillWithCheckpoint(1, 6, at=4)) as cluster:
+        monkeypatch.setattr(Store, "newest", slow)
+        try:
+            async with asyncio.timeout(20):
+                while not read.is_set():  # noqa: ASYNC110 - it is set in a thread
+                    await asyncio.sleep(0.01)
+            why = "task 1 lost every replica, and the files of its checkpoint are read before the job goes back to it"
+            assert f"{why}: {tmp_path}/walk" in cluster.waits()
+        finally:
+            released.set()
+        same(unharmed, await cluster.result(40))
+        assert why not in cluster.waits()
+
+
 async def test_without_a_usable_checkpoint_the_job_fails_and_names_the_files(tmp_path: Path) -> None:
     class Remove(KillWithCheckpoint):
         async def wait(self, cluster: InProcessCluster) -> None:
