@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from taskgraph.errors import JobError
+from taskgraph.errors import JobError, worded
 
 __all__ = ["Bytes", "Directory", "FsspecPlace", "Place", "check_url", "open_place"]
 
@@ -57,8 +57,18 @@ def check_url(url: str) -> None:
                 f"Job(checkpoint={url!r}): nodes do not share a working directory; give the whole path, e.g. "
                 f"'file://{Path(local).absolute()}'"
             )
+        if not _is_path(local):
+            raise JobError(f"Job(checkpoint={url!r}): no path of a file: it has a NUL, or what is no Unicode")
         return
     _fsspec(url)
+
+
+def _is_path(text: str) -> bool:
+    """Whether the system takes it as a path."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def open_place(url: str) -> Place:
@@ -100,6 +110,8 @@ def _fsspec(url: str) -> tuple[Any, str]:
         return found
     except (ValueError, ImportError) as error:
         raise JobError(f"Job(checkpoint={url!r}): {error}") from error
+    except Exception as error:  # some connect when they are made, and raise what their client does
+        raise JobError(f"Job(checkpoint={url!r}): {worded(error)}") from error
 
 
 class Directory:

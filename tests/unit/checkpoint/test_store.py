@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -403,6 +404,8 @@ def test_a_path_is_that_of_the_url_to_its_end(name: str, prefix: str, tmp_path: 
         ("checkpoints", "nodes do not share a working directory; give the whole path, e.g. 'file:///"),
         ("file://scratch/x", "a path has three slashes, e.g. 'file:///scratch/x'"),
         ("nosuch://x", "nosuch"),
+        ("file:///a%00b", "no path of a file"),
+        ("/a\ud800b", "no path of a file"),
     ],
 )
 def test_wrong_urls(url: str, text: str) -> None:
@@ -416,6 +419,17 @@ def test_other_places_need_fsspec_and_say_so(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(JobError, match=r"pip install 'taskgraph-aio\[checkpoint\]'"):
         check_url("s3://bucket/x")
     check_url("file:///scratch/x")
+
+
+def test_a_store_that_cannot_be_reached_is_named_where_the_job_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of ftp:// and sftp:// connect when they are made: the error of their socket was all that was said."""
+
+    def refused(url: str) -> Any:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", refused)
+    with pytest.raises(JobError, match=r"checkpoint='ftp://store/x'\): ConnectionRefusedError: .*Connection refused"):
+        check_url("ftp://store/x")
 
 
 def test_what_a_store_behind_fsspec_raises_is_an_os_error(monkeypatch: pytest.MonkeyPatch) -> None:
