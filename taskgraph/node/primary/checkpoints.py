@@ -162,7 +162,7 @@ class CheckpointWriter:
         name = checkpoints.name_of(stamp)
         try:
             info = await checkpoints.call(lambda: checkpoints.store.write(name, self._task, value()))
-        except (OSError, CheckpointError, DecodeError) as error:
+        except (OSError, CheckpointError, DecodeError, MemoryError) as error:
             # Of a disk that stays full every checkpoint fails: what is kept of that is the first.
             again, self._failing = self._failing, True
             self._node.events.emit(

@@ -438,17 +438,20 @@ async def test_a_place_that_refuses_costs_the_checkpoint_and_nothing_else(
         assert sorted(e.task for e in kept) == [0, 1, 2], "what is kept of a place that refuses all is the first"
 
 
+@pytest.mark.parametrize("error", [CheckpointError("too many bytes"), MemoryError("too many bytes")])
 async def test_a_state_that_makes_no_file_costs_the_checkpoint_and_nothing_else(
-    unharmed: tg.JobResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    unharmed: tg.JobResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
+    """Where memory was lacking for it, it cost the nodes, one after the other."""
+
     def pack(*_: Any) -> Any:
-        raise CheckpointError("its header would have too many bytes")
+        raise error
 
     monkeypatch.setattr(store_module, "pack", pack)
     async with running(walk(tmp_path), 2) as cluster:
         same(unharmed, await cluster.result(40))
         failed = [e for e in cluster.events if e.kind == "checkpoint failed"]
-        assert failed and all("cannot be written: its header would have" in e.text for e in failed)
+        assert failed and all("cannot be written: too many bytes" in e.text for e in failed)
 
 
 async def test_a_run_that_began_later_in_the_same_place_is_told_of(tmp_path: Path) -> None:
