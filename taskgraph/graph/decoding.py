@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from taskgraph.device.api import Device
 from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.errors import DecodeError, worded
-from taskgraph.graph import arrays, codecs, dtypes, runs
+from taskgraph.graph import arrays, codecs, dtypes, orders, runs
 from taskgraph.graph.blocks import block_behind
 from taskgraph.graph.encoding import ALIGN, MAX_DEPTH
 from taskgraph.graph.tags import (
@@ -31,6 +31,7 @@ from taskgraph.graph.tags import (
     NONE,
     NUMPY_BYTES,
     NUMPY_STR,
+    ORDERED,
     PROTOBUF,
     RUN,
     SCALAR,
@@ -52,6 +53,7 @@ SHAPES: Final = tuple(struct.Struct(f"<{ndim}Q") for ndim in range(65))
 """How an array's sides are written, by their number."""
 _INLINE_ARRAY: Final = ord(ARRAY.inline)
 _PACKED_ARRAY: Final = ord(ARRAY.packed)
+_ARRAYS: Final = frozenset(b"".join(ARRAY))
 _BULK_OF_RUNS: Final = frozenset(b"".join(BYTES + STR))
 
 
@@ -408,6 +410,21 @@ class Reader:
         except (ValueError, TypeError, OverflowError) as error:
             raise DecodeError(f"not an array of shape {shape} and dtype {dtype}: {error}") from error
 
+    def ordered(self) -> Any:
+        """An array that does not lie in C's order."""
+        array, order = self._array_in_order()
+        try:
+            return orders.put_back(array, order)
+        except ValueError as error:
+            raise DecodeError(str(error)) from error
+
+    def _array_in_order(self) -> tuple[Any, bytes]:
+        """The array as its elements lie, and in which order that is."""
+        order = self._take(self._take(1)[0])
+        if self._meta[self._at] not in _ARRAYS:
+            raise DecodeError(f"the order of an array, and behind it byte {self._meta[self._at]}")
+        return self._value(), order
+
     def scalar(self) -> Any:
         dtype, self._at = dtypes.read(self._meta, self._at)
         if dtype.subdtype is not None or dtype.kind in "SU":
@@ -445,6 +462,7 @@ _READERS: Final[dict[bytes, Callable[[Reader], Any]]] = {
     ARRAY.packed: Reader.array,
     ARRAY.buffered: Reader.array,
     SCALAR: Reader.scalar,
+    ORDERED: Reader.ordered,
     NUMPY_STR.inline: lambda reader: np.str_(reader._text()),
     NUMPY_STR.packed: lambda reader: np.str_(str(reader._packed(), "utf-8", "surrogatepass")),
     NUMPY_STR.buffered: lambda reader: np.str_(str(reader._buffered(), "utf-8", "surrogatepass")),

@@ -14,7 +14,7 @@ from taskgraph.device import shared
 from taskgraph.device.api import Device, OnDevice
 from taskgraph.device.buffers import Private
 from taskgraph.device.lookup import device_of
-from taskgraph.graph import arrays, codecs, dtypes, runs
+from taskgraph.graph import arrays, codecs, dtypes, orders, runs
 from taskgraph.graph.arrays import INLINE_BYTES, SMALL_BYTES
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.digests import BLOCK_BYTES
@@ -36,6 +36,7 @@ from taskgraph.graph.tags import (
     NONE,
     NUMPY_BYTES,
     NUMPY_STR,
+    ORDERED,
     PROTOBUF,
     RUN,
     SCALAR,
@@ -85,17 +86,26 @@ class Writer:
         "lendable",
         "meta",
         "on_device",
+        "ordered",
         "pack",
         "stayed",
         "stays",
     )
 
-    def __init__(self, adopt: bool, allocate: Allocate | None, stays: bool = False, lendable: bool = False) -> None:
+    def __init__(
+        self,
+        adopt: bool,
+        allocate: Allocate | None,
+        stays: bool = False,
+        lendable: bool = False,
+        ordered: bool = False,
+    ) -> None:
         self.meta = bytearray()
         self.buffers: list[Buffer] = []  # copies are made when the digest is taken
         self.pack: arrays.Pack | None = None  # one of them
         self.stays = stays
         self.lendable = lendable
+        self.ordered = ordered
         self.stayed: tuple[Any, ...] = ()  # arrays that did: until they are copied, nobody may get their memory
         self.allocate = allocate
         self.eager = 0  # within user code's own types: what they gave may change when they are asked for more
@@ -258,7 +268,17 @@ def _write_columns(writer: Writer, items: tuple[tuple[Any, Any], ...]) -> bool:
     return True
 
 
+def _in_order(writer: Writer, value: Any) -> Any:
+    """An array of numpy's or a device's as it is to be written: where its order counts, behind that, and in C's."""
+    if order := orders.order_of(value.shape, value.strides):
+        writer.meta += ORDERED + bytes((len(order),)) + order
+        return orders.in_c_order(value, order)
+    return value
+
+
 def _write_array(writer: Writer, value: NDArray[Any], adopt: bool = False) -> None:
+    if writer.ordered and not value.flags.c_contiguous:
+        value = _in_order(writer, value)
     dtype = value.dtype
     try:
         header, packed = dtypes.DESCRIBED[dtype, dtype.num]
@@ -369,6 +389,8 @@ def _write_other(writer: Writer, value: Any) -> None:
     elif isinstance(value, np.generic):
         _write_scalar(writer, value)
     elif (device := device_of(value)) is not None:
+        if writer.ordered and hasattr(value, "strides"):
+            value = _in_order(writer, value)
         if writer.stays and value.nbytes >= INLINE_BYTES and device.keeps(value):
             _write_staying(writer, value, device)
         else:

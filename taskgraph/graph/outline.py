@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taskgraph.graph.decoding import Reader
-from taskgraph.graph.tags import CODED, COLUMNS, DICT, LIST, MESSAGE, PROTOBUF, RUN, TUPLE
+from taskgraph.graph.tags import CODED, COLUMNS, DICT, LIST, MESSAGE, ORDERED, PROTOBUF, RUN, TUPLE
 from taskgraph.graph.values import value_end
 from taskgraph.protocol.messages import Encoded
 
@@ -96,6 +96,15 @@ class _Outline(Reader):
             self._at_step(self._text())
         self._depth -= 1
 
+    def ordered(self) -> None:
+        """Of one in Fortran's order there is a name for what lies there: `.T`. Of others there is none."""
+        known = len(self.found)
+        self._path.append("T")
+        _, order = self._array_in_order()
+        self._path.pop()
+        if order != bytes(reversed(range(len(order)))):
+            del self.found[known:]
+
     def inner(self) -> None:
         self._text()  # of a codec or of a protobuf message: what follows is a value
         self._enter()
@@ -137,6 +146,7 @@ _OWN: Final[dict[bytes, Callable[[_Outline], None]]] = {
     DICT: _Outline.entries,
     COLUMNS: _Outline.skip_columns,
     MESSAGE: _Outline.fields,
+    ORDERED: _Outline.ordered,
     CODED: _Outline.inner,
     PROTOBUF: _Outline.inner,
 }

@@ -11,6 +11,7 @@
 | COLUMNS | two runs, keys and what they map to: a dict |
 | bulk: STR, BYTES, NUMPY_STR, NUMPY_BYTES, ARRAY | three tags each: where the bytes are |
 | SCALAR | a dtype and the bytes of one numpy scalar |
+| ORDERED | a number of axes (u8), an order (`orders`), and the array in it: its elements as they lie in memory |
 | MESSAGE | a name, a number of fields (u32); of each its name and value |
 | CODED | a name and the value that the codec made |
 | PROTOBUF | a name and BYTES |
@@ -39,6 +40,7 @@ __all__ = [
     "NONE",
     "NUMPY_BYTES",
     "NUMPY_STR",
+    "ORDERED",
     "PROTOBUF",
     "RUN",
     "SCALAR",
@@ -75,6 +77,7 @@ NUMPY_STR: Final = Bulk(b"X", b"3", b"x")
 NUMPY_BYTES: Final = Bulk(b"Y", b"4", b"y")
 ARRAY: Final = Bulk(b"A", b"0", b"a")
 SCALAR: Final = b"G"
+ORDERED: Final = b"O"
 MESSAGE: Final = b"M"
 CODED: Final = b"C"
 PROTOBUF: Final = b"P"

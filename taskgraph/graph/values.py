@@ -92,6 +92,7 @@ def encode(
     allocate: Allocate | None = None,
     stays: bool = False,
     lendable: bool = False,
+    ordered: bool = False,
 ) -> Encoded:
     """Encodes a value; later changes to it cannot reach the result.
 
@@ -106,11 +107,12 @@ def encode(
         stays: large arrays of a device stay there, where that is possible: they are copied within its memory. It waits
             for the device once, also for the digests. What it returns is for this process; see `hosted`.
         lendable: they are copied to memory that other processes can open, as far as there is some.
+        ordered: arrays arrive in the order that they have in memory, and not in C's (`orders`).
 
     Raises:
         ValueNotEncodable: something in it cannot travel; the message says what, where, and the way out.
     """
-    if type(value) is _ndarray:
+    if type(value) is _ndarray and not ordered:
         dtype = value.dtype
         start = _starts.get((dtype, dtype.num, value.shape))
         if start is not None:
@@ -118,7 +120,7 @@ def encode(
                 return _large_array(value, start, adopt, allocate)
             whole = start + value.tobytes()
             return Encoded(whole + _NOTHING_ON_DEVICE, (), without_buffers(whole))
-    writer = Writer(adopt, allocate, stays, lendable)
+    writer = Writer(adopt, allocate, stays, lendable, ordered)
     writer.meta += _START
     try:
         WRITERS[type(value)](writer, value)
@@ -132,7 +134,7 @@ def encode(
         ready, digest = _seal(writer, value)
     else:
         ready, digest = (), without_buffers(meta)
-    if type(value) is np.ndarray:
+    if type(value) is np.ndarray and not ordered:
         _remember_start(value, bytes(meta))
     meta += struct.pack(f"<{len(flags) + 1}I", *flags, len(flags)) if flags else _NOTHING_ON_DEVICE
     if writer.stayed:

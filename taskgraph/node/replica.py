@@ -49,8 +49,10 @@ def encode_fields(state: Any, task: int) -> dict[str, Encoded]:
         ValueNotEncodable: it names the field that cannot travel.
     """
     if isinstance(state, dict) and all(isinstance(name, str) for name in state):
-        return {name: encode(value, what=f"state {name!r} of task {task}") for name, value in state.items()}
-    return {"snapshot()": encode(state, what=f"snapshot of task {task}")}
+        return {
+            name: encode(value, what=f"state {name!r} of task {task}", ordered=True) for name, value in state.items()
+        }
+    return {"snapshot()": encode(state, what=f"snapshot of task {task}", ordered=True)}
 
 
 class Replica:
@@ -189,7 +191,7 @@ class Replica:
             try:
                 whole = {"state": state, "numbers": numbers, "log": rows}
                 what, there = f"snapshot of task {self.task}", stays and self.device is not None
-                value = encode(whole, what=what, allocate=self.router.allocate, stays=there)
+                value = encode(whole, what=what, allocate=self.router.allocate, stays=there, ordered=True)
             except ValueNotEncodable:
                 encode_fields(state, self.task)  # raises as well, and names the field
                 raise

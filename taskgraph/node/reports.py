@@ -92,7 +92,7 @@ class ReportLog:
 def with_log(value: Encoded, log: list[bytes] | dict[int, Rows]) -> Encoded:
     """A boundary of task 0 that carries these reports: all, or an epoch's. May be called in any thread."""
     raw: dict[str, Any] = decode(value)
-    made = encode({**raw, "log": log}, what="snapshot of task 0")
+    made = encode({**raw, "log": log}, what="snapshot of task 0", ordered=True)
     # Read on the host, the arrays that lived on a device did not come from one: the trailer still tells.
     trailer = value.meta[value_end(value.meta) :]
     return Encoded(made.meta[: value_end(made.meta)] + trailer, made.buffers, made.digest)

@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, Final
 
@@ -545,6 +545,9 @@ class SoftArray:
     @property
     def T(self) -> SoftArray:
         return type(self)(self.soft, self._owner, self.elements.T)
+
+    def transpose(self, axes: Sequence[int]) -> SoftArray:
+        return type(self)(self.soft, self._owner, self.elements.transpose(axes))
 
     def get(self) -> NDArray[Any]:
         """A copy on the host. Waits."""

@@ -641,3 +641,25 @@ def test_inputs_that_are_used_in_a_later_epoch_are_told(all_: bool) -> None:
 
     error = fails(job(Keeps, tasks=1, epochs=4), strict=False)
     assert "task 0, epoch 0, keep: it uses an `ins` whose epoch is over" in str(error)
+
+
+def test_state_in_another_order_than_c_has_the_same_bits_after_a_failure() -> None:
+    class Transposes(tg.Task, state=["w", "means"]):
+        def setup(self) -> None:
+            self.w = np.random.default_rng(1).random((37, 60))
+            self.means: list[bytes] = []
+
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.processor(self.step)
+
+        def step(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.means.append(self.w.mean(axis=0).tobytes())
+            self.w = np.asfortranarray(0.9 * self.w + 0.1 * epoch.rng.random((37, 60)))
+
+        def result(self) -> list[bytes]:
+            return self.means
+
+    one = job(Transposes, tasks=1, epochs=6)
+    undisturbed = run(one, strict=False).value
+    assert run(one, strict=False, kills={(0, 3): "processor"}).value == undisturbed
+    assert run(one).value == undisturbed

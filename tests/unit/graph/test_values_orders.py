@@ -1,0 +1,114 @@
+"""Arrays of a state lie in memory as they did: what adds them up has the same last bits."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from taskgraph.errors import DecodeError
+from taskgraph.graph.orders import order_of
+from taskgraph.graph.outline import outline
+from taskgraph.graph.values import decode, encode, staying
+from taskgraph.protocol.messages import Encoded
+from taskgraph.testing.softdevice import SoftDevice
+
+
+def views(base: np.ndarray) -> list[np.ndarray]:
+    """Of all orders of its axes, each whole, with gaps and backwards."""
+    found = []
+    for axes in itertools.permutations(range(base.ndim)):
+        turned = base.transpose(axes)
+        found += [turned, turned[::2], turned[::-1], turned[..., ::-1], turned[1:, ::-2], turned[:1], turned[..., :1]]
+    return found
+
+
+def strides(array: np.ndarray) -> tuple[int, ...]:
+    """What an array without gaps that lies alike has."""
+    return tuple(0 if n == 1 else s for n, s in zip(array.shape, array.strides, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 5), (40, 50), (4, 1, 6), (90, 100)], ids=str)
+@pytest.mark.parametrize("writable", [False, True])
+def test_arrays_come_back_as_they_lay(shape: tuple[int, ...], writable: bool) -> None:
+    base = np.random.default_rng(0).standard_normal(shape)
+    for sent in views(base):
+        came = decode(encode({"x": sent}, ordered=True), writable=writable)["x"]
+        assert came.flags.writeable is writable
+        assert np.array_equal(came, sent) and came.dtype == sent.dtype
+        assert order_of(came.shape, came.strides) == order_of(sent.shape, sent.strides)
+        for axis in (None, 0, 1):
+            assert came.sum(axis=axis).tobytes() == sent.sum(axis=axis).tobytes()
+
+
+def test_in_c_order_sums_are_others() -> None:
+    """Else nothing of this would be needed."""
+    sent = np.asfortranarray(np.random.default_rng(0).standard_normal((37, 60)))
+    assert decode(encode(sent)).mean(axis=0).tobytes() != sent.mean(axis=0).tobytes()
+
+
+@pytest.mark.parametrize("size", [10, 100, 300], ids=["in meta", "in the pack", "in a buffer"])
+def test_what_came_is_encoded_as_it_was(size: int) -> None:
+    for sent in (np.zeros((size, size)).T, np.zeros((size, size))[::-1], np.zeros((size, size, 1)).T):
+        first = encode({"x": sent, "y": 1}, ordered=True)
+        again = encode(decode(first), ordered=True)
+        assert (again.meta, again.digest) == (first.meta, first.digest)
+
+
+def test_what_lies_in_c_order_is_encoded_as_ever() -> None:
+    for sent in (np.arange(12.0), np.zeros((3, 4)), np.zeros((3, 4))[::2], np.zeros((1, 4)).T, np.zeros((0, 4)).T):
+        assert encode(sent, ordered=True).meta == encode(sent).meta
+    assert order_of((2, 3), (0, 8)) and decode(encode(np.broadcast_to(np.arange(3.0), (2, 3)), ordered=True))[1, 2] == 2
+
+
+def test_items_arrive_in_c_order() -> None:
+    assert decode(encode(np.zeros((3, 4)).T)).flags.c_contiguous
+
+
+def test_every_dtype() -> None:
+    record = np.zeros((3, 4), [("a", "i1"), ("b", "f8")])  # with padding between
+    aligned = np.zeros((3, 4), np.dtype([("a", "i1"), ("b", "f8")], align=True))
+    for sent in (
+        record.T,
+        aligned.T,
+        np.full((3, 4), "text").T,
+        np.zeros((3, 4), bool).T,
+        np.zeros((300, 400), "i2").T,
+    ):
+        came = decode(encode([sent], ordered=True))[0]
+        assert came.dtype == sent.dtype and np.array_equal(came, sent) and came.strides == sent.strides
+
+
+@pytest.mark.parametrize("order", [b"", b"\0", b"\0\0", b"\1\2", b"\0\1\2", b"\0\x7f", b"\x80\x80"])
+def test_an_order_that_is_none_is_refused(order: bytes) -> None:
+    whole = encode(np.zeros((200, 300)).T, ordered=True)
+    meta, at = whole.meta, whole.meta.index(b"O")
+    assert meta[at : at + 4] == b"O\2\1\0"
+    other = meta[:at] + b"O" + bytes((len(order),)) + order + meta[at + 4 :]
+    with pytest.raises(DecodeError, match="in the order"):
+        decode(Encoded(other, whole.buffers, b""))
+
+
+def test_the_order_of_what_is_no_array_is_refused() -> None:
+    meta = encode(3).meta
+    with pytest.raises(DecodeError, match="the order of an array, and behind it"):
+        decode(Encoded(meta[:1] + b"O\2\1\0" + meta[1:], (), b""))
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_arrays_of_a_device(stays: bool) -> None:
+    soft = SoftDevice()
+    host = np.random.default_rng(0).standard_normal((200, 300))
+    sent = soft.xp.asarray(host).T
+    encoded = encode({"x": sent}, ordered=True, stays=stays)
+    assert bool(staying(encoded)) is stays
+    came = decode(encoded, device=soft, writable=True)["x"]
+    assert came.strides == sent.strides and np.array_equal(came.get(), host.T)
+    assert encoded.digest == encode({"x": host.T}, ordered=True).digest
+
+
+def test_what_lies_in_fortrans_order_is_named_by_what_lies_there() -> None:
+    state = {"w": np.zeros((300, 400)).T, "back": np.zeros((300, 400))[::-1], "small": np.zeros((2, 3)).T}
+    named = {named.path: named.shape for named in outline(encode(state, ordered=True))}
+    assert named == {("w", "T"): (300, 400), ("small", "T"): (2, 3)}
