@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from taskgraph.version import VERSION as __version__
 
-# gRPC reads this when it is first imported. Processes are started here, never forked to run Python: its handlers for
-# that would only print warnings.
+# gRPC reads these when it is first used. Processes are started here, never forked to run Python: its handlers for that
+# would only print warnings. Names are resolved as everybody else on the host does it: its own resolver asks the name
+# server even for a name that is in /etc/hosts, and gives up when that does not answer.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+os.environ.setdefault("GRPC_DNS_RESOLVER", "native")
 
 if TYPE_CHECKING:
     from taskgraph import testing as testing

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import grpc
 import pytest
 from etcd_kit import Certificates, becomes, etcd_with_tls, etcd_with_users, following, make_certificates
 
+from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.errors import CoordinationError, Unavailable
 from taskgraph.protocol.kv import Put, Txn
@@ -122,3 +128,34 @@ async def test_credentials_are_made_of_the_files(certificates: Certificates) -> 
 
     options = EtcdOptions.make("a:1", ca=certificates.ca, cert=certificates.client, key=certificates.client_key)
     assert isinstance(options.channel_credentials(), grpc.ChannelCredentials)
+
+
+def _no_mounts() -> str:
+    """Why a process cannot be given an /etc/hosts of its own here; "" where it can."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        return "another /etc/hosts needs root, and `unshare`"
+    tried = subprocess.run(["unshare", "-m", "mount", "--bind", "/etc/hosts", "/etc/hosts"], capture_output=True)
+    return f"nothing can be mounted here: {tried.stderr.decode().strip()}" if tried.returncode else ""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(_no_mounts()), reason=_no_mounts())
+async def test_a_name_that_the_host_knows_needs_no_name_server(tmp_path: Path) -> None:
+    """One that does not answer, as of a network that is away: what resolves names otherwise waits for it in vain."""
+    hosts, resolver = tmp_path / "hosts", tmp_path / "resolv.conf"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
+        address = f"127.53.{os.getpid() >> 8 & 255}.{os.getpid() & 255 or 1}"
+        silent.bind((address, 53))
+        hosts.write_text("127.0.0.1 localhost known-here\n")
+        resolver.write_text(f"nameserver {address}\n")
+        async with EmbeddedEtcd() as etcd:
+            port = etcd.endpoint.rpartition(":")[2]
+            mounts = f"mount --bind {hosts} /etc/hosts && mount --bind {resolver} /etc/resolv.conf"
+            asked = f"{sys.executable} -m taskgraph status nobodys --etcd known-here:{port}"
+            process = await asyncio.create_subprocess_exec(
+                *("unshare", "-m", "sh", "-ec", f"{mounts} && exec {asked}"),
+                stderr=asyncio.subprocess.PIPE,
+                env={name: value for name, value in os.environ.items() if name != "GRPC_DNS_RESOLVER"},
+            )
+            _, said = await process.communicate()
+    assert f"no job 'nobodys' was submitted at known-here:{port}" in said.decode()
