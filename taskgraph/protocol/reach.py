@@ -10,12 +10,28 @@ from collections.abc import Iterable
 
 from taskgraph.protocol.records import NodeRecord
 
-__all__ = ["why_refused"]
+__all__ = ["share_host", "why_refused", "why_unreached"]
 
 
 def why_refused(ours: NodeRecord, others: Iterable[NodeRecord]) -> str:
     """Why a node may not take part beside the others that are registered, and what to do; "" where it may."""
     return next((why for other in others if (why := _why_mute(ours, other))), "")
+
+
+def share_host(one: NodeRecord, other: NodeRecord) -> bool:
+    """Whether they speak over unix sockets, which nothing comes between."""
+    return not set(_unix_hosts(one)).isdisjoint(_unix_hosts(other))
+
+
+def why_unreached(ours: NodeRecord, other: NodeRecord, error: str) -> str:
+    """What to do about a node that is registered on another host and did not answer, with `error`."""
+    where = " and ".join(endpoint for endpoint in other.endpoints if not endpoint.startswith("unix:"))
+    return (
+        f"{ours.name} on {ours.host} cannot reach {other.name} on {other.host} at {where} ({error}). Where that one is "
+        f"gone this is over once its lease ends; else let this host's connections to that port pass the firewall of "
+        f"{other.host} (a node takes any free port), or start {other.name} with --listen HOST, a name or address that "
+        f"this host can reach"
+    )
 
 
 def _why_mute(ours: NodeRecord, other: NodeRecord) -> str:
@@ -42,7 +58,7 @@ def _out_of_reach(node: NodeRecord, other: NodeRecord) -> bool:
     """Whether `node` listens nowhere but on a host that is not the other's. Where nothing is known of that: no."""
     hosts, theirs = _unix_hosts(node), _unix_hosts(other)
     known = len(hosts) + len(_loopbacks(node)) == len(node.endpoints)
-    return bool(hosts) and known and bool(theirs) and not set(hosts) & set(theirs)
+    return bool(hosts) and known and bool(theirs) and not share_host(node, other)
 
 
 def _where(node: NodeRecord) -> str:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from protocol_kit import node_record
 
-from taskgraph.protocol.reach import why_refused
+from taskgraph.protocol.reach import share_host, why_refused, why_unreached
 from taskgraph.protocol.records import NodeRecord
 
 
@@ -61,3 +61,15 @@ def test_a_node_that_listens_at_loopback_alone_is_told_to_listen_where_others_re
 def test_nodes_with_several_tokens_are_not_let_in() -> None:
     why = why_refused(HERE, [at("a", "unix:A:/y", token="other")])
     assert why.startswith("on-a on a has another token than on-a on a") and "--token-file" in why
+
+
+def test_nodes_of_one_host_speak_over_unix_sockets_where_both_have_one() -> None:
+    assert share_host(HERE, LISTENS_HERE) and share_host(LISTENS_HERE, HERE_TOO)
+    assert not share_host(LISTENS_HERE, LISTENS_THERE)
+    assert not share_host(at("a", "tcp:a:1"), LISTENS_HERE)
+
+
+def test_a_node_that_cannot_be_dialled_is_named_with_its_port_and_what_may_drop_connections_to_it() -> None:
+    why = why_unreached(HERE, LISTENS_THERE, "no connection within 5 s")
+    assert why.startswith("on-a on a cannot reach on-b on b at tcp:b:1 (no connection within 5 s). ")
+    assert "to that port pass the firewall of b" in why and "--listen HOST" in why

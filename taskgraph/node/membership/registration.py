@@ -11,9 +11,10 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from taskgraph.coordination.api import Lease
-from taskgraph.errors import CoordinationError, JobError, LeaseGone
+from taskgraph.errors import CoordinationError, JobError, LeaseGone, TransportError
+from taskgraph.node.router import peer_of
 from taskgraph.protocol import transactions
-from taskgraph.protocol.reach import why_refused
+from taskgraph.protocol.reach import share_host, why_refused, why_unreached
 from taskgraph.protocol.records import NodeRecord
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Registration:
         self._lease: Lease | None = None
         self._draining = False
         self._open = asyncio.Event()
+        self._reached: set[str] = set()  # nodes that answered before this one began: ids are never used again
         self.node_revision = 0
 
     def _pause(self, paused: bool) -> None:
@@ -70,30 +72,83 @@ class Registration:
             JobError: the job is another one by now, or one of its nodes and this one could not speak.
         """
         keeper, spec = self._node.keeper, self._node.keeper.view.spec_revision
-        await self._until_it_may()
-        while (revision := await self._put_first()) is None:
-            await keeper.load()
-            if keeper.view.spec_revision != spec:
-                raise JobError(
-                    f"job {keeper.view.keys.job!r} was submitted anew while this node started: start the node again"
-                )
-            await self._node.breathe()
-        self.node_revision = revision
-        self._pause(False)
-        await keeper.caught_up(revision)
+        while True:
+            await self._until_it_may()
+            while (revision := await self._put_first()) is None:
+                await keeper.load()
+                if keeper.view.spec_revision != spec:
+                    raise JobError(
+                        f"job {keeper.view.keys.job!r} was submitted anew while this node started: start the node again"
+                    )
+                await self._node.breathe()
+            self.node_revision = revision
+            self._pause(False)
+            await keeper.caught_up(revision)
+            if not await self._why_unreached():
+                return
+            # Others registered after this one had looked: it takes its key back, before it begins anything.
+            self._pause(True)
+            assert self._lease is not None
+            await self._lease.close(revoke=True)
+            self.node_revision = 0
+            await keeper.refresh()
 
     async def _until_it_may(self) -> None:
-        """Waits for a while for nodes that this one could not speak with: they may be gone, but for their lease."""
-        node, told = self._node, ""
-        until = node.now() + node.settings.lease_ttl_s + _EXPIRY_S
-        while why := self._why_refused():
-            if node.now() > until:
-                self.check_reach()
+        """Waits for a while for nodes that this one could not speak with: they may be gone, but for their lease.
+
+        Raises:
+            JobError: one of them keeps its lease, and so it lives.
+        """
+        node, settings, told = self._node, self._node.settings, ""
+        lease_s = settings.lease_ttl_s + _EXPIRY_S
+        until = node.now() + lease_s
+        unreached: dict[str, float] = {}  # since when
+        while True:
+            now = node.now()
+            if why := self._why_refused():
+                if now > until:
+                    raise self._refusal(why)
+            else:
+                found = await self._why_unreached()
+                if not found:
+                    return
+                unreached = {other: unreached.get(other, now) for other in found}
+                first = min(unreached, key=lambda other: unreached[other])
+                why = found[first]
+                # A node whose main loop is stuck is silent, too, and renews its lease for as long as it may be.
+                if now > unreached[first] + lease_s + settings.lease_stall_s:
+                    raise self._refusal(why)
             if why != told:
                 node.events.emit("refused", f"{node.name} may not register as long as this is so: {why}")
                 told = why
             await asyncio.sleep(_LOOK_S)
             await node.keeper.load()
+
+    async def _why_unreached(self) -> dict[str, str]:
+        """Which nodes that were registered before this one do not answer it, and why; those that are still there."""
+        node = self._node
+        asked = {
+            other: record
+            for other, record in self._before().items()
+            if other not in self._reached and not share_host(self._record, record)
+        }
+        if not asked:
+            return {}
+        why = dict(zip(asked, await asyncio.gather(*map(self._try, asked, asked.values())), strict=True))
+        self._reached.update(other for other in asked if not why[other])
+        if not any(why.values()):
+            return {}
+        await node.keeper.refresh()  # some of them may have left, or have been declared gone, meanwhile
+        there = self._before()
+        return {n: why_unreached(self._record, asked[n], why[n]) for n in asked if why[n] and n in there}
+
+    async def _try(self, other: str, record: NodeRecord) -> str:
+        """Why a node does not answer; "" where it does."""
+        try:
+            await self._node.transport.probe(peer_of(other, record), timeout_s=self._node.settings.connect_s)
+        except TransportError as error:
+            return str(error)
+        return ""
 
     def check_reach(self) -> None:
         """Raises JobError where a node that was registered before this one and this one could not speak.
@@ -101,13 +156,23 @@ class Registration:
         To be asked once more when this one is registered: of two that register at once the later one sees the other.
         """
         if why := self._why_refused():
-            raise JobError(f"this node cannot take part in job {self._node.spec.name!r}: {why}")
+            raise self._refusal(why)
+
+    def _refusal(self, why: str) -> JobError:
+        return JobError(f"this node cannot take part in job {self._node.spec.name!r}: {why}")
 
     def _why_refused(self) -> str:
+        return why_refused(self._record, self._before().values())
+
+    def _before(self) -> dict[str, NodeRecord]:
+        """The other nodes that were registered before this one; all of them where it is not registered yet."""
         node, view = self._node, self._node.keeper.view
         live = view.live_nodes(node.spec.run)
-        before = [n for n in live if not self.node_revision or view.nodes[n].mod_revision < self.node_revision]
-        return why_refused(self._record, (live[other] for other in sorted(before) if other != node.id))
+        return {
+            other: live[other]
+            for other in sorted(live)
+            if other != node.id and (not self.node_revision or view.nodes[other].mod_revision < self.node_revision)
+        }
 
     async def _put_first(self) -> int | None:
         """Grants a lease and puts the key; None where the job is another one, or where the lease ended meanwhile."""

@@ -11,6 +11,7 @@ from taskgraph.errors import JobError
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.membership.registration import Registration
 from taskgraph.node.node import Node
+from taskgraph.settings import Settings
 
 __all__ = ["gated"]
 
@@ -80,5 +81,100 @@ def test_a_node_that_is_gone_but_for_its_lease_is_waited_out(gated: type[Gated])
         while again.registration is None or not again.registration.node_revision:  # noqa: ASYNC110 (no event tells)
             await asyncio.sleep(0.1)
         assert not run_of(cluster, again).done()
+
+    play(job(gated), scenario, nodes=1)
+
+
+def unreached(cluster: InProcessCluster) -> Node:
+    """A node that starts now, and cannot reach the first one."""
+    first = cluster.nodes[0]
+    node = cluster.node(cluster.add())
+    cluster.network.cut(node.id, first.id)
+    return node
+
+
+async def registered(node: Node) -> None:
+    while not node.node_revision:  # noqa: ASYNC110 (no event tells)
+        await asyncio.sleep(0.1)
+
+
+def test_a_node_that_cannot_reach_one_that_is_there_never_registers(gated: type[Gated]) -> None:
+    """A firewall, or an address that leads nowhere: it was given tasks, and the job stood until it was drained."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        first = await works(cluster, gated)
+        seen = set[str]()
+        first.keeper.on_change(lambda: seen.update(first.keeper.view.nodes))
+        began = first.now()
+        other = unreached(cluster)
+        await asyncio.wait([run_of(cluster, other)])
+        settings = Settings()
+        assert settings.lease_ttl_s + settings.lease_stall_s < first.now() - began < 3 * settings.lease_ttl_s
+        error = cluster._node_failed.result()
+        assert isinstance(error, JobError) and "cannot take part in job" in str(error) and seen <= {first.id}
+        assert "n2 on n2 cannot reach n1 on n1 at memory: (the link between" in str(error)
+        (told,) = [event for event in cluster.events if event.kind == "refused"]
+        assert told.node == "n2" and "firewall of n1" in told.text and "--listen HOST" in told.text
+
+    play(job(gated), scenario, nodes=1)
+
+
+def test_a_node_that_is_reached_in_the_end_takes_part(gated: type[Gated]) -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        first = await works(cluster, gated)
+        other = unreached(cluster)
+        await asyncio.sleep(Settings().lease_ttl_s)
+        assert not other.node_revision
+        cluster.network.heal(other.id, first.id)
+        await first.keeper.wait_until(lambda view: other.id in view.nodes)
+        assert not run_of(cluster, other).done()
+
+    play(job(gated), scenario, nodes=1)
+
+
+@pytest.mark.parametrize("host", [False, True], ids=["its-port-refuses", "its-host-is-off"])
+def test_a_dead_node_keeps_others_out_no_longer_than_its_lease(gated: type[Gated], host: bool) -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        dead = cluster.nodes[1]
+        await gated.reached.wait()
+        die(cluster, dead.id, host=host)
+        joining = cluster.node(cluster.add())
+        if host:
+            cluster.network.cut(joining.id, dead.id)
+        await asyncio.wait_for(registered(joining), Settings().lease_ttl_s + 1)
+        assert dead.id not in joining.keeper.view.nodes and not run_of(cluster, joining).done()
+
+    play(job(gated), scenario, nodes=2)
+
+
+@pytest.mark.parametrize("heals", [False, True])
+def test_of_two_that_register_at_once_the_later_one_takes_its_key_back_where_it_cannot_reach_the_other(
+    gated: type[Gated], monkeypatch: pytest.MonkeyPatch, heals: bool
+) -> None:
+    looks, real = 0, Registration._until_it_may
+
+    async def blindly_at_first(self: Registration) -> None:
+        nonlocal looks
+        if self._node.name == "n2":
+            looks += 1
+            if looks == 1:
+                return
+        await real(self)
+
+    monkeypatch.setattr(Registration, "_until_it_may", blindly_at_first)
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        first = await works(cluster, gated)
+        other = unreached(cluster)
+        await first.keeper.wait_until(lambda view: other.id in view.nodes)
+        await first.keeper.wait_until(lambda view: other.id not in view.nodes)
+        if heals:
+            cluster.network.heal(other.id, first.id)
+            await first.keeper.wait_until(lambda view: other.id in view.nodes)
+            assert not run_of(cluster, other).done()
+        else:
+            await asyncio.wait([run_of(cluster, other)])
+            assert "n2 on n2 cannot reach n1 on n1" in str(cluster._node_failed.result())
+        assert looks == 2 and not run_of(cluster, first).done()
 
     play(job(gated), scenario, nodes=1)
