@@ -20,7 +20,7 @@ from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, Tas
 from taskgraph.launch.collect import assemble, complete, damaged, kept_copy, size_bytes
 from taskgraph.launch.resuming import way_on
 from taskgraph.observe.control_client import ControlClient, control_address
-from taskgraph.observe.events import Event, careful
+from taskgraph.observe.events import Event, careful, in_order
 from taskgraph.observe.format import name_of
 from taskgraph.observe.status import NodeStatus, TaskResult
 from taskgraph.protocol import transactions
@@ -60,7 +60,7 @@ async def kept_events(coordinator: Coordinator, job: str) -> tuple[list[Event], 
     """Events kept in etcd, oldest first, and the revision they were read at."""
     listing = await coordinator.list(Keys(job).events)
     found = []
-    for kv in listing.items:
+    for kv in in_order(listing):
         try:
             found.append(Event.from_bytes(kv.value))
         except DecodeError as error:
@@ -364,7 +364,7 @@ async def follow_events(coordinator: Coordinator, job: str) -> AsyncIterator[Eve
     keys = Keys(job)
     listing, revision = await coordinator.list(keys.events), 0
     while True:
-        for kv in listing.items:
+        for kv in in_order(listing):
             if kv.mod_revision > revision and (told := _event(kv.value)) is not None:
                 yield told
         revision = max(revision, listing.revision)

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, fields
 from operator import attrgetter
 
-from taskgraph.coordination.api import Coordinator
+from taskgraph.coordination.api import Coordinator, Listing
 from taskgraph.errors import CoordinationError, DecodeError
 from taskgraph.protocol.frozen import frozen
 from taskgraph.protocol.keys import Keys
-from taskgraph.protocol.kv import Delete, Put, Txn
+from taskgraph.protocol.kv import Delete, KeyValue, Put, Txn
 
-__all__ = ["Event", "EventLog", "careful", "keep_events"]
+__all__ = ["Event", "EventLog", "careful", "in_order", "keep_events"]
 
 log = logging.getLogger("taskgraph.events")
 
@@ -272,10 +272,15 @@ async def keep_events(events: EventLog, coordinator: Coordinator, job: str, *, n
                 log.warning("%d events could not be kept", len(keeper.waiting))
 
 
+def in_order(listing: Listing) -> list[KeyValue]:
+    """Kept events, the first first. Their keys begin with the time, and the clocks of hosts differ."""
+    return sorted(listing.items, key=attrgetter("create_revision"))  # of one write: by their keys
+
+
 async def _prune(coordinator: Coordinator, keys: Keys, kept: int) -> None:
     try:
         listing = await coordinator.list(keys.events)
-        old = listing.items[: max(0, len(listing.items) - kept)]
+        old = in_order(listing)[: max(0, len(listing.items) - kept)]
         for start in range(0, len(old), _BATCH):
             part = old[start : start + _BATCH]
             await coordinator.txn(Txn(success=tuple(Delete(kv.key) for kv in part)))

@@ -10,7 +10,7 @@ import pytest
 
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.errors import DecodeError, Unavailable
-from taskgraph.observe.events import Event, EventLog, keep_events
+from taskgraph.observe.events import Event, EventLog, in_order, keep_events
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Txn, TxnResult
 
@@ -147,6 +147,28 @@ async def test_what_is_on_its_way_to_etcd_when_the_node_ends_is_not_lost(monkeyp
     with pytest.raises(asyncio.CancelledError):
         await keeping
     assert in_etcd(store) == ["began", "finished"]
+
+
+async def test_of_two_hosts_whose_clocks_differ_the_events_that_came_first_are_pruned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The keys begin with the time, and so those of a clock that is late were pruned as soon as they were there."""
+    events, store = EventLog("n1"), MemoryStore()
+    now = 2_000_000_000.0
+    monkeypatch.setattr("taskgraph.observe.events.time.time", lambda: now)
+    async with kept(events, store, kept=4):
+        await asyncio.sleep(0.01)
+        for number in range(40):
+            now = 2_000_000_000.0 - number  # as later events of hosts whose clocks are ever later
+            events.emit("evicted", f"{number}")
+            await events.kept()
+        await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            while len(in_etcd(store)) > 12:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    listing = await MemoryCoordinator(store).list(Keys(JOB).events)
+    told = [Event.from_bytes(kv.value).text for kv in in_order(listing)]
+    assert told == [str(number) for number in range(28, 40)]
 
 
 @pytest.mark.parametrize("data", [b"\xff{}", b"{", b"[]", b'{"at": 1}', b"{}{}", b'{"unknown": 1}'])
