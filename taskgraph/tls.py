@@ -20,13 +20,17 @@ import grpc
 
 from taskgraph.errors import TransportError
 
-__all__ = ["CA", "CERT", "KEY", "Tls", "channel_binding", "check_listener"]
+__all__ = ["CA", "CERT", "KEY", "Tls", "advice", "channel_binding", "check_listener"]
 
 log = logging.getLogger("taskgraph.tls")
 
 #: What the files are called in a directory.
 CA, CERT, KEY = "ca.pem", "cert.pem", "key.pem"
 
+_OF_ANOTHER_TIME = (9, 10)
+"""OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
+_OF_ANOTHER_AUTHORITY = (7, 18, 19, 20, 21)
+"""Its X509_V_ERR_CERT_SIGNATURE_FAILURE, and those of a chain that ends at nobody whom ca.pem has."""
 _Stamp = tuple[tuple[int, int], ...]
 
 
@@ -139,6 +143,17 @@ class Tls:
 
 def _unusable(what: object, why: str) -> TransportError:
     return TransportError(f"the TLS file {what} cannot be used: {why}")
+
+
+def advice(error: Exception) -> str:
+    """What to do about a peer's certificate that was refused, to be put after the error; "" after others."""
+    if not isinstance(error, ssl.SSLCertVerificationError):
+        return ""
+    if error.verify_code in _OF_ANOTHER_TIME:
+        return ": look at this host's clock, and at the other's certificate"
+    if error.verify_code in _OF_ANOTHER_AUTHORITY:
+        return ": give all hosts certificates of one authority, and the same ca.pem"
+    return ""
 
 
 def _why(error: OSError) -> str:

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable
 
 from taskgraph.errors import TransportError
-from taskgraph.tls import Tls
+from taskgraph.tls import Tls, advice
 from taskgraph.transport.calls import OwnedTasks
 
 __all__ = ["CLOSE_S", "TlsListener"]
@@ -115,4 +115,4 @@ class TlsListener:
                 self._refused(where, "too many connections without a TLS handshake")
             raise
         except (OSError, TransportError) as error:
-            self._refused(where, f"no TLS handshake: {error}")
+            self._refused(where, f"no TLS handshake: {error}{advice(error)}")

@@ -21,7 +21,7 @@ from taskgraph.graph.values import hosted, in_part
 from taskgraph.host import memory_bytes
 from taskgraph.protocol.messages import Call, Encoded, EncodedOnDevice, Pull, Refusal, Reply
 from taskgraph.settings import Settings
-from taskgraph.tls import Tls, check_listener
+from taskgraph.tls import Tls, advice, check_listener
 from taskgraph.transport import endpoints
 from taskgraph.transport.accepting import CLOSE_S, TlsListener
 from taskgraph.transport.api import Coming, OnLost, Peer, Serve
@@ -451,7 +451,7 @@ class StreamTransport:
             why = str(error)
             if self._tls is not None and endpoint.startswith("tcp:"):
                 why = f"no TLS handshake: {why or 'its end closed the connection: was it started without TLS (--tls)?'}"
-            raise PeerLost(f"{endpoint}: {why}") from error
+            raise PeerLost(f"{endpoint}: {why}{advice(error)}") from error
         except BaseException:
             session.abort()
             raise

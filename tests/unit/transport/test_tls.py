@@ -11,6 +11,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transport_kit import JOB, TOKEN, Cluster, certified, cluster_of, encoded, item, pull, verify
@@ -84,6 +85,28 @@ async def test_a_certificate_of_another_authority_is_refused(
     assert good.served == bad.served == []
     if side == "dialler":
         assert len([text for text in warnings_of(caplog) if "certificate verify failed" in text]) == 1
+
+
+@pytest.mark.parametrize("side", ["dialler", "listener"])
+@pytest.mark.parametrize(
+    ("given", "todo"),
+    [
+        ({"by": "theirs"}, "give all hosts certificates of one authority, and the same ca.pem"),
+        ({"valid_in_days": -7}, "look at this host's clock, and at the other's certificate"),
+        ({"valid_in_days": 7}, "look at this host's clock, and at the other's certificate"),
+    ],
+    ids=["another-authority", "expired", "not-yet-valid"],
+)
+async def test_who_refuses_a_certificate_says_what_to_do(
+    cluster: Cluster, folder: Path, side: str, given: dict[str, Any], todo: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = certified(folder / "tls" / "bad", **given)
+    good, other = await cluster.node(), await cluster.node(tls=bad)
+    one, two = (other, good) if side == "dialler" else (good, other)
+    with pytest.raises(PeerLost) as caught:
+        await one.call(two, SEAL)
+    # The one that refuses: by its log where it was dialled.
+    assert todo in (str(caught.value) if side == "listener" else "\n".join(warnings_of(caplog)))
 
 
 async def test_without_a_certificate_nobody_gets_in(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import functools
 import itertools
 import os
@@ -37,10 +38,14 @@ def authority(name: str = "ours") -> trustme.CA:
     return trustme.CA(organization_name=name)
 
 
-def certified(folder: Path, *, by: str = "ours", trusting: str = "ours", host: str = "127.0.0.1") -> Tls:
-    """Files of a node, in `folder`."""
+def certified(
+    folder: Path, *, by: str = "ours", trusting: str = "ours", host: str = "127.0.0.1", valid_in_days: int = 0
+) -> Tls:
+    """Files of a node, in `folder`; valid from then on for a day, or as they usually are."""
     folder.mkdir(exist_ok=True)
-    issued = authority(by).issue_cert(host)
+    times = [datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=valid_in_days + n) for n in (0, 1)]
+    limits = dict(zip(("not_before", "not_after"), times, strict=True)) if valid_in_days else {}
+    issued = authority(by).issue_cert(host, **limits)
     authority(trusting).cert_pem.write_to_path(str(folder / CA))
     issued.cert_chain_pems[0].write_to_path(str(folder / CERT))
     issued.private_key_pem.write_to_path(str(folder / KEY))
