@@ -13,7 +13,7 @@ from taskgraph.checkpoint.files import FORMAT, FileInfo, Label
 from taskgraph.errors import CheckpointError
 from taskgraph.version import LOCAL_FINGERPRINT, VERSION
 
-__all__ = ["ChangedJob", "Manifest", "Name", "Origin"]
+__all__ = ["ChangedJob", "Manifest", "MissingFile", "Name", "Origin"]
 
 _NAME = re.compile(r"s(\d{4,9})-a(\d{6,18})-e(\d{9,18})-([0-9a-z]{1,16})")
 
@@ -71,6 +71,10 @@ class ChangedJob(CheckpointError):
     def __init__(self, message: str, *, driver_only: bool) -> None:
         super().__init__(message)
         self.driver_only = driver_only
+
+
+class MissingFile(CheckpointError):
+    """A file that should be there, and is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

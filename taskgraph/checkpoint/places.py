@@ -38,6 +38,9 @@ class Place(Protocol):
     def names(self, path: str) -> list[str]:
         """What lies directly under a path, sorted; nothing where that does not exist."""
 
+    def sizes(self, path: str) -> dict[str, int | None]:
+        """What lies directly under a path, and how many bytes it has, where the place says so."""
+
     def remove(self, path: str) -> None:
         """Removes a file, or a directory with all that is in it; nothing where there is none."""
 
@@ -156,6 +159,13 @@ class Directory:
         except FileNotFoundError:
             return []
 
+    def sizes(self, path: str) -> dict[str, int | None]:
+        found: dict[str, int | None] = {}
+        for name in self.names(path):
+            with contextlib.suppress(FileNotFoundError):  # one that was still under its other name
+                found[name] = (self._root / path / name).stat().st_size
+        return found
+
     def remove(self, path: str) -> None:
         target = self._root / path
         with contextlib.suppress(FileNotFoundError):
@@ -212,11 +222,25 @@ class FsspecPlace:
                 found = self._fs.ls(self._path(path), detail=False)
             except FileNotFoundError:
                 return []
-            return sorted(str(name).rstrip("/").rpartition("/")[2] for name in found)
+            return sorted(_last(name) for name in found)
+
+    def sizes(self, path: str) -> dict[str, int | None]:
+        with _as_os_error(path):
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.ls(self._path(path), detail=True)
+            except FileNotFoundError:
+                return {}
+            return {_last(info["name"]): info.get("size") for info in found}
 
     def remove(self, path: str) -> None:
         with _as_os_error(path), contextlib.suppress(FileNotFoundError):
             self._fs.rm(self._path(path), recursive=True)
+
+
+def _last(name: object) -> str:
+    """The last part of a path."""
+    return str(name).rstrip("/").rpartition("/")[2]
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from taskgraph.checkpoint.files import FileInfo, pack, unpack
-from taskgraph.checkpoint.manifest import ChangedJob, Manifest, Name, Origin
+from taskgraph.checkpoint.manifest import ChangedJob, Manifest, MissingFile, Name, Origin
 from taskgraph.checkpoint.places import Place, open_place
 from taskgraph.errors import CheckpointError
 from taskgraph.protocol.messages import Encoded
@@ -41,12 +41,14 @@ class Found:
         refused: why those after it cannot, each by name; the newest first.
         changed: whether one was refused because the driver, or its number of tasks, is not what it was.
         driver_changed: whether one was refused because the driver is not what it was, and for nothing else.
+        missing: whether one was refused because a file of it is not there.
     """
 
     manifest: Manifest | None
     refused: tuple[str, ...]
     changed: bool = False
     driver_changed: bool = False
+    missing: bool = False
 
 
 class Store:
@@ -95,6 +97,23 @@ class Store:
         info, parts = pack(value, self.manifest(name).label(task))
         self._place.write(self._file(str(name), task), parts)
         return info
+
+    def unseen(self, manifest: Manifest) -> list[tuple[FileInfo, str]]:
+        """Files that are not here as their writers say they wrote them, by one listing, and what is wrong with each.
+
+        Raises:
+            OSError: the place cannot be listed.
+        """
+        sizes = self._place.sizes(self._path(manifest.name))
+        found = []
+        for info in manifest.files:
+            path = self._file(manifest.name, info.task)
+            name = path.rpartition("/")[2]
+            if name not in sizes:
+                found.append((info, f"{self._place}/{path} is not there"))
+            elif sizes[name] not in (info.size, None):
+                found.append((info, f"{self._place}/{path} has {sizes[name]} bytes there, not {info.size}"))
+        return found
 
     def stage(self, manifest: Manifest) -> None:
         """All files are written. Raises OSError."""
@@ -196,7 +215,7 @@ class Store:
             try:
                 return self._place.read(path)
             except FileNotFoundError as error:
-                raise CheckpointError(f"{self._place}/{path} is missing") from error
+                raise MissingFile(f"{self._place}/{path} is missing") from error
             except OSError as error:
                 if pause_s is None or isinstance(error, _FOR_GOOD):
                     raise CheckpointError(f"{self._place}/{path} cannot be read: {error}") from error
@@ -224,15 +243,16 @@ class Store:
     def newest(self, names: Iterable[str]) -> Found:
         """The first of these that can be used, every file of it read, and why those before it cannot."""
         refused: list[str] = []
-        changed = driver_changed = False
+        changed = driver_changed = missing = False
         for name in names:
             try:
                 manifest = self.open(name)
                 self.verify(manifest)
-                return Found(manifest, tuple(refused), changed, driver_changed)
+                return Found(manifest, tuple(refused), changed, driver_changed, missing)
             except CheckpointError as error:
                 refused.append(str(error))
+                missing = missing or isinstance(error, MissingFile)
                 if isinstance(error, ChangedJob):
                     changed = True
                     driver_changed = driver_changed or error.driver_only
-        return Found(None, tuple(refused), changed, driver_changed)
+        return Found(None, tuple(refused), changed, driver_changed, missing)

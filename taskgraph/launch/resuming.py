@@ -122,11 +122,12 @@ async def plan(
         back = "go back to the driver and the number of tasks they were written with, or " if found.changed else ""
         if found.driver_changed:
             back = f"go on with the driver as it is now, if its tasks can use that state {_CHANGED}, {back}"
+        shared = "Do all hosts see the same place? " if found.missing else ""
         one = len(looked.names) == 1
         which = "the one checkpoint" if one else f"none of the {len(looked.names)} checkpoints"
         raise CheckpointError(
-            f"{which} in {store} {'cannot' if one else 'can'} be used: {'; '.join(found.refused)}. To run the job, "
-            f"{back}start from the beginning (--fresh, fresh=True)"
+            f"{which} in {store} {'cannot' if one else 'can'} be used: {'; '.join(found.refused)}. {shared}To run the "
+            f"job, {back}start from the beginning (--fresh, fresh=True)"
         )
     for refused in found.refused:
         log.warning("%s", refused)

@@ -3,8 +3,9 @@
     a primary read a commit ──► its file, in a thread ──► `Written` ──► the leader: manifest, pointer, manifest
 
 What becomes a checkpoint, and when one is complete, is decided by `protocol.checkpointing`; where the files are and
-what is in them is `taskgraph.checkpoint`'s. A file that cannot be written costs that checkpoint and nothing else; a
-place that takes longer than the epochs of a checkpoint makes the epochs wait, by name.
+what is in them is `taskgraph.checkpoint`'s. A file that cannot be written, or that the leader does not find where it
+was written to, costs that checkpoint and nothing else; a place that takes longer than the epochs of a checkpoint makes
+the epochs wait, by name.
 
 Whatever blocks or costs runs in threads of their own: neither the event loop nor user code waits for a place.
 """
@@ -13,10 +14,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from taskgraph.checkpoint.files import FileInfo
-from taskgraph.checkpoint.manifest import Name, Origin
+from taskgraph.checkpoint.manifest import Manifest, MissingFile, Name, Origin
 from taskgraph.checkpoint.places import Place
 from taskgraph.checkpoint.store import Found, Store
 from taskgraph.errors import CheckpointError, DecodeError, TransportError
@@ -39,6 +41,9 @@ FILES_AT_A_TIME = 4
 """Written or read by one node; more of them would not make a disk quicker."""
 _RETRY_S = 1.0
 """How long the leader leaves a place alone that refused a manifest."""
+_LOOK_AGAIN_S = 1.0
+"""After which the leader looks once more for a file that it does not find: some stores list it a moment later."""
+_SAME_PLACE = "do all hosts see the same place?"
 _MIB = 1 << 20
 
 
@@ -76,7 +81,15 @@ class CheckpointReader:
 
     async def newest_usable(self, pointer: CheckpointRecord) -> Found:
         """The checkpoint the pointer names, or the newest before it of which every file can be read."""
-        return await self.call(lambda: self.store.newest((pointer.name, *pointer.before)))
+
+        def look() -> Found:
+            found = self.store.newest((pointer.name, *pointer.before))
+            if found.manifest is None and found.missing:
+                *others, last = found.refused
+                found = replace(found, refused=(*others, f"{last}: {_SAME_PLACE}"))
+            return found
+
+        return await self.call(look)
 
     async def boundary_of(self, task: int, term: int) -> Boundary | None:
         """The committed boundary of a task, where it is the checkpoint's; None where that has nothing of the task.
@@ -90,7 +103,10 @@ class CheckpointReader:
         record, lineage = view.checkpoint.record, view.epoch.record.lineage
 
         def read() -> Encoded | None:
-            return self.store.read(self.store.open(record.name), task)
+            try:
+                return self.store.read(self.store.open(record.name), task)
+            except MissingFile as error:
+                raise CheckpointError(f"{error}: {_SAME_PLACE}") from error
 
         value = await self.call(read)
         # After a roll-back it counts as made in the attempt that began then: whatever is older was undone.
@@ -269,6 +285,8 @@ class Checkpointer:
         if not looked:
             return False
         self._tell_of_others(name, others)
+        if not await self._all_seen(manifest):
+            return False
         if not await self._did(
             boundary.epoch, "its manifest cannot be written", lambda: checkpoints.store.stage(manifest)
         ):
@@ -290,6 +308,30 @@ class Checkpointer:
             transient=True,
         )
         return True
+
+    async def _all_seen(self, manifest: Manifest) -> bool:
+        """Whether this node finds what others wrote: in a place that each host has to itself no checkpoint is whole."""
+        node, store, epoch = self._node, self._node.checkpoints.store, manifest.parsed.epoch
+        failed = f"{node.name} does not see all of its files"
+        unseen: list[tuple[FileInfo, str]] = []
+
+        def look() -> None:
+            unseen[:] = store.unseen(manifest)
+
+        for pause_s in (_LOOK_AGAIN_S, None):
+            if not await self._did(epoch, "its place cannot be listed", look):
+                return False
+            if not unseen:
+                self._failed.pop(failed, None)
+                return True
+            if pause_s is not None:
+                await asyncio.sleep(pause_s)
+        (info, what), primary = unseen[0], node.keeper.view.primaries.get(unseen[0][0].task)
+        of = f"task {info.task}" + (f" on {node.name_of(primary.record.node)}" if primary is not None else "")
+        more = f" (so it is with {len(unseen)} of {len(manifest.files)} files)" if len(unseen) > 1 else ""
+        why = f"the file of {of}, {what}{more}: {_SAME_PLACE} The job goes on with the checkpoint before, if any"
+        self._tell_failed(epoch, failed, why)
+        return False
 
     async def _finish(self, record: CheckpointRecord) -> bool:
         """The pointer names it: those who will not know the pointer shall know it, too. Old ones go."""
@@ -329,12 +371,16 @@ class Checkpointer:
         try:
             await self._node.checkpoints.call(work)
         except (OSError, CheckpointError) as error:
-            # Tried again every second, and with every checkpoint: told once of each, and what is kept is the first.
-            if self._failed.get(failed) != epoch:
-                again = failed in self._failed
-                self._failed[failed] = epoch
-                text = f"checkpoint of epoch {epoch}: {failed}: {error}"
-                self._node.events.emit("checkpoint failed", text, epoch=epoch, transient=again)
+            self._tell_failed(epoch, failed, str(error))
             return False
         self._failed.pop(failed, None)
         return True
+
+    def _tell_failed(self, epoch: int, failed: str, why: str) -> None:
+        """Tried again every second, and with every checkpoint: told once of each, and what is kept is the first."""
+        if self._failed.get(failed) == epoch:
+            return
+        again = failed in self._failed
+        self._failed[failed] = epoch
+        text = f"checkpoint of epoch {epoch}: {failed}: {why}"
+        self._node.events.emit("checkpoint failed", text, epoch=epoch, transient=again)

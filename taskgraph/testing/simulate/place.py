@@ -28,7 +28,7 @@ class SimPlace:
         self.usual_s = rng.choice((0.0, 0.002, 0.02, 0.1))
         """What a file takes, at most, when nothing is wrong."""
         self.lose_next = 0
-        """Writes that are said to have happened, and are lost, or only half of them is kept: a disk that lied."""
+        """Writes that are said to have happened, and are lost, torn or corrupt: a disk that lied."""
         self.spoilt: set[str] = set()
         """Files that are not what was written, for the checks."""
 
@@ -39,8 +39,12 @@ class SimPlace:
         if self.lose_next > 0:
             self.lose_next -= 1
             self.spoilt.add(path)
-            if self._rng.random() < 0.5:
+            became = self._rng.randrange(3)
+            if became == 0:
                 self._files[path] = memoryview(data[: self._rng.randrange(len(data))])
+            if became == 1:  # as long as it should be: only who reads it knows
+                at = self._rng.randrange(len(data))
+                self._files[path] = memoryview(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
             return  # else what was there before stays
         self.spoilt.discard(path)
         self._files[path] = memoryview(data)
@@ -53,6 +57,10 @@ class SimPlace:
     def names(self, path: str) -> list[str]:
         start = f"{path}/"
         return sorted({name[len(start) :].split("/")[0] for name in self._files if name.startswith(start)})
+
+    def sizes(self, path: str) -> dict[str, int | None]:
+        start = f"{path}/"
+        return {name[len(start) :]: data.nbytes for name, data in self._files.items() if name.startswith(start)}
 
     def remove(self, path: str) -> None:
         for name in [n for n in self._files if n == path or n.startswith(f"{path}/")]:
@@ -89,6 +97,9 @@ class NodePlace:
 
     def names(self, path: str) -> list[str]:
         return self._place.names(path)
+
+    def sizes(self, path: str) -> dict[str, int | None]:
+        return self._place.sizes(path)
 
     def remove(self, path: str) -> None:
         self._place.remove(path)

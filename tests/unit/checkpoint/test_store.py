@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from taskgraph.checkpoint import Manifest, Name, Origin, Store
+from taskgraph.checkpoint.files import FileInfo
 from taskgraph.checkpoint.places import Directory, check_url, open_place
 from taskgraph.errors import CheckpointError, JobError
 from taskgraph.graph.values import decode, encode
@@ -61,6 +62,19 @@ def test_what_is_written_is_read(store: Store) -> None:
     assert store.read(manifest, 1) is None
     assert theta(store.read(manifest, 2)) == 12
     store.verify(manifest)
+
+
+def test_files_that_are_not_here_as_they_were_written_are_found(store: Store) -> None:
+    name = Name(1, 1, 10, "r1")
+    written, missing = store.write(name, 0, boundary(1)), FileInfo(1, 100, "")
+    assert store.unseen(store.manifest(name, [written])) == []
+    longer = FileInfo(0, written.size + 1, written.digest)
+    found = store.unseen(store.manifest(name, [longer, missing]))
+    assert [info for info, _ in found] == [longer, missing]
+    assert f"task-000000.safetensors has {written.size} bytes there, not {written.size + 1}" in found[0][1]
+    assert "task-000001.safetensors is not there" in found[1][1]
+    (info, _), *_ = store.unseen(store.manifest(Name(1, 1, 20, "r1"), [written]))
+    assert info == written, "where not even the directory is there"
 
 
 def test_nothing_is_there_at_first(store: Store) -> None:

@@ -19,10 +19,13 @@ import taskgraph as tg
 from taskgraph.checkpoint import Store
 from taskgraph.checkpoint import store as store_module
 from taskgraph.checkpoint.manifest import Manifest, Name
+from taskgraph.checkpoint.places import Directory
 from taskgraph.errors import CheckpointError
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node import replica as replica_module
 from taskgraph.node.node import Point
+from taskgraph.node.primary import checkpoints as checkpoints_module
+from taskgraph.node.primary.checkpoints import CheckpointReader
 
 pytestmark = pytest.mark.slow
 
@@ -62,6 +65,10 @@ def walk(where: Path | None, *, epochs: int = 12, **changes: Any) -> tg.Job:
 
 def files(where: Path, pattern: str) -> list[Path]:
     return sorted((where / "walk").glob(pattern))
+
+
+def found_below(places: Path, pattern: str) -> list[Path]:
+    return list(places.glob(f"*/walk/*/{pattern}"))
 
 
 def same(one: tg.JobResult, other: tg.JobResult) -> None:
@@ -259,7 +266,10 @@ async def test_without_a_usable_checkpoint_the_job_fails_and_names_the_files(tmp
                 file.unlink()
 
     async with running(walk(tmp_path), 4, Remove(1, 6, at=4)) as cluster:
-        with pytest.raises(tg.JobFailed, match=r"no checkpoint can be used: .*task-000001.safetensors is missing"):
+        with pytest.raises(
+            tg.JobFailed,
+            match=r"no checkpoint can be used: .*task-000001.safetensors is missing: do all hosts see the same place\?",
+        ):
             await cluster.result(40)
 
 
@@ -452,6 +462,48 @@ async def test_a_state_that_makes_no_file_costs_the_checkpoint_and_nothing_else(
         same(unharmed, await cluster.result(40))
         failed = [e for e in cluster.events if e.kind == "checkpoint failed"]
         assert failed and all("cannot be written: too many bytes" in e.text for e in failed)
+
+
+async def test_a_place_that_hosts_do_not_share_is_told_of_and_makes_no_checkpoint(
+    unharmed: tg.JobResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were taken for complete, until the day that one was needed."""
+    monkeypatch.setattr(checkpoints_module, "_LOOK_AGAIN_S", 0.01)
+    async with running(walk(tmp_path), 2) as cluster:
+        for node in cluster.nodes:
+            node.checkpoints = CheckpointReader(node, node.threads, Directory(tmp_path / node.name))
+        same(unharmed, await cluster.result(40))
+        failed = [e for e in cluster.events if e.kind == "checkpoint failed"]
+        assert failed
+        leader, other = "n1", "n2"
+        if "n2 does not see" in failed[0].text:
+            leader, other = other, leader
+        for event in failed:
+            assert f"checkpoint of epoch {event.epoch}: {leader} does not see all of its files" in event.text
+            assert f" on {other}, {tmp_path / leader / 'walk'}/s0001-" in event.text
+            assert "safetensors is not there" in event.text
+            assert "do all hosts see the same place?" in event.text
+        assert [e.transient for e in failed] == [False, *[True] * (len(failed) - 1)]
+        assert cluster.checkpoint() is None
+    assert found_below(tmp_path, "task-*") and not found_below(tmp_path, "manifest*")
+
+
+async def test_files_that_are_listed_a_moment_later_make_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints_module, "_LOOK_AGAIN_S", 0.01)
+    real, looked = Directory.sizes, set[str]()
+
+    def late(self: Directory, path: str) -> dict[str, int | None]:
+        first = path not in looked
+        looked.add(path)
+        return {} if first else real(self, path)
+
+    monkeypatch.setattr(Directory, "sizes", late)
+    async with running(walk(tmp_path), 2, patient(11, 8)) as cluster:
+        await cluster.result(40)
+        assert [e for e in cluster.events if e.kind == "checkpoint failed"] == []
+    assert looked
 
 
 async def test_a_run_that_began_later_in_the_same_place_is_told_of(tmp_path: Path) -> None:
