@@ -3,6 +3,7 @@
     {place}/{job}/{name}/task-000003.safetensors      one per task that has state, and task 0's
     {place}/{job}/{name}/manifest.staged.json         all of them are written
     {place}/{job}/{name}/manifest.json                and etcd's pointer says so: it is complete
+    {place}/{job}/s0002-begun                         a series was begun over the checkpoints of those before it
 
 The staged manifest is written before the pointer and the final one after it. A running job believes the pointer; one
 that is resumed when its etcd is gone believes the final manifests. Every call blocks, and is made in a thread.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ _PAUSES_S = (0.1, 0.4, 1.0)
 _FOR_GOOD = (PermissionError, IsADirectoryError, NotADirectoryError)
 _FINAL = "manifest.json"
 _STAGED = "manifest.staged.json"
+_BEGUN = re.compile(r"s(\d{4,9})-begun")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +134,20 @@ class Store:
         manifest = self._read_manifest(name, _STAGED)
         self._place.write(self._path(name, _FINAL), [manifest.to_bytes()])
 
+    def begin(self, series: int, run: str) -> None:
+        """A series is begun over the checkpoints of earlier ones: who resumes the job must not go back to those.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        text = f"run {run} began at epoch 0; this is removed with its first checkpoint\n"
+        self._place.write(self._path(f"s{series:04d}-begun"), [text.encode()])
+
     def keep_only(self, names: Iterable[str], current: str) -> list[str]:
         """Removes what is older than `current` and not among `names`: old checkpoints, and what never was completed.
 
-        Returns the names of those removed. What comes after `current` may be being written.
+        Returns the names of those removed. That its series was begun is seen by `current` from now on. What comes after
+        `current` may be being written.
 
         Raises:
             OSError: some cannot be removed; all others were.
@@ -150,6 +163,12 @@ class Store:
                     removed.append(str(name))
                 except OSError as error:  # it must not make the place full of those after it
                     stays = stays or error
+        for series in self._begun():
+            if newest is not None and series <= newest.series:
+                try:
+                    self._place.remove(self._path(f"s{series:04d}-begun"))
+                except OSError as error:
+                    stays = stays or error
         if stays is not None:
             raise stays
         return removed
@@ -159,6 +178,10 @@ class Store:
     def _names(self) -> list[Name]:
         """Of all that is there, complete or not; oldest first."""
         return sorted(n for text in self._place.names(self._origin.job) if (n := Name.parse(text)) is not None)
+
+    def _begun(self) -> list[int]:
+        """Series that were begun over earlier ones."""
+        return [int(found[1]) for text in self._place.names(self._origin.job) if (found := _BEGUN.fullmatch(text))]
 
     def of_others(self, run: str, known: Iterable[str]) -> list[Name]:
         """Those of other runs than `run` that are not `known`, complete or not; oldest first. Raises OSError."""
@@ -182,7 +205,8 @@ class Store:
     def highest(self) -> tuple[int, int]:
         """The highest series ever begun here, and the highest attempt of all; (0, 0) where there is none."""
         found = self._names()
-        return max((n.series for n in found), default=0), max((n.attempt for n in found), default=0)
+        series = max((*(n.series for n in found), *self._begun()), default=0)
+        return series, max((n.attempt for n in found), default=0)
 
     def open(self, name: str) -> Manifest:
         """The manifest of one that is complete, or that the pointer names.

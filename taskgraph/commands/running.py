@@ -29,7 +29,7 @@ from taskgraph.jobs import Job, JobFunction
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.logs import LogTails, passing_on, printed
-from taskgraph.launch.resuming import plan
+from taskgraph.launch.resuming import mark_begun, plan
 from taskgraph.launch.run import arun, connect
 from taskgraph.launch.runtime import Runtime
 from taskgraph.launch.shown import tick
@@ -190,6 +190,7 @@ def submit_command(options: argparse.Namespace, function: JobFunction | None = N
             except (JobError, CheckpointError):
                 token.forget()
                 raise
+            await mark_begun(planned, beginning)
 
     uvloop.run(put())
     if token.written:

@@ -20,7 +20,7 @@ from taskgraph.driver import JobSpec
 from taskgraph.errors import JobFailed, JobTimeout, TaskGraphError, worded
 from taskgraph.jobs import Job
 from taskgraph.launch.collect import assemble, complete, job_failed
-from taskgraph.launch.resuming import Resume, plan, way_on
+from taskgraph.launch.resuming import Resume, mark_begun, plan, way_on
 from taskgraph.launch.submit import submit
 from taskgraph.node.node import Node, Point
 from taskgraph.node.usercode.threads import Threads
@@ -78,6 +78,7 @@ class InProcessCluster:
         spec = dataclasses.replace(self.spec, expected_nodes=nodes)
         self.spec, beginning = await plan(self._launcher, spec, resume=resume, fresh=fresh)
         await submit(self._launcher, self.spec, beginning)
+        await mark_begun(self.spec, beginning)
         for _ in range(nodes):
             self.add()
 

@@ -2,6 +2,9 @@
 
 A job that left checkpoints is not begun anew by mistake: whoever starts it says which it is to be. Continuing needs
 neither the etcd nor the nodes of the run before, and any number of nodes.
+
+What is continued is the run that was begun last, also where it left no checkpoint and those before it did: it was
+begun anew to be rid of these, and starts from its beginning again.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.records import CheckpointRecord, EpochRecord
 
-__all__ = ["Beginning", "Resume", "plan", "way_on"]
+__all__ = ["Beginning", "Resume", "mark_begun", "plan", "way_on"]
 
 log = logging.getLogger("taskgraph")
 
@@ -46,12 +49,14 @@ class Beginning:
         refused: why newer checkpoints cannot be used, each by name.
         after: the revision of the run before, as etcd knew it when this was decided; 0: it knew of none. Where there
             was another run since, this is no beginning any more. None: it does not depend on that.
+        over: the newest checkpoint of earlier series, over which it begins at epoch 0; see `mark_begun`.
     """
 
     epoch: EpochRecord
     checkpoint: CheckpointRecord | None = None
     refused: tuple[str, ...] = ()
     after: int | None = None
+    over: Name | None = None
 
 
 def way_on(checkpoint: CheckpointRecord) -> str:
@@ -106,25 +111,37 @@ async def plan(
             f"place mounted here? To start from the beginning all the same: --fresh, fresh=True"
         )
     found = looked.usable
-    series = looked.series + (0 if resume and looked.names else 1)
+    series = looked.series + (0 if resume and looked.current else 1)
     spec = dataclasses.replace(spec, checkpoint_series=series, checkpoint_changed=changed)
-    if fresh or not looked.names:
-        if resume:
-            log.warning("%s holds no checkpoint yet: the job starts from its beginning", store)
-        return spec, beginning
-    if not resume:
+    newest = looked.names[0] if looked.names else None
+    if newest is not None and not resume and not fresh:
+        ways = "continue from there (--resume, resume=True), or start from the beginning (--fresh, fresh=True"
+        if not looked.current:
+            ways = "they are of an earlier run than the last; start from the beginning (--resume or --fresh"
         raise JobError(
-            f"job {spec.name!r} has checkpoints in {store}, the newest of epoch {looked.names[0].epoch}: continue from "
-            f"there (--resume, resume=True), or start from the beginning (--fresh, fresh=True; they are removed once "
-            f"there are newer ones)"
+            f"job {spec.name!r} has checkpoints in {store}, the newest of epoch {newest.epoch}: {ways}; they are "
+            f"removed once there are newer ones)"
         )
+    if fresh or not looked.current:
+        if resume and newest is None:
+            log.warning("%s holds no checkpoint yet: the job starts from its beginning", store)
+        elif resume and newest is not None:
+            log.warning(
+                "the run that was begun last left no complete checkpoint in %s: the job starts from its beginning. The "
+                "checkpoint of epoch %d there is of an earlier run, and is removed once there is a newer one (to go on "
+                "from it instead, end this run before that, and remove what is there of later series than s%04d)",
+                store,
+                newest.epoch,
+                newest.series,
+            )
+        return spec, dataclasses.replace(beginning, over=newest)
     if found.manifest is None:
         back = "go back to the driver and the number of tasks they were written with, or " if found.changed else ""
         if found.driver_changed:
             back = f"go on with the driver as it is now, if its tasks can use that state {_CHANGED}, {back}"
         shared = "Do all hosts see the same place? " if found.missing else ""
-        one = len(looked.names) == 1
-        which = "the one checkpoint" if one else f"none of the {len(looked.names)} checkpoints"
+        one = len(looked.current) == 1
+        which = "the one checkpoint" if one else f"none of the {len(looked.current)} checkpoints"
         raise CheckpointError(
             f"{which} in {store} {'cannot' if one else 'can'} be used: {'; '.join(found.refused)}. {shared}To run the "
             f"job, {back}start from the beginning (--fresh, fresh=True)"
@@ -147,6 +164,32 @@ async def plan(
     log.info("the job goes on from the checkpoint of epoch %d: %s/%s", name.epoch, store, name)
     spec = dataclasses.replace(spec, checkpoint_series=name.series)
     return spec, Beginning(epoch, record, found.refused, beginning.after)
+
+
+async def mark_begun(spec: JobSpec, beginning: Beginning) -> None:
+    """Notes in the place that the run was begun over earlier ones: it may be killed before it writes anything there.
+
+    It is done once the job is submitted: a run that was refused did not begin. A place that does not take it keeps
+    nobody from running the job.
+    """
+    if beginning.over is None:
+        return
+    assert spec.checkpoint is not None
+    store = Store(spec.checkpoint, Origin(job=spec.name, fingerprint=spec.fingerprint, tasks=spec.tasks))
+    threads = PooledThreads("checkpoints", limit=1)
+    try:
+        async with asyncio.timeout(_SLOW_S):
+            await threads.run(lambda: store.begin(spec.checkpoint_series, spec.run))
+    except OSError as error:  # of which TimeoutError is one
+        log.warning(
+            "it cannot be noted in %s that this run began at epoch 0 (%s): if it ends before its first checkpoint, "
+            "--resume goes on from that of epoch %d, of an earlier run",
+            store,
+            str(error) or f"it takes longer than {_SLOW_S:g} s",
+            beginning.over.epoch,
+        )
+    finally:
+        threads.close()
 
 
 async def _known(coordinator: Coordinator, spec: JobSpec, before: KeyValue | None) -> tuple[str | None, int]:
@@ -180,10 +223,23 @@ async def _outside(store: Store, look: Callable[[], _Looked]) -> _Looked:
 
 @dataclass(frozen=True, slots=True)
 class _Looked:
+    """What is there.
+
+    Attributes:
+        names: of all complete checkpoints, the newest first.
+        series: the one that was begun last.
+        usable: the newest of that series that can be used.
+    """
+
     names: list[Name]
     series: int
     attempt: int
     usable: Found
+
+    @property
+    def current(self) -> list[Name]:
+        """Of the run that was begun last, and of those that resumed it."""
+        return [name for name in self.names if name.series == self.series]
 
 
 def _look(store: Store, pointer: str | None, resume: bool) -> _Looked:
@@ -195,7 +251,7 @@ def _look(store: Store, pointer: str | None, resume: bool) -> _Looked:
                 store.finish(pointer)
         names = store.complete()
         series, attempt = store.highest()
-        found = store.newest(str(name) for name in names) if resume else None
+        found = store.newest(str(name) for name in names if name.series == series) if resume else None
     except OSError as error:
         raise CheckpointError(f"{store} cannot be read: {error}") from error
     if found is None:

@@ -26,7 +26,7 @@ from taskgraph.launch.access import etcd_access, node_access
 from taskgraph.launch.collect import job_failed, not_kept, why_not_kept
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.forkserver import ForkServer
-from taskgraph.launch.resuming import Resume, plan
+from taskgraph.launch.resuming import Resume, mark_begun, plan
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.shown import showing
 from taskgraph.launch.submit import submit
@@ -218,6 +218,7 @@ async def _on_nodes(
         await submit(coordinator, spec, beginning)
         if embedded is None:
             stack.push_async_exit(partial(_cancel_unbegun, coordinator, spec))
+        await mark_begun(spec, beginning)
         runtime.put(entry)
         stack.callback(runtime.remove, spec.name)
         follower = Follower(coordinator, spec, entry.token_bytes, entry.node_access)

@@ -152,6 +152,22 @@ async def test_fresh_begins_anew(cli: Cli, tmp_path: Path) -> None:
     assert {path.name[:5] for path in complete(tmp_path)} == {"s0002"}
 
 
+async def test_what_fresh_was_to_be_rid_of_is_not_resumed(cli: Cli, tmp_path: Path) -> None:
+    """The first time --fresh, then --resume, as a batch system starts it again: also where it was killed early."""
+    check(await (await started(cli, tmp_path, "--nodes", "1", "-o", "epochs=100")).done(), epochs=100)
+    command = await started(cli, tmp_path, "--nodes", "2", *standing(cli, 10, epochs=150), "--fresh")
+    await command.until("the job began")
+    command.process.kill()
+    kill_at_once(list(cli.processes()))
+    await command.process.communicate()
+    await becomes(lambda: not cli.processes(), 5)
+    arguments = ("run", str(DRIVER), "--json", "-o", f"where=file://{tmp_path}", "--nodes", "2", "-o", "epochs=150")
+    done = await cli(*arguments, "--resume")
+    assert check(done, epochs=150)["restarts"] == 0
+    assert f"the run that was begun last left no complete checkpoint in {tmp_path}/kept" in done.err
+    assert {path.name[:5] for path in complete(tmp_path)} == {"s0003"}
+
+
 @pytest.fixture(scope="module")
 def left_behind(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a run leaves."""

@@ -109,6 +109,20 @@ def test_newer_means_series_then_attempt_then_epoch(store: Store) -> None:
     assert store.highest() == (2, 2)
 
 
+def test_a_series_is_begun_before_anything_of_it_is_written(store: Store) -> None:
+    first = save(store, 30)
+    store.begin(2, "r2")
+    assert store.highest() == (2, 1)
+    assert store.complete() == [first.parsed], "what was there stays"
+    store.keep_only([], first.name)
+    assert store.highest() == (2, 1), "an earlier run that still writes does not undo it"
+    second = save(store, 10, series=2)
+    assert store.keep_only([], second.name) == [first.name]
+    assert store.highest() == (2, 1)
+    store.begin(3, "r3")
+    assert store.highest() == (3, 1)
+
+
 def test_names_are_their_directories() -> None:
     name = Name(3, 12, 40, "ab12")
     assert Name.parse(str(name)) == name

@@ -21,6 +21,7 @@ from taskgraph.checkpoint import store as store_module
 from taskgraph.checkpoint.manifest import Manifest, Name
 from taskgraph.checkpoint.places import Directory
 from taskgraph.errors import CheckpointError
+from taskgraph.launch import inprocess, resuming
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node import replica as replica_module
 from taskgraph.node.node import Point
@@ -113,6 +114,21 @@ def patient(epoch: int, at: int) -> Any:
         async def point(stage: str, task: int, now: int) -> None:
             if (stage, now) == ("done", epoch):
                 await checkpointed(cluster, at)
+
+        return point
+
+    return make
+
+
+def cleaned(where: Path, epoch: int, *patterns: str) -> Any:
+    """The epoch is not done before what is of earlier runs was removed."""
+
+    def make(cluster: InProcessCluster, node: str) -> Point:
+        async def point(stage: str, task: int, now: int) -> None:
+            if (stage, now) == ("done", epoch):
+                async with asyncio.timeout(20):
+                    while any(files(where, pattern) for pattern in patterns):  # noqa: ASYNC110 - nobody tells
+                        await asyncio.sleep(0.01)
 
         return point
 
@@ -336,13 +352,94 @@ async def test_fresh_starts_from_the_beginning_and_outlives_the_old_ones(
     unharmed: tg.JobResult, tmp_path: Path
 ) -> None:
     await interrupted(tmp_path)
-    async with running(walk(tmp_path, epochs=6, seed=5), 2, patient(5, 4), fresh=True) as cluster:
+    removed = cleaned(tmp_path, 5, "s0001-*", "*-begun")
+    async with running(walk(tmp_path, epochs=6, seed=5), 2, removed, fresh=True) as cluster:
         await cluster.result(40)
     names = sorted(os.listdir(tmp_path / "walk"))
     assert [name[:5] for name in names] == ["s0002"]
     async with running(walk(tmp_path, seed=5), 2, resume=True) as cluster:
         result = await cluster.result(40)
     same(await tg.arun(walk(None, seed=5), nodes=0), result)
+
+
+async def begun_anew(tmp_path: Path) -> None:
+    """A job that left checkpoints was begun anew, and killed before its first one."""
+    await interrupted(tmp_path)
+    async with running(walk(tmp_path, seed=5), 2, fresh=True):
+        pass
+
+
+async def test_what_is_resumed_is_the_run_begun_last_also_where_it_left_no_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It went on, silently, from what --fresh was to be rid of."""
+    await begun_anew(tmp_path)
+    with pytest.raises(tg.JobError, match=r"newest of epoch 8: they are of an earlier run than the last; start from"):
+        await tg.arun(walk(tmp_path, seed=5), nodes=0)
+    for _ in range(2):  # and so it is when that one is killed early, too
+        async with running(walk(tmp_path, seed=5), 2, resume=True):
+            pass
+        assert f"begun last left no complete checkpoint in {tmp_path}/walk: the job starts from its be" in caplog.text
+        assert "The checkpoint of epoch 8 there is of an earlier run" in caplog.text
+        caplog.clear()
+    assert len(files(tmp_path, "s0001-*/manifest.json")) == 2, "they stay until there is a newer one"
+    async with running(walk(tmp_path, seed=5), 2, cleaned(tmp_path, 11, "s0001-*", "*-begun"), resume=True) as cluster:
+        result = await cluster.result(40)
+    same(await tg.arun(walk(None, seed=5), nodes=0), result)
+    assert result.restarts == 0
+    assert {path.name[:5] for path in files(tmp_path, "*")} == {"s0005"}, "one more for each start"
+    caplog.clear()
+    same(result, await tg.arun(walk(tmp_path, seed=5), nodes=0, resume=True))
+    assert caplog.text == ""
+
+
+async def test_the_way_back_to_an_earlier_run_is_to_remove_what_is_of_later_ones(
+    unharmed: tg.JobResult, tmp_path: Path
+) -> None:
+    await begun_anew(tmp_path)
+    for path in files(tmp_path, "s0002-*"):
+        path.unlink()
+    result = await tg.arun(walk(tmp_path), nodes=0, resume=True)
+    same(unharmed, result)
+    assert result.restarts == 1
+
+
+async def test_a_run_that_was_refused_did_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: Any) -> None:
+        raise tg.JobRunning("another one was quicker")
+
+    await interrupted(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(inprocess, "submit", refuse)
+        with pytest.raises(tg.JobRunning):
+            await tg.arun(walk(tmp_path), nodes=0, fresh=True)
+    assert (await tg.arun(walk(tmp_path), nodes=0, resume=True)).restarts == 1
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_place_that_does_not_take_that_a_run_began_keeps_no_job_from_running(
+    unharmed: tg.JobResult,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    hangs: bool,
+) -> None:
+    released = threading.Event()
+
+    def begin(*_: Any) -> None:
+        if not hangs:
+            raise OSError(30, "Read-only file system")
+        released.wait(30)
+
+    await interrupted(tmp_path)
+    monkeypatch.setattr(resuming, "_SLOW_S", 0.2)
+    monkeypatch.setattr(Store, "begin", begin)
+    try:
+        same(unharmed, await tg.arun(walk(tmp_path), nodes=0, fresh=True))
+    finally:
+        released.set()
+    why = "it takes longer than 0.2 s" if hangs else "[Errno 30] Read-only file system"
+    assert f"({why}): if it ends before its first checkpoint, --resume goes on from that of epoch 8" in caplog.text
 
 
 class Forgetful(tg.Task):
