@@ -13,6 +13,7 @@ Whatever blocks or costs runs in threads of their own: neither the event loop no
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
@@ -86,10 +87,22 @@ class CheckpointReader:
             found = self.store.newest((pointer.name, *pointer.before))
             if found.manifest is None and found.missing:
                 *others, last = found.refused
-                found = replace(found, refused=(*others, f"{last}: {_SAME_PLACE}"))
+                found = replace(found, refused=(*others, f"{last}: {self._why_missing(pointer)}"))
             return found
 
         return await self.call(look)
+
+    def _why_missing(self, pointer: CheckpointRecord) -> str:
+        """Why a file of a checkpoint may not be there: who keeps checkpoints here as well, or what to ask."""
+        current, mine = Name.parse(pointer.name), self._node.spec.run[:8]
+        with contextlib.suppress(OSError):
+            for other in self.store.of_others(mine, (pointer.name, *pointer.before)):
+                # What an earlier run left unfinished is older than this run, or of the run that is gone on from.
+                if current is not None and other > current and other.run != current.run:
+                    return (
+                        f"another run ({other.run}) keeps checkpoints of this job there, too, and may have removed it"
+                    )
+        return _SAME_PLACE
 
     async def boundary_of(self, task: int, term: int) -> Boundary | None:
         """The committed boundary of a task, where it is the checkpoint's; None where that has nothing of the task.
@@ -106,7 +119,7 @@ class CheckpointReader:
             try:
                 return self.store.read(self.store.open(record.name), task)
             except MissingFile as error:
-                raise CheckpointError(f"{error}: {_SAME_PLACE}") from error
+                raise CheckpointError(f"{error}: {self._why_missing(record)}") from error
 
         value = await self.call(read)
         # After a roll-back it counts as made in the attempt that began then: whatever is older was undone.

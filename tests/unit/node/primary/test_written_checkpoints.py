@@ -289,6 +289,19 @@ async def test_without_a_usable_checkpoint_the_job_fails_and_names_the_files(tmp
             await cluster.result(40)
 
 
+async def test_where_another_run_removed_the_checkpoint_it_is_told_of(tmp_path: Path) -> None:
+    class Remove(KillWithCheckpoint):
+        async def wait(self, cluster: InProcessCluster) -> None:
+            await super().wait(cluster)
+            for file in files(tmp_path, "*/manifest*.json"):
+                file.unlink()
+            (tmp_path / "walk" / str(Name(1, 2, 8, "0ther"))).mkdir()
+
+    async with running(walk(tmp_path), 4, Remove(1, 6, at=4)) as cluster:
+        with pytest.raises(tg.JobFailed, match=r"manifest.json is missing: another run \(0ther\) keeps checkpoints"):
+            await cluster.result(40)
+
+
 async def test_a_task_lost_before_the_first_checkpoint_fails_the_job(tmp_path: Path) -> None:
     async with running(walk(tmp_path), 4, Kill(1, 2)) as cluster:
         with pytest.raises(tg.JobFailed, match="its first checkpoint is not complete yet"):
