@@ -269,7 +269,8 @@ async def arun_inprocess(
         await cluster.start(count, resume=resume, fresh=fresh)
         return await cluster.result(timeout_s)
     except (JobFailed, asyncio.CancelledError) as error:
-        if (left := cluster.checkpoint()) is not None:
+        # An error that names the checkpoint says that it cannot be used.
+        if (left := cluster.checkpoint()) is not None and left.name not in str(error):
             error.add_note(way_on(left))
         raise
     finally:

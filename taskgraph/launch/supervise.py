@@ -209,8 +209,10 @@ class Supervisor:
 
     def _noted(self, error: E) -> E:
         """The error, with a note that says how the job can be continued."""
-        if hint := self._follower.way_on():
-            error.add_note(hint)
+        pointer = self._follower.view.checkpoint
+        # An error that names that checkpoint says that it cannot be used.
+        if pointer is not None and pointer.record.name not in str(error):
+            error.add_note(self._follower.way_on())
         return error
 
     async def _no_etcd(self, ended: Callable[[], Awaitable[str]]) -> None:

@@ -302,6 +302,25 @@ async def test_where_another_run_removed_the_checkpoint_it_is_told_of(tmp_path: 
             await cluster.result(40)
 
 
+async def test_a_job_that_fails_for_its_checkpoint_is_not_told_to_go_on_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run had removed it, and the launcher called it complete."""
+    await interrupted(tmp_path)
+    real = Store.newest
+
+    def looked(self: Store, names: Any) -> Any:
+        found = real(self, names)
+        for file in files(tmp_path, "*/manifest*.json"):
+            file.unlink()
+        return found
+
+    monkeypatch.setattr(Store, "newest", looked)
+    with pytest.raises(tg.JobFailed, match=r"manifest.json is missing: do all hosts see the same place\?") as failed:
+        await tg.arun(walk(tmp_path), nodes=0, resume=True)
+    assert not any("is complete" in note for note in getattr(failed.value, "__notes__", ()))
+
+
 async def test_a_task_lost_before_the_first_checkpoint_fails_the_job(tmp_path: Path) -> None:
     async with running(walk(tmp_path), 4, Kill(1, 2)) as cluster:
         with pytest.raises(tg.JobFailed, match="its first checkpoint is not complete yet"):
