@@ -471,7 +471,7 @@ class Attempt:
         return self.replica.actor.wait_in_thread(future, timeout_s)
 
     def hold(self, where: str, why: str) -> Callable[[], None]:
-        self._check_alive()
+        self._check_not_done()
         self._hold_count += 1
         mark = self._hold_count
         shown = f"{where}: {why}".encode("utf-8", "backslashreplace").decode()  # it travels, and whatever it is
@@ -479,14 +479,18 @@ class Attempt:
         return lambda: self._on_loop(self.quiet.release, mark)
 
     def report(self, where: str, numbers: dict[str, float]) -> None:
-        self._check_alive()
+        self._check_not_done()
         self._on_loop(self.numbers.update, numbers)
 
     def finish(self, where: str) -> None:
-        self._check_alive()
+        self._check_not_done()
         self.finishing = True
-        if self._group is not None:  # else it is over, and its snapshot may be taken: too late
-            self._primary.finishing()
+        self._primary.finishing()
+
+    def _check_not_done(self) -> None:
+        """Raises where it is over, or done though not committed: its report may be on its way to the leader."""
+        if self.cancelled or self._group is None:
+            raise AttemptEnded
 
     # -- what it waits for ------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -56,3 +58,33 @@ def test_it_is_told_by_name(where: str, strict: bool, caplog: pytest.LogCaptureF
     settings = tg.Settings(strict=strict, epochs_ahead=0)
     play(job(Fresh, settings=settings), scenario, nodes=3)
     assert not [record for record in caplog.records if "cannot go on" in record.getMessage()], "no node ends for it"
+
+
+USES: dict[str, Callable[[tg.Epoch], object]] = {
+    "report": lambda epoch: epoch.report(loss=1.0),
+    "finish": lambda epoch: epoch.finish(),
+    "hold": lambda epoch: epoch.hold("too late"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_so_it_is_in_the_next_epoch_where_it_is_done_and_not_committed(use: str) -> None:
+    """It would else be lost without a word: what it reports may be on its way already."""
+    used = asyncio.Event()
+
+    class Fresh(Counting, state=["total"]):
+        kept: Any = None
+
+        async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            if self.task_id == 0:
+                await used.wait()  # the epoch is not committed before
+            elif self.kept is not None:
+                used.set()
+                USES[use](self.kept)
+            self.kept = epoch
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        with pytest.raises(JobFailed, match=r"task 1, epoch 1, 'count': it uses an `epoch` that is over"):
+            await cluster.result()
+
+    play(job(Fresh, settings=tg.Settings(epochs_ahead=4)), scenario, nodes=2)
