@@ -53,6 +53,13 @@ class AttemptEnded(BaseException):
     returns after it is ignored.
     """
 
+    def __str__(self) -> str:
+        return (
+            "the epoch is over, or it restarts: nothing can be done with it any more. A thread of your own that goes "
+            'on beside the method that was given the epoch keeps it open with epoch.hold("why"), and returns where '
+            "epoch.cancelled is true"
+        )
+
 
 class Tag(str, Generic[T]):
     """A channel's name with the type of its items, for type checkers: `GRAD = tg.Tag[np.ndarray]("grad")`."""

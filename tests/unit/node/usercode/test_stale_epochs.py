@@ -10,6 +10,7 @@ import pytest
 from cluster_kit import Counting, job, play
 
 import taskgraph as tg
+from taskgraph.epoch import AttemptEnded
 from taskgraph.errors import JobFailed
 from taskgraph.launch.inprocess import InProcessCluster
 
@@ -88,3 +89,7 @@ def test_so_it_is_in_the_next_epoch_where_it_is_done_and_not_committed(use: str)
             await cluster.result()
 
     play(job(Fresh, settings=tg.Settings(epochs_ahead=4)), scenario, nodes=2)
+
+
+def test_who_hears_of_it_in_a_thread_of_its_own_is_told_what_it_is() -> None:
+    assert "keeps it open with epoch.hold" in str(AttemptEnded())
