@@ -196,6 +196,16 @@ def test_an_error_while_importing_a_driver_tells_the_line(
     assert load_driver(text)().tasks == 3
 
 
+def test_a_driver_that_calls_main_when_imported_takes_no_arguments_of_others_for_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["process.py", "15"])
+    path = write(tmp_path / "eager.py", FIT + "tg.main(fit)\n")
+    with pytest.raises(tg.JobError, match=r"eager\.py starts job 'fit' while it is imported"):
+        load_driver(str(path))
+    assert capsys.readouterr().err == ""
+
+
 def test_a_driver_that_starts_its_own_job_when_imported_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "eager.py", FIT + "tg.run(fit(), nodes=2)\n")
     with pytest.raises(tg.JobError, match=r"eager\.py starts job 'fit' while it is imported"):
@@ -210,13 +220,14 @@ START = "if __name__ != '__main__':\n    {}\n"
     [
         ("tg.run(fit(), nodes=2)", "starts job 'fit' while it is imported, and every node imports it"),
         ("import asyncio; asyncio.run(tg.arun(fit(), nodes=2))", "starts job 'fit' while it is imported"),
+        ("tg.main(fit)", r"starts job 'fit' while it is imported, and every node imports it: put .* line 7\)"),
         (
             "import asyncio; asyncio.run(None)",  # a coroutine would be one that nobody awaits
             r"asyncio\.run\(\) cannot be called from a running event loop .* line 7\): every node imports it, where an "
             r"event loop runs, so put .* under `if __name__ == '__main__':`",
         ),
     ],
-    ids=["run", "arun", "other"],
+    ids=["run", "arun", "main", "other"],
 )
 async def test_as_a_node_imports_it_where_a_loop_runs_it_is_told_of_the_guard(
     starts: str, complaint: str, tmp_path: Path
