@@ -20,16 +20,20 @@ from pathlib import Path
 from types import TracebackType
 
 from taskgraph.children import Adopted, Child, adopting, can_adopt, tell_child
-from taskgraph.errors import JobError
+from taskgraph.errors import TaskGraphError
 from taskgraph.launch.threads_env import thread_env
 from taskgraph.node.config import NodeConfig
 
-__all__ = ["ForkServer", "NodeProcess"]
+__all__ = ["ForkServer", "NodeProcess", "NotStarted"]
 
 _END_S = 1.0
 """One that is asked nothing more ends by itself within this time, or is killed."""
 _MAX_ANSWER_BYTES = 1 << 16
 _SAID_BYTES = 4000
+
+
+class NotStarted(TaskGraphError):
+    """A node cannot be started. It is nobody's mistake, and may go well another time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,7 +114,7 @@ class ForkServer:
         """Starts a node. Cancelled meanwhile, none is left.
 
         Raises:
-            JobError: it cannot be started; with what was said.
+            NotStarted: it cannot be started; with what was said.
             OSError: the log cannot be opened, or there are too many open files.
         """
         read_end, write_end = os.pipe()
@@ -136,7 +140,7 @@ class ForkServer:
 
     async def _forked(self, config: NodeConfig, fds: tuple[int, int]) -> Child:
         if self._socket is None or self._process is None:
-            raise JobError("no node can be started any more: what they are forked from has ended")
+            raise NotStarted("no node can be started any more: what they are forked from has ended")
         with adopting():
             _ask(self._socket, config, fds, fork=True)
             answering = asyncio.ensure_future(self._answer(self._socket))
@@ -147,7 +151,7 @@ class ForkServer:
                 raise
             if isinstance(pid := answer.get("pid"), int):
                 return Adopted(pid)
-        raise JobError(f"node {config.name} cannot be started: {answer['error']}")
+        raise NotStarted(f"node {config.name} cannot be started: {answer['error']}")
 
     async def _answer(self, asked: socket.socket) -> dict[str, object]:
         said, loop = b"", asyncio.get_running_loop()

@@ -101,7 +101,7 @@ class LocalNodes:
 
         Raises:
             CoordinationError: etcd does not answer, or refuses.
-            JobError: a process cannot be started.
+            NotStarted: a process cannot be started.
         """
         first = await self._take_numbers(count)
         if self._sockets is None:

@@ -17,7 +17,7 @@ from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, JobFailed, JobTimeout, TaskGraphError, worded
 from taskgraph.launch.collect import job_failed
 from taskgraph.launch.follow import Follower, kept_events, node_statuses
-from taskgraph.launch.forkserver import ForkServer
+from taskgraph.launch.forkserver import ForkServer, NotStarted
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.standing import with_stands
@@ -117,7 +117,7 @@ class Supervisor:
         """
         grace_s = _NODE_END_S
         try:
-            await self._nodes.start(count)
+            await self._start(count)
             if self._hooks.on_start is not None:
                 self._hooks.on_start(self._follower, self._nodes)
             try:
@@ -143,6 +143,13 @@ class Supervisor:
             raise
         finally:
             await self._finish(grace_s)
+
+    async def _start(self, count: int) -> None:
+        try:
+            await self._nodes.start(count)
+        except NotStarted as error:
+            await self._try_to_end(str(error), State.FAILED)
+            raise JobFailed(str(error), job=self._spec.name) from error
 
     async def _result(self) -> tuple[list[TaskResult], JobResult]:
         """Whichever comes first: the job's end, that of all nodes, of etcd, or of our own following."""

@@ -16,8 +16,7 @@ import pytest
 
 from taskgraph import host
 from taskgraph.children import can_adopt, tell_child
-from taskgraph.errors import JobError
-from taskgraph.launch.forkserver import ForkServer, NodeProcess
+from taskgraph.launch.forkserver import ForkServer, NodeProcess, NotStarted
 from taskgraph.node import forkserver
 from taskgraph.node.config import NodeConfig
 
@@ -123,9 +122,9 @@ async def test_one_that_cannot_load_says_why(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "uvloop.py").write_text("raise ImportError('uvloop is broken here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     async with ForkServer(tmp_path, 1) as server:
-        with pytest.raises(JobError, match=r"(?s)node n1 cannot be started: .* it said:.*uvloop is broken here"):
+        with pytest.raises(NotStarted, match=r"(?s)node n1 cannot be started: .* it said:.*uvloop is broken here"):
             await server.start(config("127.0.0.1:1"), tmp_path / "n1.log")
-        with pytest.raises(JobError, match=r"(?s)node n2 cannot be started: .*uvloop is broken here"):
+        with pytest.raises(NotStarted, match=r"(?s)node n2 cannot be started: .*uvloop is broken here"):
             await server.start(config("127.0.0.1:1", "n2"), tmp_path / "n2.log")
 
 
@@ -150,7 +149,7 @@ async def test_a_cancelled_start_leaves_none(tmp_path: Path, silent: str, stoppe
             await starting
         assert not [pid for pid in _writing_to(tmp_path) if "n1" in os.readlink(f"/proc/{pid}/fd/1")]
         if stopped:
-            with pytest.raises(JobError, match="has ended"):
+            with pytest.raises(NotStarted, match="has ended"):
                 await server.start(config(silent), tmp_path / "n1.log")
     assert _writing_to(tmp_path) == []
 
@@ -203,7 +202,7 @@ def test_a_system_without_processes_left_is_told(monkeypatch: pytest.MonkeyPatch
 
 async def test_one_that_has_ended_starts_none(tmp_path: Path) -> None:
     server = ForkServer(tmp_path, 1, fork=True)
-    with pytest.raises(JobError, match="no node can be started any more"):
+    with pytest.raises(NotStarted, match="no node can be started any more"):
         await server.start(config("127.0.0.1:1"), tmp_path / "n1.log")
 
 

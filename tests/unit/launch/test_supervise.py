@@ -14,10 +14,10 @@ import pytest
 
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver import JobSpec
-from taskgraph.errors import PeerLost
+from taskgraph.errors import JobError, JobFailed, PeerLost
 from taskgraph.jobs import Job
 from taskgraph.launch import supervise
-from taskgraph.launch.forkserver import NodeProcess
+from taskgraph.launch.forkserver import NodeProcess, NotStarted
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry
 from taskgraph.launch.supervise import Hooks, Supervisor, drain_s, end_reason, launch_nodes
@@ -55,6 +55,25 @@ async def test_of_a_job_that_had_finished_a_timeout_says_that_its_results_were_m
 def test_why_a_job_ended_is_what_ended_its_launcher() -> None:
     assert end_reason(asyncio.CancelledError()) == end_reason(KeyboardInterrupt()) == "interrupted"
     assert end_reason(PeerLost("away")) == "its launcher could not go on: PeerLost: away"
+
+
+async def test_a_job_whose_nodes_cannot_be_started_has_failed_and_its_driver_is_not_to_blame(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job, told = supervisor(finished=False), []
+
+    async def start(count: int) -> None:
+        raise NotStarted("node n1 cannot be started: what it is forked from has ended")
+
+    async def cancel_job(reason: str, *, state: str) -> None:
+        told.append((reason, state))
+
+    monkeypatch.setattr(job._nodes, "start", start)
+    monkeypatch.setattr(job._follower, "cancel_job", cancel_job, raising=False)
+    with pytest.raises(JobFailed, match="node n1 cannot be started") as failed:
+        await job._start(1)
+    assert failed.value.job == "fit" and told == [(str(failed.value), State.FAILED)]
+    assert not issubclass(NotStarted, JobError), "trying again may well give something else"
 
 
 _HANDS_OVER = """trap 'sleep 0.5; exit 0' TERM; touch "$0"; while :; do sleep 0.02; done"""
