@@ -11,7 +11,7 @@ import concurrent.futures
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from itertools import repeat
 from types import SimpleNamespace
-from typing import Any, Final, Generic, Protocol, TypeVar, cast, overload
+from typing import Any, Final, Generic, Protocol, Self, TypeVar, cast, overload
 
 import numpy as np
 import xxhash
@@ -63,6 +63,11 @@ class AttemptEnded(BaseException):
 
 class Tag(str, Generic[T]):
     """A channel's name with the type of its items, for type checkers: `GRAD = tg.Tag[np.ndarray]("grad")`."""
+
+    def __new__(cls, name: str) -> Self:
+        if not isinstance(name, str):
+            raise JobError(f"a tag is a text, as in tg.Tag('grad'), not {name!r:.100}")
+        return super().__new__(cls, name)
 
 
 class Scratch(SimpleNamespace):

@@ -26,9 +26,9 @@ NAME_RULE = "a name has 1 to 100 letters, digits, '.', '_' or '-', no '.' first"
 _NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,100}")
 
 
-def is_name(text: str) -> bool:
+def is_name(text: object) -> bool:
     """Whether a job may be called so: see `NAME_RULE`."""
-    return _NAME.fullmatch(text) is not None
+    return isinstance(text, str) and _NAME.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, kw_only=True)

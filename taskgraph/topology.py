@@ -6,6 +6,7 @@ order of the ids is the order in which `ins.all` lists what came along the link.
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -48,7 +49,7 @@ class Topology(Mapping[str, Link]):
     """Named links, an immutable mapping. Topologies are joined with `|`, with a plain dict of functions, too.
 
     Raises:
-        JobError: a name is no string, or a link no function.
+        JobError: a name is no string, or a link no function of three arguments.
     """
 
     def __init__(self, links: Mapping[str, Link] | None = None) -> None:
@@ -61,6 +62,7 @@ class Topology(Mapping[str, Link]):
                 raise JobError(f"a link's name is a string, not {name!r}")
             if not callable(link):
                 raise JobError(f"link {name!r} must be a function (task_id, tasks, epoch) -> task ids, not {link!r}")
+            _check_parameters(f"link {name!r}", link)
         self._links = dict(links)
         self.lasting = frozenset(name for name, link in links.items() if _lasts(link))
         """The links that are the same in every epoch."""
@@ -111,6 +113,20 @@ class Topology(Mapping[str, Link]):
             self._room -= len(found) + 1
             self.known[link, task_id, tasks] = found
         return found
+
+
+def _check_parameters(what: str, link: Link) -> None:
+    """Raises JobError where a link cannot be called as it will be: else the first `compose` would be told."""
+    try:
+        signature = inspect.signature(link)
+    except ValueError:  # something of C that tells nothing of itself
+        return
+    try:
+        signature.bind(0, 1, 0)
+    except TypeError:
+        raise JobError(
+            f"{what} is called with (task_id, tasks, epoch), but takes {signature}: lambda task_id, tasks, epoch: ..."
+        ) from None
 
 
 def _checked(link: Link, what: str, task_id: int, tasks: int, epoch: int) -> tuple[int, ...]:
@@ -326,6 +342,7 @@ def inverse(link: Link) -> Link:
     """
     if not callable(link):
         raise JobError(f"inverse takes a link's function, as in tg.inverse(topology['children']), not {link!r}")
+    _check_parameters("inverse: the link", link)
     what = f"the inverted link {getattr(link, '__name__', '')!r}"
 
     @lru_cache(maxsize=_EPOCHS_KEPT)

@@ -294,7 +294,10 @@ def result(name: str, etcd: str | None = None) -> JobResult:
     Raises:
         UnknownJob: no job of that name is known; or it finished, and its values are not kept.
         JobFailed: it failed, was cancelled, or has not finished.
+        JobError: it is no job's name.
     """
+    if not isinstance(name, str):
+        raise JobError(f"tg.result takes the name of a job, not {name!r:.100}")
     if etcd is None:
         kept = Runtime().finished(name)
     else:

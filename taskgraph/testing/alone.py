@@ -58,8 +58,15 @@ def compute(
         a consumer would receive them.
 
     Raises:
-        What the function raises; GraphError and ValueNotEncodable as in a job.
+        What the function raises; GraphError and ValueNotEncodable as in a job. JobError: the arguments do not fit.
     """
+    if not callable(function):
+        raise JobError(f"compute runs a task's method, as in tg.testing.compute(task.update), not {function!r:.100}")
+    for name, given in (("ins", ins), ("scratch", scratch), ("replies", replies)):
+        if given is not None and not isinstance(given, Mapping):
+            raise JobError(f"compute({name}={given!r:.100}): must be a dict, {{name: value}}")
+    if isinstance(outs, str):
+        raise JobError(f"compute(outs={outs!r}): must be a tuple of tags: outs=({outs!r},)")
     work = _Alone(function, epoch, seed, scratch or {}, replies or {})
     items, inbound = {}, {}
     for tag, given in (ins or {}).items():

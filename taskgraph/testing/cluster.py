@@ -8,7 +8,7 @@ import functools
 import random
 import traceback
 from collections.abc import Mapping
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 from taskgraph.errors import JobError, JobTimeout
@@ -65,6 +65,12 @@ def run(
         JobError: the arguments do not fit the job.
     """
     check_job(job)
+    _check_int("order", order, None)
+    if nodes is not None:
+        _check_int("nodes", nodes, 1)
+    _check_seconds("timeout_s", timeout_s)
+    if stuck_s is not None:
+        _check_seconds("stuck_s", stuck_s)
     kills = _as_kills(kills)
     for (task, epoch), stage in kills.items():
         if stage not in STAGES:
@@ -86,6 +92,19 @@ def run(
         )
     except Stuck as stuck:
         raise run.told(stuck) from None
+
+
+def _check_int(name: str, given: Any, least: int | None) -> None:
+    fits = isinstance(given, Integral)  # numpy's, too
+    if not fits or (least is not None and given < least):
+        limit = "" if least is None else f" of at least {least}"
+        raise JobError(f"tg.testing.run({name}={given!r:.100}): must be an int{limit}")
+
+
+def _check_seconds(name: str, given: Any) -> None:
+    fits = isinstance(given, Real)
+    if not fits or not given > 0:
+        raise JobError(f"tg.testing.run({name}={given!r:.100}): must be a number of seconds above 0")
 
 
 def _as_kills(kills: Any) -> dict[tuple[int, int], str]:

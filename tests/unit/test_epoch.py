@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -282,3 +284,11 @@ def test_outs_that_is_kept_beyond_its_call_is_told_to_be_over() -> None:
     outs.close()
     said = refused(lambda: outs.put("x", 0))
     assert "epoch 3, no_op: a put into channel 'x' after the processor returned" in said and "twice" not in said
+
+
+@pytest.mark.parametrize("name", [3, None, b"x"])
+def test_a_tag_is_a_text(name: Any) -> None:
+    with pytest.raises(tg.JobError, match="a tag is a text"):
+        tg.Tag(name)
+    grad = tg.Tag[np.ndarray]("grad")
+    assert type(pickle.loads(pickle.dumps(grad))) is tg.Tag and copy.copy(grad) == "grad"

@@ -253,6 +253,11 @@ def test_a_topology_does_not_change_with_the_dict_it_was_made_of() -> None:
         (tg.tree, r"call it: tg\.tree\(\)"),
         ([1, 2], "made of named links"),
         ({"children": [1, 2]}, "link 'children' must be a function"),
+        (
+            {"x": lambda i, n: ()},
+            r"link 'x' is called with \(task_id, tasks, epoch\), but takes \(i, n\): lambda task_id",
+        ),
+        ({"x": lambda i, n, e, k: ()}, r"link 'x' is called with .*, but takes \(i, n, e, k\)"),
         ({3: lambda i, n, e: ()}, "name is a string, not 3"),
         ({"": lambda i, n, e: ()}, "name is a string, not ''"),
     ],
@@ -262,6 +267,25 @@ def test_what_is_no_topology_is_refused(links: Any, complaint: str) -> None:
         tg.Topology(links)
     with pytest.raises(tg.JobError, match=complaint):
         as_topology(links)
+
+
+def test_so_is_a_link_to_invert_that_cannot_be_called_as_links_are() -> None:
+    with pytest.raises(tg.JobError, match=r"inverse: the link is called with .*, but takes \(i, n\)"):
+        tg.inverse(lambda i, n: ())  # type: ignore[arg-type, misc]
+
+
+class Along:
+    def __call__(self, i: int, n: int, e: int) -> tuple[int, ...]:
+        return (2,)
+
+
+@pytest.mark.parametrize(
+    "link",
+    [functools.partial(lambda k, *given: (k,), 2), lambda i, n, e, k=2: (k,), lambda *given: (2,), Along()],
+    ids=["partial", "default", "any", "object"],
+)
+def test_whatever_can_be_called_with_three_arguments_is_a_link(link: Any) -> None:
+    assert tg.Topology({"x": link}).neighbors("x", 0, 3, 0) == (2,)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -203,6 +204,13 @@ def test_of_what_was_kept_without_its_reports_tg_result_says_so(
     Runtime().keep_finished("fit", {**kept, "result": None})
     with pytest.raises(tg.UnknownJob, match="are not kept: whoever collected them, if anybody did, has them"):
         tg.result("fit")
+
+
+@pytest.mark.parametrize("etcd", [None, "127.0.0.1:1"])
+@pytest.mark.parametrize("name", [None, 3, b"fit"])
+def test_a_result_is_asked_for_by_name(name: Any, etcd: str | None) -> None:
+    with pytest.raises(tg.JobError, match=r"tg\.result takes the name of a job, not "):
+        tg.result(name, etcd=etcd)
 
 
 class Untold:

@@ -60,3 +60,19 @@ def test_what_was_declared_has_to_be_put() -> None:
         tg.testing.compute(splits, outs=("x", "y", "z", "w"))
     with pytest.raises(GraphError, match="no outbound channel 'y' is declared; outbound are: 'x'"):
         tg.testing.compute(splits, outs=("x",))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"ins": [1]}, r"compute\(ins=\[1\]\): must be a dict"),
+        ({"scratch": 3}, r"compute\(scratch=3\): must be a dict"),
+        ({"replies": "x"}, r"compute\(replies='x'\): must be a dict"),
+        ({"outs": "x"}, r"outs=\('x',\)"),
+        ({"function": 3}, "runs a task's method, .* not 3"),
+    ],
+    ids=str,
+)
+def test_arguments_that_do_not_fit_are_told_by_name(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(tg.JobError, match=words):
+        tg.testing.compute(**{"function": passes_on, **given})

@@ -833,6 +833,23 @@ def test_kills_that_make_no_sense(kills: Any, words: str) -> None:
         run(fit(), kills=kills)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"order": "a"}, "order='a'): must be an int"),
+        ({"order": 1.5}, "order=1.5): must be an int"),
+        ({"nodes": "2"}, "nodes='2'): must be an int of at least 1"),
+        ({"nodes": -1}, "nodes=-1): must be an int of at least 1"),
+        ({"timeout_s": "5"}, "timeout_s='5'): must be a number of seconds above 0"),
+        ({"stuck_s": 0}, "stuck_s=0): must be a number of seconds above 0"),
+    ],
+    ids=str,
+)
+def test_other_arguments_that_make_no_sense(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(tg.JobError, match=re.escape(words)):
+        tg.testing.run(fit(), **given)
+
+
 def test_kills_that_never_came_to_pass() -> None:
     def compose(self: tg.Task, epoch: tg.Epoch) -> None:
         epoch.processor(lambda epoch, ins, outs: epoch.finish(), name="work")
