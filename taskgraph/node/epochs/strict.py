@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from taskgraph.epoch import Epoch, Inputs, Outputs, Scratch
-from taskgraph.errors import StateError, ValueNotEncodable
+from taskgraph.errors import StateError, ValueNotEncodable, class_name
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor
 from taskgraph.graph.values import encode, separate, staying, untouched
@@ -36,6 +38,8 @@ __all__ = ["Given", "Recording", "check_replay", "left_by", "seen"]
 R = TypeVar("R")
 
 Fields = dict[str, bytes]
+_UNCHANGING = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, np.generic)
+"""Values that nobody writes to: to have one of them twice is no mistake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,10 +211,19 @@ async def check_replay(replica: Replica, fresh: Replica, boundary: Encoded, reco
     if differing:
         suspects = await _suspects(replica, fresh, before)
         hint = f"; attributes that differ and are not in the snapshot: {', '.join(suspects)}" if suspects else ""
+        why = (
+            f"snapshot() forgets state, or the task is not deterministic{hint}; add what the task remembers to "
+            f"`state=[...]`, and draw random numbers from epoch.rng"
+        )
+        if not suspects and (shared := _shared(replica, before, after)):
+            one, other, kind = shared
+            why = (
+                f"self.{one} and self.{other} are two attributes of state that are one {kind}, and two once they are "
+                f"restored; give each its own, as in self.{one} = self.{other}.copy()"
+            )
         raise StateError(
             f"task {replica.task}, epoch {stamp.epoch}: replayed from its snapshot, the epoch came out differently "
-            f"({', '.join(differing[:5])}): snapshot() forgets state, or the task is not deterministic{hint}; add what "
-            f"the task remembers to `state=[...]`, and draw random numbers from epoch.rng"
+            f"({', '.join(differing[:5])}): {why}"
         )
 
 
@@ -332,6 +345,21 @@ def recording_items(work: _Replay) -> dict[tuple[str, int], Encoded]:
 async def _suspects(replica: Replica, fresh: Replica, held: Fields) -> list[str]:
     """Attributes that the snapshot has not `held`, and that differ between the object that ran on and that restored."""
     return [name for name in _changed(await _attributes(fresh), await _attributes(replica)) if name not in held]
+
+
+def _shared(replica: Replica, before: Fields, after: Fields) -> tuple[str, str, str] | None:
+    """An attribute of state that came out differently, one that is in the same memory, and what they are."""
+    held = {name: value for name, value in vars(replica.user_task).items() if name in before}
+    for one in _changed(before, after):
+        for other, value in held.items():
+            if one not in held or one == other or isinstance(value, _UNCHANGING):
+                continue
+            if isinstance(value, np.ndarray) and isinstance(held[one], np.ndarray):
+                if np.may_share_memory(value, held[one]):  # by their ends alone, which is quick: it is a hint
+                    return one, other, "array"
+            elif value is held[one]:
+                return one, other, class_name(type(value))
+    return None
 
 
 class _Replay:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from jobs_kit import fails, fit, job, no_op, run, task
 
@@ -709,6 +710,49 @@ def test_forgotten_state_is_named() -> None:
     error = fails(job(Forgetful, epochs=3))
     assert error.epoch == 1
     says(error, "came out differently", "state 'total'", "snapshot() forgets state", "seen", "state=[...]")
+
+
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [
+        (lambda: np.zeros(3), "are one array, and two once they are restored; give each its own, as in self.best ="),
+        (lambda: [0.0], "are one list, and two once they are restored"),
+    ],
+    ids=["array", "list"],
+)
+def test_two_attributes_of_state_that_are_one_are_named(first: Callable[[], Any], words: str) -> None:
+    class Aliased(tg.Task, state=["best", "cur"]):
+        def setup(self) -> None:
+            self.best, self.cur = first(), first()
+
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.processor(self.count)
+
+        def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.cur[0] += 1.0
+            if epoch.number == 0:
+                self.best = self.cur
+
+    error = fails(job(Aliased, epochs=3))
+    assert error.epoch == 1
+    says(error, "(state 'best')", "self.best and self.cur are two attributes of state that", words, "self.cur.copy()")
+
+
+def test_what_nobody_writes_to_is_no_reason_though_it_is_there_twice() -> None:
+    class Forgetful(tg.Task, state=["a", "b"]):
+        seen = 0
+
+        def setup(self) -> None:
+            self.a = self.b = "none"
+
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.processor(self.count)
+
+        def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.seen += 1
+            self.a = self.b = f"seen {self.seen}"
+
+    says(fails(job(Forgetful, epochs=3)), "came out differently", "snapshot() forgets state", "seen")
 
 
 def test_its_own_snapshot_runs_in_threads_alone_where_it_forgets_something() -> None:
