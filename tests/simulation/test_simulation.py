@@ -109,7 +109,7 @@ def test_tasks_are_in_several_epochs_at_once() -> None:
 @pytest.mark.timeout(300)
 def test_boundaries_travel_together_through_failures() -> None:
     """What was gathered is lost with its node, refused by an attempt that is over, or left to the tenders."""
-    outcomes = [run_seed(seed) for seed in range(300)]
+    outcomes = [run_seed(seed) for seed in (*range(300), 402, 679)]  # a restart is rare: these two have one
     together = [o.transcript.states for o in outcomes if o.transcript.states["several in Offers"]]
     assert sum(states["several in Offers"] for states in together) >= 60
     for state, least in (("takeover", 8), ("evicted", 8), ("restart", 1), ("hand-over", 3)):

@@ -31,7 +31,10 @@ def ordered(**processors: Any) -> None:
 
 
 def test_a_neighbor_that_does_not_exist() -> None:
-    made = task(lambda self, epoch: epoch.processor(no_op, outbound={"x": "next"}))
+    def put(epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("x", 1)
+
+    made = task(lambda self, epoch: epoch.processor(put, outbound={"x": "next"}))
     error = fails(job(made, topology={"next": lambda i, n, e: [i + 1]}))
     assert error.task == 1
     says(error, "link 'next' names task 2", "tasks 0 to 1")

@@ -253,6 +253,7 @@ def test_a_member_that_drains_stays_until_it_is_replaced_by_one_that_lives(joini
         joining.joins = True
         replacement, other = cluster.add(), cluster.add()
         await first.keeper.wait_until(lambda view: len(view.nodes) == 4)
+        await asyncio.sleep(1)  # until each of the two has reached the other
         leaving.drain("asked to")
         await joining.joining.wait()
         die(cluster, replacement)
