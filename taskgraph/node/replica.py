@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from taskgraph.task import Event
 
 __all__ = ["Replica", "encode_fields", "intact"]
+
+_LOGGERS: Final = "taskgraph.task."
+"""What the names of the tasks' loggers begin with."""
 
 
 def encode_fields(state: Any, task: int) -> dict[str, Encoded]:
@@ -139,14 +142,14 @@ class Replica:
             raise JobError(
                 f"the task builder returned {type(task).__name__} for task {self.task}; it must return a tg.Task"
             )
-        if "log" in vars(task):  # two replicas would count in one object
+        if getattr(vars(task).get("log"), "name", "").startswith(_LOGGERS):  # two replicas would count in one object
             raise JobError(
                 f"the task builder returned an object for task {self.task} that it had returned before: make one each "
                 f"time it is called, as in builder=lambda task_id: {type(task).__name__}(...)"
             )
         task.task_id = self.task
         task.tasks = self.job.tasks
-        task.log = logging.getLogger(f"taskgraph.task.{self.task}")
+        task.log = logging.getLogger(f"{_LOGGERS}{self.task}")
         task.primary = False
         task.xp = self._xp
         return task

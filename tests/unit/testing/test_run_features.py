@@ -620,6 +620,20 @@ def test_a_builder_that_gives_an_object_twice_is_told() -> None:
         run(job(lambda _: shared, topology=tg.grid(1, 2)))
 
 
+def test_an_object_that_had_a_log_of_its_own_was_not_returned_before() -> None:
+    class Logs(tg.Task):
+        def __init__(self, task_id: int) -> None:
+            self.task_id, self.log = task_id, []  # type: ignore[assignment]
+
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.processor(self.tell)
+
+        def tell(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.log.info("a logger's")
+
+    assert run(job(Logs)).epochs > 0
+
+
 @pytest.mark.parametrize("all_", [False, True])
 def test_inputs_that_are_used_in_a_later_epoch_are_told(all_: bool) -> None:
     class Keeps(tg.Task):
