@@ -1,10 +1,11 @@
 """What the framework costs on a CUDA device: an epoch, an array on its way, a snapshot, a failure.
 
-    python benchmarks/gpu.py [overhead] [array] [snapshot] [failover] [--rounds 3] [--seconds 5]
+    python benchmarks/gpu.py [overhead] [array] [network] [snapshot] [failover] [--rounds 3] [--seconds 5]
                              [--side 4096] [--compute-ms 10] [--mib 1024] [--host]
 
 - overhead: epochs of matrix products for about `--compute-ms`, against the same loop in plain CuPy, in turns.
 - array: `--mib` MiB from `outs.put` in one process to a compute in another on the same device that has read them.
+- network: the same between processes that are to each other as on two hosts, over TCP, in turns with arrays of numpy.
 - snapshot: epochs of ten times `--compute-ms` of products that change a state of `--mib` MiB, with a backup on another
   node, against the same where the array is no state, in turns.
 - failover: from `kill -9` of a primary to the next commit, of tasks whose arrays are on the device and of the same with
@@ -34,10 +35,14 @@ from running import RunningJob
 
 import taskgraph as tg
 from taskgraph.device.cuda import array_module, device_count
+from taskgraph.transport import endpoints
 
-CASES = ("overhead", "array", "snapshot", "failover")
+CASES = ("overhead", "array", "network", "snapshot", "failover")
 _WARM_S = 1.0
 _MIB = 1 << 20
+_APART = "TASKGRAPH_BENCH_APART"
+if _APART in os.environ:  # in a node: no other one is on its host
+    endpoints.usable = lambda endpoint: endpoint.startswith("tcp:")
 
 
 def wait_for(array: Any) -> float:
@@ -99,12 +104,13 @@ class Keeps(Changes, state=["x"]):
 class Pipe(tg.Task):
     """Task 0 sends an array, task 1 reads it, and keeps what it measured: its node lives to the end."""
 
-    def __init__(self, mib: int) -> None:
+    def __init__(self, mib: int, on_device: bool = True) -> None:
         self.mib = mib
+        self.on_device = on_device
         self.took: list[float] = []
 
     def setup(self) -> None:
-        self.x = self.xp.zeros(self.mib * _MIB // 8)
+        self.x = (self.xp if self.on_device else np).zeros(self.mib * _MIB // 8)
 
     def compose(self, epoch: tg.Epoch) -> None:
         if self.task_id == 0:
@@ -158,11 +164,12 @@ def gpu(
         "changes": lambda _: Changes(side, count, mib),
         "keeps": lambda _: Keeps(side, count, mib),
         "pipe": lambda _: Pipe(mib),
+        "host pipe": lambda _: Pipe(mib, on_device=False),
         "on the device": lambda _: Relaxes(True),
         "on the host": lambda _: Relaxes(False),
     }
-    tasks = {"pipe": 2, "on the device": 4, "on the host": 4}.get(kind, 1)
-    backups = int(kind not in ("computes", "pipe"))
+    tasks = {"pipe": 2, "host pipe": 2, "on the device": 4, "on the host": 4}.get(kind, 1)
+    backups = int(kind not in ("computes", "pipe", "host pipe"))
     return tg.Job(tasks=tasks, epochs=epochs, builder=builders[kind], backups=backups, topology=tg.ring())
 
 
@@ -216,17 +223,35 @@ async def overhead(given: argparse.Namespace, products: Products, count: int) ->
     print(f"  its time, of that of the same loop by itself (bar: 1.05): {spread(ratios, 3)}")
 
 
+async def piped(kind: str, mib: int, epochs: int, listen: str = "") -> list[float]:
+    """What an array took in each epoch, in ms."""
+    job = gpu(kind, mib=mib, epochs=epochs)
+    async with asyncio.timeout(300.0), RunningJob(job, nodes=2, listen=listen) as running:
+        result = await running.result()
+        view = running.view
+        if view.primary_node(0) is not None and view.primary_node(0) == view.primary_node(1):
+            raise SystemExit("both tasks are on one node: the figure would be of something else")
+        return list(result.values[1])
+
+
 async def array(given: argparse.Namespace) -> None:
-    took: list[float] = []
-    for _ in range(given.rounds):
-        async with asyncio.timeout(300.0), RunningJob(gpu("pipe", mib=given.mib, epochs=40), nodes=2) as running:
-            result = await running.result()
-            view = running.view
-            if view.primary_node(0) is not None and view.primary_node(0) == view.primary_node(1):
-                raise SystemExit("both tasks are on one node: the figure would be of something else")
-            took += result.values[1]
+    took = [ms for _ in range(given.rounds) for ms in await piped("pipe", given.mib, 40)]
     print(f"{given.mib} MiB from put to read in another process, ms (bar for 1,024 on a device: 2)")
     print(f"  {spread(took, 3)}")
+
+
+async def network(given: argparse.Namespace) -> None:
+    took: dict[str, list[float]] = {"pipe": [], "host pipe": []}
+    os.environ[_APART] = "1"
+    try:
+        for _ in range(given.rounds):
+            for kind, found in took.items():
+                found += await piped(kind, given.mib, 12, listen="127.0.0.1")
+    finally:
+        del os.environ[_APART]
+    print(f"{given.mib} MiB from put to read over TCP, within one host, ms")
+    print(f"  arrays on the device: {spread(took['pipe'], 1)}")
+    print(f"  arrays on the host: {spread(took['host pipe'], 1)}")
 
 
 async def snapshot(given: argparse.Namespace, products: Products) -> None:
@@ -270,6 +295,8 @@ async def main(given: argparse.Namespace) -> None:
         await overhead(given, products, products_in(products, given.compute_ms))
     if "array" in given.what:
         await array(given)
+    if "network" in given.what:
+        await network(given)
     if "snapshot" in given.what:
         await snapshot(given, products)
     if "failover" in given.what:

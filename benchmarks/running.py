@@ -29,9 +29,10 @@ _KEPT = 10_000
 class RunningJob:
     """A context: started when entered, ended and cleaned up when left."""
 
-    def __init__(self, job: tg.Job, *, nodes: int) -> None:
+    def __init__(self, job: tg.Job, *, nodes: int, listen: str = "") -> None:
         self._job = job
         self._count = nodes
+        self._listen = listen
         self._stack = AsyncExitStack()
         self.events: deque[Event] = deque(maxlen=_KEPT)
         """The last that were told, commits aside."""
@@ -65,7 +66,7 @@ class RunningJob:
             stack.push_async_callback(self.follower.stop)
             await self.follower.start(self._told)
             stack.callback(self.follower.keeper.on_change(self._changed))
-            self.nodes = LocalNodes(entry, coordinator, runtime)
+            self.nodes = LocalNodes(entry, coordinator, runtime, listen=self._listen)
             stack.push_async_callback(self._end)
             await self.nodes.start(self._count)
         except BaseException:

@@ -27,13 +27,22 @@ DRIVER = Path(__file__).parent / "drivers" / "relax.py"
 
 
 def test_device_arrays_travel_and_survive_a_kill() -> None:
-    job = load_driver(str(DRIVER))()
+    job = load_driver(f"{DRIVER}:relax")()
     calm = tg.testing.run(job)
     killed = tg.testing.run(job, kills={(0, 2): "sync", (2, 4): "done"})
     assert killed.failovers > 0
     for task, row in calm.values.items():
         assert type(row) is np.ndarray, "results are read on the host"
         assert np.array_equal(row, killed.values[task])
+
+
+def test_a_state_keeps_its_order_on_the_device() -> None:
+    job = load_driver(f"{DRIVER}:turned")()
+    calm = tg.testing.run(job)
+    killed = tg.testing.run(job, kills={(0, 2): "sync", (2, 4): "done"})
+    assert killed.failovers > 0
+    for task, x in calm.values.items():
+        assert np.array_equal(x, killed.values[task])
 
 
 def test_the_digest_does_not_depend_on_where_an_array_lives() -> None:
@@ -61,7 +70,7 @@ def test_later_changes_on_the_device_do_not_reach_what_was_put() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1000, 300_000], ids=["by the host", "on the device"])
 def test_node_processes_share_a_device(size: int, capfd: pytest.CaptureFixture[str]) -> None:
-    job = load_driver(str(DRIVER))
+    job = load_driver(f"{DRIVER}:relax")
     alone = tg.run(job(size=size), nodes=0)
     across = tg.run(job(size=size), nodes=2, timeout_s=100, name=f"relax-{size}")
     assert across.epochs == 6
@@ -281,6 +290,21 @@ def test_a_process_holds_its_part_of_a_device_and_more_where_it_is_free() -> Non
 async def cli() -> AsyncIterator[Cli]:
     async with shell() as found:
         yield found
+
+
+@pytest.mark.slow
+async def test_a_device_computes_with_what_comes_over_the_network(cli: Cli) -> None:
+    """Through page-locked memory, and in parts that are sent while the rest is still copied."""
+    options = {"size": 3_000_000, "hashed": True}
+    alone = tg.run(load_driver(f"{DRIVER}:relax")(**options), nodes=0)
+    given = [part for name, value in options.items() for part in ("-o", f"{name}={value}")]
+    around = ("--nodes", "3", "--listen", "127.0.0.1", "--json", *given)
+    done = await cli("run", f"{DRIVER}:relax", *around, RELAX_REMOTE="1")
+    assert done.code == 0, done.err
+    across = json.loads(done.out.splitlines()[-1])["values"]
+    assert {int(task): value for task, value in across.items()} == alone.values
+    assert "CUDA copies through its own" not in done.err
+    await cli.nothing_left()
 
 
 async def ring(cli: Cli, nodes: int, kind: str, times: int) -> Done:
