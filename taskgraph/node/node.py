@@ -234,7 +234,10 @@ class Node:
         Args:
             finished: also where its epochs are all committed (a `result()` that raises).
         """
-        also = self.device_loss.why_fail(error, task, epoch or 0) if task is not None else ""
+        also: str | None = ""
+        if task is not None:
+            error, task, epoch = self.device_loss.behind(error, task, epoch)
+            also = self.device_loss.why_fail(error, task, epoch or 0)
         return also is not None and await self.fail_with(error, task, epoch, fences, also, finished=finished)
 
     async def fail_with(

@@ -19,9 +19,10 @@ from taskgraph.graph.blocks import block_behind
 from taskgraph.graph.compose import Graph
 from taskgraph.graph.values import begin_hosted, decode, encode, hosted, verify
 from taskgraph.jobs import Job
+from taskgraph.node.membership.deviceloss import COPIES, SPOILER_S, met
 from taskgraph.node.reports import ReportLog, with_log
 from taskgraph.node.usercode.actor import Actor
-from taskgraph.node.usercode.errors import StuckError
+from taskgraph.node.usercode.errors import StuckError, UserCodeError
 from taskgraph.node.usercode.threads import Threads
 from taskgraph.observe.trace import Tracing
 from taskgraph.protocol.boundaries import Boundaries
@@ -209,7 +210,12 @@ class Replica:
     async def hosted(self, value: Encoded) -> Encoded:
         """The same snapshot on the host. The task computes on meanwhile."""
         copy = partial(hosted, value, allocate=self.router.allocate)
-        return await self.actor.call("snapshot to the host", copy, alone=False)
+        try:
+            return await self.actor.call(COPIES, copy, alone=False)
+        except UserCodeError as error:
+            if met(error) is not None:
+                await asyncio.sleep(SPOILER_S)
+            raise
 
     async def restore(self, value: Encoded) -> None:
         """Puts the user's object into the state of a boundary, from a fresh decode."""

@@ -296,7 +296,7 @@ async def cli() -> AsyncIterator[Cli]:
 async def test_a_device_computes_with_what_comes_over_the_network(cli: Cli) -> None:
     """Through page-locked memory, and in parts that are sent while the rest is still copied."""
     options = {"size": 3_000_000, "hashed": True}
-    alone = tg.run(load_driver(f"{DRIVER}:relax")(**options), nodes=0)
+    alone = await tg.arun(load_driver(f"{DRIVER}:relax")(**options), nodes=0)
     given = [part for name, value in options.items() for part in ("-o", f"{name}={value}")]
     around = ("--nodes", "3", "--listen", "127.0.0.1", "--json", *given)
     done = await cli("run", f"{DRIVER}:relax", *around, RELAX_REMOTE="1")

@@ -19,6 +19,7 @@ from taskgraph.node.epochs.dones import Dones, Worked
 from taskgraph.node.epochs.strict import Recording, check_replay
 from taskgraph.node.epochs.turns import Turns
 from taskgraph.node.epochs.twins import Twins
+from taskgraph.node.membership.deviceloss import met
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_users
 from taskgraph.observe.trace import BEGINS, clock
 from taskgraph.protocol.boundaries import Boundary
@@ -234,6 +235,8 @@ class Lanes:
             error = first_error(errors)
             if (stuck := errors.subgroup(StuckError)) is not None:
                 self.stuck = first_error(stuck)
+        if met(error) is not None:
+            self._node.device_loss.spoiled(error, self._task, stamp)
         lane = asyncio.current_task()
         if isinstance(error, UserCodeError | TaskGraphError) and lane is not None and not lane.cancelling():
             await self._told.wait(stamp.epoch)  # those before it may still be done, and are first

@@ -1,4 +1,8 @@
-"""Ends this node's process when a task's code met an error of its CUDA device; see `protocol.deviceloss`."""
+"""Ends this node's process when a task's code met an error of its CUDA device; see `protocol.deviceloss`.
+
+CUDA tells an illegal access, and its like, to whoever uses the context next: that may be the copy of a snapshot, beside
+which the next epoch computes. What computes meets it as well, a moment later, and knows where: that is what is told.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,14 @@ from taskgraph.protocol.records import GoneRecord
 
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
+    from taskgraph.protocol.messages import Stamp
 
-__all__ = ["DeviceLoss", "DeviceLost", "met"]
+__all__ = ["COPIES", "SPOILER_S", "DeviceLoss", "DeviceLost", "met"]
 
+COPIES = "snapshot to the host"
+"""The call in which nothing of the user's runs."""
+SPOILER_S = 0.2
+"""So long after an error of the device in there it is told of."""
 _LONG = 300
 """Characters of the error that are kept with the node's end."""
 
@@ -41,6 +50,22 @@ class DeviceLoss:
         self._own_process = own_process
         self._leaving = False
         self.error: DeviceLost | None = None
+        self._spoiled: tuple[UserCodeError, int, Stamp] | None = None
+
+    def spoiled(self, error: BaseException, task: int, stamp: Stamp) -> None:
+        """The work of an epoch met an error of the device; it is not told of before those before it are done."""
+        if isinstance(error, UserCodeError) and (self._spoiled is None or self._spoiled[2].attempt < stamp.attempt):
+            self._spoiled = error, task, stamp
+
+    def behind(
+        self, error: UserCodeError | TaskGraphError, task: int, epoch: int | None
+    ) -> tuple[UserCodeError | TaskGraphError, int, int | None]:
+        """What the job's users are to be told of: a compute's error in place of what only met the same."""
+        if self._spoiled is None or not isinstance(error, UserCodeError) or error.where != COPIES or met(error) is None:
+            return error, task, epoch
+        spoiler, by, stamp = self._spoiled
+        at = self._node.keeper.view.stamp
+        return (spoiler, by, stamp.epoch) if at is not None and at.attempt == stamp.attempt else (error, task, epoch)
 
     def why_fail(self, error: UserCodeError | TaskGraphError, task: int, epoch: int) -> str | None:
         """What to add to the reason with which the job fails; None: it does not fail, since this node ends."""

@@ -60,7 +60,8 @@ class Turned(tg.Task, state=["x"]):
 
     def mix(self, epoch, ins, outs):
         assert self.x.flags.f_contiguous and not self.x.flags.c_contiguous
-        self.x = self.x * 0.99 + ins["sum"] / self.x.size
+        self.x *= 0.99  # in place: CuPy's products are in C's order
+        self.x += ins["sum"] / self.x.size
 
     def result(self):
         return self.x

@@ -218,6 +218,35 @@ def test_a_copy_that_fails_fails_the_job_with_its_reason(soft: SoftDevice, monke
         tg.run(tg.Job(tasks=2, epochs=4, builder=Grows, topology=tg.ring()), nodes=0)
 
 
+OutOfMemoryError = type("OutOfMemoryError", (MemoryError,), {"__module__": "cupy.cuda.memory"})
+
+
+def test_of_an_error_of_the_device_what_computes_is_told_first(
+    soft: SoftDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An illegal access is told of to whoever uses the device next: it may be the copy of the snapshot before."""
+    copy, computes, met = DeviceBuffer.host, threading.Event(), threading.Event()
+
+    def host(buffer: DeviceBuffer, *args: Any) -> memoryview:
+        if not computes.wait(0.05):
+            return copy(buffer, *args)
+        met.set()
+        raise OutOfMemoryError("of the copy")
+
+    class Spoils(Grows):
+        def grow(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            if self.task_id == 0 and epoch.number == 2:
+                computes.set()
+                assert met.wait(10)
+                time.sleep(0.02)
+                raise OutOfMemoryError("of the compute")
+            super().grow(epoch, ins, outs)
+
+    monkeypatch.setattr(DeviceBuffer, "host", host)
+    with pytest.raises(JobFailed, match=r"task 0, epoch 2, 'grow': OutOfMemoryError: of the compute"):
+        tg.run(tg.Job(tasks=2, epochs=4, builder=Spoils, topology=tg.ring()), nodes=0)
+
+
 def test_a_node_that_dies_leaves_no_snapshot_on_its_way(soft: SoftDevice, caplog: pytest.LogCaptureFixture) -> None:
     """Its end is told again, while what it works on is still ending."""
     kills = {(1, 0): "compose", (0, 2): "snapshot", (2, 2): "compose", (2, 3): "compose"}
