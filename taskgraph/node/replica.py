@@ -19,10 +19,9 @@ from taskgraph.graph.blocks import block_behind
 from taskgraph.graph.compose import Graph
 from taskgraph.graph.values import begin_hosted, decode, encode, hosted, verify
 from taskgraph.jobs import Job
-from taskgraph.node.membership.deviceloss import COPIES, SPOILER_S, met
 from taskgraph.node.reports import ReportLog, with_log
 from taskgraph.node.usercode.actor import Actor
-from taskgraph.node.usercode.errors import StuckError, UserCodeError
+from taskgraph.node.usercode.errors import StuckError, UserCodeError, met
 from taskgraph.node.usercode.threads import Threads
 from taskgraph.observe.trace import Tracing
 from taskgraph.protocol.boundaries import Boundaries
@@ -40,10 +39,14 @@ if TYPE_CHECKING:
     from taskgraph.node.router import Router
     from taskgraph.task import Event
 
-__all__ = ["Replica", "encode_fields", "intact"]
+__all__ = ["COPIES", "Replica", "encode_fields", "intact"]
 
 _LOGGERS: Final = "taskgraph.task."
 """What the names of the tasks' loggers begin with."""
+COPIES: Final = "snapshot to the host"
+"""The call in which nothing of the user's runs. What computes meanwhile may spoil the device for it."""
+_SPOILER_S: Final = 0.2
+"""An error of the device in there is told of so much later: what spoiled it may be known by then (`DeviceLoss`)."""
 
 
 def encode_fields(state: Any, task: int) -> dict[str, Encoded]:
@@ -214,7 +217,7 @@ class Replica:
             return await self.actor.call(COPIES, copy, alone=False)
         except UserCodeError as error:
             if met(error) is not None:
-                await asyncio.sleep(SPOILER_S)
+                await asyncio.sleep(_SPOILER_S)
             raise
 
     async def restore(self, value: Encoded) -> None:

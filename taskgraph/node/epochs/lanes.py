@@ -19,8 +19,7 @@ from taskgraph.node.epochs.dones import Dones, Worked
 from taskgraph.node.epochs.strict import Recording, check_replay
 from taskgraph.node.epochs.turns import Turns
 from taskgraph.node.epochs.twins import Twins
-from taskgraph.node.membership.deviceloss import met
-from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_users
+from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_users, met
 from taskgraph.observe.trace import BEGINS, clock
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Report, Stamp, stamp_of

@@ -10,32 +10,24 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import CoordinationError, TaskGraphError
-from taskgraph.node.usercode.errors import UserCodeError
+from taskgraph.node.replica import COPIES
+from taskgraph.node.usercode.errors import UserCodeError, met
 from taskgraph.protocol import transactions
-from taskgraph.protocol.deviceloss import Outcome, device_error, hint, outcome
+from taskgraph.protocol.deviceloss import Outcome, hint, outcome
 from taskgraph.protocol.records import GoneRecord
 
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
     from taskgraph.protocol.messages import Stamp
 
-__all__ = ["COPIES", "SPOILER_S", "DeviceLoss", "DeviceLost", "met"]
+__all__ = ["DeviceLoss", "DeviceLost"]
 
-COPIES = "snapshot to the host"
-"""The call in which nothing of the user's runs."""
-SPOILER_S = 0.2
-"""So long after an error of the device in there it is told of."""
 _LONG = 300
 """Characters of the error that are kept with the node's end."""
 
 
 class DeviceLost(TaskGraphError):
     """Why a node's process ends: its CUDA context is not to be used any more."""
-
-
-def met(error: BaseException | None) -> BaseException | None:
-    """The error of a CUDA device that user code met, if it did."""
-    return device_error(error.error if isinstance(error, UserCodeError) else error)
 
 
 class DeviceLoss:

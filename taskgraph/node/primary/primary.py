@@ -21,11 +21,10 @@ from taskgraph.node.epochs.attempt import Attempt, Idle
 from taskgraph.node.epochs.attempts import Attempts
 from taskgraph.node.epochs.lanes import Lanes
 from taskgraph.node.epochs.pulls import Pulls
-from taskgraph.node.membership.deviceloss import met
 from taskgraph.node.primary.backups import Backups
 from taskgraph.node.primary.checkpoints import CheckpointWriter
 from taskgraph.node.primary.reporter import Reporter
-from taskgraph.node.usercode.errors import StuckError, UserCodeError
+from taskgraph.node.usercode.errors import StuckError, UserCodeError, met
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync
 from taskgraph.protocol.kv import Compare

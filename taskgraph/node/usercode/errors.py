@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from taskgraph.errors import JobError, worded
+from taskgraph.protocol.deviceloss import device_error
 
-__all__ = ["StuckError", "UserCodeError", "cancelled_by_users", "defined_at", "from_users"]
+__all__ = ["StuckError", "UserCodeError", "cancelled_by_users", "defined_at", "from_users", "met"]
 
 _OURS = f"{Path(__file__).resolve().parents[2]}{os.sep}"  # all of the package
 
@@ -40,6 +41,11 @@ def cancelled_by_users(of: str) -> JobError:
         f"asyncio.current_task().cancel() does, a cancel of all tasks, or sys.exit in another one): to end a processor "
         f"return from it, to fail the job raise"
     )
+
+
+def met(error: BaseException | None) -> BaseException | None:
+    """The error of a CUDA device that user code met, if it did."""
+    return device_error(error.error if isinstance(error, UserCodeError) else error)
 
 
 def defined_at(function: Callable[..., Any]) -> str:
