@@ -23,13 +23,13 @@ from taskgraph.checkpoint.store import Found, Store
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CheckpointError, DecodeError, JobError
-from taskgraph.launch.submit import check_not_running
+from taskgraph.launch.submit import Beginning, check_not_running
 from taskgraph.node.usercode.threads import PooledThreads
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.records import CheckpointRecord, EpochRecord
 
-__all__ = ["Beginning", "Resume", "mark_begun", "plan", "way_on"]
+__all__ = ["Resume", "mark_begun", "plan", "way_on"]
 
 log = logging.getLogger("taskgraph")
 
@@ -39,24 +39,6 @@ Resume = bool | Literal["changed"]
 _SLOW_S = 5.0
 """After which it is told that a place is slow: all files of a checkpoint are read before a job goes on from it."""
 _CHANGED = "(--resume-changed, resume='changed')"
-
-
-@dataclass(frozen=True, slots=True)
-class Beginning:
-    """The first `epoch` of a run, and its `checkpoint`, if there is one.
-
-    Attributes:
-        refused: why newer checkpoints cannot be used, each by name.
-        after: the revision of the run before, as etcd knew it when this was decided; 0: it knew of none. Where there
-            was another run since, this is no beginning any more. None: it does not depend on that.
-        over: the newest checkpoint of earlier series, over which it begins at epoch 0; see `mark_begun`.
-    """
-
-    epoch: EpochRecord
-    checkpoint: CheckpointRecord | None = None
-    refused: tuple[str, ...] = ()
-    after: int | None = None
-    over: Name | None = None
 
 
 def way_on(checkpoint: CheckpointRecord) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
+from taskgraph.checkpoint.manifest import Name
 from taskgraph.coordination.api import Coordinator, TooLarge
 from taskgraph.driver import JobSpec
 from taskgraph.errors import JobError, JobRunning, OutcomeUnknown
@@ -13,15 +14,30 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Delete, Op, Put, Txn
 from taskgraph.protocol.records import CheckpointRecord, EpochRecord, State, StatusRecord
 
-if TYPE_CHECKING:
-    from taskgraph.launch.resuming import Beginning
-
-__all__ = ["UNKNOWN_PAUSE_S", "UNKNOWN_TRIES", "check_not_running", "submit"]
+__all__ = ["UNKNOWN_PAUSE_S", "UNKNOWN_TRIES", "Beginning", "check_not_running", "submit"]
 
 UNKNOWN_TRIES = 8
 """Whoever waits for a command is told why after so many writes of unknown outcome: an etcd whose space is used up
 answers nothing else, for as long as it is left like that."""
 UNKNOWN_PAUSE_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """The first `epoch` of a run, and its `checkpoint`, if there is one.
+
+    Attributes:
+        refused: why newer checkpoints cannot be used, each by name.
+        after: the revision of the run before, as etcd knew it when this was decided; 0: it knew of none. Where there
+            was another run since, this is no beginning any more. None: it does not depend on that.
+        over: the newest checkpoint of earlier series, over which it begins at epoch 0; see `resuming.mark_begun`.
+    """
+
+    epoch: EpochRecord
+    checkpoint: CheckpointRecord | None = None
+    refused: tuple[str, ...] = ()
+    after: int | None = None
+    over: Name | None = None
 
 
 async def submit(coordinator: Coordinator, spec: JobSpec, beginning: Beginning | None = None) -> None:
