@@ -304,6 +304,8 @@ class Node:
                 return  # nobody knows of it yet
             self.registration = Registration(self, self._record())
             await self.registration.register()
+            if not self.registration.node_revision:
+                return  # it drained before it might
             try:
                 self.registration.check_reach()
                 with kept_from_children():

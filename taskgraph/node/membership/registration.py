@@ -66,7 +66,7 @@ class Registration:
         )
 
     async def register(self) -> None:
-        """Grants the lease and puts the key.
+        """Grants the lease and puts the key; not where the node is asked to leave before it may.
 
         Raises:
             JobError: the job is another one by now, or one of its nodes and this one could not speak.
@@ -74,6 +74,8 @@ class Registration:
         keeper, spec = self._node.keeper, self._node.keeper.view.spec_revision
         while True:
             await self._until_it_may()
+            if self._node.draining:
+                return
             while (revision := await self._put_first()) is None:
                 await keeper.load()
                 if keeper.view.spec_revision != spec:
@@ -96,6 +98,8 @@ class Registration:
     async def _until_it_may(self) -> None:
         """Waits for a while for nodes that this one could not speak with: they may be gone, but for their lease.
 
+        Returns where it is asked to leave meanwhile, too.
+
         Raises:
             JobError: one of them keeps its lease, and so it lives.
         """
@@ -103,7 +107,7 @@ class Registration:
         lease_s = settings.lease_ttl_s + _EXPIRY_S
         until = node.now() + lease_s
         unreached: dict[str, float] = {}  # since when
-        while True:
+        while not node.draining:
             now = node.now()
             if why := self._why_refused():
                 if now > until:

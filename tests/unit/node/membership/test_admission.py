@@ -119,6 +119,20 @@ def test_a_node_that_cannot_reach_one_that_is_there_never_registers(gated: type[
     play(job(gated), scenario, nodes=1)
 
 
+def test_a_node_that_is_asked_to_leave_while_it_waits_leaves_at_once(gated: type[Gated]) -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        first = await works(cluster, gated)
+        other = unreached(cluster)
+        await asyncio.sleep(Settings().lease_ttl_s / 2)
+        began = first.now()
+        other.drain("SIGTERM")
+        await asyncio.wait([run_of(cluster, other)])
+        assert first.now() - began < 1.0 + Settings().connect_s
+        assert not other.node_revision and run_of(cluster, other).exception() is None
+
+    play(job(gated), scenario, nodes=1)
+
+
 def test_a_node_that_is_reached_in_the_end_takes_part(gated: type[Gated]) -> None:
     async def scenario(cluster: InProcessCluster) -> None:
         first = await works(cluster, gated)
