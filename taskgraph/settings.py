@@ -65,8 +65,8 @@ class Settings:
         max_parked: calls that may wait at one node at a time; more are told to come again.
         events_kept: events kept in etcd per job.
         checkpoints_kept: complete checkpoints kept; the newest is used, those before it where that is corrupt.
-        strict: replay every epoch from its snapshot and name the task whose state was forgotten or changed
-            outside a sync point. Costs at least a second run of every compute.
+        strict: replay every epoch from its snapshot, and `result()` from the last one, and name the task whose state
+            was forgotten or changed outside a sync point. Costs at least a second run of every compute.
 
     Raises:
         JobError: no such setting, or a value that is no number of its kind, or out of its range.

@@ -13,12 +13,11 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-from taskgraph.errors import StateError, TaskGraphError
+from taskgraph.errors import TaskGraphError
 from taskgraph.node.epochs.attempt import Attempt, first_error
 from taskgraph.node.epochs.dones import Dones, Worked
 from taskgraph.node.epochs.strict import Recording, check_replay
 from taskgraph.node.epochs.turns import Turns
-from taskgraph.node.epochs.twins import Twins
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_users, met
 from taskgraph.observe.trace import BEGINS, clock
 from taskgraph.protocol.boundaries import Boundary
@@ -78,7 +77,6 @@ class Lanes:
         "_told_at",
         "_tracing",
         "_turns",
-        "_twins",
         "_wishes",
         "began",
         "dones",
@@ -95,7 +93,6 @@ class Lanes:
         self._primary = primary
         self._node = primary.node
         self._replica = primary.replica
-        self._twins = Twins(primary.replica)
         self._task = primary.task
         self._term = primary.term
         self._tracing = primary.node.tracing
@@ -503,28 +500,10 @@ class Lanes:
         """Strict mode: the epoch again, on a fresh object restored from the boundary."""
         if recording.interleaved:
             return  # async hooks that ran into each other: their order cannot be replayed step by step
-        boundary = self._replica.boundaries.committed
+        replica, boundary = self._replica, self._replica.boundaries.committed
         assert boundary is not None
-        if await self._replayed_on_copy(boundary.value, recording, stamp):
-            return
-        fresh = await self._twins.fresh()
-        try:
-            await check_replay(self._replica, fresh, boundary.value, recording, stamp)
-        finally:
-            await fresh.tear_down()
-
-    async def _replayed_on_copy(self, boundary: Encoded, recording: Recording, stamp: Stamp) -> bool:
-        """Whether it came out the same on an object whose `setup` ran elsewhere. Where not, it may be due to that: what
-        is told is what comes out on one where it ran."""
-        try:
-            copy = await self._twins.copied()
-            if copy is None:
-                return False
-            await check_replay(self._replica, copy, boundary, recording, stamp)
-        except (StateError, UserCodeError):
-            self._twins.forget_kept()
-            return False
-        return True
+        value = boundary.value
+        await self._primary.twins.check(lambda twin: check_replay(replica, twin, value, recording, stamp))
 
 
 def _lanes_of(primary: Primary) -> int:

@@ -3,8 +3,9 @@
 Two mistakes of a task show only after a failure, and then as wrong numbers: state that changes outside a sync point,
 and state that `snapshot()` forgets. Strict mode finds both without a failure: it compares the state before and after
 every processor and handler, and after the epoch it builds the task anew, restores the boundary, runs the same code
-with the same inputs, and compares what comes out. What is marked `@tg.stateless` it runs before it restores anything,
-where it must do the same and leave the object as it was: epochs in flight rest on that.
+with the same inputs, and compares what comes out; after the last epoch it compares what `result()` returns. What is
+marked `@tg.stateless` it runs before it restores anything, where it must do the same and leave the object as it was:
+epochs in flight rest on that.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from taskgraph.shape import is_stateless
 if TYPE_CHECKING:
     from taskgraph.node.epochs.attempt import Attempt
 
-__all__ = ["Given", "Recording", "check_replay", "left_by", "seen"]
+__all__ = ["Given", "Recording", "check_replay", "check_result", "left_by", "seen"]
 
 R = TypeVar("R")
 
@@ -224,6 +225,30 @@ async def check_replay(replica: Replica, fresh: Replica, boundary: Encoded, reco
         raise StateError(
             f"task {replica.task}, epoch {stamp.epoch}: replayed from its snapshot, the epoch came out differently "
             f"({', '.join(differing[:5])}): {why}"
+        )
+
+
+async def check_result(replica: Replica, fresh: Replica, boundary: Encoded, value: Encoded | None) -> None:
+    """Asks `fresh`, as `setup` left it, restored from the last boundary, for its result; compares it with `value`.
+
+    Raises:
+        StateError: it is another one, and attributes that `snapshot()` does not hold differ. Without these it may well
+            be another one each time, as one that tells how long something took.
+    """
+    await fresh.restore(boundary)
+    try:
+        other = await fresh.result()
+    except UserCodeError as error:
+        what = f"fails ({error})"
+    else:
+        if (other.digest if other is not None else None) == (value.digest if value is not None else None):
+            return
+        what = "is another one"
+    if suspects := await _suspects(replica, fresh, await fields_of(replica)):
+        raise StateError(
+            f"task {replica.task}, 'result': on an object restored from the last snapshot, as after a failure, it "
+            f"{what}: snapshot() forgets state; attributes that differ and are not in the snapshot: "
+            f"{', '.join(suspects)}; add what the task remembers to `state=[...]`"
         )
 
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 import io
 import pickle
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+from taskgraph.errors import StateError
 from taskgraph.node.replica import Replica
+from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.task import Task
 
 __all__ = ["Twins"]
@@ -54,9 +57,24 @@ class Twins:
         vars(task).update(found)
         return twin
 
-    def forget_kept(self) -> None:
-        """From now on all are fresh: what was made of one that was kept did something else."""
-        self._kept = None
+    async def check(self, compare: Callable[[Replica], Awaitable[None]]) -> None:
+        """Calls `compare` with a twin; it raises where that differs from what ran.
+
+        A twin whose `setup` ran elsewhere may differ due to that: what is told is what differs of one where it ran, and
+        from then on all are such.
+        """
+        try:
+            copy = await self.copied()
+            if copy is not None:
+                await compare(copy)
+                return
+        except (StateError, UserCodeError):
+            self._kept = None
+        fresh = await self.fresh()
+        try:
+            await compare(fresh)
+        finally:
+            await fresh.tear_down()
 
 
 def _pickled(task: Task) -> bytes | None:

@@ -21,6 +21,8 @@ from taskgraph.node.epochs.attempt import Attempt, Idle
 from taskgraph.node.epochs.attempts import Attempts
 from taskgraph.node.epochs.lanes import Lanes
 from taskgraph.node.epochs.pulls import Pulls
+from taskgraph.node.epochs.strict import check_result
+from taskgraph.node.epochs.twins import Twins
 from taskgraph.node.primary.backups import Backups
 from taskgraph.node.primary.checkpoints import CheckpointWriter
 from taskgraph.node.primary.reporter import Reporter
@@ -63,6 +65,7 @@ class Primary:
         self.backups = Backups(
             node, replica, term=taken.term, epoch=taken.epoch, primary_revision=taken.revision, insync=insync
         )
+        self.twins = Twins(replica)
         self.attempts = Attempts(node.keeper, replica.task, taken.term)
         settings = node.settings
         ahead = 1 if settings.strict else max(1, settings.epochs_ahead)
@@ -352,6 +355,8 @@ class Primary:
                 ):  # it was ahead of the last commit
                     await self.replica.restore(committed.value)
                 value = await self.replica.result()
+                if self.node.settings.strict:
+                    await self.twins.check(lambda twin: check_result(self.replica, twin, committed.value, value))
             except (UserCodeError, TaskGraphError) as error:
                 await self.node.fail_job(error, self.task, None, (), finished=True)  # of no epoch: after the last
             else:

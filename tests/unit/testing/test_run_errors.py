@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -713,6 +714,60 @@ def test_forgotten_state_is_named() -> None:
     error = fails(job(Forgetful, epochs=3))
     assert error.epoch == 1
     says(error, "came out differently", "state 'total'", "snapshot() forgets state", "seen", "state=[...]")
+
+
+class Counts(Total):
+    """Nothing that it puts, and no state, tells of `seen`."""
+
+    def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        super().count(epoch, ins, outs)
+        self.seen += 1
+
+    def result(self) -> Any:
+        return self.seen
+
+
+class Stateless(tg.Task):
+    """The same, and no state at all."""
+
+    def setup(self) -> None:
+        self.seen = 0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.count)
+
+    def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.seen += 1
+
+    def result(self) -> Any:
+        return self.seen
+
+
+class Remembers(Stateless):
+    """It cannot even tell its result without what it forgot."""
+
+    def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.last = epoch.number
+
+    def result(self) -> Any:
+        return self.last
+
+
+@pytest.mark.parametrize("task", [Counts, Stateless, Remembers])
+def test_forgotten_state_that_the_result_alone_tells_is_named(task: type[tg.Task]) -> None:
+    says(fails(job(task, epochs=3)), "'result'", "as after a failure", "snapshot() forgets state", "state=[...]")
+
+
+def test_a_result_that_is_another_each_time_is_no_forgotten_state() -> None:
+    class Random(Total):
+        def setup(self) -> None:
+            super().setup()
+            self.seen = 3
+
+        def result(self) -> Any:
+            return os.urandom(8)
+
+    assert len(tg.testing.run(job(Random, epochs=3)).values) > 0
 
 
 @pytest.mark.parametrize(
