@@ -33,6 +33,7 @@ __all__ = [
     "Hold",
     "Inputs",
     "Outputs",
+    "PureEpoch",
     "Reply",
     "Scratch",
     "Tag",
@@ -308,6 +309,61 @@ class ComposeEpoch(Epoch):
 
 
 _LASTING = frozenset({"processor", "neighbors", "asked"})
+
+
+class PureEpoch(Epoch):
+    """The epoch as a handler sees it that is marked pure.
+
+    Nobody counts how often such a one runs: what it sent, or said, would count as often.
+    """
+
+    __slots__ = ()
+
+    @property
+    def scratch(self) -> SimpleNamespace:
+        return _ReadScratch(self, self._work.scratch)
+
+    def flag(self, to: To, meta: Any = None) -> None:
+        raise self.refusal("send a flag")
+
+    def request(self, to: int, method: str, payload: Any = None) -> Reply:
+        raise self.refusal("send a request")
+
+    def hold(self, why: str) -> Hold:
+        raise self.refusal("hold the epoch")
+
+    def report(self, **numbers: float) -> None:
+        raise self.refusal("report")
+
+    def finish(self) -> None:
+        raise self.refusal("finish the job")
+
+    def refusal(self, what: str) -> GraphError:
+        """Of what it was about to do."""
+        method = self._where.rsplit("/", 2)[0]
+        return GraphError(
+            f"task {self._work.task}, epoch {self._work.number}, handler {method!r}: it is marked pure, so it may run "
+            f"any number of times, and cannot {what}; leave pure=True out"
+        )
+
+
+class _ReadScratch(SimpleNamespace):
+    """`epoch.scratch` of a pure handler: to read alone."""
+
+    __slots__ = ("_behind",)
+
+    def __init__(self, epoch: PureEpoch, scratch: Scratch) -> None:
+        super().__init__()
+        object.__setattr__(self, "_behind", (epoch, scratch))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_behind")[1], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise object.__getattribute__(self, "_behind")[0].refusal(f"set epoch.scratch.{name}")
+
+    def __delattr__(self, name: str) -> None:
+        raise object.__getattribute__(self, "_behind")[0].refusal(f"delete epoch.scratch.{name}")
 
 
 class Hold:

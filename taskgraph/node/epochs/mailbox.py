@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from taskgraph.epoch import AttemptEnded, Epoch
+from taskgraph.epoch import AttemptEnded, Epoch, PureEpoch
 from taskgraph.errors import GraphError, Refused, ValueNotEncodable
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.values import encode
@@ -198,7 +198,7 @@ class Mailbox:
         value = await replica.actor.call(
             f"handler {message.method}",
             _call_and_encode(handler, what, attempt.allocate),
-            Epoch(attempt, where),
+            PureEpoch(attempt, where) if pure else Epoch(attempt, where),
             message.sender,
             payload,
             attempt=attempt,

@@ -20,7 +20,7 @@ import threading
 import traceback
 from asyncio import current_task
 from collections.abc import Callable, Coroutine
-from contextvars import copy_context
+from contextvars import Context
 from types import CodeType, CoroutineType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
@@ -65,7 +65,12 @@ class Running(NamedTuple):
 
 
 class Actor:
-    """Calls one task's user code."""
+    """Calls one task's user code.
+
+    Each call begins in an empty context. What it sets there (decimal's precision, what numpy does at a division by
+    zero) would else hold for what comes next, whichever task that is of. A copy would not do: decimal's is one object
+    in all of them.
+    """
 
     stamp: Stamp | None = None
     """What the next call is of, and in which term, for who traces and for last words. A call keeps what was there."""
@@ -139,11 +144,12 @@ class Actor:
             if words is not None:
                 words.runs(self.task, stamp, where)
             cancelling = current_task(self._loop).cancelling  # type: ignore[union-attr]  # it is one that awaits this
+            context = Context()
             try:
                 before, ended = cancelling(), True
                 try:
                     try:
-                        waited = coroutine.send(None)
+                        waited = context.run(coroutine.send, None)
                         ended = False
                     finally:
                         if forks.count != self.forks:
@@ -155,7 +161,7 @@ class Actor:
                     result: R = returned.value
                 else:
                     turn = self._turn if alone else None
-                    result = await self._resumed(where, stamp, coroutine, waited, turn, times)
+                    result = await self._resumed(where, stamp, coroutine, context, waited, turn, times)
                 if after is not None:
                     after()
                 return result
@@ -229,6 +235,7 @@ class Actor:
         where: str,
         stamp: Stamp | None,
         coroutine: Coroutine[Any, Any, R],
+        context: Context,
         waited: Any,
         turn: asyncio.Lock | None,
         times: int,
@@ -239,7 +246,7 @@ class Actor:
         if words is not None:
             words.ran()
         try:
-            result: R = await Resumed(self, where, coroutine, waited, turn, times)
+            result: R = await Resumed(self, where, coroutine, context, waited, turn, times)
             return result
         finally:
             if words is not None:
@@ -322,9 +329,7 @@ class Actor:
     ) -> R:
         self._in_turn.held = alone
         try:
-            # In a context of its own: what it sets there (decimal's precision, what numpy does at a division by zero)
-            # would else hold for whatever of whichever task runs in this thread next.
-            result = copy_context().run(function, *args)
+            result = Context().run(function, *args)
             if result is not None and type(result) is CoroutineType:
                 refuse_coroutine(function, cast(Any, result))
             if after is not None:

@@ -8,6 +8,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Coroutine, Generator
+from contextvars import Context
 from types import CoroutineType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -39,6 +40,7 @@ class Resumed:
     A coroutine that was cancelled may clean up, and may catch it and go on: for `cancel_s`.
 
     Args:
+        context: what it runs in.
         waited: what it awaits.
         turn: None where it needs none. Only threads hold one for longer than it takes the event loop to notice.
         times: how often it has cancelled the asyncio task it runs in. It hears of that at its await, cleans up, and may
@@ -50,6 +52,7 @@ class Resumed:
         actor: Actor,
         where: str,
         coroutine: Coroutine[Any, Any, R],
+        context: Context,
         waited: Any,
         turn: asyncio.Lock | None,
         times: int,
@@ -57,6 +60,7 @@ class Resumed:
         self._actor = actor
         self._where = where
         self._coroutine = coroutine
+        self._context = context
         self._waited = waited
         self._turn = turn
         self._times = times
@@ -66,6 +70,7 @@ class Resumed:
 
     def __await__(self) -> Generator[Any, Any, Any]:
         actor, coroutine, waited, turn = self._actor, self._coroutine, self._waited, self._turn
+        run = self._context.run
         cancelling, times = self._task.cancelling, self._times
         try:
             while True:
@@ -91,7 +96,7 @@ class Resumed:
                 before, ended = cancelling(), True
                 try:
                     try:
-                        waited = coroutine.send(None) if error is None else coroutine.throw(error)
+                        waited = run(coroutine.send, None) if error is None else run(coroutine.throw, error)
                         ended = False
                     finally:
                         if forks.count != actor.forks:
@@ -106,7 +111,7 @@ class Resumed:
         finally:
             self._unlimited()
             if not self._over:
-                coroutine.close()
+                run(coroutine.close)
 
     def _until(self, waited: asyncio.Future[Any], times: int) -> Generator[Any, Any, None]:
         """Returns when a task of the user's has ended, or several: when they are cancelled, they may go on, too."""
@@ -146,7 +151,7 @@ class Resumed:
         self._actor.abandoned = True
         stuck = self._actor.stuck(self._where)
         try:
-            self._coroutine.close()
+            self._context.run(self._coroutine.close)
         except BaseException as error:  # it goes on after that, too, or unwound
             raise stuck from error
         raise stuck

@@ -958,3 +958,38 @@ def test_kills_that_never_came_to_pass() -> None:
 
     with pytest.raises(tg.JobError, match=r"never came to pass: task 0 in epoch 5 \(sync\)"):
         run(job(task(compose), epochs=None), kills={(0, 5): "sync"})
+
+
+PURE_EFFECTS: dict[str, tuple[Callable[[tg.Epoch], Any], str]] = {
+    "flag": (lambda epoch: epoch.flag(0), "cannot send a flag"),
+    "request": (lambda epoch: epoch.request(0, "get"), "cannot send a request"),
+    "report": (lambda epoch: epoch.report(x=1), "cannot report"),
+    "finish": (lambda epoch: epoch.finish(), "cannot finish the job"),
+    "hold": (lambda epoch: epoch.hold("why"), "cannot hold the epoch"),
+    "scratch": (lambda epoch: setattr(epoch.scratch, "n", 1), "cannot set epoch.scratch.n"),
+    "delete": (lambda epoch: delattr(epoch.scratch, "here"), "cannot delete epoch.scratch.here"),
+}
+
+
+@pytest.mark.parametrize("effect", PURE_EFFECTS)
+def test_a_pure_handler_has_no_effects(effect: str) -> None:
+    """It runs as often as it is asked: after a takeover once more, and a request of its own would count twice."""
+    act, words = PURE_EFFECTS[effect]
+
+    class Asks(tg.Task):
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.processor(self.ask, outbound={"x": self.task_id})
+            epoch.processor(self.take, inbound={"x": self.task_id})
+
+        def ask(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            epoch.scratch.here = 5
+            outs.put("x", epoch.request(self.task_id, "get").wait())
+
+        @tg.handles("get", pure=True)
+        def get(self, epoch: tg.Epoch, sender: int, payload: Any) -> int:
+            assert epoch.scratch.here == 5 and not hasattr(epoch.scratch, "there")
+            return act(epoch) or 1
+
+        def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None: ...
+
+    says(fails(job(Asks)), "handler 'get'", "it is marked pure", words, "leave pure=True out")
