@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import uvloop
@@ -36,9 +37,11 @@ from taskgraph.launch.shown import tick
 from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks
 from taskgraph.loading import load_driver, made_by
+from taskgraph.observe.events import Event
 from taskgraph.observe.format import values_text
 from taskgraph.observe.progress import Progress
 from taskgraph.options import fields_of, parse
+from taskgraph.protocol.records import State
 from taskgraph.results import JobResult
 from taskgraph.settings import Settings
 
@@ -73,6 +76,16 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
     progress = Progress(name, job.tasks, job.epochs, job.backups)
     started: list[tuple[Follower, LocalNodes]] = []
     tails: list[LogTails] = []
+    told_finished = asyncio.Event()
+
+    def on_event(event: Event) -> None:
+        if event.kind == State.FINISHED:
+            told_finished.set()
+        progress.event(event)
+
+    def finished() -> bool:
+        # Of nodes in this process only the event tells.
+        return told_finished.is_set() or any(follower.view.finished for follower, _ in started)
 
     def on_start(follower: Follower, nodes: LocalNodes) -> None:
         progress.follow(follower.view)
@@ -89,7 +102,7 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
             resume=options.resume,
             fresh=options.fresh,
             timeout_s=options.timeout,
-            hooks=Hooks(progress.event, on_start),
+            hooks=Hooks(on_event, on_start),
             tls=access_of(options),
             node_tls=node_access_of(options),
             listen=listen,
@@ -97,7 +110,7 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
             token=token.token if token is not None else None,
         )
     )
-    interrupts = _on_interrupt(running, started)
+    interrupts = _on_interrupt(running, started, finished)
     ticking = asyncio.ensure_future(tick(progress, tails))
     try:
         here = options.logs and options.nodes == 0
@@ -118,7 +131,8 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
             progress.end()
             hint = "".join(follower.way_on("; ") for follower, _ in started)
             hint += "".join(f"; {note}" for note in getattr(error, "__notes__", ()))  # of nodes in this process
-            print(f"taskgraph: interrupted; job {name!r} was ended, nothing is left behind{hint}", file=sys.stderr)
+            what = _left_text(name, [follower for follower, _ in started]) if finished() else f"job {name!r} was ended,"
+            print(f"taskgraph: interrupted; {what} nothing is left behind{hint}", file=sys.stderr)
             return 130
         raise
     finally:
@@ -133,18 +147,40 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
     return 0
 
 
-def _on_interrupt(running: asyncio.Future[JobResult], started: list[tuple[Follower, LocalNodes]]) -> list[int]:
-    """The first Ctrl-C (SIGTERM, SIGHUP) ends the job cleanly, the second at once."""
+def _left_text(name: str, followers: Sequence[Follower]) -> str:
+    """What became of the values of a job that had finished when its run was ended."""
+    if any(follower.kept_json for follower in followers):
+        return f"job {name!r} had finished, and `taskgraph result {name}` has its values;"
+    return f"job {name!r} had finished, and its values were not collected;"
+
+
+def _on_interrupt(
+    running: asyncio.Future[JobResult], started: list[tuple[Follower, LocalNodes]], finished: Callable[[], bool]
+) -> list[int]:
+    """The first Ctrl-C (SIGTERM, SIGHUP) ends the job cleanly, the second at once.
+
+    Once the job has finished there is nothing to end, and something to lose: the first one says so, and no more.
+
+    Returns:
+        Those that ended something.
+    """
+    spared: list[int] = []
     seen: list[int] = []
 
     def handle(number: int) -> None:
         if number == signal.SIGHUP:
             hung_up()
-            if seen:  # whoever closes a terminal after Ctrl-C is in no hurry
+            if seen or spared:  # whoever closes a terminal after Ctrl-C is in no hurry
                 return
+        if finished() and not seen and not spared:
+            spared.append(number)
+            text = "the job has finished, and its results are being collected; once more to end without them"
+            print(f"\ntaskgraph: {text}", file=sys.stderr, flush=True)
+            return
         seen.append(number)
         if len(seen) == 1:
-            print("\ntaskgraph: ending the job; once more to force it", file=sys.stderr, flush=True)
+            what = "without its results" if finished() else "the job"
+            print(f"\ntaskgraph: ending {what}; once more to force it", file=sys.stderr, flush=True)
             running.cancel()
         else:
             for _, nodes in started:

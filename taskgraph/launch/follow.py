@@ -98,7 +98,7 @@ class Follower:
         self.kept_json: str | None = None
         """The result as JSON, once it was collected and unless it is too large for that."""
         self.not_kept = ""
-        """Why there is none, if it was collected."""
+        """Why there is none, if it was collected, or nobody will."""
         self._on_event: Callable[[Event], None] | None = None
         self._told: OrderedDict[tuple[float, str, str], None] = OrderedDict()
         self.unreachable: TaskGraphError | None = None
@@ -305,6 +305,10 @@ class Follower:
         copy = await asyncio.to_thread(kept_copy, result, size_bytes(found))
         self.kept_json, self.not_kept = copy.here, copy.not_here
         await self._tell_collected(copy.in_etcd, copy.not_in_etcd)
+
+    async def tell_uncollected(self, why: str) -> None:
+        """Tells others why the values of a job that finished are not kept; once no node is left that has them."""
+        await self._tell_collected(None, why)
 
     async def _tell_collected(self, kept: str | None, not_kept: str) -> None:
         """Tells nodes that they may leave, and others what became of the values."""

@@ -103,6 +103,8 @@ class Supervisor:
         self._all_ended = asyncio.Event()
         self._without_etcd = ""
         """How the job's own etcd ended: there is nobody left to tell or to ask."""
+        self._uncollected = ""
+        """Why nobody has the values, if the job has finished."""
 
     def _on_exit(self, name: str, code: int) -> None:
         if self._nodes.alive == 0:
@@ -128,17 +130,20 @@ class Supervisor:
             await self._follower.let_go(found, result)
             await self._nodes.wait(_NODE_END_S)
             return result
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             grace_s = _CANCELLED_END_S
+            self._uncollected = _why_uncollected(error)
             await asyncio.shield(self._try_to_end(_INTERRUPTED, State.CANCELLED))
             raise
-        except JobFailed:
+        except JobFailed as error:
+            self._uncollected = _why_uncollected(error)
             if self._without_etcd:
                 grace_s = 0.0  # its nodes cannot hand anything over
             else:
                 await self._nodes.wait(_CANCELLED_END_S)  # they read that it failed, and leave
             raise
         except Exception as error:  # no failure of the job's: who looks at it later finds why it ended
+            self._uncollected = _why_uncollected(error)
             await self._try_to_end(end_reason(error), State.FAILED)
             raise
         finally:
@@ -257,6 +262,15 @@ class Supervisor:
         except (CoordinationError, TimeoutError):
             return
 
+    async def _tell_uncollected(self) -> None:
+        """So that whoever asks for the values reads why there are none; while nodes elsewhere keep them, there are."""
+        self._follower.not_kept = self._uncollected
+        if self._without_etcd or self._follower.view.live_nodes(self._spec.run):
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self._follower.tell_uncollected(self._uncollected)
+
     async def _finish(self, grace_s: float) -> None:
         await self._nodes.stop(grace_s, tell=not self._without_etcd)
         events: list[Event] = []
@@ -266,6 +280,9 @@ class Supervisor:
                     await self._follower.keeper.load()
                     events, _ = await kept_events(self._coordinator, self._spec.name)
         view = self._follower.view
+        collected = self._follower.kept_json is not None or self._follower.not_kept
+        if view.finished and self._uncollected and not collected:
+            await self._tell_uncollected()
         status = view.status.record if view.status else None
         if self._without_etcd and view.running:
             reason = f"its embedded etcd {self._without_etcd}"
@@ -281,6 +298,15 @@ class Supervisor:
             Runtime().keep_finished(self._spec.name, kept)
         except (OSError, TaskGraphError) as error:  # a full disk: what became of the job counts for more
             log.warning("what is left of job %s is not kept on this host: %s", self._spec.name, error)
+
+
+def _why_uncollected(error: BaseException) -> str:
+    """Why a run ended without the values of a job that had finished."""
+    if isinstance(error, asyncio.CancelledError):
+        return "the run was interrupted before they were collected"
+    if isinstance(error, JobTimeout):
+        return "the run had no more time to collect them (timeout_s)"
+    return f"the run ended before they were collected: {worded(error).splitlines()[0]}"
 
 
 def end_reason(error: BaseException) -> str:

@@ -290,6 +290,47 @@ async def test_ctrl_c_ends_the_job_and_leaves_nothing(embedded_etcd: EmbeddedEtc
     await cli.nothing_left()
 
 
+async def collecting(cli: Cli, *arguments: str) -> Command:
+    """A run of a job that has finished, and whose result is not there until `open` is called; after one Ctrl-C."""
+    run = await cli.start("run", str(DRIVER.with_name("slow_result.py")), "-o", f"gate={cli.gate}", *arguments)
+    await run.until("the job finished")
+    run.interrupt()
+    await run.until("its results are being collected; once more to end without them")
+    return run
+
+
+@pytest.mark.parametrize("nodes", ["2", "0"])
+async def test_ctrl_c_once_the_job_has_finished_goes_on_collecting(cli: Cli, nodes: str) -> None:
+    run = await collecting(cli, "--nodes", nodes)
+    await asyncio.sleep(0.3)
+    cli.open()
+    done = await run.done()
+    assert (done.code, done.out) == (0, "3\n"), done.err
+    assert "interrupted" not in done.err
+    if nodes != "0":
+        assert (await cli("result", "slow_result")).out == "3\n"
+    await cli.nothing_left()
+
+
+@pytest.mark.parametrize("theirs", [False, True], ids=["embedded", "own etcd"])
+async def test_a_job_that_is_ended_without_its_results_says_so(
+    cli: Cli, embedded_etcd: EmbeddedEtcd, theirs: bool
+) -> None:
+    etcd = ("--etcd", embedded_etcd.endpoint) if theirs else ()
+    run = await collecting(cli, "--nodes", "2", *etcd)
+    run.interrupt()
+    done = await run.done(20.0)
+    assert done.code == 130 and "Traceback" not in done.err
+    said = "job 'slow_result' had finished, and its values were not collected; nothing is left behind"
+    assert f"taskgraph: interrupted; {said}" in done.err
+    assert "was ended" not in done.err
+    await cli.nothing_left()
+    assert "job slow_result: finished" in (await cli("status", "slow_result", *etcd)).out
+    kept = await cli("result", "slow_result", *etcd)
+    assert kept.code == 3
+    assert "its values are not kept: the run was interrupted before they were collected" in kept.err
+
+
 async def on_a_terminal(cli: Cli, *arguments: str) -> tuple[asyncio.subprocess.Process, int]:
     """A command whose controlling terminal is the one that the descriptor is the other end of."""
     ours, its = os.openpty()
