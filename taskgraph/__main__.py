@@ -1,6 +1,19 @@
-"""`python -m taskgraph`."""
+"""The `taskgraph` program, and `python -m taskgraph`."""
 
-from taskgraph.cli import entry
+import sys
+
+
+def entry() -> None:
+    """Runs the command line; Ctrl-C ends it without a traceback from the first, while it is imported, too."""
+    try:
+        from taskgraph.cli import main
+
+        code = main()
+    except KeyboardInterrupt:
+        print("taskgraph: interrupted", file=sys.stderr)
+        code = 130
+    sys.exit(code)
+
 
 if __name__ == "__main__":
     entry()

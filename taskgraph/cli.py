@@ -57,7 +57,6 @@ class _Help(argparse.Action):
     function: JobFunction | None = None
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: object) -> None:
-        parser.print_help()
         driver = getattr(namespace, "driver", None)
         function = self.function
         if driver is not None:
@@ -67,7 +66,11 @@ class _Help(argparse.Action):
         if function is not None:
             from taskgraph.options import help_text
 
-            print(f"\noptions of {function.__name__}:\n{help_text(function.options())}")
+            # Before the many that every command takes.
+            parser.formatter_class = argparse.RawDescriptionHelpFormatter
+            own = f"options of {function.__name__}:\n{help_text(function.options())}"
+            parser.description = f"{parser.description}\n\n{own}"
+        parser.print_help()
         parser.exit()
 
 
@@ -98,15 +101,17 @@ def parser(*, driver: JobFunction | None = None) -> argparse.ArgumentParser:
     with_etcd: list[argparse.ArgumentParser] = []
     run = add("run", "Run a job with nodes on this host and follow it to its end.", of_driver=True)
     add_listen_options(run, "let nodes on other hosts join: listen on this address")
-    _add_run_options(run)
+    _add_run_options(run, "node processes on this host (4); 0: all in this process, without etcd")
     _add_beginning(add("submit", "Submit a job to an etcd; nodes are started elsewhere.", of_driver=True))
     launch = add("launch", "Start nodes on this host for a submitted job (or a driver: like run).")
     launch.add_argument("job", metavar="JOB_OR_DRIVER", nargs="?", help="the job's name, or a driver as for run")
-    launch.add_argument("-o", "--option", action="append", metavar="NAME=VALUE", help="with a driver")
+    launch.add_argument(
+        "-o", "--option", action="append", metavar="NAME=VALUE", help="with a driver: an option of the job"
+    )
     launch.add_argument("--set", action="append", metavar="NAME=VALUE", help="with a driver: a setting")
     launch.add_argument("--name", help="with a driver: another name for the job")
     add_listen_options(launch, "listen for nodes on other hosts, on this address")
-    _add_run_options(launch)
+    _add_run_options(launch, "node processes on this host (4)", "with a driver: ")
     node = add("node", "Run one node of a job in this process.")
     node.add_argument("--job", required=True, help="the job's name; it may be submitted later")
     node.add_argument("--name", help="what people call the node")
@@ -152,25 +157,29 @@ def parser(*, driver: JobFunction | None = None) -> argparse.ArgumentParser:
     return top
 
 
-def _add_run_options(made: argparse.ArgumentParser) -> None:
-    made.add_argument("--nodes", type=int, default=4, metavar="N", help="node processes on this host (4)")
-    made.add_argument("--timeout", type=float, metavar="S", help="end the job, as failed, after this many seconds")
-    made.add_argument("--json", action="store_true", help="the last line of output is the result as JSON")
+def _add_run_options(made: argparse.ArgumentParser, nodes: str, when: str = "") -> None:
+    """`when`: goes before the help of what only a driver takes."""
+    made.add_argument("--nodes", type=int, default=4, metavar="N", help=nodes)
+    text = f"{when}end the job, as failed, after this many seconds"
+    made.add_argument("--timeout", type=float, metavar="S", help=text)
+    made.add_argument("--json", action="store_true", help=f"{when}the last line of output is the result as JSON")
     made.add_argument("--logs", action="store_true", help="show what tasks print, on standard error")
-    _add_beginning(made)
+    _add_beginning(made, when)
 
 
-def _add_beginning(made: argparse.ArgumentParser) -> None:
+def _add_beginning(made: argparse.ArgumentParser, when: str = "") -> None:
     which = made.add_mutually_exclusive_group()
-    which.add_argument("--resume", action="store_true", help="go on from the job's newest checkpoint, if there is one")
+    text = f"{when}go on from the job's newest checkpoint, if there is one"
+    which.add_argument("--resume", action="store_true", help=text)
     which.add_argument(
         "--resume-changed",
         dest="resume",
         action="store_const",
         const="changed",
-        help="the same, also where the driver, or taskgraph, was changed since; the state must still fit",
+        help=f"{when}the same, also where the driver, or taskgraph, was changed since; the state must still fit",
     )
-    which.add_argument("--fresh", action="store_true", help="from the beginning, although there are checkpoints")
+    text = f"{when}from the beginning, although there are checkpoints"
+    which.add_argument("--fresh", action="store_true", help=text)
 
 
 _COMMANDS = {
@@ -260,5 +269,5 @@ def driver_main(function: JobFunction) -> None:
 
 
 def entry() -> None:
-    """The `taskgraph` program."""
+    """The `taskgraph` program of an installation that was made before `taskgraph/__main__.py` began it."""
     sys.exit(main())

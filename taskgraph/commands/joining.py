@@ -55,11 +55,16 @@ def launch(options: argparse.Namespace, function: JobFunction | None = None) -> 
     if options.job and _is_driver(options.job):
         options.driver = options.job
         return run(options)
-    of_a_driver = ("option", "set", "name", "timeout", "json", "resume", "fresh")
-    if any(getattr(options, name) for name in of_a_driver):
+    if any(getattr(options, name) for name in ("option", "set", "name", "resume", "fresh")):
         raise JobError(
-            "-o, --set, --name, --timeout, --json, --resume, --resume-changed and --fresh go with a driver, or with "
-            "`submit`; a job has its own already"
+            "-o, --set, --name, --resume, --resume-changed and --fresh go with a driver, or with `submit`; a job has "
+            "its own already"
+        )
+    if options.json or options.timeout is not None:
+        job = options.job or "JOB"
+        raise JobError(
+            f"--timeout and --json go with a driver: of a job that was submitted `taskgraph result {job} --json` has "
+            f"the values, and `taskgraph shutdown {job}` ends it"
         )
     return uvloop.run(_launch(options))
 

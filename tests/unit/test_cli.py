@@ -305,7 +305,9 @@ def test_a_job_at_an_etcd_that_is_named_needs_its_name() -> None:
         (["submit", f"{__file__}:fit"], 2, "submit needs your etcd"),
         (["node", "--job", "x"], 2, "Give --etcd"),
         (["node", "--job", "x", "--etcd", "a:1"], 2, "--token-file"),
-        (["launch", "x", "-o", "a=1"], 2, "go with a driver"),
+        (["launch", "x", "-o", "a=1"], 2, "--resume-changed and --fresh go with a driver, or with `submit`"),
+        (["launch", "x", "--timeout", "9"], 2, "--timeout and --json go with a driver: "),
+        (["launch", "x", "--json"], 2, "`taskgraph result x --json`"),
     ],
 )
 def test_an_error_is_one_paragraph_and_a_code(
@@ -440,7 +442,10 @@ def test_help_behind_a_driver_tells_the_options_of_its_job(
         cli.main([command, str(driver), "--help"])
     assert left.value.code == 0
     out = capsys.readouterr().out
-    assert "--name NAME" in out and out.splitlines()[-4:] == OPTIONS
+    lines = out.splitlines()
+    at = lines.index(OPTIONS[0])
+    assert lines[at : at + 4] == OPTIONS
+    assert out.index(OPTIONS[0]) < out.index("  --name NAME") < out.index("  --etcd HOST"), "before all others"
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
     assert "options of" not in capsys.readouterr().out
@@ -449,11 +454,36 @@ def test_help_behind_a_driver_tells_the_options_of_its_job(
 def test_help_of_a_driver_that_is_run_tells_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["run", "-h"], function=fit)
-    assert capsys.readouterr().out.splitlines()[-3:] == [
-        "options of fit:",
-        "  -o tasks=3   int",
-        "  -o rate=0.1  float",
-    ]
+    out = capsys.readouterr().out
+    assert "\n\noptions of fit:\n  -o tasks=3   int\n  -o rate=0.1  float\n\noptions:\n" in out
+
+
+def test_help_of_launch_says_what_goes_with_a_driver(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["launch", "--help"])
+    told = " ".join(capsys.readouterr().out.partition("options:\n")[2].split())
+    of_a_driver = ("--option NAME=VALUE", "--set NAME=VALUE", "--name NAME", "--timeout S", "--json", "--resume")
+    for option in (*of_a_driver, "--resume-changed", "--fresh"):
+        assert f"{option} with a driver: " in told, option
+    assert "--logs with" not in told and "--nodes N with" not in told
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "with a driver" not in told and "0: all in this process" in told
+
+
+def test_ctrl_c_while_the_program_is_imported_is_no_traceback() -> None:
+    code = """
+import runpy, sys
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == "taskgraph.cli":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+runpy.run_module("taskgraph", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "taskgraph: interrupted\n")
 
 
 def test_help_behind_what_is_no_driver_says_so(capsys: pytest.CaptureFixture[str]) -> None:
