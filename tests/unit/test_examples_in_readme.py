@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,6 +23,17 @@ def test_the_program_is_the_one_in_examples() -> None:
     shown = re.search(r"```python\n(import numpy.*?)\n```", README, re.DOTALL)
     assert shown is not None
     assert shown.group(1) in (ROOT / "examples" / "readme.py").read_text()
+
+
+def test_every_block_imports_what_it_names() -> None:
+    for block in re.findall(r"```python\n(.*?)\n```", README, re.DOTALL):
+        assert "tg." not in block or "import taskgraph as tg\n" in block, block
+
+
+def test_every_extra_of_a_user_is_named() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = README.partition("## A program")[0]
+    assert not [extra for extra in extras if extra != "dev" and f"`{extra}`" not in named]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
