@@ -148,6 +148,7 @@ class Epoch:
 
     @property
     def scratch(self) -> SimpleNamespace:
+        """A namespace from processor to processor of this task; gone with the attempt."""
         return self._work.scratch
 
     @property
@@ -270,7 +271,8 @@ class Epoch:
         if self._sync:
             raise GraphError(
                 f"{self._at()}: a sync point runs when the epoch is quiet and cannot send a {what}; "
-                f"send it from a processor with an outbound channel, or in the next epoch"
+                f"send it from a processor with an outbound channel, or, where there are no channels, from on_flag: "
+                f"flag yourself in compose for that, epoch.flag(self.task_id)"
             )
         if self._work.composing is not None and not composing:
             raise GraphError(
@@ -373,6 +375,7 @@ class Hold:
         self._release = release
 
     def release(self) -> None:
+        """The epoch may end, as far as this is concerned; from any thread."""
         self._release()
 
     def __enter__(self) -> Hold:
@@ -400,6 +403,7 @@ class Reply:
 
     @property
     def done(self) -> bool:
+        """Whether the answer is there, or an error in its place: to wait for it takes no time then."""
         return self._future.done()
 
     def __await__(self) -> Generator[Any, None, Any]:

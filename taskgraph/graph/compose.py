@@ -249,7 +249,8 @@ class Composition:
         if parallel and not outbound:
             raise GraphError(
                 f"{self._at()}: processor {name!r} has no outbound channel, so it is a sync point and may change "
-                f"state; sync points run one after another: leave parallel=True out"
+                f"state; sync points run one after another: leave parallel=True out. To ask others without a channel, "
+                f"flag yourself in compose, epoch.flag(self.task_id), and ask in on_flag"
             )
         if name not in TEXTS and not is_text(name):
             raise GraphError(f"{self._at()}: the name {name!a} of a processor is no text that can be encoded")

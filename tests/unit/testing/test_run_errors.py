@@ -236,7 +236,7 @@ def test_two_producers_of_one_channel() -> None:
 
 def test_a_parallel_sync_point() -> None:
     made = task(lambda self, epoch: epoch.processor(no_op, parallel=True))
-    says(fails(job(made)), "'no_op' has no outbound channel", "leave parallel=True out")
+    says(fails(job(made)), "'no_op' has no outbound channel", "leave parallel=True out", "epoch.flag(self.task_id)")
 
 
 def test_a_compute_that_is_none() -> None:
@@ -290,7 +290,39 @@ def test_a_sync_point_sends_nothing(what: str) -> None:
         epoch.flag(0) if what == "flag" else epoch.request(0, "push")
 
     error = fails(job(task(lambda self, epoch: epoch.processor(sync)), tasks=1))
-    says(error, "sync", f"a sync point runs when the epoch is quiet and cannot send a {what}", "outbound channel")
+    says(
+        error,
+        "sync",
+        f"a sync point runs when the epoch is quiet and cannot send a {what}",
+        "outbound channel",
+        "on_flag",
+    )
+    says(error, "epoch.flag(self.task_id)")
+
+
+def test_who_asks_without_a_channel_flags_itself() -> None:
+    class Asking(tg.Task, state=["got"]):
+        def setup(self) -> None:
+            self.got: int | None = None
+
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.flag(self.task_id)
+            epoch.processor(self.keep)
+
+        async def on_flag(self, epoch: tg.Epoch, sender: int, meta: object) -> None:
+            epoch.scratch.got = await epoch.request(1 - self.task_id, "double", self.task_id + 1)
+
+        @tg.handles("double", pure=True)
+        def double(self, epoch: tg.Epoch, sender: int, payload: int) -> int:
+            return 2 * payload
+
+        def keep(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.got = epoch.scratch.got
+
+        def result(self) -> int | None:
+            return self.got
+
+    assert tg.testing.run(tg.Job(tasks=2, epochs=1, builder=lambda _: Asking())).values == {0: 2, 1: 4}
 
 
 def test_compose_asks_nobody() -> None:
