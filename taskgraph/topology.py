@@ -216,7 +216,7 @@ def grid(rows: int, cols: int, periodic: bool = False) -> Topology:
     With `periodic` the last row or column is next to the first one; a task alone in it is its own neighbor.
 
     Raises:
-        GraphError (when used): the job has not rows x cols tasks.
+        GraphError: when it is used; the job has not rows x cols tasks. It fails a job: JobFailed, with the same text.
     """
     _count("grid: rows", rows), _count("grid: cols", cols)
 
@@ -240,7 +240,8 @@ def bipartite(servers: int) -> Topology:
     """Tasks 0 to servers - 1 are servers, the rest workers: links `servers` (for workers), `workers` (for servers).
 
     Raises:
-        GraphError (when used): the job has no task left to be a worker.
+        GraphError: when it is used; the job has no task left to be a worker. It fails a job: JobFailed, with the same
+            text.
     """
     _count("bipartite: servers", servers)
 
@@ -272,7 +273,8 @@ def edges(pairs: Pairs | Callable[[int], Pairs], *, out: str = "out", inbound: s
 
     Raises:
         JobError: something is no edge; from a function: when used.
-        GraphError (when used): an edge names a task that does not exist, or is there twice.
+        GraphError: when it is used; an edge names a task that does not exist, or is there twice. It fails a job:
+            JobFailed, with the same text.
     """
     if out == inbound:
         raise JobError(f"edges: the two links need two names, not {out!r} for both")

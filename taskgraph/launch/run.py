@@ -91,6 +91,7 @@ def run(
         JobRunning: a job of that name is running.
         CoordinationError: etcd cannot be reached or started.
         CheckpointError: it is to be resumed, and none of its checkpoints can be used.
+        TaskGraphError: the directory that TASKGRAPH_RUNTIME_DIR names is not there, or it is not yours alone.
     """
     _refuse_in_loop("tg.run", "`await tg.arun(...)`")
     running = arun(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import json
 import pkgutil
 import re
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -90,7 +92,7 @@ def test_a_driver_does_not_wait_for_what_only_nodes_need() -> None:
     assert not found & {"grpc", "google", "uvloop"}
 
 
-@pytest.mark.parametrize("name", [name for name in tg.__all__ if name != "__version__"])
+@pytest.mark.parametrize("name", tg.__all__)
 def test_the_reference_has_every_name(name: str) -> None:
     assert re.search(rf"\btg\.{name}\b", PAGE), f"docs/api.md does not tell of tg.{name}"
 
@@ -116,7 +118,7 @@ def test_the_references_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
     (tg.Epoch, ["request", "hold", "report", "finish"]),
     (tg.JobResult, ["name", "status", "values", "value", "reports", "epochs", "failovers", "restarts", "wall_s"]),
     (tg.JobResult, ["to_json", "from_json"]),
-    (tg.Reply, ["wait"]),
+    (tg.Reply, ["wait", "done"]),
     (tg.Hold, ["release"]),
     (tg.Inputs, ["all"]),
     (tg.Outputs, ["put", "empty"]),
@@ -124,7 +126,32 @@ def test_the_references_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_reference_tells_of_what_is_there(owner: type, members: list[str]) -> None:
     for member in members:
         assert hasattr(owner, member)
+        if member not in getattr(owner, "__dataclass_fields__", ()):
+            assert getattr(owner, member).__doc__, f"{owner.__name__}.{member} has no docstring"
         assert re.search(rf"\b{member}\b", PAGE)
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("tg.run", tg.run),
+        ("tg.testing.run", tg.testing.run),
+        ("tg.testing.compute", tg.testing.compute),
+        ("tg.codec", tg.codec),
+        ("tg.result", tg.result),
+    ],
+)
+def test_the_reference_tells_every_argument(name: str, function: Callable[..., object]) -> None:
+    told = re.search(rf"`{re.escape(name)}\((.*?)\)`", PAGE, re.S)
+    assert told is not None, f"docs/api.md does not show {name}(...)"
+    arguments = re.findall(r"(\w+)(?:=[^,(]+)?(?:, |$)", " ".join(told[1].split()))
+    assert sorted(arguments) == sorted(inspect.signature(function).parameters)
+
+
+def test_the_reference_tells_every_argument_of_arun() -> None:
+    (row,) = re.findall(r"^\| `await tg\.arun.*$", PAGE, re.M)
+    more = inspect.signature(tg.arun).parameters.keys() - inspect.signature(tg.run).parameters.keys()
+    assert more and not [name for name in more if f"`{name}`" not in row]
 
 
 def test_the_reference_tells_every_parameter_of_a_job_and_its_default() -> None:
