@@ -331,6 +331,14 @@ async def test_a_job_that_is_ended_without_its_results_says_so(
     assert "its values are not kept: the run was interrupted before they were collected" in kept.err
 
 
+async def test_where_the_time_ends_before_the_results_are_there_it_is_kept_why(cli: Cli) -> None:
+    driver = str(DRIVER.with_name("slow_result.py"))
+    done = await cli("run", driver, "--nodes", "1", "--timeout", "8", "-o", "gate=/nowhere")
+    assert done.code == 1 and "its epochs were done, and its results not yet here" in done.err
+    kept = await cli("result", "slow_result")
+    assert kept.code == 3 and "its values are not kept: the run had no more time to collect them" in kept.err
+
+
 async def on_a_terminal(cli: Cli, *arguments: str) -> tuple[asyncio.subprocess.Process, int]:
     """A command whose controlling terminal is the one that the descriptor is the other end of."""
     ours, its = os.openpty()
