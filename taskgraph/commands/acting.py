@@ -16,7 +16,7 @@ import uvloop
 from taskgraph.commands.common import Reached, ended_text, find_entry, reach, see_text
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver import JobSpec
-from taskgraph.errors import JobError, PeerLost, UnknownJob
+from taskgraph.errors import JobError, PeerLost, TransportError, UnknownJob
 from taskgraph.launch.follow import Follower, client_of
 from taskgraph.launch.supervise import drain_s
 from taskgraph.node.usercode import lastwords
@@ -85,8 +85,15 @@ async def _kill(options: argparse.Namespace, number: signal.Signals) -> int:
 
 
 def is_here(record: NodeRecord) -> bool:
-    """Whether a node runs on this host."""
-    return _folder(record) is not None
+    """Whether a node runs on this host, and is ours to signal."""
+    if _folder(record) is None:
+        return False
+    with contextlib.suppress(ProcessLookupError):  # whoever signals it finds that it is gone
+        try:
+            os.kill(record.pid, 0)
+        except PermissionError:
+            return False
+    return True
 
 
 def _folder(record: NodeRecord) -> Path | None:
@@ -103,13 +110,20 @@ def signal_here(record: NodeRecord, number: signal.Signals) -> bool:
 
     Raises:
         JobError: it is gone.
+        TransportError: it is another user's.
     """
     folder = _folder(record)
     if folder is None:
         return False
-    if number == signal.SIGKILL:
-        lastwords.meant(folder)
-    if not signal_process(record.pid, number):
+    try:
+        if number == signal.SIGKILL:
+            lastwords.meant(folder)
+        there = signal_process(record.pid, number)
+    except PermissionError as error:
+        raise TransportError(
+            f"{record.name} (process {record.pid}) is another user's: that user alone, or root, can send it a signal"
+        ) from error
+    if not there:
         raise JobError(f"{record.name} (process {record.pid}) does not exist any more")
     return True
 

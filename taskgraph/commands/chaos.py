@@ -50,7 +50,7 @@ async def _chaos(options: argparse.Namespace, kinds: tuple[str, ...], seed: int)
         if not run.keeper.view.running:
             raise JobError(f"job {reached.name} has ended")
         if not run.here():
-            raise JobError(f"no node of job {reached.name} runs on this host: only those can be hit")
+            raise JobError(f"no node of job {reached.name} runs on this host as yours: only those can be hit")
         print(f"chaos on job {reached.name}: a fault every {options.mtbf:g} s, seed {seed}; Ctrl-C ends it", flush=True)
         return await run.until_over(options.for_s)
 
@@ -77,7 +77,7 @@ class _Chaos:
         return self.keeper.view
 
     def here(self) -> list[str]:
-        """Nodes of the job that run on this host."""
+        """Nodes of the job that run on this host, and are ours."""
         live = self._view.live_nodes(self._reached.spec.run)
         return [node for node, record in live.items() if acting.is_here(record)]
 

@@ -144,8 +144,10 @@ class ControlClient:
 
         Raises:
             PeerGone: nobody listens there: the process ended before.
-            PeerLost: it does not answer: stopped, perhaps.
+            PeerLost: it does not answer: stopped, perhaps; or it cannot be reached from here.
         """
+        if number == signals.SIGKILL:  # that nothing arrives there must not be taken for its end
+            await self.clock(timeout_s)
         try:
             await self._call("Kill", pb.KillRequest(signal=number), pb.KillReply, timeout_s)
         except PeerLost as error:

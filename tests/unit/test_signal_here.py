@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from taskgraph.commands.acting import is_here, signal_here, signal_process
-from taskgraph.errors import JobError
+from taskgraph.errors import JobError, TransportError
 from taskgraph.node.usercode import lastwords
 from taskgraph.protocol.records import NodeRecord
 from taskgraph.transport.endpoints import unix_endpoint
@@ -92,3 +92,23 @@ def test_a_process_that_is_not_ours_gets_no_signal() -> None:
         assert not signal_process(process.pid, signal.SIGKILL)
         process.communicate(b"\n")
         assert process.returncode == 0
+
+
+def test_another_users_node_is_said_to_be_one(
+    tmp_path: Path, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    node = record(process.pid, unix_endpoint(tmp_path / "c"))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "kill", refused)
+        patched.setattr(signal, "pidfd_send_signal", refused, raising=False)
+        assert not is_here(node), "chaos spares it"
+        with pytest.raises(TransportError, match=r"n1 \(process \d+\) is another user's"):
+            signal_here(node, signal.SIGTERM)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", refused)  # its folder is the other user's alone
+        with pytest.raises(TransportError, match="another user's"):
+            signal_here(node, signal.SIGKILL)
+    assert process.poll() is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import signal
 import socket
 from pathlib import Path
 
@@ -66,6 +67,8 @@ async def test_the_token_does_not_replace_a_certificate(ours: Tls, theirs: Tls) 
         async with service.client() as client:
             with pytest.raises(PeerLost, match="give --tls"):
                 await client.status()
+            with pytest.raises(PeerLost, match="give --tls"):  # a kill that did not arrive is none
+                await client.kill(signal.SIGKILL)
 
 
 async def test_a_client_does_not_tell_an_impostor(ours: Tls, tmp_path: Path) -> None:
