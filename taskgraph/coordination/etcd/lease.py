@@ -125,7 +125,7 @@ class EtcdLease:
 
     def _renew(self) -> None:
         stream: _Stream | None = None
-        endpoint = 0
+        endpoint, why_none = 0, ""
         interval_s = self._ttl_s / _RENEWALS_PER_TTL
         overdue_s = self._ttl_s / 3
         next_at = time.monotonic() + interval_s
@@ -151,7 +151,14 @@ class EtcdLease:
                 if now - self._ticked_at > self._stall_limit_s:
                     continue  # the main loop is stuck
                 if stream is None:
-                    stream = _Stream(self._options, self._options.endpoints[endpoint], self)
+                    try:
+                        stream = _Stream(self._options, self._options.endpoints[endpoint], self)
+                    except CoordinationError as error:  # a TLS file is being replaced: looked at again each time
+                        if str(error) != why_none:
+                            log.warning("renewal of lease %x: %s; trying again", self._id, error)
+                        why_none = str(error)
+                        continue
+                    why_none = ""
                 stream.send(self._id, now)
         except Exception:
             log.exception("the renewal of lease %x failed; the lease will expire", self._id)

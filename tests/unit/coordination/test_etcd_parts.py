@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from pathlib import Path
+
 import grpc
 import pytest
 
+from taskgraph.commands.certifying import make_certs
 from taskgraph.coordination.api import TooLarge
 from taskgraph.coordination.etcd.connection import pause_s
 from taskgraph.coordination.etcd.convert import range_of, writes
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
+from taskgraph.coordination.etcd.lease import EtcdLease
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, LeaseGone
 from taskgraph.protocol.kv import Delete, Get, Put, Txn
@@ -60,6 +66,36 @@ def test_a_tls_file_that_cannot_be_read_is_named() -> None:
     options = EtcdOptions.make("a:1", ca="/no/such/ca.pem")
     with pytest.raises(CoordinationError, match=r"/no/such/ca\.pem"):
         options.channel_credentials()
+
+
+async def test_a_lease_waits_for_a_tls_file_that_is_being_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def revoke(_: int) -> None: ...
+
+    def said() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == EtcdLease.__module__]
+
+    lease = EtcdLease(
+        EtcdOptions.make("127.0.0.1:1", ca=tmp_path / "made" / "ca.pem"),
+        7,
+        ttl_s=0.1,
+        stall_limit_s=60.0,
+        sent_at=time.monotonic(),
+        revoke=revoke,
+        forget=lambda _: None,
+    )
+    lease.start()
+    try:
+        await asyncio.sleep(0.3)
+        assert len(said()) == 1 and "cannot read the TLS file" in said()[0], "once, however often it is tried"
+        make_certs(tmp_path / "made", force=False)
+        async with asyncio.timeout(10):
+            while len(said()) < 2:  # noqa: ASYNC110 - a thread of its own tells it
+                await asyncio.sleep(0.01)
+        assert "trying the next endpoint" in said()[1], "it was read, and nobody listens there"
+    finally:
+        await lease.close(revoke=False)
 
 
 def test_a_password_is_never_shown() -> None:
