@@ -172,7 +172,7 @@ class Follower:
             async with asyncio.timeout(_REST_S):
                 found, _ = await kept_events(self._coordinator, self._spec.name)
         except (CoordinationError, TimeoutError) as error:
-            log.warning("the last events of job %r were not read: %s", self._spec.name, error)
+            log.warning("the last events of job %r were not read: %s", self._spec.name, str(error) or "no answer")
             return
         for event in found:
             self._tell(event)
@@ -325,7 +325,9 @@ class Follower:
                         return
                     await asyncio.sleep(_RETRY_S)
         except (CoordinationError, TimeoutError) as error:
-            log.warning("that the results were collected is not known to nodes elsewhere: %s", error or "no answer")
+            log.warning(
+                "that the results were collected is not known to nodes elsewhere: %s", str(error) or "no answer"
+            )
 
     async def cancel_job(self, reason: str, *, state: str = State.CANCELLED) -> bool:
         """Ends the job, if it runs; tells it as an event.

@@ -274,4 +274,4 @@ class Registration:
                     await node.coordinator.txn(transactions.declare_gone(node.keeper.view, node.id, gone))
                     await self._lease.close(revoke=True)
             except (CoordinationError, TimeoutError) as error:
-                self._node.log.info("the lease could not be revoked, it will expire: %s", error)
+                self._node.log.info("the lease could not be revoked, it will expire: %s", str(error) or "no answer")

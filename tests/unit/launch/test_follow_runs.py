@@ -187,9 +187,9 @@ async def test_who_read_nothing_of_its_runs_end_does_not_follow_the_next_one() -
         assert status.state == State.CANCELLED and "another one was submitted under its name" in status.reason
 
 
-@pytest.mark.parametrize("error", [Unavailable("away"), OutcomeUnknown("full")])
+@pytest.mark.parametrize(("error", "why"), [(Unavailable("away"), "away"), (OutcomeUnknown("full"), "no answer")])
 async def test_a_result_that_is_here_does_not_get_lost_with_etcd(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("taskgraph.launch.follow._COLLECTED_S", 0.5)
     coordinator = Deaf(MemoryStore())
@@ -201,7 +201,7 @@ async def test_a_result_that_is_here_does_not_get_lost_with_etcd(
             await follower.let_go([], RESULT)
         assert follower.kept_json is not None
     (record,) = caplog.records
-    assert "collected is not known" in record.message
+    assert "collected is not known" in record.message and record.message.endswith(f": {why}")
 
 
 async def test_a_submit_that_is_too_large_for_etcd_says_how_large_it_is_and_what_to_pass() -> None:
