@@ -222,12 +222,10 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction | None = 
         return code
     except JobFailed as error:
         what = "the job was ended" if isinstance(error, JobCancelled) else "job failed"
-        print(f"taskgraph: {what}: {error}", file=sys.stderr)
-        for note in getattr(error, "__notes__", ()):
-            print(f"taskgraph: {note}", file=sys.stderr)
+        _print(f"{what}: {error}", error)
         return FAILED
     except (CoordinationError, TransportError, UnknownJob) as error:
-        print(f"taskgraph: {error}", file=sys.stderr)
+        _print(str(error), error)
         if isinstance(error, CoordinationError):
             from taskgraph.launch.access import advice
 
@@ -235,7 +233,7 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction | None = 
                 print(text, file=sys.stderr)
         return UNREACHABLE
     except TaskGraphError as error:
-        print(f"taskgraph: {error}", file=sys.stderr)
+        _print(str(error), error)
         return USAGE
     except KeyboardInterrupt:
         print("taskgraph: interrupted", file=sys.stderr)
@@ -249,6 +247,11 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction | None = 
         print(f"taskgraph: {error}", file=sys.stderr)
         drop_unwritten()
         return FAILED
+
+
+def _print(text: str, error: TaskGraphError) -> None:
+    for line in (text, *getattr(error, "__notes__", ())):
+        print(f"taskgraph: {line}", file=sys.stderr)
 
 
 def driver_main(function: JobFunction) -> None:

@@ -129,10 +129,14 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
     except asyncio.CancelledError as error:
         if interrupts:
             progress.end()
+            notes = getattr(error, "__notes__", ())  # of nodes in this process, or of an etcd that is away
+            if finished():
+                ended = f"; {_left_text(name, [follower for follower, _ in started])} nothing is left behind"
+            else:
+                ended = "" if notes and options.nodes else f"; job {name!r} was ended, nothing is left behind"
             hint = "".join(follower.way_on("; ") for follower, _ in started)
-            hint += "".join(f"; {note}" for note in getattr(error, "__notes__", ()))  # of nodes in this process
-            what = _left_text(name, [follower for follower, _ in started]) if finished() else f"job {name!r} was ended,"
-            print(f"taskgraph: interrupted; {what} nothing is left behind{hint}", file=sys.stderr)
+            hint += "".join(f"; {note}" for note in notes)
+            print(f"taskgraph: interrupted{ended}{hint}", file=sys.stderr)
             return 130
         raise
     finally:

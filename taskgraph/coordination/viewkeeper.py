@@ -73,7 +73,7 @@ class ViewKeeper:
                         self._notify(self._waiters, self._listeners)
             except WatchCompacted:
                 log.info("the watch from revision %d was compacted away; listing again", start)
-                await self._load_persistently()
+                await self.load_persistently()
 
     async def run_by(self, *prefixes: str) -> None:
         """Instead of `run`, where commits need not be heard of: lists again when something under these has changed.
@@ -92,9 +92,9 @@ class ViewKeeper:
             try:
                 async for batch in self._coordinator.watch(prefix, self.view.revision + 1):
                     if batch.events and batch.revision > self.view.revision:
-                        await self._load_persistently()
+                        await self.load_persistently()
             except WatchCompacted:
-                await self._load_persistently()
+                await self.load_persistently()
 
     def when(self, predicate: Callable[[JobView], bool], *, structure: bool = False) -> asyncio.Future[None]:
         """A future that is done as soon as the view satisfies `predicate`; cancel it when it is not needed.
@@ -157,12 +157,16 @@ class ViewKeeper:
         self._notifying = False
         self.notify()
 
-    async def _load_persistently(self) -> None:
+    async def load_persistently(self) -> None:
+        """`load`, as soon as etcd answers."""
+        told = False
         while True:
             try:
                 return await self.load()
             except Unavailable as error:
-                log.warning("cannot list the job: %s", error)
+                if not told:
+                    log.warning("cannot list the job: %s; trying again", error)
+                    told = True
                 await asyncio.sleep(self._refresh_s)
 
     def notify(self) -> None:

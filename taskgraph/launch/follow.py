@@ -123,9 +123,9 @@ class Follower:
         """Begins; `on_event` gets every event, commits too (at least once: a new leader may repeat the last).
 
         Other events come twice, from etcd and, sooner, from the leader where they are the leader's, and are told once.
-        Where it raises, it is told no more (`careful`).
+        Where it raises, it is told no more (`careful`). An etcd that is away is waited for.
         """
-        await self.keeper.load()
+        await self.keeper.load_persistently()
         if self._is_ours:
             self._run_at = self.view.spec_revision
         loop = asyncio.get_running_loop()

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from taskgraph.children import Child, tell_child
 from taskgraph.coordination.api import Coordinator
-from taskgraph.errors import CoordinationError, OutcomeUnknown
+from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
 from taskgraph.launch.devices import deal, host_devices, sharing
 from taskgraph.launch.forkserver import ForkServer, NodeProcess
 from taskgraph.launch.runtime import JobEntry, Runtime, Sockets
@@ -100,7 +100,7 @@ class LocalNodes:
         """Starts that many nodes, named n1, n2, ...: names that no other of this job has or had.
 
         Raises:
-            CoordinationError: etcd does not answer, or refuses.
+            CoordinationError: etcd refuses, or does not say what becomes of its writes.
             NotStarted: a process cannot be started.
         """
         first = await self._take_numbers(count)
@@ -118,15 +118,23 @@ class LocalNodes:
         return ForkServer(self._runtime.folder(self._entry.name), self._blas_threads)
 
     async def _take_numbers(self, count: int) -> int:
-        """The first of so many numbers that this launcher alone gets, though others start nodes at this moment."""
-        key, unknown = self._keys.names, 0
+        """The first of so many numbers that this launcher alone gets, though others start nodes at this moment.
+
+        An etcd that is away is waited for: it has just taken the job.
+        """
+        key, unknown, told = self._keys.names, 0, False
         while True:
-            found = await self._coordinator.get(key)
-            given, revision = (int(found.value), found.mod_revision) if found is not None else (0, 0)
-            txn = Txn((Compare(key, revision),), (Put(key, str(given + count).encode()),))
             try:
+                found = await self._coordinator.get(key)
+                given, revision = (int(found.value), found.mod_revision) if found is not None else (0, 0)
+                txn = Txn((Compare(key, revision),), (Put(key, str(given + count).encode()),))
                 if (await self._coordinator.txn(txn)).succeeded:
                     return given + 1
+            except Unavailable as error:
+                if not told:
+                    log.warning("nodes are started once etcd answers: %s", error)
+                    told = True
+                await asyncio.sleep(_RETRY_S)
             except OutcomeUnknown:  # then these numbers may be nobody's
                 if (unknown := unknown + 1) == UNKNOWN_TRIES:
                     raise

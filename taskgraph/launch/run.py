@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import json
@@ -216,15 +215,14 @@ async def _on_nodes(
         )
         coordinator = await stack.enter_async_context(await connect(entry.etcd, entry.tls))
         spec, beginning = await plan(coordinator, spec, resume=resume, fresh=fresh)
-        await submit(coordinator, spec, beginning)
+        follower = Follower(coordinator, spec, entry.token_bytes, entry.node_access)
         if embedded is None:
-            stack.push_async_exit(partial(_cancel_unbegun, coordinator, spec))
+            stack.push_async_exit(partial(_cancel_unbegun, follower, entry))
+        await submit(coordinator, spec, beginning)
         await mark_begun(spec, beginning)
         runtime.put(entry)
         stack.callback(runtime.remove, spec.name)
-        follower = Follower(coordinator, spec, entry.token_bytes, entry.node_access)
         stack.push_async_callback(follower.stop)
-        await follower.start(hooks.on_event)
         etcd_ended = embedded.ended if embedded is not None else None
         supervisor = Supervisor(
             spec,
@@ -255,21 +253,23 @@ _CANCEL_S = 2.0
 
 
 async def _cancel_unbegun(
-    coordinator: EtcdCoordinator, spec: JobSpec, kind: object, error: BaseException | None, trace: object
+    follower: Follower, entry: JobEntry, kind: object, error: BaseException | None, trace: object
 ) -> None:
-    """A start that was cut short must not leave the job's name taken.
+    """A start that was cut short must not leave the job's name taken; where it does, since etcd is away, this is said.
 
     One that ran has ended the job itself, unless etcd did not answer then.
     """
     if error is None:
         return
-    follower = Follower(coordinator, spec, b"")
-    with contextlib.suppress(CoordinationError, TimeoutError):
+    try:
         async with asyncio.timeout(_CANCEL_S):
-            await follower.keeper.load()
-            known = follower.view.spec
-            if known is not None and JobSpec.from_bytes(known).run == spec.run:
-                await follower.cancel_job(end_reason(error))
+            await follower.cancel_job(end_reason(error))
+    except (CoordinationError, TimeoutError):
+        if follower.view.status is None or follower.view.running:  # as far as we know
+            error.add_note(
+                f"etcd does not answer, so that job {entry.name!r} may be left there as running: end it with "
+                f"`taskgraph shutdown {entry.name} --etcd {entry.etcd}`"
+            )
 
 
 def _running_here(runtime: Runtime, name: str) -> JobRunning:

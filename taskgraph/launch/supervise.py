@@ -62,7 +62,7 @@ class Hooks:
 
 
 class Supervisor:
-    """Starts nodes for a submitted job, follows it to its end, collects its result.
+    """Starts nodes for a submitted job, follows it to its end, collects its result. Who made the follower stops it.
 
     Args:
         etcd_ended: returns when the job's own etcd ended, and how; None where it is somebody else's.
@@ -119,11 +119,12 @@ class Supervisor:
         """
         grace_s = _NODE_END_S
         try:
-            await self._start(count)
-            if self._hooks.on_start is not None:
-                self._hooks.on_start(self._follower, self._nodes)
             try:
-                async with asyncio.timeout(timeout_s):
+                async with asyncio.timeout(timeout_s):  # an etcd that is away is waited for, from the first read on
+                    await self._follower.start(self._hooks.on_event)
+                    await self._start(count)
+                    if self._hooks.on_start is not None:
+                        self._hooks.on_start(self._follower, self._nodes)
                     found, result = await self._result()
             except TimeoutError:
                 raise await self._timed_out(timeout_s or 0.0) from None

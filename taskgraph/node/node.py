@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from taskgraph.checkpoint.places import Place
 from taskgraph.coordination.api import Coordinator
@@ -23,6 +23,7 @@ from taskgraph.errors import (
     FingerprintMismatch,
     JobError,
     TaskGraphError,
+    Unavailable,
     said,
 )
 from taskgraph.jobs import Job
@@ -58,6 +59,7 @@ from taskgraph.transport.api import Transport
 
 __all__ = ["Node", "Point"]
 
+T = TypeVar("T")
 Point = Callable[[str, int, int], Awaitable[None]]
 """(stage, task, epoch): called at named moments of an epoch; tests kill nodes there."""
 
@@ -194,6 +196,19 @@ class Node:
     async def breathe(self) -> None:
         await asyncio.sleep(_RETRY_S)
 
+    async def from_etcd(self, call: Callable[[], Awaitable[T]]) -> T | None:
+        """What a call to etcd returns, as soon as etcd answers; None where this node is asked to leave before."""
+        told = False
+        while not self.draining:
+            try:
+                return await call()
+            except Unavailable as error:
+                if not told:
+                    self.log.warning("waiting for etcd: %s", error)
+                    told = True
+                await self.breathe()
+        return None
+
     async def point(self, stage: str, task: int, epoch: int) -> None:
         if self._point is not None:
             await self._point(stage, task, epoch)
@@ -298,10 +313,10 @@ class Node:
         self.started_at = self.now()
         await self.transport.start(self.id, self._serving, self._on_lost)
         try:
-            await self.keeper.load()
-            self._check_spec()
+            await self.from_etcd(self.keeper.load)
             if self.draining:
                 return  # nobody knows of it yet
+            self._check_spec()
             self.registration = Registration(self, self._record())
             await self.registration.register()
             if not self.registration.node_revision:

@@ -56,6 +56,7 @@ log = logging.getLogger("taskgraph.node")
 
 OK, CANNOT_GO_ON, UNREACHABLE, OTHER_DRIVER, DEVICE_LOST = 0, 1, 3, 4, 5
 _SAY_AGAIN_S = 5.0
+_ETCD_AGAIN_S = 0.5
 _PARENT_CHECK_S = 1.0
 """The pipe tells of the launcher's death at once, unless a process that the launcher forked still holds it."""
 _WILDCARDS = ("0.0.0.0", "::")
@@ -69,7 +70,7 @@ async def run_node(config: NodeConfig) -> int:
     if not config.node_id:
         config = dataclasses.replace(config, node_id=NodeConfig.new_id(config.name))
     try:
-        async with await EtcdCoordinator.connect(config.etcd, **config.tls) as coordinator:  # type: ignore[arg-type]
+        async with await _connected(config) as coordinator:
             spec = await wait_for_job(coordinator, config.job)
             try:
                 job = spec.load_job()
@@ -86,6 +87,25 @@ async def run_node(config: NodeConfig) -> int:
         return _say(str(error), DEVICE_LOST)
     except TaskGraphError as error:
         return _say(str(error), CANNOT_GO_ON)
+
+
+async def _connected(config: NodeConfig) -> EtcdCoordinator:
+    """A node that was launched waits for an etcd that is away: its launcher, which it ends with, has reached it.
+
+    Raises:
+        CoordinationError: etcd refuses; or nobody launched this node, so that the address may be wrong.
+    """
+    told = False
+    while True:
+        try:
+            return await EtcdCoordinator.connect(config.etcd, **config.tls)  # type: ignore[arg-type]
+        except Unavailable as error:
+            if not config.parent_pid:
+                raise
+            if not told:
+                log.warning("waiting for etcd, which the launcher has reached: %s", error)
+                told = True
+            await asyncio.sleep(_ETCD_AGAIN_S)
 
 
 def _say(text: str, code: int) -> int:

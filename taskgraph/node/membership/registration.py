@@ -77,7 +77,9 @@ class Registration:
             if self._node.draining:
                 return
             while (revision := await self._put_first()) is None:
-                await keeper.load()
+                await self._node.from_etcd(keeper.load)
+                if self._node.draining:
+                    return
                 if keeper.view.spec_revision != spec:
                     raise JobError(
                         f"job {keeper.view.keys.job!r} was submitted anew while this node started: start the node again"
@@ -126,7 +128,7 @@ class Registration:
                 node.events.emit("refused", f"{node.name} may not register as long as this is so: {why}")
                 told = why
             await asyncio.sleep(_LOOK_S)
-            await node.keeper.load()
+            await node.from_etcd(node.keeper.load)
 
     async def _why_unreached(self) -> dict[str, str]:
         """Which nodes that were registered before this one do not answer it, and why; those that are still there."""
@@ -179,9 +181,16 @@ class Registration:
         }
 
     async def _put_first(self) -> int | None:
-        """Grants a lease and puts the key; None where the job is another one, or where the lease ended meanwhile."""
+        """Grants a lease and puts the key.
+
+        None where the job is another one, where the lease ended meanwhile, and where it is asked to leave.
+        """
         node, settings = self._node, self._node.settings
-        lease = await node.coordinator.lease(settings.lease_ttl_s, stall_limit_s=settings.lease_stall_s)
+        lease = await node.from_etcd(
+            lambda: node.coordinator.lease(settings.lease_ttl_s, stall_limit_s=settings.lease_stall_s)
+        )
+        if lease is None:
+            return None
         self._lease = lease
         view, record = node.keeper.view, self._current()
         txn = transactions.register(view, node.id, record)

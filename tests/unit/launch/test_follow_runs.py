@@ -16,22 +16,26 @@ import taskgraph as tg
 from taskgraph import cli
 from taskgraph.commands import looking
 from taskgraph.commands.common import Reached
+from taskgraph.coordination.api import Listing
 from taskgraph.coordination.etcd.failures import refusal
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver import JobSpec
 from taskgraph.errors import OutcomeUnknown, Unavailable
 from taskgraph.graph.values import encode
 from taskgraph.launch.follow import Follower
-from taskgraph.launch.runtime import JobEntry
+from taskgraph.launch.local import LocalNodes
+from taskgraph.launch.run import _cancel_unbegun
+from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.keys import Keys
-from taskgraph.protocol.kv import Put, Txn, TxnResult
+from taskgraph.protocol.kv import KeyValue, Put, Txn, TxnResult
 from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.results import JobResult
 
 NAME = "again"
 KEYS = Keys(NAME)
+ENTRY = JobEntry(name=NAME, etcd="a:1", token="ab" * 32, pid=0, embedded=False, tls={})
 RESULT = JobResult(name=NAME, values={0: 1}, reports=(), epochs=1, failovers=0, restarts=0, wall_s=1.0)
 
 
@@ -49,6 +53,25 @@ class Deaf(MemoryCoordinator):
         if self.error is not None and txn.success:
             raise self.error
         return await super().txn(txn)
+
+
+class Away(MemoryCoordinator):
+    """Does not answer the next `times` calls."""
+
+    times = 0
+
+    def _answer(self) -> None:
+        if self.times:
+            self.times -= 1
+            raise Unavailable("no usable answer from etcd")
+
+    async def list(self, prefix: str) -> Listing:
+        self._answer()
+        return await super().list(prefix)
+
+    async def get(self, key: str) -> KeyValue | None:
+        self._answer()
+        return await super().get(key)
 
 
 async def end(coordinator: MemoryCoordinator) -> None:
@@ -219,3 +242,34 @@ async def test_a_submit_whose_writes_are_never_answered_says_why() -> None:
     with pytest.raises(OutcomeUnknown, match="space exceeded"):
         await submit(coordinator, dataclasses.replace(spec(), expected_nodes=1))
     assert 1.0 < time.monotonic() - began < 5.0
+
+
+async def test_an_etcd_that_is_away_while_a_run_starts_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    coordinator, run = Away(MemoryStore()), spec()
+    await submit(coordinator, run)
+    coordinator.times = 3
+    async with asyncio.timeout(5), followed(coordinator, run) as follower:
+        assert follower.view.running
+        coordinator.times = 3
+        assert await LocalNodes(ENTRY, coordinator, Runtime())._take_numbers(2) == 1
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "cannot list the job",
+        "nodes are started once etcd answers",
+    ], "once each"
+
+
+async def test_a_run_that_gives_up_while_etcd_is_away_names_the_job_that_it_leaves() -> None:
+    coordinator, run, error = Away(MemoryStore()), spec(), Unavailable("away")
+    follower = Follower(coordinator, run, b"")
+    await submit(coordinator, run)
+    coordinator.times = 1
+    await _cancel_unbegun(follower, ENTRY, Unavailable, error, None)
+    (note,) = error.__notes__
+    assert "job 'again' may be left there as running" in note and "`taskgraph shutdown again --etcd a:1`" in note
+    another = Unavailable("away")
+    await _cancel_unbegun(follower, ENTRY, Unavailable, another, None)
+    assert await state(coordinator) == State.CANCELLED and not hasattr(another, "__notes__")
+    await follower.keeper.load()
+    coordinator.times = 1
+    await _cancel_unbegun(follower, ENTRY, Unavailable, another, None)
+    assert not hasattr(another, "__notes__"), "it is known to have ended"

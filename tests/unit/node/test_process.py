@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 from pathlib import Path
 
 import pytest
 
+from taskgraph.coordination.etcd import EtcdCoordinator
+from taskgraph.errors import CoordinationError, Unavailable
+from taskgraph.node import process
 from taskgraph.node.config import NodeConfig
-from taskgraph.node.process import _remove_sockets, search_garbage_less_often
+from taskgraph.node.process import _remove_sockets, run_node, search_garbage_less_often
 
 
 def config(folder: Path, *, parent_pid: int) -> NodeConfig:
@@ -58,3 +62,22 @@ def test_garbage_is_searched_for_no_more_often_than_newer_pythons_do(
         assert gc.get_threshold() == after
     finally:
         gc.set_threshold(*mine)
+
+
+async def test_a_node_that_was_launched_waits_for_an_etcd_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers: list[CoordinationError] = []
+
+    async def connect(*_: object) -> EtcdCoordinator:
+        raise answers.pop(0)
+
+    monkeypatch.setattr(EtcdCoordinator, "connect", connect)
+    monkeypatch.setattr(process, "_ETCD_AGAIN_S", 0.0, raising=False)
+    launched = config(tmp_path / "s", parent_pid=os.getppid())
+    answers[:] = [Unavailable("away"), Unavailable("away"), CoordinationError("refused")]
+    assert await run_node(launched) == 3 and not answers
+    assert [record.message for record in caplog.records] == ["waiting for etcd, which the launcher has reached: away"]
+    answers[:] = [Unavailable("away"), CoordinationError("refused")]
+    assert await run_node(dataclasses.replace(launched, parent_pid=0)) == 3
+    assert len(answers) == 1, "of one that was started by hand the address may be wrong"

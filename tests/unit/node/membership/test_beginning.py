@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 from cluster_kit import Counting, job, play
 
-from taskgraph.errors import JobFailed
+from taskgraph.coordination.api import Lease, Listing
+from taskgraph.coordination.memory import MemoryCoordinator
+from taskgraph.errors import JobFailed, Unavailable
+from taskgraph.launch import inprocess
 from taskgraph.launch.inprocess import InProcessCluster
 
 SETUP_S = 5.0
@@ -49,3 +53,35 @@ def test_a_backup_that_cannot_be_set_up_fails_the_job_while_the_primary_still_is
         return asyncio.get_running_loop().time() - began
 
     assert play(job(Failing, tasks=1), scenario, nodes=2) < 1
+
+
+@pytest.mark.parametrize("kind", ["list", "lease"])
+def test_a_node_waits_for_an_etcd_that_goes_away_while_it_starts(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Away(MemoryCoordinator):
+        """Does not answer the first calls of one kind."""
+
+        left = 3
+
+        def _answer(self, asked: str) -> None:
+            if asked == kind and self.left:
+                self.left -= 1
+                raise Unavailable("no usable answer from etcd")
+
+        async def list(self, prefix: str) -> Listing:
+            self._answer("list")
+            return await super().list(prefix)
+
+        async def lease(self, ttl_s: float, *, stall_limit_s: float) -> Lease:
+            self._answer("lease")
+            return await super().lease(ttl_s, stall_limit_s=stall_limit_s)
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        assert (await cluster.result()).values == {0: 3, 1: 3}
+
+    monkeypatch.setattr(inprocess, "MemoryCoordinator", Away)
+    with caplog.at_level(logging.WARNING):
+        play(job(Counting), scenario, nodes=1)
+    said = [record.message for record in caplog.records if "waiting for etcd" in record.message]
+    assert said == ["waiting for etcd: no usable answer from etcd"], "once"
