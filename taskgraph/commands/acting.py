@@ -21,6 +21,7 @@ from taskgraph.launch.follow import Follower, client_of
 from taskgraph.launch.supervise import drain_s
 from taskgraph.node.usercode import lastwords
 from taskgraph.observe.format import ids_text, name_of
+from taskgraph.protocol.reach import host_of
 from taskgraph.protocol.records import NodeRecord
 from taskgraph.protocol.takeover import held_alone, who_stays
 from taskgraph.protocol.view import JobView
@@ -98,8 +99,13 @@ def is_here(record: NodeRecord) -> bool:
 
 def _folder(record: NodeRecord) -> Path | None:
     """The directory of a node of this host, with its sockets."""
-    here = f"unix:{host_key()}:"
-    return next((Path(e.removeprefix(here)).parent for e in record.control.split("|") if e.startswith(here)), None)
+    here = host_of(host_key())
+    for endpoint in record.control.split("|"):
+        kind, _, rest = endpoint.partition(":")
+        key, _, path = rest.partition(":")
+        if kind == "unix" and host_of(key) == here:
+            return Path(path).parent
+    return None
 
 
 def signal_here(record: NodeRecord, number: signal.Signals) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from taskgraph.protocol.records import NodeRecord
 
-__all__ = ["share_host", "why_refused", "why_unreached"]
+__all__ = ["host_of", "share_host", "why_refused", "why_unreached"]
 
 
 def why_refused(ours: NodeRecord, others: Iterable[NodeRecord]) -> str:
@@ -18,9 +18,14 @@ def why_refused(ours: NodeRecord, others: Iterable[NodeRecord]) -> str:
     return next((why for other in others if (why := _why_mute(ours, other))), "")
 
 
+def host_of(key: str) -> str:
+    """What the `HOSTKEY`s of one host have in common, whatever their users."""
+    return key.partition(".")[0]
+
+
 def share_host(one: NodeRecord, other: NodeRecord) -> bool:
-    """Whether they speak over unix sockets, which nothing comes between."""
-    return not set(_unix_hosts(one)).isdisjoint(_unix_hosts(other))
+    """Whether they speak over unix sockets, which nothing comes between: of one user on one host."""
+    return not set(_unix_keys(one)).isdisjoint(_unix_keys(other))
 
 
 def why_unreached(ours: NodeRecord, other: NodeRecord, error: str) -> str:
@@ -42,11 +47,21 @@ def _why_mute(ours: NodeRecord, other: NodeRecord) -> str:
             f"`taskgraph submit` wrote (--token-file)"
         )
     if _out_of_reach(ours, other):
+        if _neighbours(ours, other):
+            return (
+                f"{us} cannot be reached by {them}, which is another user's: it listens at a unix socket alone, which "
+                f"is for its own user. Start it with --listen HOST, or all nodes of this host as one user"
+            )
         return (
             f"{us} cannot be reached by {them}: it listens at {_where(ours)}, which is for its own host. Start it "
             f"with --listen HOST, a name or address of this host that the others know"
         )
     if _out_of_reach(other, ours):
+        if _neighbours(ours, other):
+            return (
+                f"{them} cannot be reached by {us}, which is another user's: it listens at a unix socket alone, which "
+                f"is for its own user. Start that one again with --listen HOST, or all nodes of this host as one user"
+            )
         return (
             f"{them} cannot be reached by {us}: it listens at {_where(other)}, which is for its own host. Start "
             f"that one again with --listen HOST, or all nodes on its host"
@@ -55,10 +70,17 @@ def _why_mute(ours: NodeRecord, other: NodeRecord) -> str:
 
 
 def _out_of_reach(node: NodeRecord, other: NodeRecord) -> bool:
-    """Whether `node` listens nowhere but on a host that is not the other's. Where nothing is known of that: no."""
-    hosts, theirs = _unix_hosts(node), _unix_hosts(other)
-    known = len(hosts) + len(_loopbacks(node)) == len(node.endpoints)
-    return bool(hosts) and known and bool(theirs) and not share_host(node, other)
+    """Whether `node` listens nowhere where the other can dial it. Where nothing is known of that: no."""
+    keys, theirs = _unix_keys(node), _unix_keys(other)
+    if not keys or not theirs or share_host(node, other):
+        return False
+    loopbacks = [] if _neighbours(node, other) else _loopbacks(node)
+    return len(keys) + len(loopbacks) == len(node.endpoints)
+
+
+def _neighbours(one: NodeRecord, other: NodeRecord) -> bool:
+    """Whether they are on one host, be it as two users."""
+    return not set(map(host_of, _unix_keys(one))).isdisjoint(map(host_of, _unix_keys(other)))
 
 
 def _where(node: NodeRecord) -> str:
@@ -66,7 +88,7 @@ def _where(node: NodeRecord) -> str:
     return " and ".join(_loopbacks(node)) or "a unix socket alone"
 
 
-def _unix_hosts(record: NodeRecord) -> list[str]:
+def _unix_keys(record: NodeRecord) -> list[str]:
     """`unix:HOSTKEY:/path` -> HOSTKEY."""
     return [endpoint.split(":", 2)[1] for endpoint in record.endpoints if endpoint.startswith("unix:")]
 

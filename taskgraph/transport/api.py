@@ -23,7 +23,7 @@ class Peer:
 
     Attributes:
         node: its id, unique for ever; the session's hello proves that this node, and no other, answers.
-        endpoints: in order of preference, each `unix:HOSTKEY:/path` (usable where HOSTKEY is one's own host) or
+        endpoints: in order of preference, each `unix:HOSTKEY:/path` (usable where HOSTKEY is one's own) or
             `tcp:host:port`; `memory:` in one process.
     """
 

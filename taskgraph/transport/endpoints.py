@@ -1,6 +1,6 @@
 """Where a node is reached: endpoints as text, sockets to listen on, sockets that are connected.
 
-    unix:HOSTKEY:/path   usable by processes that see the same file system on the same host
+    unix:HOSTKEY:/path   usable by processes of the same user that see the same file system on the same host
     tcp:host:port        usable by everybody; an IPv6 address stands in brackets
 
 Nothing here knows what is said over a socket.
@@ -51,14 +51,16 @@ _UNIX_RETRY_S = 0.01
 
 @functools.cache
 def host_key() -> str:
-    """Names this host as far as unix sockets reach: the running kernel and this process's view of the file system."""
+    """Names this host as far as unix sockets reach: the running kernel, this process's view of the file system and,
+    behind a dot, its user, whose alone our sockets are."""
     parts = [platform.node()]
     with contextlib.suppress(OSError):  # only Linux has these two
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
         parts.append(os.readlink("/proc/self/ns/mnt"))
     root = os.stat("/")
     parts.append(f"{root.st_dev} {root.st_ino}")
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    host = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return f"{host}.{os.geteuid()}"
 
 
 def unix_endpoint(path: Path) -> str:

@@ -47,6 +47,18 @@ def test_beside_a_node_that_does_not_listen_others_are_told_which_it_is() -> Non
     assert "Start that one again with --listen HOST, or all nodes on its host" in why
 
 
+def test_two_users_of_one_host_are_told_to_listen_since_their_sockets_are_private() -> None:
+    """Both registered, and never met."""
+    one, other = at("a", "unix:A.1:/x"), at("a", "unix:A.2:/y")
+    loopback = at("a", "unix:A.2:/y", "tcp:127.0.0.1:1")
+    why = why_refused(one, [other])
+    assert why.startswith("on-a on a cannot be reached by on-a on a, which is another user's: it listens at a unix ")
+    assert "Start it with --listen HOST, or all nodes of this host as one user" in why
+    assert "another user's" in why_refused(loopback, [one]) and "Start that one again" in why_refused(loopback, [one])
+    assert why_refused(loopback, [at("a", "unix:A.1:/x", "tcp:127.0.0.1:2")]) == "", "they dial each other"
+    assert why_refused(one, [at("a", "unix:A.1:/z")]) == ""
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "[::1]"])
 def test_a_node_that_listens_at_loopback_alone_is_told_to_listen_where_others_reach_it(address: str) -> None:
     """Debian's installer writes `127.0.1.1 HOST` into a host's own /etc/hosts: `--listen HOST` is loopback there."""
@@ -67,6 +79,7 @@ def test_nodes_of_one_host_speak_over_unix_sockets_where_both_have_one() -> None
     assert share_host(HERE, LISTENS_HERE) and share_host(LISTENS_HERE, HERE_TOO)
     assert not share_host(LISTENS_HERE, LISTENS_THERE)
     assert not share_host(at("a", "tcp:a:1"), LISTENS_HERE)
+    assert not share_host(at("a", "unix:A.1:/x"), at("a", "unix:A.2:/x"))
 
 
 def test_a_node_that_cannot_be_dialled_is_named_with_its_port_and_what_may_drop_connections_to_it() -> None:

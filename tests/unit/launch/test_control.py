@@ -323,6 +323,8 @@ async def test_a_follower_that_leaves_is_not_told_any_more(service: Service) -> 
 def test_an_address_that_cannot_be_used_here_says_what_would() -> None:
     assert control_address(f"unix:{host_key()}:/run/x/c|tcp:h:12", host_key()) == "unix:/run/x/c"
     assert control_address("unix:elsewhere:/run/x/c|tcp:[::1]:12", host_key()) == "[::1]:12"
+    assert control_address("unix:here.1:/run/x/c|tcp:h:12", "here.2") == "h:12"
+    assert control_address("unix:here.1:/run/x/c", "here.2") == "unix:/run/x/c"  # root may
     for told in ("", "unix:elsewhere:/run/x/c"):
         with pytest.raises(TaskGraphError, match="--listen HOST"):
             control_address(told, host_key())

@@ -20,6 +20,7 @@ from transport_kit import JOB, TOKEN, Cluster, Node, cluster_of, encoded, item, 
 from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
 from taskgraph.graph.blocks import Allocate
 from taskgraph.protocol import messages as m
+from taskgraph.protocol.reach import host_of
 from taskgraph.settings import Settings
 from taskgraph.transport import endpoints, incoming, sides, stream, wire
 from taskgraph.transport._proto import frame_pb2
@@ -639,6 +640,16 @@ async def test_endpoints_are_tried_in_order_where_they_can_be_used(folder: Path)
         for wrong in ("tcp:", "tcp:host", "tcp:host:port"):
             with pytest.raises(PeerLost, match="not an endpoint"):
                 await a.call(Peer("x", (wrong,)), SEAL)
+
+
+def test_the_socket_of_another_user_is_none_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is its user's alone; whether this is the same host is still to be seen."""
+    ours = endpoints.unix_endpoint(Path("/x"))
+    another = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: another)
+    theirs = endpoints.host_key.__wrapped__()
+    assert endpoints.usable(ours) and not endpoints.usable(f"unix:{theirs}:/x")
+    assert host_of(theirs) == host_of(endpoints.host_key())
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
