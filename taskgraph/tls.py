@@ -20,7 +20,7 @@ import grpc
 
 from taskgraph.errors import TransportError
 
-__all__ = ["CA", "CERT", "KEY", "Tls", "advice", "channel_binding", "check_listener"]
+__all__ = ["CA", "CERT", "KEY", "Tls", "advice", "channel_binding", "check_listener", "load_files"]
 
 log = logging.getLogger("taskgraph.tls")
 
@@ -90,14 +90,7 @@ class Tls:
         context.verify_mode = ssl.CERT_REQUIRED
         if server:
             context.num_tickets = 0  # nobody resumes a session: nodes keep theirs open
-        try:
-            context.load_verify_locations(cafile=self.ca)
-        except (OSError, ssl.SSLError) as error:
-            raise _unusable(self.ca, _why(error)) from error
-        try:
-            context.load_cert_chain(self.cert, self.key, password="")  # else an encrypted key asks on the terminal
-        except (OSError, ssl.SSLError) as error:
-            raise _unusable(f"{self.cert} and {self.key}", _why(error)) from error
+        load_files(context, self.ca, self.cert, self.key)
         return context
 
     def check(self, host: str) -> None:
@@ -139,6 +132,24 @@ class Tls:
         """For a gRPC client, which also wants the server's certificate to name the host it dials."""
         self.context(server=False)
         return grpc.ssl_channel_credentials(self.ca.read_bytes(), self.key.read_bytes(), self.cert.read_bytes())
+
+
+def load_files(context: ssl.SSLContext, ca: Path | None, cert: Path | None, key: Path | None) -> None:
+    """Gives the context an authority, and a certificate with its key: those that there are.
+
+    Raises:
+        TransportError: a file that cannot be used.
+    """
+    try:
+        if ca is not None:
+            context.load_verify_locations(cafile=ca)
+    except (OSError, ssl.SSLError) as error:
+        raise _unusable(ca, _why(error)) from error
+    try:
+        if cert is not None:
+            context.load_cert_chain(cert, key, password="")  # else an encrypted key asks on the terminal
+    except (OSError, ssl.SSLError) as error:
+        raise _unusable(f"{cert} and {key}", _why(error)) from error
 
 
 def _unusable(what: object, why: str) -> TransportError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import NamedTuple
 import grpc
 import grpc.aio
 
-from taskgraph.errors import CoordinationError
+from taskgraph.errors import CoordinationError, TransportError
+from taskgraph.tls import load_files
 
 __all__ = ["Endpoint", "EtcdOptions"]
 
@@ -112,9 +114,20 @@ class EtcdOptions:
         return EtcdOptions(parsed, timeout_s, paths[0], paths[1], paths[2], username, password)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """TLS credentials. Files are read anew each time, so that renewed certificates are taken up."""
+        """TLS credentials. Files are read anew each time, so that renewed certificates are taken up.
+
+        Raises:
+            CoordinationError: a file that cannot be used. gRPC would only say, of the address, that nothing answers.
+        """
+        given = [_read(path) for path in (self.ca, self.key, self.cert)]
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.set_ciphers("DEFAULT:@SECLEVEL=0")  # how strong a key must be is for etcd and gRPC to say
+        try:
+            load_files(context, self.ca, self.cert, self.key)
+        except TransportError as error:
+            raise CoordinationError(f"for etcd: {error}") from error
         return grpc.ssl_channel_credentials(
-            root_certificates=_read(self.ca), private_key=_read(self.key), certificate_chain=_read(self.cert)
+            root_certificates=given[0], private_key=given[1], certificate_chain=given[2]
         )
 
     def tls_files(self) -> tuple[object, ...]:

@@ -98,6 +98,24 @@ async def test_a_lease_waits_for_a_tls_file_that_is_being_replaced(
         await lease.close(revoke=False)
 
 
+def test_a_tls_file_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path) -> None:
+    """gRPC said that nothing answered at etcd's address."""
+    ours, other = tmp_path / "ours", tmp_path / "other"
+    for folder in (ours, other):
+        make_certs(folder, force=False)
+    (junk := tmp_path / "junk.pem").write_text("no certificate")
+    files = {"ca": ours / "ca.pem", "cert": ours / "cert.pem", "key": ours / "key.pem"}
+    assert EtcdOptions.make("a:1", **files).channel_credentials() is not None
+    for given, said in (
+        ({"ca": junk}, f"the TLS file {junk} cannot be used: "),
+        ({"cert": junk}, f"the TLS file {junk} and {files['key']} cannot be used: "),
+        ({"key": other / "key.pem"}, f"{files['cert']} and {other / 'key.pem'} cannot be used: key values mismatch"),
+    ):
+        with pytest.raises(CoordinationError) as caught:
+            EtcdOptions.make("a:1", **{**files, **given}).channel_credentials()
+        assert said in str(caught.value)
+
+
 def test_a_password_is_never_shown() -> None:
     assert "secret" not in repr(EtcdOptions.make("a:1", username="root", password="secret"))
 
