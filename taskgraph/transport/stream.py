@@ -443,8 +443,11 @@ class StreamTransport:
         except PeerLost as error:
             if not session.cut_off:
                 raise PeerLost(f"{endpoint}: {error}") from error
-            # Our side of a handshake is done before the listener has looked at our certificate.
-            hint = " (it may not accept our certificate: its log tells)" if session.encrypted else ""
+            hint = ""
+            if session.encrypted:  # our side of a handshake is done before the listener has looked at our certificate
+                hint = " (it may not accept our certificate: its log tells)"
+            elif self._tls is None and endpoint.startswith("tcp:"):
+                hint = " (perhaps it speaks TLS only: give --tls)"
             raise _CutOff(f"{endpoint}: {error}{hint}") from error
         except OSError as error:
             sock.close()
