@@ -151,7 +151,7 @@ class EmbeddedEtcd:
             return "it was stopped"
         code = await guard.wait()
         assert guard.stderr is not None
-        said = (await guard.stderr.read()).decode(errors="replace").splitlines()[-_LAST_LINES:]
+        said = _plain((await guard.stderr.read()).decode(errors="replace")).splitlines()[-_LAST_LINES:]
         how = f"was killed by {_signal_name(code - 128)}" if code > 128 else f"ended with exit code {code}"
         return "\n".join([f"{how}; the end of its log:", *said]) if said else f"{how}; its log is empty"
 
@@ -236,9 +236,11 @@ class EmbeddedEtcd:
 
 
 def _plain(said: str) -> str:
-    """What etcd logged, in plain text: a line of JSON as its message and what it is about, without its own stack."""
+    """What etcd logged, in plain text: a line of JSON as its message and what it is about, without its own stacks."""
     lines = []
     for line in said.splitlines():
+        if line.startswith("goroutine "):  # what a panic ends with; its cause comes before
+            break
         try:
             told = json.loads(line)
         except ValueError:
@@ -248,7 +250,7 @@ def _plain(said: str) -> str:
             continue
         about = ", ".join(f"{name}: {value}" for name, value in told.items() if name not in _NO_NEWS)
         lines.append(f"{told['msg']} ({about})" if about else str(told["msg"]))
-    text = "\n".join(lines)
+    text = "\n".join(lines).rstrip()
     return f"{text}. `ulimit -n 1024` raises it" if "descriptor limit" in text else text
 
 

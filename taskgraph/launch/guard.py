@@ -29,7 +29,8 @@ import time
 KILL_AFTER_S = 2.0
 #: The pipe tells of the parent's death at once, unless a process that the parent forked still holds it.
 PARENT_CHECK_S = 1.0
-LOG_TAIL_BYTES = 2000
+#: A line of etcd's about a failure has its stack, and another stack follows: 2 KiB each.
+LOG_TAIL_BYTES = 16384
 PR_SET_PDEATHSIG = 1
 
 
@@ -84,7 +85,9 @@ def _end(child: subprocess.Popen[bytes], wake: int) -> None:
 
 def _show_log(path: str) -> None:
     with contextlib.suppress(OSError), open(path, "rb") as log:
-        log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_TAIL_BYTES))
+        if (before := os.fstat(log.fileno()).st_size - LOG_TAIL_BYTES) > 0:
+            log.seek(before - 1)
+            log.readline()  # whoever reads it understands whole lines
         os.write(2, log.read())
 
 

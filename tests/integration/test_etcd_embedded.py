@@ -144,6 +144,26 @@ async def test_what_it_says_is_told_in_plain_text(temporary: Path, monkeypatch: 
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == soft and private_dirs(temporary) == []
 
 
+async def test_a_panic_of_its_is_told_by_its_cause_and_without_stacks(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As etcd 3.5 says it of a disk that is full, behind whatever it said before."""
+    stack = "\\n".join(f"go.etcd.io/etcd/server/v3/embed.F{number}" for number in range(60))
+    panic = f'{{"level":"panic","msg":"failed to create WAL","error":"no space left on device","stacktrace":"{stack}"}}'
+    calls = "\n".join(f"go.etcd.io/etcd/server/v3/embed.F{number}(0xc000010000)" for number in range(60))
+    log = temporary / "log"
+    said = ("an earlier line " * 2000, panic, "panic: failed to create WAL", "", "goroutine 1 [running]:", calls, "")
+    log.write_text("\n".join(said))
+    fake = temporary / "etcd"
+    fake.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec {find_etcd()} --version\ncat {log} >&2\nexit 2\n')
+    fake.chmod(0o700)
+    monkeypatch.setenv("PATH", str(temporary), prepend=os.pathsep)
+    with pytest.raises(CoordinationError) as raised:
+        await EmbeddedEtcd().start()
+    cause = "failed to create WAL (error: no space left on device)\npanic: failed to create WAL"
+    assert str(raised.value) == f"etcd ({fake}) did not start: {cause}"
+
+
 async def test_a_taken_port_of_ones_own_choice_is_said(temporary: Path, embedded_etcd) -> None:
     taken = int(embedded_etcd.endpoint.rpartition(":")[2])
     with pytest.raises(CoordinationError, match="address already in use"):
