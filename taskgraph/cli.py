@@ -242,6 +242,9 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction | None = 
         drop_unwritten()  # whoever read our output has enough
         return 0
     except OSError as error:
+        if error.errno == errno.ENOENT and "temporary directory" in (error.strerror or ""):  # what `tempfile` says
+            print(f"taskgraph: {error.strerror}: set TMPDIR to a directory that can be written", file=sys.stderr)
+            return FAILED
         if error.errno not in _OF_THE_HOST:
             raise
         print(f"taskgraph: {error}", file=sys.stderr)

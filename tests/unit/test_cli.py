@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -394,6 +395,16 @@ def test_a_disk_that_is_full_is_told_and_not_shown_as_a_traceback(
     said = capsys.readouterr().err
     assert said == f"taskgraph: [Errno {errno.ENOSPC}] No space left on device: '{tmp_path / 'job.json'}'\n"
     assert [path.name for path in tmp_path.glob("*job*")] == ["job.json"], "no part of it is left"
+
+
+def test_a_host_without_room_for_temporary_files_is_told_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/no/such"])
+    assert cli.main(["status"]) == 1
+    said = "taskgraph: No usable temporary directory found in ['/no/such']: set TMPDIR to a directory that can be "
+    assert capsys.readouterr().err == f"{said}written\n"
 
 
 class Failing:
