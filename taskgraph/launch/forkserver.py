@@ -87,7 +87,11 @@ class ForkServer:
         self._log.unlink(missing_ok=True)
 
     async def _started(self) -> tuple[asyncio.subprocess.Process, socket.socket]:
-        """A process that loads what a node needs and then does what it is asked."""
+        """A process that loads what a node needs and then does what it is asked.
+
+        Raises:
+            OSError: it cannot be run; names the interpreter.
+        """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         try:
@@ -105,8 +109,10 @@ class ForkServer:
                     # gRPC tells of every stranger otherwise, as often as one knocks.
                     env={"GRPC_VERBOSITY": "ERROR", **os.environ, **thread_env(self.blas_threads)},
                 )
-        except BaseException:
+        except BaseException as error:
             ours.close()  # a process that was started nevertheless sees that, and ends
+            if isinstance(error, FileNotFoundError | PermissionError) and error.filename is None:  # uvloop names none
+                error.filename = sys.executable
             raise
         return process, ours
 

@@ -9,10 +9,11 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from taskgraph import host
 from taskgraph.children import can_adopt, tell_child
@@ -126,6 +127,20 @@ async def test_one_that_cannot_load_says_why(tmp_path: Path, monkeypatch: pytest
             await server.start(config("127.0.0.1:1"), tmp_path / "n1.log")
         with pytest.raises(NotStarted, match=r"(?s)node n2 cannot be started: .*uvloop is broken here"):
             await server.start(config("127.0.0.1:1", "n2"), tmp_path / "n2.log")
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_an_interpreter_that_may_not_be_executed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    async def start() -> None:
+        async with ForkServer(tmp_path, 1, fork=True):
+            raise AssertionError("it cannot be started")
+
+    (python := tmp_path / "python").write_text("")
+    monkeypatch.setattr(sys, "executable", str(python))
+    with asyncio.Runner(loop_factory=loop) as runner, pytest.raises(PermissionError, match=f"'{python}'"):
+        runner.run(start())
 
 
 @forks
