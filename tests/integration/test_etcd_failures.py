@@ -204,6 +204,16 @@ async def test_a_dead_endpoint_is_passed_over_by_calls_watches_and_leases(embedd
             await lease.close(revoke=True)
 
 
+async def test_a_lease_is_renewed_where_it_was_granted(embedded_etcd, caplog: pytest.LogCaptureFixture) -> None:
+    """It began at the first endpoint, also where calls had left that one."""
+    async with await EtcdCoordinator.connect([f"127.0.0.1:{free_port()}", embedded_etcd.endpoint]) as node:
+        lease = await node.lease(2.0, stall_limit_s=60.0)
+        granted_until = lease.valid_until()
+        await becomes(lambda: lease.valid_until() > granted_until)
+        await lease.close(revoke=True)
+    assert not [text for text in caplog.messages if "renewal" in text]
+
+
 @pytest.mark.slow
 async def test_a_client_moves_to_the_other_endpoint_when_its_own_dies(tmp_path: Path) -> None:
     # Two clusters stand in for two members: the client cannot tell, as long as the keys agree.

@@ -171,6 +171,7 @@ class EtcdCoordinator:
             sent_at=sent_at,
             revoke=self._revoke_at_end,
             forget=self._leases.discard,
+            endpoint=self._connection.endpoint,
         )
         self._leases.add(lease)
         lease.start()

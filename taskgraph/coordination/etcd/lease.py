@@ -52,6 +52,7 @@ class EtcdLease:
         sent_at: monotonic time at which the grant was asked for.
         revoke: revokes a lease, bounded.
         forget: told when the lease is closed.
+        endpoint: the one that granted it, where its renewal begins.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class EtcdLease:
         sent_at: float,
         revoke: Callable[[int], Awaitable[None]],
         forget: Callable[[EtcdLease], None],
+        endpoint: Endpoint,
     ) -> None:
         self._options = options
         self._id = lease_id
@@ -71,6 +73,7 @@ class EtcdLease:
         self._stall_limit_s = stall_limit_s
         self._revoke = revoke
         self._forget = forget
+        self._endpoint = options.endpoints.index(endpoint)
         self._valid_until = sent_at + ttl_s
         self._lost = False
         self._ticked_at = time.monotonic()
@@ -125,7 +128,7 @@ class EtcdLease:
 
     def _renew(self) -> None:
         stream: _Stream | None = None
-        endpoint, why_none = 0, ""
+        endpoint, why_none = self._endpoint, ""
         interval_s = self._ttl_s / _RENEWALS_PER_TTL
         overdue_s = self._ttl_s / 3
         next_at = time.monotonic() + interval_s

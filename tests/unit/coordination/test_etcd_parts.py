@@ -76,14 +76,16 @@ async def test_a_lease_waits_for_a_tls_file_that_is_being_replaced(
     def said() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.name == EtcdLease.__module__]
 
+    options = EtcdOptions.make("127.0.0.1:1", ca=tmp_path / "made" / "ca.pem")
     lease = EtcdLease(
-        EtcdOptions.make("127.0.0.1:1", ca=tmp_path / "made" / "ca.pem"),
+        options,
         7,
         ttl_s=0.1,
         stall_limit_s=60.0,
         sent_at=time.monotonic(),
         revoke=revoke,
         forget=lambda _: None,
+        endpoint=options.endpoints[0],
     )
     lease.start()
     try:
