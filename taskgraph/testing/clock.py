@@ -83,3 +83,7 @@ class FastForwardLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._clock.now_s
+
+    def stand_still(self, for_s: float) -> None:
+        """As where everything was frozen for so long: what was due meanwhile is due now, late."""
+        self._clock.now_s += for_s

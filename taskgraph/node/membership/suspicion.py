@@ -114,7 +114,14 @@ class Suspicion:
 
     def resumed(self) -> None:
         """It is proved again: those of others will be in a moment."""
+        self._count_anew()
         self._coming_back = self._node.own(self._wait_for_others(), "others come back")
+
+    def _count_anew(self) -> None:
+        """What passed while this node stood still, or was cut off, is no time in which others could be seen."""
+        now = self._node.now()
+        self._absent_since = dict.fromkeys(self._absent_since, now)
+        self._refused = dict.fromkeys(self._refused, now)
 
     async def _wait_for_others(self) -> None:
         await asyncio.sleep(_BACK * self._node.settings.lease_ttl_s)
@@ -188,19 +195,18 @@ class Suspicion:
         """Declares nodes gone that stayed absent for `lost_after_s` on this node's unpaused clock."""
         while True:
             await asyncio.sleep(min(1.0, self._node.settings.lost_after_s / 4))
-            if self._node.paused:
-                self._absent_since = dict.fromkeys(self._absent_since, self._node.now())
-                self._refused = dict.fromkeys(self._refused, self._node.now())
+            me, registration = self._node, self._node.registration
+            if me.paused or registration is None or registration.unproved:
+                self._count_anew()  # a node that was frozen may come by here before it sees that it is to pause
                 continue
             self._look_at_refused()
-            limit = self._node.settings.lost_after_s
-            view = self._node.keeper.view
-            for node, since in list(self._absent_since.items()):
-                if self._node.now() - since < limit or node in view.gone:
-                    continue
-                record = GoneRecord(reason=f"its key was absent for {limit:g} s", writer=self._node.writer())
-                me = self._node
-                txn = transactions.declare_absent_gone(view, node, record, by=me.id, by_revision=me.node_revision)
+            limit = me.settings.lost_after_s
+            # All of it as it is now: where this node pauses between two of them, the others are not to be told.
+            view, revision, now = me.keeper.view, me.node_revision, me.now()
+            overdue = [n for n, since in self._absent_since.items() if now - since >= limit and n not in view.gone]
+            for node in overdue:
+                record = GoneRecord(reason=f"its key was absent for {limit:g} s", writer=me.writer())
+                txn = transactions.declare_absent_gone(view, node, record, by=me.id, by_revision=revision)
                 try:
                     declared = (await me.coordinator.txn(txn)).succeeded
                 except CoordinationError as error:

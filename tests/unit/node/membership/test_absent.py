@@ -9,11 +9,28 @@ from cluster_kit import Gated, Joining, blindable, die, eyes, gated, holder, job
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.membership import registration
 from taskgraph.node.membership.registration import Registration
+from taskgraph.node.membership.suspicion import Suspicion
 from taskgraph.node.node import Node
 from taskgraph.protocol.messages import Call, Reply
+from taskgraph.testing.clock import FastForwardLoop
 
 __all__ = ["blindable", "gated", "joining"]
+
+
+def lets_go(cluster: InProcessCluster, observer: Node, absent: Node) -> None:
+    """Its key vanishes, and it can neither come back nor be evicted."""
+    keys = observer.keeper.view.keys
+    eyes(absent).refuse(keys.node(absent.id))
+    eyes(observer).refuse(keys.member(0, absent.id))
+    cluster.store.revoke(absent.keeper.view.nodes[absent.id].record.lease)
+
+
+def stand_still(for_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, FastForwardLoop)
+    loop.stand_still(for_s)
 
 
 @pytest.mark.usefixtures("blindable")
@@ -26,10 +43,7 @@ def test_time_before_an_observer_was_paused_counts_for_nothing(gated: type[Gated
         await gated.reached.wait()
         observer = holder(cluster, 0)
         absent = next(node for node in cluster.nodes if node is not observer)
-        keys = observer.keeper.view.keys
-        eyes(absent).refuse(keys.node(absent.id))  # it cannot come back
-        eyes(observer).refuse(keys.member(0, absent.id))  # nor be evicted
-        cluster.store.revoke(absent.keeper.view.nodes[absent.id].record.lease)
+        lets_go(cluster, observer, absent)
         await asyncio.sleep(0.8 * limit_s)
         for _ in range(int(0.4 * limit_s / 0.05)):
             observer.paused = True  # it would resume
@@ -187,3 +201,64 @@ def test_a_candidate_that_was_absent_is_invited_again(joining: type[Joining]) ->
         assert (await cluster.result()).values == {0: 3, 1: 3}
 
     play(job(joining), scenario, nodes=2)
+
+
+@pytest.mark.usefixtures("blindable")
+def test_time_in_which_an_observer_was_frozen_counts_for_nothing(
+    gated: type[Gated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it thaws it looks who is absent before it sees that it is to pause; it has resumed when it looks again."""
+    settings = tg.Settings(epochs_ahead=0)
+    limit_s = settings.lost_after_s
+    looks: list[Suspicion] = []
+    looked = asyncio.Event()
+
+    def look(suspicion: Suspicion) -> None:
+        looks.append(suspicion)
+        if looks.count(suspicion) == 9:
+            looked.set()
+
+    monkeypatch.setattr(Suspicion, "_look_at_refused", look)
+    monkeypatch.setattr(registration, "_TICK_S", 0.3)
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        observer = holder(cluster, 0)
+        absent = next(node for node in cluster.nodes if node is not observer)
+        lets_go(cluster, observer, absent)
+        await looked.wait()
+        await asyncio.sleep(0.95)  # 0.05 s before it looks again, 0.25 s before it looks at its lease
+        stand_still(limit_s)
+        await asyncio.sleep(0.6 * limit_s)
+        assert told(cluster, "resumed")
+        assert absent.id not in observer.keeper.view.gone
+        await asyncio.sleep(0.6 * limit_s)
+        assert absent.id in observer.keeper.view.gone
+
+    play(job(gated, tasks=1, settings=settings), scenario, nodes=2)
+
+
+@pytest.mark.usefixtures("blindable")
+def test_nor_does_it_while_another_is_being_declared_gone(gated: type[Gated]) -> None:
+    settings = tg.Settings(epochs_ahead=0)
+    limit_s = settings.lost_after_s
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        observer = holder(cluster, 0)
+        await observer.keeper.wait_until(lambda view: len(view.in_sync(0)) == 3)
+        first, second = (node for node in cluster.nodes if node is not observer)
+        eyes(observer).answer_late(observer.keeper.view.keys.gone(first.id))
+        lets_go(cluster, observer, first)
+        await asyncio.sleep(0.8 * limit_s)
+        lets_go(cluster, observer, second)
+        await eyes(observer).written.wait()
+        stand_still(limit_s)
+        await asyncio.sleep(1.0)
+        assert told(cluster, "resumed")
+        eyes(observer).answer()
+        await asyncio.sleep(0.6 * limit_s)
+        assert first.id in observer.keeper.view.gone
+        assert second.id not in observer.keeper.view.gone
+
+    play(job(gated, tasks=1, backups=2, settings=settings), scenario, nodes=3)
