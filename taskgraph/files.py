@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
+import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["whole_file", "write_whole"]
+__all__ = ["chosen_file", "whole_file", "why_unwritable", "write_whole"]
 
 
 @contextlib.contextmanager
@@ -39,3 +42,51 @@ def write_whole(path: Path, data: bytes, mode: int = 0o600) -> None:
     """Writes a file atomically, as `whole_file` does."""
     with whole_file(path, mode) as file:
         file.write(data)
+
+
+@contextlib.contextmanager
+def chosen_file(path: Path) -> Iterator[BinaryIO]:
+    """The same at a path that a user chose, with the mode of what is there, or what the umask gives.
+
+    A link is followed. What is no regular file (a pipe, a device) stays, and gets all of it when the block ends.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    found = _mode(path)
+    if found is not None and not stat.S_ISREG(found):
+        with tempfile.TemporaryFile() as spool:
+            yield spool
+            spool.seek(0)
+            with open(path, "wb") as file:
+                shutil.copyfileobj(spool, file)
+        return
+    with whole_file(_target(path), 0o666 if found is None else 0o600) as file:
+        if found is not None:
+            os.fchmod(file.fileno(), stat.S_IMODE(found))
+        yield file
+
+
+def why_unwritable(path: Path) -> str:
+    """Why `chosen_file` will not be able to write there, as far as that can be seen before; "" otherwise."""
+    found = _mode(path)
+    if found is not None and stat.S_ISDIR(found):
+        return "it is a directory"
+    if found is not None and not stat.S_ISREG(found):
+        return "" if os.access(path, os.W_OK) else "it may not be written to"
+    folder = _target(path).parent
+    if not folder.is_dir():
+        return f"there is no directory {folder if path.is_symlink() else path.parent}"
+    return "" if os.access(folder, os.W_OK | os.X_OK) else f"no file can be made in {folder}"
+
+
+def _mode(path: Path) -> int | None:
+    """Of what is there, behind links; None where nothing is."""
+    try:
+        return path.stat().st_mode
+    except FileNotFoundError:
+        return None
+
+
+def _target(path: Path) -> Path:
+    return Path(os.path.realpath(path))

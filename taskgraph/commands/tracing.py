@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import uvloop
 
-from taskgraph.commands.common import Reached, reach
+from taskgraph.commands.common import Reached, ending_signals, hung_up, reach
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import JobError
-from taskgraph.files import whole_file
+from taskgraph.files import chosen_file, why_unwritable
 from taskgraph.launch.tracing import NodeTrace, Tracer, words_of
 from taskgraph.observe.clocks import NodeClock
 from taskgraph.observe.trace import clock
@@ -37,9 +39,22 @@ def trace(options: argparse.Namespace) -> int:
     if options.every < 0:
         raise JobError(f"--every {options.every}: at least 1, which is all of them; without it few enough are chosen")
     path = Path(options.output)
-    if not path.parent.is_dir():
-        raise JobError(f"--output {path}: there is no directory {path.parent}")
+    try:
+        why = why_unwritable(path)
+    except OSError as error:
+        why = error.strerror or str(error)
+    if why:
+        raise JobError(f"--output {path}: {why}")
+    for number in ending_signals():
+        signal.signal(number, _leave)
     return uvloop.run(_trace(options, path))
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    """As Ctrl-C, for every signal that ends a command: what was spooled goes."""
+    if number == signal.SIGHUP:
+        hung_up()
+    raise KeyboardInterrupt
 
 
 async def _trace(options: argparse.Namespace, path: Path) -> int:
@@ -65,22 +80,30 @@ async def _trace(options: argparse.Namespace, path: Path) -> int:
         _say(f"missing: {line}")
     if state is not None and state.state == State.FAILED:
         _say(f"the job failed meanwhile: {state.reason}")
-    print(_summary(path, about))
+    print(_summary(path, about), file=sys.stderr if _is_output(path) else sys.stdout)
     return _INTERRUPTED if interrupted else 0
 
 
 async def _run(tracer: Tracer, keeper: ViewKeeper) -> bool:
-    """Traces to the end, or until the first Ctrl-C. Whether that came."""
+    """Traces to the end, or until the first Ctrl-C (SIGTERM, SIGHUP). Whether that came."""
     interrupted = False
+    loop, signals = asyncio.get_running_loop(), ending_signals()
 
-    def interrupt() -> None:
+    def interrupt(number: int) -> None:
         nonlocal interrupted
         interrupted = True
-        loop.remove_signal_handler(signal.SIGINT)  # a second one ends at once
+        if number == signal.SIGHUP:
+            hung_up()
+        at_once()  # a second one
         tracer.enough()
 
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, interrupt)
+    def at_once() -> None:
+        for number in signals:
+            if loop.remove_signal_handler(number):
+                signal.signal(number, _leave)
+
+    for number in signals:
+        loop.add_signal_handler(number, interrupt, number)
     # Of commits its nodes tell: a watch of all would take as long at each as tracing takes of a few epochs.
     watching = asyncio.ensure_future(keeper.run_by(keeper.view.keys.nodes, keeper.view.keys.status))
     try:
@@ -88,7 +111,7 @@ async def _run(tracer: Tracer, keeper: ViewKeeper) -> bool:
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     finally:
-        loop.remove_signal_handler(signal.SIGINT)
+        at_once()
         watching.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await watching
@@ -99,7 +122,7 @@ def _write(path: Path, reached: Reached, tracer: Tracer, began_ns: int) -> dict[
     """Writes the file; returns what it says of itself."""
     ours = host_key()
     try:
-        with whole_file(path) as file:
+        with chosen_file(path) as file:
             out = TraceFile(file, (tracer.first, tracer.until), began_ns)
             nodes = []
             for part in sorted(tracer.nodes.values(), key=lambda part: part.record.name):
@@ -127,6 +150,14 @@ def _write(path: Path, reached: Reached, tracer: Tracer, began_ns: int) -> dict[
     except OSError as error:
         raise JobError(f"--output {path}: it cannot be written: {error.strerror or error}") from error
     return found
+
+
+def _is_output(path: Path) -> bool:
+    """Whether the trace went to standard output, as where `-o /dev/stdout` is piped on."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(1))
+    except OSError:
+        return False
 
 
 def _about(part: NodeTrace, times: NodeClock) -> dict[str, Any]:
