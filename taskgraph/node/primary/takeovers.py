@@ -253,7 +253,7 @@ class TakeOvers:
             await self._look_again()
             return
         replica.boundaries.clear()
-        lost = ", ".join(self._node.name_of(n) for n in view.members_of(task)) or "none"
+        lost = ", ".join(self._node.name_of(n) for n in view.in_sync(task)) or "none"
         taken = await self._execute_takeover(
             replica, txn, writer, "takeover" if old else "primary", old.record.node if old else None
         )
@@ -330,7 +330,7 @@ class TakeOvers:
 
     async def _fail_lost(self, task: int, why: str = "") -> None:
         view = self._node.keeper.view
-        members = ", ".join(self._node.name_of(n) for n in view.members_of(task)) or "none"
+        members = ", ".join(self._node.name_of(n) for n in view.in_sync(task)) or "none"
         epoch = view.epoch.record.epoch if view.epoch else None
         reason = f"task {task}: every replica in sync is gone ({members}), and its state of epoch {epoch} with them"
         deaths = {self._node.name_of(n): view.gone[n].record for n in view.members_of(task) if n in view.gone}

@@ -1,0 +1,66 @@
+"""Who is named where every replica of a task is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from cluster_kit import Gated, blindable, eyes, gated, holder, job, play, told
+
+import taskgraph as tg
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.node import Node
+
+__all__ = ["blindable", "gated"]
+
+
+async def left_behind(cluster: InProcessCluster, gated: type[Gated]) -> tuple[Node, list[Node]]:
+    """A node that lives and was evicted a few epochs ago, and those that hold the task without it."""
+    await gated.reached.wait()
+    primary = holder(cluster, 0)
+    keeper = primary.keeper
+    await keeper.wait_until(lambda view: len(view.in_sync(0)) == 3)
+    behind = next(node for node in cluster.nodes if node is not primary)
+    eyes(behind).refuse(keeper.view.keys.node(behind.id))
+    cluster.store.revoke(keeper.view.nodes[behind.id].record.lease)
+    await keeper.wait_until(lambda view: view.members_of(0)[behind.id].record.until is not None)
+    eyes(primary).refuse(keeper.view.keys.member(0, behind.id))  # it is not admitted again
+    eyes(behind).refuse("")
+    await behind.while_paused()
+    gated.gate.set()
+    await keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch >= 4)
+    assert behind.id in keeper.view.members_of(0) and behind.id not in keeper.view.in_sync(0)
+    return behind, [node for node in cluster.nodes if node is not behind]
+
+
+@pytest.mark.usefixtures("blindable")
+def test_a_node_that_was_evicted_is_not_named_where_the_job_fails(gated: type[Gated]) -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        _, others = await left_behind(cluster, gated)
+        for node in others:
+            cluster.crash(node.id)
+        names = ", ".join(node.name for node in others)
+        with pytest.raises(tg.JobFailed, match=rf"task 0: every replica in sync is gone \({names}\)"):
+            await cluster.result()
+
+    play(job(gated, tasks=1, epochs=10_000, backups=2), scenario, nodes=3)
+
+
+@pytest.mark.usefixtures("blindable")
+def test_nor_where_the_job_goes_back_to_a_checkpoint(gated: type[Gated], tmp_path: Path) -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        behind, others = await left_behind(cluster, gated)
+        async with asyncio.timeout(60):
+            await behind.keeper.wait_until(lambda view: view.checkpoint is not None)
+        for node in others:
+            cluster.crash(node.id)
+        await behind.keeper.wait_until(lambda view: view.epoch is not None and view.epoch.record.lineage > 1)
+        (text,) = told(cluster, "rolled back")
+        assert f"task 0 lost every replica ({', '.join(node.name for node in others)})" in text
+
+    play(
+        job(gated, tasks=1, epochs=10_000, backups=2, checkpoint=f"file://{tmp_path}", checkpoint_every=3),
+        scenario,
+        nodes=3,
+    )
