@@ -50,8 +50,7 @@ def name_of(node: str) -> str:
 
 def holders(view: JobView, task: int) -> list[str]:
     """Nodes that hold a task's state and will hold the next: in sync, registered, and not evicted."""
-    members = view.members_of(task)
-    return [n for n in view.in_sync(task) if n in view.nodes and n not in view.gone and members[n].record.until is None]
+    return [n for n in view.staying(task) if n in view.nodes and n not in view.gone]
 
 
 def status_text(

@@ -27,7 +27,7 @@ class Holding:
 
     Attributes:
         primary: the node etcd names as primary, in or out of `members`; it may be no seat (draining, or lost).
-        members: the in-sync set in the order of admission, which is the order of succession.
+        members: those in sync that nobody evicted, in the order of admission, which is the order of succession.
     """
 
     primary: str | None

@@ -192,6 +192,11 @@ class JobView:
         held = [(m.create_revision, node) for node, m in self.members_of(task).items() if self.holds(m.record)]
         return [node for _, node in sorted(held)]
 
+    def staying(self, task: int) -> list[str]:
+        """Members that nobody evicted, in the order of their admission: in sync, whatever the epoch is."""
+        found = [(m.create_revision, node) for node, m in self.members_of(task).items() if m.record.until is None]
+        return [node for _, node in sorted(found)]
+
     def holds(self, member: MemberRecord) -> bool:
         """Whether a member with this record holds the committed boundary."""
         return self.epoch is None or holds(member, self.epoch.record)

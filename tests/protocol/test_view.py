@@ -162,3 +162,17 @@ def test_a_replacement_counts_for_as_long_as_its_attempt_where_tasks_work_ahead(
     follow()
     assert not view.term_changed(in_attempt=True)
     assert world.view().term_changed(in_attempt=True), "nobody told it when the attempt began"
+
+
+def test_who_stays_does_not_depend_on_the_epoch() -> None:
+    """As placement is computed again when the structure changes, and not when an epoch commits."""
+    world = World("a", "b", "c")
+    world.first(0, "a")
+    world.admit(0, "a", "c")
+    world.admit(0, "a", "b")
+    assert world.view().staying(0) == ["a", "c", "b"]
+    world.evict(0, "a", "c")
+    assert world.view().in_sync(0) == ["a", "c", "b"]
+    assert world.view().staying(0) == ["a", "b"]
+    world.commit()
+    assert world.view().in_sync(0) == world.view().staying(0) == ["a", "b"]

@@ -1,6 +1,7 @@
 """Where placement wants every replica, as this node sees it, and when a job may begin.
 
-Every node computes the same from the same view (`protocol.placement`), so that nobody has to be asked.
+Every node computes the same from the same structure (`protocol.placement`), so that nobody has to be asked. The epoch
+is not looked at: a commit is no change of it.
 """
 
 from __future__ import annotations
@@ -53,8 +54,12 @@ class Wishes:
         self.revision = view.structure_revision
         live = view.live_nodes(node.spec.run)
         seats = [Seat(n, r.host, r.devices) for n, r in sorted(live.items()) if not r.draining]
+        # Who was evicted "until e" counts as no holder, though it is one while e is committed. Where all have to wish
+        # for the same, it must not matter whether a node read the next commit together with the change or after it.
+        # Nothing is lost by that: such a node takes over where nobody else can, whoever is wished for, and is then the
+        # primary, which holds its task; else the task's primary lets it go, or invites it again, as placement wants.
         holdings = {
-            t: Holding(view.primary_node(t), tuple(view.in_sync(t))) for t in range(job.tasks) if t in view.primaries
+            t: Holding(view.primary_node(t), tuple(view.staying(t))) for t in range(job.tasks) if t in view.primaries
         }
         named = {n for h in holdings.values() for n in (h.primary, *h.members) if n is not None}
         keep = frozenset(n for n in named if n not in live and n not in view.gone)
