@@ -42,6 +42,7 @@ from taskgraph.protocol.lease_end import LeaseEnd
 from taskgraph.protocol.messages import Accepted, Item, Reason, Report, Stamp
 from taskgraph.protocol.records import EpochRecord, MemberRecord, State, StatusRecord
 from taskgraph.protocol.sums import Ledger
+from taskgraph.protocol.view import JobView
 from taskgraph.testing.simulate.client import SimLease
 
 __all__ = ["PLANTS", "Plant"]
@@ -430,6 +431,12 @@ def member_keys_hang_on_leases(patch: pytest.MonkeyPatch) -> None:
 @plant
 def a_promise_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Replica, "may_go", lambda self, term: True)
+
+
+@plant
+def who_was_evicted_counts_as_a_holder_until_the_next_commit(patch: pytest.MonkeyPatch) -> None:
+    """For placement, which is not computed anew then: whoever read both at once wishes for something else for ever."""
+    patch.setattr(JobView, "staying", JobView.in_sync)
 
 
 # -- take-overs -------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from taskgraph.graph.values import decode
+from taskgraph.protocol.assignment import Wish
 from taskgraph.protocol.boundaries import Boundaries, Boundary
 from taskgraph.protocol.kv import KeyEvent, KeyValue
 from taskgraph.protocol.messages import Encoded, Stamp
@@ -66,6 +67,7 @@ class Invariants:
         self._undone: dict[int, list[dict[int, int]]] = {}  # boundary -> states it had before a roll-back
         self._unlogged = 0  # task 0 keeps the reports; those of epochs before this one went with all who held it
         self._filed: set[int] = set()  # tasks whose committed boundary is in a file, and perhaps nowhere else
+        self._wishes: dict[int, Mapping[int, Wish]] = {}  # revision of a structure -> what placement wishes for there
 
     # -- after every write ------------------------------------------------------------------------
 
@@ -100,6 +102,7 @@ class Invariants:
             if view.gone.get(node) != record:
                 raise Violation(f"node {node} was declared gone, and then something else was written about it")
         self.check_holders()
+        self._check_wishes()
 
     def _check_put(self, kv: KeyValue, before: Mapping[int, object]) -> None:
         keys = self.view.keys
@@ -237,6 +240,18 @@ class Invariants:
         if known is None:
             known = self._decoded[value.digest] = int(decode(value)["state"]["value"][0])
         return known
+
+    # -- placement --------------------------------------------------------------------------------
+
+    def _check_wishes(self) -> None:
+        """Nodes that read the same structure of the job wish for the same: they ask nobody who does what."""
+        for name, node in self._living().items():
+            if node.wishes.by_task:
+                wishes = self._wishes.setdefault(node.wishes.revision, node.wishes.by_task)
+                if node.wishes.by_task != wishes:
+                    raise Violation(
+                        f"{name} wishes for {node.wishes.by_task}, and another by what it read for {wishes}"
+                    )
 
     # -- on_commit, and the end -------------------------------------------------------------------
 
