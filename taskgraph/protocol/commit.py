@@ -130,7 +130,7 @@ class Leader:
         self._told: dict[int, _Told] = {}  # of epochs: the one at work, and those ahead of it
         self._awaited: set[int] = set()  # epochs whose commit somebody waits for
         self._sealed: dict[int, tuple[int, int]] = {}  # task -> (term, version) a seal was answered for
-        self._restart: tuple[int, str] | None = None  # the epoch that cannot be completed, and why
+        self._restart: tuple[int, str] | None = None  # the latest epoch that cannot be completed, and why
 
     def gather_by(self, ahead: int) -> None:
         """Tasks may be so many epochs ahead: half of that is enough for a commit; while it is written, they work on."""
@@ -182,7 +182,7 @@ class Leader:
                 told.rows.pop(task, None)
                 if told.kept is not None and report.done and not _same(report.numbers or {}, told.kept.get(task, {})):
                     why = f"the new primary of task {task} reports other numbers (the task is not deterministic)"
-                    self._restart = self._restart or (epoch, why)
+                    self._must_restart(epoch, why)
             told.reports[task] = report
             told.done += report.done
             if report.numbers:
@@ -214,8 +214,14 @@ class Leader:
         """Someone says that the attempt cannot complete the epoch of `stamp`. Returns whether that counts."""
         if not self.takes(stamp):
             return False
-        self._restart = self._restart or (stamp.epoch, why)
+        self._must_restart(stamp.epoch, why)
         return True
+
+    def _must_restart(self, epoch: int, why: str) -> None:
+        """That epoch cannot be completed. Of several the latest is kept: a commit of those before it may be on its way,
+        and a restart, which comes at once, undoes all that are not committed."""
+        if self._restart is None or epoch > self._restart[0]:
+            self._restart = (epoch, why)
 
     def sealed(self, task: int, term: int, version: int) -> None:
         """The task accepted the seal: it is not sent again."""

@@ -140,13 +140,40 @@ def test_a_restart_may_be_asked_for_an_epoch_ahead_and_is_moot_once_that_is_comm
     world.commit()
     leader.begin(at(1))
     assert decide(leader, world) == Restart("why")
-    for _ in range(2):
-        world.commit()
+    world.commit()
+    leader.begin(at(2))
+    assert decide(leader, world) == Restart("why"), "it is the one at work"
+    world.commit()
     leader.begin(at(3))
     assert isinstance(decide(leader, world), WaitFor)
     assert not leader.request_restart(at(2), "late")
     assert not leader.request_restart(at(7), "too far")
     assert not leader.request_restart(at(4, attempt=2), "another attempt")
+
+
+def test_of_restarts_that_were_asked_for_none_is_lost_with_the_commit_of_another_epoch(world: World) -> None:
+    """Each was acknowledged. The commit of epoch 0 was on its way when somebody said that it cannot be completed."""
+    for asked in ((0, 1), (1, 0)):
+        leader = led()
+        for epoch in asked:
+            assert leader.request_restart(at(epoch), f"of epoch {epoch}")
+        assert decide(leader, world) == Restart("of epoch 1"), "which undoes epoch 0, too"
+        committed = two_tasks()
+        committed.commit()
+        leader.begin(at(1))
+        assert decide(leader, committed) == Restart("of epoch 1")
+
+
+def test_other_numbers_than_a_boundary_has_do_not_hide_a_restart_of_a_later_epoch(world: World) -> None:
+    leader = told(led(), done(0, 0), done(1, 0, numbers={"a": 1.0}), done(0, 1), done(1, 1, numbers={"a": 1.0}))
+    for epoch in (0, 1):
+        assert leader.keep_numbers(epoch, {}) == {1: {"a": 1.0}}
+    assert leader.request_restart(at(0), "of epoch 0")
+    assert leader.report(done(1, 1, term=2, numbers={"a": 2.0}))
+    world.commit()
+    leader.begin(at(1))
+    decision = decide(leader, world)
+    assert isinstance(decision, Restart) and "other numbers" in decision.why
 
 
 def test_what_presses_is_enough_for_a_commit_or_somebody_who_waits() -> None:
