@@ -417,3 +417,14 @@ def test_only_of_task_0_is_it_known_what_it_will_report(world: World) -> None:
     assert leader.numbers(0, {"a": 1.0}) is None
     leader.report(report(1, S, done=False))
     assert leader.numbers(0, {"a": 1.0}) is None
+
+
+def test_a_successor_that_does_not_end_the_job_takes_back_that_it_ends(world: World) -> None:
+    leader = Leader(2, None)
+    leader.begin(S)
+    leader.report(report(0, S), report(1, S, finish=True))
+    assert decide(leader, world) == Commit(finished=True)
+    world.die("b")
+    world.take_over(1, "a")
+    leader.report(report(1, S, term=2))
+    assert decide(leader, world) == Commit(finished=False)
