@@ -660,6 +660,44 @@ def the_content_of_items_is_not_in_the_sums(patch: pytest.MonkeyPatch) -> None:
     _changed(patch, Ledger, "sent", sent)
 
 
+# -- on_commit ----------------------------------------------------------------------------------------
+
+
+@plant
+def a_task_is_not_told_what_committed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Replica, "on_commit", _not_told)
+
+
+async def _not_told(self: Replica, number: int, value: Any) -> None:
+    return
+
+
+@plant
+def a_new_primary_is_not_told_of_the_last_commit(patch: pytest.MonkeyPatch) -> None:
+    """Its predecessor may have died before it was."""
+
+    async def begin(original: Any, self: Primary) -> None:
+        vars(self.replica)["on_commit"] = partial(_not_told, self.replica)
+        try:
+            await original(self)
+        finally:
+            del vars(self.replica)["on_commit"]
+
+    _changed(patch, Primary, "_begin", begin)
+
+
+@plant
+def a_task_is_told_of_a_commit_after_it_began_the_next_epoch(patch: pytest.MonkeyPatch) -> None:
+    """It works ahead of the last commit, as one does that is not told."""
+
+    def init(original: Any, self: Lanes, primary: Primary, *args: Any) -> None:
+        original(self, primary, *args)
+        if "on_commit" in primary.replica.shape.overrides:
+            self._ahead = primary.node.settings.epochs_ahead
+
+    _changed(patch, Lanes, "__init__", init)
+
+
 # -- working ahead of the commit ----------------------------------------------------------------------
 
 

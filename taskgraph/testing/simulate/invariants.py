@@ -48,6 +48,7 @@ class Invariants:
         living: Callable[[], Mapping[str, Node]],
         expected: list[list[int]] | None,
         without_state: frozenset[int],
+        listening: frozenset[int],
         files: Callable[[CheckpointRecord], Mapping[int, Encoded] | None],
         ahead: int = 0,
     ) -> None:
@@ -57,6 +58,7 @@ class Invariants:
         self._living = living
         self._expected = expected
         self._without_state = without_state
+        self._listening = listening
         self._keys: dict[int, Key] = {}  # task -> key of its committed boundary; none for boundary 0
         self.states: dict[int, dict[int, int]] = {0: dict(first)}  # boundary -> task -> state
         self._decoded: dict[bytes, int] = {}
@@ -67,6 +69,7 @@ class Invariants:
         self._undone: dict[int, list[dict[int, int]]] = {}  # boundary -> states it had before a roll-back
         self._unlogged = 0  # task 0 keeps the reports; those of epochs before this one went with all who held it
         self._filed: set[int] = set()  # tasks whose committed boundary is in a file, and perhaps nowhere else
+        self._told: set[tuple[int, int]] = set()  # (task, epoch) of calls of `on_commit` since the last roll-back
         self._wishes: dict[int, Mapping[int, Wish]] = {}  # revision of a structure -> what placement wishes for there
 
     # -- after every write ------------------------------------------------------------------------
@@ -161,6 +164,7 @@ class Invariants:
             self._undone.setdefault(boundary, []).append(self.states.pop(boundary))
         self._checkpoints = {name: epoch for name, epoch in self._checkpoints.items() if epoch <= now.epoch}
         self._filed = set(range(self._tasks))
+        self._told = set()
 
     def _check_pointer(self) -> None:
         """A checkpoint became complete: it is one of a boundary that is committed, and not undone."""
@@ -194,8 +198,9 @@ class Invariants:
             self._filed.add(task)
 
     def _committed(self, stamp: Stamp) -> None:
+        assert self.view.epoch is not None
         terms = {task: self.view.term(task) for task in range(self._tasks)}
-        after = self._runs.committed(stamp, terms, self.states[stamp.epoch])
+        after = self._runs.committed(stamp, terms, self.states[stamp.epoch], self.view.epoch.record.base)
         self.states[stamp.epoch + 1] = after
         self._made[stamp.epoch + 1] = stamp.attempt
         self._filed = set()
@@ -258,6 +263,7 @@ class Invariants:
     def check_told(self) -> None:
         """Everything that `on_commit` was told had committed, with that state."""
         for task, number, state in self._runs.told():
+            self._told.add((task, number))
             # It may also come late, and tell of an epoch that was undone meanwhile.
             known = [
                 *self._undone.get(number + 1, ()),
@@ -265,13 +271,16 @@ class Invariants:
             ]
             if not known:
                 raise Violation(f"on_commit of task {task} was told of epoch {number}, which is not committed")
-            if all(after[task] != state for after in known):
+            if state is not None and all(after[task] != state for after in known):
                 raise Violation(f"on_commit of task {task} was told a state of epoch {number} that is not committed")
 
     def check_result(self, result: JobResult) -> None:
         """The job's result is the last committed state, and what was reported in each epoch that counts."""
         epochs, values = result.epochs, result.values
         last = max(self.states)
+        for task in sorted(self._listening):
+            if (task, last - 1) not in self._told:
+                raise Violation(f"on_commit of task {task} was never told of epoch {last - 1}, the last one")
         if epochs != last:
             raise Violation(f"the result says {epochs} epochs, committed are {last}")
         if dict(values) != self.states[last]:

@@ -31,6 +31,7 @@ class Run:
     stamp: Stamp
     term: int
     steps: tuple[Step, ...]
+    told: int | None = None  # the epoch that `on_commit` was called with last, before this one was composed
     saw: set[int] = field(default_factory=set)  # states that it worked from
     ran: Counter[str] = field(default_factory=Counter)
     consumed: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -56,11 +57,11 @@ class Runs:
         self._overlapped = overlapped
         self._runs: dict[tuple[int, Stamp, int], Run] = {}
         self._composed: dict[tuple[int, int, int], int] = {}  # (task, attempt, term) -> the last epoch
-        self._told: list[tuple[int, int, int]] = []
+        self._told: list[tuple[int, int, int | None]] = []
 
     # -- told by user code ------------------------------------------------------------------------
 
-    def composed(self, epoch: Any, steps: tuple[Step, ...]) -> None:
+    def composed(self, epoch: Any, steps: tuple[Step, ...], told: int | None) -> None:
         work = epoch._work
         if not isinstance(work, Attempt):
             return
@@ -71,7 +72,7 @@ class Runs:
         if work.number < (last := self._composed.get(of, work.number)):
             raise Violation(f"task {work.task}, term {work.term}: epoch {last} began before epoch {work.number}")
         self._composed[of] = work.number
-        self._runs[key] = Run(*key, steps)
+        self._runs[key] = Run(*key, steps, told)
 
     def began(self, epoch: Any, steps: tuple[Step, ...]) -> None:
         """`composed`, of a task whose `compose` is not called in every epoch: by each of its computes."""
@@ -119,7 +120,7 @@ class Runs:
     def ended(self, epoch: Any, state: int) -> None:
         self._of(epoch).ended = state
 
-    def told_committed(self, task: int, number: int, state: int) -> None:
+    def told_committed(self, task: int, number: int, state: int | None) -> None:
         self._told.append((task, number, state))
 
     # -- asked when an epoch restarts -------------------------------------------------------------
@@ -138,16 +139,17 @@ class Runs:
 
     # -- asked by the checks ----------------------------------------------------------------------
 
-    def told(self) -> list[tuple[int, int, int]]:
+    def told(self) -> list[tuple[int, int, int | None]]:
         """What `on_commit` told since the last time it was asked: (task, epoch, state)."""
         told, self._told = self._told, []
         return told
 
-    def committed(self, stamp: Stamp, terms: dict[int, int], states: dict[int, int]) -> dict[int, int]:
+    def committed(self, stamp: Stamp, terms: dict[int, int], states: dict[int, int], base: int) -> dict[int, int]:
         """An epoch committed with these terms. Returns task -> state after it.
 
         Args:
             states: task -> the state of the boundary before.
+            base: the boundary that the job went back to last.
 
         Raises:
             Violation: the runs that count are not one execution from that boundary.
@@ -161,6 +163,10 @@ class Runs:
         for run in runs.values():
             for state in sorted(run.saw - {states[run.task]}):
                 raise Violation(f"{run} worked from state {state:x}, not from the boundary {states[run.task]:x}")
+            # Who was primary when the job went back was told of that boundary before, and of later ones since.
+            undone = run.told is not None and stamp.epoch == base <= run.told
+            if run.told not in (None, stamp.epoch - 1) and not undone:
+                raise Violation(f"{run} began when on_commit had been called last with epoch {run.told}")
             _check_whole(run)
             for (tag, producer), value in run.consumed.items():
                 put = runs[producer].puts.get((tag, run.task))

@@ -105,7 +105,7 @@ _STEPS = 4
 class Recorder(Protocol):
     """Is told what user code saw; see `invariants.py`."""
 
-    def composed(self, epoch: Any, steps: tuple[Step, ...]) -> None: ...
+    def composed(self, epoch: Any, steps: tuple[Step, ...], told: int | None) -> None: ...
     def began(self, epoch: Any, steps: tuple[Step, ...]) -> None: ...
     def saw(self, epoch: Any, state: int) -> None: ...
     def ran(self, epoch: Any, step: Step, consumed: dict[tuple[str, int], int]) -> None: ...
@@ -115,7 +115,7 @@ class Recorder(Protocol):
     def asked(self, epoch: Any, to: int, value: int, answer: int) -> None: ...
     def handled(self, epoch: Any, sender: int, value: int, answer: int) -> None: ...
     def ended(self, epoch: Any, state: int) -> None: ...
-    def told_committed(self, task: int, number: int, state: int) -> None: ...
+    def told_committed(self, task: int, number: int, state: int | None) -> None: ...
 
 
 @dataclass
@@ -353,6 +353,8 @@ class _NoState(tg.Task):
     """Channels only; what it begins with is what it has."""
 
     value: Any
+    told: int | None = None
+    """The last epoch that `on_commit` was called with; -1: none yet; None: there is no `on_commit`."""
 
     def __init__(self, workload: Workload, recorder: Recorder) -> None:
         self._workload = workload
@@ -367,7 +369,7 @@ class _NoState(tg.Task):
 
     def _compose(self, epoch: Any) -> None:
         steps = self._workload.steps(epoch.number, self.task_id)
-        self._recorder.composed(epoch, steps)
+        self._recorder.composed(epoch, steps, self.told)
         for step in steps:
             epoch.processor(
                 functools.partial(self._compute(step), step),
@@ -495,9 +497,11 @@ class _Talking(_NoStateTalking, state=["value"]):
 class _Listening(_NoState):
     """Is told what committed."""
 
+    told = -1
+
     def on_commit(self, number: int, state: Any) -> None:
-        if state is not None:
-            self._recorder.told_committed(self.task_id, number, int(state["value"][0]))
+        self.told = number
+        self._recorder.told_committed(self.task_id, number, None if state is None else int(state["value"][0]))
 
 
 class _ListeningNoState(_Listening):

@@ -118,6 +118,7 @@ class World:
             living=self._living,
             expected=None if workload.erratic else workload.expected(),
             without_state=workload.without_state,
+            listening=workload.listening,
             files=self._files,
             ahead=settings.epochs_ahead,
         )
