@@ -95,7 +95,12 @@ def test_who_reads_a_commit_and_a_restart_at_once_goes_back_to_the_boundary() ->
         await leader.wait_until(lambda view: view.stamp is not None and view.stamp >= Stamp(1, 1))
         await restart(cluster, Stamp(1, 1))
         assert late.keeper.view.stamp == Stamp(1, 0)
+        boundaries = late.roles.replicas[1].boundaries
+        assert {boundary.stamp.attempt for boundary in boundaries.pending} == {1}
         eyes(late).see()
+        await late.keeper.wait_until(partial(_in_attempt, 2))
+        await asyncio.sleep(1.0)
+        assert not [boundary for boundary in boundaries.pending if boundary.stamp.attempt == 1], "nobody needs them"
         asked.set()
         return await cluster.result()
 
@@ -123,4 +128,33 @@ def test_a_mistake_after_a_takeover_of_the_attempt_restarts_it_though_an_epoch_w
     found = play(job(Fresh), scenario, nodes=2, stages={("compose", 1, 2): die})
     assert met
     assert (found.failovers, found.restarts) == (1, 1)
+    assert found.values == {0: EPOCHS, 1: EPOCHS}
+
+
+@pytest.mark.usefixtures("blindable")
+def test_a_restart_that_a_leader_heard_of_and_did_not_write_is_told_to_the_next_one() -> None:
+    """It was acknowledged, and is the only way on: an epoch that lacks a message that was refused waits for ever."""
+    asks = asyncio.Event()
+
+    class Fresh(Reporting, state=["total"]):
+        async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            if (self.task_id, epoch.number, epoch.attempt) == (1, 1, 1):
+                asks.set()
+                await asyncio.Event().wait()
+            await super().count(epoch, ins, outs)
+
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        await asks.wait()
+        leader, asking = holder(cluster, 0), holder(cluster, 1)
+        assert leader is not asking
+        await asking.keeper.wait_until(lambda view: view.stamp == Stamp(1, 1))
+        eyes(leader).lose(cluster.keys.epoch)
+        asking.roles.primaries[1].ask_restart(Stamp(1, 1), "it was refused")
+        while not eyes(leader).losses:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+        cluster.crash(leader.id)
+        return await cluster.result(timeout_s=300)
+
+    found = play(job(Fresh), scenario, nodes=2)
+    assert found.restarts == 1
     assert found.values == {0: EPOCHS, 1: EPOCHS}
