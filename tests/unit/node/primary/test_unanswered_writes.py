@@ -1,4 +1,4 @@
-"""An etcd that answers no write, but everything else: full, or too slow."""
+"""Writes that etcd does not answer: since it is full, or too slow; or since the answer got lost."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import pytest
 from cluster_kit import Gated, blindable, eyes, gated, holder, job, play, told
 
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.node import Node
+from taskgraph.protocol.kv import Put, Txn, TxnResult
 
 __all__ = ["blindable", "gated"]
 
@@ -37,3 +39,36 @@ def test_a_leader_whose_commits_are_not_answered_says_so_and_asks_at_intervals(
         assert not leader.status().waits
 
     play(job(gated), scenario, nodes=2)
+
+
+def test_who_was_replaced_before_it_knew_that_it_took_over_does_not_begin_the_other_term(gated: type[Gated]) -> None:
+    """What it reads then, for want of an answer, is the take-over of the other."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        first = holder(cluster, 0)
+        second, third = (cluster.node(n) for n in first.keeper.view.in_sync(0) if n != first.id)
+        execute = second.writes.execute
+
+        async def unanswered(txn: Txn, key: str, writer: str) -> TxnResult | None:
+            result = await execute(txn, key, writer)
+            if result is None or not any(isinstance(op, Put) and op.key == key for op in txn.success):
+                return result
+            await third.keeper.wait_until(lambda view: view.primary_node(0) == second.id)
+            await third.takeovers._become_primary(0, failure=False)
+            return TxnResult(True, result.revision)
+
+        begun: list[tuple[Node, int]] = []
+        with pytest.MonkeyPatch.context() as patch:
+            for node in (second, third):
+                begin = node.roles.begin_term
+                patch.setattr(
+                    node.roles, "begin_term", lambda one, begin=begin: (begun.append((one.node, one.term)), begin(one))
+                )
+            patch.setattr(second.writes, "execute", unanswered)
+            cluster.crash(first.id)
+            gated.gate.set()
+            assert (await cluster.result()).values == {0: 3}
+        assert begun == [(third, 3)]
+
+    play(job(gated, tasks=1, backups=2), scenario, nodes=3)
