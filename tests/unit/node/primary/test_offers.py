@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from cluster_kit import Counting, Gated, gated, holder, job, play
@@ -138,5 +139,52 @@ def test_a_release_waits_until_everything_was_read_that_was_written_before_it(ga
         assert not releasing.done() and not backup.roles.replicas[0].may_go(view.term(0))
         gated.gate.set()  # something is written: a commit
         assert await releasing == Accepted()
+
+    play(job(gated, tasks=1), scenario, nodes=2)
+
+
+def test_a_release_of_an_earlier_invitation_lets_nobody_go(gated: type[Gated]) -> None:
+    """It comes late: the node was invited again meanwhile, and what it acknowledged since is counted on."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        primary = holder(cluster, 0)
+        backup = next(node for node in cluster.nodes if node is not primary)
+        held, replica, view = (
+            primary.roles.replicas[0].boundaries.committed,
+            backup.roles.replicas[0],
+            backup.keeper.view,
+        )
+        assert held is not None
+        term = view.term(0)
+
+        async def release(invitation: int) -> bool:
+            message = Release(0, term, invitation, view.revision)
+            assert await primary.router.to_node(backup.id, message, timeout_s=None) == Accepted()
+            return replica.may_go(term)
+
+        offer = Offer(held.stamp, term, 0, True, False, 99, held.value)
+        assert await primary.router.to_node(backup.id, offer, timeout_s=None) == Accepted(term)
+        assert not await release(98)
+        assert await release(99)
+
+    play(job(gated, tasks=1), scenario, nodes=2)
+
+
+def test_a_committed_boundary_that_was_undone_is_not_acknowledged(gated: type[Gated]) -> None:
+    """Its primary has not read the roll-back yet; the node, which has, keeps nothing of before it."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        primary = holder(cluster, 0)
+        backup = next(node for node in cluster.nodes if node is not primary)
+        held, view = primary.roles.replicas[0].boundaries.committed, backup.keeper.view
+        assert held is not None and view.epoch is not None
+        back = replace(view.epoch.record, epoch=0, attempt=2, lineage=2)
+        view.epoch, view.stamp = replace(view.epoch, record=back), Stamp(2, 0)
+        offer = Offer(held.stamp, view.term(0), 0, True, False, 99, held.value)
+        with pytest.raises(Refused, match="boundary 1 of attempt 1 was undone") as caught:
+            await primary.router.to_node(backup.id, offer, timeout_s=None)
+        assert caught.value.reason == Reason.STALE
 
     play(job(gated, tasks=1), scenario, nodes=2)
