@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
+import pytest
 from cluster_kit import Counting, play
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.primary.leader import LeaderRole
+from taskgraph.protocol.commit import Commit
+from taskgraph.protocol.kv import Txn
 from taskgraph.protocol.messages import Report, Reports, Stamp
 
 FIRST = Stamp(1, 0)
@@ -23,20 +27,30 @@ def report(task: int, stamp: Stamp = FIRST, **options: Any) -> Report:
     return Report(stamp, task, **given)
 
 
-def asked(check: Callable[[LeaderRole], Awaitable[None]]) -> None:
-    """Calls `check` with a leader of its own, on the node of task 0, at the beginning of the job."""
+def asked(check: Callable[[LeaderRole], Awaitable[None]], *, epoch: int = 0) -> None:
+    """Calls `check` with a leader of its own, on the node of task 0, at the beginning of an epoch.
+
+    Args:
+        epoch: in a later one than the first nobody is ahead of the last commit.
+    """
 
     async def begin(cluster: InProcessCluster, node: str) -> None:
         primary = cluster.node(node).roles.primaries[0]
-        await check(LeaderRole(cluster.node(node), primary))
+        try:
+            await check(LeaderRole(cluster.node(node), primary))
+        except AssertionError as error:
+            wrong.append(error)
         checked.set()
 
     async def scenario(cluster: InProcessCluster) -> None:
         await checked.wait()
+        for error in wrong:
+            raise error
 
-    checked = asyncio.Event()
-    job = tg.Job(tasks=2, epochs=3, builder=lambda _: Counting(), settings=tg.Settings(epochs_ahead=3))
-    play(job, scenario, nodes=1, stages={("compose", 0, 0): begin})
+    checked, wrong = asyncio.Event(), list[AssertionError]()
+    settings = tg.Settings(epochs_ahead=0 if epoch else 3)
+    job = tg.Job(tasks=2, epochs=3, builder=lambda _: Counting(), settings=settings)
+    play(job, scenario, nodes=1, stages={("compose", 0, epoch): begin})
 
 
 def test_a_task_that_is_only_idle_has_not_reported_its_numbers() -> None:
@@ -77,5 +91,38 @@ def test_after_a_roll_back_the_epochs_that_come_again_are_waited_for() -> None:
     async def check(role: LeaderRole) -> None:
         role._committed = 5  # as it was before that
         assert role.rows_now(NEXT, {}) is None
+
+    asked(check)
+
+
+def test_a_new_leader_takes_what_everybody_says_of_the_epoch_before() -> None:
+    """The one before it committed that, and died before it told anybody."""
+
+    async def check(role: LeaderRole) -> None:
+        begun = {"done": False, "numbers": {}}
+        role.report_now(report(0, NEXT, **begun))
+        assert role.rows_now(NEXT, ROWS[0]) is None
+        role.report_now(report(1, NEXT, previous=ROWS[1], **begun))
+        assert role.rows_now(NEXT, ROWS[0]) == ROWS
+
+    asked(check, epoch=1)
+
+
+def test_what_was_undone_before_its_commit_was_known_is_not_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check(role: LeaderRole) -> None:
+        view, log = role._node.keeper.view, role._primary.replica.log
+        known = view.epoch
+        assert known is not None
+
+        async def committed_and_undone(txn: Txn, *, key: str, writer: str) -> int:
+            view.epoch = replace(known, record=replace(known.record, attempt=2, lineage=2))
+            return view.revision
+
+        role.report_now(Reports((report(0), report(1))))
+        with monkeypatch.context() as patch:
+            patch.setattr(role._node, "transact", committed_and_undone)
+            await role._commit(Commit(finished=False))
+        view.epoch = known
+        assert log.all() == {} and role._committed == 0
 
     asked(check)
