@@ -157,6 +157,18 @@ def test_the_pointer_is_fenced(world: World, change: Callable[[World], object]) 
     assert not advance(world, record(6), view)
 
 
+def test_the_pointer_does_not_go_to_what_was_undone(world: World) -> None:
+    """Nor does it where an epoch of that number is committed again."""
+    advance(world, record(3))
+    lose_everybody(world)
+    assert world.run(back(world, record(3))).succeeded
+    for _ in range(3):
+        assert world.commit().succeeded
+    with pytest.raises(LookupError, match="boundary 5 of attempt 1 cannot be the checkpoint"):
+        advance(world, record(5))
+    assert advance(world, record(5, attempt=2))
+
+
 def test_commits_and_restarts_do_not_keep_the_pointer_from_going_on(world: World) -> None:
     view = world.view()
     world.commit()

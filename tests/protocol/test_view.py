@@ -133,7 +133,7 @@ def test_a_record_that_is_none_is_refused() -> None:
 
 
 def test_a_replacement_counts_for_as_long_as_its_attempt_where_tasks_work_ahead() -> None:
-    world = World("a", "b")
+    world = World("a", "b", "c")
     world.first(0, "a")
     world.admit(0, "a", "b")
     view = world.view()
@@ -162,6 +162,14 @@ def test_a_replacement_counts_for_as_long_as_its_attempt_where_tasks_work_ahead(
     follow()
     assert not view.term_changed(in_attempt=True)
     assert world.view().term_changed(in_attempt=True), "nobody told it when the attempt began"
+    world.admit(0, "b", "c")
+    world.die("b")
+    world.take_over(0, "c")
+    follow()
+    assert view.term_changed(in_attempt=True)
+    world.restart()
+    view.reset(world.store.revision, world.store.select(world.keys.root, prefix=True))
+    assert not view.term_changed(in_attempt=True), "it began after all that was known by then"
 
 
 def test_who_stays_does_not_depend_on_the_epoch() -> None:
