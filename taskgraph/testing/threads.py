@@ -1,13 +1,15 @@
 """Worker threads in lock-step with the event loop: one of them runs at a time, and the loop waits for it.
 
 So the order in which user code runs depends on the order of events on the loop alone, and not on the operating
-system's scheduler: the same seed gives the same run.
+system's scheduler: the same seed gives the same run. Threads that users start themselves are not ours to order: where
+one of them waits for a reply, the loop goes on beside whatever else runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,6 +20,9 @@ from taskgraph.testing.clock import Turn
 __all__ = ["LockStepThreads"]
 
 R = TypeVar("R")
+
+_LOOKS_AGAIN_S = 0.01
+"""How often a thread of the user's own that waits looks whether the loop waits for a worker: for that thread, maybe."""
 
 
 class _Worker:
@@ -33,14 +38,17 @@ class _Worker:
         self._loops = threading.Lock()
         self._mine.acquire()
         self._loops.acquire()
+        self._passing = threading.Lock()
+        self._awaited = False  # the loop waits for it
+        self._finished = False  # what the loop waited for was the end of its function
         self._function: Callable[[], Any] | None = None
         self._thread = threading.Thread(target=self._run, name="taskgraph-lock-step", daemon=True)
         self._thread.start()
         self.resume: Callable[[], object] = lambda: None
+        self.finish: Callable[[], object] = lambda: None
         self.call_later: Callable[[float, Callable[[], object]], object] = lambda *_: None
         self.result: Any = None
         self.error: BaseException | None = None
-        self.finished = True
 
     def _run(self) -> None:
         self._local.worker = self
@@ -53,23 +61,38 @@ class _Worker:
             except BaseException as error:
                 self.error = error
             self._function = None
-            self.finished = True
-            self._loops.release()
+            if not self.let_loop_go_on(finished=True):
+                with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits
+                    self.finish()
 
     def give(self, function: Callable[[], Any]) -> None:
         """On the loop: what `step` will run."""
-        self._function, self.result, self.error, self.finished = function, None, None, False
+        self._function, self.result, self.error = function, None, None
 
-    def step(self, turn: Turn) -> None:
-        """On the loop: lets the thread run until it waits or its function ends."""
+    def step(self, turn: Turn) -> bool:
+        """On the loop: lets the thread run until it waits or its function ends; whether that ended.
+
+        It returns earlier where `let_loop_go_on` is called for it. The end is told by `finish` then.
+        """
         turn.take(self._thread.ident)
+        self._awaited = True
         self._mine.release()
         self._loops.acquire()
         turn.take(threading.get_ident())
+        return self._finished
+
+    def let_loop_go_on(self, *, finished: bool = False) -> bool:
+        """In any thread: whether the loop waited for this one, which it does no more."""
+        with self._passing:
+            awaited, self._awaited = self._awaited, False
+        if awaited:
+            self._finished = finished
+            self._loops.release()
+        return awaited
 
     def park(self) -> None:
         """In the thread: lets the loop run until its next `step`."""
-        self._loops.release()
+        self.let_loop_go_on()
         self._mine.acquire()
 
     def end(self) -> None:
@@ -99,6 +122,7 @@ class LockStepThreads:
         self._loop = asyncio.get_running_loop()
         self._local = threading.local()
         self._idle: list[_Worker] = []
+        self._stepping: _Worker | None = None  # the loop waits for it
         self._closed = False
         self._futures: dict[asyncio.Future[Any], None] = {}
 
@@ -112,9 +136,13 @@ class LockStepThreads:
         worker.give(function)
 
         def step() -> None:
-            worker.step(self._turn)
-            if not worker.finished:
-                return
+            self._stepping = worker
+            finished = worker.step(self._turn)
+            self._stepping = None
+            if finished:
+                finish()
+
+        def finish() -> None:
             if not future.done():
                 if worker.error is not None:
                     future.set_exception(worker.error)
@@ -127,6 +155,7 @@ class LockStepThreads:
                 self._idle.append(worker)
 
         worker.resume = lambda: loop.call_soon_threadsafe(step)
+        worker.finish = lambda: loop.call_soon_threadsafe(finish)
         worker.call_later = lambda delay_s, call: loop.call_soon_threadsafe(loop.call_later, delay_s, call)
         loop.call_soon(step)
         self._futures[future] = None
@@ -137,13 +166,28 @@ class LockStepThreads:
         self._loop.call_soon_threadsafe(function, *args)
 
     def block(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
-        worker: _Worker = self._local.worker
+        worker: _Worker | None = getattr(self._local, "worker", None)
+        if worker is None:
+            return self._block_beside(future, timeout_s)
         if not future.done():
             resume = _once(worker.resume)
             future.add_done_callback(lambda _: resume())
             if timeout_s is not None:
                 worker.call_later(timeout_s, resume)
             worker.park()
+        return future.result(0)
+
+    def _block_beside(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
+        """In a thread of the user's own: the worker that the loop waits for may wait for this one."""
+        over = threading.Event()
+        future.add_done_callback(lambda _: over.set())
+        if timeout_s is not None:
+            self._loop.call_soon_threadsafe(self._loop.call_later, timeout_s, over.set)
+        while not over.is_set():
+            stepping = self._stepping
+            if stepping is not None:
+                stepping.let_loop_go_on()
+            over.wait(_LOOKS_AGAIN_S)
         return future.result(0)
 
     def abandon(self) -> None:

@@ -1,0 +1,95 @@
+"""Threads that users start themselves may wait for replies, as they may on a node."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from jobs_kit import job, run
+
+import taskgraph as tg
+
+
+class Asks(tg.Task, state=["total"]):
+    """Task 0 asks task 1, in a way that subclasses say, and adds up what it answers."""
+
+    total: int
+
+    def setup(self) -> None:
+        self.total = 0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        if self.task_id == 0:
+            epoch.processor(self.ask, outbound={"sum": 0})
+            epoch.processor(self.add, inbound={"sum": 0})
+
+    def ask(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> Any:
+        raise NotImplementedError
+
+    @tg.handles("double")
+    def double(self, epoch: tg.Epoch, sender: int, payload: int) -> int:
+        return 2 * payload
+
+    @tg.handles("late", pure=True)
+    async def late(self, epoch: tg.Epoch, sender: int, payload: int) -> int:
+        await asyncio.sleep(5)
+        return payload
+
+    def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.total += ins["sum"]
+
+    def result(self) -> int:
+        return self.total
+
+
+class InAPool(Asks):
+    def ask(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        with ThreadPoolExecutor(3) as pool:
+            outs.put("sum", sum(pool.map(lambda one: epoch.request(1, "double", one).wait(), range(5))))
+
+
+class BesideACoroutine(Asks):
+    async def ask(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        reply = epoch.request(1, "double", 8)
+        in_executor = asyncio.get_running_loop().run_in_executor(None, reply.wait)
+        outs.put("sum", await in_executor + await asyncio.to_thread(lambda: epoch.request(1, "double", 2).wait()))
+
+
+class JoinedAfterAWait(Asks):
+    """The thread waits already when its task's own turn comes again: it is joined then."""
+
+    def ask(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        answers: list[int] = []
+        late = epoch.request(1, "late", 16)
+        thread = threading.Thread(target=lambda: answers.append(late.wait()))
+        thread.start()
+        answers.append(epoch.request(1, "double", 2).wait())
+        thread.join()
+        outs.put("sum", sum(answers))
+
+
+class GivesUp(Asks):
+    gave_up = 0  # how often; not in a replay, where answers are there at once
+
+    def ask(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        late = epoch.request(1, "late", 20)
+        with ThreadPoolExecutor(1) as pool:
+            gave_up = isinstance(pool.submit(late.wait, timeout_s=1).exception(), TimeoutError)
+        GivesUp.gave_up += gave_up
+        outs.put("sum", late.wait())
+
+
+@pytest.mark.parametrize("order", range(2))
+@pytest.mark.parametrize("builder", [InAPool, BesideACoroutine, JoinedAfterAWait])
+def test_a_thread_of_the_users_own_waits_for_a_reply(builder: type[Asks], order: int) -> None:
+    """While a `def` waits for its own threads, and these for the event loop, that goes on."""
+    assert run(job(builder, epochs=3), order=order, stuck_s=10).values == {0: 3 * 20, 1: 0}
+
+
+def test_how_long_such_a_thread_waits_is_simulated_time() -> None:
+    before = GivesUp.gave_up
+    assert run(job(GivesUp, epochs=3)).values == {0: 3 * 20, 1: 0}
+    assert GivesUp.gave_up == before + 3
