@@ -11,7 +11,7 @@ import concurrent.futures
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from itertools import repeat
 from types import SimpleNamespace
-from typing import Any, Final, Generic, Protocol, Self, TypeVar, cast, overload
+from typing import Any, Final, Generic, Protocol, Self, TypeVar, overload
 
 import numpy as np
 import xxhash
@@ -515,7 +515,7 @@ class Inputs:
         return value
 
     def __contains__(self, tag: object) -> bool:
-        return bool(self._inbound.get(cast(str, tag)))
+        return bool(self._inbound.get(tag if type(tag) is str else str(tag)))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._inbound)

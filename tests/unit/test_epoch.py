@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import functools
 import pickle
 import warnings
@@ -179,6 +180,28 @@ def test_values_come_from_every_producer_in_the_order_declared() -> None:
     assert refused(lambda: ins["z"]) == start + "'z' comes from 0 tasks (none); use ins.all('z')"
     for ask in (lambda: ins["w"], lambda: ins.all("w")):
         assert refused(ask) == start + "no inbound channel 'w' is declared; inbound are: 'x', 'y', 'z'"
+
+
+class Kind(str, enum.Enum):  # noqa: UP042 - a StrEnum is its value as text, this one is not
+    GRAD = "grad"
+
+
+@pytest.mark.parametrize(
+    "tag", [Kind.GRAD, tg.Tag[int]("grad"), np.str_("grad"), 0, None, b"grad", ("grad", 1)], ids=repr
+)
+def test_a_tag_is_the_same_wherever_it_is_named(tag: Any) -> None:
+    """Also one that is no plain text: its text is its name."""
+    work = Work()
+    Epoch(work, "compose").processor(no_op, inbound={tag: 5}, outbound={tag: 5})
+    assert work.composing is not None
+    (processor,) = work.composing.graph().processors
+    outs = Outputs(work, processor)
+    outs.put(tag, 1)
+    ins = Inputs(work, processor, work.put_values)
+    assert tag in ins
+    assert ins[tag] == 1
+    assert ins.all(tag) == {5: 1}
+    assert "other" not in ins
 
 
 def test_every_channel_is_put_once() -> None:
