@@ -131,7 +131,7 @@ class Node:
         self.fatal_code = FatalCode(self)
         self.gathering = Gathering(self)
         self._draining = Draining(self)
-        self._serving = Serving(self)
+        self.serving = Serving(self)
         self.suspicion = Suspicion(self, self.roles.reconsider)
         self.registration: Registration | None = None
         self.paused = True
@@ -311,7 +311,7 @@ class Node:
         """
         self._failure = asyncio.get_running_loop().create_future()
         self.started_at = self.now()
-        await self.transport.start(self.id, self._serving, self._on_lost)
+        await self.transport.start(self.id, self.serving, self._on_lost)
         try:
             await self.from_etcd(self.keeper.load)
             if self.draining:

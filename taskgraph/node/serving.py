@@ -68,6 +68,17 @@ class Serving:
         self._waiting = Counted()  # calls that wait here
         self._ahead = node.settings.epochs_ahead
 
+    @property
+    def waits(self) -> tuple[str, ...]:
+        """That no more calls are taken here, for `status`: those that wait may wait for one that comes in vain."""
+        limit = self._node.settings.max_parked
+        if self._waiting.count < limit:
+            return ()
+        return (
+            f"{self._node.name} takes no more calls: {limit} wait there already, as many as may "
+            "(give the job a larger Settings(max_parked=...))",
+        )
+
     def now(self, peer: str, message: Call) -> Reply | Coming | None:
         """The answer to what most calls are, where the view and the attempt are where the caller is.
 

@@ -37,6 +37,7 @@ def node_status(node: Node) -> NodeStatus:
             *node.writes.waits,
             *node.roles.waits,
             *node.noticing.waits,
+            *node.serving.waits,
         ),
         usage=Usage.now(),
     )

@@ -91,3 +91,31 @@ def test_a_pure_request_to_a_quiet_task_restarts_nothing(order: int) -> None:
         totals = [sum(totals) % 1000] * 6
     assert list(result.values.values()) == totals
     assert result.restarts == 0
+
+
+class Nested(tg.Task):
+    """Every task asks the next one, whose handler asks on: who waits takes the place of what it waits for."""
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.ask, outbound={"sum": self.task_id})
+        epoch.processor(self.end, inbound={"sum": self.task_id})
+
+    async def ask(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        asked = [epoch.request((self.task_id + 1) % self.tasks, "ask_on", 2) for _ in range(4)]
+        outs.put("sum", sum(await asyncio.gather(*asked)))
+
+    @tg.handles("ask_on")
+    async def ask_on(self, epoch: tg.Epoch, sender: int, hops: int) -> int:
+        if hops == 0:
+            return 1
+        answer: int = await epoch.request((self.task_id + 1) % self.tasks, "ask_on", hops - 1)
+        return answer
+
+    def end(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        epoch.report(sum=ins["sum"])
+
+
+def test_a_node_that_takes_no_more_calls_is_named_by_who_waits_for_it() -> None:
+    nested = job(Nested, tasks=3, epochs=1, settings=tg.Settings(max_parked=12))
+    with pytest.raises(tg.JobTimeout, match=r"takes no more calls: 12 wait there already.*max_parked"):
+        tg.run(nested, nodes=0, timeout_s=0.5)

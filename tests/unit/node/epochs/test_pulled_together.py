@@ -81,7 +81,7 @@ async def test_a_channel_that_is_not_in_every_epoch_is_refused_where_it_is_not()
 def serving(view: View, asked: Attempts, *, max_parked: int = 100) -> Any:
     settings = SimpleNamespace(max_parked=max_parked, epochs_ahead=4)
     roles = SimpleNamespace(primaries={0: SimpleNamespace(attempts=asked)})
-    node = SimpleNamespace(settings=settings, paused=False, roles=roles, keeper=SimpleNamespace(view=view))
+    node = SimpleNamespace(name="n0", settings=settings, paused=False, roles=roles, keeper=SimpleNamespace(view=view))
     return Serving(node)  # type: ignore[arg-type]
 
 
@@ -90,10 +90,14 @@ async def test_what_waits_is_counted_until_it_is_answered_or_not_wanted_any_more
     asked = attempts(view)
     serves = serving(view, asked, max_parked=6)
     composed(asked, 5).out.put("x", 1, VALUE)
+    assert serves.waits == ()
     there, first, second, third = serves.all_now("n", pull(5, 4))
     assert isinstance(there, Item) and serves._waiting.count == 3
     assert serves.all_now("n", pull(6, 4)) is None, "more than may wait"
     assert serves.now("n", pull(6, 1)) is not None and serves._waiting.count == 4
+    serves._node.settings.max_parked = 4
+    (full,) = serves.waits
+    assert "n0 takes no more calls: 4 wait there already" in full and "Settings(max_parked=...)" in full
     second.cancel()
     second.cancel()
     assert serves._waiting.count == 3

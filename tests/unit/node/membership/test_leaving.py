@@ -127,7 +127,7 @@ def test_a_node_that_leaves_takes_nothing_over() -> None:
         view = node.keeper.view
         assert view.stamp is not None
         with pytest.raises(Refused):
-            await node._serving(primary.id, HandOver(view.stamp, 1, view.term(1)))
+            await node.serving(primary.id, HandOver(view.stamp, 1, view.term(1)))
         await asyncio.wait(runs)
         assert [run.exception() for run in runs] == [None] * 2
 
