@@ -236,6 +236,8 @@ class Epoch:
                 raise JobError(f"{self._at()}: report(): the name {key!a} is no text that can be encoded")
             try:
                 plain[key] = float(number)
+            except OverflowError:
+                raise JobError(f"{self._at()}: report({key}=...): the number is too large for a float") from None
             except (TypeError, ValueError):
                 raise JobError(
                     f"{self._at()}: report({key}=...) takes numbers, not {type(number).__name__}; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import inspect
 import io
 from collections.abc import Iterator
@@ -100,7 +101,7 @@ def _builtin(value: Any) -> str | None:
         return "open it in setup(), and leave it out of the state; send its name, or what it holds"
     if isinstance(value, range | Iterator):
         return "send list(x)"
-    if callable(value):
+    if inspect.isroutine(value) or isinstance(value, functools.partial | np.ufunc):
         return "code does not travel: send its arguments, and call it where they arrive"
     return None
 

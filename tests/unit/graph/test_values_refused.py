@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import functools
 import io
 import pathlib
 import sys
@@ -73,6 +74,11 @@ def refused(value: Any, what: str = "channel 'grad' of task 3") -> str:
         (io.StringIO(), "_io.StringIO", "open it in setup(), and leave it out of the state"),
         ((n for n in ()), "generator", "list(x)"),
         (len, "builtin_function_or_method", "code does not travel"),
+        (refused, "function", "code does not travel"),
+        (Other().__eq__, "method-wrapper", "code does not travel"),
+        (functools.partial(len), "functools.partial", "code does not travel"),
+        (np.add, "numpy.ufunc", "code does not travel"),
+        (np.polynomial.Polynomial([1, 2]), "Polynomial", "tg.codec(type, encode, decode)"),
         (Other, "type", "the class Other itself"),
         (Other(), "Other", "tg.codec(type, encode, decode)"),
         (Undeclared(1), "Undeclared", "decorate it with @tg.message"),

@@ -249,6 +249,8 @@ def test_a_processor_declared_outside_compose() -> None:
 
 def test_a_report_of_what_is_no_number() -> None:
     says(fails(given(lambda epoch, ins, outs: epoch.report(loss="low"))), "report(loss=...)", "not str", "result()")
+    large = fails(given(lambda epoch, ins, outs: epoch.report(loss=10**400)))
+    says(large, "report(loss=...)", "too large for a float")
 
 
 # -- flags and requests ---------------------------------------------------------------------------
