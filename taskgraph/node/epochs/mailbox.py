@@ -84,6 +84,8 @@ class Mailbox:
     ) -> None:
         """Delivers a request and resolves `future` with its answer; `count` and `expect` came before."""
         attempt = self._attempt
+        if attempt.recording is not None:
+            attempt.recording.asked.setdefault((where, to, method, value.digest), []).append(count)
         number = xxhash.xxh3_64_intdigest(f"{where}#{count}".encode()) >> 1  # of its place in the code that sends it
         try:
             reply = await self._call(

@@ -173,6 +173,39 @@ def test_the_replay_of_several_requests_under_way_finds_the_answer_of_each(pure:
     assert run(job(Asking, epochs=2)).values == {0: 0, 1: 10}
 
 
+def test_the_replay_of_requests_that_rest_on_earlier_ones_finds_the_answer_of_each() -> None:
+    """The first answers come in another order than they are asked for; in the replay all of them are there at once."""
+
+    class Steps(tg.Task, state=["got"]):
+        def setup(self) -> None:
+            self.got: list[int] = []
+
+        def compose(self, epoch: tg.Epoch) -> None:
+            if self.task_id == 0:
+                epoch.processor(self.ask, outbound={"got": 0})
+                epoch.processor(self.keep, inbound={"got": 0})
+
+        async def ask(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            async def both(n: int) -> int:
+                found: int = await epoch.request(1, "step", await epoch.request(1, "step", n))
+                return found
+
+            outs.put("got", await asyncio.gather(*[both(n) for n in range(4)]))
+
+        @tg.handles("step", pure=True)
+        async def step(self, epoch: tg.Epoch, sender: int, n: int) -> int:
+            await asyncio.sleep(1 / (1 + n % 10))
+            return n + 10
+
+        def keep(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.got = ins["got"]
+
+        def result(self) -> list[int]:
+            return self.got
+
+    assert run(job(Steps)).values[0] == [20, 21, 22, 23]
+
+
 def test_handlers_ask_other_tasks_in_turn() -> None:
     class Relay(Events):
         def compose(self, epoch: tg.Epoch) -> None:
