@@ -73,9 +73,11 @@ class Attempt:
         "allocate",
         "attempt",
         "cancelled",
+        "committed",
         "composed",
         "composing",
         "device",
+        "finished",
         "finishing",
         "graph",
         "inbound",
@@ -120,6 +122,8 @@ class Attempt:
         self.number = stamp.epoch
         self.attempt = stamp.attempt
         self.cancelled = False
+        self.finished = False  # all that it runs has ended, as it should
+        self.committed = False  # as far as the primary knew when it was dropped
         self.scratch = Scratch()
         self.device = replica.device
         self.allocate = replica.router.allocate
@@ -192,6 +196,7 @@ class Attempt:
                 await self._process(processor)
             if quiet.busy or quiet.held:
                 await quiet.until_calm()
+            self.finished = True
         except BaseException:
             self._unwind()
             raise
@@ -381,10 +386,6 @@ class Attempt:
         else:
             self.replica.threads.tell(function, *args)
 
-    def _check_alive(self) -> None:
-        if self.cancelled:
-            raise AttemptEnded
-
     def neighbors(self, link: str) -> tuple[int, ...]:
         replica = self.replica
         tasks = replica.job.tasks
@@ -426,23 +427,29 @@ class Attempt:
 
         Its receiver may have been sealed. A restart would not help: it would be too late in every attempt.
         """
-        self._check_alive()
+        if self.cancelled and not self.finished:
+            raise AttemptEnded
         if self.quiet.closed:
-            text = (
-                f"task {self.task}, epoch {self.number}, {where}: a {what} that is sent when all that the task runs "
-                f'has ended comes too late: who sends it beside that keeps the epoch open, with epoch.hold("why")'
-            )
-            self._on_loop(self._end_by, GraphError(text))
-            raise GraphError(text)
+            error = self._too_late(where, what)
+            self._on_loop(self._end_by, error)
+            raise AttemptEnded if self.cancelled else error
+
+    def _too_late(self, where: str, what: str) -> GraphError:
+        return GraphError(
+            f"task {self.task}, epoch {self.number}, {where}: a {what} that is sent when all that the task runs "
+            f'has ended comes too late: who sends it beside that keeps the epoch open, with epoch.hold("why")'
+        )
 
     def _end_by(self, error: GraphError) -> None:
         if self._group is not None and not self.cancelled:
             self._beside(raised(error))
+        elif self.finished:
+            self._primary.missed(self, error)
 
     def flag(self, where: str, to: tuple[int, ...], value: Encoded) -> None:
         self._check_not_quiet(where, "flag")
         for task in to:
-            self._on_loop(self._send, lambda task=task: self.mailbox.send_flag(where, task, value))
+            self._on_loop(self._send, where, "flag", lambda task=task: self.mailbox.send_flag(where, task, value))
 
     def request(self, where: str, to: int, method: str, value: Encoded) -> concurrent.futures.Future[Encoded]:
         self._check_not_quiet(where, "request")
@@ -453,7 +460,7 @@ class Attempt:
             return self.mailbox.send_request(where, to, method, count, value, future)
 
         def start() -> None:
-            if self._send(send):
+            if self._send(where, "request", send):
                 self.mailbox.expect(where, to, method, future)
             else:
                 future.set_exception(AttemptEnded())
@@ -461,7 +468,11 @@ class Attempt:
         self._on_loop(start)
         return future
 
-    def _send(self, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+    def _send(self, where: str, what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+        """On the loop, where a thread of the user's own may be too late that was not when it asked."""
+        if self.quiet.closed:
+            self._end_by(self._too_late(where, what))
+            return False
         if self._group is None or self.cancelled:
             return False
         self.spawn(work(), busy=True)

@@ -94,7 +94,9 @@ class Attempts:
         """`epoch` was read as committed: nobody needs what is of earlier ones."""
         for stamp in tuple(self._begun):
             if stamp.epoch < epoch:
-                self._begun.pop(stamp).drop()
+                attempt = self._begun.pop(stamp)
+                attempt.committed = True
+                attempt.drop()
 
     def drop(self) -> None:
         """All of them are over."""

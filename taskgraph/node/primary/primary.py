@@ -16,7 +16,7 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
-from taskgraph.errors import CheckpointError, TaskGraphError, TransportError
+from taskgraph.errors import CheckpointError, GraphError, TaskGraphError, TransportError
 from taskgraph.node.epochs.attempt import Attempt, Idle
 from taskgraph.node.epochs.attempts import Attempts
 from taskgraph.node.epochs.lanes import Lanes
@@ -388,12 +388,18 @@ class Primary:
         self.stage = ""
 
     async def _fail(
-        self, error: UserCodeError | TaskGraphError, epoch_revision: int | None = None, *, finished: bool = False
+        self,
+        error: UserCodeError | TaskGraphError,
+        epoch_revision: int | None = None,
+        *,
+        epoch: int | None = None,
+        finished: bool = False,
     ) -> bool:
         """The job fails with this error, if this is still the task's primary and the epoch is still that one.
 
         Args:
             epoch_revision: of the epoch at which it was raised; None: the one at work in the view.
+            epoch: the one that is named, where that is an earlier one.
             finished: also where all epochs are committed: it is an error of what follows a commit, or of a take-over.
 
         Returns:
@@ -403,7 +409,8 @@ class Primary:
         if epoch_revision is None:
             epoch_revision = view.epoch.mod_revision if view.epoch else 0
         fences = (Compare(keys.primary(self.task), self.revision), Compare(keys.epoch, epoch_revision))
-        epoch = view.epoch.record.epoch if view.epoch and view.running else None  # of none: after the last
+        if epoch is None and view.epoch and view.running:  # of none: after the last
+            epoch = view.epoch.record.epoch
         if await self.node.fail_job(error, self.task, epoch, fences, finished=finished):
             await self.node.keeper.wait_until(lambda v: not v.running)
             return True
@@ -454,7 +461,32 @@ class Primary:
             while keeper.view.running and keeper.view.is_primary(self.task, self.node.id, self.term):
                 if await self._fail(error):
                     return
-            self.node.log.warning("task %d: %s, after the job ended, or another took over", self.task, error)
+            self._log_moot(error)
+
+    def _log_moot(self, error: Exception) -> None:
+        self.node.log.warning("task %d: %s, after the job ended, or another took over", self.task, error)
+
+    def missed(self, attempt: Attempt, error: GraphError) -> None:
+        """A message that an attempt sent which had finished: the job fails, though that is committed perhaps."""
+        if self._group is not None:
+            self._group.create_task(self._fail_missed(attempt, error))
+        elif self._stands(attempt):
+            self._log_moot(error)
+
+    async def _fail_missed(self, attempt: Attempt, error: GraphError) -> None:
+        keeper = self.node.keeper
+        while self._stands(attempt):
+            if not (keeper.view.running and keeper.view.is_primary(self.task, self.node.id, self.term)):
+                return self._log_moot(error)
+            if await self._fail(error, epoch=attempt.number):
+                return
+
+    def _stands(self, attempt: Attempt) -> bool:
+        """Whether what it did counts: it is committed, or may be. What was undone is done again, and sends then."""
+        epoch = self.node.keeper.view.epoch
+        if epoch is None or epoch.record.lineage > attempt.attempt:
+            return False
+        return attempt.committed or epoch.record.attempt == attempt.attempt
 
     # -- reports to the leader --------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import pytest
 from jobs_kit import fails, fit, job, no_op, run, task
 
 import taskgraph as tg
+from taskgraph.epoch import AttemptEnded
 
 
 def says(error: BaseException, *words: str) -> None:
@@ -547,6 +548,15 @@ def test_code_that_cancels_the_task_it_runs_in_fails_the_job(
     says(fails(job(made, epochs=20), strict=False), "cancelled the asyncio task it runs in", "return from it")
 
 
+@tg.handles("get")
+def _answers(self: tg.Task, epoch: Any, sender: int, payload: Any) -> None:
+    """Answers."""
+
+
+def _hears(self: tg.Task, epoch: Any, sender: int, meta: Any) -> None:
+    """Hears."""
+
+
 @pytest.mark.parametrize("what", ["flag", "request"])
 def test_a_message_that_is_sent_when_all_has_ended_fails_the_job(what: str) -> None:
     beside: list[asyncio.Task[None]] = []
@@ -563,17 +573,61 @@ def test_a_message_that_is_sent_when_all_has_ended_fails_the_job(what: str) -> N
     async def end(self: tg.Task, epoch: Any, ins: Any, outs: Any) -> None:
         await asyncio.sleep(5)  # it is sealed, and so is the other task
 
-    @tg.handles("get")
-    def get(self: tg.Task, epoch: Any, sender: int, payload: Any) -> None:
-        """Answers."""
-
-    def on_flag(self: tg.Task, epoch: Any, sender: int, meta: Any) -> None:
-        """Hears."""
-
-    members = {"go": go, "beside": _no_op_beside, "end": end, "on_flag": on_flag, "get": get}
+    members = {"go": go, "beside": _no_op_beside, "end": end, "on_flag": _hears, "get": _answers}
     made = type(tg.Task)("Made", (tg.Task,), {"compose": _through_another_task, **members})
     says(fails(job(made), strict=False), "epoch 0, go", f"a {what} that is sent", "comes too late", "epoch.hold(")
     assert beside
+
+
+@pytest.mark.parametrize("what", ["flag", "request"])
+@pytest.mark.parametrize("done_s", [3, 0], ids=["finished", "committed"])
+@pytest.mark.parametrize("order", range(2))
+def test_a_message_that_is_sent_when_its_epoch_is_over_fails_the_job(what: str, done_s: int, order: int) -> None:
+    """Nobody hears of what is raised there: it would be lost, and the job end as if nothing were wrong."""
+    beside: list[asyncio.Task[None]] = []
+
+    async def go(self: tg.Task, epoch: Any, ins: Any, outs: Any) -> None:
+        async def later() -> None:
+            await asyncio.sleep(2)
+            with pytest.raises((tg.GraphError, AttemptEnded)):
+                epoch.flag("peers") if what == "flag" else epoch.request(1 - self.task_id, "get")
+
+        if epoch.number == 1 and self.task_id == 0:
+            beside.append(asyncio.create_task(later()))
+        outs.put("x", 1)
+
+    async def end(self: tg.Task, epoch: Any, ins: Any, outs: Any) -> None:
+        await asyncio.sleep(0.5 + self.task_id * done_s)  # before, the epoch does not commit
+
+    members = {"go": go, "beside": _no_op_beside, "end": end, "on_flag": _hears, "get": _answers}
+    made = type(tg.Task)("Made", (tg.Task,), {"compose": _through_another_task, **members})
+    error = fails(job(made, epochs=20), strict=False, order=order)
+    says(error, "task 0, epoch 1, go", f"a {what} that is sent", "comes too late", "epoch.hold(")
+    assert (error.task, error.epoch) == (0, 1)
+
+
+def test_a_message_that_is_sent_late_in_an_attempt_that_started_again_is_no_mistake() -> None:
+    """Whoever sends it may be about to unwind; and what was undone is done again."""
+    ended: list[asyncio.Task[None]] = []
+
+    async def go(self: tg.Task, epoch: Any, ins: Any, outs: Any) -> None:
+        async def later() -> None:
+            await asyncio.sleep(20)  # by then the node is known to be gone
+            epoch.request(1 - self.task_id, "get")
+
+        if epoch.attempt == 1 and epoch.number == 1 and self.task_id == 0:
+            ended.append(asyncio.create_task(later()))
+        epoch.flag("peers")  # who took it is killed: that cannot be made good in the same attempt
+        outs.put("x", 1)
+
+    async def end(self: tg.Task, epoch: Any, ins: Any, outs: Any) -> None:
+        await asyncio.sleep(0.5 + self.task_id)  # task 0 has finished when the node of task 1 is killed
+
+    members = {"go": go, "beside": _no_op_beside, "end": end, "on_flag": _hears, "get": _answers}
+    made = type(tg.Task)("Made", (tg.Task,), {"compose": _through_another_task, **members})
+    result = run(job(made, epochs=20), strict=False, kills={(1, 1): "snapshot"})
+    assert result.restarts == 1
+    assert isinstance(ended[0].exception(), AttemptEnded)
 
 
 def _timed(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -91,5 +91,33 @@ def test_so_it_is_in_the_next_epoch_where_it_is_done_and_not_committed(use: str)
     play(job(Fresh, settings=tg.Settings(epochs_ahead=4)), scenario, nodes=2)
 
 
+@pytest.mark.parametrize(
+    "use", [lambda epoch: epoch.flag(0), lambda epoch: epoch.request(0, "get")], ids=["flag", "request"]
+)
+def test_what_is_sent_after_the_job_ended_is_logged(
+    use: Callable[[tg.Epoch], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is lost, and the job ended all the same."""
+    kept: list[tg.Epoch] = []
+
+    class Fresh(Counting, state=["total"]):
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.processor(self.keep, outbound={"kept": self.task_id})
+            epoch.processor(self.count, inbound={"kept": self.task_id})
+
+        async def keep(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            kept.append(epoch)
+            outs.put("kept", None)
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await cluster.result()
+        with pytest.raises((AttemptEnded, tg.GraphError)):
+            use(kept[-1])
+        await asyncio.sleep(0)
+        assert "comes too late" in caplog.text and "after the job ended" in caplog.text
+
+    play(job(Fresh), scenario, nodes=2)
+
+
 def test_who_hears_of_it_in_a_thread_of_its_own_is_told_what_it_is() -> None:
     assert "keeps it open with epoch.hold" in str(AttemptEnded())
