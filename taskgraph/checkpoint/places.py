@@ -8,10 +8,12 @@ digest.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any, Final, Protocol
 from urllib.parse import unquote
@@ -43,6 +45,9 @@ class Place(Protocol):
 
     def remove(self, path: str) -> None:
         """Removes a file, or a directory with all that is in it; nothing where there is none."""
+
+    def remove_empty(self, path: str) -> None:
+        """Removes a directory where there is nothing in it, not even what is being written."""
 
 
 def check_url(url: str) -> None:
@@ -128,11 +133,10 @@ class Directory:
 
     def write(self, path: str, parts: Iterable[Bytes]) -> None:
         target = self._root / path
-        target.parent.mkdir(parents=True, exist_ok=True)
         # Two writers of one file (a zombie, and who came after it) must not write into one another.
         beside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.tmp")
         try:
-            with open(beside, "xb", buffering=0) as file:
+            with _create(beside) as file:
                 for part in parts:
                     _write_all(file.fileno(), memoryview(part))
                 os.fsync(file.fileno())
@@ -173,6 +177,23 @@ class Directory:
                 shutil.rmtree(target)
             else:
                 target.unlink()
+
+    def remove_empty(self, path: str) -> None:
+        try:
+            (self._root / path).rmdir()
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                raise
+
+
+def _create(path: Path) -> FileIO:
+    """Once more where somebody removes the directory, empty as it is, just before there is something in it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        return open(path, "xb", buffering=0)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "xb", buffering=0)
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:
@@ -236,6 +257,10 @@ class FsspecPlace:
     def remove(self, path: str) -> None:
         with _as_os_error(path), contextlib.suppress(FileNotFoundError):
             self._fs.rm(self._path(path), recursive=True)
+
+    def remove_empty(self, path: str) -> None:
+        if not self.names(path):
+            self.remove(path)
 
 
 def _last(name: object) -> str:

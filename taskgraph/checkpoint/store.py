@@ -134,6 +134,18 @@ class Store:
         manifest = self._read_manifest(name, _STAGED)
         self._place.write(self._path(name, _FINAL), [manifest.to_bytes()])
 
+    def discard(self, name: Name) -> None:
+        """Removes what was written of one that will not become complete. What is still being written stays.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        folder = self._path(str(name))
+        for file in self._place.names(folder):
+            if not file.startswith("."):  # by that name a directory's files are written
+                self._place.remove(f"{folder}/{file}")
+        self._place.remove_empty(folder)
+
     def begin(self, series: int, run: str) -> None:
         """A series is begun over the checkpoints of earlier ones: who resumes the job must not go back to those.
 

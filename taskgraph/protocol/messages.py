@@ -352,7 +352,8 @@ class HandOver:
 class Written:
     """Primary to leader: my file of the checkpoint of this boundary is written. Reply: `Accepted`.
 
-    `stamp.epoch` is the boundary's number, `stamp.attempt` the attempt it was made in.
+    `stamp.epoch` is the boundary's number, `stamp.attempt` the attempt it was made in. A size of 0, which no file has,
+    says that it could not be written, and will not be.
     """
 
     stamp: Stamp

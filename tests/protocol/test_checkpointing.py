@@ -119,6 +119,57 @@ def test_what_is_told_of_late_boundaries_is_bounded(world: World) -> None:
     assert len(collected._files) <= 5
 
 
+def unwritten(epoch: int, task: int) -> Written:
+    return Written(Stamp(1, epoch), task, 0, "")
+
+
+def test_a_boundary_of_which_a_file_could_not_be_written_is_given_up(world: World) -> None:
+    collected, view = Collected(2), world.view()
+    collected.take(written(3, 0))
+    assert collected.give_up(view) == {}, "the other may still be being written"
+    collected.take(unwritten(3, 1))
+    assert collected.give_up(view) == {Stamp(1, 3): 1}
+    assert collected.give_up(view) == {}
+    for task in (0, 1):  # by a primary before, that is a zombie
+        collected.take(written(3, task))
+    assert collected.complete(view) is None
+    assert collected.give_up(view) == {Stamp(1, 3): 1}, "there is something to remove again"
+    for task in (0, 1):
+        collected.take(written(6, task))
+    assert collected.give_up(view) == {}
+    assert collected.complete(view) == (Stamp(1, 6), (written(6, 0), written(6, 1)))
+
+
+def test_a_boundary_is_given_up_where_a_task_has_gone_on_without_it(world: World) -> None:
+    """Its primary then was another one."""
+    collected, view = Collected(2), world.view()
+    collected.take(written(3, 0))
+    collected.take(written(6, 0))
+    assert collected.give_up(view) == {}
+    collected.take(written(6, 1))
+    assert collected.give_up(view) == {Stamp(1, 3): 1}
+    assert collected.complete(view) is not None
+
+
+def test_one_that_is_whole_is_not_given_up_whatever_comes_after_it(world: World) -> None:
+    """Its manifest may still be to be written."""
+    collected, view = Collected(2), world.view()
+    for task in (0, 1):
+        collected.take(written(3, task))
+        collected.take(unwritten(6, task))
+    collected.take(unwritten(3, 1))  # by another primary of the same task: the file is there
+    assert collected.give_up(view) == {Stamp(1, 6): 0}
+    assert collected.complete(view) == (Stamp(1, 3), (written(3, 0), written(3, 1)))
+
+
+def test_what_is_given_up_is_bounded(world: World) -> None:
+    collected = Collected(2)
+    for epoch in range(1, 1000):
+        collected.take(unwritten(epoch, 0))
+        assert list(collected.give_up(world.view())) == [Stamp(1, epoch)]
+    assert len(collected._files) + len(collected._given_up) < 40
+
+
 def test_files_of_epochs_that_were_undone_count_for_nothing(world: World) -> None:
     advance(world, record(3))
     collected = Collected(2)

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from taskgraph.checkpoint.files import FileInfo
@@ -42,6 +43,8 @@ FILES_AT_A_TIME = 4
 """Written or read by one node; more of them would not make a disk quicker."""
 _RETRY_S = 1.0
 """How long the leader leaves a place alone that refused a manifest."""
+_TOLD = 16
+"""Of files written, and of those that could not be, a primary tells a new leader of so many. It looks at fewer."""
 _LOOK_AGAIN_S = 1.0
 """After which the leader looks once more for a file that it does not find: some stores list it a moment later."""
 _SAME_PLACE = "do all hosts see the same place?"
@@ -202,12 +205,19 @@ class CheckpointWriter:
                 epoch=stamp.epoch,
                 transient=again,
             )
+            # Told all the same: what others write of it would take the room of the next.
+            self._written[stamp] = Written(stamp, self._task, 0, "")
         else:
             self._failing = False
             self._written[stamp] = Written(stamp, self._task, info.size, info.digest)
+        for old in sorted(self._written)[:-_TOLD]:
+            del self._written[old]
 
     async def tell(self) -> None:
-        """Tells the leader of every file, and every new leader again, until the pointer is that far."""
+        """Tells the leader of every file, and every new leader again, until the pointer is that far.
+
+        In the order in which they were written: the leader goes by that.
+        """
         keeper = self._node.keeper
         while True:
             view = keeper.view
@@ -248,6 +258,8 @@ class Checkpointer:
         self._failed: dict[str, int] = {}  # what failed last, and at which checkpoint's epoch that was told
         self._cleaned = False  # what this leader finds of earlier runs, but for what is kept, was written since
         self._others: set[str] = set()  # runs that keep checkpoints here as well, and were told of
+        self._given_up = 0  # checkpoints, since one was complete
+        self._last_given_up = Stamp(0, 0)
         self._finished = ""  # the name of the last one that is complete also for those who do not know the pointer
 
     def take(self, written: Written) -> Accepted:
@@ -267,6 +279,7 @@ class Checkpointer:
                 if view.checkpoint is not None and view.checkpoint.record.name != self._finished:
                     # The leader before may have died between the pointer and the last manifest; or the disk was full.
                     await self._finish(view.checkpoint.record)
+                await self._give_up()
                 ready = self._collected.complete(self._node.keeper.view)
                 if ready is not None and not await self._complete(*ready):
                     await asyncio.sleep(_RETRY_S)
@@ -274,6 +287,29 @@ class Checkpointer:
                 await self._wake.wait()
         finally:
             stop()
+
+    async def _give_up(self) -> None:
+        """What was written of checkpoints that never become complete goes: they would leave no room for another."""
+        node, checkpoints, view = self._node, self._node.checkpoints, self._node.keeper.view
+        for stamp, task in self._collected.give_up(view).items():
+            name = checkpoints.name_of(stamp)
+            try:
+                await checkpoints.call(partial(checkpoints.store.discard, name))
+            except OSError as error:  # then it goes with the next that is complete; that this one failed was told
+                node.log.info("what was written of checkpoint %s cannot be removed: %s", name, error)
+            if stamp <= self._last_given_up:
+                continue
+            self._given_up, self._last_given_up = self._given_up + 1, stamp
+            count = self._given_up
+            if count < 2 or count & (count - 1):
+                continue  # the second, fourth, eighth, ... is told, and kept: it may be so for hours
+            since = f"since that of epoch {view.checkpoint.record.epoch}" if view.checkpoint is not None else "yet"
+            node.events.emit(
+                "no checkpoint",
+                f"no checkpoint is complete {since}: {count} in a row failed, the last of them, of epoch "
+                f"{stamp.epoch}, for want of the file of task {task}",
+                epoch=stamp.epoch,
+            )
 
     async def _complete(self, boundary: Stamp, files: tuple[Written, ...]) -> bool:
         """Every file is written: manifest, pointer, manifest, and what is too old goes. False: try again."""
@@ -310,6 +346,7 @@ class Checkpointer:
             await node.keeper.refresh()
             return False
         await node.keeper.caught_up(revision)
+        self._given_up = 0
         if not await self._finish(record):
             return True  # it is tried again with the next commit
         size = sum(w.size for w in files)

@@ -104,6 +104,9 @@ class NodePlace:
     def remove(self, path: str) -> None:
         self._place.remove(path)
 
+    def remove_empty(self, path: str) -> None:
+        pass  # there are no directories
+
 
 class FileThreads(InlineThreads):
     """The threads that wait for the place. What a killed process had under way there happened, or did not."""

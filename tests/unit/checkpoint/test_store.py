@@ -324,6 +324,42 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "fit" / "s0001-a000001-e000000020-r1") == []
 
 
+def test_what_was_written_of_one_that_failed_is_removed(store: Store) -> None:
+    whole, failed = save(store, 10), Name(1, 1, 20, "r1")
+    store.discard(failed)  # nothing was
+    store.write(failed, 0, boundary(0))
+    store.stage(store.manifest(failed))
+    store.discard(failed)
+    assert store.of_others("", ()) == [whole.parsed]
+    assert store.newest([whole.name]).refused == ()
+
+
+def test_what_is_being_written_meanwhile_stays(tmp_path: Path) -> None:
+    store, name = Store(f"file://{tmp_path}", ORIGIN), Name(1, 1, 20, "r1")
+    store.write(name, 0, boundary(0))
+    beside = tmp_path / "fit" / str(name) / ".task-000002.safetensors.abc.tmp"
+    beside.touch()
+    store.discard(name)
+    assert os.listdir(beside.parent) == [beside.name]
+
+
+def test_a_directory_that_is_removed_as_a_file_is_begun_in_it_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, name, real = Store(f"file://{tmp_path}", ORIGIN), Name(1, 1, 20, "r1"), Path.mkdir
+    made: list[Path] = []
+
+    def mkdir(path: Path, *arguments: Any, **options: Any) -> None:
+        real(path, *arguments, **options)
+        if not made:
+            made.append(path)
+            store.discard(name)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    store.write(name, 0, boundary(0))
+    assert store.of_others("", ()) == [name]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
 def test_a_full_file_system(tmp_path: Path) -> None:
     mounted = tmp_path / "small"
