@@ -38,7 +38,8 @@ def fatal(view: JobView, limit: int) -> Fatal | None:
         return None
     at = view.epoch.record.epoch
     found: dict[tuple[int, int], dict[str, GoneRecord]] = {}
-    for node, gone in sorted(view.gone.items(), key=lambda item: item[1].mod_revision):
+    for node in sorted(view.deaths_from(at), key=lambda node: view.gone[node].mod_revision):
+        gone = view.gone[node]
         if not gone.record.meant:
             for ran in gone.record.ran:
                 waits = ran.epoch < 0 and (at == 0 or gone.mod_revision > _last_admission(view, ran.task))

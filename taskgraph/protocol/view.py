@@ -6,6 +6,8 @@ revision that this view read. A view may be behind; it is never a mixture of rev
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Iterable, Mapping
 from typing import Generic, TypeVar
 
@@ -60,7 +62,10 @@ class JobView:
         self.checkpoint: Versioned[CheckpointRecord] | None = None
         self.collected = False
         self.nodes: dict[str, Versioned[NodeRecord]] = {}
+        # They stay for as long as the job runs: what is looked at again and again must not go through all of them.
         self.gone: dict[str, Versioned[GoneRecord]] = {}
+        self.gone_revision = 0  # of their last change
+        self._deaths: list[tuple[float, str]] = []  # the last epoch that its code ran in, and the node; in that order
         self.primaries: dict[int, Versioned[PrimaryRecord]] = {}
         self.members: dict[int, dict[str, Versioned[MemberRecord]]] = {}
 
@@ -75,7 +80,7 @@ class JobView:
         at = self.epoch
         if at is not None and at.mod_revision != at.create_revision:  # it was written before, perhaps in this attempt
             self.attempt_revision = began if known is not None and _same_attempt(known, at) else before
-        self.revision = self.structure_revision = revision
+        self.revision = self.structure_revision = self.gone_revision = revision
 
     def apply(self, revision: int, events: Iterable[KeyEvent]) -> None:
         """Applies the events of complete revisions up to `revision`, in the order given."""
@@ -89,6 +94,8 @@ class JobView:
                 self._delete(kv.key)
             if kv.key != self.keys.epoch:
                 self.structure_revision = kv.mod_revision
+                if kv.key.startswith(self.keys.gone_nodes):
+                    self.gone_revision = kv.mod_revision
         if revision > self.revision:
             self.revision = revision
 
@@ -114,7 +121,10 @@ class JobView:
             case ["nodes", node]:
                 self.nodes[node] = _versioned(NodeRecord, kv)
             case ["gone", node]:
-                self.gone[node] = _versioned(GoneRecord, kv)
+                self._forget_death(node)
+                known = self.gone[node] = _versioned(GoneRecord, kv)
+                if known.record.ran:
+                    bisect.insort(self._deaths, (_last_epoch(known.record), node))
             case ["tasks", task, "primary"]:
                 self.primaries[int(task)] = _versioned(PrimaryRecord, kv)
             case ["tasks", task, "members", node]:
@@ -139,6 +149,7 @@ class JobView:
             case ["nodes", node]:
                 self.nodes.pop(node, None)
             case ["gone", node]:
+                self._forget_death(node)
                 self.gone.pop(node, None)
             case ["tasks", task, "primary"]:
                 self.primaries.pop(int(task), None)
@@ -146,6 +157,11 @@ class JobView:
                 self.members.get(int(task), {}).pop(node, None)
             case _:
                 pass
+
+    def _forget_death(self, node: str) -> None:
+        known = self.gone.get(node)
+        if known is not None and known.record.ran:
+            self._deaths.remove((_last_epoch(known.record), node))
 
     def _split(self, key: str) -> list[str]:
         return key[len(self.keys.root) :].split("/")
@@ -160,6 +176,10 @@ class JobView:
     def finished(self) -> bool:
         """Whether its last epoch is committed. What is lost of its results is computed again."""
         return self.status is not None and self.status.record.state == State.FINISHED
+
+    def deaths_from(self, epoch: int) -> list[str]:
+        """Nodes that are gone and whose code ran in this epoch or in a later one, or before any (`Ran.epoch` -1)."""
+        return [node for _, node in self._deaths[bisect.bisect_left(self._deaths, (epoch, "")) :]]
 
     def term(self, task: int) -> int:
         """The task's current term, 0 before its first primary."""
@@ -226,6 +246,11 @@ def holds(member: MemberRecord, at: EpochRecord) -> bool:
     come again, and is another boundary then.
     """
     return member.until is None or (member.until >= at.epoch and member.attempt >= at.lineage)
+
+
+def _last_epoch(record: GoneRecord) -> float:
+    epochs = [ran.epoch for ran in record.ran]
+    return math.inf if min(epochs) < 0 else max(epochs)
 
 
 def _versioned(cls: type[R], kv: KeyValue) -> Versioned[R]:

@@ -8,7 +8,7 @@ from protocol_kit import JOB, RUN, World, node_record
 from taskgraph.errors import DecodeError
 from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.messages import Stamp
-from taskgraph.protocol.records import CheckpointRecord, GoneRecord, State, StatusRecord
+from taskgraph.protocol.records import CheckpointRecord, GoneRecord, Ran, State, StatusRecord
 from taskgraph.protocol.view import JobView
 
 
@@ -34,7 +34,7 @@ def busy_world() -> World:
 
 def facts(view: JobView) -> dict[str, object]:
     """What a listing tells, too: not what only a watch knows."""
-    left_out = ("keys", "structure_revision", "attempt_revision")
+    left_out = ("keys", "structure_revision", "gone_revision", "attempt_revision")
     return {name: value for name, value in vars(view).items() if name not in left_out}
 
 
@@ -184,3 +184,17 @@ def test_who_stays_does_not_depend_on_the_epoch() -> None:
     assert world.view().staying(0) == ["a", "b"]
     world.commit()
     assert world.view().in_sync(0) == world.view().staying(0) == ["a", "b"]
+
+
+def test_deaths_are_known_by_the_last_epoch_that_their_code_ran_in() -> None:
+    world = World("a", "b", "c", "d", "e")
+    for node, epochs in {"a": (3, 7), "b": (5,), "c": (-1,), "d": (), "e": (9, -1)}.items():
+        ran = tuple(Ran("send", 0, epoch) for epoch in epochs)
+        world.put(world.keys.gone(node), GoneRecord(reason="killed", ran=ran).to_bytes())
+    view = world.view()
+    assert set(view.deaths_from(0)) == {"a", "b", "c", "e"}
+    assert set(view.deaths_from(6)) == set(view.deaths_from(7)) == {"a", "c", "e"}
+    assert set(view.deaths_from(8)) == {"c", "e"}
+    world.put(world.keys.gone("b"), GoneRecord(reason="killed", ran=(Ran("send", 0, 8),)).to_bytes())
+    world.delete(world.keys.gone("c"))
+    assert set(world.view().deaths_from(8)) == {"b", "e"}

@@ -48,6 +48,7 @@ class Suspicion:
         self._probing: dict[str, asyncio.Task[None]] = {}
         self.suspects: frozenset[str] = frozenset()
         self.gone: frozenset[str] = frozenset()
+        self._gone_revision = -1  # of `gone`
         self._missed: set[str] = set()  # whose loss it told because their ports refuse
         self._told: set[str] | None = None
 
@@ -141,8 +142,10 @@ class Suspicion:
         absent = {node for node in named if node not in view.nodes}
         # Sorted, since they are declared gone in this order: sets have another one in each process.
         self._absent_since = {node: self._absent_since.get(node, now) for node in sorted(absent)}
-        self.gone = frozenset(view.gone)
-        self._tell_deaths()
+        if self._gone_revision != view.gone_revision:
+            self._gone_revision = view.gone_revision
+            self.gone = frozenset(view.gone)
+            self._tell_deaths()
         if self._absent_before is not None:
             absent &= self._absent_before
         self.suspects = frozenset(absent | self._refused.keys() | (self.gone & named) | self._overdue.nodes)
