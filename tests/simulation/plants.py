@@ -25,6 +25,7 @@ from taskgraph.node.epochs import attempt as attempt_module
 from taskgraph.node.epochs.attempt import Attempt
 from taskgraph.node.epochs.lanes import Lanes
 from taskgraph.node.epochs.mailbox import Mailbox
+from taskgraph.node.epochs.quiet import Quiet
 from taskgraph.node.epochs.turns import Turns
 from taskgraph.node.primary.backups import Backups
 from taskgraph.node.primary.leader import LeaderRole
@@ -184,6 +185,18 @@ def a_done_of_an_old_term_counts(patch: pytest.MonkeyPatch) -> None:
 def the_sums_are_not_compared(patch: pytest.MonkeyPatch) -> None:
     def report(original: Any, self: Leader, *given: Report) -> bool:
         return bool(original(self, *[dataclasses.replace(one, sent=0, received=0) for one in given]))
+
+    _changed(patch, Leader, "report", report)
+
+
+@plant
+def a_successor_cannot_take_back_that_the_job_ends(patch: pytest.MonkeyPatch) -> None:
+    def report(original: Any, self: Leader, *given: Report) -> bool:
+        before = {epoch: told.finishing for epoch, told in self._told.items()}
+        counts: bool = original(self, *given)
+        for epoch, told in self._told.items():
+            told.finishing = max(told.finishing, before.get(epoch, 0))
+        return counts
 
     _changed(patch, Leader, "report", report)
 
@@ -544,6 +557,11 @@ def a_late_flag_misses_the_snapshot(patch: pytest.MonkeyPatch) -> None:
     _changed(patch, Ledger, "received", but_flags)
     _changed(patch, Mailbox, "send_flag", send_flag)
     _changed(patch, Mailbox, "take_flag", take_flag)
+
+
+@plant
+def an_epoch_that_is_held_ends_all_the_same(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Quiet, "hold", lambda self, mark, why: None)
 
 
 @plant

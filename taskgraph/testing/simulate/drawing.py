@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["KINDS", "Fault", "draw", "draw_around_checkpoints", "draw_in_flight", "draw_one"]
+__all__ = ["KINDS", "Fault", "draw", "draw_around_checkpoints", "draw_in_flight", "draw_one", "draw_with_moods"]
 
 KINDS = (
     "crash",
@@ -231,6 +231,15 @@ def draw_in_flight(rng: random.Random, *, erratic: bool) -> list[Fault]:
     for _ in range(rng.choice((0, 1, 2, 2)) if erratic else 0):
         faults += _recomputed(rng)
         faults[-1].count = rng.choice((3, 6, 10, 16, 25))
+    return faults
+
+
+def draw_with_moods(rng: random.Random) -> list[Fault]:
+    """What is added where a task's replicas disagree about the end of the job: one dies when it has reported it."""
+    faults = [draw_one(rng, follows=True) for _ in range(rng.choice((1, 2)))]
+    for fault in faults:
+        fault.kind, fault.target, fault.told_s, fault.then = "crash", "who", rng.choice((0.0, 0.005)), None
+        fault.moment, fault.count = "answer Report", rng.choice((1, 2, 3, 5, 8, 12))
     return faults
 
 

@@ -35,6 +35,7 @@ class Invariants:
     Args:
         living: node id -> node, of every process that exists, frozen or not.
         files: what a checkpoint has of each task; None where that cannot be known.
+        epochs: how many the job has; None where a task says when it ends.
         expected: boundary -> task -> state of a failure-free run; None where the tasks are not deterministic.
     """
 
@@ -51,6 +52,7 @@ class Invariants:
         listening: frozenset[int],
         files: Callable[[CheckpointRecord], Mapping[int, Encoded] | None],
         ahead: int = 0,
+        epochs: int | None = None,
     ) -> None:
         self.view = JobView(job)  # of the store, after its last write
         self._tasks = tasks
@@ -64,6 +66,8 @@ class Invariants:
         self._decoded: dict[bytes, int] = {}
         self._files = files
         self._ahead = ahead
+        self._epochs = epochs
+        self._last = False  # the last epoch that committed is the job's last one: it has so many, or a task said so
         self._made: dict[int, int] = {}  # boundary -> the attempt in which it was made
         self._checkpoints: dict[str, int] = {}  # those that may be gone back to -> boundary
         self._undone: dict[int, list[dict[int, int]]] = {}  # boundary -> states it had before a roll-back
@@ -98,6 +102,9 @@ class Invariants:
             back = view.running and at is not None and view.epoch is not None and view.epoch.record.epoch < at.epoch
             if state != State.FINISHED or not (back or view.status.record.state == State.FAILED):
                 raise Violation(f"the job {state}, and then it was {view.status.record.state}")
+        if view.running == self._last and view.status is not None and view.status.record.state != State.FAILED:
+            ended = "was the job's last one" if self._last else "was not, and the job ended"
+            raise Violation(f"the last epoch that committed {ended}")
         for task, known in view.primaries.items():
             if known.mod_revision == revision and known.record.node not in held[task]:
                 self._check_from_nothing(task, held[task])
@@ -165,6 +172,7 @@ class Invariants:
         self._checkpoints = {name: epoch for name, epoch in self._checkpoints.items() if epoch <= now.epoch}
         self._filed = set(range(self._tasks))
         self._told = set()
+        self._last = False
 
     def _check_pointer(self) -> None:
         """A checkpoint became complete: it is one of a boundary that is committed, and not undone."""
@@ -200,7 +208,10 @@ class Invariants:
     def _committed(self, stamp: Stamp) -> None:
         assert self.view.epoch is not None
         terms = {task: self.view.term(task) for task in range(self._tasks)}
+        if self._last:
+            raise Violation(f"epoch {stamp.epoch} committed, and the one before it was the job's last one")
         after = self._runs.committed(stamp, terms, self.states[stamp.epoch], self.view.epoch.record.base)
+        self._last = self._runs.finishing(stamp, terms) or stamp.epoch + 1 == self._epochs
         self.states[stamp.epoch + 1] = after
         self._made[stamp.epoch + 1] = stamp.attempt
         self._filed = set()

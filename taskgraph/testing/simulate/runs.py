@@ -41,6 +41,7 @@ class Run:
     asked: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # (to, value, answer)
     handled: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # (sender, value, answer)
     ended: int | None = None
+    finishes: bool = False  # it said that the job ends with it
 
     def __str__(self) -> str:
         return f"task {self.task} in epoch {self.stamp.epoch}, attempt {self.stamp.attempt}, term {self.term}"
@@ -120,8 +121,18 @@ class Runs:
     def ended(self, epoch: Any, state: int) -> None:
         self._of(epoch).ended = state
 
+    def finished(self, epoch: Any) -> None:
+        self._of(epoch).finishes = True
+
     def told_committed(self, task: int, number: int, state: int | None) -> None:
         self._told.append((task, number, state))
+
+    # -- asked when a job ends --------------------------------------------------------------------
+
+    def finishing(self, stamp: Stamp, terms: Mapping[int, int]) -> bool:
+        """Whether a task said that the job ends with this epoch, of the runs of these terms."""
+        runs = (self._runs.get((task, stamp, term)) for task, term in terms.items())
+        return any(run is not None and run.finishes for run in runs)
 
     # -- asked when an epoch restarts -------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from types import FrameType
 
 import taskgraph as tg
 from taskgraph.protocol.records import State
-from taskgraph.testing.simulate.drawing import draw, draw_around_checkpoints, draw_in_flight
+from taskgraph.testing.simulate.drawing import draw, draw_around_checkpoints, draw_in_flight, draw_with_moods
 from taskgraph.testing.simulate.faults import Faults
 from taskgraph.testing.simulate.loop import Nothing, SimLoop
 from taskgraph.testing.simulate.runs import Violation
@@ -152,7 +152,7 @@ def _settings(rng: random.Random, workload: Workload) -> tg.Settings:
         epochs_in_flight=workload.epochs_in_flight,
         gather_s=workload.gather_s,
         results_kept_s=60.0,
-        strict=rng.random() < 0.04 and not workload.erratic,
+        strict=rng.random() < 0.04 and not workload.erratic and workload.whims is None,
     )
 
 
@@ -164,12 +164,14 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
     flies = random.Random(f"epochs in flight of {outcome.seed}")
     flying = hurrying and flies.random() < IN_FLIGHT
     stands = random.Random(f"composed once of {outcome.seed}")
+    turns = random.Random(f"turns of {outcome.seed}")
     workload = Workload.draw(
         rng,
         keeps if keeping else None,
         hurries if hurrying else None,
         flies if flying else None,
         stands if flying else None,
+        turns,
     )
     if mistakes:
         workload.mistake = Mistake.draw(random.Random(f"mistakes of {outcome.seed}"), workload.tasks)
@@ -187,6 +189,10 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         outcome.described += f", up to {workload.epochs_in_flight} in flight"
         if workload.steady:
             outcome.described += ", composed once"
+    if workload.whims is not None:
+        outcome.described += ", as long as a task that has moods wants"
+    if workload.relays is not None:
+        outcome.described += ", flags that follow from messages" + " after a while" * bool(workload.lingers_s)
     if workload.mistake is not None:
         outcome.described += f", {workload.mistake.text}"
     if keeping:
@@ -205,6 +211,8 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         faults.add_around_checkpoints(draw_around_checkpoints(keeps))
     if workload.flying:
         faults.add(draw_in_flight(flies, erratic=bool(workload.erratic)))
+    if workload.whims is not None:
+        faults.add(draw_with_moods(turns))
     try:
         await world.start(nodes)
         outcome.ended = await _until_over(world, faults)

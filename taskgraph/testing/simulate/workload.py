@@ -7,6 +7,7 @@ stale changes the result. `Workload.expected` computes that result without the f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import random
@@ -22,6 +23,7 @@ from taskgraph.shape import is_stateless
 __all__ = ["HOOKS", "Mistake", "Recorder", "Step", "Workload", "mix"]
 
 _MASK = (1 << 64) - 1
+_RELAYED = 11
 
 
 def mix(*parts: int) -> int:
@@ -98,6 +100,10 @@ class Mistake:
 
 STEADY = 0.4
 """How many of the jobs with tasks in several epochs have the same plan in all of them."""
+FICKLE = 0.5
+"""How many of the jobs whose length is decided by a task have one whose replicas disagree about it."""
+RELAYED = 0.3
+"""How many of the jobs with flags or requests have some that are sent by whoever got one."""
 _STEPS = 4
 """Of a task in an epoch, at most."""
 
@@ -115,6 +121,7 @@ class Recorder(Protocol):
     def asked(self, epoch: Any, to: int, value: int, answer: int) -> None: ...
     def handled(self, epoch: Any, sender: int, value: int, answer: int) -> None: ...
     def ended(self, epoch: Any, state: int) -> None: ...
+    def finished(self, epoch: Any) -> None: ...
     def told_committed(self, task: int, number: int, state: int | None) -> None: ...
 
 
@@ -138,6 +145,9 @@ class Workload:
     listening: frozenset[int] = frozenset()  # tasks with an `on_commit`: they are never ahead
     epochs_in_flight: int = 1
     flying: frozenset[int] = frozenset()  # tasks whose `compose` is `@tg.stateless`
+    whims: random.Random | None = field(default=None, repr=False)  # each replica of the task that ends it decides anew
+    relays: int | None = None  # who hears a flag, or is asked, flags the task that is so many after it
+    lingers_s: float = 0.0  # for so long it holds the epoch before
     steady: bool = False  # all epochs have the same plan, and those tasks do not ask which one it is
     mistake: Mistake | None = None
 
@@ -149,12 +159,14 @@ class Workload:
         hurries: random.Random | None = None,
         flies: random.Random | None = None,
         stands: random.Random | None = None,
+        turns: random.Random | None = None,
     ) -> Workload:
         """Args:
         keeps: of a job that keeps checkpoints, what that adds; with the same `rng` all else is the same.
         hurries: likewise, of a job whose tasks may be ahead of the last commit.
         flies: likewise, of one whose tasks may be in several epochs at a time; one with handlers is in none.
         stands: likewise, of one of these whose epochs may all be alike.
+        turns: likewise, of one where something else may happen with messages, and at the end.
         """
         tasks = rng.choice((1, 2, 2, 3, 3, 4))
         epochs = rng.choice((2, 3, 3, 4, 5, 6))
@@ -208,6 +220,10 @@ class Workload:
             )
         if flying and stands is not None and stands.random() < STEADY:
             drawn.plan, drawn.steady = (stands.choice(drawn.plan),) * epochs, True
+        if turns is not None and drawn.finishes and turns.random() < FICKLE:
+            drawn.whims = random.Random(turns.getrandbits(32))
+        if turns is not None and talks and turns.random() < RELAYED:
+            drawn.relays, drawn.lingers_s = turns.choice((0, 1)), turns.choice((0.0, 0.0, 0.01, 0.1, 0.7))
         return drawn
 
     def steps(self, epoch: int, task: int) -> tuple[Step, ...]:
@@ -245,6 +261,11 @@ class Workload:
             return _FlyingNoState if task in self.without_state else _Flying
         return _KINDS[self.talks, task not in self.without_state, task in self.listening]
 
+    def relay(self, task: int) -> int:
+        """Whom a task flags that got a flag or a request; it may be itself."""
+        assert self.relays is not None
+        return (task + self.relays) % self.tasks
+
     def expected(self) -> list[list[int]]:
         """boundary -> task -> state, without failures. Tasks that are not erratic."""
         states = [[self.first(task) for task in range(self.tasks)]]
@@ -271,14 +292,20 @@ class Workload:
                 value = mix(value, mix(before[to], value, 5))
             for to in step.requests:
                 ask = mix(value, to)
-                heard[to] = (heard[to] + mix(task, ask)) & _MASK
+                self._hear(heard, task, to, ask)
                 value = mix(value, mix(before[to], ask, task))
             for to in step.flags:
-                heard[to] = (heard[to] + mix(task, mix(value, 7, to))) & _MASK
+                self._hear(heard, task, to, mix(value, 7, to))
             for tag, consumers in step.outbound:
                 for to in consumers:
                     items[(tag, task, to)] = mix(value, to)
         return [self.next_state(before[t], epoch, t, mix(heard[t], trail[t]), inputs[t]) for t in range(self.tasks)]
+
+    def _hear(self, heard: list[int], task: int, to: int, value: int) -> None:
+        """A flag or a request, and what comes of it."""
+        heard[to] = (heard[to] + mix(task, value)) & _MASK
+        if self.relays is not None:
+            heard[self.relay(to)] = (heard[self.relay(to)] + mix(to, mix(value, _RELAYED))) & _MASK
 
     def next_state(self, state: int, epoch: int, task: int, seen: int, read: list[int]) -> int:
         """A task's state after an epoch."""
@@ -359,6 +386,7 @@ class _NoState(tg.Task):
     def __init__(self, workload: Workload, recorder: Recorder) -> None:
         self._workload = workload
         self._recorder = recorder
+        self._whim = workload.whims.getrandbits(32) if workload.whims is not None else None
 
     def setup(self) -> None:
         self.value = np.array([self._workload.first(self.task_id)], dtype=np.uint64)
@@ -460,8 +488,13 @@ class _NoState(tg.Task):
         self.value[0] = after  # in place: a restored state must be the task's own
         self._recorder.ended(epoch, after)
         epoch.report(**{f"t{self.task_id}": reported(after)})
-        if work.finishes and self.task_id == work.seed % work.tasks and epoch.number + 1 == work.epochs:
+        if work.finishes and self.task_id == work.seed % work.tasks and self._is_last(epoch.number):
+            self._recorder.finished(epoch)
             epoch.finish()
+
+    def _is_last(self, epoch: int) -> bool:
+        whim = self._whim is not None and mix(self._whim, epoch) % 3 == 0
+        return whim or epoch + 1 == self._workload.epochs
 
     def result(self) -> Any:
         return int(self.value[0])
@@ -471,12 +504,30 @@ class _NoStateTalking(_NoState):
     """Flags and requests, too."""
 
     def on_flag(self, epoch: Any, sender: int, meta: Any) -> None:
-        self._recorder.heard_flag(epoch, sender, meta)
-        epoch.scratch.heard = (getattr(epoch.scratch, "heard", 0) + mix(sender, meta)) & _MASK
+        relayed = isinstance(meta, list)
+        self._heard(epoch, sender, meta[0] if relayed else meta, relays=not relayed)
+        self._recorder.heard_flag(epoch, sender, meta[0] if relayed else meta)
+
+    def _heard(self, epoch: Any, sender: int, value: int, *, relays: bool) -> None:
+        epoch.scratch.heard = (getattr(epoch.scratch, "heard", 0) + mix(sender, value)) & _MASK
+        if relays and self._workload.relays is not None:
+            hold = epoch.hold("what follows from a message")
+            if lasts_s := self._workload.lingers_s:
+                asyncio.get_running_loop().call_later(lasts_s, self._relay, epoch, value, hold)
+            else:
+                self._relay(epoch, value, hold)
+
+    def _relay(self, epoch: Any, value: int, hold: tg.Hold) -> None:
+        to, told = self._workload.relay(self.task_id), mix(value, _RELAYED)
+        if not epoch.cancelled:
+            self._recorder.flagged(epoch, to, told)
+            with contextlib.suppress(tg.GraphError):  # it fails the job by itself
+                epoch.flag(to, [told])
+        hold.release()
 
     @tg.handles("ask", pure=False)
     def ask(self, epoch: Any, sender: int, payload: Any) -> int:
-        epoch.scratch.heard = (getattr(epoch.scratch, "heard", 0) + mix(sender, payload)) & _MASK
+        self._heard(epoch, sender, payload, relays=True)
         answer = mix(int(self.value[0]), payload, sender)
         self._recorder.handled(epoch, sender, payload, answer)
         return answer

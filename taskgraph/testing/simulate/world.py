@@ -121,6 +121,7 @@ class World:
             listening=workload.listening,
             files=self._files,
             ahead=settings.epochs_ahead,
+            epochs=None if workload.finishes else workload.epochs,
         )
         self._launcher = SimCoordinator(
             self.etcd, Process("launcher"), Process("launcher"), on_txn=self._on_txn, timeout_s=3.0
