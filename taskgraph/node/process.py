@@ -15,6 +15,7 @@ import gc
 import io
 import logging
 import os
+import resource
 import select
 import shutil
 import signal
@@ -63,6 +64,10 @@ _WILDCARDS = ("0.0.0.0", "::")
 _YOUNG = 2000
 """As many objects come before the youngest are searched for garbage, as in Python 3.13; older ones have 700. What waits
 for a commit is no garbage and soon gone, and would be searched again and again: 2 % of a node's time."""
+
+_FILES = 65_536
+"""As many files a node may have open, where the system allows that. Not more: what closes all that it might have open,
+as a program that it starts may do, takes as long as there are numbers."""
 
 
 async def run_node(config: NodeConfig) -> int:
@@ -302,9 +307,19 @@ def search_garbage_less_often() -> None:
         gc.set_threshold(_YOUNG, *older)
 
 
+def allow_more_files() -> None:
+    """Lets this process have more files open at a time: many systems allow 1024 unless asked for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):  # macOS has another limit of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def main(config: NodeConfig) -> NoReturn:
     """Runs a node and ends the process."""
     log_to_stderr()
+    allow_more_files()
     search_garbage_less_often()  # a driver, which is loaded later, may say otherwise
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What a task prints is read while it runs, and must not be lost with a process that is killed.

@@ -32,11 +32,15 @@ class Usage:
     @classmethod
     def now(cls) -> Usage:
         """Of this process; call it on the event loop."""
-        status = Path("/proc/self/status")
-        if status.exists():
-            found = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+        try:
+            status = Path("/proc/self/status").read_text()
+            found = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
             memory, threads = int(found["VmRSS"].split()[0]) << 10, int(found["Threads"])
-        else:
+        except OSError:  # there is none, or no descriptor to read it with
             largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             memory, threads = largest if sys.platform == "darwin" else largest << 10, threading.active_count()
-        return cls(memory, len(os.listdir("/dev/fd")), threads, len(asyncio.all_tasks()))
+        try:
+            files = len(os.listdir("/dev/fd"))
+        except OSError:  # all of them are open
+            files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return cls(memory, files, threads, len(asyncio.all_tasks()))

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
+from taskgraph.errors import JobError
 from taskgraph.node.usercode import forks
 
 __all__ = ["Begun", "PooledThreads", "Threads", "Work"]
@@ -98,6 +99,9 @@ class PooledThreads:
     the GIL. So an idle thread waits in `read`, and is woken by a `write`, which leaves it the GIL. And the event loop
     waits for a brief function, with the GIL free: that saves a future and a round of the loop, and what the function
     told is done at once. It waits for `_GIVES_WAY_S` at most: of what is not over by then, it hears as of any other.
+
+    Where no thread can be made, work waits for one to come back. Where all there are wait for replies, it may be what
+    they wait for, and fails.
     """
 
     def __init__(self, name: str, limit: int) -> None:
@@ -110,6 +114,7 @@ class PooledThreads:
         self._blocked = 0  # threads that wait for what others are to do: they do not count
         self._idle: list[_Thread] = []  # the last is the one whose memory is warm
         self._waiting: deque[_Work[Any]] = deque()  # for a thread
+        self._why_none = ""  # why no more threads could be made, when that was so last
         self._closed = False
         self.awaited: dict[_Work[Any], None] = {}  # of which somebody waits for a future
         self._told: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
@@ -130,6 +135,7 @@ class PooledThreads:
             if thread is None:
                 if self._threads - self._blocked >= self._limit or not self._made_for(work):
                     self._waiting.append(work)
+                    self._fail_starved()
                 return work
         if not brief:
             thread.wake(work)
@@ -151,12 +157,26 @@ class PooledThreads:
         """Whether there is another thread now, which does this."""
         try:
             _Thread(self._serve, f"{self._name}_{self._threads}", work)
-        except (OSError, RuntimeError):  # no descriptor, or no thread, is to be had at the moment
+        except (OSError, RuntimeError) as error:  # no thread is to be had at the moment
             if not self._threads:
                 raise
+            self._why_none = str(error)
             return False
         self._threads += 1
         return True
+
+    def _fail_starved(self) -> None:
+        """Work that waits for a thread fails where none is left that could come to it."""
+        if self._blocked < self._threads:
+            return
+        while self._waiting:
+            self._waiting.popleft().fail(
+                JobError(
+                    f"it cannot run: {self._blocked} functions (`def`) wait for replies here, in a thread each, and no "
+                    f"more threads can be made ({self._why_none}); make handlers that wait `async def`, and `await` "
+                    "the reply there in place of reply.wait()"
+                )
+            )
 
     def tell(self, function: Callable[..., object], *args: object) -> None:
         self._told.append((function, args))
@@ -186,6 +206,8 @@ class PooledThreads:
             with self._lock:
                 spare = self._threads - self._blocked > self._limit  # those that it stood in for are back
                 idle = not self._waiting and not self._closed and not spare
+                if idle and not thread.can_wait():
+                    spare, idle = True, False
                 if spare:
                     self._threads -= 1
                 elif idle:
@@ -201,8 +223,11 @@ class PooledThreads:
     def block(self, future: concurrent.futures.Future[R], timeout_s: float | None) -> R:
         with self._lock:
             self._blocked += 1
-            if self._waiting and self._made_for(self._waiting[0]):  # it may be the very one that is waited for
-                self._waiting.popleft()
+            if self._waiting:
+                if self._made_for(self._waiting[0]):  # it may be the very one that is waited for
+                    self._waiting.popleft()
+                else:
+                    self._fail_starved()
         try:
             return future.result(timeout_s)
         finally:
@@ -222,21 +247,29 @@ class PooledThreads:
 
 
 class _Thread:
-    """A thread, and what wakes it: an eventfd, which is one descriptor; elsewhere than on Linux a pipe."""
+    """A thread, and what wakes it: an eventfd, which is one descriptor; elsewhere than on Linux a pipe.
+
+    That is made when it is first idle: of threads that wait for replies there may be more than descriptors.
+    """
 
     __slots__ = ("_read", "_write", "work")
 
     def __init__(self, serve: Callable[[_Thread], None], name: str, work: _Work[Any]) -> None:
         self.work: _Work[Any] | None = work
-        if sys.platform == "linux":
-            self._read = self._write = os.eventfd(0)
-        else:
-            self._read, self._write = os.pipe()
-        try:
-            threading.Thread(target=serve, args=(self,), name=name, daemon=True).start()
-        except BaseException:
-            self.close()
-            raise
+        self._read = self._write = -1
+        threading.Thread(target=serve, args=(self,), name=name, daemon=True).start()
+
+    def can_wait(self) -> bool:
+        """Whether it can be woken from now on: False where there is no descriptor for that."""
+        if self._read < 0:
+            try:
+                if sys.platform == "linux":
+                    self._read = self._write = os.eventfd(0)
+                else:
+                    self._read, self._write = os.pipe()
+            except OSError:
+                return False
+        return True
 
     def wake(self, work: _Work[Any] | None) -> None:
         """It is idle, and has this to do."""
@@ -247,7 +280,7 @@ class _Thread:
         os.read(self._read, len(_WAKES))
 
     def close(self) -> None:
-        for descriptor in {self._read, self._write}:
+        for descriptor in {self._read, self._write} - {-1}:
             os.close(descriptor)
 
 
@@ -302,6 +335,11 @@ class _Work(Generic[R]):
             self._pool.tell(self._settle)
         if self.ending is not None:
             self.ending.release()
+
+    def fail(self, error: Exception) -> None:
+        """In any thread, in place of the other two: there is no thread for it."""
+        self._error = error
+        self.end()
 
     # -- on the loop ------------------------------------------------------------------------------
 

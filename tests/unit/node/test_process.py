@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.errors import CoordinationError, Unavailable
 from taskgraph.node import process
 from taskgraph.node.config import NodeConfig
-from taskgraph.node.process import _remove_sockets, run_node, search_garbage_less_often
+from taskgraph.node.process import _remove_sockets, allow_more_files, run_node, search_garbage_less_often
 
 
 def config(folder: Path, *, parent_pid: int) -> NodeConfig:
@@ -81,3 +82,28 @@ async def test_a_node_that_was_launched_waits_for_an_etcd_that_is_away(
     answers[:] = [Unavailable("away"), CoordinationError("refused")]
     assert await run_node(dataclasses.replace(launched, parent_pid=0)) == 3
     assert len(answers) == 1, "of one that was started by hand the address may be wrong"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((1024, 4096), 4096),
+        ((1024, 1 << 20), 65_536),
+        ((1024, resource.RLIM_INFINITY), 65_536),
+        ((1 << 17, 1 << 20), 1 << 17),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), resource.RLIM_INFINITY),
+    ],
+)
+def test_a_node_may_have_more_files_open_than_most_processes(
+    before: tuple[int, int], after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = before
+
+    def set_limits(which: int, given: tuple[int, int]) -> None:
+        nonlocal limits
+        limits = given
+
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
+    monkeypatch.setattr(resource, "setrlimit", set_limits)
+    allow_more_files()
+    assert limits == (after, before[1])

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from taskgraph.errors import JobError
 from taskgraph.node.usercode import threads as threads_module
 from taskgraph.node.usercode.threads import PooledThreads
 
@@ -300,34 +301,80 @@ def eventfds() -> int:
     return found
 
 
-@pytest.mark.parametrize("lacking", ["a descriptor", "a thread"])
-async def test_where_no_more_threads_can_be_made_those_there_are_do_it_all(
-    lacking: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _until(so: Callable[[], bool]) -> None:
+    while not so():
+        time.sleep(0.001)
+
+
+def _no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+async def test_where_no_more_threads_can_be_made_those_there_are_do_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, go = PooledThreads("t", limit=4), threading.Event()
     first = pool.run(lambda: go.wait(10))
-    open_before = eventfds()
-
-    def none_left(*arguments: object) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patched:
-        if lacking == "a descriptor":
-            for name in ("eventfd", "pipe"):
-                patched.setattr(os, name, none_left, raising=False)
-        else:
-            patched.setattr(threading.Thread, "start", start)
+        patched.setattr(threading.Thread, "start", _no_thread)
         second = pool.run(lambda: 2)
-        with pytest.raises((OSError, RuntimeError), match=r"Too many|can't start"):
+        with pytest.raises(RuntimeError, match="can't start"):
             PooledThreads("none", limit=4).run(lambda: 3)
-    assert eventfds() == open_before, "each that failed took its descriptors along"
     assert not second.done()
     go.set()
     assert await first
     assert await second == 2
+    pool.close()
+
+
+@pytest.mark.parametrize("first", ["they wait", "it comes"])
+async def test_where_all_threads_wait_and_no_more_can_be_made_work_fails(
+    first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be what they wait for: they would wait for ever."""
+    pool, answer = PooledThreads("t", limit=4), concurrent.futures.Future[int]()
+    begun, may_block = threading.Semaphore(0), threading.Event()
+
+    def waits() -> int:
+        begun.release()
+        may_block.wait(10)
+        return pool.block(answer, 10)
+
+    waiting = [pool.run(waits) for _ in range(3)]
+    for _ in waiting:
+        await asyncio.to_thread(begun.acquire)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", _no_thread)
+        if first == "they wait":
+            may_block.set()
+            await asyncio.to_thread(_until, lambda: pool._blocked == 3)
+        starved = pool.run(lambda: answer.set_result(5))
+        may_block.set()
+        with pytest.raises(JobError, match=r"3 functions \(`def`\) wait .* \(can't start new thread\).* `async def`"):
+            await asyncio.wait_for(starved, 5)
+    answer.set_result(7)
+    assert await asyncio.gather(*waiting) == [7, 7, 7]
+    pool.close()
+
+
+async def test_threads_that_wait_for_replies_need_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is one that finds none kept: another is made when there is more to do."""
+    pool, answer = PooledThreads("t", limit=1), concurrent.futures.Future[int]()
+
+    def none_left(*arguments: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        for name in ("eventfd", "pipe"):
+            patched.setattr(os, name, none_left, raising=False)
+        waiting = [pool.run(lambda: pool.block(answer, 10)) for _ in range(20)]
+        last = pool.run(lambda: answer.set_result(5))
+        assert await asyncio.gather(*waiting, last) == [5] * 20 + [None]
+        used = [await pool.run(threading.current_thread) for _ in range(2)]
+        assert used[0] is not used[1]
+    used = []
+    for _ in range(2):
+        used.append(await pool.run(threading.current_thread))
+        await asyncio.sleep(0.01)  # until it is idle
+    assert used[0] is used[1]
     pool.close()
 
 
