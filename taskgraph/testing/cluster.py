@@ -43,7 +43,8 @@ def run(
     """Runs a job in this process, in strict mode, and returns its result.
 
     The job runs in a thread of its own. Its clock stands still while your code computes, and runs ahead while
-    nothing does.
+    nothing does, up to 1,000 times as fast as a real one: `await asyncio.sleep(1000)` takes a second. Durations in
+    messages are of that clock, but for those of `timeout_s` and `stuck_s`.
 
     Args:
         kills: (task, epoch) -> stage: the node of that task's primary is killed there, once. A node that was killed
@@ -52,8 +53,8 @@ def run(
         order: seed of the schedule: messages and watch events arrive in another order for every seed.
         nodes: how many nodes; default one more than a task has replicas; with kills there is a backup at least.
         strict: replay every epoch from its snapshot (see `Settings.strict`).
-        timeout_s: seconds that the job may wait, of messages and `await asyncio.sleep`, say; computing does not count.
-            It fails then, naming what it waits for.
+        timeout_s: real seconds that the job may wait, for messages and in `await asyncio.sleep`, say: of its clock
+            that is 1,000 times as much. Computing does not count. It fails then, naming what it waits for.
         stuck_s: real seconds that one call of your code (a hook, compute or handler) may run without waiting for
             anything. It is taken for an endless loop then, named with its stack, and left behind in a daemon thread.
             The whole run may take ten times that, with every `setup()`. None: as long as they like, e.g. in a
@@ -173,7 +174,9 @@ class _Run:
             async with asyncio.timeout(self._timeout_s * SPEED) as self._deadline:
                 result = await cluster.result()
         except TimeoutError:
-            raise JobTimeout(f"job {name!r} {self._limit}; {cluster.waits()}", job=name) from None
+            text = f"job {name!r} {self._limit}; {cluster.waits()}"
+            clock = f"durations are of its clock, which runs up to {SPEED} times as fast while it waits"
+            raise JobTimeout(f"{text} ({clock})", job=name) from None
         finally:
             await cluster.stop()
         if self._kills:
