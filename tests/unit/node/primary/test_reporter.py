@@ -6,6 +6,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from taskgraph.node.primary.reporter import Reporter
 from taskgraph.protocol.messages import Accepted, Reply, Report, Reports, Stamp
 from taskgraph.protocol.records import PrimaryRecord
@@ -284,7 +286,8 @@ async def test_what_was_gathered_is_there_shortly_before_the_leader_commits_agai
     running.cancel()
 
 
-async def test_every_commit_gathers_anew() -> None:
+async def test_every_commit_gathers_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Node.settings, "gather_s", 0.4)  # half of it is slept: a busy machine sleeps longer
     node, reporter, running = await _started()
     _committed(node, reporter, 1)
     reporter.set(*_ahead(1))
