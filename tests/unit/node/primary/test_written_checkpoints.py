@@ -293,6 +293,8 @@ async def test_where_another_run_removed_the_checkpoint_it_is_told_of(tmp_path: 
     class Remove(KillWithCheckpoint):
         async def wait(self, cluster: InProcessCluster) -> None:
             await super().wait(cluster)
+            while not files(tmp_path, "*/manifest.json"):  # noqa: ASYNC110 - it comes after the pointer
+                await asyncio.sleep(0.01)
             for file in files(tmp_path, "*/manifest*.json"):
                 file.unlink()
             (tmp_path / "walk" / str(Name(1, 2, 8, "0ther"))).mkdir()
