@@ -272,8 +272,3 @@ def driver_main(function: JobFunction) -> None:
     if not arguments or (arguments[0] not in _COMMANDS and arguments[0] not in ("-h", "--help", "--version")):
         arguments = ["run", *arguments]
     sys.exit(main(arguments, function))
-
-
-def entry() -> None:
-    """The `taskgraph` program of an installation that was made before `taskgraph/__main__.py` began it."""
-    sys.exit(main())

@@ -351,23 +351,21 @@ class PureEpoch(Epoch):
         )
 
 
-class _ReadScratch(SimpleNamespace):
+class _ReadScratch(Scratch):
     """`epoch.scratch` of a pure handler: to read alone."""
 
-    __slots__ = ("_behind",)
+    __slots__ = ("_epoch",)
 
     def __init__(self, epoch: PureEpoch, scratch: Scratch) -> None:
         super().__init__()
-        object.__setattr__(self, "_behind", (epoch, scratch))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "_behind")[1], name)
+        object.__setattr__(self, "_epoch", epoch)
+        vars(self).update(vars(scratch))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise object.__getattribute__(self, "_behind")[0].refusal(f"set epoch.scratch.{name}")
+        raise self._epoch.refusal(f"set epoch.scratch.{name}")
 
     def __delattr__(self, name: str) -> None:
-        raise object.__getattribute__(self, "_behind")[0].refusal(f"delete epoch.scratch.{name}")
+        raise self._epoch.refusal(f"delete epoch.scratch.{name}")
 
 
 class Hold:

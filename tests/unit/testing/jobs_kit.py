@@ -45,6 +45,12 @@ def job(builder: Any, **options: Any) -> tg.Job:
     return tg.Job(**{"tasks": 2, "epochs": 2, "builder": builder, "topology": tg.full(), **options})
 
 
+def says(error: BaseException, *words: str) -> None:
+    text = str(error)
+    for word in words:
+        assert word in text, f"{word!r} is not in: {text}"
+
+
 def no_op(epoch: Any, ins: Any, outs: Any) -> None:
     """A compute that does nothing."""
 

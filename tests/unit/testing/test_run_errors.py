@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from jobs_kit import fails, fit, job, no_op, run, task
+from jobs_kit import Fit, fails, fit, job, no_op, run, says, task
 
 import taskgraph as tg
 from taskgraph.epoch import AttemptEnded
-
-
-def says(error: BaseException, *words: str) -> None:
-    text = str(error)
-    for word in words:
-        assert word in text, f"{word!r} is not in: {text}"
 
 
 def ordered(**processors: Any) -> None:
@@ -716,259 +708,6 @@ def test_catching_exceptions_does_not_keep_a_dead_attempt_alive() -> None:
         assert run(job(Stubborn, epochs=3), kills={(1, 1): stage}).values == {0: 3, 1: 3}
 
 
-# -- state ----------------------------------------------------------------------------------------
-
-
-class Total(tg.Task, state=["total"]):
-    def setup(self) -> None:
-        self.total = 0
-        self.seen = 0
-
-    def compose(self, epoch: tg.Epoch) -> None:
-        epoch.processor(self.work, outbound={"x": self.task_id})
-        epoch.processor(self.count, inbound={"x": self.task_id})
-
-    def work(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        outs.put("x", 1)
-
-    def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        self.total += ins["x"]
-
-
-def test_state_changed_outside_a_sync_point_is_named() -> None:
-    class Early(Total):
-        def work(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            self.total += 1
-            outs.put("x", 1)
-
-    error = fails(job(Early))
-    says(error, "epoch 0", "'work' changed state (total) outside a sync point", "epoch.scratch")
-
-
-def test_state_changed_by_a_handler_is_named_and_nothing_else_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    class Asked(Total):
-        async def work(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            outs.put("x", await epoch.request(1 - self.task_id, "add"))
-
-        @tg.handles("add")
-        def add(self, epoch: tg.Epoch, sender: int, payload: None) -> int:
-            self.total += 1
-            return 1
-
-    says(fails(job(Asked)), "epoch 0", "'add' changed state (total) outside a sync point")
-    assert not [record for record in caplog.records if record.exc_info]
-
-
-def test_state_changed_by_compose_is_named() -> None:
-    class Early(Total):
-        def compose(self, epoch: tg.Epoch) -> None:
-            super().compose(epoch)
-            self.total += 1
-
-    says(fails(job(Early)), "'compose' changed state (total)")
-
-
-@pytest.mark.parametrize("hook", ["on_flag", "handler"])
-def test_state_changed_by_a_handler_is_named(hook: str) -> None:
-    class Early(Total):
-        def compose(self, epoch: tg.Epoch) -> None:
-            super().compose(epoch)
-            if hook == "on_flag":
-                epoch.flag(self.task_id)
-
-        def work(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            outs.put("x", epoch.request(self.task_id, "push").wait() if hook == "handler" else 1)
-
-        def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
-            self.total += 1
-
-        @tg.handles("push")
-        def push(self, epoch: tg.Epoch, sender: int, payload: Any) -> int:
-            self.total += 1
-            return 1
-
-    # A handler may run while the processor does: then the one that is looked at first is named.
-    error = fails(job(Early))
-    says(error, "changed state (total) outside a sync point")
-    assert any(name in str(error) for name in ("'on_flag'", "'push'", "'work'"))
-
-
-def test_forgotten_state_is_named() -> None:
-    class Forgetful(Total):
-        def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            self.seen += 1
-            self.total += self.seen
-
-    error = fails(job(Forgetful, epochs=3))
-    assert error.epoch == 1
-    says(error, "came out differently", "state 'total'", "snapshot() forgets state", "seen", "state=[...]")
-
-
-class Counts(Total):
-    """Nothing that it puts, and no state, tells of `seen`."""
-
-    def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        super().count(epoch, ins, outs)
-        self.seen += 1
-
-    def result(self) -> Any:
-        return self.seen
-
-
-class Stateless(tg.Task):
-    """The same, and no state at all."""
-
-    def setup(self) -> None:
-        self.seen = 0
-
-    def compose(self, epoch: tg.Epoch) -> None:
-        epoch.processor(self.count)
-
-    def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        self.seen += 1
-
-    def result(self) -> Any:
-        return self.seen
-
-
-class Remembers(Stateless):
-    """It cannot even tell its result without what it forgot."""
-
-    def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        self.last = epoch.number
-
-    def result(self) -> Any:
-        return self.last
-
-
-@pytest.mark.parametrize("task", [Counts, Stateless, Remembers])
-def test_forgotten_state_that_the_result_alone_tells_is_named(task: type[tg.Task]) -> None:
-    says(fails(job(task, epochs=3)), "'result'", "as after a failure", "snapshot() forgets state", "state=[...]")
-
-
-def test_a_result_that_is_another_each_time_is_no_forgotten_state() -> None:
-    class Random(Total):
-        def setup(self) -> None:
-            super().setup()
-            self.seen = 3
-
-        def result(self) -> Any:
-            return os.urandom(8)
-
-    assert len(tg.testing.run(job(Random, epochs=3)).values) > 0
-
-
-@pytest.mark.parametrize(
-    ("first", "words"),
-    [
-        (lambda: np.zeros(3), "are one array, and two once they are restored; give each its own, as in self.best ="),
-        (lambda: [0.0], "are one list, and two once they are restored"),
-    ],
-    ids=["array", "list"],
-)
-def test_two_attributes_of_state_that_are_one_are_named(first: Callable[[], Any], words: str) -> None:
-    class Aliased(tg.Task, state=["best", "cur"]):
-        def setup(self) -> None:
-            self.best, self.cur = first(), first()
-
-        def compose(self, epoch: tg.Epoch) -> None:
-            epoch.processor(self.count)
-
-        def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            self.cur[0] += 1.0
-            if epoch.number == 0:
-                self.best = self.cur
-
-    error = fails(job(Aliased, epochs=3))
-    assert error.epoch == 1
-    says(error, "(state 'best')", "self.best and self.cur are two attributes of state that", words, "self.cur.copy()")
-
-
-def test_what_nobody_writes_to_is_no_reason_though_it_is_there_twice() -> None:
-    class Forgetful(tg.Task, state=["a", "b"]):
-        seen = 0
-
-        def setup(self) -> None:
-            self.a = self.b = "none"
-
-        def compose(self, epoch: tg.Epoch) -> None:
-            epoch.processor(self.count)
-
-        def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            self.seen += 1
-            self.a = self.b = f"seen {self.seen}"
-
-    says(fails(job(Forgetful, epochs=3)), "came out differently", "snapshot() forgets state", "seen")
-
-
-def test_its_own_snapshot_runs_in_threads_alone_where_it_forgets_something() -> None:
-    on_loop: list[bool] = []
-
-    class Forgetful(Total):
-        def snapshot(self) -> Any:
-            try:
-                asyncio.get_running_loop()
-            except RuntimeError:
-                on_loop.append(False)
-            else:
-                on_loop.append(True)
-            return {"total": self.total}
-
-        def restore(self, state: Any) -> None:
-            self.total = state["total"]
-
-        def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            self.seen += 1
-            self.total += self.seen
-
-    says(fails(job(Forgetful, epochs=3)), "not in the snapshot: seen; add")
-    assert set(on_loop) == {False}
-
-
-def test_an_output_that_depends_on_forgotten_state_is_named() -> None:
-    class Forgetful(Total):
-        def work(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            outs.put("x", self.seen)
-
-        def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            self.seen += 1
-
-    says(fails(job(Forgetful, epochs=3)), "'x' to task 0", "seen")
-
-
-def test_a_task_without_state_that_remembers_is_named() -> None:
-    class Memory(tg.Task):
-        def setup(self) -> None:
-            self.steps = 0
-
-        def compose(self, epoch: tg.Epoch) -> None:
-            epoch.processor(self.work, outbound={"x": self.task_id})
-            epoch.processor(self.count, inbound={"x": self.task_id})
-
-        def work(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            outs.put("x", self.steps)
-
-        def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            self.steps += 1
-
-    says(fails(job(Memory, epochs=3)), "'x' to task", "steps")
-
-
-def test_without_strict_mode_nobody_looks() -> None:
-    class Forgetful(Total):
-        def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            self.seen += 1
-
-    assert run(job(Forgetful, epochs=3), strict=False).epochs == 3
-
-
-def test_a_snapshot_of_another_class() -> None:
-    made = Total()
-    made.task_id = 3
-    with pytest.raises(tg.StateError, match="lacks 'total' and holds undeclared 'other'"):
-        made.restore({"other": 1})
-
-
 # -- the job as a whole ---------------------------------------------------------------------------
 
 
@@ -995,7 +734,7 @@ def test_a_class_without_compose() -> None:
 
 def test_min_in_sync_that_cannot_be_met() -> None:
     with pytest.raises(tg.JobError, match=r"min_in_sync=3 .* backups=1 .* at least 2"):
-        job(Total, backups=1, settings=tg.Settings(min_in_sync=3))
+        job(Fit, backups=1, settings=tg.Settings(min_in_sync=3))
 
 
 def test_a_job_that_does_not_end_says_what_it_waits_for() -> None:
@@ -1062,38 +801,3 @@ def test_kills_that_never_came_to_pass() -> None:
 
     with pytest.raises(tg.JobError, match=r"never came to pass: task 0 in epoch 5 \(sync\)"):
         run(job(task(compose), epochs=None), kills={(0, 5): "sync"})
-
-
-PURE_EFFECTS: dict[str, tuple[Callable[[tg.Epoch], Any], str]] = {
-    "flag": (lambda epoch: epoch.flag(0), "cannot send a flag"),
-    "request": (lambda epoch: epoch.request(0, "get"), "cannot send a request"),
-    "report": (lambda epoch: epoch.report(x=1), "cannot report"),
-    "finish": (lambda epoch: epoch.finish(), "cannot finish the job"),
-    "hold": (lambda epoch: epoch.hold("why"), "cannot hold the epoch"),
-    "scratch": (lambda epoch: setattr(epoch.scratch, "n", 1), "cannot set epoch.scratch.n"),
-    "delete": (lambda epoch: delattr(epoch.scratch, "here"), "cannot delete epoch.scratch.here"),
-}
-
-
-@pytest.mark.parametrize("effect", PURE_EFFECTS)
-def test_a_pure_handler_has_no_effects(effect: str) -> None:
-    """It runs as often as it is asked: after a takeover once more, and a request of its own would count twice."""
-    act, words = PURE_EFFECTS[effect]
-
-    class Asks(tg.Task):
-        def compose(self, epoch: tg.Epoch) -> None:
-            epoch.processor(self.ask, outbound={"x": self.task_id})
-            epoch.processor(self.take, inbound={"x": self.task_id})
-
-        def ask(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-            epoch.scratch.here = 5
-            outs.put("x", epoch.request(self.task_id, "get").wait())
-
-        @tg.handles("get", pure=True)
-        def get(self, epoch: tg.Epoch, sender: int, payload: Any) -> int:
-            assert epoch.scratch.here == 5 and not hasattr(epoch.scratch, "there")
-            return act(epoch) or 1
-
-        def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None: ...
-
-    says(fails(job(Asks)), "handler 'get'", "it is marked pure", words, "leave pure=True out")
