@@ -84,7 +84,6 @@ class Manifest:
     Attributes:
         files: of every task that has state, and of task 0 for what was reported.
         before: names of the checkpoints before it, the newest first: if this one is corrupt, they are used.
-        options: the job function's arguments, for people.
     """
 
     name: str
@@ -93,8 +92,6 @@ class Manifest:
     tasks: int
     files: tuple[FileInfo, ...]
     before: tuple[str, ...] = ()
-    options: str = ""
-    written_at: float = 0.0
     version: str = VERSION
 
     @property

@@ -27,6 +27,7 @@ from taskgraph.errors import (
     said,
 )
 from taskgraph.jobs import Job
+from taskgraph.node.membership.arithmetic import arithmetic
 from taskgraph.node.membership.deviceloss import DeviceLoss
 from taskgraph.node.membership.draining import Draining
 from taskgraph.node.membership.failing import failure_record
@@ -393,6 +394,7 @@ class Node:
             devices=self.devices,
             device_ids=device_ids(self.devices),
             token_mark=self._token_mark,
+            arithmetic=arithmetic(),
         )
 
     def _check_spec(self) -> None:

@@ -138,6 +138,7 @@ class NodeRecord(Record):
         device_ids: what a person calls them, as `CUDA_VISIBLE_DEVICES` does.
         draining: it wants to leave: place nothing here, hand over what is here.
         token_mark: by which nodes see that they have the same token, without telling it; "" where they are one process.
+        arithmetic: what decides the last bits of what it computes: Python, numpy, the processor.
     """
 
     name: str
@@ -152,7 +153,7 @@ class NodeRecord(Record):
     device_ids: tuple[str, ...] = ()
     draining: bool = False
     token_mark: str = ""
-    started_at: float = 0.0
+    arithmetic: tuple[str, ...] = ()
 
 
 class Ran(NamedTuple):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from taskgraph.coordination.api import Lease
 from taskgraph.errors import CoordinationError, JobError, LeaseGone, TransportError
+from taskgraph.node.membership.arithmetic import why_unlike
 from taskgraph.node.router import peer_of
 from taskgraph.protocol import transactions
 from taskgraph.protocol.reach import share_host, why_refused, why_unreached
@@ -89,6 +90,8 @@ class Registration:
             self._pause(False)
             await keeper.caught_up(revision)
             if not await self._why_unreached():
+                if why := why_unlike(self._record, self._before()):
+                    self._node.events.emit("unlike", why)
                 return
             # Others registered after this one had looked: it takes its key back, before it begins anything.
             self._pause(True)

@@ -1,0 +1,79 @@
+"""Nodes that may compute other last bits than those that are there: told once, and not kept out."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from cluster_kit import Gated, gated, job, play
+
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node import node as node_module
+from taskgraph.node.membership.arithmetic import arithmetic, why_unlike
+from taskgraph.protocol.records import NodeRecord
+
+__all__ = ["gated"]
+
+
+def record(name: str, *computes: str) -> NodeRecord:
+    return NodeRecord(
+        name=name, run="r", host=f"h-{name}", pid=1, endpoints=(), control="", fingerprint="", lease=1,
+        arithmetic=computes,
+    )  # fmt: skip
+
+
+def test_what_a_node_computes_with_names_python_numpy_and_the_processor() -> None:
+    python, numpy, processor = arithmetic()
+    assert python == f"Python {sys.version_info.major}.{sys.version_info.minor}"
+    assert numpy == f"numpy {np.__version__}"
+    assert processor.startswith(platform.machine())
+
+
+def test_a_feature_of_the_processor_that_numpy_does_not_use_counts() -> None:
+    """numpy takes other loops without it, whose sums have other last bits."""
+    found = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
+    if not found:
+        pytest.skip("this processor has nothing beyond what numpy was built for")
+    code = "from taskgraph.node.membership.arithmetic import arithmetic; print(arithmetic()[2])"
+    without = os.environ | {"NPY_DISABLE_CPU_FEATURES": " ".join(found)}
+    told = subprocess.run([sys.executable, "-c", code], env=without, capture_output=True, text=True, check=True)
+    assert told.stdout.strip() != arithmetic()[2]
+
+
+def test_only_what_differs_is_told() -> None:
+    ours = record("n2", "Python 3.12", "numpy 2.4.6", "x86_64 (X86_V3)")
+    same, other = record("n1", *ours.arithmetic), record("n0", "Python 3.11", "numpy 2.4.6", "x86_64 (X86_V4)")
+    assert why_unlike(ours, {}) == why_unlike(ours, {"n1": same}) == ""
+    why = why_unlike(ours, {"n1": same, "n0": other})
+    assert "n2 on h-n2 computes with Python 3.12, x86_64 (X86_V3), n0 on h-n0 with Python 3.11, x86_64 (X86_V4)" in why
+    assert "numpy" not in why
+
+
+def test_a_node_of_before_that_says_nothing_of_it_is_not_told_of() -> None:
+    assert why_unlike(record("n2", "Python 3.12"), {"n1": record("n1")}) == ""
+
+
+def test_a_node_that_joins_with_another_numpy_says_so_once_and_takes_part(
+    gated: type[Gated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        alike = cluster.node(cluster.add())
+        while not alike.node_revision:  # noqa: ASYNC110 (no event tells)
+            await asyncio.sleep(0.1)
+        monkeypatch.setattr(node_module, "arithmetic", lambda: (arithmetic()[0], "numpy 0.1", arithmetic()[2]))
+        other = cluster.node(cluster.add())
+        await cluster.nodes[0].keeper.wait_until(lambda view: other.id in view.nodes)
+        while not any(event.kind == "unlike" for event in cluster.events):  # noqa: ASYNC110 (no event tells)
+            await asyncio.sleep(0.1)
+        gated.gate.set()
+        await cluster.nodes[0].keeper.wait_until(lambda view: view.finished)
+        (told,) = [event for event in cluster.events if event.kind == "unlike"]
+        assert told.node == "n3" and "n3 on n3 computes with numpy 0.1, n1 on n1 with numpy 2" in told.text
+
+    play(job(gated), scenario, nodes=1)
