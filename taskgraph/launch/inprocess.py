@@ -73,10 +73,12 @@ class InProcessCluster:
         self._launcher = MemoryCoordinator(self.store, rng=rng)
         self._node_failed: asyncio.Future[TaskGraphError] = asyncio.get_running_loop().create_future()
 
-    async def start(self, nodes: int, *, resume: Resume = False, fresh: bool = False) -> None:
+    async def start(
+        self, nodes: int, *, resume: Resume = False, fresh: bool = False, timeout_s: float | None = None
+    ) -> None:
         """Submits the job and starts that many nodes."""
         spec = dataclasses.replace(self.spec, expected_nodes=nodes)
-        self.spec, beginning = await plan(self._launcher, spec, resume=resume, fresh=fresh)
+        self.spec, beginning = await plan(self._launcher, spec, resume=resume, fresh=fresh, timeout_s=timeout_s)
         await submit(self._launcher, self.spec, beginning)
         await mark_begun(self.spec, beginning)
         for _ in range(nodes):
@@ -266,7 +268,7 @@ async def arun_inprocess(
     cluster = InProcessCluster(job, on_event=on_event)
     try:
         count = nodes or max(job.min_nodes, job.settings.min_in_sync)
-        await cluster.start(count, resume=resume, fresh=fresh)
+        await cluster.start(count, resume=resume, fresh=fresh, timeout_s=timeout_s)
         return await cluster.result(timeout_s)
     except (JobFailed, asyncio.CancelledError) as error:
         # An error that names the checkpoint says that it cannot be used.

@@ -22,7 +22,7 @@ from taskgraph.checkpoint.manifest import Name, Origin
 from taskgraph.checkpoint.store import Found, Store
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
-from taskgraph.errors import CheckpointError, DecodeError, JobError
+from taskgraph.errors import CheckpointError, DecodeError, JobError, JobTimeout
 from taskgraph.launch.submit import Beginning, check_not_running
 from taskgraph.node.usercode.threads import PooledThreads
 from taskgraph.protocol.keys import Keys
@@ -50,9 +50,17 @@ def way_on(checkpoint: CheckpointRecord) -> str:
 
 
 async def plan(
-    coordinator: Coordinator, spec: JobSpec, *, resume: Resume = False, fresh: bool = False
+    coordinator: Coordinator,
+    spec: JobSpec,
+    *,
+    resume: Resume = False,
+    fresh: bool = False,
+    timeout_s: float | None = None,
 ) -> tuple[JobSpec, Beginning]:
     """Where the job begins; the spec with the series of its checkpoints, and with which of them may be used.
+
+    Args:
+        timeout_s: how long it may take to look at what the place holds; None: for as long as it takes.
 
     Raises:
         JobError: it has checkpoints, and neither `resume` nor `fresh` was said; or it keeps none; or `resume` is
@@ -60,6 +68,7 @@ async def plan(
         JobRunning: a job of that name is running.
         CheckpointError: it is to be resumed, and none of its checkpoints can be used; or etcd knows of one, and its
             place is empty.
+        JobTimeout: the place takes longer than that.
     """
     beginning = Beginning(EpochRecord(epoch=0, attempt=1, writer=spec.run))
     if not isinstance(resume, bool) and resume != "changed":
@@ -86,7 +95,7 @@ async def plan(
     )
     store = Store(spec.checkpoint, origin)
     pointer, attempt = await _known(coordinator, spec, before)
-    looked = await _outside(store, partial(_look, store, pointer, bool(resume)))
+    looked = await _outside(store, partial(_look, store, pointer, bool(resume)), spec.name, timeout_s)
     if pointer is not None and not looked.names and not fresh:
         raise CheckpointError(
             f"job {spec.name!r} left the checkpoint {pointer} in {store}, as etcd says, and there is none now: is that "
@@ -190,17 +199,23 @@ async def _known(coordinator: Coordinator, spec: JobSpec, before: KeyValue | Non
     return None, 0
 
 
-async def _outside(store: Store, look: Callable[[], _Looked]) -> _Looked:
+async def _outside(store: Store, look: Callable[[], _Looked], job: str, timeout_s: float | None) -> _Looked:
     """Looks in a thread that keeps nobody: whoever gives up on a place that hangs can leave. Tells of a slow one."""
     threads = PooledThreads("checkpoints", limit=1)
     looking = threads.run(look)
     try:
-        if not (await asyncio.wait([looking], timeout=_SLOW_S))[0]:
-            log.warning("%s is slow: what it holds is still being read after %g s", store, _SLOW_S)
-        return await looking
+        async with asyncio.timeout(timeout_s) as limit:
+            if not (await asyncio.wait([looking], timeout=_SLOW_S))[0]:
+                log.warning("%s is slow: what it holds is still being read after %g s", store, _SLOW_S)
+            await asyncio.wait([looking])
+    except TimeoutError:
+        assert limit.expired() and timeout_s is not None
+        text = f"job {job!r} did not begin within {timeout_s:g} s: what {store} holds is still being read"
+        raise JobTimeout(text, job=job) from None
     finally:
         looking.cancel()
         threads.close()
+    return looking.result()
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,7 +214,7 @@ async def _on_nodes(
             node_tls=node_access() if node_tls is None else node_tls,
         )
         coordinator = await stack.enter_async_context(await connect(entry.etcd, entry.tls))
-        spec, beginning = await plan(coordinator, spec, resume=resume, fresh=fresh)
+        spec, beginning = await plan(coordinator, spec, resume=resume, fresh=fresh, timeout_s=timeout_s)
         follower = Follower(coordinator, spec, entry.token_bytes, entry.node_access)
         if embedded is None:
             stack.push_async_exit(partial(_cancel_unbegun, follower, entry))

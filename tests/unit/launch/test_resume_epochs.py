@@ -90,3 +90,22 @@ def test_whoever_gives_up_on_a_place_that_hangs_can_leave(
         assert not read.is_set()
     finally:
         released.set()
+
+
+def test_a_place_that_hangs_is_left_when_the_run_has_no_more_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time limit held from when the job was submitted."""
+    released = threading.Event()
+
+    def complete(store: Store) -> list[Name]:
+        released.wait(20)
+        return []
+
+    monkeypatch.setattr(Store, "complete", complete)
+    try:
+        with pytest.raises(tg.JobTimeout, match=r"did not begin within 0\.05 s: what .* holds is still being read"):
+            tg.run(count(10, str(tmp_path)), nodes=0, resume=True, timeout_s=0.05)
+        assert not released.is_set()
+    finally:
+        released.set()
