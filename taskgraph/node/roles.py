@@ -140,7 +140,7 @@ class Roles:
             run.cancel()
             await asyncio.gather(run, return_exceptions=True)
         replica = primary.replica
-        if replica.ready:
+        if replica.ready and not replica.actor.abandoned:
             replica.user_task.primary = False
             try:
                 await replica.tell(BecameBackup(term=self._node.keeper.view.term(task)))

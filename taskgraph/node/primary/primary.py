@@ -143,6 +143,8 @@ class Primary:
         """Brings the user's object to the boundary the take-over read; makes boundary 0 where there is none."""
         replica = self.replica
         await replica.set_up()
+        if replica.actor.abandoned:
+            raise StuckError(f"code of task {self.task} of an earlier term has not returned")
         await self._unless_replaced()
         replica.user_task.primary = True
         view = self.node.keeper.view
@@ -244,13 +246,16 @@ class Primary:
                     work.cancel()
                     await asyncio.gather(work, return_exceptions=True)
             finally:
-                await lanes.end()  # also where this is cancelled once more
-            self._lanes = None
-            self.reporter.forget()
-            if not work.cancelled() and isinstance(stuck := work.exception(), StuckError):
-                raise stuck
-            if lanes.stuck is not None and self._counts():
-                raise lanes.stuck
+                try:
+                    await lanes.end()  # also where this is cancelled once more
+                finally:
+                    self._lanes = None
+                    self.reporter.forget()
+                    # Also where the term ends meanwhile: its node would take part with that thread beside it.
+                    if not work.cancelled() and isinstance(stuck := work.exception(), StuckError):
+                        raise stuck
+                    if lanes.stuck is not None and self._counts():
+                        raise lanes.stuck
 
     async def _until_moved(self, at: Stamp, work: asyncio.Task[None]) -> None:
         """Returns when the view shows another stamp than `at`, or that the job ended."""

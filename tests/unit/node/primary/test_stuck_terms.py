@@ -1,0 +1,85 @@
+"""User code that is still at work when its term ends: its node ends, whatever came first."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from cluster_kit import IN_STEP, Gated, gated, holder, job, play
+
+import taskgraph as tg
+from taskgraph.launch.inprocess import InProcessCluster
+
+__all__ = ["gated"]
+
+
+class Deaf(tg.Task, state=["total"]):
+    """Task 1's epoch 3, the first time it is computed: goes on for 60 s whatever cancels it, and then writes."""
+
+    deaf: asyncio.Event
+    heard: asyncio.Event
+
+    def setup(self) -> None:
+        self.total = 0
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.count)
+
+    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        cls, loop = type(self), asyncio.get_running_loop()
+        if self.task_id == 1 and epoch.number == 3 and not cls.deaf.is_set():
+            cls.deaf.set()
+            until = loop.time() + 60
+            while loop.time() < until:
+                try:
+                    await asyncio.sleep(until - loop.time())
+                except asyncio.CancelledError:
+                    cls.heard.set()
+            self.total += 1000
+            return
+        self.total += 1
+
+    def result(self) -> int:
+        return self.total
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["no restart before", "after a restart"])
+def test_a_node_whose_code_outlasts_its_term_ends(restarts: bool) -> None:
+    """Where a restart came before the end of the term, the node lived on, took over again after a while, and that code
+    wrote to the state of its new term: the job's result was wrong."""
+
+    class Fresh(Deaf, state=["total"]):
+        deaf, heard = asyncio.Event(), asyncio.Event()
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await Fresh.deaf.wait()
+        node, leader = holder(cluster, 1), holder(cluster, 0).roles.leader
+        assert leader is not None
+        if restarts:
+            await leader._restart("a test wants it")
+            await Fresh.heard.wait()
+        view = node.keeper.view
+        backup = cluster.node(next(n for n in view.in_sync(1) if n != node.id))
+        backup.suspicion.refused(node.id)
+        await asyncio.wait([cluster._members[node.id].run])
+        why = "task 1 on n2 cannot go on: count did not return within 5 s after its attempt ended"
+        assert why in str(cluster._node_failed.result())
+        await backup.keeper.wait_until(lambda view: view.finished)
+        assert [holder(cluster, task).roles.replicas[task].user_task.total for task in (0, 1)] == [60, 60]  # type: ignore[attr-defined]
+
+    settings = tg.Settings(epochs_ahead=IN_STEP.epochs_ahead, cancel_s=5)
+    play(job(Fresh, epochs=60, settings=settings), scenario, nodes=3)
+
+
+def test_a_node_where_code_of_a_task_never_returned_does_not_work_on_it_again(gated: type[Gated]) -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        node = holder(cluster, 1)
+        backup = next(other for other in cluster.nodes if other is not node)
+        backup.roles.replicas[1].actor.abandoned = True
+        gated.gate.set()
+        cluster.crash(node.id)
+        await asyncio.wait([cluster._members[backup.id].run])
+        assert "code of task 1 of an earlier term has not returned" in str(cluster._node_failed.result())
+
+    play(job(gated), scenario, nodes=2)
