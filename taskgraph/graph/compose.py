@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Container, Iterable, Mapping
 from operator import is_
 from types import FunctionType, MethodType
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 from taskgraph.errors import GraphError, JobError
 from taskgraph.protocol.frozen import frozen
@@ -110,11 +110,23 @@ class Graph:
     channels_out: tuple[Channel, ...]
     declarations: tuple[Declaration, ...]
 
-    @property
-    def lasts(self) -> bool:
-        """Whether the same words declare it in every epoch: nothing it names may be, or lead, elsewhere in another."""
+    def lasts(self, owner: object) -> bool:
+        """Whether the same words declare it in every epoch: nothing it names may be, or lead, elsewhere in another.
+
+        Args:
+            owner: whose `compose` declared it. What its own methods and plain functions know of an epoch is what they
+                are called with; other objects, and the defaults of a function, may have been made for this one.
+        """
         known = len(self.declarations) == len(self.processors)
-        return known and not any(declaration.changing for declaration in self.declarations)
+        return known and all(not d.changing and _knows_nothing(d.compute, owner) for d in self.declarations)
+
+
+def _knows_nothing(compute: Callable[..., Any], owner: object) -> bool:
+    """Whether nothing that was made for one epoch can be bound to it."""
+    if type(compute) is MethodType:
+        return compute.__self__ is owner or isinstance(compute.__self__, type)
+    function = cast(FunctionType, compute)  # without a closure, or it could not be recognised
+    return not function.__defaults__ and not function.__kwdefaults__
 
 
 class Composition:

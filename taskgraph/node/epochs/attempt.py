@@ -232,7 +232,7 @@ class Attempt:
         graph = composition.graph()
         replica.graph = graph if graph.declarations else None
         if isinstance(epoch, ComposeEpoch) and replica.may_stand:
-            replica.may_stand = graph.lasts and not epoch.asked
+            replica.may_stand = not epoch.asked and graph.lasts(replica.user_task)
             if replica.may_stand:
                 replica.standing = graph
         if self.recording is not None:

@@ -196,6 +196,60 @@ def test_what_was_made_for_one_epoch_does_not_stand_for_others() -> None:
     assert composed_of(Made, epochs_in_flight=1) == every_epoch()
 
 
+class Gatherer:
+    """What two processors of one epoch share."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    async def gather(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.numbers.append(epoch.number)
+        outs.put("x", sum(self.numbers))
+
+
+def of_another_object(_: tg.Epoch) -> Any:
+    return Gatherer().gather
+
+
+def with_a_default(_: tg.Epoch) -> Any:
+    async def gather(epoch: Any, ins: Any, outs: Any, gatherer: Gatherer = Gatherer()) -> None:  # noqa: B008
+        await gatherer.gather(epoch, ins, outs)
+
+    return gather
+
+
+def with_a_default_by_name(_: tg.Epoch) -> Any:
+    async def gather(epoch: Any, ins: Any, outs: Any, *, gatherer: Gatherer = Gatherer()) -> None:  # noqa: B008
+        await gatherer.gather(epoch, ins, outs)
+
+    return gather
+
+
+@pytest.mark.parametrize("made", [of_another_object, with_a_default, with_a_default_by_name])
+def test_what_knows_of_one_epoch_does_not_stand_for_others(made: Callable[[tg.Epoch], Any]) -> None:
+    """It stood, so a helper that was made for one epoch gathered what all of them sent: the result was wrong."""
+
+    class Helped(Counting, state=["seen"]):
+        def declare(self, epoch: tg.Epoch) -> None:
+            epoch.processor(made(epoch), outbound={"x": self.task_id})
+            epoch.processor(self.take, inbound={"x": self.task_id})
+
+    assert composed_of(Helped, epochs_in_flight=1) == every_epoch()
+
+
+def numbered(epoch: Any, ins: Any, outs: Any) -> None:
+    outs.put("x", epoch.number)
+
+
+def test_what_a_function_of_its_module_declares_stands_for_all_epochs() -> None:
+    class Helped(Counting, state=["seen"]):
+        def declare(self, epoch: tg.Epoch) -> None:
+            epoch.processor(numbered, outbound={"x": self.task_id})
+            epoch.processor(self.take, inbound={"x": self.task_id})
+
+    assert composed_of(Helped, epochs_in_flight=1) == [Stamp(1, 0)]
+
+
 @pytest.mark.parametrize("in_flight", [1, 4])
 def test_every_attempt_composes_anew(in_flight: int) -> None:
     reached = asyncio.Event()
