@@ -411,11 +411,11 @@ class Reader:
             raise DecodeError(f"not an array of shape {shape} and dtype {dtype}: {error}") from error
 
     def ordered(self) -> Any:
-        """An array that does not lie in C's order."""
+        """An array that does not lie in C's order, or not side by side."""
         array, order = self._array_in_order()
         try:
             return orders.put_back(array, order)
-        except ValueError as error:
+        except (ValueError, MemoryError) as error:
             raise DecodeError(str(error)) from error
 
     def _array_in_order(self) -> tuple[Any, bytes]:

@@ -268,9 +268,9 @@ def _write_columns(writer: Writer, items: tuple[tuple[Any, Any], ...]) -> bool:
     return True
 
 
-def _in_order(writer: Writer, value: Any) -> Any:
+def _in_order(writer: Writer, value: Any, itemsize: int = 0) -> Any:
     """An array of numpy's or a device's as it is to be written: where its order counts, behind that, and in C's."""
-    if order := orders.order_of(value.shape, value.strides):
+    if order := orders.order_of(value.shape, value.strides, itemsize):
         writer.meta += ORDERED + bytes((len(order),)) + order
         return orders.in_c_order(value, order)
     return value
@@ -278,7 +278,7 @@ def _in_order(writer: Writer, value: Any) -> Any:
 
 def _write_array(writer: Writer, value: NDArray[Any], adopt: bool = False) -> None:
     if writer.ordered and not value.flags.c_contiguous:
-        value = _in_order(writer, value)
+        value = _in_order(writer, value, value.itemsize)
     dtype = value.dtype
     try:
         header, packed = dtypes.DESCRIBED[dtype, dtype.num]

@@ -1,8 +1,12 @@
-"""In which order an array's elements lie in memory: numpy, and CuPy, add up in that order.
+"""In which order an array's elements lie in memory, and whether side by side: numpy, and CuPy, add up by that.
 
-So a sum of a state in Fortran's order may have other last bits than one of the same numbers in C's, and a successor
-whose arrays came back in another order than its predecessor's would give other results. An order is a byte for each
-axis, the outermost in memory first: the axis's number, and `_BACKWARDS` where it lies the other way round. C's is b"".
+So a sum of a state in Fortran's order, or of a column of a matrix, may have other last bits than one of the same
+numbers in C's, and a successor whose arrays came back otherwise than its predecessor's lay would give other results. An
+order is a byte for each axis, the outermost in memory first: the axis's number, `_BACKWARDS` where it lies the other
+way round, and `_GAPPED` where something lies between one step along it and what is within. C's without gaps is b"".
+
+What is put back has gaps where there were some, though not as wide ones: who keeps a column of a matrix as its state
+need not send, or hold, the room of the matrix. Sums depend on where there are gaps, and not on how wide they are.
 """
 
 from __future__ import annotations
@@ -10,41 +14,98 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-__all__ = ["in_c_order", "order_of", "put_back"]
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["forwards", "in_c_order", "order_of", "put_back"]
 
 _BACKWARDS: Final = 0x80
+_GAPPED: Final = 0x40
+_AXIS: Final = 0x3F
+"""An array has 64 axes at most."""
 
 
-def order_of(shape: Sequence[int], strides: Sequence[int]) -> bytes:
-    """The order of an array. Axes of one element may be anywhere: they come first."""
+def order_of(shape: Sequence[int], strides: Sequence[int], itemsize: int = 0) -> bytes:
+    """The order of an array. Axes of one element may be anywhere: they come first.
+
+    Args:
+        itemsize: where gaps count, too, bytes; 0: they do not.
+    """
     if 0 in shape:
         return b""
     sides = [axis for axis, extent in enumerate(shape) if extent != 1]
     order = sorted(sides, key=lambda axis: -abs(strides[axis]))
-    if order == sides and all(strides[axis] >= 0 for axis in sides):
+    gapped = _gapped(shape, strides, order, itemsize) if itemsize else frozenset()
+    if order == sides and not gapped and all(strides[axis] >= 0 for axis in sides):
         return b""
-    order = [axis for axis, extent in enumerate(shape) if extent == 1] + order
-    return bytes(axis | (_BACKWARDS if shape[axis] != 1 and strides[axis] < 0 else 0) for axis in order)
+    ones = [axis for axis, extent in enumerate(shape) if extent == 1]
+    return bytes(ones) + bytes(
+        axis | (_BACKWARDS if strides[axis] < 0 else 0) | (_GAPPED if axis in gapped else 0) for axis in order
+    )
+
+
+def _gapped(shape: Sequence[int], strides: Sequence[int], order: list[int], itemsize: int) -> frozenset[int]:
+    """The axes along which a step is wider than what is within; none where elements share memory."""
+    gapped, within = set(), itemsize
+    for axis in reversed(order):
+        step = abs(strides[axis])
+        if step < within:
+            return frozenset()
+        if step > within:
+            gapped.add(axis)
+        within = step * shape[axis]
+    return frozenset(gapped)
+
+
+def forwards(order: bytes) -> list[int]:
+    """The axes, the outermost in memory first; none where one of them lies the other way round."""
+    return [] if any(byte & _BACKWARDS for byte in order) else _axes(order)
+
+
+def _axes(order: bytes) -> list[int]:
+    return [byte & _AXIS for byte in order]
 
 
 def in_c_order(array: Any, order: bytes) -> Any:
     """A view of it whose order is C's."""
-    return array[_steps(order)].transpose([byte & ~_BACKWARDS for byte in order])
+    return array[_steps(order)].transpose(_axes(order))
 
 
 def put_back(array: Any, order: bytes) -> Any:
-    """The view of which `in_c_order` gave this one.
+    """The view of which `in_c_order` gave this one; one of a copy with gaps where that had some.
 
     Raises:
         ValueError: it is no order of such an array.
+        MemoryError: there is no room for the gaps.
     """
-    axes = [byte & ~_BACKWARDS for byte in order]
+    axes = _axes(order)
     if sorted(axes) != list(range(array.ndim)):
         raise ValueError(f"an array of {array.ndim} axes in the order {axes}")
+    if any(byte & _GAPPED for byte in order):
+        array = _spread(array, order)
     return array.transpose([axes.index(axis) for axis in range(len(axes))])[_steps(order)]
+
+
+def _spread(array: NDArray[Any], order: bytes) -> NDArray[Any]:
+    """A copy with a gap of one step of the next axis within, or of one element."""
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"gaps in an array of {type(array).__name__}")
+    room, last = list(array.shape), array.ndim - 1
+    for at, byte in enumerate(order):
+        if byte & _GAPPED:
+            if array.shape[at] == 1:
+                raise ValueError(f"gaps along axis {at}, of one element")
+            if at < last:
+                room[at + 1] += 1
+    innermost = 2 if order[last] & _GAPPED else 1
+    whole = np.empty((*room, innermost), array.dtype)
+    spread: NDArray[Any] = whole[tuple([slice(extent) for extent in array.shape])][..., 0]
+    spread[...] = array
+    spread.flags.writeable = array.flags.writeable
+    return spread
 
 
 def _steps(order: bytes) -> tuple[slice, ...]:
     """By axis, the way it is gone through."""
-    backwards = {byte & ~_BACKWARDS for byte in order if byte & _BACKWARDS}
+    backwards = {byte & _AXIS for byte in order if byte & _BACKWARDS}
     return tuple([slice(None, None, -1 if axis in backwards else None) for axis in range(len(order))])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from taskgraph.graph.decoding import Reader
+from taskgraph.graph.orders import forwards
 from taskgraph.graph.tags import CODED, COLUMNS, DICT, LIST, MESSAGE, ORDERED, PROTOBUF, RUN, TUPLE
 from taskgraph.graph.values import value_end
 from taskgraph.protocol.messages import Encoded
@@ -97,13 +98,17 @@ class _Outline(Reader):
         self._depth -= 1
 
     def ordered(self) -> None:
-        """Of one in Fortran's order there is a name for what lies there: `.T`. Of others there is none."""
+        """Of one in Fortran's order there is a name for what lies there: `.T`; of one in C's it is its own, as gaps do
+        not lie there. Of others there is none.
+        """
         known = len(self.found)
-        self._path.append("T")
         _, order = self._array_in_order()
-        self._path.pop()
-        if order != bytes(reversed(range(len(order)))):
+        if (axes := forwards(order)) == list(range(len(order))):
+            return
+        if axes != list(reversed(range(len(order)))):
             del self.found[known:]
+        for at in range(known, len(self.found)):
+            self.found[at] = replace(self.found[at], path=(*self.found[at].path, "T"))
 
     def inner(self) -> None:
         self._text()  # of a codec or of a protobuf message: what follows is a value
