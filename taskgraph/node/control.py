@@ -376,7 +376,9 @@ def _row_chunks(reports: tuple[ReportRow, ...]) -> Iterator[list[pb.ReportRow]]:
     rows: list[pb.ReportRow] = []
     size = 0
     for report in reports:
-        row = pb.ReportRow(epoch=report.epoch, task=report.task, numbers=report.numbers)
+        row = pb.ReportRow(
+            epoch=report.epoch, task=report.task, names=report.numbers.keys(), numbers=report.numbers.values()
+        )
         rows.append(row)
         size += row.ByteSize()
         if size >= _CHUNK_BYTES:

@@ -267,7 +267,12 @@ class _Arriving:
         self._rows: list[ReportRow] = []
 
     def take(self, chunk: pb.ResultChunk) -> None:
-        self._rows += [ReportRow(r.epoch, r.task, dict(r.numbers)) for r in chunk.reports]
+        for row in chunk.reports:
+            if len(row.names) != len(row.numbers):
+                raise DecodeError(
+                    f"a report of task {row.task} has {len(row.names)} names and {len(row.numbers)} numbers"
+                )
+            self._rows.append(ReportRow(row.epoch, row.task, dict(zip(row.names, row.numbers, strict=True))))
         if not chunk.data:
             return
         while not self._parts or len(self._parts[-1]) == self._sizes[len(self._parts) - 1]:

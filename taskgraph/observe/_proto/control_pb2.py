@@ -14,15 +14,13 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ataskgraph/v1/control.proto\x12\x0ctaskgraph.v1\"\x0f\n\rStatusRequest\"\x8b\x01\n\x07Replica\x12\x0c\n\x04task\x18\x01 \x01(\x03\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x03\x12\x10\n\x08\x62oundary\x18\x04 \x01(\x03\x12\x11\n\tprocessor\x18\x05 \x01(\t\x12\x11\n\trunning_s\x18\x06 \x01(\x01\x12\r\n\x05waits\x18\x07 \x03(\t\x12\x0f\n\x07in_sync\x18\x08 \x01(\x03\"\xaa\x02\n\x0bStatusReply\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x03\x12\x0e\n\x06paused\x18\x05 \x01(\x08\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x0f\n\x07\x61ttempt\x18\x07 \x01(\x03\x12\r\n\x05\x65poch\x18\x08 \x01(\x03\x12\x10\n\x08revision\x18\t \x01(\x03\x12\x0e\n\x06leader\x18\n \x01(\x08\x12\'\n\x08replicas\x18\x0b \x03(\x0b\x32\x15.taskgraph.v1.Replica\x12\r\n\x05waits\x18\x0c \x03(\t\x12\x14\n\x0cmemory_bytes\x18\r \x01(\x03\x12\r\n\x05\x66iles\x18\x0e \x01(\x03\x12\x0f\n\x07threads\x18\x0f \x01(\x03\x12\x12\n\ncoroutines\x18\x10 \x01(\x03\"\x1d\n\x0bKillRequest\x12\x0e\n\x06signal\x18\x01 \x01(\x05\"\x18\n\tKillReply\x12\x0b\n\x03pid\x18\x01 \x01(\x03\"\x1b\n\x0c\x44rainRequest\x12\x0b\n\x03why\x18\x01 \x01(\t\"\x0c\n\nDrainReply\"\x1f\n\rEventsRequest\x12\x0e\n\x06\x66ollow\x18\x01 \x01(\x08\"6\n\nEventReply\x12\x0c\n\x04json\x18\x01 \x01(\t\x12\x0c\n\x04lost\x18\x02 \x01(\x03\x12\x0c\n\x04more\x18\x03 \x03(\t\"\x10\n\x0eResultsRequest\"\x8f\x01\n\tReportRow\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04task\x18\x02 \x01(\x03\x12\x35\n\x07numbers\x18\x03 \x03(\x0b\x32$.taskgraph.v1.ReportRow.NumbersEntry\x1a.\n\x0cNumbersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"m\n\x0bResultChunk\x12&\n\x04head\x18\x01 \x01(\x0b\x32\x18.taskgraph.v1.ResultHead\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12(\n\x07reports\x18\x03 \x03(\x0b\x32\x17.taskgraph.v1.ReportRow\"\x87\x01\n\nResultHead\x12\x0c\n\x04task\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x03\x12\x11\n\thas_value\x18\x04 \x01(\x08\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x12\n\nmeta_bytes\x18\x06 \x01(\x04\x12\x14\n\x0c\x62uffer_bytes\x18\x07 \x03(\x04\"\x0e\n\x0c\x43lockRequest\"-\n\nClockReply\x12\r\n\x05\x61t_ns\x18\x01 \x01(\x10\x12\x10\n\x08host_key\x18\x02 \x01(\t\"2\n\x0cTraceRequest\x12\x13\n\x0buntil_epoch\x18\x01 \x01(\x03\x12\r\n\x05\x65very\x18\x02 \x01(\x03\"U\n\nTraceChunk\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04lost\x18\x02 \x01(\x03\x12\x0c\n\x04over\x18\x03 \x01(\x08\x12\r\n\x05names\x18\x04 \x03(\t\x12\r\n\x05spans\x18\x05 \x01(\x0c\x32\xd1\x03\n\x07\x43ontrol\x12@\n\x06Status\x12\x1b.taskgraph.v1.StatusRequest\x1a\x19.taskgraph.v1.StatusReply\x12:\n\x04Kill\x12\x19.taskgraph.v1.KillRequest\x1a\x17.taskgraph.v1.KillReply\x12=\n\x05\x44rain\x12\x1a.taskgraph.v1.DrainRequest\x1a\x18.taskgraph.v1.DrainReply\x12\x41\n\x06\x45vents\x12\x1b.taskgraph.v1.EventsRequest\x1a\x18.taskgraph.v1.EventReply0\x01\x12\x44\n\x07Results\x12\x1c.taskgraph.v1.ResultsRequest\x1a\x19.taskgraph.v1.ResultChunk0\x01\x12=\n\x05\x43lock\x12\x1a.taskgraph.v1.ClockRequest\x1a\x18.taskgraph.v1.ClockReply\x12\x41\n\x05Trace\x12\x1a.taskgraph.v1.TraceRequest\x1a\x18.taskgraph.v1.TraceChunk(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ataskgraph/v1/control.proto\x12\x0ctaskgraph.v1\"\x0f\n\rStatusRequest\"\x8b\x01\n\x07Replica\x12\x0c\n\x04task\x18\x01 \x01(\x03\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x03\x12\x10\n\x08\x62oundary\x18\x04 \x01(\x03\x12\x11\n\tprocessor\x18\x05 \x01(\t\x12\x11\n\trunning_s\x18\x06 \x01(\x01\x12\r\n\x05waits\x18\x07 \x03(\t\x12\x0f\n\x07in_sync\x18\x08 \x01(\x03\"\xaa\x02\n\x0bStatusReply\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x03\x12\x0e\n\x06paused\x18\x05 \x01(\x08\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x0f\n\x07\x61ttempt\x18\x07 \x01(\x03\x12\r\n\x05\x65poch\x18\x08 \x01(\x03\x12\x10\n\x08revision\x18\t \x01(\x03\x12\x0e\n\x06leader\x18\n \x01(\x08\x12\'\n\x08replicas\x18\x0b \x03(\x0b\x32\x15.taskgraph.v1.Replica\x12\r\n\x05waits\x18\x0c \x03(\t\x12\x14\n\x0cmemory_bytes\x18\r \x01(\x03\x12\r\n\x05\x66iles\x18\x0e \x01(\x03\x12\x0f\n\x07threads\x18\x0f \x01(\x03\x12\x12\n\ncoroutines\x18\x10 \x01(\x03\"\x1d\n\x0bKillRequest\x12\x0e\n\x06signal\x18\x01 \x01(\x05\"\x18\n\tKillReply\x12\x0b\n\x03pid\x18\x01 \x01(\x03\"\x1b\n\x0c\x44rainRequest\x12\x0b\n\x03why\x18\x01 \x01(\t\"\x0c\n\nDrainReply\"\x1f\n\rEventsRequest\x12\x0e\n\x06\x66ollow\x18\x01 \x01(\x08\"6\n\nEventReply\x12\x0c\n\x04json\x18\x01 \x01(\t\x12\x0c\n\x04lost\x18\x02 \x01(\x03\x12\x0c\n\x04more\x18\x03 \x03(\t\"\x10\n\x0eResultsRequest\"H\n\tReportRow\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04task\x18\x02 \x01(\x03\x12\r\n\x05names\x18\x03 \x03(\t\x12\x0f\n\x07numbers\x18\x04 \x03(\x01\"m\n\x0bResultChunk\x12&\n\x04head\x18\x01 \x01(\x0b\x32\x18.taskgraph.v1.ResultHead\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12(\n\x07reports\x18\x03 \x03(\x0b\x32\x17.taskgraph.v1.ReportRow\"\x87\x01\n\nResultHead\x12\x0c\n\x04task\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x03\x12\x11\n\thas_value\x18\x04 \x01(\x08\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x12\n\nmeta_bytes\x18\x06 \x01(\x04\x12\x14\n\x0c\x62uffer_bytes\x18\x07 \x03(\x04\"\x0e\n\x0c\x43lockRequest\"-\n\nClockReply\x12\r\n\x05\x61t_ns\x18\x01 \x01(\x10\x12\x10\n\x08host_key\x18\x02 \x01(\t\"2\n\x0cTraceRequest\x12\x13\n\x0buntil_epoch\x18\x01 \x01(\x03\x12\r\n\x05\x65very\x18\x02 \x01(\x03\"U\n\nTraceChunk\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04lost\x18\x02 \x01(\x03\x12\x0c\n\x04over\x18\x03 \x01(\x08\x12\r\n\x05names\x18\x04 \x03(\t\x12\r\n\x05spans\x18\x05 \x01(\x0c\x32\xd1\x03\n\x07\x43ontrol\x12@\n\x06Status\x12\x1b.taskgraph.v1.StatusRequest\x1a\x19.taskgraph.v1.StatusReply\x12:\n\x04Kill\x12\x19.taskgraph.v1.KillRequest\x1a\x17.taskgraph.v1.KillReply\x12=\n\x05\x44rain\x12\x1a.taskgraph.v1.DrainRequest\x1a\x18.taskgraph.v1.DrainReply\x12\x41\n\x06\x45vents\x12\x1b.taskgraph.v1.EventsRequest\x1a\x18.taskgraph.v1.EventReply0\x01\x12\x44\n\x07Results\x12\x1c.taskgraph.v1.ResultsRequest\x1a\x19.taskgraph.v1.ResultChunk0\x01\x12=\n\x05\x43lock\x12\x1a.taskgraph.v1.ClockRequest\x1a\x18.taskgraph.v1.ClockReply\x12\x41\n\x05Trace\x12\x1a.taskgraph.v1.TraceRequest\x1a\x18.taskgraph.v1.TraceChunk(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'taskgraph.v1.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REPORTROW_NUMBERSENTRY']._loaded_options = None
-  _globals['_REPORTROW_NUMBERSENTRY']._serialized_options = b'8\001'
   _globals['_STATUSREQUEST']._serialized_start=44
   _globals['_STATUSREQUEST']._serialized_end=59
   _globals['_REPLICA']._serialized_start=62
@@ -43,22 +41,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EVENTREPLY']._serialized_end=691
   _globals['_RESULTSREQUEST']._serialized_start=693
   _globals['_RESULTSREQUEST']._serialized_end=709
-  _globals['_REPORTROW']._serialized_start=712
-  _globals['_REPORTROW']._serialized_end=855
-  _globals['_REPORTROW_NUMBERSENTRY']._serialized_start=809
-  _globals['_REPORTROW_NUMBERSENTRY']._serialized_end=855
-  _globals['_RESULTCHUNK']._serialized_start=857
-  _globals['_RESULTCHUNK']._serialized_end=966
-  _globals['_RESULTHEAD']._serialized_start=969
-  _globals['_RESULTHEAD']._serialized_end=1104
-  _globals['_CLOCKREQUEST']._serialized_start=1106
-  _globals['_CLOCKREQUEST']._serialized_end=1120
-  _globals['_CLOCKREPLY']._serialized_start=1122
-  _globals['_CLOCKREPLY']._serialized_end=1167
-  _globals['_TRACEREQUEST']._serialized_start=1169
-  _globals['_TRACEREQUEST']._serialized_end=1219
-  _globals['_TRACECHUNK']._serialized_start=1221
-  _globals['_TRACECHUNK']._serialized_end=1306
-  _globals['_CONTROL']._serialized_start=1309
-  _globals['_CONTROL']._serialized_end=1774
+  _globals['_REPORTROW']._serialized_start=711
+  _globals['_REPORTROW']._serialized_end=783
+  _globals['_RESULTCHUNK']._serialized_start=785
+  _globals['_RESULTCHUNK']._serialized_end=894
+  _globals['_RESULTHEAD']._serialized_start=897
+  _globals['_RESULTHEAD']._serialized_end=1032
+  _globals['_CLOCKREQUEST']._serialized_start=1034
+  _globals['_CLOCKREQUEST']._serialized_end=1048
+  _globals['_CLOCKREPLY']._serialized_start=1050
+  _globals['_CLOCKREPLY']._serialized_end=1095
+  _globals['_TRACEREQUEST']._serialized_start=1097
+  _globals['_TRACEREQUEST']._serialized_end=1147
+  _globals['_TRACECHUNK']._serialized_start=1149
+  _globals['_TRACECHUNK']._serialized_end=1234
+  _globals['_CONTROL']._serialized_start=1237
+  _globals['_CONTROL']._serialized_end=1702
 # @@protoc_insertion_point(module_scope)

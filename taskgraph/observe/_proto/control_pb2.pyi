@@ -109,21 +109,16 @@ class ResultsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ReportRow(_message.Message):
-    __slots__ = ("epoch", "task", "numbers")
-    class NumbersEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    __slots__ = ("epoch", "task", "names", "numbers")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     task: int
-    numbers: _containers.ScalarMap[str, float]
-    def __init__(self, epoch: _Optional[int] = ..., task: _Optional[int] = ..., numbers: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    names: _containers.RepeatedScalarFieldContainer[str]
+    numbers: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, epoch: _Optional[int] = ..., task: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ..., numbers: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ResultChunk(_message.Message):
     __slots__ = ("head", "data", "reports")

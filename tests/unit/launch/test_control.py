@@ -195,6 +195,16 @@ async def test_values_of_any_size_and_any_number_of_reports_arrive_whole(service
     assert found[1].value is not None and decode(found[1].value) == 5
 
 
+async def test_reported_names_keep_their_order(service: Service) -> None:
+    """They came in the order of a protobuf map's hashes, which no two runs share."""
+    names = [f"{a}{b}" for a in "zebra" for b in "table"]
+    row = ReportRow(0, 0, {name: float(at) for at, name in enumerate(names)})
+    service.node.found = [TaskResult(0, 1, 1, None, (row,))]
+    async with service.client() as client:
+        ((found,),) = [result.reports for result in await client.results()]
+    assert list(found.numbers.items()) == list(row.numbers.items())
+
+
 async def test_results_are_waited_for_and_a_caller_may_leave(service: Service) -> None:
     service.node.results_wait.clear()
     async with service.client() as client:
