@@ -671,6 +671,8 @@ def _task_ids(work: Work, to: To, at: Callable[[], str], what: str) -> tuple[int
     what = f"{at()}: {what}"
     try:
         given = (to,) if isinstance(to, str) or hasattr(to, "__index__") else tuple(to)
+        if any(isinstance(one, bool) for one in given):
+            raise TypeError
         names = [one if isinstance(one, str) else int(one.__index__()) for one in given]
     except (TypeError, AttributeError):
         raise GraphError(f"{what} takes a link's name, a task id, or several of them, not {to!r}") from None

@@ -186,12 +186,13 @@ def _target(options: argparse.Namespace, view: JobView, tasks: int, asked: int) 
             raise JobError(_contradiction(options, view, primary, backups, node))
         return node, f"a backup of task {options.task}" if options.backup else f"the primary of task {options.task}"
     if options.backup:
+        if not backups and asked == 0:
+            raise JobError(f"task {options.task} has no backup in sync (backups=0: the job asked for none)")
         if not backups:
-            why = " (backups=0: the job asked for none)" if asked == 0 else " at the moment"
-            raise JobError(f"task {options.task} has no backup in sync{why}")
+            raise TransportError(f"task {options.task} has no backup in sync at the moment")
         return backups[0], f"a backup of task {options.task}"
     if primary is None or primary not in view.nodes:
-        raise JobError(f"task {options.task} has no living primary at the moment")
+        raise TransportError(f"task {options.task} has no living primary at the moment")
     return primary, f"the primary of task {options.task}"
 
 

@@ -9,7 +9,7 @@ import pytest
 from taskgraph.cli import parser
 from taskgraph.commands.acting import _target, drain_risk
 from taskgraph.driver import JobSpec
-from taskgraph.errors import JobError
+from taskgraph.errors import JobError, TransportError
 from taskgraph.jobs import Job
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
@@ -78,13 +78,25 @@ def test_who_is_hit(arguments: tuple[str, ...], node: str, what: str) -> None:
         (("--task", "2", "--node", "n1"), "it has no primary at the moment, it has no backup in sync"),
         (("--node", "n3", "--backup"), "--backup goes with --task T"),
         (("--backup",), "--backup goes with --task T"),
-        (("--task", "1", "--backup"), "task 1 has no backup in sync at the moment"),
     ],
 )
 def test_what_contradicts_itself_hits_nobody(arguments: tuple[str, ...], says: str) -> None:
     with pytest.raises(JobError) as refused:
         target(*arguments)
     assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--task", "1", "--backup"), "task 1 has no backup in sync at the moment"),
+        (("--task", "2"), "task 2 has no living primary at the moment"),
+    ],
+)
+def test_whom_there_may_be_a_moment_later_cannot_be_reached(arguments: tuple[str, ...], says: str) -> None:
+    """Its exit code said that the command was wrong."""
+    with pytest.raises(TransportError, match=says):
+        target(*arguments)
 
 
 def alone(*draining: str) -> str:

@@ -43,6 +43,8 @@ def test_a_neighbor_that_does_not_exist() -> None:
         ([1, 1], ["names a task twice"]),
         (["peers", "friends"], ["names link 'friends'", "'peers'", "'all'"]),
         (1.5, ["takes a link's name, a task id, or several of them, not 1.5"]),
+        (True, ["takes a link's name, a task id, or several of them, not True"]),
+        ([0, True], ["a task id, or several of them, not [0, True]"]),
     ],
     ids=str,
 )
