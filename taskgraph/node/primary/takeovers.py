@@ -164,9 +164,7 @@ class TakeOvers:
         match decision.move:
             case Move.TAKE_OVER:
                 await self._become_primary(task, failure=True)
-            case Move.FROM_NOTHING:
-                await self._become_first(task)
-            case Move.ROLL_BACK:
+            case Move.FROM_NOTHING | Move.ROLL_BACK:
                 await self._become_first(task)
             case Move.LOST:
                 await self._fail_lost(task)
@@ -204,6 +202,8 @@ class TakeOvers:
         except (UserCodeError, TaskGraphError) as error:
             await self._node.fail_early(error, task)
             return
+        if not self._begins_anew(task):
+            return  # while it was built; `reconcile` decides anew
         view = self._node.keeper.view
         old = view.primaries.get(task)
         writer = self._node.writer()
@@ -218,7 +218,7 @@ class TakeOvers:
                 self._reading.discard(task)
             for refused in found.refused:
                 self._node.events.emit("checkpoint refused", refused, task=task)
-            if view.epoch.mod_revision != revision or view.primaries.get(task) != old:
+            if view.epoch.mod_revision != revision or view.primaries.get(task) != old or not self._begins_anew(task):
                 return  # while it was read; `reconcile` decides anew
             if found.manifest is None:
                 await self._fail_lost(task, f"no checkpoint can be used: {'; '.join(found.refused)}")
@@ -252,10 +252,9 @@ class TakeOvers:
             self._node.log.debug("task %d: %s", task, error)
             await self._look_again()
             return
-        replica.boundaries.clear()
         lost = ", ".join(self._node.name_of(n) for n in view.in_sync(task)) or "none"
         taken = await self._execute_takeover(
-            replica, txn, writer, "takeover" if old else "primary", old.record.node if old else None
+            replica, txn, writer, "takeover" if old else "primary", old.record.node if old else None, anew=True
         )
         if taken and target is not None:
             self._node.events.emit(
@@ -266,8 +265,18 @@ class TakeOvers:
                 epoch=target.epoch,
             )
 
-    async def _execute_takeover(self, replica: Replica, txn: Txn, writer: str, kind: str, old: str | None) -> bool:
-        """Returns whether this node is primary now."""
+    def _begins_anew(self, task: int) -> bool:
+        """Whether every member is gone, still: the transaction compares that their keys are absent, which may pass."""
+        return self._decide(task).move in (Move.FROM_NOTHING, Move.ROLL_BACK)
+
+    async def _execute_takeover(
+        self, replica: Replica, txn: Txn, writer: str, kind: str, old: str | None, *, anew: bool = False
+    ) -> bool:
+        """Returns whether this node is primary now.
+
+        Args:
+            anew: from nothing, or from a checkpoint: what the replica may hold is no boundary of this term's.
+        """
         task, view = replica.task, self._node.keeper.view
         await self._node.point("takeover", task, view.epoch.record.epoch if view.epoch is not None else 0)
         began = self._node.tracing.on and clock()
@@ -297,6 +306,8 @@ class TakeOvers:
             attempt=taken.attempt,
             transient=kind == "primary",
         )
+        if anew:  # not sooner: whoever became primary instead may have been told that this node holds its boundaries
+            replica.boundaries.clear()
         replica.actor.stamp, replica.actor.term = Stamp(taken.attempt, taken.epoch), taken.term
         self._node.roles.begin_term(Primary(self._node, replica, taken))
         return True

@@ -1,0 +1,142 @@
+"""A builder that takes long where a task lost every replica: another node may be its primary when it is through."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_kit import Counting, blindable, eyes, job, play, told
+
+import taskgraph as tg
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.node import Node
+from taskgraph.node.replica import Replica
+
+__all__ = ["blindable"]
+
+
+class Held(Counting, state=["total"]):
+    """Task 1 waits in some epochs for a gate."""
+
+    gates: dict[int, asyncio.Event]
+
+    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        if self.task_id == 1 and epoch.number in self.gates:
+            await self.gates[epoch.number].wait()
+        await super().count(epoch, ins, outs)
+
+
+class Late:
+    """Builders of task 0 on one node wait for `built`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.built = asyncio.Event()
+        self.node: Node | None = None
+        build = Replica.build
+
+        async def builds(replica: Replica) -> None:
+            if replica.task == 0 and self.node is not None and replica.router is self.node.router:
+                await self.built.wait()
+            await build(replica)
+
+        monkeypatch.setattr(Replica, "build", builds)
+
+    async def replaced(self, cluster: InProcessCluster) -> tuple[Node, Node]:
+        """A node that was to begin task 0 from its checkpoint, and still builds it; another one that has begun it."""
+        lost, node = cluster.nodes
+        self.node = node
+        await node.keeper.wait_until(lambda view: view.checkpoint is not None)
+        assert node.keeper.view.primary_node(0) == lost.id
+        cluster.crash(lost.id)
+        await node.keeper.wait_until(lambda _: 0 in node.takeovers)
+        other = cluster.node(cluster.add())
+        await node.keeper.wait_until(lambda view: view.primary_node(0) == other.id)
+        assert 0 in node.takeovers
+        return node, other
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Late:
+    return Late(monkeypatch)
+
+
+@pytest.fixture
+def held() -> type[Held]:
+    class Fresh(Held, state=["total"]):
+        pass
+
+    Fresh.gates = {2: asyncio.Event(), 3: asyncio.Event()}
+    return Fresh
+
+
+def checkpointed(builder: type[Held], where: Path) -> tg.Job:
+    """Boundary 2 is a checkpoint, 3 is none."""
+    settings = tg.Settings(epochs_ahead=0, admit_wait_s=0.5)
+    return job(builder, epochs=6, checkpoint=f"file://{where}", checkpoint_every=2, settings=settings)
+
+
+@pytest.mark.usefixtures("blindable")
+def test_what_it_holds_for_the_other_one_stays(
+    late: Late, held: type[Held], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went on to begin the task, and threw away what it had acknowledged to the new primary meanwhile."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        node, other = await late.replaced(cluster)
+        usable = node.checkpoints.newest_usable
+
+        def acknowledged() -> list[int]:
+            replica = node.roles.replicas[0]
+            return [boundary.stamp.epoch for boundary in replica.boundaries.pending]
+
+        async def relied_on() -> None:
+            await node.keeper.wait_until(lambda view: node.id in view.in_sync(0) and bool(acknowledged()))
+
+        async def reads_long(pointer: Any) -> Any:
+            await relied_on()
+            return await usable(pointer)
+
+        monkeypatch.setattr(node.checkpoints, "newest_usable", reads_long)
+        eyes(other).lose(node.keeper.view.keys.epoch)
+        held.gates[2].set()
+        late.built.set()
+        await relied_on()
+        await node.keeper.wait_until(lambda _: 0 not in node.takeovers)
+        assert acknowledged() == [3]
+        eyes(other).lose("")  # boundary 3 is committed, and whoever made it dies
+        held.gates[3].set()
+        result = await cluster.result()
+        assert cluster.crashes == 2 and other not in cluster.nodes
+        assert result.values == {0: 6, 1: 6}
+
+    async def dies(cluster: InProcessCluster, primary: str) -> None:
+        cluster.crash(primary)
+
+    play(checkpointed(held, tmp_path), scenario, nodes=2, stages={("compose", 0, 3): dies})
+
+
+@pytest.mark.usefixtures("blindable")
+def test_nothing_is_undone_where_the_other_one_is_absent_for_a_moment(
+    late: Late, held: type[Held], tmp_path: Path
+) -> None:
+    """It rolled the job back, though whoever held the task was there again a moment later."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        node, other = await late.replaced(cluster)
+        held.gates[2].set()
+        await node.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch == 3)
+        key = node.keeper.view.keys.node(other.id)
+        eyes(other).refuse(key)
+        cluster.store.revoke(node.keeper.view.nodes[other.id].record.lease)
+        await node.keeper.wait_until(lambda view: other.id not in view.nodes)
+        late.built.set()
+        await node.keeper.wait_until(lambda _: 0 not in node.takeovers)
+        eyes(other).refuse("")
+        held.gates[3].set()
+        assert (await cluster.result()).values == {0: 6, 1: 6}
+        assert told(cluster, "rolled back") == []
+        assert node.keeper.view.primary_node(0) == other.id
+
+    play(checkpointed(held, tmp_path), scenario, nodes=2)
