@@ -25,8 +25,10 @@ __all__ = ["Registration"]
 
 _TICK_S = 0.1
 """How often the main loop shows that it is alive, and looks at its lease."""
-_EXPIRY_S = 2.0
-"""After the TTL of a lease that nobody renews: until etcd has deleted its keys."""
+_RENEWALS = 5
+"""A lease is renewed so often in its TTL."""
+_REGRANTED_S = 2.0
+"""Beyond a TTL: for a dead node's lease that another leader of etcd renews, before it was seen to run down."""
 _LOOK_S = 0.5
 """How often a node that may not register yet looks whether it may."""
 
@@ -101,37 +103,47 @@ class Registration:
             await keeper.refresh()
 
     async def _until_it_may(self) -> None:
-        """Waits for a while for nodes that this one could not speak with: they may be gone, but for their lease.
+        """Waits for nodes that this one could not speak with, as long as they may be gone, but for their lease.
 
+        One that lives renews its lease: it never has less than half of its TTL left. So who is seen with more, and
+        nothing else, for long enough is there. No time that merely passes tells that: where etcd was away, or has
+        another leader, the leases of the dead have their whole TTL again.
         Returns where it is asked to leave meanwhile, too.
 
         Raises:
             JobError: one of them keeps its lease, and so it lives.
         """
         node, settings, told = self._node, self._node.settings, ""
-        lease_s = settings.lease_ttl_s + _EXPIRY_S
-        until = node.now() + lease_s
-        unreached: dict[str, float] = {}  # since when
+        # A node whose main loop is stuck is silent, too, and renews its lease for as long as it may be.
+        enough_s = settings.lease_ttl_s + _REGRANTED_S + settings.lease_stall_s
+        renewed: dict[str, float] = {}  # since when nothing else was seen
         while not node.draining:
-            now = node.now()
-            if why := self._why_refused():
-                if now > until:
-                    raise self._refusal(why)
-            else:
-                found = await self._why_unreached()
-                if not found:
-                    return
-                unreached = {other: unreached.get(other, now) for other in found}
-                first = min(unreached, key=lambda other: unreached[other])
-                why = found[first]
-                # A node whose main loop is stuck is silent, too, and renews its lease for as long as it may be.
-                if now > unreached[first] + lease_s + settings.lease_stall_s:
-                    raise self._refusal(why)
-            if why != told:
+            found = self._why_refused() or await self._why_unreached()
+            if not found:
+                return
+            if (why := next(iter(found.values()))) != told:
                 node.events.emit("refused", f"{node.name} may not register as long as this is so: {why}")
                 told = why
             await asyncio.sleep(_LOOK_S)
+            asked_at = node.now()
             await node.from_etcd(node.keeper.load)
+            renews = dict(zip(found, await asyncio.gather(*map(self._renews, found)), strict=True))
+            now = node.now()
+            if now - asked_at > settings.lease_ttl_s / _RENEWALS:
+                renewed.clear()  # etcd was away
+            renewed = {other: renewed.get(other, now) for other in found if renews[other]}
+            for other, since in renewed.items():
+                if now - since > enough_s:
+                    raise self._refusal(found[other])
+
+    async def _renews(self, other: str) -> bool:
+        """Whether a node's lease has as much left as one that is renewed."""
+        node = self._node
+        known = node.keeper.view.nodes.get(other)
+        if known is None:
+            return False
+        left_s = await node.from_etcd(lambda: node.coordinator.lease_left(known.record.lease))
+        return left_s is not None and left_s >= node.settings.lease_ttl_s / 2
 
     async def _why_unreached(self) -> dict[str, str]:
         """Which nodes that were registered before this one do not answer it, and why; those that are still there."""
@@ -164,14 +176,15 @@ class Registration:
 
         To be asked once more when this one is registered: of two that register at once the later one sees the other.
         """
-        if why := self._why_refused():
+        for why in self._why_refused().values():
             raise self._refusal(why)
 
     def _refusal(self, why: str) -> JobError:
         return JobError(f"this node cannot take part in job {self._node.spec.name!r}: {why}")
 
-    def _why_refused(self) -> str:
-        return why_refused(self._record, self._before().values())
+    def _why_refused(self) -> dict[str, str]:
+        before = self._before().items()
+        return {other: why for other, record in before if (why := why_refused(self._record, (record,)))}
 
     def _before(self) -> dict[str, NodeRecord]:
         """The other nodes that were registered before this one; all of them where it is not registered yet."""

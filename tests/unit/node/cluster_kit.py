@@ -205,6 +205,11 @@ class Blindable(MemoryCoordinator):
             raise Unavailable("held back by the test")
         return await super().list(prefix)
 
+    async def lease_left(self, lease_id: int) -> int | None:
+        if not self.sees:
+            raise Unavailable("held back by the test")
+        return await super().lease_left(lease_id)
+
     def watch(self, prefix: str, start_revision: int) -> AsyncIterator[WatchBatch]:
         return self._watch_if_it_sees(prefix, start_revision)
 
@@ -264,6 +269,13 @@ def die(cluster: InProcessCluster, node_id: str, *, host: bool = False) -> None:
     else:
         cluster.network.crash(node_id)
     member.run.cancel()
+
+
+def change_leader(cluster: InProcessCluster) -> None:
+    """As another leader of etcd, or one that comes back: every lease has its whole TTL again."""
+    for lease in cluster.store._leases.values():
+        lease.renewed_at = asyncio.get_running_loop().time()
+    cluster.store._schedule()
 
 
 def told(cluster: InProcessCluster, kind: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from cluster_kit import Gated, die, gated, job, play
+from cluster_kit import Gated, blindable, change_leader, die, eyes, gated, job, play
 
 from taskgraph.errors import JobError
 from taskgraph.launch.inprocess import InProcessCluster
@@ -13,7 +13,7 @@ from taskgraph.node.membership.registration import Registration
 from taskgraph.node.node import Node
 from taskgraph.settings import Settings
 
-__all__ = ["gated"]
+__all__ = ["blindable", "gated"]
 
 
 def marked(cluster: InProcessCluster, token_mark: str) -> Node:
@@ -159,6 +159,51 @@ def test_a_dead_node_keeps_others_out_no_longer_than_its_lease(gated: type[Gated
         assert dead.id not in joining.keeper.view.nodes and not run_of(cluster, joining).done()
 
     play(job(gated), scenario, nodes=2)
+
+
+async def joins_when_that_lease_ended(cluster: InProcessCluster, joining: Node, dead: Node) -> None:
+    await asyncio.wait([run_of(cluster, joining)], timeout=Settings().lease_ttl_s + 1)
+    assert not cluster._node_failed.done(), cluster._node_failed.result()
+    assert joining.node_revision and dead.id not in joining.keeper.view.nodes
+
+
+@pytest.mark.parametrize("how", ["silent", "port-refuses", "other-token"])
+def test_leader_losses_that_lengthen_a_dead_nodes_lease_refuse_nobody(gated: type[Gated], how: str) -> None:
+    """Another leader of etcd gives each lease its whole TTL again: who joined ended itself, and blamed a firewall."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        dead = await works(cluster, gated)
+        die(cluster, dead.id, host=how == "silent")
+        joining = marked(cluster, "another" if how == "other-token" else "ours")
+        if how == "silent":
+            cluster.network.cut(joining.id, dead.id)
+        for _ in range(5):
+            await asyncio.sleep(0.9 * Settings().lease_ttl_s)
+            assert dead.id in joining.keeper.view.nodes and not joining.node_revision
+            change_leader(cluster)
+        await joins_when_that_lease_ended(cluster, joining, dead)
+
+    play(job(gated), scenario, nodes=1)
+
+
+@pytest.mark.usefixtures("blindable")
+def test_the_time_in_which_etcd_is_away_proves_no_lease(gated: type[Gated]) -> None:
+    """It was counted as time in which the dead node's lease could have ended."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        dead = await works(cluster, gated)
+        die(cluster, dead.id, host=True)
+        joining = marked(cluster, "ours")
+        cluster.network.cut(joining.id, dead.id)
+        await asyncio.sleep(1.0)
+        eyes(joining).blind()
+        for _ in range(10):
+            await asyncio.sleep(Settings().lease_ttl_s / 2)
+            change_leader(cluster)
+        eyes(joining).see()
+        await joins_when_that_lease_ended(cluster, joining, dead)
+
+    play(job(gated), scenario, nodes=1)
 
 
 @pytest.mark.parametrize("heals", [False, True])
