@@ -141,6 +141,7 @@ class Node:
         self._leaving = False
         self._owned: dict[asyncio.Task[None], None] = {}
         self._failure: asyncio.Future[None] | None = None
+        self._broken: BaseException | None = None  # what the first of its asyncio tasks raised that did
         self._why_left = _LEFT
         self._ran: tuple[Ran, ...] = ()
         self._writes = itertools.count(1)
@@ -219,7 +220,7 @@ class Node:
         if self._group is None:
             work.close()
             raise RuntimeError("the node is not running")
-        task = self._group.create_task(work, name=name)
+        task = self._child(self._group, work, name)
         self._owned[task] = None
         task.add_done_callback(lambda done: self._owned.pop(done, None))
         return task
@@ -229,7 +230,16 @@ class Node:
         if self._group is None:
             work.close()
         else:
-            self._group.create_task(work, name=name)
+            self._child(self._group, work, name)
+
+    def _child(self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = group.create_task(work, name=name)
+        task.add_done_callback(self._note_error)
+        return task
+
+    def _note_error(self, task: asyncio.Task[None]) -> None:
+        if self._broken is None and not task.cancelled():
+            self._broken = task.exception()
 
     async def transact(self, txn: Txn, *, key: str, writer: str) -> int | None:
         """Executes a transaction until its outcome is known; see `Writes.transact`."""
@@ -340,19 +350,21 @@ class Node:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 services = [
-                    group.create_task(self.keeper.run(), name="view"),
-                    group.create_task(self.registration.run(), name="lease"),
-                    group.create_task(self.suspicion.watch_absent(), name="absent nodes"),
-                    group.create_task(self.suspicion.watch_leases(), name="leases"),
-                    group.create_task(self.noticing.watch(), name="noticing"),
-                    group.create_task(self.roles.run(), name="reconcile"),
+                    self._child(group, self.keeper.run(), "view"),
+                    self._child(group, self.registration.run(), "lease"),
+                    self._child(group, self.suspicion.watch_absent(), "absent nodes"),
+                    self._child(group, self.suspicion.watch_leases(), "leases"),
+                    self._child(group, self.noticing.watch(), "noticing"),
+                    self._child(group, self.roles.run(), "reconcile"),
                 ]
                 if self.draining:
                     self._draining.announce()
                 try:
                     await self._until_over()
                 except asyncio.CancelledError:
-                    if self.own_process:
+                    if self._broken is not None:  # then it was the group that cancelled this
+                        self._why_left = _ended_itself(self._broken)
+                    elif self.own_process:
                         self._cut_off()
                     raise
                 finally:
@@ -467,7 +479,7 @@ class Node:
             ran: what it ends for, where that may end its successors, too: it counts as a death does.
         """
         if self._failure is not None and not self._failure.done():
-            self._why_left, self._ran = f"ended itself: {said(error)}"[:_WHY_CHARS] if ran else _LEFT, ran
+            self._why_left, self._ran = _ended_itself(error) if ran else _LEFT, ran
             self._failure.set_exception(error)
 
     def farewell(self) -> GoneRecord:
@@ -508,3 +520,7 @@ class Node:
     async def results(self) -> list[TaskResult]:
         """After the last commit: what the primaries here return. Waits until they computed it."""
         return await task_results(self)
+
+
+def _ended_itself(error: BaseException) -> str:
+    return f"ended itself: {said(error)}"[:_WHY_CHARS]

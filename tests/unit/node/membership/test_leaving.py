@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from cluster_kit import Counting, job, play, told
+from cluster_kit import Counting, Gated, gated, holder, job, play, told
 
 import taskgraph as tg
-from taskgraph.errors import Refused
+from taskgraph.coordination.api import WatchBatch
+from taskgraph.errors import CoordinationError, Refused
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.messages import HandOver
+from taskgraph.protocol.records import Ran
+
+__all__ = ["gated"]
 
 tearing_down: list[int] = []
 
@@ -166,3 +171,49 @@ def test_whether_it_has_drained_is_asked_at_every_commit_once_it_drains() -> Non
         assert len(asked) > 3 and 30 <= asked[-1] < 60, "nothing but the epoch changed"
 
     play(job(Paced, tasks=1, epochs=60), scenario, nodes=1)
+
+
+async def fails() -> None:
+    raise ValueError("not a number")
+
+
+@pytest.mark.parametrize("what", ["view", "work"])
+def test_a_node_that_ends_for_an_error_of_its_own_blames_no_code(gated: type[Gated], what: str) -> None:
+    """It told that user code had cancelled it, and that counted as a death of each task there."""
+    break_it = asyncio.Event()
+
+    async def watch(prefix: str, start_revision: int) -> AsyncIterator[WatchBatch]:
+        await break_it.wait()
+        raise CoordinationError("etcd: permission denied")
+        yield
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        (node,) = cluster.nodes
+        node.own_process = True
+        if what == "view":
+            node.coordinator.watch = watch  # type: ignore[method-assign]
+        await gated.reached.wait()
+        if what == "view":
+            break_it.set()
+        else:
+            node.own(fails(), "work of its own")
+        await asyncio.wait([cluster._members[node.id].run])
+        error = "etcd: permission denied" if what == "view" else "not a number"
+        assert error in str(cluster._node_failed.result())
+        assert (node.farewell().reason, node.farewell().ran) == (f"ended itself: {error}", ())
+
+    play(job(gated), scenario, nodes=1)
+
+
+def test_a_node_that_was_cancelled_from_outside_says_whose_code_may_have_done_it(gated: type[Gated]) -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        node = holder(cluster, 0)
+        node.own_process = True
+        cluster._members[node.id].run.cancel()
+        await asyncio.wait([cluster._members[node.id].run])
+        gone = node.farewell()
+        assert "was ended by user code" in gone.reason
+        assert Ran("asyncio tasks of its own", 0, 1) in gone.ran
+
+    play(job(gated), scenario, nodes=2)
