@@ -45,6 +45,7 @@ class Pulls:
         self.large: dict[Channel, int] = {}
         """The bytes of a channel's last item, where large. While there is none, `came` need not hear of small ones."""
         self._early: dict[Channel, dict[int, asyncio.Future[Reply]]] = {}  # asked for, and not wanted yet
+        self._looked_at = -1  # the epoch in which it looked for channels to forget
 
     def begin(self, stamp: Stamp, sender: int, term: int, channel: Channel) -> asyncio.Future[Reply] | None:
         """Asks for one item, unless it was asked for; None where that takes more than one try.
@@ -62,12 +63,14 @@ class Pulls:
             if reply is not None and not (reply.done() and (reply.cancelled() or reply.exception() is not None)):
                 return reply
             self._forget(channel)
-        (tag, producer), count = channel, self._count(epoch)
-        if count > 1 and before == epoch - 1:
+        tag, producer = channel
+        if before == epoch - 1 and (count := self._count(epoch)) > 1:
             replies = self._router.begin_all(producer, Pull(stamp, sender, term, producer, tag, count))
             if replies:
                 self._early[channel] = {epoch + after: reply for after, reply in enumerate(replies) if after}
                 return replies[0]
+        elif before is None and self._looked_at < epoch:
+            self._forget_old(epoch)
         return self._router.begin(producer, Pull(stamp, sender, term, producer, tag))
 
     def _count(self, epoch: int) -> int:
@@ -75,7 +78,7 @@ class Pulls:
         count = min(self._ahead, _EARLY_CALLS // len(self._latest))
         if self._epochs is not None:
             count = min(count, self._epochs - epoch)
-        if self.large:
+        if count > 1 and self.large:
             count = min(count, _EARLY_BYTES // sum(self.large.values()))
         return count
 
@@ -85,6 +88,17 @@ class Pulls:
             self.large[(tag, producer)] = value.size_bytes
         elif self.large:
             self.large.pop((tag, producer), None)
+
+    def _forget_old(self, epoch: int) -> None:
+        """A tag may have the epoch in it, and so never come again: what was not pulled in this epoch or the one before
+        is asked for in advance no more."""
+        self._looked_at = epoch
+        for channel in [channel for channel, latest in self._latest.items() if latest < epoch - 1]:
+            del self._latest[channel]
+            if channel in self._early:
+                self._forget(channel)
+        for channel in self.large.keys() - self._latest.keys():  # an item may come after its channel was forgotten
+            del self.large[channel]
 
     def _forget(self, channel: Channel) -> None:
         for reply in self._early.pop(channel).values():
@@ -96,3 +110,4 @@ class Pulls:
             self._forget(channel)
         self._latest.clear()
         self.large.clear()
+        self._looked_at = -1

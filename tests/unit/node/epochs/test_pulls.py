@@ -165,6 +165,22 @@ async def test_of_many_channels_fewer_epochs_are_asked_for_in_advance() -> None:
     assert sum(count - 1 for *_, count in router.calls) <= 256
 
 
+async def test_channels_that_are_not_pulled_again_are_forgotten() -> None:
+    """Tags with the epoch in them were kept for as long as the attempt; of 256 of them on, no channel was asked for in
+    advance, and each pull added up all their bytes."""
+    router = Asked()
+    asks = pulls(router, ahead=8)
+    large = encode(np.zeros(5000, np.uint8))
+    for epoch in range(300):
+        for tag in ("always", f"epoch {epoch}", f"epochs {epoch // 10}0 to {epoch // 10}9"):
+            begin(asks, epoch, tag=tag)
+        asks.came("always", 0, large)
+        asks.came(f"epoch {max(0, epoch - 3)}", 0, large)  # as of a slow epoch in flight with this one
+    assert len(asks._latest) == 4 and len(asks._early) <= 3 and len(asks.large) <= 3
+    assert {count for *_, count in router.calls} == {1, 8}
+    assert len([count for _, epoch, count in router.calls if epoch >= 290 and count == 8]) == 3
+
+
 async def test_where_nothing_is_saved_each_is_asked_for_by_itself() -> None:
     router = Asked()
     router.none_at_once = True
