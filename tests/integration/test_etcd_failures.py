@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from etcd_kit import becomes, following, free_port, kill, stopped
 
 import taskgraph as tg
 from taskgraph.coordination.embedded import EmbeddedEtcd
-from taskgraph.coordination.etcd import EtcdCoordinator
+from taskgraph.coordination.etcd import EtcdCoordinator, EtcdOptions
+from taskgraph.coordination.etcd.connection import Connection
+from taskgraph.coordination.etcd.watch import watch
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
 from taskgraph.launch.submit import submit
@@ -202,6 +205,46 @@ async def test_a_dead_endpoint_is_passed_over_by_calls_watches_and_leases(embedd
                 await follower.until(start)
             await becomes(lambda: lease.valid_until() > granted_until)
             await lease.close(revoke=True)
+
+
+@contextlib.contextmanager
+def silent_endpoint() -> Iterator[str]:
+    """Its kernel takes connections, and nobody ever says anything."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        yield f"127.0.0.1:{silent.getsockname()[1]}"
+
+
+async def test_a_watch_that_is_still_connecting_follows_calls_to_another_endpoint(embedded_etcd) -> None:
+    """It waited for the endpoint that was left for ever."""
+    with silent_endpoint() as silent:
+        connection = Connection(EtcdOptions.make([silent, embedded_etcd.endpoint]))
+        watching = asyncio.ensure_future(anext(aiter(watch(connection, "/left/", 1))))
+        await becomes(lambda: len(connection._streams) == 1)
+        await asyncio.sleep(0.05)
+        connection.leave(connection.endpoint)
+        async with await EtcdCoordinator.connect(embedded_etcd.endpoint) as node:
+            await node.txn(put("/left/a"))
+        async with asyncio.timeout(10):
+            assert [event.kv.key for event in (await watching).events] == ["/left/a"]
+        await connection.close()
+
+
+async def test_a_watch_that_is_still_connecting_ends_when_its_connection_is_closed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It went on for ever."""
+    with silent_endpoint() as silent:
+        connection = Connection(EtcdOptions.make(silent))
+        watching = asyncio.ensure_future(anext(aiter(watch(connection, "/closed/", 1))))
+        await becomes(lambda: len(connection._streams) == 1)
+        await asyncio.sleep(0.05)
+        await connection.close()
+        async with asyncio.timeout(5):
+            with pytest.raises(Unavailable, match="the connection to etcd was closed"):
+                await watching
+    assert not caplog.messages
 
 
 async def test_a_lease_is_renewed_where_it_was_granted(embedded_etcd, caplog: pytest.LogCaptureFixture) -> None:

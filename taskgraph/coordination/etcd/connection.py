@@ -59,7 +59,25 @@ class Stream(Generic[Response]):
         self.left = False
 
     async def write(self, message: Message) -> None:
-        await self._call.write(message)
+        """Sends it, as soon as the endpoint is connected.
+
+        Raises:
+            asyncio.InvalidStateError: the stream ended before.
+        """
+        writing = asyncio.ensure_future(self._call.write(message))
+
+        def ended(_: object) -> None:
+            if self._call.cancelled():  # before it was connected, where gRPC itself would wait for ever
+                writing.cancel()
+
+        self._call.add_done_callback(ended)
+        try:
+            await writing
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise asyncio.InvalidStateError("the stream was cancelled before it was connected") from None
 
     def messages(self) -> AsyncGenerator[Response, None]:
         """What comes, until the server ends the stream."""
@@ -275,14 +293,14 @@ class Connection:
 
     @contextlib.contextmanager
     def told_apart(self, what: str) -> Iterator[None]:
-        """Tells a cancellation of the caller from the one that gRPC raises in calls whose channel was closed.
+        """Tells a cancellation of the caller from what gRPC raises in calls whose channel was closed.
 
         Raises:
             Unavailable: this connection was closed meanwhile.
         """
         try:
             yield
-        except (grpc.aio.UsageError, asyncio.CancelledError) as error:
+        except (grpc.aio.UsageError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
             if self._cut_off(error):
                 raise Unavailable(f"{what}: the connection to etcd was closed") from error
             raise
@@ -290,7 +308,8 @@ class Connection:
     def _cut_off(self, error: BaseException) -> bool:
         """Whether gRPC raised it because this connection was closed, and not because the caller is cancelled."""
         task = asyncio.current_task()
-        return self._closed and (isinstance(error, grpc.aio.UsageError) or task is None or not task.cancelling())
+        cancelled = isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+        return self._closed and not cancelled
 
 
 def _details(error: grpc.aio.AioRpcError) -> str:
