@@ -8,13 +8,22 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
-from taskgraph.errors import CoordinationError
+from taskgraph.errors import CoordinationError, Unavailable
 from taskgraph.protocol.frozen import frozen
 from taskgraph.protocol.kv import KeyEvent, KeyValue, Txn, TxnResult
 
-__all__ = ["Coordinator", "Lease", "Listing", "TooLarge", "WatchBatch", "WatchCompacted"]
+__all__ = [
+    "WAITED_OUT",
+    "AccessRefused",
+    "Coordinator",
+    "Lease",
+    "Listing",
+    "TooLarge",
+    "WatchBatch",
+    "WatchCompacted",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +47,15 @@ class WatchBatch:
 
 class TooLarge(CoordinationError):
     """A transaction takes more bytes than the coordinator does: nothing was done."""
+
+
+class AccessRefused(CoordinationError):
+    """The coordinator does not let us in, or not there: nothing was done. Whoever runs it may change that again."""
+
+
+WAITED_OUT: Final = (Unavailable, AccessRefused)
+"""Nothing was done, and a job that runs goes on once this is over: its state is in its nodes' memory. Whoever only
+begins is told of a refusal at once."""
 
 
 class WatchCompacted(Exception):
@@ -75,7 +93,8 @@ class Coordinator(Protocol):
     """Linearizable keys, transactions, watches and leases.
 
     Every call is bounded by `timeout_s` of the implementation and raises `errors.Unavailable` where nothing was
-    done, or `errors.OutcomeUnknown` where a write may have happened. Reads raise only `Unavailable`.
+    done, or `errors.OutcomeUnknown` where a write may have happened. Reads raise only `Unavailable`. What is refused
+    is another `errors.CoordinationError`; nothing was done then.
     """
 
     def now(self) -> float:
@@ -92,7 +111,8 @@ class Coordinator(Protocol):
     def watch(self, prefix: str, start_revision: int) -> AsyncIterator[WatchBatch]:
         """Every event under `prefix` from `start_revision` on, each once, in order, across reconnections.
 
-        Raises `WatchCompacted` where that history is gone. Closing the iterator ends the watch.
+        Raises `WatchCompacted` where that history is gone, and `AccessRefused` where it is refused from the start.
+        Closing the iterator ends the watch.
         """
 
     async def lease(self, ttl_s: float, *, stall_limit_s: float) -> Lease:

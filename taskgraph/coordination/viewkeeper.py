@@ -14,8 +14,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from taskgraph.coordination.api import Coordinator, WatchCompacted
-from taskgraph.errors import Unavailable
+from taskgraph.coordination.api import WAITED_OUT, Coordinator, WatchCompacted
 from taskgraph.protocol.view import JobView
 
 __all__ = ["ViewKeeper"]
@@ -143,7 +142,7 @@ class ViewKeeper:
             self._reads += 1
             try:
                 await self.load()
-            except Unavailable as error:
+            except WAITED_OUT as error:
                 log.warning("cannot re-read the job: %s", error)
                 await asyncio.sleep(self._refresh_s)
 
@@ -158,12 +157,12 @@ class ViewKeeper:
         self.notify()
 
     async def load_persistently(self) -> None:
-        """`load`, as soon as etcd answers."""
+        """`load`, as soon as etcd answers, and lets us in."""
         told = False
         while True:
             try:
                 return await self.load()
-            except Unavailable as error:
+            except WAITED_OUT as error:
                 if not told:
                     log.warning("cannot list the job: %s; trying again", error)
                     told = True

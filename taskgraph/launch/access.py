@@ -58,7 +58,8 @@ def etcd_access(given: Mapping[str, str | None] | None = None) -> dict[str, str]
 
     # Absolute: others read them from another working directory.
     access = {ours: str(Path(path).absolute()) for ours, name in _FILES.items() if (path := find(name))}
-    user, password = find("etcd_user"), _password(options.get("etcd_password_file"))
+    user = find("etcd_user")
+    password, file = _password(options.get("etcd_password_file"))
     if user and password is None:
         raise JobError(
             f"the password of etcd's user {user!r} is missing: name a file with --etcd-password-file (or "
@@ -68,6 +69,8 @@ def etcd_access(given: Mapping[str, str | None] | None = None) -> dict[str, str]
         raise JobError("whose is the password for etcd? Give --etcd-user (or TASKGRAPH_ETCD_USER)")
     if user and password is not None:
         access |= {"username": user, "password": password}
+        if file is not None:
+            access["password_file"] = str(file.absolute())
     return access
 
 
@@ -105,13 +108,16 @@ def insecure_listen(given: bool | None = None) -> bool:
     return bool(given) or (configured("insecure_listen") or "").lower() in _YES
 
 
-def _password(path: str | None) -> str | None:
-    """From the file named, else from the environment, else from the file that environment or taskgraph.toml name."""
+def _password(path: str | None) -> tuple[str | None, Path | None]:
+    """From the file named, else from the environment, else from the file that environment or taskgraph.toml name.
+
+    With the file, if it is one that can be read again.
+    """
     if not path and (given := os.environ.get("TASKGRAPH_ETCD_PASSWORD")):
-        return given
+        return given, None
     path = path or configured("etcd_password_file")
     if not path:
-        return None
+        return None, None
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -119,7 +125,7 @@ def _password(path: str | None) -> str | None:
         raise JobError(f"--etcd-password-file {path}: {why}") from error
     if not lines or not lines[0]:
         raise JobError(f"--etcd-password-file {path}: its first line, the password, is empty")
-    return lines[0]
+    return lines[0], Path(path) if Path(path).is_file() else None
 
 
 def advice(error: CoordinationError) -> str:

@@ -2,6 +2,9 @@
 
 A write whose answer was lost may or may not have happened. It is sent again (its comparisons make that harmless), and
 where it then fails, the key it puts is read linearizably: its writer's name tells whether the first one had succeeded.
+
+A write that is refused, since a permission was taken away or a password changed, was not executed, and waits: what it
+is about is in memory. A node's first write, by which it registers, fails instead: its user may be the wrong one.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from taskgraph.coordination.api import Coordinator
-from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
+from taskgraph.coordination.api import WAITED_OUT, AccessRefused, Coordinator
+from taskgraph.errors import CoordinationError, OutcomeUnknown
 from taskgraph.node.backoff import Backoff
 from taskgraph.protocol.kv import Txn, TxnResult
 
@@ -30,6 +33,7 @@ class Writes:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._tried: dict[_Tried, None] = {}
+        self._let_in = False  # a write was answered
 
     @property
     def waits(self) -> tuple[str, ...]:
@@ -58,8 +62,11 @@ class Writes:
         since = self._coordinator.now()
         try:
             result = await self._coordinator.txn(txn)
-        except (OutcomeUnknown, Unavailable) as error:
+        except (OutcomeUnknown, *WAITED_OUT) as error:
+            if isinstance(error, AccessRefused) and not self._let_in:
+                raise
             return await self._execute_again(txn, key, writer, since, error)
+        self._let_in = True
         return result if result.succeeded else None
 
     async def _execute_again(
@@ -76,9 +83,10 @@ class Writes:
                     await tried.again("a write must wait", error)
                 try:
                     result = await self._coordinator.txn(txn)
-                except (OutcomeUnknown, Unavailable) as another:
+                except (OutcomeUnknown, *WAITED_OUT) as another:
                     error = another
                     continue
+                self._let_in = True
                 if result.succeeded:
                     return result
                 if uncertain and (found := await self._written(key, writer)) is not None:
@@ -98,7 +106,7 @@ class Writes:
             while True:
                 try:
                     kv = await self._coordinator.get(key)
-                except Unavailable as error:
+                except WAITED_OUT as error:
                     await tried.again("a read must wait", error)
                     continue
                 return kv.mod_revision if kv is not None and json.loads(kv.value).get("writer") == writer else None

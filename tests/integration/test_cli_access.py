@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cli_kit import DRIVER, Cli, printed, shell, sums
-from etcd_kit import etcd_with_tls, etcd_with_users, make_certificates
+from etcd_kit import etcd_with_tls, etcd_with_users, etcdctl, make_certificates
 
 import taskgraph as tg
 from taskgraph.coordination.embedded import EmbeddedEtcd
@@ -97,6 +97,29 @@ async def test_with_a_user_and_a_password(cli: Cli) -> None:
         access = ("--etcd", etcd.endpoint, "--etcd-user", "worker", "--etcd-password-file", "word")
         done = await cli("run", str(DRIVER), "--nodes", "1", *access)
         assert done.code == 3 and "permission denied" in done.err and "/taskgraph/" in done.err, done.err
+    await cli.nothing_left()
+
+
+async def test_a_job_outlasts_another_password_and_a_permission_that_is_taken_away_for_a_while(cli: Cli) -> None:
+    """A node ended with its first write that was refused."""
+    (cli.cwd / "word").write_text("word\n")
+    async with etcd_with_users("/taskgraph/") as etcd:
+
+        async def root(*arguments: str) -> None:
+            await asyncio.to_thread(etcdctl, etcd, "--user", "root:secret", *arguments)
+
+        access = ("--etcd", etcd.endpoint, "--etcd-user", "worker", "--etcd-password-file", "word")
+        running = await cli.paused("--nodes", "2", *access)
+        await root("role", "revoke-permission", "worker", "--prefix=true", "/taskgraph/")
+        cli.open()
+        await running.until("permission denied")
+        await root("user", "delete", "worker")
+        await root("user", "add", "worker:other")
+        await root("user", "grant-role", "worker", "worker")
+        (cli.cwd / "word").write_text("other\n")
+        await root("role", "grant-permission", "worker", "--prefix=true", "readwrite", "/taskgraph/")
+        done = await running.done()
+        assert done.code == 0 and done.out == printed(), done.err
     await cli.nothing_left()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from etcd_kit import Certificates, becomes, etcd_with_tls, etcd_with_users, following, make_certificates
+from etcd_kit import Certificates, becomes, etcd_with_tls, etcd_with_users, etcdctl, following, make_certificates
 
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.etcd import EtcdCoordinator
@@ -105,6 +105,43 @@ async def test_a_user_gets_what_is_granted_and_nothing_else() -> None:
                 await anext(aiter(node.watch("/other/", start)))
             await lease.close(revoke=True)
             assert await node.get("/job/a") is None
+
+
+@pytest.mark.slow
+async def test_a_watch_outlasts_another_password_and_a_permission_that_is_taken_away_for_a_while(
+    tmp_path: Path,
+) -> None:
+    """It ended with the first refusal; of a token that etcd forgot it says that the watch is not permitted."""
+    (tmp_path / "word").write_text("word\n")
+    async with (
+        etcd_with_users("/job/") as etcd,
+        await EtcdCoordinator.connect(
+            etcd.endpoint, username="worker", password="word", password_file=tmp_path / "word"
+        ) as node,
+    ):
+        start = (await node.txn(put("/job/a"))).revision
+        async with following(node, "/job/", start) as follower:
+            await follower.until(start)
+
+            async def root(*arguments: str) -> None:
+                await asyncio.to_thread(etcdctl, etcd, "--user", "root:secret", *arguments)
+
+            await root("role", "revoke-permission", "worker", "--prefix=true", "/job/")
+            await root("user", "delete", "worker")
+            await root("user", "add", "worker:other")
+            await root("user", "grant-role", "worker", "worker")
+            (stream,) = node._connection._streams
+            stream.left = True  # as where calls to its endpoint fail
+            stream.cancel()
+            await asyncio.sleep(0.5)  # it is refused
+            (tmp_path / "word").write_text("other\n")
+            await asyncio.sleep(0.5)  # it is refused again, for another reason
+            await root("role", "grant-permission", "worker", "--prefix=true", "readwrite", "/job/")
+            last = (await node.txn(put("/job/b"))).revision
+            await follower.until(last)
+            assert follower.revisions == [start, last]
+        node._connection._token = "forgotten.1"
+        assert (await anext(aiter(node.watch("/job/", last)))).revision == last
 
 
 @pytest.mark.slow

@@ -168,14 +168,15 @@ def test_a_password_comes_from_a_file_or_the_environment_and_belongs_to_a_user(
     (apart / "word").write_text("from file\n")
     (apart / "empty").write_text("\n")
     found = access_of(options("--etcd-user", "worker", "--etcd-password-file", "word"))
-    assert found == {"username": "worker", "password": "from file"}
+    again = {"password_file": str(apart / "word")}
+    assert found == {"username": "worker", "password": "from file", **again}
     for file, says in (("absent", "No such file"), ("empty", "is empty")):
         with pytest.raises(JobError, match=says):
             access_of(options("--etcd-user", "worker", "--etcd-password-file", file))
     (apart / "taskgraph.toml").write_text('etcd_user = "other"\netcd_password_file = "word"\n')
-    assert access_of(options()) == {"username": "other", "password": "from file"}
+    assert access_of(options()) == {"username": "other", "password": "from file", **again}
     monkeypatch.setenv("TASKGRAPH_ETCD_PASSWORD", "from environment")
-    assert access_of(options())["password"] == "from environment"
+    assert access_of(options()) == {"username": "other", "password": "from environment"}
     (apart / "taskgraph.toml").unlink()
     with pytest.raises(JobError, match="Give --etcd-user"):
         access_of(options())

@@ -269,8 +269,7 @@ class Connection:
             return
         async with self._login:
             if self._token is None:
-                request = v3.AuthenticateRequest(name=self.options.username, password=self.options.password or "")
-                answer = await self._once(endpoint, AUTHENTICATE, request, min(left, self._connect_s()))
+                answer = await self._once(endpoint, AUTHENTICATE, self.options.login(), min(left, self._connect_s()))
                 self._token = answer.token
 
     def _connect_s(self) -> float:

@@ -69,6 +69,7 @@ class EtcdCoordinator:
         key: str | Path | None = None,
         username: str | None = None,
         password: str | None = None,
+        password_file: str | Path | None = None,
     ) -> EtcdCoordinator:
         """Connects and makes sure, by a linearizable read, that a cluster with a leader answers.
 
@@ -80,6 +81,7 @@ class EtcdCoordinator:
             key: PEM file of its key.
             username: user, where etcd has authentication enabled.
             password: the user's password.
+            password_file: its first line is the password, where it is changed later on.
 
         Raises:
             Unavailable: nothing usable answers there. The message says what was tried and how to start one.
@@ -93,6 +95,7 @@ class EtcdCoordinator:
             key=key,
             username=username,
             password=password,
+            password_file=password_file,
         )
         connection = Connection(options)
         limit_s = min(timeout_s, _FIRST_CONTACT_S)
@@ -141,7 +144,8 @@ class EtcdCoordinator:
             Unavailable: nothing was done.
             OutcomeUnknown: it may or may not have been executed.
             LeaseGone: a put names a lease that does not exist; nothing was done.
-            CoordinationError: etcd refuses it (too large, a key written twice, no permission).
+            AccessRefused: no permission, another password; nothing was done.
+            CoordinationError: etcd refuses it otherwise (too large, a key written twice).
         """
         answer = await self._connection.call(
             TXN, convert.txn_request(txn), what=_Described(txn), again=not convert.writes(txn)

@@ -12,13 +12,13 @@ import enum
 
 import grpc
 
-from taskgraph.coordination.api import TooLarge
+from taskgraph.coordination.api import AccessRefused, TooLarge
 from taskgraph.errors import CoordinationError, LeaseGone
 
 __all__ = ["PermissionRefused", "Verdict", "judge", "refusal", "space_used_up", "way_out"]
 
 
-class PermissionRefused(CoordinationError):
+class PermissionRefused(AccessRefused):
     """etcd's user may not do this."""
 
 
@@ -43,6 +43,12 @@ _NOT_EXECUTED = (
     "raft proposal dropped",
 )
 _LOGIN = ("etcdserver: invalid auth token", "etcdserver: revision of auth store is old")
+_NOT_LET_IN = (
+    "etcdserver: authentication failed",
+    "etcdserver: authentication is not enabled",
+    "etcdserver: user name is empty",
+)
+"""Of a call: etcd looks at that, and at permissions when it applies a request, before it changes anything."""
 _LARGER = "grpc: received message larger than max"
 """gRPC's limit at the server, before anything is decoded; it is a little above etcd's own."""
 _TOO_LARGE = "etcdserver: request is too large"
@@ -96,5 +102,9 @@ def refusal(what: str, code: grpc.StatusCode, details: str) -> CoordinationError
         return LeaseGone(f"{what}: the lease does not exist any more; take a new one")
     if details.startswith((_LARGER, _TOO_LARGE)):
         return TooLarge(f"etcd refused {what}: {details}")
-    kind = PermissionRefused if code is grpc.StatusCode.PERMISSION_DENIED else CoordinationError
+    kind: type[CoordinationError] = CoordinationError
+    if code is grpc.StatusCode.PERMISSION_DENIED:
+        kind = PermissionRefused
+    elif details.startswith(_NOT_LET_IN):
+        kind = AccessRefused
     return kind(f"etcd refused {what}: {details or code.name}")

@@ -255,8 +255,7 @@ class _Stream:
         authenticate = self._channel.unary_unary(
             AUTHENTICATE.path, AUTHENTICATE.request.SerializeToString, AUTHENTICATE.response.FromString
         )
-        request = v3.AuthenticateRequest(name=self._options.username, password=self._options.password or "")
-        return (("token", authenticate(request, timeout=_LOGIN_S).token),)
+        return (("token", authenticate(self._options.login(), timeout=_LOGIN_S).token),)
 
 
 def _details(error: grpc.RpcError) -> str:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import grpc
 import grpc.aio
 
+from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.errors import CoordinationError, TransportError
 from taskgraph.tls import load_files
 
@@ -75,6 +76,7 @@ class EtcdOptions:
         key: PEM file of its private key, or None.
         username: user, where etcd has authentication enabled.
         password: the user's password.
+        password_file: its first line is the password where it was changed; None: it does not change.
     """
 
     endpoints: tuple[Endpoint, ...]
@@ -84,6 +86,7 @@ class EtcdOptions:
     key: Path | None = None
     username: str | None = None
     password: str | None = field(default=None, repr=False)
+    password_file: Path | None = None
 
     @staticmethod
     def make(
@@ -95,6 +98,7 @@ class EtcdOptions:
         key: str | Path | None = None,
         username: str | None = None,
         password: str | None = None,
+        password_file: str | Path | None = None,
     ) -> EtcdOptions:
         """Checks and normalises what a user wrote.
 
@@ -110,8 +114,21 @@ class EtcdOptions:
             raise CoordinationError("a client certificate and its key belong together: give both or none")
         if (username is None) != (password is None):
             raise CoordinationError("etcd's user name and password belong together: give both or none")
-        paths = [None if path is None else Path(path) for path in (ca, cert, key)]
-        return EtcdOptions(parsed, timeout_s, paths[0], paths[1], paths[2], username, password)
+        paths = [None if path is None else Path(path) for path in (ca, cert, key, password_file)]
+        return EtcdOptions(parsed, timeout_s, paths[0], paths[1], paths[2], username, password, paths[3])
+
+    def login(self) -> v3.AuthenticateRequest:
+        """The user and the password, which may have been changed since the last time."""
+        return v3.AuthenticateRequest(name=self.username or "", password=self._password_now() or "")
+
+    def _password_now(self) -> str | None:
+        if self.password_file is None:
+            return self.password
+        with contextlib.suppress(OSError, UnicodeDecodeError):  # it is being replaced at this moment
+            lines = self.password_file.read_text().splitlines()
+            if lines and lines[0]:
+                return lines[0]
+        return self.password
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """TLS credentials. Files are read anew each time, so that renewed certificates are taken up.

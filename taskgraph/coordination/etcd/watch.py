@@ -6,6 +6,9 @@ events of a revision in one message (we ask for no fragments), so a message is d
 The revision in a message's header is *not* the last one it contains: a watch that catches up gets old events under
 the store's current revision. Only the events themselves, and progress notices, say how far we are.
 
+One that was created waits where it is refused afterwards: a permission that was taken away, or a password that changed,
+may be put right.
+
 A member may be behind what another one told, for a moment. An etcd that is behind for good has lost what it had
 acknowledged, and would stay silent until it has as many revisions again: a watch says so instead.
 """
@@ -20,7 +23,7 @@ from collections.abc import AsyncGenerator
 import grpc
 import grpc.aio
 
-from taskgraph.coordination.api import WatchBatch, WatchCompacted
+from taskgraph.coordination.api import AccessRefused, WatchBatch, WatchCompacted
 from taskgraph.coordination.etcd import convert
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.connection import Connection, Stream, pause_s
@@ -38,6 +41,7 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
     position = start_revision  # the first revision not delivered yet
     known = 0  # the last revision that etcd told us of
     failures = 0
+    refused = False
     while True:
         stream: Stream[v3.WatchResponse] | None = None
         endpoint = connection.endpoint
@@ -70,7 +74,14 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
             if verdict is Verdict.LOGIN:
                 connection.forget_token()
             elif verdict is Verdict.REFUSED:
-                raise refusal(f"watch of {prefix!r}", error.code(), reason) from error
+                final = refusal(f"watch of {prefix!r}", error.code(), reason)
+                if not known or not isinstance(final, AccessRefused):
+                    raise final from error
+        except AccessRefused as error:
+            connection.forget_token()  # of one that it forgot etcd says no more than that it may not watch
+            if not known and (refused or connection.options.username is None):
+                raise
+            refused, reason = True, str(error)
         except asyncio.InvalidStateError:  # what gRPC raises when writing to a stream that ended already
             reason = "the stream broke before the watch was created"
         except asyncio.CancelledError:

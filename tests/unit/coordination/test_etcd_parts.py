@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from taskgraph.commands.certifying import make_certs
-from taskgraph.coordination.api import TooLarge
+from taskgraph.coordination.api import AccessRefused, TooLarge
 from taskgraph.coordination.etcd.connection import pause_s
 from taskgraph.coordination.etcd.convert import range_of, writes
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
@@ -122,6 +122,15 @@ def test_a_password_is_never_shown() -> None:
     assert "secret" not in repr(EtcdOptions.make("a:1", username="root", password="secret"))
 
 
+def test_a_password_that_was_changed_is_read_anew(tmp_path: Path) -> None:
+    file = tmp_path / "word"
+    options = EtcdOptions.make("a:1", username="worker", password="word", password_file=file)
+    assert options.login().password == "word", "there is none at this moment"
+    for text, read in (("other\nno password\n", "other"), ("", "word")):
+        file.write_text(text)
+        assert (options.login().name, options.login().password) == ("worker", read)
+
+
 @pytest.mark.parametrize("prefix", ["", "/", "/a/", "/a/é", "\x7f", "/\U0010ffff"])
 def test_a_prefix_covers_what_starts_with_it(prefix: str) -> None:
     start, end = range_of(prefix, prefix=True)
@@ -168,6 +177,13 @@ def test_a_refusal_says_what_was_refused_and_why() -> None:
         (Code.INVALID_ARGUMENT, "etcdserver: request is too large"),
     ):
         assert isinstance(refusal("transaction on /a", code, said), TooLarge)
+    for code, said in (
+        (Code.PERMISSION_DENIED, "etcdserver: permission denied"),
+        (Code.INVALID_ARGUMENT, "etcdserver: authentication failed, invalid user ID or password"),
+        (Code.INVALID_ARGUMENT, "etcdserver: user name is empty"),
+        (Code.FAILED_PRECONDITION, "etcdserver: authentication is not enabled"),
+    ):
+        assert isinstance(refusal("transaction on /a", code, said), AccessRefused)
 
 
 def test_pauses_grow_and_are_bounded() -> None:

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from taskgraph.coordination.api import AccessRefused
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
 from taskgraph.node.writes import Writes
@@ -68,6 +69,23 @@ async def test_what_was_not_done_is_not_looked_for() -> None:
     assert (await coordinator.txn(put("a"))).succeeded, "of the same name, which no other has"
     assert await writing is None
     assert not coordinator.reads
+
+
+async def test_a_write_that_is_refused_waits_until_it_may() -> None:
+    """It ended the node, and with it what it had computed."""
+    coordinator = Lossy((True, OutcomeUnknown), (False, AccessRefused), (False, AccessRefused))
+    writes = Writes(coordinator)
+    revision = await writes.transact(put("a"), key="k", writer="a")
+    found = await coordinator.get("k")
+    assert found is not None and found.mod_revision == revision, "that of the write whose answer was lost"
+    coordinator.losses += [(False, AccessRefused)]
+    assert await writes.transact(Txn(success=(Put("l", b""),)), key="l", writer="") is not None
+
+
+async def test_a_first_write_that_is_refused_fails() -> None:
+    """A user that was never let in may be the wrong one."""
+    with pytest.raises(AccessRefused):
+        await Writes(Lossy((False, AccessRefused))).transact(put("a"), key="k", writer="a")
 
 
 async def test_how_long_it_is_tried_counts_from_the_first_time() -> None:
