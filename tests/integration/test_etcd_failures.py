@@ -59,7 +59,8 @@ async def test_a_killed_and_restarted_etcd_costs_a_watch_no_event_and_a_lease_no
 
 
 @pytest.mark.slow
-async def test_an_etcd_that_comes_back_without_its_data_is_told_by_a_watch(tmp_path: Path) -> None:
+async def test_an_etcd_that_comes_back_without_its_data_is_told_by_a_watch_and_a_listing(tmp_path: Path) -> None:
+    """Who only lists, as `status --watch`, saw what it had seen before, for ever."""
     port, seen = free_port(), [0]
     etcd = EmbeddedEtcd(data_dir=tmp_path / "data", port=port)
     await etcd.start()
@@ -78,6 +79,8 @@ async def test_an_etcd_that_comes_back_without_its_data_is_told_by_a_watch(tmp_p
         async with EmbeddedEtcd(data_dir=tmp_path / "other", port=port), asyncio.timeout(10):
             with pytest.raises(CoordinationError, match=f"lost what it had acknowledged: it was at revision {last}"):
                 await watching
+            with pytest.raises(CoordinationError, match=f"lost what it had acknowledged: it was at revision {last}"):
+                await node.list("/")
 
 
 @pytest.mark.slow

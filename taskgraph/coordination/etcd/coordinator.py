@@ -26,7 +26,7 @@ from taskgraph.coordination.etcd.methods import (
     TXN,
 )
 from taskgraph.coordination.etcd.options import EtcdOptions
-from taskgraph.coordination.etcd.watch import watch
+from taskgraph.coordination.etcd.watch import check_lost, watch
 from taskgraph.errors import CoordinationError, LeaseGone, Unavailable
 from taskgraph.protocol.kv import KeyValue, Txn, TxnResult
 
@@ -56,6 +56,7 @@ class EtcdCoordinator:
     def __init__(self, connection: Connection, version: str) -> None:
         self._connection = connection
         self._leases: set[EtcdLease] = set()
+        self._known = 0  # the last revision that a listing or a transaction told
         self.version = version
 
     @classmethod
@@ -132,9 +133,17 @@ class EtcdCoordinator:
         return convert.key_value(answer.kvs[0]) if answer.kvs else None
 
     async def list(self, prefix: str) -> Listing:
-        """A linearizable read of all keys under `prefix`, at one revision."""
-        request = convert.range_request(prefix, prefix=True)
+        """A linearizable read of all keys under `prefix`, at one revision.
+
+        Raises:
+            Unavailable: etcd does not answer.
+            CoordinationError: etcd refuses it; or it has lost what it had acknowledged.
+        """
+        request, known = convert.range_request(prefix, prefix=True), self._known
         answer = await self._connection.call(RANGE, request, what=f"list {prefix!r}", again=True)
+        if answer.header.revision < known:
+            await check_lost(self._connection, prefix, known)
+        self._known = max(self._known, answer.header.revision)
         return Listing(answer.header.revision, tuple(convert.key_value(kv) for kv in answer.kvs))
 
     async def txn(self, txn: Txn) -> TxnResult:
@@ -150,6 +159,7 @@ class EtcdCoordinator:
         answer = await self._connection.call(
             TXN, convert.txn_request(txn), what=_Described(txn), again=not convert.writes(txn)
         )
+        self._known = max(self._known, answer.header.revision)
         return convert.txn_result(answer)
 
     def watch(self, prefix: str, start_revision: int) -> AsyncIterator[WatchBatch]:

@@ -31,7 +31,7 @@ from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
 from taskgraph.coordination.etcd.methods import RANGE, WATCH
 from taskgraph.errors import CoordinationError, Unavailable
 
-__all__ = ["watch"]
+__all__ = ["check_lost", "watch"]
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
                             if failures:
                                 log.info("watch of %r goes on at etcd %s", prefix, endpoint.target)
                             if answer.header.revision < known:
-                                await _check_lost(connection, prefix, known)
+                                await check_lost(connection, prefix, known)
                             known = max(known, answer.header.revision)
                             continue
                         failures = 0
@@ -99,7 +99,7 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
         await asyncio.sleep(pause_s(failures))
 
 
-async def _check_lost(connection: Connection, prefix: str, known: int) -> None:
+async def check_lost(connection: Connection, prefix: str, known: int) -> None:
     """Whether all members are behind what one of them told; who reads through their leader is behind none, else.
 
     Raises:
