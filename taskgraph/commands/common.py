@@ -201,8 +201,10 @@ class Reached:
 def find_entry(options: argparse.Namespace) -> JobEntry:
     """The job that is meant: by name on this host, or at the etcd given."""
     runtime, name, etcd = Runtime(), options.job, etcd_of(options)
+    if name == "":  # a script's variable that was never set must not end the only job
+        raise JobError("the job's name is empty: give one, or leave it out where only one job runs on this host")
     if etcd is not None:
-        if not name:
+        if name is None:
             raise JobError("name the job: with --etcd it is looked for there")
         local = runtime.find(name)
         token = token_of(options) or (local.token if local is not None and local.etcd == etcd else "")
@@ -215,7 +217,7 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
             tls=access_of(options),
             node_tls=node_access_of(options) or (local.node_tls if local is not None and local.etcd == etcd else {}),
         )
-    if name:
+    if name is not None:
         found = runtime.find(name)
         if found is not None:
             return found

@@ -50,7 +50,7 @@ def launch(options: argparse.Namespace, function: JobFunction | None = None) -> 
     """N nodes on this host for a submitted job; of a driver: the whole job, like run."""
     if options.nodes < 1:
         raise JobError(f"--nodes {options.nodes}: at least 1")
-    if function is not None and not options.job:
+    if function is not None and options.job is None:
         return run(options, function)
     if options.job and _is_driver(options.job):
         options.driver = options.job

@@ -247,6 +247,18 @@ def test_a_job_of_this_host_is_found_by_name_or_as_the_only_one() -> None:
         find_entry(options("three"))
 
 
+@pytest.mark.parametrize("command", ["shutdown", "status", "events", "result", "token", "launch"])
+@pytest.mark.parametrize("etcd", [(), ("--etcd", "a:1")])
+def test_an_empty_name_is_no_job_and_not_the_only_one(
+    command: str, etcd: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`taskgraph shutdown "$JOB"` ended the only job where the variable was empty."""
+    Runtime().put(entry("one"))
+    assert cli.main([command, "", *etcd]) == cli.USAGE
+    assert "the job's name is empty" in capsys.readouterr().err
+    assert cli.main(["launch", ""], fit) == cli.USAGE
+
+
 def gone(name: str, *, embedded: bool) -> JobEntry:
     """As a launcher that was killed left it."""
     done = subprocess.Popen([sys.executable, "-c", ""])
