@@ -53,7 +53,10 @@ class _Handler(logging.Handler):
         self._show = show
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._show(self.format(record))
+        try:
+            self._show(self.format(record))
+        except Exception:  # as every handler does: a mistake in a call of a logger ends no program
+            self.handleError(record)
 
 
 class LogTails:

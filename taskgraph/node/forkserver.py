@@ -13,6 +13,7 @@ of ours that ends at once, and the launcher adopts orphans meanwhile (`taskgraph
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import select
@@ -123,4 +124,8 @@ def _become(config: NodeConfig, output: int, main: Callable[[NodeConfig], NoRetu
     for fd in (1, 2):
         os.dup2(output, fd)
     os.close(output)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Our file, and our reader: what user code may print is not for the terminal's encoding to say.
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     main(config)

@@ -109,6 +109,37 @@ async def test_what_tasks_print_is_shown_with_the_name_of_the_node(cli: Cli) -> 
     await cli.nothing_left()
 
 
+ODD = """
+import taskgraph as tg
+
+
+class Odd(tg.Task):
+    def compose(self, epoch):
+        epoch.processor(self.say)
+
+    def say(self, epoch, ins, outs):
+        print("Prüfung 処理 \\udcff")
+        self.log.info("geprüft")
+
+
+@tg.job
+def odd() -> tg.Job:
+    return tg.Job(tasks=1, epochs=1, builder=lambda task_id: Odd(), backups=0)
+"""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+async def test_a_task_prints_every_character_whatever_the_encoding_of_the_terminal(cli: Cli, encoding: str) -> None:
+    """What a node's output could not take failed the job, and with latin-1 `ü` was shown as something else."""
+    (cli.cwd / "odd.py").write_text(ODD, encoding="utf-8")
+    command = await cli.start("run", "odd.py", "--nodes", "1", "--logs", PYTHONIOENCODING=encoding)
+    _, err = await command.process.communicate()
+    assert command.process.returncode == 0
+    said = err.decode(encoding)
+    for text in ("n1 | Prüfung 処理 \\udcff\n", "INFO geprüft\n"):
+        assert text.encode(encoding, "backslashreplace").decode(encoding) in said
+
+
 STANDS = """
 import time
 

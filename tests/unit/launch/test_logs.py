@@ -81,3 +81,14 @@ async def test_what_tasks_of_this_process_tell_their_loggers_is_passed_on_unless
             await asyncio.sleep(0)
             assert logger.isEnabledFor(logging.INFO)
         assert shown == expected and not logger.isEnabledFor(logging.INFO)
+
+
+async def test_a_mistake_in_a_call_of_a_logger_is_told_and_fails_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It failed the job, with `--nodes 0 --logs` only."""
+    shown: list[str] = []
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    with passing_on(shown.append):
+        logging.getLogger("taskgraph.task.3").info("loss %d", "small")
+    assert shown == [] and "Message: 'loss %d'" in capsys.readouterr().err
