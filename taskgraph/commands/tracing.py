@@ -71,11 +71,18 @@ async def _trace(options: argparse.Namespace, path: Path) -> int:
                 Path(folder),
                 epochs=options.epochs,
                 every=options.every,
+                total=reached.spec.epochs,
                 say=_say,
             )
             interrupted = await _run(tracer, keeper)
             state = keeper.view.status.record if keeper.view.status is not None else None
-        about = _write(path, reached, tracer, began_ns)
+        try:
+            about = _write(path, reached, tracer, began_ns)
+        except _NothingTraced as error:
+            if not interrupted:
+                raise
+            _say(str(error))
+            return _INTERRUPTED
     for line in about["missing"]:
         _say(f"missing: {line}")
     if state is not None and state.state == State.FAILED:
@@ -134,9 +141,9 @@ def _write(path: Path, reached: Reached, tracer: Tracer, began_ns: int) -> dict[
                 nodes.append(about)
             last = min(out.ended, tracer.until - 1)
             if last < tracer.first:
-                raise JobError(
+                raise _NothingTraced(
                     f"not one epoch from {tracer.first} on was traced from its beginning to its commit: "
-                    f"{'; '.join(_missing(tracer, last)) or 'the job ended, or was interrupted, before'}"
+                    f"{'; '.join(_missing(tracer, last))}"
                 )
             found = {
                 "job": reached.name,
@@ -150,6 +157,10 @@ def _write(path: Path, reached: Reached, tracer: Tracer, began_ns: int) -> dict[
     except OSError as error:
         raise JobError(f"--output {path}: it cannot be written: {error.strerror or error}") from error
     return found
+
+
+class _NothingTraced(JobError):
+    """Not one whole epoch: there is no file."""
 
 
 def _is_output(path: Path) -> bool:
@@ -193,8 +204,13 @@ def _missing(tracer: Tracer, last: int) -> list[str]:
         for part in tracer.nodes.values()
         if part.lost
     ]
-    if last < tracer.until - 1:
-        lines.append(f"epochs {last + 1} to {tracer.until - 1}: they did not commit while the job was traced")
+    first, until = max(last + 1, tracer.first), tracer.until
+    # Whom tracing ends early told of their last epochs one a little earlier than the other.
+    committed = first if tracer.ended_early else max(first, min(tracer.epoch, until))
+    if first < committed:
+        lines.append(f"epochs {first} to {committed - 1}: who told their commits was not traced, or is gone")
+    if committed < until:
+        lines.append(f"epochs {committed} to {until - 1}: they did not commit while the job was traced")
     return lines
 
 

@@ -7,6 +7,7 @@ is spooled to a file as it came, and read when tracing is over.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import struct
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from taskgraph.coordination.viewkeeper import ViewKeeper
-from taskgraph.errors import JobError, PeerLost, TaskGraphError
+from taskgraph.errors import JobError, PeerLost, TaskGraphError, Unavailable
 from taskgraph.launch.follow import client_of
 from taskgraph.observe._proto import control_pb2 as pb
 from taskgraph.observe.clocks import ClockReading
@@ -50,30 +51,33 @@ class NodeTrace:
     """One node's part of a trace.
 
     Attributes:
-        spool: what it told, chunk after chunk.
+        spools: what it told, chunk after chunk: one for each time it was followed.
         readings: of its clock: the best of several at the beginning, and of several at the end.
         epoch: the one it was at when it was heard last; -1: none.
         untraced: the latest that its tasks had begun before it told anything; -1: none.
         lost: spans it left out, since it made more than it may keep.
         missing: what else is not here, and why; "": nothing.
+        away: it was given up since its key was gone; it is followed again when that is back.
     """
 
     node: str
     record: NodeRecord
-    spool: Path
+    spools: list[Path] = field(default_factory=list)
     readings: list[ClockReading] = field(default_factory=list)
     epoch: int = -1
     untraced: int = -1
     lost: int = 0
     missing: str = ""
+    away: bool = False
 
     def spans(self) -> Iterator[Span]:
         """In the order they ended. Raises DecodeError."""
-        unpacker = Unpacker()
-        with self.spool.open("rb") as file:
-            while head := file.read(_LENGTH.size):
-                (size,) = _LENGTH.unpack(head)
-                yield from unpacker.unpack(pb.TraceChunk.FromString(file.read(size)))
+        for spool in self.spools:
+            unpacker = Unpacker()
+            with spool.open("rb") as file:
+                while head := file.read(_LENGTH.size):
+                    (size,) = _LENGTH.unpack(head)
+                    yield from unpacker.unpack(pb.TraceChunk.FromString(file.read(size)))
 
 
 class Tracer:
@@ -85,6 +89,7 @@ class Tracer:
         epochs: how many.
         every: trace one epoch of so many; 0: all, where the job takes less than 3 % longer for it or the trace is
             over within a second, else as many as come to that.
+        total: how many the job has; None: it is not known.
         say: told which epochs are traced, and every few seconds what is waited for.
 
     Attributes:
@@ -103,6 +108,7 @@ class Tracer:
         *,
         epochs: int,
         every: int,
+        total: int | None = None,
         say: Callable[[str], None],
     ) -> None:
         self.nodes: dict[str, NodeTrace] = {}
@@ -114,7 +120,9 @@ class Tracer:
         self._folder = folder
         self._epochs = epochs
         self.every = every
+        self._total = total
         self._say = say
+        self._spooled = 0
         self._follows: dict[str, asyncio.Task[None]] = {}
         self._heard: dict[str, asyncio.Event] = {}
         self._window = asyncio.Event()
@@ -134,9 +142,15 @@ class Tracer:
         async with asyncio.TaskGroup() as group:
 
             def look() -> None:
+                if self._enough.is_set():
+                    return
                 for node, record in view.live_nodes(self._run).items():
-                    if node not in self.nodes and not self._enough.is_set():
-                        self._follows[node] = group.create_task(self._follow(self._found(node, record)))
+                    trace = self.nodes.get(node)
+                    if trace is None:
+                        trace = self._found(node, record)
+                    elif not trace.away or not self._follows[node].done():
+                        continue
+                    self._follows[node] = group.create_task(self._follow(trace))
 
             stop = self._keeper.on_change(look, structure=True)
             saying = group.create_task(self._tell())
@@ -152,6 +166,12 @@ class Tracer:
     def enough(self) -> None:
         """Ends early: nodes tell what they have, and that is all."""
         self._enough.set()
+        self._keeper.notify_later()  # who waits for nodes to come back
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether `enough` was said."""
+        return self._enough.is_set()
 
     @property
     def epoch(self) -> int:
@@ -160,9 +180,7 @@ class Tracer:
         return max(*told, self._keeper.view.stamp.epoch if self._keeper.view.stamp is not None else -1, -1)
 
     def _found(self, node: str, record: NodeRecord) -> NodeTrace:
-        spool = self._folder / f"{len(self.nodes)}.spool"
-        spool.touch()
-        self.nodes[node] = trace = NodeTrace(node, record, spool)
+        self.nodes[node] = trace = NodeTrace(node, record)
         self._heard[node] = asyncio.Event()
         if self.first >= 0:
             trace.missing = f"it joined at epoch {self.epoch}: what it did before"
@@ -206,8 +224,15 @@ class Tracer:
             why = "; ".join(trace.missing for trace in self.nodes.values()) or "it has none at the moment"
             raise JobError(f"none of the job's nodes can be traced: {why}")
         after, every = max(trace.untraced for trace in told) + 1, self.every
-        self.first = -(-after // every) * every
-        self.until = self.first + (self._epochs - 1) * every + 1
+        first = -(-after // every) * every
+        until = first + (self._epochs - 1) * every + 1
+        if self._total is not None:
+            if first >= self._total:
+                which = f" that {every} divides" if after < self._total else ""
+                what = f"every one of the job's {self._total}{which} has begun already on some node"
+                raise JobError(f"no epoch is left to be traced: {what}")
+            until = min(until, self._total)
+        self.first, self.until = first, until
         self._say(f"tracing {self.window} on {len(told)} nodes")
         self._window.set()
 
@@ -222,15 +247,19 @@ class Tracer:
 
     async def _follow(self, trace: NodeTrace) -> None:
         """Everything about one node; what goes wrong is named in its part."""
+        was_away = trace.away
         try:
             async with client_of(trace.record, self._token, self._tls) as client:
                 await _read_clock(client, trace)
                 async with client.trace(self.every) as call:
                     await self._gather(call, trace)
-                await _read_clock(client, trace)
+                with contextlib.suppress(TaskGraphError):  # it told all: at the end of a job it is gone at once
+                    await _read_clock(client, trace)
         except TaskGraphError as error:
             if trace.epoch >= self.until > 0:
-                return  # only its clock was not read again
+                return  # it told all that was asked for
+            if was_away and trace.away:
+                return  # it is named as that already
             after = f"what it did from epoch {trace.epoch} on" if trace.epoch >= 0 else "all it did"
             trace.missing = f"{trace.missing}; and {after}: {error}" if trace.missing else f"{after}: {error}"
         finally:
@@ -249,19 +278,32 @@ class Tracer:
 
     async def _take(self, call: TraceCall, trace: NodeTrace) -> None:
         """Spools what the node tells, until it says that this was all."""
-        with trace.spool.open("wb") as file:
+        trace.spools.append(self._folder / f"{self._spooled}.spool")
+        self._spooled += 1
+        with trace.spools[-1].open("wb") as file:
+            begun = False
             while (chunk := await call.next()) is not None:
-                if not self._heard[trace.node].is_set():
-                    trace.untraced = chunk.epoch
+                if not begun:
+                    begun, trace.untraced = True, chunk.epoch
+                    if trace.away:
+                        trace.away = False
+                        trace.missing += f"; it came back at epoch {chunk.epoch}"
                 trace.epoch = chunk.epoch
                 trace.lost += chunk.lost
                 _spool(file, chunk)
                 self._heard[trace.node].set()
                 if chunk.over:
-                    if trace.epoch < self.until and self._keeper.view.running and not self._enough.is_set():
+                    if trace.epoch < self.until and not self._enough.is_set() and await self._runs():
                         trace.missing = f"it left at epoch {trace.epoch}: what others did for it since"
                     return
         raise PeerLost(f"node {trace.record.name} ended without a last word")
+
+    async def _runs(self) -> bool:
+        """Whether the job still runs: a node that ended with it may have heard of that before we did."""
+        if self._keeper.view.running:
+            with contextlib.suppress(Unavailable):
+                await self._keeper.load()
+        return self._keeper.view.running
 
     async def _steer(self, call: TraceCall) -> None:
         await self._window.wait()
@@ -270,9 +312,21 @@ class Tracer:
         await call.enough()
 
     async def _gone(self, trace: NodeTrace) -> None:
-        """Raises where the node is gone by the view, which a frozen process does not tell."""
-        await self._keeper.wait_until(lambda view: trace.node not in view.live_nodes(self._run), structure=True)
-        await asyncio.sleep(_LEFT_S)
+        """Raises where the node is gone by the view, which a frozen process does not tell.
+
+        Where all of them are, it was etcd that stood still: they come back, or the job ends.
+        """
+
+        def gone(view: JobView) -> bool:
+            live = view.live_nodes(self._run)
+            return trace.node not in live and (bool(live) or not view.running or self._enough.is_set())
+
+        while True:
+            await self._keeper.wait_until(gone, structure=True)
+            await asyncio.sleep(_LEFT_S)
+            if gone(self._keeper.view):
+                break
+        trace.away = True
         raise PeerLost(f"the lease of node {trace.record.name} ended")
 
 

@@ -174,8 +174,31 @@ async def test_of_a_fast_job_a_long_trace_has_whole_epochs_some_apart(cli: Cli) 
     assert trace.epochs("commit") - epochs, "all of them are there: they commit what was traced"
 
 
+async def test_a_trace_to_the_end_of_a_job_lacks_nothing(cli: Cli) -> None:
+    """It waited for epochs that cannot exist, and called every node missing from the last one on."""
+    run = await cli.paused("--nodes", "3", *IN_STEP)
+    tracing = await cli.start("trace", "sums", "-o", "t.json")
+    await tracing.until("tracing epochs 3 to 5 on 3 nodes")
+    cli.open()
+    done = await tracing.done()
+    assert (done.code, "missing" in done.err) == (0, False), done.err
+    trace = Trace(cli.cwd / "t.json")
+    assert (trace.about["first_epoch"], trace.about["last_epoch"], trace.about["missing"]) == (3, 5, [])
+    assert trace.epochs("commit") == {3, 4, 5}
+    assert (await run.done()).code == 0
+
+
+async def test_in_its_last_epoch_there_is_none_left_to_be_traced(cli: Cli) -> None:
+    run = await cli.paused("--nodes", "2", "-o", "epochs=3", *IN_STEP)
+    done = await cli("trace", "sums", "-o", "t.json")
+    assert (done.code, list(cli.cwd.iterdir())) == (2, [])
+    assert "no epoch is left to be traced: every one of the job's 3 has begun already" in done.err
+    cli.open()
+    assert (await run.done()).code == 0
+
+
 async def test_a_job_that_fails_meanwhile_leaves_what_was_seen(cli: Cli) -> None:
-    run = await cli.paused("--nodes", "2", "-o", "fail_at=4", *IN_STEP)
+    run = await cli.paused("--nodes", "2", "-o", "epochs=30", "-o", "fail_at=4", *IN_STEP)
     tracing = await cli.start("trace", "sums", "--epochs", "20", "-o", "t.json")
     await tracing.until("tracing epochs 3 to 22 on 2 nodes")
     cli.open()
@@ -191,7 +214,7 @@ async def test_a_job_that_fails_meanwhile_leaves_what_was_seen(cli: Cli) -> None
 
 
 async def test_an_interrupted_trace_leaves_no_half_a_file(cli: Cli) -> None:
-    run = await cli.paused("--nodes", "2", *IN_STEP)
+    run = await cli.paused("--nodes", "2", "-o", "epochs=30", *IN_STEP)
     (cli.cwd / "t.json").write_text("of yesterday")
     tracing = await cli.start("trace", "sums", "-o", "t.json")
     await tracing.until("tracing epochs 3 to 22")
@@ -200,7 +223,8 @@ async def test_an_interrupted_trace_leaves_no_half_a_file(cli: Cli) -> None:
     await tracing.until("the job is at epoch 2; waiting for n1, n2")
     tracing.interrupt()
     done = await tracing.done()
-    assert done.code == 2 and "not one epoch from 3 on was traced" in done.err
+    assert done.code == 130 and "not one epoch from 3 on was traced" in done.err
+    assert "epochs 3 to 22: they did not commit while the job was traced" in done.err
     assert [path.name for path in cli.cwd.iterdir()] == ["t.json"]
     assert (cli.cwd / "t.json").read_text() == "of yesterday"
     cli.open()

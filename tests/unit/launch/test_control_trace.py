@@ -8,52 +8,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from traced_kit import LIMIT_S, TOKEN, Service, TracedNode
 
 from taskgraph.errors import PeerGone, TaskGraphError
 from taskgraph.node.control import ControlServer
 from taskgraph.node.tracing import traced
 from taskgraph.observe._proto import control_pb2 as pb
-from taskgraph.observe.control_client import ControlClient, TraceCall, control_address
+from taskgraph.observe.control_client import ControlClient, TraceCall
 from taskgraph.observe.events import EventLog
-from taskgraph.observe.trace import Span, Tracing, clock
+from taskgraph.observe.trace import Span, clock
 from taskgraph.observe.trace_chunks import Unpacker
 from taskgraph.protocol.messages import Stamp
 from taskgraph.transport.endpoints import host_key
-
-TOKEN = bytes(range(32))
-LIMIT_S = 20.0
-
-
-class Node:
-    """What tracing asks a node for."""
-
-    def __init__(self) -> None:
-        self.tracing = Tracing(room=5_000)
-        self.epoch = self.latest = 7
-        self._moved = asyncio.Event()
-
-    async def epoch_read(self, epoch: int) -> None:
-        while self.epoch < epoch:
-            self._moved.clear()
-            await self._moved.wait()
-
-    def move(self, epoch: int) -> None:
-        self.epoch = epoch
-        self._moved.set()
-
-
-class Service:
-    def __init__(self, control: str, server: ControlServer) -> None:
-        self.node, self.server, self.events, self._control = Node(), server, server._events, control
-        server.attach(self.node)  # type: ignore[arg-type]
-
-    def client(self, token: bytes = TOKEN) -> ControlClient:
-        return ControlClient(control_address(self._control, host_key()), token)
-
-    async def off(self) -> None:
-        async with asyncio.timeout(LIMIT_S):
-            while self.node.tracing.on:  # noqa: ASYNC110 (no event tells)
-                await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -118,7 +84,7 @@ async def test_the_first_request_says_which_epochs(service: Service) -> None:
 
 
 async def test_nothing_begins_before_it_is_asked_for() -> None:
-    node, ending = Node(), asyncio.Event()
+    node, ending = TracedNode(), asyncio.Event()
     asked: asyncio.Queue[pb.TraceRequest] = asyncio.Queue()
 
     async def requests() -> AsyncIterator[pb.TraceRequest]:
