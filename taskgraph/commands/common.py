@@ -31,6 +31,7 @@ __all__ = [
     "access_words",
     "add_etcd_options",
     "add_listen_options",
+    "check_launcher",
     "ended_text",
     "ending_signals",
     "etcd_of",
@@ -236,6 +237,13 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
     if not jobs:
         raise UnknownJob(f"{_none_text(runtime)}; for one elsewhere give its name and --etcd")
     raise JobError(f"several jobs run on this host: name one of {', '.join(e.name for e in jobs)}")
+
+
+def check_launcher(entry: JobEntry) -> None:
+    """Raises UnknownJob where a job ended with its launcher, which was killed: its embedded etcd tells nothing more."""
+    runtime = Runtime()
+    if entry.embedded and (killed := runtime.killed(entry.name)) is not None:
+        raise UnknownJob(_killed_text(runtime, killed))
 
 
 def _none_text(runtime: Runtime) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import uvloop
 
-from taskgraph.commands.common import Reached, etcd_of, reach
+from taskgraph.commands.common import Reached, check_launcher, etcd_of, reach
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import CoordinationError, JobError, UnknownJob
 from taskgraph.launch.collect import job_failed, not_kept, why_not_kept
@@ -83,7 +83,12 @@ async def _status(options: argparse.Namespace) -> int:
 
 
 def _ended_here(entry: JobEntry) -> dict[str, Any] | None:
-    """What was kept of a job whose launcher, and with it its embedded etcd, ended while we looked."""
+    """What was kept of a job whose launcher, and with it its embedded etcd, ended while we looked.
+
+    Raises:
+        UnknownJob: its launcher was killed, and nothing is known of its end.
+    """
+    check_launcher(entry)
     runtime = Runtime()
     return runtime.finished(entry.name) if entry.embedded and runtime.find(entry.name) is None else None
 
@@ -134,6 +139,7 @@ async def _events(options: argparse.Namespace) -> int:
             for task in (following, gone, ended):
                 task.cancel()
             await asyncio.gather(following, gone, ended, return_exceptions=True)
+    check_launcher(reached.entry)
     for raw in (Runtime().finished(reached.name) or {"events": []})["events"]:
         if (event := Event(**raw)) not in printed:
             print_event(event, as_json=options.json)

@@ -66,6 +66,19 @@ async def test_status_says_who_does_what_and_since_when(cli: Cli) -> None:
     assert done.code == 0 and json.loads(done.out.splitlines()[-1])["kind"] == "finished"
 
 
+async def test_who_watches_a_job_is_told_that_its_launcher_was_killed(cli: Cli) -> None:
+    """`events --follow` ended well without a word, and `status --watch` with an error of etcd's, after ten seconds."""
+    run = await cli.paused("--nodes", "2")
+    watching = await cli.start("status", "sums", "--watch", "--json")
+    follow = await cli.start("events", "--follow", "--json")
+    await follow.until("began", out=True)
+    await watching.until('"running"', out=True)
+    run.process.kill()
+    for command in (watching, follow):
+        done = await command.done()
+        assert done.code == 3 and f"its launcher (process {run.process.pid}) was killed" in done.err, done.err
+
+
 async def test_kill_of_the_roots_primary_changes_no_number(cli: Cli) -> None:
     run = await cli.paused("--nodes", "3", "--json")
     before = (await status(cli))["tasks"][0]
