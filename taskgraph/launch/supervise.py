@@ -239,10 +239,9 @@ class Supervisor:
         )
 
     async def _timed_out(self, timeout_s: float) -> JobTimeout:
-        waits = await self._waits()
-        await self._try_to_end(f"it did not end within {timeout_s:g} s", State.CANCELLED)
-        text = f"job {self._spec.name!r} did not end within {timeout_s:g} s; {waits}"
-        return self._noted(JobTimeout(text, job=self._spec.name))
+        what = f"did not end within {timeout_s:g} s; {await self._waits()}"
+        await self._try_to_end(f"it {what}", State.FAILED)
+        return self._noted(JobTimeout(f"job {self._spec.name!r} {what}", job=self._spec.name))
 
     async def _waits(self) -> str:
         view = self._follower.view

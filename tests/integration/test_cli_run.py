@@ -299,6 +299,11 @@ async def test_a_job_that_does_not_end_in_time(cli: Cli) -> None:
     assert done.code == 1
     assert "did not end within 4 s" in done.err and "record" in done.err, "it names what runs"
     await cli.nothing_left()
+    kept = json.loads((await cli("status", "sums", "--json")).out)
+    assert (kept["state"], kept["reason"].partition("; ")[0]) == ("failed", "it did not end within 4 s")
+    assert "record" in kept["reason"]
+    done = await cli("result", "sums")
+    assert done.code == 1 and "job failed: it did not end within 4 s" in done.err
 
 
 async def test_ctrl_c_ends_the_job_and_leaves_nothing(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:

@@ -91,6 +91,9 @@ def test_a_timeout_names_what_was_waited_for() -> None:
     with pytest.raises(tg.JobTimeout, match=r"did not end within 4 s; it waits: .*record") as caught:
         tg.run(sums(pause_at=1, gate="/nowhere"), nodes=1, timeout_s=4)
     assert caught.value.job == "sums"
+    with pytest.raises(tg.JobFailed, match=r"did not end within 4 s; it waits: .*record") as kept:
+        tg.result("sums")
+    assert not isinstance(kept.value, tg.JobCancelled), "nobody ended it"
 
 
 def test_a_job_that_ended_in_time_does_not_time_out_for_the_copy_that_is_kept_of_it(
