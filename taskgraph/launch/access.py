@@ -21,8 +21,19 @@ __all__ = ["advice", "configured", "etcd_access", "insecure_listen", "node_acces
 _FILES = {"ca": "etcd_ca", "cert": "etcd_cert", "key": "etcd_key"}
 _OLD_NAMES = {"etcd_ca": "cacert", "etcd_cert": "cert", "etcd_key": "key"}
 _NODE_FILES = {"ca": ("tls_ca", CA), "cert": ("tls_cert", CERT), "key": ("tls_key", KEY)}
-_YES = ("1", "true", "yes", "on")
+_YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _TOML = "taskgraph.toml"
+_TEXTS = (
+    "etcd",
+    *_FILES.values(),
+    "etcd_user",
+    "etcd_password_file",
+    "token_file",
+    "tls",
+    *(name for name, _ in _NODE_FILES.values()),
+)
+_FLAGS = ("insecure_listen",)
+"""What the file may say; `etcd` may be a list of texts, too."""
 
 
 def configured(name: str) -> str | None:
@@ -34,10 +45,33 @@ def configured(name: str) -> str | None:
     if not path.is_file():
         return None
     try:
-        found = tomllib.loads(path.read_bytes().decode()).get(name)
+        found = tomllib.loads(path.read_bytes().decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise JobError(f"{path.resolve()} cannot be read: {error}") from error
-    return ",".join(found) if isinstance(found, list) else None if found is None else str(found)
+    for key, value in found.items():
+        if wrong := _wrong(key, value):
+            raise JobError(f"{path.resolve()}: {wrong}")
+    value = found.get(name)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(value) if isinstance(value, list) else value
+
+
+def _wrong(key: str, value: object) -> str:
+    """What is wrong with a line of the file; "": nothing. A word that nobody reads would be taken for granted."""
+    if key not in (*_TEXTS, *_FLAGS, *_OLD_NAMES.values()):
+        table = ", outside of any table" if isinstance(value, dict) else ""
+        return f"nothing here is called {key!r}; it may say {', '.join((*_TEXTS, *_FLAGS))}{table}"
+    if key in _FLAGS:
+        return "" if isinstance(value, bool) or _is_text(value) else f"{key} = {value!r}: must be true or false"
+    if key == "etcd":
+        fits = _is_text(value) or (isinstance(value, list) and value and all(map(_is_text, value)))
+        return "" if fits else f'{key} = {value!r}: must be "HOST:PORT,...", or a list of such texts'
+    return "" if _is_text(value) else f"{key} = {value!r}: must be a text, and not empty"
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
 
 
 def etcd_access(given: Mapping[str, str | None] | None = None) -> dict[str, str]:
@@ -104,8 +138,17 @@ def node_access(given: Mapping[str, str | None] | None = None) -> dict[str, str]
 
 
 def insecure_listen(given: bool | None = None) -> bool:
-    """Whether nodes may listen beyond loopback without TLS."""
-    return bool(given) or (configured("insecure_listen") or "").lower() in _YES
+    """Whether nodes may listen beyond loopback without TLS.
+
+    Raises:
+        JobError: what is configured is neither yes nor no.
+    """
+    if given:
+        return True
+    said = configured("insecure_listen") or "no"
+    if said.lower() not in (*_YES, *_NO):
+        raise JobError(f"insecure_listen is {said!r}, in the environment or in {_TOML}: must be true or false")
+    return said.lower() in _YES
 
 
 def _password(path: str | None) -> tuple[str | None, Path | None]:

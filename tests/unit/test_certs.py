@@ -139,6 +139,11 @@ def test_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert insecure_listen()
     monkeypatch.setenv("TASKGRAPH_INSECURE_LISTEN", "no")
     assert not insecure_listen()
+    for said in ("maybe", "2"):
+        monkeypatch.setenv("TASKGRAPH_INSECURE_LISTEN", said)
+        assert insecure_listen(True)
+        with pytest.raises(JobError, match=f"insecure_listen is '{said}'.*: must be true or false"):
+            insecure_listen()
 
 
 @pytest.mark.parametrize("command", [["run", "d.py"], ["launch", "d.py"], ["node", "--job", "j", "--etcd", "h:1"]])

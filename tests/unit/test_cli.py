@@ -188,6 +188,29 @@ def test_a_file_that_is_no_toml_is_named(apart: Path) -> None:
         etcd_of(options())
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('etcd = ["a:1", 2]', "etcd = ['a:1', 2]: must be \"HOST:PORT,...\", or a list of such texts"),
+        ("etcd = 5", "etcd = 5: must be"),
+        ("etcd = []", "etcd = []: must be"),
+        ('etcd = ""', "etcd = '': must be"),
+        ("tls_ca = true", "tls_ca = True: must be a text"),
+        ("insecure_listen = 2", "insecure_listen = 2: must be true or false"),
+        ('etc = "a:1"', "nothing here is called 'etc'; it may say etcd, etcd_ca, etcd_cert, etcd_key, etcd_user, "),
+        ('[taskgraph]\netcd = "a:1"', "insecure_listen, outside of any table"),
+    ],
+)
+def test_a_file_with_something_wrong_is_not_passed_over(
+    line: str, says: str, apart: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wrong type ended in a traceback, or in an error of somebody else's server; a wrong key was not noticed."""
+    (apart / "taskgraph.toml").write_text(line)
+    assert cli.main(["status", "fit"]) == cli.USAGE
+    told = capsys.readouterr().err
+    assert f"{apart / 'taskgraph.toml'}: " in told and says in told
+
+
 def test_a_file_that_is_no_text_is_named_and_one_that_is_may_have_any_characters(
     monkeypatch: pytest.MonkeyPatch, apart: Path
 ) -> None:
