@@ -40,6 +40,7 @@ from taskgraph.launch.threads_env import thread_env
 from taskgraph.node.config import NodeConfig
 from taskgraph.observe.progress import Progress
 from taskgraph.protocol.records import State
+from taskgraph.signals import Orders
 
 __all__ = ["launch", "node"]
 
@@ -154,12 +155,15 @@ async def _launch(options: argparse.Namespace) -> int:
 
 def _on_signals(work: asyncio.Future[Any], leave: asyncio.Event, follower: Follower, within_s: float) -> None:
     """The first Ctrl-C (SIGTERM, SIGHUP) has the nodes of a job that goes on leave, the second ends them at once."""
+    orders = Orders()
 
     def handle(number: int) -> None:
         if number == signal.SIGHUP:
             hung_up()
             if leave.is_set():  # whoever closes a terminal after Ctrl-C is in no hurry
                 return
+        if not orders.is_new(number):
+            return
         if leave.is_set() or not follower.view.running:
             work.cancel()
             return

@@ -44,6 +44,7 @@ from taskgraph.options import fields_of, parse
 from taskgraph.protocol.records import State
 from taskgraph.results import JobResult
 from taskgraph.settings import Settings
+from taskgraph.signals import Orders
 
 __all__ = ["job_of", "print_result", "run", "submit_command"]
 
@@ -170,12 +171,15 @@ def _on_interrupt(
     """
     spared: list[int] = []
     seen: list[int] = []
+    orders = Orders()
 
     def handle(number: int) -> None:
         if number == signal.SIGHUP:
             hung_up()
             if seen or spared:  # whoever closes a terminal after Ctrl-C is in no hurry
                 return
+        if not orders.is_new(number):
+            return
         if finished() and not seen and not spared:
             spared.append(number)
             text = "the job has finished, and its results are being collected; once more to end without them"

@@ -293,12 +293,12 @@ class LocalNodes:
     async def leave(self, within_s: float) -> None:
         """Has every node hand over and leave; one that has not after `within_s` gets SIGKILL."""
         self._stopping = True
-        self._signal(signal.SIGTERM)
+        self._tell_to_leave()
         await self.wait(within_s)
         self._signal(signal.SIGKILL)
 
     async def stop(self, grace_s: float, *, tell: bool = True) -> None:
-        """Ends every node: SIGTERM, upon which it hands over and leaves; after `grace_s` SIGKILL.
+        """Ends every node: it is told to hand over and leave; after `grace_s` SIGKILL.
 
         Args:
             tell: nodes that do not leave by themselves are declared gone; False: there is no etcd any more.
@@ -306,7 +306,7 @@ class LocalNodes:
         self._stopping = True
         try:
             if grace_s > 0:
-                self._signal(signal.SIGTERM)
+                self._tell_to_leave()
                 await self.wait(grace_s)
         finally:  # whoever waits here may be cancelled, and a node that is stopped (SIGSTOP) obeys nothing else
             self._signal(signal.SIGKILL)
@@ -326,6 +326,13 @@ class LocalNodes:
     def kill_now(self) -> None:
         """SIGKILL for all, at once; for a second Ctrl-C."""
         self._signal(signal.SIGKILL)
+
+    def _tell_to_leave(self) -> None:
+        """By the pipe: a node that got a signal already, as all of our group may have, would take ours for a second."""
+        for entry in self._processes.values():
+            if entry.code is None:
+                with contextlib.suppress(OSError):  # it has ended
+                    os.write(entry.pipe, b"leave\n")
 
     def _signal(self, number: signal.Signals) -> None:
         for entry in self._processes.values():

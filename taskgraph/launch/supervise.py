@@ -44,6 +44,8 @@ _TAILS = 8
 """Nodes whose logs a failure shows: the reason is kept in etcd, too."""
 _ALL_ENDED_S = 1.0
 """When all nodes ended, they may have done so because the job did: its end is read within this time."""
+_SAME_SIGNAL_S = 0.1
+"""Processes that get the same signal act upon it within this time."""
 
 _INTERRUPTED = "interrupted"
 
@@ -364,7 +366,7 @@ async def launch_nodes(
         insecure_listen=insecure_listen,
     )
     try:
-        await nodes.start(count)
+        await _start_unless(leave, nodes, count)
         on_start(nodes)
         ended = asyncio.ensure_future(follower.ended())
         gone = asyncio.ensure_future(nodes.wait(None))
@@ -390,6 +392,22 @@ async def launch_nodes(
             await asyncio.gather(ended, gone, broken, leaving, return_exceptions=True)
     finally:
         await nodes.stop(0.0 if leave.is_set() else _NODE_END_S)
+
+
+async def _start_unless(leave: asyncio.Event, nodes: LocalNodes, count: int) -> None:
+    """Starts them. Once we are told to leave, no more: those that are there will."""
+    starting, told = asyncio.ensure_future(nodes.start(count)), asyncio.ensure_future(leave.wait())
+    try:
+        await asyncio.wait([starting, told], return_when=asyncio.FIRST_COMPLETED)
+        if starting.done() and starting.exception() is not None:
+            # Where a whole group is told to end, what nodes are forked from is, too, and may be sooner.
+            await asyncio.wait([told], timeout=_SAME_SIGNAL_S)
+        if not told.done():
+            await starting
+    finally:
+        for task in (starting, told):
+            task.cancel()
+        await asyncio.gather(starting, told, return_exceptions=True)
 
 
 async def _leave_when(told: asyncio.Event, nodes: LocalNodes, within_s: float) -> None:

@@ -4,6 +4,9 @@
 
 Exit codes: 0 the job is over, or the node drained; 1 it cannot go on; 3 etcd cannot be reached; 4 its driver is not
 the one the job was submitted with; 5 its CUDA device cannot be used any more; 130 and 143 told to end at once.
+
+Its launcher tells it to leave by the pipe that is there for all its life, not by a signal: where a whole group of
+processes gets SIGTERM, that of the launcher would be the second one here, which means something else.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, NoReturn
 
 import uvloop
@@ -47,6 +51,7 @@ from taskgraph.observe.events import EventLog, keep_events
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Get, Txn
 from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.signals import Orders
 from taskgraph.tls import Tls
 from taskgraph.transport.hello import mark
 from taskgraph.transport.stream import StreamTransport
@@ -215,7 +220,7 @@ async def _run(config: NodeConfig, coordinator: Coordinator, spec: JobSpec, job:
             own_process=True,
         )
         control.attach(node)
-        _handle_signals(config, node)
+        _obey(config, node)
         kept = job.settings.events_kept
         async with _while(keep_events(events, coordinator, spec.name, node_id=config.node_id, kept=kept)):
             gc.freeze()  # what was imported lives as long as the process: no collection needs to look at it again
@@ -249,25 +254,33 @@ def _remove_sockets(config: NodeConfig, *, launcher_gone: bool = False) -> None:
             config.folder.parent.rmdir()
 
 
-def _handle_signals(config: NodeConfig, node: Node) -> None:
-    """SIGTERM and SIGINT drain; the second one ends at once, and so does the first before there is a node."""
-    told = False
+_leave: Callable[[], object] | None = None
+"""Has the node leave that runs here, from any thread; None: there is none yet."""
+
+
+def _obey(config: NodeConfig, node: Node) -> None:
+    """SIGTERM, SIGINT and the launcher drain; a later signal ends at once."""
+    global _leave
+    orders, drained = Orders(), False
 
     def handle(number: int) -> None:
-        nonlocal told
-        if told:
+        nonlocal drained
+        if not orders.is_new(number):
+            return
+        if drained:
             _remove_sockets(config)
             _exit(128 + number)
-        told = True
+        drained = True
         node.drain(signal.Signals(number).name)
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, handle, number)
+    _leave = partial(loop.call_soon_threadsafe, node.drain, "its launcher is told to end")
 
 
 def _follow_parent(config: NodeConfig) -> None:
-    """Ends this process when its launcher is gone: nothing it started outlives it.
+    """Ends this process when its launcher is gone: nothing it started outlives it. Has it leave when it is told to.
 
     In a thread of its own, since a main loop may be stuck in user code.
     """
@@ -275,10 +288,17 @@ def _follow_parent(config: NodeConfig) -> None:
     if config.parent_fd >= 0:
         poll.register(config.parent_fd, select.POLLIN | select.POLLHUP)
     while True:
-        ended = any(not os.read(fd, 4096) for fd, _ in poll.poll(_PARENT_CHECK_S * 1000))
-        if ended or (config.parent_pid and os.getppid() != config.parent_pid):
+        told = [os.read(fd, 4096) for fd, _ in poll.poll(_PARENT_CHECK_S * 1000)]
+        if b"" in told or (config.parent_pid and os.getppid() != config.parent_pid):
             _remove_sockets(config, launcher_gone=True)
             _exit(_say("the launcher is gone", CANNOT_GO_ON))
+        if not told:
+            continue
+        if _leave is None:
+            _remove_sockets(config)
+            _exit(128 + signal.SIGTERM)
+        with contextlib.suppress(RuntimeError):  # its loop has ended
+            _leave()
 
 
 def _exit(code: int, *, meant: bool = True) -> NoReturn:
@@ -289,7 +309,8 @@ def _exit(code: int, *, meant: bool = True) -> NoReturn:
     """
     if meant:
         lastwords.mean()
-    with contextlib.suppress(OSError, ValueError):  # nobody may read what we say
+    # Nobody may read what we say; and a signal may come while it is said.
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)

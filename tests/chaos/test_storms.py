@@ -26,7 +26,7 @@ async def test_a_storm_of_sigterms_hands_over_to_whoever_comes() -> None:
         await job.until("the first ones gone", lambda view: len(view.nodes) == 3)
         await job.settled(nodes=3)
         assert not {node.pid for node in first} & {node.pid for node in job.nodes()}
-        # Told twice, a node ends at once: that is a failure like any other.
+        # Told twice at once, as by a signal to a whole group, it leaves in good order all the same.
         leader = job.primary(0)
         kill(leader, number=signal.SIGTERM)
         kill(leader, number=signal.SIGTERM)

@@ -327,10 +327,30 @@ async def test_the_second_sigterm_ends_at_once_though_a_compute_runs(embedded_et
         os.kill(rig.nodes.pids()["n1"], signal.SIGTERM)
         await rig.draining("n1")
         assert rig.nodes.alive == 1, "there is nobody to hand over to"
+        await asyncio.sleep(1.0)  # what comes sooner is the same order
         os.kill(rig.nodes.pids()["n1"], signal.SIGTERM)
         async with asyncio.timeout(2):
             assert await rig.ended.get() == ("n1", 143)
         assert await rig.gone("n1") == "exited with code 143"
+
+
+@pytest.mark.slow
+async def test_a_whole_group_that_gets_sigterm_hands_over_as_one_node_does(embedded_etcd: EmbeddedEtcd) -> None:
+    """Its launcher, which got it as well, passed it on, and that was the second: the node ended at once."""
+    async with launched(embedded_etcd, 1) as rig:
+        rig.hold(1)
+        await rig.nodes.start(1)
+        await rig.committed(0)
+        for _ in range(3):
+            os.kill(rig.nodes.pids()["n1"], signal.SIGTERM)
+        leaving = asyncio.ensure_future(rig.nodes.leave(LIMIT_S))
+        await rig.draining("n1")
+        await asyncio.sleep(0.1)
+        assert rig.nodes.alive == 1, "there is nobody to hand over to"
+        rig.release(1)
+        assert same(await rig.results(), await calm())
+        await leaving
+        assert rig.nodes.codes() == {"n1": 0}
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ async def test_a_job_whose_nodes_cannot_be_started_has_failed_and_its_driver_is_
     assert not issubclass(NotStarted, JobError), "trying again may well give something else"
 
 
-_HANDS_OVER = """trap 'sleep 0.5; exit 0' TERM; touch "$0"; while :; do sleep 0.02; done"""
+_HANDS_OVER = """touch "$0"; read told; sleep 0.5; exit 0"""
 _NEVER_LEAVES = """trap '' TERM; touch "$0"; while :; do sleep 0.02; done"""
 
 
@@ -91,10 +91,11 @@ class Scripted(LocalNodes):
     async def _spawn(self, server: Any, config: NodeConfig, log_path: Path) -> NodeProcess:
         ready = log_path.with_name("ready")
         ready.parent.mkdir(parents=True, exist_ok=True)
-        process = await asyncio.create_subprocess_exec("sh", "-c", self.script, str(ready))
+        read_end, pipe = os.pipe()
+        process = await asyncio.create_subprocess_exec("sh", "-c", self.script, str(ready), stdin=read_end)
+        os.close(read_end)
         while not ready.exists():  # noqa: ASYNC110 (another process)
             await asyncio.sleep(0.005)
-        _, pipe = os.pipe()
         return NodeProcess(process, pipe, log_path)
 
 

@@ -6,6 +6,8 @@ import dataclasses
 import gc
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,3 +109,25 @@ def test_a_node_may_have_more_files_open_than_most_processes(
     monkeypatch.setattr(resource, "setrlimit", set_limits)
     allow_more_files()
     assert limits == (after, before[1])
+
+
+_LAUNCHED = """
+import os, sys
+from taskgraph.node.config import NodeConfig
+from taskgraph.node.process import main
+sockets, pipe = sys.argv[1], int(sys.argv[2])
+main(NodeConfig(job="fit", name="n1", etcd="127.0.0.1:1", token="ab" * 32, sockets=sockets, node_id="n1-0bad",
+                parent_fd=pipe, parent_pid=os.getppid()))
+"""
+
+
+def test_a_launched_node_that_is_only_starting_leaves_at_once_when_it_is_told_to(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.write(write_end, b"leave\n")
+    words = [sys.executable, "-c", _LAUNCHED, str(tmp_path / "s"), str(read_end)]
+    try:
+        done = subprocess.run(words, pass_fds=(read_end,), capture_output=True, text=True, timeout=60)
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+    assert done.returncode == 143, done.stderr

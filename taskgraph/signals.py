@@ -1,0 +1,30 @@
+"""Signals that tell this process to end."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+__all__ = ["Orders"]
+
+_SAME_ORDER_S = 1.0
+"""Who ends a whole group, and what passes that on besides, are done within milliseconds; a person takes longer."""
+
+
+class Orders:
+    """Tells whether a signal is an order of its own, or the last one again.
+
+    Who ends a group of processes (a batch system, systemd, `timeout`) may reach one of them several times at once: by
+    itself, and by what passes its signal on. A Ctrl-C is always one more.
+    """
+
+    def __init__(self) -> None:
+        self._first_at: float | None = None
+
+    def is_new(self, number: int) -> bool:
+        """Whether `number`, which came just now, is the first order, or a later one."""
+        now = time.monotonic()
+        if self._first_at is None:
+            self._first_at = now
+            return True
+        return number == signal.SIGINT or now - self._first_at >= _SAME_ORDER_S

@@ -1,0 +1,95 @@
+"""Whoever ends a job on a host may signal a launcher alone, or it and all that it started, and that several times."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from taskgraph import signals
+from taskgraph.commands.joining import _on_signals
+from taskgraph.launch.forkserver import NotStarted
+from taskgraph.launch.supervise import _start_unless
+from taskgraph.signals import Orders
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """What the time is, by `signals`."""
+    now = [100.0]
+    with monkeypatch.context() as patched:
+        patched.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        yield now
+
+
+def test_sigterm_within_a_moment_is_the_same_order_and_ctrl_c_is_always_another(clock: list[float]) -> None:
+    orders = Orders()
+    assert orders.is_new(signal.SIGTERM)
+    clock[0] += 0.9
+    assert not orders.is_new(signal.SIGTERM) and not orders.is_new(signal.SIGHUP) and orders.is_new(signal.SIGINT)
+    clock[0] += 0.2
+    assert orders.is_new(signal.SIGTERM), "however many came in between"
+
+
+async def test_a_launcher_that_gets_sigterm_twice_at_once_lets_its_nodes_hand_over(clock: list[float]) -> None:
+    """It ended them at once."""
+    leave, work = asyncio.Event(), asyncio.get_running_loop().create_future()
+    follower: Any = SimpleNamespace(view=SimpleNamespace(running=True))
+    loop = asyncio.get_running_loop()
+    heard: asyncio.Queue[None] = asyncio.Queue()
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGHUP)
+    _on_signals(work, leave, follower, 60.0)
+    try:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            loop.call_later(0.01, heard.put_nowait, None)  # the loop calls handlers before what is due later
+            await heard.get()
+        assert leave.is_set() and not work.cancelled()
+        clock[0] += 1.0
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(asyncio.CancelledError):
+            await work
+    finally:
+        for number, handler in zip((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), before, strict=True):
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+
+
+async def test_a_launcher_that_is_told_to_end_while_it_starts_nodes_starts_no_more() -> None:
+    """It went on starting them, and then told those that had been there to leave once more."""
+    leave, stopped = asyncio.Event(), asyncio.Event()
+
+    async def start(count: int) -> None:
+        leave.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.set()
+
+    nodes: Any = SimpleNamespace(start=start)
+    async with asyncio.timeout(10):
+        await _start_unless(leave, nodes, 2)
+    assert stopped.is_set()
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_nodes_that_cannot_be_started_are_no_failure_where_the_whole_group_is_to_end(told: bool) -> None:
+    """What they are forked from gets the same signal, and may be gone before the launcher's is looked at."""
+    leave = asyncio.Event()
+
+    async def start(count: int) -> None:
+        if told:
+            asyncio.get_running_loop().call_later(0.01, leave.set)
+        raise NotStarted("what they are forked from has ended")
+
+    nodes: Any = SimpleNamespace(start=start)
+    if told:
+        await _start_unless(leave, nodes, 2)
+    else:
+        with pytest.raises(NotStarted):
+            await _start_unless(leave, nodes, 2)
