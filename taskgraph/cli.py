@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from taskgraph.errors import CoordinationError, JobCancelled, JobFailed, TaskGraphError, TransportError, UnknownJob
 from taskgraph.launch.threads_env import set_thread_env
+from taskgraph.signals import obey_sigterm
 from taskgraph.streams import drop_unwritten, make_good
 from taskgraph.version import VERSION
 
@@ -268,6 +269,7 @@ def driver_main(function: JobFunction) -> None:
 
     check_job_function(function)
     check_not_importing(function.__name__)  # before a node's own arguments are taken for those of the command line
+    obey_sigterm()
     arguments = sys.argv[1:]
     if not arguments or (arguments[0] not in _COMMANDS and arguments[0] not in ("-h", "--help", "--version")):
         arguments = ["run", *arguments]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
-__all__ = ["Orders"]
+__all__ = ["Orders", "obey_sigterm"]
 
 _SAME_ORDER_S = 1.0
 """Who ends a whole group, and what passes that on besides, are done within milliseconds; a person takes longer."""
@@ -28,3 +28,12 @@ class Orders:
             self._first_at = now
             return True
         return number == signal.SIGINT or now - self._first_at >= _SAME_ORDER_S
+
+
+def obey_sigterm() -> None:
+    """Has SIGTERM end this process like Ctrl-C, until it takes signals itself.
+
+    Else the first process of a container would not hear of it: signals that it has no handler for do not reach it.
+    """
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)

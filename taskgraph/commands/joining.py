@@ -212,6 +212,7 @@ def node(options: argparse.Namespace) -> int:
     tls = access_of(options) or (local.tls if local is not None and local.etcd == etcd else {})
     from taskgraph.node import process  # a node is loaded where one is to run
 
+    process.end_on_sigterm()
     process.log_to_stderr()
     _take_threads(uvloop.run(_submitted(etcd, tls, options.job)))
     process.main(

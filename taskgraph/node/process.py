@@ -56,7 +56,7 @@ from taskgraph.tls import Tls
 from taskgraph.transport.hello import mark
 from taskgraph.transport.stream import StreamTransport
 
-__all__ = ["main", "run_node", "wait_for_job"]
+__all__ = ["end_on_sigterm", "main", "run_node", "wait_for_job"]
 
 log = logging.getLogger("taskgraph.node")
 
@@ -254,6 +254,17 @@ def _remove_sockets(config: NodeConfig, *, launcher_gone: bool = False) -> None:
             config.folder.parent.rmdir()
 
 
+def end_on_sigterm(config: NodeConfig | None = None) -> None:
+    """Until there is a node, SIGTERM ends this process at once; that of a container, too, which ignores it else."""
+
+    def end(number: int, _: object) -> None:
+        if config is not None:
+            _remove_sockets(config)
+        _exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+
+
 _leave: Callable[[], object] | None = None
 """Has the node leave that runs here, from any thread; None: there is none yet."""
 
@@ -349,6 +360,7 @@ def main(config: NodeConfig) -> NoReturn:
         os.environ[VISIBLE] = config.devices  # before the driver is loaded: CUDA reads it once
     if not config.node_id:
         config = dataclasses.replace(config, node_id=NodeConfig.new_id(config.name))
+    end_on_sigterm(config)
     if config.parent_fd >= 0 or config.parent_pid:
         threading.Thread(target=_follow_parent, args=(config,), name="launcher", daemon=True).start()
     code, meant = CANNOT_GO_ON, True

@@ -270,6 +270,16 @@ async def test_nodes_started_by_hand_and_a_result_nobody_waited_for(embedded_etc
     await cli.nothing_left()
 
 
+async def test_a_node_that_waits_for_its_job_ends_upon_sigterm(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
+    """It had no handler, so that one that is the first process of a container did not hear of it."""
+    (cli.cwd / "t").write_text("ab" * 32)
+    node = await cli.start("node", "--job", "later", "--etcd", embedded_etcd.endpoint, "--token-file", "t")
+    await node.until("waiting for job 'later' to be submitted")
+    node.process.terminate()
+    assert (await node.done(10.0)).code == 143
+    await cli.nothing_left()
+
+
 async def test_a_node_without_the_token_gets_nothing(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
     etcd = ("--etcd", embedded_etcd.endpoint)
     run = await cli.paused("--nodes", "2", "--name", "sub3", *etcd)

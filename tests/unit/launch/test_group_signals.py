@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -93,3 +95,19 @@ async def test_nodes_that_cannot_be_started_are_no_failure_where_the_whole_group
     else:
         with pytest.raises(NotStarted):
             await _start_unless(leave, nodes, 2)
+
+
+_ENTRY = """
+import os, signal, sys
+import taskgraph.cli
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+taskgraph.cli.main = lambda: os.kill(os.getpid(), signal.SIGTERM)
+from taskgraph.__main__ import entry
+entry()
+"""
+
+
+def test_a_command_that_is_only_beginning_hears_sigterm() -> None:
+    """The first process of a container gets no signal that it has no handler for."""
+    done = subprocess.run([sys.executable, "-c", _ENTRY], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "taskgraph: interrupted\n")
