@@ -143,9 +143,9 @@ async def _launch(options: argparse.Namespace) -> int:
         else:
             print(f"job {reached.name} finished; its values: `taskgraph result {reached.name}`", file=sys.stderr)
         return 0
-    if status.state == State.RUNNING and leave.is_set():
+    if status.state == State.RUNNING and (leave.is_set() or not status.reason):
         print(told, file=sys.stderr)
-        return 130
+        return 130 if leave.is_set() else 0
     if status.state == State.RUNNING:
         text = f"{status.reason.rstrip()}\nthe job may go on elsewhere: `taskgraph status {reached.name}`"
         print(f"taskgraph: {text}", file=sys.stderr)

@@ -354,7 +354,8 @@ async def launch_nodes(
             Whoever cancels this after that ends them at once.
 
     Returns:
-        What became of the job, and its result, unless somebody else collected it.
+        What became of the job, and its result, unless somebody else collected it. Of one that goes on the reason is
+        why its nodes here do not; "": they left as they were asked to.
     """
     nodes = LocalNodes(
         entry,
@@ -380,7 +381,7 @@ async def launch_nodes(
             if not ended.done():
                 await asyncio.wait([ended], timeout=_ALL_ENDED_S)
             if not ended.done():
-                reason = f"every node started here has ended\n{_tails(nodes)}\n"
+                reason = f"every node started here has ended\n{_tails(nodes)}\n" if nodes.deaths() else ""
                 return StatusRecord(state=State.RUNNING, reason=reason), None
             # Nodes keep results until somebody collects them, and leave then.
             result = await follower.collect() if ended.result().state == State.FINISHED else None

@@ -362,6 +362,21 @@ async def test_of_two_launchers_on_a_host_one_leaves_the_others_job_and_logs(
     await cli.nothing_left()
 
 
+async def test_a_launcher_all_of_whose_nodes_were_drained_ends_well(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
+    """It ended as failed, with the ends of their logs."""
+    where = ("--etcd", embedded_etcd.endpoint, "--token-file", "t")
+    (cli.cwd / "t").write_text("ab" * 32)
+    assert (await cli("submit", str(DRIVER), "--name", "sub10", "-o", "min_nodes=2", *where)).code == 0
+    launch = await cli.start("launch", "sub10", "--nodes", "1", *where)
+    while not (await status(cli, "sub10", *where))["nodes"]:  # noqa: ASYNC110 (another process)
+        await asyncio.sleep(0.1)
+    drained = await cli("drain", "sub10", "--node", "n1", "--force", *where)
+    assert drained.code == 0, drained.err
+    done = await launch.done()
+    assert done.code == 0 and done.err.endswith("taskgraph: the nodes started here have left\n"), done.err
+    await cli("shutdown", "sub10", *where)
+
+
 async def test_submit_needs_an_etcd(cli: Cli) -> None:
     done = await cli("submit", str(DRIVER))
     assert done.code == 2 and "--etcd" in done.err and "taskgraph run" in done.err

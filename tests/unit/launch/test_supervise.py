@@ -149,6 +149,17 @@ async def test_a_node_that_has_not_left_after_drain_s_is_ended(monkeypatch: pyte
     assert codes == {"n1": -signal.SIGKILL}
 
 
+@pytest.mark.parametrize(("script", "why"), [("exit 0", ""), ("exit 1", "ended with exit code 1")])
+async def test_that_all_nodes_were_drained_is_no_failure_of_their_launcher(
+    script: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It told the ends of their logs, as of nodes that had failed."""
+    launched = Launched(monkeypatch, tmp_path, f"""touch "$0"; {script}""", Settings())
+    status, _ = await launched.ended()
+    assert status is not None and status.state == State.RUNNING
+    assert why in status.reason and bool(status.reason) == bool(why)
+
+
 async def test_told_once_more_a_launcher_ends_its_nodes_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
