@@ -1,4 +1,4 @@
-"""Processes of ours: signals to them, and those that another process forked for us."""
+"""Processes of ours: signals to them, those that another process forked for us, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ import threading
 from collections.abc import Iterator
 from typing import Protocol
 
-__all__ = ["Adopted", "Child", "adopting", "can_adopt", "tell_child"]
+from taskgraph import host
+
+__all__ = ["Adopted", "Child", "adopting", "can_adopt", "end_group", "end_mine", "tell_child"]
 
 _SET_CHILD_SUBREAPER, _GET_CHILD_SUBREAPER = 36, 37
 """Of Linux's prctl."""
 _UNKNOWN = 255
 """The exit code of a child that somebody else has waited for; asyncio says the same."""
+_ROUNDS = 10
+"""As often it is looked whether members of a group that were ended have started others meanwhile."""
+_TRACKER = "resource_tracker"
+"""In the command line of the helper of `multiprocessing`, and of joblib's."""
 
 
 class Child(Protocol):
@@ -53,6 +59,56 @@ def _is_child(pid: int) -> bool:
     except ChildProcessError:
         return False
     return True
+
+
+def end_group(leader: int) -> None:
+    """Ends at once what is left of a process group, as soon as its leader has ended.
+
+    The number of a group that has members is no other's, and one that has just become free is the last to be given
+    again.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # no group, which is the rule; or not ours
+        os.killpg(leader, 0)
+        if sys.platform == "linux":
+            _end_members(leader)
+        else:
+            os.killpg(leader, signal.SIGKILL)
+
+
+def end_mine() -> None:
+    """Ends at once the children of this process that are in its process group: all of that, where it leads it."""
+    if sys.platform == "linux" and _has_children():
+        me = os.getpid()
+        _end_members(os.getpgrp(), among=None if os.getpgrp() == me else me)
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _end_members(group: int, among: int | None = None) -> None:
+    """SIGKILL for the members of a group but ourselves.
+
+    What tracks their shared memory and semaphores is left: it ends when they have, and removes what they forgot.
+
+    Args:
+        among: the children of this process only.
+    """
+    told = {os.getpid()}
+    for _ in range(_ROUNDS):
+        members = host.group(group)
+        new = {pid for pid in members if among in (None, members[pid])} - told
+        if not new:
+            return
+        for pid in new:
+            if _TRACKER not in host.command(pid):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+        told |= new
 
 
 class Adopted:

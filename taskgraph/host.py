@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
-__all__ = ["began", "cores", "memory_bytes", "state"]
+__all__ = ["began", "command", "cores", "group", "memory_bytes", "state"]
 
 
 def memory_bytes() -> int:
@@ -37,6 +38,28 @@ def state(pid: int) -> str:
 def began(pid: int) -> str:
     """When a process began, in the kernel's words; "" elsewhere, or without such a process."""
     return "".join(_stat(pid)[19:20])
+
+
+def group(number: int) -> dict[int, int]:
+    """The processes of a group that have not ended, and each one's parent; none elsewhere than on Linux."""
+    try:
+        names = os.listdir("/proc") if sys.platform == "linux" else []
+    except OSError:
+        return {}
+    found = {}
+    for pid in map(int, filter(str.isdigit, names)):
+        does, parent, its_group = (_stat(pid) or ["Z", "0", "0"])[:3]
+        if does not in "ZX" and int(its_group) == number:
+            found[pid] = int(parent)
+    return found
+
+
+def command(pid: int) -> str:
+    """The command line of a process; "" elsewhere, or without such a process."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _stat(pid: int) -> list[str]:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from taskgraph.children import Child, tell_child
+from taskgraph.children import Child, end_group, tell_child
 from taskgraph.coordination.api import Coordinator
 from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
 from taskgraph.launch.devices import deal, host_devices, sharing
@@ -231,6 +231,7 @@ class LocalNodes:
         looking = asyncio.ensure_future(self._look(entry, folder)) if folder is not None else None
         try:
             entry.code = code = await entry.process.wait()
+            end_group(entry.process.pid)  # what user code started there, workers of a pool say
         finally:
             os.close(entry.pipe)
             if looking is not None:

@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 
 import uvloop
 
+from taskgraph.children import end_mine
 from taskgraph.coordination.api import Coordinator, WatchCompacted
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.device.cuda import bound_memory, device_count
@@ -313,7 +314,8 @@ def _follow_parent(config: NodeConfig) -> None:
 
 
 def _exit(code: int, *, meant: bool = True) -> NoReturn:
-    """Ends the process now: a compute that never returns must not keep it.
+    """Ends the process now: a compute that never returns must not keep it. So nothing runs that Python runs at exit, as
+    what would end the workers of a pool: they are ended here, where there is no launcher that does it.
 
     Args:
         meant: False where code of the user's may have ended it.
@@ -324,6 +326,7 @@ def _exit(code: int, *, meant: bool = True) -> NoReturn:
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         sys.stdout.flush()
         sys.stderr.flush()
+    end_mine()
     os._exit(code)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from taskgraph.children import tell_child
+from taskgraph import host
+from taskgraph.children import end_group, tell_child
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
 
@@ -71,6 +73,47 @@ def test_a_number_that_is_free_again_gets_no_signal(monkeypatch: pytest.MonkeyPa
 
     assert asyncio.run(scenario()) == 3
     assert told == []
+
+
+_ENDS_ITS_OWN = """
+import subprocess, sys
+from taskgraph.children import end_mine
+sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+print(*(subprocess.Popen(sleep, stdout=-3, stderr=-3, start_new_session=own).pid for own in (False, True)))
+end_mine()
+"""
+
+
+@linux
+@pytest.mark.parametrize("leads", [True, False])
+def test_who_ends_its_own_children_leaves_those_with_a_session_and_those_of_others(leads: bool) -> None:
+    """The group of a node that was started by hand may be that of a shell's pipeline."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as beside:
+        done = subprocess.run(
+            [sys.executable, "-c", _ENDS_ITS_OWN], capture_output=True, text=True, timeout=60, start_new_session=leads
+        )
+        ended, lives = map(int, done.stdout.split())
+        try:
+            assert done.returncode == 0, done.stderr
+            assert host.state(ended) in ("", "Z")
+            assert host.state(lives) not in ("", "Z") and beside.poll() is None
+        finally:
+            os.kill(lives, signal.SIGKILL)
+            beside.kill()
+
+
+@linux
+def test_what_is_left_of_a_group_ends_with_its_leader() -> None:
+    code = "import os, time; pid = os.fork(); print(pid, flush=True) if pid else time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as leader:
+        assert leader.stdout is not None
+        left = int(leader.stdout.readline())
+        leader.wait()
+        assert host.group(leader.pid).keys() == {left}
+        end_group(leader.pid)
+        assert leader.stdout.read() == b"", "nobody holds its output"
+    assert host.group(leader.pid) == {}
+    end_group(leader.pid)
 
 
 def _run_with_pidfds(main: object) -> int:

@@ -1,0 +1,56 @@
+"""Processes that user code starts in a node end with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from cli_kit import Cli, shell
+from etcd_kit import becomes
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+DRIVER = str(Path(__file__).parent / "drivers" / "pools.py")
+
+
+@pytest.fixture
+async def cli() -> AsyncIterator[Cli]:
+    async with shell() as made:
+        made.gate.mkdir()
+        yield made
+
+
+async def only_what_was_to_go_on(cli: Cli) -> None:
+    """It has a session of its own. Ends it, too."""
+    going_on = {int(path.name.rpartition("-")[2]) for path in cli.gate.glob("goes-on-*")}
+    with contextlib.suppress(TimeoutError):
+        await becomes(lambda: cli.processes().keys() == going_on, 5.0)
+    assert cli.processes().keys() == going_on
+    for pid in going_on:
+        os.kill(pid, signal.SIGKILL)
+    assert len(list(cli.gate.glob("memory-*"))) >= 4
+    forgotten = [Path("/dev/shm") / path.name.removeprefix("memory-") for path in cli.gate.glob("memory-*")]
+    assert not [path for path in forgotten if path.exists()]
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_pool_that_was_never_shut_down_ends_with_its_node(cli: Cli, dies: bool) -> None:
+    """Its workers lived on, with the sockets and the log of a node that had ended."""
+    options = ("-o", f"folder={cli.gate}", "-o", f"dies={dies}")
+    done = await cli("run", DRIVER, "--nodes", "2", *options, "--timeout", "60")
+    assert done.code == 0 and done.out == "task 0: 10\ntask 1: 10\n", done.err
+    assert (cli.gate / "died").exists() == dies
+    await only_what_was_to_go_on(cli)
+    await cli.nothing_left()
+
+
+async def test_so_it_does_where_its_launcher_is_killed(cli: Cli) -> None:
+    run = await cli.start("run", DRIVER, "--nodes", "2", "-o", f"folder={cli.gate}", "-o", "epochs=1000000")
+    await run.until("epoch ")
+    run.process.send_signal(signal.SIGKILL)
+    await run.process.communicate()
+    await only_what_was_to_go_on(cli)
