@@ -549,6 +549,7 @@ class Outputs:
 
     __slots__ = (
         "_closed",
+        "_filled",
         "_filling",
         "_inputs",
         "_processor",
@@ -590,7 +591,7 @@ class Outputs:
     def empty(
         self, tag: str, shape: int | tuple[int, ...], dtype: DTypeLike = float, to: To | None = None
     ) -> NDArray[Any]:
-        """An array to fill: it is sent when the processor returns. Fill it, do not keep it.
+        """An array to fill: it is sent when the processor returns. Fill it; keep neither it nor a view of it.
 
         Raises:
             ValueNotEncodable: no array is like that, or none that could travel.
@@ -613,6 +614,7 @@ class Outputs:
                 if consumers:
                     encoded = encode(array, what=f"channel {tag!r} of task {self._work.task}", adopt=True)
                     self._work.put(tag, consumers, encoded)
+            self._filled = tuple([(tag, consumer) for tag, consumers, _ in self._filling for consumer in consumers])
             self._filling = None
         if not self._put.issuperset(self._processor.puts):
             missing = [_channel(tag, task) for tag, task in self._processor.puts if (tag, task) not in self._put]
@@ -622,6 +624,11 @@ class Outputs:
                 f"outs.put(tag, value), with None for nothing; what a processor returns goes nowhere"
             )
         self._closed = True
+
+    @property
+    def filled(self) -> tuple[tuple[str, int], ...]:
+        """The channels that were filled in place. For the framework."""
+        return getattr(self, "_filled", ())  # set by `close` alone: hardly anybody asks
 
     def _claim(self, tag: str, to: To | None) -> tuple[int, ...]:
         tag = tag if type(tag) is str else str(tag)

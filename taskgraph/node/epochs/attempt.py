@@ -277,6 +277,7 @@ class Attempt:
         if recording is not None:
             if self.replica.shape.in_flight:
                 recording.left[name] = (before, await seen(self.replica, partial(left_by, self)))
+            recording.filled |= dict.fromkeys(outputs.filled, name)
             await recording.finished(name, sync=processor.sync, looked=after is not close)
         self._states[name] = "done"
 

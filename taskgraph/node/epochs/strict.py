@@ -24,7 +24,7 @@ from taskgraph.epoch import Epoch, Inputs, Outputs, Scratch
 from taskgraph.errors import StateError, ValueNotEncodable, class_name
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor
-from taskgraph.graph.values import encode, separate, staying, untouched
+from taskgraph.graph.values import encode, separate, staying, untouched, verify
 from taskgraph.node.replica import Replica, encode_fields
 from taskgraph.node.usercode.coroutines import is_async
 from taskgraph.node.usercode.errors import UserCodeError
@@ -82,6 +82,7 @@ class Recording:
         self.asked: dict[tuple[str, int, str, bytes], list[int]] = {}  # by payload, which of its kind each request was
         self.items: dict[tuple[str, int], Encoded] = {}
         self.puts: dict[tuple[str, int], Encoded] = {}
+        self.filled: dict[tuple[str, int], str] = {}  # by whom: what was computed into the memory that is sent
         self.left: dict[str, tuple[Fields, Fields]] = {}  # processor -> what there was before and after it, but items
         self._open = 0
         self.interleaved = False
@@ -108,6 +109,7 @@ class Recording:
         """
         self._open -= 1
         await self._check_given(where, looked)
+        await seen(self._replica, partial(self._check_filled, where))
         if not sync:
             await self.check(where)
 
@@ -161,6 +163,17 @@ class Recording:
                 f"{given.producer} brought to {given.processor!r} in epoch {given.epoch}: an array on a device is the "
                 f"memory that was put, and others read it, too; write to a copy of it"
             )
+
+    def _check_filled(self, where: str) -> None:
+        """Raises StateError where what was sent was written to: a view that user code kept of it is still writable."""
+        for channel, processor in self.filled.items():
+            value = self.puts.get(channel)
+            if value is not None and value.buffers and not verify(value):
+                raise StateError(
+                    f"task {self._replica.task}, epoch {self._stamp.epoch}: what {processor!r} sent as {channel[0]!r} "
+                    f"was written to after that, when {where!r} had run at the latest: the array of outs.empty, and "
+                    f"every view of it, is the memory that others read; do not keep it, write to a copy"
+                )
 
     async def check(self, where: str) -> None:
         """Raises StateError where the state is not what it was when the epoch began."""

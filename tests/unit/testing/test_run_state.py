@@ -99,6 +99,38 @@ def test_forgotten_state_is_named() -> None:
     says(error, "came out differently", "state 'total'", "snapshot() forgets state", "seen", "state=[...]")
 
 
+@pytest.mark.parametrize("size", [4, 10_000])
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_kept_view_of_what_was_sent_that_is_written_to_is_named(writes: bool, size: int) -> None:
+    """The array itself is read-only then; through a view of it, who had received it saw other numbers."""
+
+    class Keeps(tg.Task):
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.processor(self.fill, outbound={"x": "peers"})
+            epoch.processor(self.goes_on, outbound={"y": "peers"})
+            epoch.processor(self.add, inbound={"x": "peers", "y": "peers"})
+
+        def fill(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            array = outs.empty("x", (2 * size,), "f8")
+            epoch.scratch.view = array.reshape(2, size)
+            epoch.scratch.view[:] = epoch.number
+
+        def goes_on(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            if writes and epoch.number == 1:
+                epoch.scratch.view -= 1
+            outs.put("y", 0)
+
+        def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            for x in ins.all("x").values():
+                assert x.tolist() == [epoch.number] * 2 * size
+
+    keeps = job(Keeps, epochs=3, topology=tg.full())
+    if not writes or size == 4:  # what is small is copied into the message
+        assert run(keeps).epochs == 3
+        return
+    says(fails(keeps), "epoch 1: what 'fill' sent as 'x' was written to", "'goes_on' had run", "outs.empty", "a copy")
+
+
 class Counts(Total):
     """Nothing that it puts, and no state, tells of `seen`."""
 
