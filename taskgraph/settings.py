@@ -53,7 +53,7 @@ class Settings:
         slow_compute_s: a hook or compute that runs longer is shown in `status` and told as an event.
         cancel_s: how long a restart waits for a running compute before the node's process ends itself, and how long a
             node that ends waits for a `teardown()`.
-        setup_s: limit for `setup()` of a candidate, after which the offer is tried again.
+        setup_s: limit for a candidate to receive a boundary and run `setup()`, after which the offer is tried again.
         results_kept_s: how long nodes keep results nobody collects.
         fatal_deaths: nodes whose processes may end while the same code of one task runs, in one epoch: the job fails
             with the last of so many.

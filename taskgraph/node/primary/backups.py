@@ -153,20 +153,11 @@ class Backups:
             return False
         for boundary in boundaries:
             tender.offered[boundary.key] = reply
-        late = asyncio.get_running_loop().call_later(self._node.settings.call_s, reply.cancel)
-        reply.add_done_callback(partial(self._answered, tender, boundaries, late, began))
+        reply.add_done_callback(partial(self._answered, tender, boundaries, began))
         return True
 
-    def _answered(
-        self,
-        tender: Tender,
-        boundaries: list[Boundary],
-        late: asyncio.TimerHandle,
-        began: int,
-        reply: asyncio.Future[Reply],
-    ) -> None:
-        """What is not accepted, or not answered in time, the tender offers again."""
-        late.cancel()
+    def _answered(self, tender: Tender, boundaries: list[Boundary], began: int, reply: asyncio.Future[Reply]) -> None:
+        """What is not accepted, the tender offers again."""
         offered = tender.offered
         answered = [boundary for boundary in boundaries if offered.get(boundary.key) is reply]
         if not answered:
@@ -404,7 +395,11 @@ class Backups:
         return tender.until(lambda: something() or self._unwanted(tender.node))
 
     async def _offer(self, tender: Tender, key: Key, backoff: Backoff, *, candidate: bool) -> None:
-        """Offers one boundary; a lost peer is offered again until it is known to be dead."""
+        """Offers one boundary; a lost peer is offered again until it is known to be dead.
+
+        A member has no time limit: a large boundary takes as long as the network needs for it, and would begin anew. A
+        peer that is frozen or dead is told by its lease, its port or its broken connection.
+        """
         node = tender.node
         boundary = self._boundaries.get(key)
         if boundary is None:
@@ -413,7 +408,7 @@ class Backups:
         value = self._replica.with_whole_log(boundary.value) if candidate and committed else boundary.value
         message = Offer(boundary.stamp, self._term, self._task, committed, candidate, tender.invitation, value)
         settings = self._node.settings
-        timeout_s = settings.setup_s if candidate else settings.call_s
+        timeout_s = settings.setup_s if candidate else None
         began = self._node.tracing.on and clock()
         call = asyncio.ensure_future(self._node.router.to_node(node, message, timeout_s=timeout_s))
         # A candidate's is not given up because an epoch committed: what takes longer than an epoch would never be over.
