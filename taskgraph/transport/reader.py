@@ -28,6 +28,8 @@ from taskgraph.transport.incoming import Incoming
 __all__ = ["FrameReader"]
 
 _SCRATCH_BYTES = 192 << 10  # the reusable receive buffer of a session
+_HELLO_BYTES = 8 << 10  # the same before the hello is done: who connects, and how often, is up to strangers
+_UNREAD = bytearray(_HELLO_BYTES)  # takes what comes after `stop`, in all sessions: nobody looks at it
 _WHOLE_BYTES = _SCRATCH_BYTES  # a longer message is not taken whole, even where a large header made the buffer grow
 _BEGINNING, _BEGINS = struct.Struct("!2sBB"), struct.Struct("!I")  # magic, version and kind of a frame: as one number
 _WHOLE_HEAD = struct.Struct("!IQIIIQQ")  # a head, read so that one look tells whether it is one that `on_whole` takes
@@ -76,7 +78,7 @@ class FrameReader:
         self._on_control = on_control
         self._failed = failed
         self._partial: dict[int, Incoming] = {}  # by call: a session carries calls one way and replies the other
-        self._memory = bytearray(_SCRATCH_BYTES)
+        self._memory = bytearray(self._usual_bytes)
         self._scratch = memoryview(self._memory)
         self._start = 0  # unread bytes of the scratch buffer: from here
         self._end = 0  # to here
@@ -94,6 +96,7 @@ class FrameReader:
     @limits.setter
     def limits(self, limits: Limits) -> None:
         self._limits = limits
+        self._usual_bytes = _SCRATCH_BYTES if limits.payload else _HELLO_BYTES
         # What is no longer than this in all is within each of them.
         self._whole_bytes = min(_WHOLE_BYTES, limits.header, limits.payload, 8 * limits.buffers)
 
@@ -115,6 +118,8 @@ class FrameReader:
         self._stopped = True
         self._partial.clear()
         self._sink = None
+        # A session that ended is garbage in a cycle, which may be found much later.
+        self._memory, self._scratch = _UNREAD, memoryview(_UNREAD)
 
     def drop(self, call: int) -> None:
         """Forgets a message that is being received; what is still coming of it is skipped."""
@@ -202,15 +207,15 @@ class FrameReader:
         unread = self._end - self._start
         if not unread:
             self._start = self._end = 0
-            if len(self._memory) > _SCRATCH_BYTES and self._needed <= _SCRATCH_BYTES:
-                self._memory = bytearray(_SCRATCH_BYTES)  # a large header came and went
+            if len(self._memory) != self._usual_bytes and self._needed <= self._usual_bytes:
+                self._memory = bytearray(self._usual_bytes)  # a large header came and went, or the hello is done
                 self._scratch = memoryview(self._memory)
             return
         if self._start + self._needed <= len(self._memory) and self._end < len(self._memory):
             return
         if self._needed > len(self._memory) and unread == len(self._memory):
             # Grows with what came, not by what a head promises.
-            larger = bytearray(min(self._needed, 2 * len(self._memory)))
+            larger = bytearray(max(self._usual_bytes, min(self._needed, 2 * len(self._memory))))
             larger[:unread] = self._scratch
             self._memory, self._scratch = larger, memoryview(larger)
         else:

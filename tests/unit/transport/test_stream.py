@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import socket
 import subprocess
 import sys
 import tempfile
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -267,6 +269,37 @@ async def test_strangers_who_say_nothing_are_few_and_do_not_keep_others_out(
         await a.call(b, SEAL)
         assert isinstance(b.transport, StreamTransport)
         assert len(b.transport._strangers) <= 4
+
+
+async def test_strangers_who_come_and_go_leave_no_receive_buffers(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each kept 192 KiB until a full garbage collection, since a session is garbage in a cycle."""
+    caplog.set_level(logging.CRITICAL, "taskgraph.transport")
+    hostile = (
+        b"TG",
+        b"GET / HTTP/1.1\r\n\r\n" + bytes(40),
+        pack_frame(Head(Kind.HELLO_OPEN, 0, header=4096)) + bytes(4000),
+    )
+    async with cluster_of("tcp", folder) as cluster:
+        node = await cluster.node()
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            for _ in range(10):
+                strangers = [await endpoints.connect(node.transport.endpoints[0], Settings()) for _ in range(100)]
+                for number, sock in enumerate(strangers):
+                    sock.send(hostile[number % len(hostile)])
+                await turns_until(lambda: len(sessions_of(node.transport)) >= 67)  # HTTP is hung up on
+                for sock in strangers:
+                    sock.close()
+                await turns_until(lambda: not sessions_of(node.transport))
+            taken = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+            gc.enable()
+    assert taken < 10 << 20
 
 
 async def test_a_quiet_call_costs_one_frame(streams: Cluster) -> None:
