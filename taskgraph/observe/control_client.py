@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import hashlib
 import signal as signals
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -61,8 +62,9 @@ def control_address(control: str, host_key: str) -> str:
 class TraceCall:
     """A node's spans while they come. The first chunk has none: tracing is on."""
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, readable: Callable[[Any], Any]) -> None:
         self._call = call
+        self._readable = readable
 
     async def until(self, epoch: int) -> None:
         """Asks the node to end when it has read this epoch."""
@@ -80,14 +82,14 @@ class TraceCall:
     async def next(self) -> pb.TraceChunk | None:
         """The next chunk; None after the last."""
         chunk = await self._call.read()
-        return None if chunk is grpc.aio.EOF else chunk
+        return None if chunk is grpc.aio.EOF else self._readable(chunk)
 
 
 class ControlClient:
     """One node's control service.
 
-    Every call raises PeerGone where nobody listens any more, PeerLost where the node does not answer, and
-    TaskGraphError where it refuses, e.g. since the token is another one.
+    Every call raises PeerGone where nobody listens any more, PeerLost where the node does not answer or its answer was
+    damaged, and TaskGraphError where it refuses, e.g. since the token is another one.
 
     Args:
         address: as `control_address` tells it.
@@ -205,7 +207,7 @@ class ControlClient:
             response_deserializer=pb.TraceChunk.FromString,
         )(metadata=self._metadata)
         try:
-            begun = TraceCall(call)
+            begun = TraceCall(call, partial(self._readable, "Trace"))
             await begun.ask(pb.TraceRequest(every=every))
             yield begun
         except grpc.aio.AioRpcError as error:
@@ -220,7 +222,7 @@ class ControlClient:
             response_deserializer=reply.FromString,
         )
         try:
-            return await call(request, metadata=self._metadata, timeout=timeout_s)
+            return self._readable(method, await call(request, metadata=self._metadata, timeout=timeout_s))
         except grpc.aio.AioRpcError as error:
             raise self._error(method, error) from error
 
@@ -232,11 +234,17 @@ class ControlClient:
         )(request, metadata=self._metadata, timeout=timeout_s)
         try:
             async for message in call:
-                yield message
+                yield self._readable(method, message)
         except grpc.aio.AioRpcError as error:
             raise self._error(method, error) from error
         finally:
             call.cancel()
+
+    def _readable(self, method: str, reply: Any) -> Any:
+        """A reply, unless its bytes are no message: gRPC hands over None then."""
+        if reply is None:
+            raise PeerLost(f"the node at {self._address} answered {method} with what cannot be read")
+        return reply
 
     def _error(self, method: str, error: grpc.aio.AioRpcError) -> TaskGraphError:
         code, details = error.code(), error.details() or ""

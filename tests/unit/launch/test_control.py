@@ -10,6 +10,7 @@ import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 
@@ -328,6 +329,44 @@ async def test_a_follower_that_leaves_is_not_told_any_more(service: Service) -> 
         async with asyncio.timeout(5):
             while service.events._listeners:  # noqa: ASYNC110 - gRPC tells of a caller's end when it comes to it
                 await asyncio.sleep(0.005)
+
+
+class Damaging(grpc.GenericRpcHandler):
+    """Answers every call with bytes that are no message."""
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
+        async def once(request: bytes, context: object) -> bytes:
+            return b"\xff damaged"
+
+        async def several(request: object, context: object) -> AsyncIterator[bytes]:
+            yield b"\xff damaged"
+
+        method = details.method.rpartition("/")[2]
+        if method == "Trace":
+            return grpc.stream_stream_rpc_method_handler(several)
+        if method in ("Results", "Events"):
+            return grpc.unary_stream_rpc_method_handler(several)
+        return grpc.unary_unary_rpc_method_handler(once)
+
+
+async def test_an_answer_that_was_damaged_is_lost(tmp_path: Path) -> None:
+    """gRPC hands over None for it, which ended whoever asked, with an AttributeError."""
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Damaging(),))
+    server.add_insecure_port(f"unix:{tmp_path}/c")
+    await server.start()
+    try:
+        async with ControlClient(f"unix:{tmp_path}/c", TOKEN) as client:
+            for call in (client.status(), client.clock(), client.drain("why"), client.results()):
+                with pytest.raises(PeerLost, match="with what cannot be read"):
+                    await call
+            with pytest.raises(PeerLost, match="answered Events with what cannot be read"):
+                await anext(client.events(follow=True))
+            async with client.trace() as tracing:
+                with pytest.raises(PeerLost, match="answered Trace with what cannot be read"):
+                    await tracing.next()
+    finally:
+        await server.stop(0)
 
 
 def test_an_address_that_cannot_be_used_here_says_what_would() -> None:
