@@ -28,7 +28,7 @@ from taskgraph.commands.running import print_result, run
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, JobError, TaskGraphError
 from taskgraph.jobs import JobFunction
-from taskgraph.launch.collect import job_failed
+from taskgraph.launch.collect import job_failed, why_not_kept
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.logs import LogTails
@@ -39,7 +39,9 @@ from taskgraph.launch.supervise import drain_s, launch_nodes
 from taskgraph.launch.threads_env import thread_env
 from taskgraph.node.config import NodeConfig
 from taskgraph.observe.progress import Progress
-from taskgraph.protocol.records import State
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.results import JobResult
 from taskgraph.signals import Orders
 
 __all__ = ["launch", "node"]
@@ -126,7 +128,6 @@ async def _launch(options: argparse.Namespace) -> int:
         ticking = asyncio.ensure_future(tick(progress, tails))
         try:
             status, result = await work
-            told = await _told_text("have left", reached, follower)
         except asyncio.CancelledError:
             print(await _told_text("were ended", reached, follower), file=sys.stderr)
             return 130
@@ -137,20 +138,35 @@ async def _launch(options: argparse.Namespace) -> int:
             progress.end()
             await follower.stop()
             _leave(runtime, entry)
-    if status.state == State.FINISHED:
-        if result is not None:
-            print_result(result, as_json=False)
-        else:
-            print(f"job {reached.name} finished; its values: `taskgraph result {reached.name}`", file=sys.stderr)
+        return await _tell_end(reached, follower, status, result, left=leave.is_set())
+
+
+async def _tell_end(
+    reached: Reached, follower: Follower, status: StatusRecord, result: JobResult | None, *, left: bool
+) -> int:
+    """Says what became of the job; returns the exit code.
+
+    Args:
+        left: the nodes started here were told to leave.
+    """
+    name = reached.name
+    if result is not None:
+        print_result(result, as_json=False)
         return 0
-    if status.state == State.RUNNING and (leave.is_set() or not status.reason):
-        print(told, file=sys.stderr)
-        return 130 if leave.is_set() else 0
+    if status.state == State.FINISHED and follower.not_kept:
+        print(f"taskgraph: job {name} finished, but its values are lost: {follower.not_kept}", file=sys.stderr)
+        return 1
+    if status.state == State.FINISHED:
+        print(f"job {name} finished; {await _values_text(reached)}", file=sys.stderr)
+        return 0
+    if status.state == State.RUNNING and (left or not status.reason):
+        print(await _told_text("have left", reached, follower), file=sys.stderr)
+        return 130 if left else 0
     if status.state == State.RUNNING:
-        text = f"{status.reason.rstrip()}\nthe job may go on elsewhere: `taskgraph status {reached.name}`"
+        text = f"{status.reason.rstrip()}\nthe job may go on elsewhere: `taskgraph status {name}`"
         print(f"taskgraph: {text}", file=sys.stderr)
         return 1
-    raise job_failed(reached.name, status)
+    raise job_failed(name, status)
 
 
 def _on_signals(work: asyncio.Future[Any], leave: asyncio.Event, follower: Follower, within_s: float) -> None:
@@ -174,6 +190,17 @@ def _on_signals(work: asyncio.Future[Any], leave: asyncio.Event, follower: Follo
     loop = asyncio.get_running_loop()
     for number in ending_signals():
         loop.add_signal_handler(number, handle, number)
+
+
+async def _values_text(reached: Reached) -> str:
+    """Where the values of a finished job are that somebody else collected, or gave up."""
+    keys = Keys(reached.name)
+    with contextlib.suppress(CoordinationError, TimeoutError):
+        async with asyncio.timeout(_LAST_LOOK_S):
+            found, collected = await reached.coordinator.get(keys.result), await reached.coordinator.get(keys.collected)
+            if found is None and collected is not None and (why := why_not_kept(collected)):
+                return f"its values are not kept: {why}"
+    return f"its values: `taskgraph result {reached.name}`"
 
 
 async def _told_text(how: str, reached: Reached, follower: Follower) -> str:

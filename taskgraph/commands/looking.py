@@ -212,29 +212,38 @@ async def _result(options: argparse.Namespace) -> dict[str, Any]:
             raise UnknownJob(f"job {reached.name!r} was deleted")
         status = StatusRecord.from_bytes(record.value)
         if status.state == State.RUNNING:
-            raise JobError(f"job {reached.name!r} is still running: `taskgraph status {reached.name}`")
+            raise _still_running(reached.name)
         kept = {"status": json.loads(record.value), "result": None}
-        if found is None and status.state == State.FINISHED and (collected := await _collect(reached)) is not None:
-            return {**kept, "result": collected}
-        if found is None:  # whoever ran it may have collected it meanwhile
-            found = await reached.coordinator.get(keys.result)
-            kept["not_kept"] = why_not_kept(await reached.coordinator.get(keys.collected))
+        if found is None and status.state == State.FINISHED:
+            collected, lost = await _collect(reached)
+            if collected is not None:
+                return {**kept, "result": collected}
+            # Whoever ran it may have collected it meanwhile, or a `result()` raised.
+            found, record = await reached.coordinator.get(keys.result), await reached.coordinator.get(keys.status)
+            kept["status"] = json.loads(record.value) if record is not None else {}
+            kept["not_kept"] = lost or why_not_kept(await reached.coordinator.get(keys.collected))
         return {**kept, "result": json.loads(found.value) if found else None}
 
 
-async def _collect(reached: Reached) -> dict[str, Any] | None:
-    """The result of a job that was submitted and finished while nobody followed it: its nodes keep it for a while."""
+async def _collect(reached: Reached) -> tuple[dict[str, Any] | None, str]:
+    """The result of a job that was submitted and finished while nobody followed it: its nodes keep it for a while.
+
+    Where they are gone, why there is none.
+    """
     follower = Follower(reached.coordinator, reached.spec, reached.entry.token_bytes, reached.entry.node_access)
     await follower.start()
     try:
-        if follower.view.collected or not follower.view.live_nodes(reached.spec.run):
-            return None
         async with asyncio.timeout(_COLLECT_S):
             collected = await follower.collect()
+        if collected is None and follower.view.running:
+            raise _still_running(reached.name)
     except TimeoutError:
         why = follower.unreachable or "they are still computing it"
         raise JobError(f"the nodes of job {reached.name!r} keep its result, but did not tell it: {why}") from None
     finally:
         await follower.stop()
-    found: dict[str, Any] | None = json.loads(collected.to_json()) if collected is not None else None
-    return found
+    return (json.loads(collected.to_json()), "") if collected is not None else (None, follower.not_kept)
+
+
+def _still_running(name: str) -> JobError:
+    return JobError(f"job {name!r} is still running: `taskgraph status {name}`")

@@ -160,7 +160,7 @@ def _shortened(result: JobResult, text: str) -> tuple[str | None, str]:
 def why_not_kept(collected: KeyValue | None) -> str:
     """Why etcd has no values of a job, as whoever collected them wrote; empty where that is not known."""
     if collected is None:
-        return "nobody asked for them while its nodes were there (settings.results_kept_s)"
+        return "nobody has collected them (`taskgraph result` does, while its nodes are there)"
     return str(json.loads(collected.value).get("not_kept", ""))
 
 

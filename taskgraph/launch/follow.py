@@ -12,13 +12,14 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from taskgraph.coordination.api import Coordinator, WatchCompacted
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, TaskGraphError
 from taskgraph.launch.collect import assemble, complete, damaged, kept_copy, size_bytes
-from taskgraph.launch.resuming import way_on
+from taskgraph.launch.resuming import lost_text, way_on
 from taskgraph.observe.control_client import ControlClient, control_address
 from taskgraph.observe.events import Event, careful, in_order
 from taskgraph.observe.format import name_of
@@ -118,6 +119,11 @@ class Follower:
         """Whether the job's name still is that of the run that is followed."""
         spec = self.view.spec
         return spec is not None and JobSpec.from_bytes(spec).run == self._spec.run
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run that is followed has committed its last epoch."""
+        return self.view.finished and self.view.spec_revision == self._run_at
 
     async def start(self, on_event: Callable[[Event], None] | None = None) -> None:
         """Begins; `on_event` gets every event, commits too (at least once: a new leader may repeat the last).
@@ -263,35 +269,46 @@ class Follower:
                     raise DecodeError(text)
             await asyncio.sleep(_RETRY_S)
 
-    async def collect(self) -> JobResult | None:
+    async def collect(self, here: asyncio.Future[Any] | None = None) -> JobResult | None:
         """The result of a job that finished, a copy of which is kept; its nodes are let go.
 
-        None where somebody else collects it, or its nodes are gone.
+        None where somebody else has collected it; where its nodes are gone, and `not_kept` says so; and where the job
+        is not finished any more: it failed, or computes again what was lost with its nodes.
+
+        Args:
+            here: done once all nodes of this process have ended; before that some may be about to register.
         """
         run = self._spec.run
+
+        def over(view: JobView) -> bool:
+            there = view.live_nodes(run) or (here is not None and not here.done())
+            return view.collected or not self.finished or not there
+
         if self._spec.expected_nodes:  # whoever ran it wants its values: it goes first, unless it is gone
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_OTHERS_FIRST_S):
-                    await self.keeper.wait_until(
-                        lambda view: view.collected or not view.live_nodes(run), structure=True
-                    )
-        collecting = asyncio.ensure_future(self.results())
-        over = asyncio.ensure_future(
-            self.keeper.wait_until(lambda v: v.collected or not v.live_nodes(run), structure=True)
-        )
-        try:
-            await asyncio.wait([collecting, over], return_when=asyncio.FIRST_COMPLETED)
-            if not collecting.done():
-                await self.tell_rest()
-                return None
-            found = collecting.result()
-        finally:
-            for task in (collecting, over):
-                task.cancel()
-            await asyncio.gather(collecting, over, return_exceptions=True)
+                    await self.keeper.wait_until(over, structure=True)
+        found = None if over(self.view) else await self._results_unless(over)
+        if found is None:
+            await self.tell_rest()
+            if self.finished and not self.view.collected:
+                self.not_kept = lost_text(self._spec.name, self.view.checkpoint)
+            return None
         result = self.assemble(found, time.time() - self._spec.submitted_at)
         await self.let_go(found, result)
         return result
+
+    async def _results_unless(self, over: Callable[[JobView], bool]) -> list[TaskResult] | None:
+        """`results`, or None as soon as it is `over`."""
+        collecting = asyncio.ensure_future(self.results())
+        ending = asyncio.ensure_future(self.keeper.wait_until(over, structure=True))
+        try:
+            await asyncio.wait([collecting, ending], return_when=asyncio.FIRST_COMPLETED)
+            return collecting.result() if collecting.done() else None
+        finally:
+            for task in (collecting, ending):
+                task.cancel()
+            await asyncio.gather(collecting, ending, return_exceptions=True)
 
     def assemble(self, found: list[TaskResult], wall_s: float) -> JobResult:
         return assemble(self._spec.name, found, self.view.primaries.values(), wall_s)

@@ -28,8 +28,9 @@ from taskgraph.node.usercode.threads import PooledThreads
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.records import CheckpointRecord, EpochRecord
+from taskgraph.protocol.view import Versioned
 
-__all__ = ["Resume", "mark_begun", "plan", "way_on"]
+__all__ = ["Resume", "lost_text", "mark_begun", "plan", "way_on"]
 
 log = logging.getLogger("taskgraph")
 
@@ -47,6 +48,14 @@ def way_on(checkpoint: CheckpointRecord) -> str:
         f"its checkpoint of epoch {checkpoint.epoch} is complete: go on from there with --resume (--resume-changed if "
         f"you change the driver)"
     )
+
+
+def lost_text(name: str, checkpoint: Versioned[CheckpointRecord] | None) -> str:
+    """Why nobody has the values of a job that finished and has no nodes any more, and how they are computed again."""
+    why = "nobody had collected them when its last node was gone"
+    if checkpoint is None:
+        return why
+    return f"{why}; {way_on(checkpoint.record)}, or with new nodes for this run (`taskgraph launch {name}`)"
 
 
 async def plan(

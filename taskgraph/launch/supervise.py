@@ -354,8 +354,9 @@ async def launch_nodes(
             Whoever cancels this after that ends them at once.
 
     Returns:
-        What became of the job, and its result, unless somebody else collected it. Of one that goes on the reason is
-        why its nodes here do not; "": they left as they were asked to.
+        What became of the job, and its result, unless somebody else collected it, or nobody will: `not_kept` of the
+        follower says why. Of one that goes on the reason is why its nodes here do not; "": they left as they were asked
+        to.
     """
     nodes = LocalNodes(
         entry,
@@ -369,28 +370,31 @@ async def launch_nodes(
     try:
         await _start_unless(leave, nodes, count)
         on_start(nodes)
-        ended = asyncio.ensure_future(follower.ended())
         gone = asyncio.ensure_future(nodes.wait(None))
+        gone.add_done_callback(lambda _: follower.keeper.notify_later())
+        ending = asyncio.ensure_future(_to_the_end(follower, gone))
         broken = asyncio.ensure_future(follower.broken())
         leaving = asyncio.ensure_future(_leave_when(leave, nodes, drain_s(spec)))
         try:
-            await asyncio.wait([ended, gone, broken, leaving], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([ending, gone, broken, leaving], return_when=asyncio.FIRST_COMPLETED)
             for service in (broken, leaving):
                 if service.done():
                     await service
-            if not ended.done():
-                await asyncio.wait([ended], timeout=_ALL_ENDED_S)
-            if not ended.done():
+            if not ending.done():
+                await asyncio.wait([ending], timeout=_ALL_ENDED_S)
+            if not ending.done() and not follower.finished:
                 reason = f"every node started here has ended\n{_tails(nodes)}\n" if nodes.deaths() else ""
                 return StatusRecord(state=State.RUNNING, reason=reason), None
-            # Nodes keep results until somebody collects them, and leave then.
-            result = await follower.collect() if ended.result().state == State.FINISHED else None
+            # Nodes keep results until somebody collects them, and leave then. Those elsewhere may still have them.
+            await asyncio.wait([ending, broken], return_when=asyncio.FIRST_COMPLETED)
+            if not ending.done():
+                await broken
             await nodes.wait(_NODE_END_S)
-            return ended.result(), result
+            return ending.result()
         finally:
-            for task in (ended, gone, broken, leaving):
+            for task in (ending, gone, broken, leaving):
                 task.cancel()
-            await asyncio.gather(ended, gone, broken, leaving, return_exceptions=True)
+            await asyncio.gather(ending, gone, broken, leaving, return_exceptions=True)
     finally:
         await nodes.stop(0.0 if leave.is_set() else _NODE_END_S)
 
@@ -409,6 +413,21 @@ async def _start_unless(leave: asyncio.Event, nodes: LocalNodes, count: int) -> 
         for task in (starting, told):
             task.cancel()
         await asyncio.gather(starting, told, return_exceptions=True)
+
+
+async def _to_the_end(follower: Follower, gone: asyncio.Future[None]) -> tuple[StatusRecord, JobResult | None]:
+    """What becomes of the job, and its result; also of one that has finished, and runs again without its last nodes.
+
+    Args:
+        gone: done once all nodes that were started here have ended.
+    """
+    while True:
+        status, result = await follower.ended(), None
+        if status.state == State.FINISHED:
+            result = await follower.collect(gone)
+            if result is None and not follower.finished:
+                continue
+        return status, result
 
 
 async def _leave_when(told: asyncio.Event, nodes: LocalNodes, within_s: float) -> None:

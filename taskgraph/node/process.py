@@ -127,6 +127,8 @@ def _say(text: str, code: int) -> int:
 async def wait_for_job(coordinator: Coordinator, name: str) -> JobSpec:
     """The spec of the running job, as soon as it is submitted. Says every few seconds what it waits for.
 
+    One that has finished still needs nodes, until its results were collected: those that had them may all be gone.
+
     Raises:
         CoordinationError: etcd refuses. A pause of it is waited out.
     """
@@ -134,10 +136,10 @@ async def wait_for_job(coordinator: Coordinator, name: str) -> JobSpec:
     while True:
         revision = 0
         try:
-            read = await coordinator.txn(Txn(success=(Get(keys.spec), Get(keys.status))))
-            spec, status = read.reads
+            read = await coordinator.txn(Txn(success=(Get(keys.spec), Get(keys.status), Get(keys.collected))))
+            spec, status, collected = read.reads
             state = StatusRecord.from_bytes(status[0].value).state if status else ""
-            if spec and state == State.RUNNING:
+            if spec and (state == State.RUNNING or (state == State.FINISHED and not collected)):
                 return JobSpec.from_bytes(spec[0].value)
             revision = read.revision
             log.info("waiting for job %r to be submitted%s", name, f" again (it has {state})" if state else "")

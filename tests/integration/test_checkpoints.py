@@ -437,3 +437,27 @@ async def test_submit_resumes_too(cli: Cli, tmp_path: Path, embedded_etcd: Embed
     result = json.loads((await cli("result", "kept", "--etcd", etcd, "--json")).out)
     assert result["values"] == calm()["values"]
     assert result["reports"] == calm()["reports"]
+
+
+async def test_results_that_went_with_all_nodes_are_computed_again_from_the_checkpoint(
+    cli: Cli, tmp_path: Path, embedded_etcd: EmbeddedEtcd
+) -> None:
+    """A launch ended at once, and well; it said that the values were there, and nodes waited for ever."""
+    driver, etcd = str(DRIVER.with_name("slow_result.py")), ("--etcd", embedded_etcd.endpoint)
+    token = ("--token-file", "slow_result.token")
+    options = ("-o", f"gate={cli.gate}", "-o", "epochs=5", "-o", "pace_s=0.1", "-o", f"where=file://{tmp_path}")
+    submitted = await cli("submit", driver, *options, "--set", "lost_after_s=0.5", "--set", "lease_ttl_s=2", *etcd)
+    assert submitted.code == 0, submitted.err
+    launch = await cli.start("launch", "slow_result", "--nodes", "2", *etcd, *token)
+    await launch.until("finished after epoch 4")
+    launch.process.kill()
+    await launch.done()
+    lost = await cli("result", "slow_result", *etcd, *token)
+    assert lost.code == 3 and "nobody had collected them when its last node was gone" in lost.err, lost.err
+    assert "or with new nodes for this run (`taskgraph launch slow_result`)" in lost.err
+    cli.open()
+    again = await cli("launch", "slow_result", "--nodes", "1", *etcd, *token)
+    assert again.code == 0 and again.out == "5\n", again.err
+    assert "lost every replica" in again.err and "to the checkpoint of epoch" in again.err
+    assert (await cli("result", "slow_result", *etcd, *token)).out == "5\n"
+    await cli.nothing_left()

@@ -9,8 +9,8 @@ import taskgraph as tg
 
 
 class Slow(tg.Task, state=["steps"]):
-    def __init__(self, gate: str) -> None:
-        self.gate = gate
+    def __init__(self, gate: str, pace_s: float) -> None:
+        self.gate, self.pace_s = gate, pace_s
 
     def setup(self) -> None:
         self.steps = 0
@@ -19,6 +19,7 @@ class Slow(tg.Task, state=["steps"]):
         epoch.processor(self.step)
 
     def step(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        time.sleep(self.pace_s)
         self.steps += 1
 
     def result(self) -> int:
@@ -28,5 +29,7 @@ class Slow(tg.Task, state=["steps"]):
 
 
 @tg.job
-def slow_result(gate: str, epochs: int = 3) -> tg.Job:
-    return tg.Job(tasks=1, epochs=epochs, builder=lambda _: Slow(gate))
+def slow_result(gate: str, epochs: int = 3, pace_s: float = 0.0, where: str = "") -> tg.Job:
+    return tg.Job(
+        tasks=1, epochs=epochs, builder=lambda _: Slow(gate, pace_s), checkpoint=where or None, checkpoint_every=2
+    )

@@ -30,7 +30,7 @@ from taskgraph.launch.submit import submit
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue, Put, Txn, TxnResult
-from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.protocol.records import CheckpointRecord, State, StatusRecord
 from taskgraph.results import JobResult
 
 NAME = "again"
@@ -185,11 +185,49 @@ async def test_values_that_are_too_large_are_not_kept_and_the_message_says_how_l
         await shown(coordinator, monkeypatch)
 
 
-async def test_values_that_nobody_collected_are_not_called_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+FINISHED = Put(KEYS.status, StatusRecord(state=State.FINISHED).to_bytes())
+CHECKPOINT = Put(KEYS.checkpoint, CheckpointRecord(epoch=20, attempt=1, name="x").to_bytes())
+
+
+async def test_of_values_that_went_with_the_nodes_it_is_said_how_they_are_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     coordinator = MemoryCoordinator(MemoryStore())
     await submit(coordinator, spec())
-    with pytest.raises(tg.UnknownJob, match="not kept: nobody asked for them while its nodes were there"):
+    with pytest.raises(tg.UnknownJob, match=r"nobody had collected them when its last node was gone$"):
         await shown(coordinator, monkeypatch)
+    await coordinator.txn(Txn(success=(CHECKPOINT,)))
+    way = "epoch 20 is complete: go on from there with --resume .*, or with new nodes .*`taskgraph launch again`"
+    with pytest.raises(tg.UnknownJob, match=way):
+        await shown(coordinator, monkeypatch)
+
+
+async def test_who_collects_tells_nodes_that_are_gone_from_somebody_else_who_was_first() -> None:
+    """Both were taken for the latter: of a job whose values were lost it was said where they are."""
+    coordinator, run = MemoryCoordinator(MemoryStore()), spec()
+    await submit(coordinator, run)
+    await coordinator.txn(Txn(success=(FINISHED,)))
+    async with asyncio.timeout(5), followed(coordinator, run) as follower:
+        assert await follower.collect() is None
+        assert follower.not_kept == "nobody had collected them when its last node was gone"
+    async with asyncio.timeout(5), followed(coordinator, run) as follower:
+        here: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        collecting = asyncio.ensure_future(follower.collect(here))
+        await asyncio.sleep(0.01)
+        assert not collecting.done(), "a node that this process started may be about to register"
+        await coordinator.txn(Txn(success=(Put(KEYS.collected, b"{}"),)))
+        assert await collecting is None and follower.not_kept == ""
+
+
+async def test_who_collects_stops_where_the_job_runs_again() -> None:
+    coordinator, run = MemoryCoordinator(MemoryStore()), spec()
+    await submit(coordinator, run)
+    await coordinator.txn(Txn(success=(FINISHED,)))
+    async with asyncio.timeout(5), followed(coordinator, run) as follower:
+        collecting = asyncio.ensure_future(follower.collect(asyncio.get_running_loop().create_future()))
+        await asyncio.sleep(0.01)
+        await coordinator.txn(Txn(success=(Put(KEYS.status, StatusRecord(state=State.RUNNING).to_bytes()),)))
+        assert await collecting is None and follower.not_kept == "" and not follower.finished
 
 
 async def test_who_read_nothing_of_its_runs_end_does_not_follow_the_next_one() -> None:

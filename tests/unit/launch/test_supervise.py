@@ -17,11 +17,15 @@ from taskgraph.driver import JobSpec
 from taskgraph.errors import JobError, JobFailed, PeerLost
 from taskgraph.jobs import Job
 from taskgraph.launch import supervise
+from taskgraph.launch.follow import Follower
 from taskgraph.launch.forkserver import NodeProcess, NotStarted
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry
+from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks, Supervisor, drain_s, end_reason, launch_nodes
 from taskgraph.node.config import NodeConfig
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.settings import Settings
 from taskgraph.task import Task
@@ -102,7 +106,14 @@ class Scripted(LocalNodes):
 class Launched:
     """A launcher of one such node, in a process that lets nodes `end_s` once nobody needs them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, settings: Settings) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+        script: str,
+        settings: Settings,
+        follower: Follower | None = None,
+    ) -> None:
         monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
         monkeypatch.setattr(supervise, "LocalNodes", Scripted)
         monkeypatch.setattr(supervise, "_NODE_END_S", 0.05)
@@ -111,10 +122,11 @@ class Launched:
         job = Job(tasks=1, builder=lambda task_id: Task(), epochs=1, name="fit", settings=settings)
         self.leave, self.started, self._never = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.nodes: LocalNodes | None = None
-        follower: Any = SimpleNamespace(ended=self._never.wait, broken=self._never.wait)
+        keeper = SimpleNamespace(notify_later=lambda: None)
+        idle: Any = SimpleNamespace(ended=self._never.wait, broken=self._never.wait, finished=False, keeper=keeper)
         etcd = MemoryCoordinator(MemoryStore())
         self.work = asyncio.ensure_future(
-            launch_nodes(ENTRY, etcd, follower, JobSpec.local(job), 1, "", self._on_start, self.leave)
+            launch_nodes(ENTRY, etcd, follower or idle, JobSpec.local(job), 1, "", self._on_start, self.leave)
         )
 
     def _on_start(self, nodes: LocalNodes) -> None:
@@ -169,6 +181,30 @@ async def test_told_once_more_a_launcher_ends_its_nodes_at_once(
     await asyncio.sleep(0.05)
     launched.work.cancel()
     assert await launched.ended() == (None, {"n1": -signal.SIGKILL})
+
+
+async def test_a_launcher_waits_for_its_nodes_to_compute_results_again_and_says_where_they_are_lost_with_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It took a job whose nodes were gone for one whose results somebody else had collected, before its own were up."""
+    etcd = MemoryCoordinator(MemoryStore())
+    keys = Keys("fit")
+    await submit(etcd, SPEC)
+    await etcd.txn(Txn(success=(Put(keys.status, StatusRecord(state=State.FINISHED).to_bytes()),)))
+    follower = Follower(etcd, SPEC, b"")
+    await follower.start()
+    try:
+        launched = Launched(monkeypatch, tmp_path, _NEVER_LEAVES, Settings(), follower)
+        await launched.started.wait()
+        await asyncio.sleep(0.05)
+        assert not launched.work.done()
+        assert launched.nodes is not None
+        launched.nodes.kill_now()
+        status, _ = await launched.ended()
+        assert status is not None and status.state == State.FINISHED
+        assert follower.not_kept == "nobody had collected them when its last node was gone"
+    finally:
+        await follower.stop()
 
 
 def test_nodes_hand_over_for_as_long_as_the_job_says() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import gc
 import os
@@ -12,11 +13,24 @@ from pathlib import Path
 
 import pytest
 
+import taskgraph as tg
 from taskgraph.coordination.etcd import EtcdCoordinator
+from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
+from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, Unavailable
+from taskgraph.launch.submit import submit
 from taskgraph.node import process
 from taskgraph.node.config import NodeConfig
-from taskgraph.node.process import _remove_sockets, allow_more_files, run_node, search_garbage_less_often
+from taskgraph.node.process import (
+    _remove_sockets,
+    allow_more_files,
+    run_node,
+    search_garbage_less_often,
+    wait_for_job,
+)
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import Put, Txn
+from taskgraph.protocol.records import State, StatusRecord
 
 
 def config(folder: Path, *, parent_pid: int) -> NodeConfig:
@@ -131,3 +145,18 @@ def test_a_launched_node_that_is_only_starting_leaves_at_once_when_it_is_told_to
         os.close(read_end)
         os.close(write_end)
     assert done.returncode == 143, done.stderr
+
+
+async def test_a_job_that_has_finished_takes_nodes_until_its_results_were_collected() -> None:
+    """All nodes that had them were killed, and new ones waited for ever for it to be submitted again."""
+    coordinator, keys = MemoryCoordinator(MemoryStore()), Keys("fit")
+    spec, again = (JobSpec.local(tg.Job(tasks=1, builder=tg.Task, name="fit")) for _ in range(2))
+    await submit(coordinator, spec)
+    await coordinator.txn(Txn(success=(Put(keys.status, StatusRecord(state=State.FINISHED).to_bytes()),)))
+    assert await wait_for_job(coordinator, "fit") == spec
+    await coordinator.txn(Txn(success=(Put(keys.collected, b"{}"),)))
+    waiting = asyncio.ensure_future(wait_for_job(coordinator, "fit"))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    await submit(coordinator, again)
+    assert await asyncio.wait_for(waiting, 5) == again
