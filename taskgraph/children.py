@@ -76,10 +76,13 @@ def end_group(leader: int) -> None:
 
 
 def end_mine() -> None:
-    """Ends at once the children of this process that are in its process group: all of that, where it leads it."""
+    """Ends at once the children of this process that are in its process group; all of it, where it leads its session.
+
+    Of a shell's pipeline the first process leads a group, too, and the others are no children of it.
+    """
     if sys.platform == "linux" and _has_children():
         me = os.getpid()
-        _end_members(os.getpgrp(), among=None if os.getpgrp() == me else me)
+        _end_members(os.getpgrp(), among=None if os.getsid(0) == me else me)
 
 
 def _has_children() -> bool:

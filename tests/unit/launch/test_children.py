@@ -79,22 +79,31 @@ _ENDS_ITS_OWN = """
 import subprocess, sys
 from taskgraph.children import end_mine
 sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
-print(*(subprocess.Popen(sleep, stdout=-3, stderr=-3, start_new_session=own).pid for own in (False, True)))
+print(*(subprocess.Popen(sleep, stdout=-3, stderr=-3, start_new_session=own).pid for own in (False, True)), flush=True)
+sys.stdin.readline()
 end_mine()
 """
 
 
 @linux
-@pytest.mark.parametrize("leads", [True, False])
-def test_who_ends_its_own_children_leaves_those_with_a_session_and_those_of_others(leads: bool) -> None:
+@pytest.mark.parametrize("leads", ["its session", "a pipeline", "nobody"])
+def test_who_ends_its_own_children_leaves_those_with_a_session_and_those_of_others(leads: str) -> None:
     """The group of a node that was started by hand may be that of a shell's pipeline."""
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as beside:
-        done = subprocess.run(
-            [sys.executable, "-c", _ENDS_ITS_OWN], capture_output=True, text=True, timeout=60, start_new_session=leads
-        )
-        ended, lives = map(int, done.stdout.split())
+    node = subprocess.Popen(
+        [sys.executable, "-c", _ENDS_ITS_OWN],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=leads == "its session",
+        process_group=0 if leads == "a pipeline" else None,
+    )
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with node, subprocess.Popen(sleep, process_group=node.pid if leads == "a pipeline" else None) as beside:
+        assert node.stdout is not None
+        ended, lives = map(int, node.stdout.readline().split())
+        node.communicate("\n", timeout=60)
         try:
-            assert done.returncode == 0, done.stderr
+            assert node.returncode == 0
             assert host.state(ended) in ("", "Z")
             assert host.state(lives) not in ("", "Z") and beside.poll() is None
         finally:
