@@ -20,6 +20,7 @@ from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.device.visible import device_ids
 from taskgraph.driver import JobSpec
 from taskgraph.errors import (
+    CoordinationError,
     FingerprintMismatch,
     JobError,
     TaskGraphError,
@@ -444,10 +445,26 @@ class Node:
                 async with asyncio.timeout(self.settings.results_kept_s):
                     await self._until_view(lambda v: v.collected or self._other_run() or not v.finished)
             except TimeoutError:
-                self.log.warning("nobody collected the results within %g s", self.settings.results_kept_s)
-                return
+                if await self._gave_results_up():
+                    return
+                continue
             if not view.running:  # else what was lost with the results is computed again
                 return
+
+    async def _gave_results_up(self) -> bool:
+        """Whether this node may leave a finished job whose results nobody wanted; False: look at the job again."""
+        view, writer = self.keeper.view, self.writer()
+        why = f"nobody collected them within {self.settings.results_kept_s:g} s (settings.results_kept_s)"
+        txn = transactions.give_results_up(view, why, by=self.name, writer=writer)
+        try:
+            async with asyncio.timeout(self.settings.call_s):
+                if await self.transact(txn, key=view.keys.collected, writer=writer) is None:
+                    await self.keeper.refresh()
+                    return False
+        except (CoordinationError, TimeoutError) as error:  # while etcd is away nothing passes for lost either
+            self.log.info("that nobody collected the results is not told: %s", str(error) or "no answer")
+        self.log.warning("the results are given up: %s", why)
+        return True
 
     async def _until_view(self, shows: Callable[[JobView], bool]) -> None:
         """Returns when the view `shows` it, by something else than `epoch`, or when this node has drained.

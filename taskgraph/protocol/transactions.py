@@ -13,6 +13,7 @@ Rules that hold for all of them:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -38,6 +39,7 @@ __all__ = [
     "declare_gone",
     "evict",
     "fail",
+    "give_results_up",
     "register",
     "remove_member",
     "restart",
@@ -444,6 +446,23 @@ def fail(view: JobView, status: StatusRecord, fences: Iterable[Compare] = ()) ->
     return Txn(
         compares=(Compare(view.keys.status, _mod(view.status)), *fences),
         success=(Put(view.keys.status, status.to_bytes()),),
+    )
+
+
+def give_results_up(view: JobView, why: str, *, by: str, writer: str) -> Txn:
+    """Nobody collected the results of a job that finished, and its nodes leave: said before the first of them does.
+
+    What it takes with it would pass for lost with the others: the job would fail after all, or be rolled back.
+    """
+    keys = view.keys
+    value = json.dumps({"by": by, "not_kept": why, "writer": writer})
+    return Txn(
+        compares=(
+            Compare(keys.spec, view.spec_revision),
+            Compare(keys.status, _mod(view.status)),
+            Compare(keys.collected, 0),
+        ),
+        success=(Put(keys.collected, value.encode()),),
     )
 
 

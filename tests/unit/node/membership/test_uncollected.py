@@ -1,0 +1,92 @@
+"""A job that finished, and whose results nobody collects: its nodes leave, and it stays finished."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_kit import Counting, blindable, eyes, job, play
+
+import taskgraph as tg
+from taskgraph.launch.collect import not_kept, why_not_kept
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.protocol.records import State, StatusRecord
+
+__all__ = ["blindable"]
+
+pytestmark = pytest.mark.usefixtures("blindable")
+
+
+def short(**options: Any) -> tg.Job:
+    settings = tg.Settings(epochs_ahead=0, results_kept_s=5, call_s=2)
+    return job(Counting, epochs=5, backups=0, settings=settings, **options)
+
+
+def state_of(cluster: InProcessCluster) -> str:
+    (kv,) = cluster.store.select(cluster.keys.status, prefix=False)
+    return StatusRecord.from_bytes(kv.value).state
+
+
+def why_none(cluster: InProcessCluster) -> str:
+    """What whoever asks for the results is told."""
+    found = [*cluster.store.select(cluster.keys.collected, prefix=False), None]
+    return str(not_kept(why_not_kept(found[0])))
+
+
+async def all_left(cluster: InProcessCluster) -> float:
+    """Returns when all nodes have left, and how long that took since the job finished."""
+    node, loop = cluster.nodes[0], asyncio.get_running_loop()
+    await node.keeper.wait_until(lambda view: view.finished)
+    began, runs = loop.time(), [member.run for member in cluster._members.values()]
+    await asyncio.wait(runs)
+    assert [run.exception() for run in runs] == [None] * len(runs)
+    return loop.time() - began
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_it_stays_finished_when_one_node_leaves_before_another(every: int, tmp_path: Path) -> None:
+    """Whoever was a moment later saw tasks lost: the job failed, or went back to its checkpoint and ran again."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        late = cluster.nodes[1]
+        eyes(late).blind(at=cluster.keys.status)
+        leaving = asyncio.ensure_future(all_left(cluster))
+        await cluster.nodes[0].keeper.wait_until(lambda view: view.finished)
+        await asyncio.sleep(1)
+        eyes(late).see()
+        took_s = await leaving
+        assert state_of(cluster) == State.FINISHED
+        assert why_none(cluster).endswith(
+            "its values are not kept: nobody collected them within 5 s (settings.results_kept_s)"
+        )
+        assert 4.9 < took_s < 5.5, "all of them at once"
+
+    keeps = {"checkpoint": f"file://{tmp_path}", "checkpoint_every": every} if every else {}
+    play(short(**keeps), scenario, nodes=2)
+
+
+def test_a_node_whose_word_of_that_is_refused_looks_at_the_job_again() -> None:
+    """It may have been rolled back meanwhile, and have finished once more."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        (node,) = cluster.nodes
+        eyes(node).refuse(cluster.keys.collected)
+        await node.keeper.wait_until(lambda view: view.finished)
+        await asyncio.sleep(6)
+        eyes(node).refuse("")
+        assert (await cluster.result()).values == {0: 5, 1: 5}
+        assert 3 < await all_left(cluster) < 4.5
+
+    play(short(), scenario, nodes=1)
+
+
+def test_a_node_that_cannot_say_so_leaves_all_the_same() -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        eyes(cluster.nodes[0]).lose(cluster.keys.collected)
+        assert 6.5 < await all_left(cluster) < 7.5
+        assert state_of(cluster) == State.FINISHED
+        assert "nobody asked for them while its nodes were there" in why_none(cluster)
+
+    play(short(), scenario, nodes=1)
