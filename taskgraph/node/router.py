@@ -97,11 +97,15 @@ class Router:
                         reply.cancel()
 
     def peer(self, node: str) -> Peer | None:
-        """How to reach a node; also one whose key is absent just now, if it was ever seen."""
+        """How to reach a node; also one whose key is absent just now, if it was seen, and not forgotten since."""
         registered, known = self._keeper.view.nodes.get(node), self._addresses.get(node)
         if registered is not None and (known is None or known[0] is not registered.record):
             known = self._addresses[node] = registered.record, peer_of(node, registered.record)
         return None if known is None else known[1]
+
+    def keep(self, nodes: set[str]) -> None:
+        """Forgets how to reach nodes that are not among these: nobody will call them."""
+        self._addresses = {node: known for node, known in self._addresses.items() if node in nodes}
 
     async def to_primary(self, task: int, message: Callable[[], Call], *, timeout_s: float | None = None) -> Reply:
         """Calls the primary of `task` until it answers. `message()` is made anew for every try.

@@ -146,6 +146,7 @@ class Suspicion:
             self._gone_revision = view.gone_revision
             self.gone = frozenset(view.gone)
             self._tell_deaths()
+            self._forget(named)
         if self._absent_before is not None:
             absent &= self._absent_before
         self.suspects = frozenset(absent | self._refused.keys() | (self.gone & named) | self._overdue.nodes)
@@ -160,6 +161,14 @@ class Suspicion:
         named.update(node for node in self._absent_since if node not in view.gone)
         named.discard(self._node.id)
         return named
+
+    def _forget(self, named: set[str]) -> None:
+        """Lets go of what is known of nodes that nobody has to do with any more: in a long job there are many."""
+        kept = named | self._node.keeper.view.nodes.keys()
+        self._refused = {node: since for node, since in self._refused.items() if node in kept}
+        self._probing = {node: probe for node, probe in self._probing.items() if not probe.done()}
+        self._missed -= self.gone
+        self._node.router.keep(kept)
 
     def _tell_deaths(self) -> None:
         """How a node died, which its launcher knows, is told by one that lives; not what was before its time."""
