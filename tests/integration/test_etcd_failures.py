@@ -262,8 +262,9 @@ async def test_a_lease_is_renewed_where_it_was_granted(embedded_etcd, caplog: py
 
 @pytest.mark.slow
 async def test_a_client_moves_to_the_other_endpoint_when_its_own_dies(tmp_path: Path) -> None:
-    # Two clusters stand in for two members: the client cannot tell, as long as the keys agree.
-    first, second = EmbeddedEtcd(data_dir=tmp_path / "1"), EmbeddedEtcd(data_dir=tmp_path / "2")
+    # Two clusters stand in for two members: the client cannot tell, as long as the keys agree. Their ids do: they are
+    # made of the addresses for peers.
+    first, second = (EmbeddedEtcd(data_dir=tmp_path / name, private=True) for name in "12")
     await first.start()
     await second.start()
     async with (
@@ -288,8 +289,8 @@ async def test_a_client_moves_to_the_other_endpoint_when_its_own_dies(tmp_path: 
 async def test_a_member_that_freezes_is_left_by_writes_reads_and_watches(tmp_path: Path) -> None:
     # Two clusters stand in for two members, as above. The kernel of a frozen one keeps its connections.
     async with (
-        EmbeddedEtcd() as first,
-        EmbeddedEtcd() as second,
+        EmbeddedEtcd(private=True) as first,
+        EmbeddedEtcd(private=True) as second,
         await EtcdCoordinator.connect(second.endpoint) as direct,
         await EtcdCoordinator.connect([first.endpoint, second.endpoint], timeout_s=6) as node,
     ):
@@ -308,10 +309,40 @@ async def test_a_member_that_freezes_is_left_by_writes_reads_and_watches(tmp_pat
 
 
 @pytest.mark.slow
+async def test_an_etcd_of_another_cluster_is_not_believed_and_not_written_to(caplog: pytest.LogCaptureFixture) -> None:
+    """A job was written there where the right one was away for a moment, and ended since its keys were missing."""
+    async with (
+        EmbeddedEtcd() as ours,
+        EmbeddedEtcd() as other,
+        await EtcdCoordinator.connect(other.endpoint) as direct,
+        await EtcdCoordinator.connect([ours.endpoint, other.endpoint], timeout_s=3.5) as node,
+    ):
+        for number in range(20):
+            await direct.txn(put(f"/other/{number}"))
+        lease = await node.lease(12.0, stall_limit_s=60.0)
+        start = (await node.txn(put("/a", b"", lease.id))).revision
+        async with following(node, "/", start) as follower:
+            await follower.until(start)
+            with stopped(ours.pid):
+                for _ in range(2):
+                    calls = [node.txn(put("/b")), node.get("/a"), node.list("/"), node.txn(put("/c"))]
+                    for error in await asyncio.gather(*calls, return_exceptions=True):
+                        assert isinstance(error, Unavailable | OutcomeUnknown), error
+            last = (await node.txn(put("/e"))).revision
+            assert await node.get("/a") is not None and not lease.lost()
+            await follower.until(last)
+        await becomes(lambda: lease.valid_until() - node.now() > 9.0)  # answered again
+        assert not [kv for kv in (await direct.list("/")).items if not kv.key.startswith("/other/")]
+        await lease.close(revoke=True)
+    (said,) = (text for text in caplog.messages if "is passed over" in text)
+    assert f"etcd at {other.endpoint} is passed over: it belongs to another cluster than {ours.endpoint}; take" in said
+
+
+@pytest.mark.slow
 async def test_a_watch_alone_leaves_a_frozen_member_within_fifteen_seconds() -> None:
     async with (
-        EmbeddedEtcd() as first,
-        EmbeddedEtcd() as second,
+        EmbeddedEtcd(private=True) as first,
+        EmbeddedEtcd(private=True) as second,
         await EtcdCoordinator.connect(second.endpoint) as direct,
         await EtcdCoordinator.connect([first.endpoint, second.endpoint]) as node,
     ):

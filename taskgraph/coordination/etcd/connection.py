@@ -3,6 +3,9 @@
 One channel per endpoint, one endpoint in use at a time. An endpoint that fails is left for the next one. A write is
 only sent over a connection that is known to stand, so that "nothing listens there" is never confused with
 "it was sent and no answer came".
+
+The cluster is the one that answers first. What an etcd of another one says, which got among the endpoints by mistake,
+is no answer, and no write is sent to it.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from taskgraph.coordination.etcd.methods import AUTHENTICATE, STATUS, Method
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
 
-__all__ = ["Connection", "Stream", "pause_s"]
+__all__ = ["Connection", "OtherCluster", "Stream", "pause_s"]
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,10 @@ _CONNECT_S = 2.0
 def pause_s(tries: int) -> float:
     """How long to wait after the `tries`-th failure in a row, counted from 1."""
     return float(min(_LAST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(tries - 1, 10))) * random.uniform(0.5, 1.0)
+
+
+class OtherCluster(Exception):
+    """An etcd answered that does not belong to the cluster; in words."""
 
 
 class Stream(Generic[Response]):
@@ -107,6 +114,9 @@ class Connection:
 
     Args:
         options: where the cluster is and how to get in.
+
+    Attributes:
+        cluster: the cluster's id, from its first answer on; 0 before.
     """
 
     def __init__(self, options: EtcdOptions) -> None:
@@ -116,6 +126,9 @@ class Connection:
         self._former: list[grpc.aio.Channel] = []  # calls may be under way there: they end by themselves
         self._calls: dict[tuple[Endpoint, str], Any] = {}  # what gRPC makes of a channel and a method's path
         self._current = 0
+        self.cluster = 0
+        self._answered_first = ""
+        self._others: set[Endpoint] = set()  # that answered last as members of another cluster
         self._token: str | None = None
         self._login = asyncio.Lock()
         self._closed = False
@@ -198,6 +211,9 @@ class Connection:
                 if self._cut_off(error):
                     break
                 raise
+            except OtherCluster as other:  # whatever was sent, our cluster did not execute it
+                tries.add(endpoint, str(other))
+                self.leave(endpoint)
             except grpc.aio.AioRpcError as error:
                 details = _details(error)
                 tries.add(endpoint, details)
@@ -225,7 +241,7 @@ class Connection:
         """Opens a stream on the endpoint in use. Its messages, and its errors, come when it is read.
 
         Raises:
-            grpc.aio.AioRpcError: logging in failed.
+            grpc.aio.AioRpcError, OtherCluster: logging in failed.
             Unavailable: the connection is closed.
         """
         endpoint = self.endpoint
@@ -240,6 +256,29 @@ class Connection:
         stream = Stream(open_stream(None, metadata=metadata), endpoint)
         self._streams.add(stream)
         return stream
+
+    def check_cluster(self, endpoint: Endpoint, header: v3.ResponseHeader) -> None:
+        """Looks at an answer of `endpoint`.
+
+        Where each endpoint belongs to another cluster by now, etcd was set up anew, perhaps with its data: the one that
+        answers is the cluster from then on.
+
+        Raises:
+            OtherCluster: it says nothing about the cluster.
+        """
+        told = header.cluster_id
+        if told == self.cluster or not told:
+            self._others.discard(endpoint)
+            return
+        first, why = endpoint not in self._others, f"it belongs to another cluster than {self._answered_first}"
+        self._others.add(endpoint)
+        if not self.cluster or self._others.issuperset(self.options.endpoints):
+            self.cluster, self._answered_first = told, endpoint.target
+            self._others.clear()
+            return
+        if first:
+            log.warning("etcd at %s is passed over: %s; take one of them out of --etcd", endpoint.target, why)
+        raise OtherCluster(why)
 
     def forget_token(self) -> None:
         """The token was refused: log in again before the next call."""
@@ -258,8 +297,9 @@ class Connection:
 
     async def _enter(self, endpoint: Endpoint, left: float, *, connected: bool) -> None:
         """Sees to it that `endpoint` is connected, where that matters, and that we have a token, if need be."""
-        if connected and self._channels[endpoint].get_state() is not grpc.ChannelConnectivity.READY:
-            # Any answer, a refusal too, proves the connection.
+        ready = self._channels[endpoint].get_state() is grpc.ChannelConnectivity.READY
+        if connected and (not ready or endpoint in self._others):
+            # Any answer, a refusal too, proves the connection; and says of which cluster it is.
             try:
                 await self._once(endpoint, STATUS, v3.StatusRequest(), min(left, self._connect_s()))
             except grpc.aio.AioRpcError as error:
@@ -285,6 +325,7 @@ class Connection:
             )
         answer = await send(request, timeout=timeout_s, metadata=self._credentials())
         assert isinstance(answer, method.response)
+        self.check_cluster(endpoint, cast("v3.RangeResponse", answer).header)  # each has one
         return answer
 
     def _credentials(self) -> list[tuple[str, str]]:

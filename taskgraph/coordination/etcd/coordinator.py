@@ -186,6 +186,7 @@ class EtcdCoordinator:
             revoke=self._revoke_at_end,
             forget=self._leases.discard,
             endpoint=self._connection.endpoint,
+            cluster=lambda: self._connection.cluster,
         )
         self._leases.add(lease)
         lease.start()

@@ -53,6 +53,7 @@ class EtcdLease:
         revoke: revokes a lease, bounded.
         forget: told when the lease is closed.
         endpoint: the one that granted it, where its renewal begins.
+        cluster: the id of the cluster that it is in, as far as that is known; else 0.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class EtcdLease:
         revoke: Callable[[int], Awaitable[None]],
         forget: Callable[[EtcdLease], None],
         endpoint: Endpoint,
+        cluster: Callable[[], int] = lambda: 0,
     ) -> None:
         self._options = options
         self._id = lease_id
@@ -74,6 +76,7 @@ class EtcdLease:
         self._revoke = revoke
         self._forget = forget
         self._endpoint = options.endpoints.index(endpoint)
+        self._cluster = cluster
         self._valid_until = sent_at + ttl_s
         self._lost = False
         self._ticked_at = time.monotonic()
@@ -173,6 +176,10 @@ class EtcdLease:
 
     # Called by the reader thread.
 
+    def knows(self, header: v3.ResponseHeader) -> bool:
+        """Whether it is of the lease's cluster: another one knows no such lease."""
+        return self._cluster() in (0, header.cluster_id)
+
     def answered(self, sent_at: float, ttl_s: int) -> None:
         if ttl_s <= 0:
             self._lost = True
@@ -185,6 +192,7 @@ class EtcdLease:
 
 
 class _Listener(Protocol):
+    def knows(self, header: v3.ResponseHeader) -> bool: ...
     def answered(self, sent_at: float, ttl_s: int) -> None: ...
     def broke(self) -> None: ...
 
@@ -232,6 +240,9 @@ class _Stream:
                 LEASE_KEEP_ALIVE.response.FromString,
             )
             for answer in call(self._outgoing(), metadata=(("hasleader", "true"), *self._login())):
+                if not self._listener.knows(answer.header):
+                    self.ended = "it belongs to another cluster"
+                    return
                 self._listener.answered(self._unanswered.popleft(), answer.ttl)
             self.ended = "etcd ended the stream"
         except grpc.RpcError as error:

@@ -26,7 +26,7 @@ import grpc.aio
 from taskgraph.coordination.api import AccessRefused, WatchBatch, WatchCompacted
 from taskgraph.coordination.etcd import convert
 from taskgraph.coordination.etcd import v3_pb2 as v3
-from taskgraph.coordination.etcd.connection import Connection, Stream, pause_s
+from taskgraph.coordination.etcd.connection import Connection, OtherCluster, Stream, pause_s
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
 from taskgraph.coordination.etcd.methods import RANGE, WATCH
 from taskgraph.errors import CoordinationError, Unavailable
@@ -52,6 +52,8 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
                 reason = "etcd ended the stream"
                 async with contextlib.aclosing(stream.messages()) as messages:
                     async for answer in messages:
+                        if answer.created or answer.canceled:
+                            connection.check_cluster(endpoint, answer.header)
                         if answer.canceled:
                             reason = _canceled(answer, connection, prefix, position)
                             break
@@ -82,6 +84,8 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
             if not known and (refused or connection.options.username is None):
                 raise
             refused, reason = True, str(error)
+        except OtherCluster as other:
+            reason = str(other)
         except asyncio.InvalidStateError:  # what gRPC raises when writing to a stream that ended already
             reason = "the stream broke before the watch was created"
         except asyncio.CancelledError:

@@ -11,7 +11,8 @@ import pytest
 
 from taskgraph.commands.certifying import make_certs
 from taskgraph.coordination.api import AccessRefused, TooLarge
-from taskgraph.coordination.etcd.connection import pause_s
+from taskgraph.coordination.etcd import v3_pb2 as v3
+from taskgraph.coordination.etcd.connection import Connection, OtherCluster, pause_s
 from taskgraph.coordination.etcd.convert import range_of, writes
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
 from taskgraph.coordination.etcd.lease import EtcdLease
@@ -184,6 +185,25 @@ def test_a_refusal_says_what_was_refused_and_why() -> None:
         (Code.FAILED_PRECONDITION, "etcdserver: authentication is not enabled"),
     ):
         assert isinstance(refusal("transaction on /a", code, said), AccessRefused)
+
+
+async def test_the_cluster_is_the_first_that_answers_and_another_one_where_nobody_is_left_of_it() -> None:
+    connection = Connection(EtcdOptions.make("a:1,b:1"))
+    a, b = connection.options.endpoints
+
+    def told(endpoint: Endpoint, cluster: int) -> bool:
+        try:
+            connection.check_cluster(endpoint, v3.ResponseHeader(cluster_id=cluster))
+        except OtherCluster as error:
+            assert str(error) == "it belongs to another cluster than a:1"
+            return False
+        return True
+
+    assert told(a, 7) and told(b, 7) and connection.cluster == 7
+    assert not told(b, 8) and told(a, 7) and not told(b, 8), "b is another one"
+    assert told(b, 7) and not told(a, 9) and connection.cluster == 7, "b is back, a is another one"
+    assert told(b, 9) and told(a, 9) and connection.cluster == 9, "etcd was set up anew"
+    await connection.close()
 
 
 def test_pauses_grow_and_are_bounded() -> None:
