@@ -254,8 +254,10 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction | None = 
 
 
 def _print(text: str, error: TaskGraphError) -> None:
+    from taskgraph.observe.screen import printable
+
     for line in (text, *getattr(error, "__notes__", ())):
-        print(f"taskgraph: {line}", file=sys.stderr)
+        print(f"taskgraph: {printable(line)}", file=sys.stderr)
 
 
 def driver_main(function: JobFunction) -> None:

@@ -23,6 +23,7 @@ from taskgraph.errors import CoordinationError, JobError
 from taskgraph.launch.follow import follow_events
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import name_of
+from taskgraph.observe.screen import printable
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView
 
@@ -118,7 +119,7 @@ class _Chaos:
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(self._done.items())) or "none"
         print(f"faults: {counts}; job {self._reached.name}: {state}", flush=True)
         if status is not None and status.record.reason:
-            print(f"  {status.record.reason}", flush=True)
+            print(f"  {printable(status.record.reason)}", flush=True)
         return 1 if state == State.FAILED else 0
 
     async def _ended(self) -> None:

@@ -20,6 +20,7 @@ from taskgraph.launch.follow import Follower, follow_events, kept_events, node_s
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import fitted, status_json, status_text, values_text
+from taskgraph.observe.screen import one_line, printable
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
 
@@ -99,7 +100,7 @@ def _print_finished(name: str, kept: dict[str, Any], *, as_json: bool) -> None:
         return
     state, reason = kept["status"].get("state", "unknown"), kept["status"].get("reason", "")
     done = f", {kept['result']['epochs']} epochs" if kept["result"] else ""
-    print(f"job {name}: {state}{done}" + (f"\n  {reason}" if reason else ""))
+    print(f"job {name}: {state}{done}" + (f"\n  {printable(reason)}" if reason else ""))
 
 
 def _warning(reached: Reached) -> str:
@@ -180,7 +181,7 @@ def print_event(event: Event, *, as_json: bool) -> None:
         return
     at = time.strftime("%H:%M:%S", time.localtime(event.at)) + f".{int(event.at * 1000) % 1000:03d}"
     epoch = f"epoch {event.epoch}" if event.epoch is not None else ""
-    print(f"{at}  {event.node:<8} {epoch:<12} {event.kind:<10} {event.text}", flush=True)
+    print(one_line(f"{at}  {event.node:<8} {epoch:<12} {event.kind:<10} {event.text}"), flush=True)
 
 
 def result(options: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ from taskgraph.errors import JobError
 from taskgraph.files import chosen_file, why_unwritable
 from taskgraph.launch.tracing import NodeTrace, Tracer, words_of
 from taskgraph.observe.clocks import NodeClock
+from taskgraph.observe.screen import printable
 from taskgraph.observe.trace import clock
 from taskgraph.observe.trace_file import TraceFile
 from taskgraph.protocol.records import State
@@ -226,4 +227,4 @@ def _summary(path: Path, about: dict[str, Any]) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"taskgraph: {text}", file=sys.stderr, flush=True)
+    print(f"taskgraph: {printable(text)}", file=sys.stderr, flush=True)

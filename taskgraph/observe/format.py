@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from taskgraph.errors import TaskGraphError
+from taskgraph.observe.screen import cut, one_line, padded, printable, width
 from taskgraph.observe.status import NodeStatus, ReplicaStatus
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView
@@ -40,8 +41,9 @@ _LINES = 5000
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns, left-aligned; the first row is the head."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    cells = [[one_line(cell) for cell in row] for row in rows]
+    widths = [max(width(row[i]) for row in cells) for i in range(len(cells[0]))]
+    return ["  ".join(map(padded, row, widths)).rstrip() for row in cells]
 
 
 def name_of(node: str) -> str:
@@ -69,7 +71,7 @@ def status_text(
     attempt = f", attempt {view.stamp.attempt}" if view.stamp and view.stamp.attempt > 1 else ""
     lines = [f"job {name}: {state}, {at}{attempt}"]
     if view.status and view.status.record.reason:
-        lines.append(f"  {view.status.record.reason}")
+        lines.append(f"  {printable(view.status.record.reason)}")
     some = any(v.record.devices for v in view.nodes.values())  # no column for what nobody has
     # The lists last: with many tasks they are wider than a screen.
     nodes = [["NODE", "HOST", "PID", "MEMORY", *(["DEVICES"] if some else []), "STATE", "PRIMARY OF", "BACKUP OF"]]
@@ -115,13 +117,13 @@ def status_text(
         lines += ["", lacking]
     waits = [w for said in statuses.values() if isinstance(said, NodeStatus) for w in said.waits]
     if waits:
-        lines += ["", "waits:", *(f"  {w}" for w in waits)]
+        lines += ["", "waits:", *(f"  {one_line(w)}" for w in waits)]
     return "\n".join(lines)
 
 
 def fitted(text: str, columns: int, rows: int) -> str:
     """The status on a screen of that size: what is wider is cut, and of the tasks as many are left out as needed."""
-    sections = [[line[:columns] for line in part.split("\n")] for part in text.split("\n\n")]
+    sections = [[cut(line, columns) for line in part.split("\n")] for part in text.split("\n\n")]
     excess = sum(map(len, sections)) + len(sections) - 1 - rows
     if excess > 0 and len(sections) > _TASKS:
         tasks = sections[_TASKS]
@@ -164,7 +166,7 @@ def _unanswered(view: JobView, statuses: dict[str, NodeStatus | TaskGraphError])
 
 
 def _reason(error: TaskGraphError) -> str:
-    return " ".join(str(error).split())
+    return one_line(" ".join(str(error).split()))
 
 
 def _node_state(said: NodeStatus | TaskGraphError | None, draining: bool) -> str:

@@ -18,6 +18,7 @@ from typing import TextIO
 
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import holders, ids_text, last_text
+from taskgraph.observe.screen import cut, one_line, printable
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView
 from taskgraph.results import EpochReport
@@ -121,12 +122,7 @@ class Progress:
             self._tell(ending.at, ending.text)
 
     def _tell(self, at: float, text: str) -> None:
-        if self._live:
-            self._print_above(f"{_clock_text(at)} {text}")
-            self._refresh(force=True)
-        else:
-            self._flush_held()
-            self._write(f"{_clock_text(at)} {text}\n")
+        self._line(f"{_clock_text(at)} {one_line(text)}")
 
     def _flush_merged(self, *, now: bool = False) -> None:
         if not self._merging or (not now and self._clock() - self._merging_since < _MERGE_S):
@@ -150,6 +146,9 @@ class Progress:
     def line(self, text: str) -> None:
         """Something to be read among what happens, such as a line that a task printed."""
         self._flush_merged(now=True)
+        self._line(printable(text) if self._live else text)
+
+    def _line(self, text: str) -> None:
         if self._live:
             self._print_above(text)
             self._refresh(force=True)
@@ -177,7 +176,7 @@ class Progress:
 
     def _print_numbers(self, epoch: int, numbers: Mapping[str, str | int | float]) -> None:
         self._printed.append(epoch)
-        self._write(f"epoch {epoch}{last_text(self._epochs)}{numbers_text(numbers)}\n")
+        self._write(f"epoch {epoch}{last_text(self._epochs)}{one_line(numbers_text(numbers))}\n")
 
     def _flush_held(self) -> None:
         if self._held is not None:
@@ -235,7 +234,7 @@ class Progress:
             wanted = self._backups + 1
             in_sync = sum(min(len(holders(view, task)), wanted) for task in range(self._tasks))
             parts.append(f"in sync {in_sync}/{self._tasks * wanted}")
-        numbers = numbers_text(self._numbers).strip()
+        numbers = one_line(numbers_text(self._numbers).strip())
         if numbers:
             parts.append(numbers)
         return "  ".join(parts)
@@ -245,8 +244,7 @@ class Progress:
         if not force and now - self._shown_at < _REFRESH_S:
             return
         self._shown_at = now
-        width = shutil.get_terminal_size().columns
-        line = self.text()[: max(1, width - 1)]
+        line = cut(self.text(), max(1, shutil.get_terminal_size().columns - 1))
         self._write(f"\r\x1b[2K{line}")
 
     def _print_above(self, text: str) -> None:

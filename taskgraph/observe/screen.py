@@ -1,0 +1,54 @@
+"""Texts of users on a terminal: what is not to be seen is written as an escape, and characters are as wide as there.
+
+A processor's name, a report's, an exception's text and what a task prints may hold anything: the codes that wipe a
+screen, and the end of a line within a table.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+
+__all__ = ["cut", "one_line", "padded", "printable", "width"]
+
+
+def printable(text: str, keep: str = "\n\t") -> str:
+    """The text with an escape, such as `\\x1b`, for each character that is not to be seen, but for those in `keep`."""
+    if text.isprintable():
+        return text
+    return "".join(c if c in keep or _seen(c) else c.encode("unicode_escape").decode() for c in text)
+
+
+def one_line(text: str) -> str:
+    """The same, where ends of lines would be taken for ours."""
+    return printable(text, "")
+
+
+def width(text: str) -> int:
+    """Columns that it takes on a terminal."""
+    return len(text) if text.isascii() else sum(map(_columns, text))
+
+
+def padded(text: str, columns: int) -> str:
+    return text + " " * (columns - width(text))
+
+
+def cut(text: str, columns: int) -> str:
+    """As much of one line as so many columns show."""
+    if width(text) <= columns:
+        return text
+    left = columns
+    for number, character in enumerate(text):
+        left -= _columns(character)
+        if left < 0:
+            return text[:number]
+    return text
+
+
+def _seen(character: str) -> bool:
+    return character.isprintable() or unicodedata.category(character) == "Zs"  # spaces of other widths
+
+
+def _columns(character: str) -> int:
+    if unicodedata.category(character) in ("Mn", "Me"):  # it is written over the one before
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
