@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from taskgraph.errors import CoordinationError, JobCancelled, JobFailed, TaskGraphError, TransportError, UnknownJob
+from taskgraph.files import OF_THE_HOST
 from taskgraph.launch.threads_env import set_thread_env
 from taskgraph.signals import obey_sigterm
 from taskgraph.streams import drop_unwritten, make_good
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["driver_main", "main"]
 
 FAILED, USAGE, UNREACHABLE, INTERRUPTED = 1, 2, 3, 130
-_NO_ROOM, _NO_RIGHT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS), (errno.EACCES, errno.EPERM)
-_OF_THE_HOST = (*_NO_ROOM, *_NO_RIGHT, errno.EMFILE, errno.ENFILE, errno.EIO)
-"""No fault of ours, and nothing that a traceback would tell more of: no room, no right, no more files, no terminal."""
 _OF_DRIVERS = ("run", "submit", "launch")
 
 
@@ -246,7 +244,7 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction | None = 
         if error.errno == errno.ENOENT and "temporary directory" in (error.strerror or ""):  # what `tempfile` says
             print(f"taskgraph: {error.strerror}: set TMPDIR to a directory that can be written", file=sys.stderr)
             return FAILED
-        if error.errno not in _OF_THE_HOST:
+        if error.errno not in OF_THE_HOST:
             raise
         print(f"taskgraph: {error}", file=sys.stderr)
         drop_unwritten()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -12,7 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["chosen_file", "whole_file", "why_unwritable", "write_whole"]
+__all__ = ["OF_THE_HOST", "chosen_file", "whole_file", "why_unwritable", "write_whole"]
+
+_NO_ROOM, _NO_RIGHT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS), (errno.EACCES, errno.EPERM)
+OF_THE_HOST = (*_NO_ROOM, *_NO_RIGHT, errno.EMFILE, errno.ENFILE, errno.EIO)
+"""No fault of ours, and nothing that a traceback would tell more of: no room, no right, no more files, no terminal."""
 
 
 @contextlib.contextmanager
@@ -58,8 +63,12 @@ def chosen_file(path: Path) -> Iterator[BinaryIO]:
         with tempfile.TemporaryFile() as spool:
             yield spool
             spool.seek(0)
-            with open(path, "wb") as file:
-                shutil.copyfileobj(spool, file)
+            try:
+                with open(path, "wb") as file:
+                    shutil.copyfileobj(spool, file)
+            except OSError as error:
+                error.filename = str(path)
+                raise
         return
     with whole_file(_target(path), 0o666 if found is None else 0o600) as file:
         if found is not None:

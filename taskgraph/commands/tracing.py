@@ -18,7 +18,7 @@ import uvloop
 from taskgraph.commands.common import Reached, ending_signals, hung_up, reach
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import JobError
-from taskgraph.files import chosen_file, why_unwritable
+from taskgraph.files import OF_THE_HOST, chosen_file, why_unwritable
 from taskgraph.launch.tracing import NodeTrace, Tracer, words_of
 from taskgraph.observe.clocks import NodeClock
 from taskgraph.observe.screen import printable
@@ -156,6 +156,8 @@ def _write(path: Path, reached: Reached, tracer: Tracer, began_ns: int) -> dict[
             }
             out.close(found)
     except OSError as error:
+        if isinstance(error, BrokenPipeError) or error.errno in OF_THE_HOST:
+            raise  # as for every command: whoever read it has enough, or the host has no room
         raise JobError(f"--output {path}: it cannot be written: {error.strerror or error}") from error
     return found
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from traced_kit import LIMIT_S, TOKEN, Service
@@ -213,6 +217,27 @@ async def test_where_no_epoch_is_left_that_is_said(started: Started, total: int,
         (error,) = refused.value.exceptions
         assert isinstance(error, JobError)
         assert f"no epoch is left to be traced: every one of the job's {total} {why}" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"), [(errno.ENOSPC, OSError), (errno.EPIPE, BrokenPipeError), (errno.ENXIO, JobError)]
+)
+async def test_a_file_that_cannot_be_written_is_the_commands_mistake_or_the_hosts(
+    started: Started, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int, raised: type[Exception]
+) -> None:
+    """A full disk, and a reader that has enough, ended it as if the command was wrong."""
+
+    def unwritable(path: Path) -> contextlib.AbstractContextManager[object]:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(command, "chosen_file", unwritable)
+    async with started("n1") as job:
+        async with job.traced(tracer := job.tracer()):
+            job.move(13)
+        reached: Any = SimpleNamespace(name="fit")
+        with pytest.raises(raised) as failed:
+            command._write(tmp_path / "t.json", reached, tracer, 0)
+        assert type(failed.value) is raised
 
 
 @pytest.mark.parametrize(
