@@ -256,12 +256,14 @@ def reference_of(function: JobFunction) -> DriverRef:
     """How other processes find a job function.
 
     Raises:
-        JobError: it was defined interactively, or its module does not have it.
+        JobError: it was defined interactively, or in a zip archive, or its module does not have it.
     """
     path = file_of(function)
     if path is None:
+        file = getattr(sys.modules.get(function.__module__), "__file__", None) or "<stdin>"
+        how = "was defined interactively" if file.startswith("<") else f"is in {file}, which is no plain file"
         raise JobError(
-            f"{function.__name__} was defined interactively, so other processes cannot import it: put it into a "
+            f"{function.__name__} {how}, so other processes cannot import it: put it into a "
             f"file, or run it in this process with nodes=0"
         )
     module = sys.modules[function.__module__]

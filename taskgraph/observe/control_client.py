@@ -106,6 +106,7 @@ class ControlClient:
             self._channel = grpc.aio.insecure_channel(address, options=options)
         self._metadata = ((TOKEN_KEY, credential(token)),)
         self._address = address
+        self._answered = False
 
     async def __aenter__(self) -> ControlClient:
         return self
@@ -222,7 +223,9 @@ class ControlClient:
             response_deserializer=reply.FromString,
         )
         try:
-            return self._readable(method, await call(request, metadata=self._metadata, timeout=timeout_s))
+            found = await call(request, metadata=self._metadata, timeout=timeout_s)
+            self._answered = True
+            return self._readable(method, found)
         except grpc.aio.AioRpcError as error:
             raise self._error(method, error) from error
 
@@ -234,6 +237,7 @@ class ControlClient:
         )(request, metadata=self._metadata, timeout=timeout_s)
         try:
             async for message in call:
+                self._answered = True
                 yield self._readable(method, message)
         except grpc.aio.AioRpcError as error:
             raise self._error(method, error) from error
@@ -256,11 +260,12 @@ class ControlClient:
             return TaskGraphError(f"the node at {self._address}: {details}")
         if code == grpc.StatusCode.UNAVAILABLE and any(sign in details for sign in _NOBODY_LISTENS):
             return PeerGone(f"no node listens at {self._address} any more: {details}")
-        if code == grpc.StatusCode.UNAVAILABLE and self._encrypted:
+        first = code == grpc.StatusCode.UNAVAILABLE and not self._answered  # else it speaks as we do
+        if first and self._encrypted:
             details += (
                 "; with TLS: is its certificate, and ours, signed by the same --tls authority, and names it the host?"
             )
-        elif code == grpc.StatusCode.UNAVAILABLE and any(sign in details for sign in _CUT_OFF):
+        elif first and not self._address.startswith("unix:") and any(sign in details for sign in _CUT_OFF):
             details += "; perhaps it speaks TLS only: give --tls"
         return PeerLost(f"the node at {self._address} did not answer {method}: {code.name}: {details}")
 

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,19 @@ def test_a_job_function_typed_in_cannot_be_found_by_others(how: str, tmp_path: P
     )
     assert "fit was defined interactively" in done.stderr
     assert "put it into a file, or run it in this process with nodes=0" in done.stderr
+
+
+def test_a_job_function_in_a_zip_archive_cannot_be_found_by_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was said to be defined interactively."""
+    with zipfile.ZipFile(tmp_path / "z.zip", "w") as archive:
+        archive.writestr("zipped_fit.py", HEAD + FIT)
+    monkeypatch.syspath_prepend(str(tmp_path / "z.zip"))
+    with pytest.raises(tg.JobError) as refused:
+        reference_of(load_driver("zipped_fit"))
+    file = tmp_path / "z.zip" / "zipped_fit.py"
+    assert f"fit is in {file}, which is no plain file, so other processes cannot import it" in str(refused.value)
 
 
 def test_a_job_function_under_another_name_is_found_by_that(tmp_path: Path) -> None:

@@ -107,6 +107,28 @@ async def test_the_socket_is_its_owners_and_goes_with_the_service(tmp_path: Path
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.parametrize(("tcp", "answered", "hint"), [(True, False, True), (True, True, False), (False, False, False)])
+async def test_only_of_who_never_answered_from_afar_it_is_said_that_it_may_speak_tls(
+    tmp_path: Path, tcp: bool, answered: bool, hint: bool
+) -> None:
+    """It was said of every node that was killed while somebody looked, on a unix socket too."""
+    calls = 0
+
+    async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal calls
+        calls += 1
+        writer.close()
+
+    path = tmp_path / "c"
+    cutting = await (asyncio.start_server(accepted, "127.0.0.1") if tcp else asyncio.start_unix_server(accepted, path))
+    address = "127.0.0.1:{}".format(*cutting.sockets[0].getsockname()[1:]) if tcp else f"unix:{path}"
+    async with cutting, ControlClient(address, TOKEN) as client:
+        client._answered = answered
+        with pytest.raises(PeerLost) as lost:
+            await client.status()
+    assert calls and ("perhaps it speaks TLS only" in str(lost.value)) == hint
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
 async def test_over_tcp(host: str) -> None:
     try:
