@@ -41,6 +41,8 @@ _RETRY_S = 0.1
 _CANCEL_TRIES = 5
 _UNCOLLECTED_S = 5.0
 """Results that cannot be collected for longer, with nobody to take over from who keeps them, are told of."""
+_SILENT_S = 60.0
+"""A node that told nothing for so long is asked again. One that computes its results tells nothing meanwhile."""
 _COLLECTED_S = 10.0
 """Whoever has the result does not wait for etcd any longer."""
 _OTHERS_FIRST_S = 15.0
@@ -240,19 +242,24 @@ class Follower:
         self._spec.check_protocol()
         broken_tries = 0
         tell_at = time.monotonic() + _UNCOLLECTED_S
+        kept: dict[int, TaskResult] = {}  # of nodes that told all of theirs: what may be large is not asked for twice
         while True:
             failed: TaskGraphError | None = None
-            holders = {view_primary.record.node for view_primary in self.view.primaries.values()}
-            found: list[TaskResult] = []
-            for record in [v.record for node, v in sorted(self.view.nodes.items()) if node in holders]:
+            holders = {primary.record.node for task, primary in self.view.primaries.items() if task not in kept}
+            for node, record in [(n, v.record) for n, v in sorted(self.view.nodes.items()) if n in holders]:
                 try:
                     async with client_of(record, self._token, self._tls) as client:
-                        found += await client.results(timeout_s=60.0)
+                        told = await client.results(silent_s=_SILENT_S)
+                    if sorted(each.task for each in told) == self._tasks_of(node):
+                        kept |= {each.task: each for each in told}
                 except TaskGraphError as error:  # lost: its tasks are taken over, and asked for again
                     self.unreachable = failed = error
             if failed is not None and time.monotonic() > tell_at:
                 tell_at = math.inf
                 self._say("waits", f"the job has finished, and its results cannot be collected: {failed}")
+            newest = max(((each.attempt, each.epoch) for each in kept.values()), default=None)
+            kept = {task: each for task, each in kept.items() if (each.attempt, each.epoch) == newest}
+            found = list(kept.values())
             if complete(found, self._spec.tasks):
                 broken = damaged(found)
                 if not broken:
@@ -267,7 +274,13 @@ class Follower:
                 log.warning("%s", text)
                 if broken_tries == _DAMAGED_TRIES:
                     raise DecodeError(text)
+                for task in broken:
+                    del kept[task]
             await asyncio.sleep(_RETRY_S)
+
+    def _tasks_of(self, node: str) -> list[int]:
+        """Whose primary it is."""
+        return sorted(task for task, primary in self.view.primaries.items() if primary.record.node == node)
 
     async def collect(self, here: asyncio.Future[Any] | None = None) -> JobResult | None:
         """The result of a job that finished, a copy of which is kept; its nodes are let go.

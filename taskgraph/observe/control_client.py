@@ -175,10 +175,14 @@ class ControlClient:
             for event in reply.more:
                 yield Event.from_json(event), 0
 
-    async def results(self, timeout_s: float | None = None) -> list[TaskResult]:
-        """Results of the tasks this node is primary of; waits until they are computed."""
+    async def results(self, silent_s: float | None = None) -> list[TaskResult]:
+        """Results of the tasks this node is primary of; waits until they are computed.
+
+        Args:
+            silent_s: it is given up once nothing came for so long; all of it takes as long as the network needs.
+        """
         found: list[_Arriving] = []
-        async for chunk in self._stream("Results", pb.ResultsRequest(), pb.ResultChunk, timeout_s):
+        async for chunk in self._stream("Results", pb.ResultsRequest(), pb.ResultChunk, silent_s):
             if chunk.HasField("head"):
                 found.append(_Arriving(chunk.head))
             elif not found:
@@ -229,18 +233,24 @@ class ControlClient:
         except grpc.aio.AioRpcError as error:
             raise self._error(method, error) from error
 
-    async def _stream(self, method: str, request: Any, reply: Any, timeout_s: float | None) -> AsyncIterator[Any]:
+    async def _stream(self, method: str, request: Any, reply: Any, silent_s: float | None) -> AsyncIterator[Any]:
         call: Any = self._channel.unary_stream(
             f"/{SERVICE}/{method}",
             request_serializer=lambda message: message.SerializeToString(),
             response_deserializer=reply.FromString,
-        )(request, metadata=self._metadata, timeout=timeout_s)
+        )(request, metadata=self._metadata)
         try:
-            async for message in call:
+            while True:
+                async with asyncio.timeout(silent_s):
+                    message = await call.read()
+                if message is grpc.aio.EOF:
+                    return
                 self._answered = True
                 yield self._readable(method, message)
         except grpc.aio.AioRpcError as error:
             raise self._error(method, error) from error
+        except TimeoutError:
+            raise PeerLost(f"the node at {self._address} sent nothing of {method} for {silent_s:g} s") from None
         finally:
             call.cancel()
 

@@ -60,13 +60,13 @@ class Holder:
 
 @contextlib.asynccontextmanager
 async def following(
-    holder: Holder, folder: Path, on_event: Callable[[Event], None] | None = None
+    holder: Holder, folder: Path, on_event: Callable[[Event], None] | None = None, *, tasks: int = 1
 ) -> AsyncIterator[Follower]:
-    """A follower of a job whose only task's results `holder` tells, over a socket."""
+    """A follower of a job whose first task's results `holder` tells, over a socket."""
     coordinator = MemoryCoordinator(MemoryStore())
     events = EventLog("n1")
     server = ControlServer(events, TOKEN)
-    job = tg.Job(tasks=1, builder=lambda task_id: tg.Task(), epochs=3, name="fit")
+    job = tg.Job(tasks=tasks, builder=lambda task_id: tg.Task(), epochs=3, name="fit")
     spec = JobSpec.local(job)
     try:
         control = await server.start(unix_path=folder / "c", tcp_host=None)
@@ -108,6 +108,44 @@ async def test_a_result_that_is_damaged_for_good_is_an_error_that_names_the_node
         with pytest.raises(DecodeError, match="result of task 0 arrived damaged from node n1, 3 times"):
             await follower.results()
     assert holder.asked == 3
+
+
+async def test_who_told_its_results_is_not_asked_again_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each round began with all of them anew, which over a slow network took for ever."""
+
+    class First(Holder):
+        async def results(self) -> list[TaskResult]:
+            self.asked += 1
+            return [TaskResult(0, 1 + self.asked, 1, GOOD, ())]
+
+    class Second(Holder):
+        async def results(self) -> list[TaskResult]:
+            self.asked += 1
+            if self.asked < 3:
+                raise ConnectionError("cut")
+            return [TaskResult(1 if self.asked > 3 else 0, 3, 1, GOOD, ())]
+
+    first, second = First(GOOD), Second()
+    server = ControlServer(EventLog("n2"), TOKEN)
+    async with following(first, tmp_path, tasks=2) as follower:
+        try:
+            control = await server.start(unix_path=tmp_path / "d", tcp_host=None)
+            server.attach(second)
+            known = follower.view.nodes["n1-1"]
+            record = dataclasses.replace(known.record, name="n2", control=control)
+            primary = PrimaryRecord(node="n2-1", term=1, stateful=True)
+            keys = Keys("fit")
+            puts = (Put(keys.node("n2-1"), record.to_bytes()), Put(keys.primary(1), primary.to_bytes()))
+            await follower._coordinator.txn(Txn(success=puts))
+            await follower.keeper.load()
+            found = await follower.results()
+        finally:
+            await server.stop()
+    assert second.asked == 4, "it failed twice, and named another's task once"
+    assert first.asked == 2, "what it told at first was of an epoch before"
+    assert sorted((each.task, each.epoch) for each in found) == [(0, 3), (1, 3)]
 
 
 async def test_results_that_nobody_can_ask_for_are_told_of_once(
