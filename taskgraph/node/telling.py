@@ -32,6 +32,7 @@ def node_status(node: Node) -> NodeStatus:
         leader=node.roles.leader is not None,
         replicas=tuple(_replica_status(node, r) for _, r in sorted(node.roles.replicas.items())),
         waits=(
+            *node.wishes.waits,
             *node.takeovers.waits,
             *(node.roles.leader.waits if node.roles.leader is not None else ()),
             *node.writes.waits,

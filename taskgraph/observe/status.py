@@ -94,4 +94,10 @@ def waits_text(statuses: Iterable[NodeStatus]) -> str:
     lines += found or [f"task {r.task}: {w}" for r in replicas if r.role == "primary" for w in r.waits]
     if lines:
         return "it waits: " + first_of(tuple(dict.fromkeys(lines)), _SHOWN)
-    return "it was still computing" if statuses else "no node had registered yet"
+    if not statuses:
+        return "no node had registered yet"
+    if paused := [status.name for status in statuses if status.paused]:
+        return f"it waits: {', '.join(paused)} paused, since etcd did not renew the lease"
+    if not any(replica.role == "primary" for replica in replicas):
+        return "none of its tasks had a primary"
+    return "it was still computing"

@@ -24,7 +24,7 @@ class Wishes:
         self.by_task: dict[int, Wish] = {}
         self.revision = -1
         """The structure's revision they were computed from."""
-        self._told_nodes = -1
+        self._told_missing = ""
 
     def of(self, task: int) -> Wish | None:
         return self.by_task.get(task)
@@ -32,18 +32,38 @@ class Wishes:
     def may_start(self) -> bool:
         """A job begins when enough nodes are there: `min_nodes`, and those its launcher started, for a while."""
         node = self._node
+        missing = self._missing
+        if missing and missing != self._told_missing and node.speaks():
+            # Those that were started together come one after the other: that takes a moment, and is no news.
+            enough = len(node.keeper.view.live_nodes(node.spec.run)) >= node.job.min_nodes
+            if not enough or node.now() - node.started_at > node.settings.stall_check_s:
+                self._told_missing = missing
+                node.events.emit("waits", missing)
+        return not missing
+
+    @property
+    def _missing(self) -> str:
+        """Which nodes the job waits for before it begins; "": none, or it has ended."""
+        node = self._node
         view, spec, job = node.keeper.view, node.spec, node.job
-        if view.primaries:
-            return True
-        live = view.live_nodes(spec.run)
-        if len(live) < job.min_nodes:
-            if self._told_nodes != len(live) and min(live, default="") == node.id:
-                self._told_nodes = len(live)
-                node.events.emit(
-                    "waits", f"the job waits for nodes: {len(live)} of at least {job.min_nodes} are here (min_nodes)"
-                )
-            return False
-        return len(live) >= spec.expected_nodes or node.now() - node.started_at > node.settings.start_wait_s
+        if view.primaries or not view.running:
+            return ""
+        here, what = len(view.live_nodes(spec.run)), "the job waits for nodes"
+        if here < job.min_nodes:
+            return f"{what}: {here} of at least {job.min_nodes} are here (min_nodes)"
+        limit_s = node.settings.start_wait_s
+        if here < spec.expected_nodes and node.now() - node.started_at <= limit_s:
+            return (
+                f"{what}: {here} of the {spec.expected_nodes} that were started with it are here; it begins without "
+                f"the others after {limit_s:g} s (start_wait_s)"
+            )
+        return ""
+
+    @property
+    def waits(self) -> tuple[str, ...]:
+        """Why the job does not begin, where this node tells it, for `status`."""
+        missing = self._missing
+        return (missing,) if missing and self._node.speaks() else ()
 
     def update(self) -> None:
         """Computes them, unless nothing changed."""

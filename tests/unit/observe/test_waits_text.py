@@ -10,8 +10,8 @@ def replica(task: int, processor: str = "", waits: tuple[str, ...] = ()) -> Repl
     return ReplicaStatus(task, "primary", 1, 0, processor, 3.0, waits, 1)
 
 
-def status(*replicas: ReplicaStatus, waits: tuple[str, ...] = ()) -> NodeStatus:
-    return NodeStatus("n", "n1", "h", 1, False, False, (1, 0), 1, bool(waits), replicas, waits, Usage(0, 0, 0, 0))
+def status(*replicas: ReplicaStatus, waits: tuple[str, ...] = (), paused: bool = False) -> NodeStatus:
+    return NodeStatus("n", "n1", "h", 1, paused, False, (1, 0), 1, bool(waits), replicas, waits, Usage(0, 0, 0, 0))
 
 
 def test_of_many_tasks_what_runs_is_told_first_and_some_of_those_that_wait() -> None:
@@ -27,3 +27,11 @@ def test_what_the_leader_found_is_not_told_again_by_the_primaries() -> None:
     assert text == f"it waits: {found[0]}"
     found = ("task 2 'add' is running, 2.9 s", *found)
     assert waits_text([status(replica(2, "add"), waits=found)]) == "it waits: " + "; ".join(found)
+
+
+def test_it_computes_where_there_is_somebody_to_compute_and_nothing_else_to_tell() -> None:
+    """That was said of a job that had not begun, too."""
+    assert waits_text([]) == "no node had registered yet"
+    assert waits_text([status()]) == "none of its tasks had a primary"
+    assert waits_text([status(), status(replica(0))]) == "it was still computing"
+    assert waits_text([status(replica(0)), status(paused=True)]).startswith("it waits: n1 paused")

@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 import pytest
-from cluster_kit import Counting, job, play
+from cluster_kit import Counting, job, play, told
 
 from taskgraph.coordination.api import Lease, Listing
 from taskgraph.coordination.memory import MemoryCoordinator
@@ -85,3 +85,40 @@ def test_a_node_waits_for_an_etcd_that_goes_away_while_it_starts(
         play(job(Counting), scenario, nodes=1)
     said = [record.message for record in caplog.records if "waiting for etcd" in record.message]
     assert said == ["waiting for etcd: no usable answer from etcd"], "once"
+
+
+def test_a_job_that_waits_for_nodes_says_so_for_as_long_as_it_does() -> None:
+    """It was told once, as an event; `status` and the error of a time limit did not know of it."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        def status() -> list[str]:
+            return [wait for node in cluster.nodes for wait in node.status().waits]
+
+        while len(cluster.nodes[0].keeper.view.nodes) < 2:  # noqa: ASYNC110 (before it runs, there is nobody to ask)
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(5)
+        text = "the job waits for nodes: 2 of at least 3 are here (min_nodes)"
+        assert status() == [text] and told(cluster, "waits").count(text) == 1
+        assert cluster.waits() == f"it waits: {text}"
+        cluster.add()
+        assert (await cluster.result()).values == {0: 3, 1: 3}
+        assert status() == []
+
+    play(job(Counting, min_nodes=3), scenario, nodes=2)
+
+
+def test_a_job_that_waits_for_nodes_that_its_launcher_started_says_so() -> None:
+    async def scenario(cluster: InProcessCluster) -> float:
+        began = asyncio.get_running_loop().time()
+        cluster.crash("n3-local")
+        await asyncio.sleep(1)
+        text = (
+            "the job waits for nodes: 2 of the 3 that were started with it are here; it begins without the others "
+            "after 15 s (start_wait_s)"
+        )
+        assert cluster.waits() == f"it waits: {text}" and told(cluster, "waits") == [], "it may come at any moment"
+        assert (await cluster.result()).values == {0: 3, 1: 3}
+        assert told(cluster, "waits") == [text]
+        return asyncio.get_running_loop().time() - began
+
+    assert 15 <= play(job(Counting), scenario, nodes=3) < 17
