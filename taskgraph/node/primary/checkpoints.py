@@ -390,29 +390,38 @@ class Checkpointer:
             return False
         self._finished = record.name
         kept = (record.name, *record.before)
-        self._cleaned = await self._did(
+        cleaned = await self._did(
             record.epoch,
             "it is complete, but some before it cannot be removed",
             lambda: store.keep_only(kept, record.name),
         )
+        # What comes after the checkpoint that this run goes on from, which is another's, the dead left behind.
+        own = Name.parse(record.name)
+        self._cleaned = cleaned and own is not None and own.run == self._node.spec.run[:8]
         return True
 
     def _tell_of_others(self, mine: Name, others: Iterable[Name]) -> None:
         """Tells, once each, of other runs that write checkpoints of this job to the same place.
 
-        The run that began later removes those of the other, which could not know why its files are gone.
+        The run that began later removes those of the other, which could not know why its files are gone. Of two that
+        began at the same time, from the same checkpoint or from none, the one that is ahead removes the other's.
         """
         for other in others:
-            later = other > mine
-            if other.run in self._others or not (later or self._cleaned):
+            later, beside = other > mine, (other.series, other.attempt) == (mine.series, mine.attempt)
+            if other.run in self._others or not (later or beside or self._cleaned):
                 continue
             self._others.add(other.run)
-            began, whose = ("later", "it removes this run's") if later else ("earlier", "this run removes them")
+            if beside:
+                began, whose = "", "each of the two removes what the other wrote"
+            elif later:
+                began, whose = ", which began later,", "it removes this run's"
+            else:
+                began, whose = ", which began earlier,", "this run removes them"
             self._node.events.emit(
                 "checkpoint shared",
-                f"another run ({other.run}), which began {began}, keeps checkpoints of this job in "
-                f"{self._node.checkpoints.store}, too, and {whose}: end one of the two, or give one of them another "
-                f"name (--name) or another checkpoint=...",
+                f"another run ({other.run}){began} keeps checkpoints of this job in {self._node.checkpoints.store}, "
+                f"too, and {whose}: end one of the two, or give one of them another name (--name) or another "
+                f"checkpoint=...",
                 epoch=mine.epoch,
             )
 

@@ -684,6 +684,36 @@ async def test_a_run_that_began_earlier_and_still_writes_is_told_of(tmp_path: Pa
     assert "and this run removes them: end one of the two" in told.text
 
 
+async def test_what_the_run_that_is_gone_on_from_left_half_written_is_no_other_run(tmp_path: Path) -> None:
+    """Nearly every run that was resumed after a kill told of another one, which was its dead predecessor."""
+    async with running(walk(tmp_path, epochs=6), 2) as cluster:
+        await cluster.result(40)
+        left = tmp_path / "walk" / str(Name(1, 1, 8, cluster.spec.run[:8]))
+    left.mkdir()
+    async with running(walk(tmp_path), 2, cleaned(tmp_path, 11, left.name), resume=True) as cluster:
+        await cluster.result(40)
+        assert "checkpoint shared" not in kinds(cluster)
+
+
+async def test_of_two_runs_that_began_at_the_same_time_neither_is_said_to_be_the_later(tmp_path: Path) -> None:
+    """Each said of the other that it had begun earlier."""
+
+    def make(cluster: InProcessCluster, node: str) -> Point:
+        async def point(stage: str, task: int, epoch: int) -> None:
+            if (stage, epoch) == ("compose", 1):
+                (tmp_path / "walk" / str(Name(1, 1, 2, "0ther"))).mkdir(parents=True, exist_ok=True)
+            if (stage, epoch) == ("done", 11):
+                await checkpointed(cluster, 8)
+
+        return point
+
+    async with running(walk(tmp_path), 2, make) as cluster:
+        await cluster.result(40)
+        (told,) = [e for e in cluster.events if e.kind == "checkpoint shared"]
+    assert "another run (0ther) keeps checkpoints of this job" in told.text
+    assert "and each of the two removes what the other wrote: end one of the two" in told.text
+
+
 async def test_the_last_manifest_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pointer names it, and the disk is full: who is resumed without the pointer shall find it all the same."""
     real, left = Store.finish, 2
