@@ -168,8 +168,9 @@ class Follower:
         self._on_event(event)
 
     def _say(self, kind: str, text: str) -> None:
-        """Tells something that whoever follows sees alone."""
-        log.warning("%s", text)
+        """Tells something that whoever follows sees alone: as an event, or in the log where nobody takes events."""
+        if self._on_event is None:
+            log.warning("%s", text)
         self._tell(Event(time.time(), "launcher", kind, text))
 
     async def tell_rest(self) -> None:

@@ -148,20 +148,25 @@ async def test_who_told_its_results_is_not_asked_again_for_others(
     assert sorted((each.task, each.epoch) for each in found) == [(0, 3), (1, 3)]
 
 
+@pytest.mark.parametrize("followed", [True, False])
 async def test_results_that_nobody_can_ask_for_are_told_of_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    followed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Their sockets went with the login, or a firewall keeps the launcher from them."""
+    """Their sockets went with the login, or a firewall keeps the launcher from them. On a terminal it was told twice:
+    as an event, and by the log."""
     monkeypatch.setattr("taskgraph.launch.follow._UNCOLLECTED_S", 0.2)
     told: list[str] = []
     async with following(Holder(GOOD), tmp_path) as follower:
-        follower._on_event = lambda event: told.append(event.text)
+        if followed:
+            follower._on_event = lambda event: told.append(event.text)
         (tmp_path / "c").unlink()
         collecting = asyncio.ensure_future(follower.results())
         await asyncio.sleep(1.0)
         collecting.cancel()
         await asyncio.gather(collecting, return_exceptions=True)
-    (text,) = told
+    logged = [record.message for record in caplog.records if "cannot be collected" in record.message]
+    (text,) = told + logged
+    assert bool(told) == followed
     assert text.startswith("the job has finished, and its results cannot be collected: no node listens at unix:")
 
 
