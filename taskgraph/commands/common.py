@@ -25,6 +25,7 @@ from taskgraph.protocol.records import State
 from taskgraph.tls import check_listener
 
 __all__ = [
+    "COLLECTING",
     "NewToken",
     "Reached",
     "access_of",
@@ -45,6 +46,8 @@ __all__ = [
     "token_of",
 ]
 
+COLLECTING = "the job has finished, and its results are being collected; once more to end without them"
+"""What the first signal says where there is nothing to end, and something to lose."""
 _TOKEN_BYTES = 16
 """Shorter ones are refused by nodes."""
 _ENDED_NAMED = 5

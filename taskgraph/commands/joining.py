@@ -14,6 +14,7 @@ from typing import Any
 import uvloop
 
 from taskgraph.commands.common import (
+    COLLECTING,
     Reached,
     access_of,
     ending_signals,
@@ -32,6 +33,7 @@ from taskgraph.launch.collect import job_failed, why_not_kept
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.logs import LogTails
+from taskgraph.launch.resuming import lost_text
 from taskgraph.launch.run import connect
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.shown import tick
@@ -170,15 +172,23 @@ async def _tell_end(
 
 
 def _on_signals(work: asyncio.Future[Any], leave: asyncio.Event, follower: Follower, within_s: float) -> None:
-    """The first Ctrl-C (SIGTERM, SIGHUP) has the nodes of a job that goes on leave, the second ends them at once."""
+    """The first Ctrl-C (SIGTERM, SIGHUP) has the nodes of a job that goes on leave, the second ends them at once.
+
+    Of a job that has finished they have the results, which would be lost: the first one says so, and no more.
+    """
     orders = Orders()
+    spared: list[int] = []
 
     def handle(number: int) -> None:
         if number == signal.SIGHUP:
             hung_up()
-            if leave.is_set():  # whoever closes a terminal after Ctrl-C is in no hurry
+            if leave.is_set() or spared:  # whoever closes a terminal after Ctrl-C is in no hurry
                 return
         if not orders.is_new(number):
+            return
+        if follower.finished and not leave.is_set() and not spared:
+            spared.append(number)
+            print(f"\ntaskgraph: {COLLECTING}", file=sys.stderr, flush=True)
             return
         if leave.is_set() or not follower.view.running:
             work.cancel()
@@ -209,8 +219,14 @@ async def _told_text(how: str, reached: Reached, follower: Follower) -> str:
     with contextlib.suppress(CoordinationError, TimeoutError):
         async with asyncio.timeout(_LAST_LOOK_S):
             await follower.keeper.load()
-    if follower.view.running and follower.view.primaries and not follower.view.live_nodes(reached.spec.run):
+    view = follower.view
+    if view.live_nodes(reached.spec.run):
+        return text
+    if view.running and view.primaries:
         text += f"; no node of job {reached.name} is left, and what they computed is gone with them"
+    elif follower.finished and not view.collected:
+        text += f"; job {reached.name} had finished, but its values are lost: "
+        text += lost_text(reached.name, view.checkpoint)
     return text
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import uvloop
 
 from taskgraph.commands.common import (
+    COLLECTING,
     NewToken,
     access_of,
     access_words,
@@ -182,8 +183,7 @@ def _on_interrupt(
             return
         if finished() and not seen and not spared:
             spared.append(number)
-            text = "the job has finished, and its results are being collected; once more to end without them"
-            print(f"\ntaskgraph: {text}", file=sys.stderr, flush=True)
+            print(f"\ntaskgraph: {COLLECTING}", file=sys.stderr, flush=True)
             return
         seen.append(number)
         if len(seen) == 1:

@@ -405,6 +405,31 @@ async def test_ctrl_c_of_launch_ends_its_nodes_but_not_the_job(embedded_etcd: Em
     await cli.nothing_left()
 
 
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+async def test_a_launch_that_is_told_to_end_once_the_job_has_finished_goes_on_collecting(
+    embedded_etcd: EmbeddedEtcd, cli: Cli, twice: bool
+) -> None:
+    """The first signal ended its nodes, and the results with them."""
+    etcd, token = ("--etcd", embedded_etcd.endpoint), ("--token-file", "slow_result.token")
+    driver = str(DRIVER.with_name("slow_result.py"))
+    assert (await cli("submit", driver, "-o", f"gate={cli.gate}", *etcd)).code == 0
+    launch = await cli.start("launch", "slow_result", "--nodes", "2", *etcd, *token)
+    await launch.until("the job finished")
+    launch.process.terminate()
+    await launch.until("its results are being collected; once more to end without them")
+    if twice:
+        launch.interrupt()
+    else:
+        cli.open()
+    done = await launch.done()
+    if twice:
+        assert done.code == 130 and "had finished, but its values are lost: nobody had collected them" in done.err
+    else:
+        assert (done.code, done.out) == (0, "3\n"), done.err
+        assert (await cli("result", "slow_result", *etcd, *token)).out == "3\n"
+    await cli.nothing_left()
+
+
 async def test_launches_at_the_same_moment_name_their_nodes_apart(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
     etcd = ("--etcd", embedded_etcd.endpoint)
     token = ("--token-file", "sub9.token")
