@@ -243,7 +243,12 @@ def fail_lost(view: JobView, task: int, status: StatusRecord) -> Txn:
     """Every member of a stateful task is gone and there is no usable checkpoint: the job fails, if that is still so.
 
     Once a finished job's results were collected its nodes leave, one after the other, and nothing is lost any more.
+
+    Raises:
+        LookupError: the job has ended.
     """
+    if not view.open:
+        raise LookupError("the job has ended, and keeps the reason it has")
     keys = view.keys
     return Txn(
         compares=(

@@ -177,6 +177,11 @@ class JobView:
         """Whether its last epoch is committed. What is lost of its results is computed again."""
         return self.status is not None and self.status.record.state == State.FINISHED
 
+    @property
+    def open(self) -> bool:
+        """Whether there is something to do for nodes: it runs, or has results that nobody has collected yet."""
+        return self.running or (self.finished and not self.collected)
+
     def deaths_from(self, epoch: int) -> list[str]:
         """Nodes that are gone and whose code ran in this epoch or in a later one, or before any (`Ran.epoch` -1)."""
         return [node for _, node in self._deaths[bisect.bisect_left(self._deaths, (epoch, "")) :]]

@@ -510,6 +510,22 @@ def test_a_lost_state_fails_the_job_only_while_it_is_lost(world: World) -> None:
     assert world.run(transactions.fail_lost(world.view(), 0, status)).succeeded
 
 
+@pytest.mark.parametrize("state", [State.FAILED, State.CANCELLED, State.FINISHED])
+def test_a_lost_state_is_nothing_to_a_job_that_has_ended(world: World, state: State) -> None:
+    """Its view said so already: the reason for which it had ended was overwritten with another."""
+    lost(world, "a", "b")
+    world.put(world.keys.status, StatusRecord(state=state, reason="the first").to_bytes())
+    world.put(world.keys.collected, b"{}")
+    with pytest.raises(LookupError, match="the job has ended"):
+        transactions.fail_lost(world.view(), 0, StatusRecord(state=State.FAILED, reason="lost"))
+
+
+def test_results_that_are_lost_before_they_were_collected_fail_the_job(world: World) -> None:
+    lost(world, "a", "b")
+    world.put(world.keys.status, StatusRecord(state=State.FINISHED).to_bytes())
+    assert world.run(transactions.fail_lost(world.view(), 0, StatusRecord(state=State.FAILED, reason="lost"))).succeeded
+
+
 def test_who_leaves_after_the_results_were_collected_loses_nothing(world: World) -> None:
     lost(world, "a")
     lost(world, "b")

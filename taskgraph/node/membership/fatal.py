@@ -28,15 +28,10 @@ class FatalCode:
         node, view = self._node, self._node.keeper.view
         if self._failing is None:
             found = fatal(view, node.settings.fatal_deaths)
-            if found is None or node.paused or not (view.running or self._results_due()):
+            if found is None or node.paused or not view.open:
                 return False
             self._failing = node.own(self._fail(found), "fail for code that ends its process")
         return True
-
-    def _results_due(self) -> bool:
-        """Whether `result()` runs, or may have to run again; the epochs are all committed."""
-        view = self._node.keeper.view
-        return view.finished and not view.collected
 
     async def _fail(self, found: Fatal) -> None:
         node, view = self._node, self._node.keeper.view
@@ -45,7 +40,7 @@ class FatalCode:
         status = fatal_record(found, names, node.settings.fatal_deaths, writer)
         # As long as that epoch is not committed: then the code went through after all.
         fences = () if view.epoch is None else (Compare(view.keys.epoch, view.epoch.mod_revision),)
-        if not await node.write_failed(transactions.fail(view, status, fences), status):
+        if view.open and not await node.write_failed(transactions.fail(view, status, fences), status):
             await node.keeper.refresh()
         self._failing = None
         node.roles.reconsider()

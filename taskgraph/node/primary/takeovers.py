@@ -352,5 +352,11 @@ class TakeOvers:
             reason += f"; {why or self._ways_out()}" + f"\n{told}" * bool(told)
         writer = self._node.writer()
         status = StatusRecord(state=State.FAILED, reason=reason, task=task, epoch=epoch, writer=writer)
-        if not await self._node.write_failed(transactions.fail_lost(view, task, status), status):
+        try:
+            txn = transactions.fail_lost(view, task, status)
+        except LookupError as error:  # while this waited for its turn, or for files of a checkpoint
+            self._node.log.debug("task %d: %s", task, error)
+            await self._look_again()
+            return
+        if not await self._node.write_failed(txn, status):
             await self._look_again()

@@ -1,4 +1,4 @@
-"""Who is named where every replica of a task is lost."""
+"""Who is named where every replica of a task is lost, and that a job which has ended is left alone."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from cluster_kit import Gated, blindable, eyes, gated, holder, job, play, told
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
+from taskgraph.protocol.kv import Put, Txn
+from taskgraph.protocol.records import State, StatusRecord
 
 __all__ = ["blindable", "gated"]
 
@@ -64,3 +66,21 @@ def test_nor_where_the_job_goes_back_to_a_checkpoint(gated: type[Gated], tmp_pat
         scenario,
         nodes=3,
     )
+
+
+def test_who_finds_a_task_lost_after_the_job_has_ended_says_nothing(gated: type[Gated]) -> None:
+    """Of two tasks that were lost together, two nodes failed the job, and the second changed the reason."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        first = holder(cluster, 0)
+        other = next(node for node in cluster.nodes if node is not first)
+        ended = StatusRecord(state=State.CANCELLED, reason="by hand")
+        cluster.crash(first.id)
+        cluster.store.execute(Txn(success=(Put(cluster.keys.status, ended.to_bytes()),)))
+        await other.keeper.wait_until(lambda view: not view.running and first.id not in view.nodes)
+        await other.takeovers._fail_lost(0)
+        (kv,) = cluster.store.select(cluster.keys.status, prefix=False)
+        assert StatusRecord.from_bytes(kv.value) == ended and not told(cluster, "failed")
+
+    play(job(gated, tasks=1, backups=0), scenario, nodes=2)
