@@ -50,7 +50,7 @@ class JobResult:
         reports: one per epoch in which something was reported, in order.
         epochs: how many were committed.
         failovers: how often a backup took over from a primary that failed.
-        restarts: how often an epoch started again.
+        restarts: how often an epoch started again, or the job went back to a checkpoint.
         wall_s: seconds from submission to the end.
     """
 

@@ -209,7 +209,7 @@ class GoneRecord(Record):
 
 @frozen(kw_only=True)
 class PrimaryRecord(Record):
-    """`tasks/{t}/primary`. Never leased: terms only grow. `failovers` counts the terms that began with a failure."""
+    """`tasks/{t}/primary`. Never leased: terms only grow. `failovers` counts the terms of backups that took over."""
 
     node: str
     term: int

@@ -216,7 +216,7 @@ def _from_nothing(
         node=node,
         term=(old.record.term if old else 0) + 1,
         stateful=stateful,
-        failovers=(old.record.failovers + 1) if old else 0,
+        failovers=old.record.failovers if old else 0,  # nobody's backup took over
         writer=writer,
     )
     return Txn(

@@ -240,6 +240,7 @@ def test_a_roll_back_is_a_new_attempt_at_the_checkpoint(world: World) -> None:
     assert (taken.term, taken.epoch, taken.attempt, taken.lineage, set(taken.members)) == (2, 3, 3, 3, {"c"})
     view = world.view()
     assert view.covered
+    assert view.primaries[1].record.failovers == 0, "it is a restart, and no backup took over"
     assert not view.term_changed(), "the take-over is no reason to restart the attempt it began"
     world.commit(view=view)
     at = world.view().epoch
