@@ -100,9 +100,12 @@ async def _launch(options: argparse.Namespace) -> int:
             tls=reached.entry.tls,
             node_tls=reached.entry.node_tls,
         )
+        follower = Follower(reached.coordinator, reached.spec, entry.token_bytes, entry.node_access)
+        await follower.keeper.load_persistently()
+        if (found := follower.view.status) is not None and not follower.view.open:
+            return await _tell_ended(reached, found.record)
         runtime = Runtime()
         runtime.join(entry)
-        follower = Follower(reached.coordinator, reached.spec, entry.token_bytes, entry.node_access)
         progress = Progress(reached.name, reached.spec.tasks, reached.spec.epochs, reached.spec.backups)
         progress.follow(follower.view)
         await follower.start(progress.event)
@@ -169,6 +172,17 @@ async def _tell_end(
         print(f"taskgraph: {text}", file=sys.stderr)
         return 1
     raise job_failed(name, status)
+
+
+async def _tell_ended(reached: Reached, status: StatusRecord) -> int:
+    """Says that the job had ended before, so that there is nothing for nodes to do; returns the exit code."""
+    name = reached.name
+    if status.state == State.FINISHED:
+        print(f"job {name} has finished already: no nodes were started; {await _values_text(reached)}", file=sys.stderr)
+        return 0
+    error = job_failed(name, status)
+    error.add_note("it had ended before: no nodes were started; `taskgraph submit` begins it again")
+    raise error
 
 
 def _on_signals(work: asyncio.Future[Any], leave: asyncio.Event, follower: Follower, within_s: float) -> None:
