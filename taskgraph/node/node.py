@@ -283,6 +283,8 @@ class Node:
         view = self.keeper.view
         if view.status is None or not (view.running or (finished and view.finished)):
             return False
+        if view.finished:  # once its results were collected they are there, whatever raises
+            fences = (*fences, Compare(view.keys.collected, 0))
         if not await self.write_failed(transactions.fail(view, status, fences), status):
             await self.keeper.refresh()
             return False
@@ -308,10 +310,12 @@ class Node:
     def _tell_failed(self, status: StatusRecord) -> None:
         self.events.emit("failed", status.reason, task=status.task, epoch=status.epoch)
 
-    async def fail_early(self, error: UserCodeError | TaskGraphError, task: int) -> None:
-        """User code failed before there was a primary: this node's own key is the fence."""
-        epoch = self.keeper.view.stamp.epoch if self.keeper.view.stamp else None
-        await self.fail_job(error, task, epoch, (Compare(self.keeper.view.keys.node(self.id), self.node_revision),))
+    async def fail_early(self, error: UserCodeError | TaskGraphError, task: int, *, finished: bool = False) -> bool:
+        """User code failed before there was a primary: this node's own key is the fence. Otherwise as `fail_job`."""
+        view = self.keeper.view
+        epoch = view.stamp.epoch if view.stamp and view.running else None  # of none: after the last
+        fences = (Compare(view.keys.node(self.id), self.node_revision),)
+        return await self.fail_job(error, task, epoch, fences, finished=finished)
 
     # -- life -------------------------------------------------------------------------------------
 

@@ -200,7 +200,8 @@ class TakeOvers:
         try:
             await replica.build()
         except (UserCodeError, TaskGraphError) as error:
-            await self._node.fail_early(error, task)
+            if not await self._node.fail_early(error, task, finished=self._begins_anew(task)):
+                await self._node.breathe()
             return
         if not self._begins_anew(task):
             return  # while it was built; `reconcile` decides anew

@@ -6,13 +6,17 @@ import asyncio
 from typing import Any
 
 import pytest
-from cluster_kit import Counting, Stage, holder, job, play
+from cluster_kit import Counting, Stage, blindable, eyes, holder, job, play
 
 import taskgraph as tg
 from taskgraph.errors import JobFailed
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.node import Node
 from taskgraph.node.replica import Replica
+from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.records import State, StatusRecord
+
+__all__ = ["blindable"]
 
 
 class Restored(Counting, state=["total"]):
@@ -126,6 +130,80 @@ def test_a_link_that_knows_no_epoch_after_the_last_ends_nothing() -> None:
 
     made = job(Hearing, epochs=4, topology=tg.Topology({"next": lambda task, tasks, epoch: table[epoch][task]}))
     assert play(made, scenario, nodes=3, stages={("committed", 0, 3): _die}) == {0: 4, 1: 4}
+
+
+class Stateless(tg.Task):
+    """Whoever takes it over needs nothing but its builder, which raises once `raises` is set."""
+
+    raises: bool
+    built: int
+
+    def __init__(self) -> None:
+        type(self).built += 1
+        if self.raises:
+            raise OSError("no such file here")
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.nothing)
+
+    async def nothing(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        pass
+
+    def result(self) -> int:
+        return self.task_id
+
+
+@pytest.fixture
+def stateless() -> type[Stateless]:
+    class Fresh(Stateless):
+        raises, built = False, 0
+
+    return Fresh
+
+
+async def succeeded(cluster: InProcessCluster, task: type[Stateless]) -> Node:
+    """The node that is to begin the task anew, after the last commit; its builder raises."""
+    await cluster.nodes[0].keeper.wait_until(lambda view: view.finished)
+    task.raises, task.built = True, 0
+    lost = holder(cluster, 0)
+    heir = next(node for node in cluster.nodes if node is not lost)
+    await heir.keeper.wait_until(lambda view: view.finished)
+    cluster.crash(lost.id)
+    return heir
+
+
+@pytest.mark.usefixtures("blindable")
+def test_a_builder_that_raises_at_a_successor_after_the_last_commit_fails_the_job(stateless: type[Stateless]) -> None:
+    """It was called again and again, thousands of times a second, and nothing was said."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        heir = await succeeded(cluster, stateless)
+        eyes(heir).refuse(cluster.keys.status)  # it does not count yet
+        await asyncio.sleep(1)
+        assert 2 <= stateless.built <= 21
+        eyes(heir).refuse("")
+        with pytest.raises(JobFailed, match=r"^task 0, 'task builder': OSError: no such file here"):
+            await cluster.result()
+
+    play(job(stateless, tasks=1, backups=0), scenario, nodes=2)
+
+
+@pytest.mark.usefixtures("blindable")
+def test_nothing_fails_a_job_whose_results_are_collected(stateless: type[Stateless]) -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        heir = await succeeded(cluster, stateless)
+        eyes(heir).refuse(cluster.keys.status)
+        await heir.keeper.wait_until(lambda _: stateless.built > 0)
+        eyes(heir).blind()  # it does not read that they are
+        cluster.store.execute(Txn(success=(Put(cluster.keys.collected, b"{}"),)))
+        eyes(heir).refuse("")
+        await asyncio.sleep(1)
+        eyes(heir).see()
+        await asyncio.wait([member.run for member in cluster._members.values()])
+        (status,) = cluster.store.select(cluster.keys.status, prefix=False)
+        assert StatusRecord.from_bytes(status.value).state == State.FINISHED
+
+    play(job(stateless, tasks=1, backups=0), scenario, nodes=2)
 
 
 def test_a_bug_of_ours_that_ends_one_node_after_the_other_fails_the_job_by_name(
