@@ -332,13 +332,23 @@ class Backups:
                 self._group.create_task(self._tidy(node), name=f"tidy {self._task} on {node}")
 
     def _unwanted(self, node: str) -> bool:
-        """Dead, or not wished for any more while everyone who is wished for is a member, and lives."""
+        """Dead, or not wished for any more while everyone who is wished for is a member, and lives.
+
+        Of a candidate it is enough that there are as many members. When nodes join one after the other the wishes
+        change while replicas are set up, and each that is admitted to be evicted is a copy and two writes for nothing.
+        Where members are lacking, whoever is ready first is welcome.
+        """
         if node in self._node.suspects:
             return True
         if self._node.wish(self._task) is None:
             return False
         wished = self._wished()
-        return node not in wished and self._insync.fulfilled(wished, self._living())
+        if node in wished:
+            return False
+        living, insync = self._living(), self._insync
+        if insync.place(node) is Place.CANDIDATE and len(living.intersection(insync.members())) >= len(wished):
+            return True
+        return insync.fulfilled(wished, living)
 
     async def _tend(self, tender: Tender) -> None:
         """Everything about one other node, one step after another, and its release at the end."""

@@ -25,6 +25,7 @@ from cluster_kit import (
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.backoff import Backoff
+from taskgraph.node.node import Node
 from taskgraph.node.primary.primary import Primary
 from taskgraph.node.serving import Serving
 from taskgraph.protocol.insync import Place
@@ -268,6 +269,91 @@ def test_a_member_that_drains_stays_until_it_is_replaced_by_one_that_lives(joini
         return await cluster.result()
 
     assert play(job(joining, tasks=1), scenario, nodes=2).values == {0: 3}
+
+
+class Arriving(Gated, state=["total"]):
+    """Once `arrive` is set, whoever sets it up tells that it began, and waits for an event of its own."""
+
+    arrive: bool
+    setups: list[asyncio.Event]
+    began: asyncio.Event
+
+    async def setup(self) -> None:  # type: ignore[override]
+        self.total = 0
+        if type(self).arrive:
+            self.setups.append(may := asyncio.Event())
+            self.began.set()
+            await may.wait()
+
+
+@pytest.fixture
+def arriving() -> type[Arriving]:
+    class Fresh(Arriving, state=["total"]):
+        reached, gate, began = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        arrive, setups = False, []
+
+    return Fresh
+
+
+async def wished(
+    cluster: InProcessCluster, node: Node, arriving: type[Arriving], monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """One node more, which placement wishes for as the only backup as soon as it is there, and whose set-up began."""
+    arriving.arrive = True
+    arriving.began.clear()
+    joined = cluster.add()
+    await node.keeper.wait_until(lambda view: joined in view.nodes)
+    monkeypatch.setattr(node, "wish", lambda task: Wish(primary=node.id, backups=(joined,)))
+    node.keeper.notify_later()
+    await arriving.began.wait()
+    return joined
+
+
+def test_a_candidate_that_is_not_wished_for_any_more_is_not_admitted_where_there_are_members_enough(
+    arriving: type[Arriving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was set up to its end and admitted, only to be evicted, as it was not whom placement wished for next."""
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        await arriving.reached.wait()
+        node = holder(cluster, 0)
+        insync = node.roles.primaries[0].backups._insync
+        (member,) = insync.members()
+        third = await wished(cluster, node, arriving, monkeypatch)
+        assert insync.place(third) is Place.CANDIDATE
+        fourth = await wished(cluster, node, arriving, monkeypatch)
+        await asyncio.sleep(0.01)
+        assert insync.place(third) is None, "it is let go before its set-up is over"
+        assert insync.place(member) is Place.MEMBER, "until whom it goes for is one"
+        for may in arriving.setups:
+            may.set()
+        await node.keeper.wait_until(lambda view: fourth in view.in_sync(0) and member not in view.staying(0))
+        arriving.gate.set()
+        result = await cluster.result()
+        assert not [text for text in told(cluster, "admitted") if "n3" in text]
+        return result
+
+    assert play(job(arriving, tasks=1), scenario, nodes=2).values == {0: 3}
+
+
+def test_where_members_are_lacking_whoever_is_ready_first_is_admitted(
+    arriving: type[Arriving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes that join faster than a replica is set up would leave the task without a backup for as long."""
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        await arriving.reached.wait()
+        node = holder(cluster, 0)
+        third = await wished(cluster, node, arriving, monkeypatch)
+        fourth = await wished(cluster, node, arriving, monkeypatch)
+        arriving.setups[0].set()
+        await node.keeper.wait_until(lambda view: third in view.in_sync(0))
+        arriving.setups[1].set()
+        await node.keeper.wait_until(lambda view: fourth in view.in_sync(0) and third not in view.staying(0))
+        arriving.gate.set()
+        return await cluster.result()
+
+    assert play(job(arriving, tasks=1), scenario, nodes=1).values == {0: 3}
 
 
 def test_who_is_wished_for_again_while_it_is_released_is_tended_as_soon_as_it_was(
