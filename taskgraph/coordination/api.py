@@ -20,6 +20,7 @@ __all__ = [
     "Coordinator",
     "Lease",
     "Listing",
+    "Lost",
     "TooLarge",
     "WatchBatch",
     "WatchCompacted",
@@ -47,6 +48,10 @@ class WatchBatch:
 
 class TooLarge(CoordinationError):
     """A transaction takes more bytes than the coordinator does: nothing was done."""
+
+
+class Lost(CoordinationError):
+    """The coordinator has lost what it had acknowledged."""
 
 
 class AccessRefused(CoordinationError):

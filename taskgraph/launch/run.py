@@ -16,10 +16,11 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+from taskgraph.coordination.api import AccessRefused, Lost
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.driver import JobSpec
-from taskgraph.errors import CoordinationError, JobError, JobRunning, UnknownJob
+from taskgraph.errors import CoordinationError, JobError, JobRunning, OutcomeUnknown, Unavailable, UnknownJob
 from taskgraph.jobs import Job, check_job
 from taskgraph.launch.access import etcd_access, node_access
 from taskgraph.launch.collect import job_failed, not_kept, why_not_kept
@@ -255,7 +256,8 @@ _CANCEL_S = 2.0
 async def _cancel_unbegun(
     follower: Follower, entry: JobEntry, kind: object, error: BaseException | None, trace: object
 ) -> None:
-    """A start that was cut short must not leave the job's name taken; where it does, since etcd is away, this is said.
+    """A start that was cut short must not leave the job's name taken; where it may, since etcd is away or refuses, this
+    is said.
 
     One that ran has ended the job itself, unless etcd did not answer then.
     """
@@ -264,12 +266,19 @@ async def _cancel_unbegun(
     try:
         async with asyncio.timeout(_CANCEL_S):
             await follower.cancel_job(end_reason(error))
-    except (CoordinationError, TimeoutError):
-        if follower.view.status is None or follower.view.running:  # as far as we know
-            error.add_note(
-                f"etcd does not answer, so that job {entry.name!r} may be left there as running: end it with "
-                f"`taskgraph shutdown {entry.name} --etcd {entry.etcd}`"
-            )
+    except (CoordinationError, TimeoutError) as failed:
+        if isinstance(error, Lost):  # with the job
+            return
+        if follower.view.status is None:
+            if isinstance(error, JobError | AccessRefused):  # it was not submitted
+                return
+        elif not follower.view.running:  # as far as we know
+            return
+        away = isinstance(failed, Unavailable | OutcomeUnknown | TimeoutError)
+        error.add_note(
+            f"{'etcd does not answer' if away else f'its end was not written ({failed})'}, so that job {entry.name!r} "
+            f"may be left there as running: end it with `taskgraph shutdown {entry.name} --etcd {entry.etcd}`"
+        )
 
 
 def _running_here(runtime: Runtime, name: str) -> JobRunning:

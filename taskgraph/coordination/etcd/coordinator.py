@@ -137,7 +137,8 @@ class EtcdCoordinator:
 
         Raises:
             Unavailable: etcd does not answer.
-            CoordinationError: etcd refuses it; or it has lost what it had acknowledged.
+            Lost: etcd has lost what it had acknowledged.
+            CoordinationError: etcd refuses it.
         """
         request, known = convert.range_request(prefix, prefix=True), self._known
         answer = await self._connection.call(RANGE, request, what=f"list {prefix!r}", again=True)

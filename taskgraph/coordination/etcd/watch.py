@@ -23,13 +23,13 @@ from collections.abc import AsyncGenerator
 import grpc
 import grpc.aio
 
-from taskgraph.coordination.api import AccessRefused, WatchBatch, WatchCompacted
+from taskgraph.coordination.api import AccessRefused, Lost, WatchBatch, WatchCompacted
 from taskgraph.coordination.etcd import convert
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.connection import Connection, OtherCluster, Stream, pause_s
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
 from taskgraph.coordination.etcd.methods import RANGE, WATCH
-from taskgraph.errors import CoordinationError, Unavailable
+from taskgraph.errors import Unavailable
 
 __all__ = ["check_lost", "watch"]
 
@@ -107,7 +107,7 @@ async def check_lost(connection: Connection, prefix: str, known: int) -> None:
     """Whether all members are behind what one of them told; who reads through their leader is behind none, else.
 
     Raises:
-        CoordinationError: so they are.
+        Lost: so they are.
     """
     revision = 0
     for _ in connection.options.endpoints:
@@ -122,7 +122,7 @@ async def check_lost(connection: Connection, prefix: str, known: int) -> None:
         if revision >= known:
             return
         connection.leave(endpoint)  # it may be that one alone
-    raise CoordinationError(
+    raise Lost(
         f"etcd has lost what it had acknowledged: it was at revision {known}, and is at {revision} now. Was it started "
         "without its data, or from a backup? What it held of running jobs is gone; one that left a checkpoint goes on "
         "from there with --resume"

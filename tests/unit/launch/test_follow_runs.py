@@ -16,11 +16,11 @@ import taskgraph as tg
 from taskgraph import cli
 from taskgraph.commands import looking
 from taskgraph.commands.common import Reached
-from taskgraph.coordination.api import Listing
+from taskgraph.coordination.api import AccessRefused, Listing, Lost
 from taskgraph.coordination.etcd.failures import refusal
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver import JobSpec
-from taskgraph.errors import OutcomeUnknown, Unavailable
+from taskgraph.errors import JobError, OutcomeUnknown, Unavailable
 from taskgraph.graph.values import encode
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.local import LocalNodes
@@ -56,14 +56,15 @@ class Deaf(MemoryCoordinator):
 
 
 class Away(MemoryCoordinator):
-    """Does not answer the next `times` calls."""
+    """Does not answer the next `times` calls, or raises `error`."""
 
     times = 0
+    error: Exception = Unavailable("no usable answer from etcd")
 
     def _answer(self) -> None:
         if self.times:
             self.times -= 1
-            raise Unavailable("no usable answer from etcd")
+            raise self.error
 
     async def list(self, prefix: str) -> Listing:
         self._answer()
@@ -311,3 +312,28 @@ async def test_a_run_that_gives_up_while_etcd_is_away_names_the_job_that_it_leav
     coordinator.times = 1
     await _cancel_unbegun(follower, ENTRY, Unavailable, another, None)
     assert not hasattr(another, "__notes__"), "it is known to have ended"
+
+
+@pytest.mark.parametrize(
+    ("why", "answer", "says"),
+    [
+        (AccessRefused("refused"), AccessRefused("refused"), ""),
+        (JobError("too large"), Unavailable("away"), ""),
+        (Lost("lost"), OutcomeUnknown("others write"), ""),
+        (
+            OutcomeUnknown("sent"),
+            AccessRefused("refused"),
+            "its end was not written (refused), so that job 'again' may",
+        ),
+        (OutcomeUnknown("sent"), OutcomeUnknown("sent"), "etcd does not answer, so that job 'again' may"),
+    ],
+)
+async def test_a_run_that_gives_up_says_that_a_job_may_be_left_only_where_it_may(
+    why: Exception, answer: Exception, says: str
+) -> None:
+    """It said so of jobs that etcd had lost, and of those that it had not taken."""
+    coordinator = Away(MemoryStore())
+    coordinator.times, coordinator.error = 1, answer
+    await _cancel_unbegun(Follower(coordinator, spec(), b""), ENTRY, type(why), why, None)
+    notes = getattr(why, "__notes__", [])
+    assert notes == [] if not says else notes[0].startswith(says)
