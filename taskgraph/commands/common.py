@@ -22,6 +22,7 @@ from taskgraph.launch.run import connect
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State
+from taskgraph.protocol.view import readable
 from taskgraph.tls import check_listener
 
 __all__ = [
@@ -299,7 +300,8 @@ async def reach(options: argparse.Namespace) -> AsyncIterator[Reached]:
     """Connects to the job's etcd and reads its spec."""
     entry = find_entry(options)
     async with await connect(entry.etcd, entry.tls) as coordinator:
-        kv = await coordinator.get(Keys(entry.name).spec)
+        keys = Keys(entry.name)
+        kv = await coordinator.get(keys.spec)
         if kv is None:
             raise UnknownJob(f"no job {entry.name!r} was submitted at {entry.etcd}")
-        yield Reached(entry.name, entry, JobSpec.from_bytes(kv.value), coordinator)
+        yield Reached(entry.name, entry, readable(JobSpec.from_bytes, kv, keys), coordinator)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Generic, TypeVar
 
+from taskgraph.errors import DecodeError
 from taskgraph.protocol.frozen import frozen
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyEvent, KeyValue
@@ -27,8 +28,9 @@ from taskgraph.protocol.records import (
     StatusRecord,
 )
 
-__all__ = ["JobView", "Versioned", "holds"]
+__all__ = ["JobView", "Versioned", "holds", "readable"]
 
+T = TypeVar("T")
 R = TypeVar("R", bound=Record)
 
 
@@ -100,6 +102,12 @@ class JobView:
             self.revision = revision
 
     def _put(self, kv: KeyValue) -> None:
+        try:
+            self._fold(kv)
+        except (DecodeError, ValueError) as error:
+            raise unreadable(kv, self.keys, error) from error
+
+    def _fold(self, kv: KeyValue) -> None:
         if kv.key == self.keys.epoch:  # first, and not taken apart: one in every epoch, at every node
             record, before = EpochRecord.from_bytes(kv.value), self.stamp
             self.epoch = Versioned(record, kv.create_revision, kv.mod_revision)
@@ -256,6 +264,26 @@ def holds(member: MemberRecord, at: EpochRecord) -> bool:
 def _last_epoch(record: GoneRecord) -> float:
     epochs = [ran.epoch for ran in record.ran]
     return math.inf if min(epochs) < 0 else max(epochs)
+
+
+def unreadable(kv: KeyValue, keys: Keys, error: Exception) -> DecodeError:
+    """The error for a key that holds something else, with its name and the way out."""
+    return DecodeError(
+        f"the key {kv.key} in etcd cannot be read: {error}. Another version, or another program, wrote it; "
+        f"`etcdctl del --prefix {keys.root}` removes it, with all else that is there of job {keys.job!r}"
+    )
+
+
+def readable(read: Callable[[bytes], T], kv: KeyValue, keys: Keys) -> T:
+    """What is in a key that was read by itself.
+
+    Raises:
+        DecodeError: something else is.
+    """
+    try:
+        return read(kv.value)
+    except DecodeError as error:
+        raise unreadable(kv, keys, error) from error
 
 
 def _versioned(cls: type[R], kv: KeyValue) -> Versioned[R]:

@@ -8,7 +8,7 @@ from protocol_kit import JOB, RUN, World, node_record
 from taskgraph.errors import DecodeError
 from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.messages import Stamp
-from taskgraph.protocol.records import CheckpointRecord, GoneRecord, Ran, State, StatusRecord
+from taskgraph.protocol.records import CheckpointRecord, GoneRecord, PrimaryRecord, Ran, State, StatusRecord
 from taskgraph.protocol.view import JobView
 
 
@@ -128,8 +128,17 @@ def test_live_nodes_are_of_this_run_and_not_gone() -> None:
 
 def test_a_record_that_is_none_is_refused() -> None:
     world = World()
-    with pytest.raises(DecodeError, match="EpochRecord"):
-        JobView(JOB).reset(9, [KeyValue(world.keys.epoch, b"rubbish", 1, 1)])
+    primary = PrimaryRecord(node="a", term=1, stateful=True).to_bytes()
+    for key, value, why in (
+        (world.keys.epoch, b"rubbish", "not a EpochRecord"),
+        (world.keys.gone("a"), b"rubbish", "not a GoneRecord"),
+        (f"{world.keys.tasks}one/primary", primary, "invalid literal"),
+    ):
+        with pytest.raises(DecodeError) as refused:
+            JobView(JOB).reset(9, [KeyValue(key, value, 1, 1)])
+        said = str(refused.value)
+        assert said.startswith(f"the key {key} in etcd cannot be read: {why}")
+        assert f"`etcdctl del --prefix {world.keys.root}`" in said
 
 
 def test_a_replacement_counts_for_as_long_as_its_attempt_where_tasks_work_ahead() -> None:
