@@ -41,6 +41,9 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
+_MAX_PORT = 65535
+
+
 class Endpoint(NamedTuple):
     """One etcd member as gRPC addresses it."""
 
@@ -61,6 +64,9 @@ class Endpoint(NamedTuple):
             raise CoordinationError(f"{text!r} is not an etcd endpoint; write host:port or https://host:port")
         if ":" not in rest.rpartition("]")[2]:
             rest = f"{rest}:2379"
+        port = rest.rpartition(":")[2]
+        if port.isdecimal() and int(port) > _MAX_PORT:  # gRPC would take what is left of it in 16 bits
+            raise CoordinationError(f"{text!r} is not an etcd endpoint: there is no port {port}")
         return Endpoint(rest, tls_default if scheme == "" else scheme == "https")
 
 

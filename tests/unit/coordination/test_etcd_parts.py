@@ -39,7 +39,9 @@ def test_endpoints_are_read_as_users_write_them(text: str, target: str, tls: boo
     assert Endpoint.parse(text, tls_default=False) == Endpoint(target, tls)
 
 
-@pytest.mark.parametrize("text", ["ftp://host:1", "http://host:1/path", "http://"])
+@pytest.mark.parametrize(
+    "text", ["ftp://host:1", "http://host:1/path", "http://", "127.0.0.1:99999", "https://[::1]:65536"]
+)
 def test_what_is_no_endpoint_is_refused_by_name(text: str) -> None:
     with pytest.raises(CoordinationError, match="is not an etcd endpoint"):
         Endpoint.parse(text, tls_default=False)
