@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,9 @@ KEYS = Keys("fit")
 
 
 def spec() -> JobSpec:
-    return JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=1, name="fit"))
+    """Submitted long ago."""
+    job = Job(tasks=1, builder=lambda task_id: Task(), epochs=1, name="fit")
+    return dataclasses.replace(JobSpec.local(job), submitted_at=0.0)
 
 
 async def refused(*puts: Put) -> str:
@@ -52,6 +56,17 @@ async def test_of_a_job_whose_nodes_are_all_lost_it_is_said_how_it_goes_on() -> 
 async def test_a_job_without_nodes_and_checkpoint_is_not_said_to_go_on_from_one() -> None:
     why = await refused()
     assert "it has no nodes: start some with `taskgraph launch fit`" in why and "checkpoint" not in why
+
+
+@pytest.mark.parametrize("checkpoint", [(), (CHECKPOINT,)])
+async def test_of_a_job_that_was_submitted_just_now_it_is_said_that_its_nodes_may_be_starting(
+    checkpoint: tuple[Put, ...],
+) -> None:
+    """Who began the same job twice was told to start nodes for the first."""
+    for age_s, starting in ((2.0, True), (100.0, False)):
+        submitted = dataclasses.replace(spec(), submitted_at=time.time() - age_s)
+        why = await refused(*checkpoint, Put(KEYS.spec, submitted.to_bytes()))
+        assert ("no nodes (or they are starting: it was submitted 2 s ago): " in why) == starting
 
 
 def keeping(place: Path) -> JobSpec:
