@@ -29,7 +29,7 @@ from taskgraph.launch.standing import Standing, standing_text
 from taskgraph.launch.submit import UNKNOWN_PAUSE_S, UNKNOWN_TRIES
 from taskgraph.node.config import NodeConfig
 from taskgraph.node.usercode import lastwords
-from taskgraph.observe.events import Event
+from taskgraph.observe.events import Event, put_events
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Get, Put, Txn
 from taskgraph.protocol.records import GoneRecord, NodeRecord, State, StatusRecord
@@ -223,7 +223,7 @@ class LocalNodes:
             log.info("%s", text)
             key = self._keys.event(f"{event.at:017.6f}-launcher{os.getpid()}-{entry.name}")
             with contextlib.suppress(CoordinationError):
-                await self._coordinator.txn(Txn(success=(Put(key, event.to_bytes()),)))
+                await self._coordinator.txn(put_events(self._keys, [(key, event)]))
 
     async def _watch(self, entry: _Process) -> None:
         """Waits for the end of one process, and sees to it that everybody hears of it."""
@@ -262,10 +262,10 @@ class LocalNodes:
         gone = self._keys.gone(node)
         read = Get(self._keys.node(node))
         txn = Txn((Compare(gone, 0),), (Put(gone, record.to_bytes()), read), (read,))
-        until = time.monotonic() + _TELL_S
+        until, told = time.monotonic() + _TELL_S, set[str]()
         while True:
             try:
-                if self._stopping and not await self._job_runs():
+                if await self._leaves_no_trace():
                     kv = await self._coordinator.get(self._keys.node(node))
                     found = [kv] if kv is not None else []
                 else:
@@ -276,15 +276,17 @@ class LocalNodes:
                     await self._coordinator.revoke(NodeRecord.from_bytes(kv.value).lease)
                 return
             except CoordinationError as error:
-                log.warning("cannot tell that node %s was %s: %s", node, record.reason, error)
+                if (why := str(error)) not in told:
+                    told.add(why)
+                    log.warning("cannot tell that node %s %s: %s", node, record.told, why)
                 if time.monotonic() > until:
                     return
                 await asyncio.sleep(_RETRY_S)
 
-    async def _job_runs(self) -> bool:
-        """Nodes that end because their job did leave no trace in somebody's etcd."""
+    async def _leaves_no_trace(self) -> bool:
+        """Nodes that end because their job did leave none in somebody's etcd, nor do those of a job that it lost."""
         status = await self._coordinator.get(self._keys.status)
-        return status is not None and StatusRecord.from_bytes(status.value).state == State.RUNNING
+        return status is None or (self._stopping and StatusRecord.from_bytes(status.value).state != State.RUNNING)
 
     async def wait(self, timeout_s: float | None) -> None:
         """Waits until all nodes ended by themselves, at most `timeout_s`; None: for as long as it takes."""

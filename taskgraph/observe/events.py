@@ -13,7 +13,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field, fields
 from operator import attrgetter
 
@@ -21,9 +21,9 @@ from taskgraph.coordination.api import Coordinator, Listing
 from taskgraph.errors import CoordinationError, DecodeError
 from taskgraph.protocol.frozen import frozen
 from taskgraph.protocol.keys import Keys
-from taskgraph.protocol.kv import Delete, KeyValue, Put, Txn
+from taskgraph.protocol.kv import Compare, Delete, KeyValue, Put, Txn
 
-__all__ = ["Event", "EventLog", "careful", "in_order", "keep_events"]
+__all__ = ["Event", "EventLog", "careful", "in_order", "keep_events", "put_events"]
 
 log = logging.getLogger("taskgraph.events")
 
@@ -179,6 +179,11 @@ class EventLog:
             log.warning("some events are not kept yet: etcd is away, or slow")
 
 
+def put_events(keys: Keys, events: Iterable[tuple[str, Event]]) -> Txn:
+    """Puts events, by their keys, where the job is there: etcd may have lost it, and nobody would delete them."""
+    return Txn((Compare(keys.spec, 0),), failure=tuple(Put(key, event.to_bytes()) for key, event in events))
+
+
 class _Keeper:
     """Durable events that wait to be written."""
 
@@ -215,7 +220,7 @@ class _Keeper:
         """Writes the oldest; they go back where etcd is away, or the node ends. Returns how many were written."""
         batch = [self.waiting.popleft() for _ in range(min(_BATCH, len(self.waiting)))]
         try:
-            await coordinator.txn(Txn(success=tuple(Put(key, event.to_bytes()) for key, event in batch)))
+            await coordinator.txn(put_events(self._keys, batch))
         except BaseException as error:  # perhaps written, perhaps not: the keys are unique, and twice is once
             self.waiting.extendleft(reversed(batch))
             if not isinstance(error, CoordinationError):

@@ -472,8 +472,11 @@ def give_results_up(view: JobView, why: str, *, by: str, writer: str) -> Txn:
 
 
 def declare_gone(view: JobView, node: str, record: GoneRecord) -> Txn:
-    """Says that a node is gone for good."""
-    return Txn(compares=(Compare(view.keys.gone(node), 0),), success=(Put(view.keys.gone(node), record.to_bytes()),))
+    """Says that a node is gone for good, to the job that was read."""
+    return Txn(
+        compares=(Compare(view.keys.gone(node), 0), Compare(view.keys.spec, view.spec_revision)),
+        success=(Put(view.keys.gone(node), record.to_bytes()),),
+    )
 
 
 def declare_absent_gone(view: JobView, node: str, record: GoneRecord, *, by: str, by_revision: int) -> Txn:

@@ -186,11 +186,12 @@ FENCES: list[tuple[Callable[[World, JobView], Txn], dict[str, Callable[[World], 
     ),
     (_restart, {"no longer leader": PRIMARY, "committed or restarted": EPOCH}),
     (_fail, {"the job ended": STATUS}),
-    (_declare_gone, {"said before": gone("b")}),
+    (_declare_gone, {"said before": gone("b"), "another job": SPEC}),
     (
         _declare_absent_gone,
         {
             "said before": gone("d"),
+            "another job": SPEC,
             "it came back": touch(node_key("d")),
             "own lease gone": NO_NODE_A,
             "own key put again": NODE_A,

@@ -295,8 +295,9 @@ class Registration:
             gone = node.farewell()
             try:
                 async with asyncio.timeout(node.settings.call_s):
-                    # Said before the key goes: nobody needs to wait for it to come back.
-                    await node.coordinator.txn(transactions.declare_gone(node.keeper.view, node.id, gone))
+                    if node.keeper.view.spec is not None:  # else somebody deleted the job
+                        # Said before the key goes: nobody needs to wait for it to come back.
+                        await node.coordinator.txn(transactions.declare_gone(node.keeper.view, node.id, gone))
                     await self._lease.close(revoke=True)
             except (CoordinationError, TimeoutError) as error:
                 self._node.log.info("the lease could not be revoked, it will expire: %s", str(error) or "no answer")

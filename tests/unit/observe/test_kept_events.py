@@ -12,9 +12,16 @@ from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.errors import DecodeError, Unavailable
 from taskgraph.observe.events import Event, EventLog, in_order, keep_events
 from taskgraph.protocol.keys import Keys
-from taskgraph.protocol.kv import Txn, TxnResult
+from taskgraph.protocol.kv import Delete, Put, Txn, TxnResult
 
 JOB = "job"
+
+
+def submitted() -> MemoryStore:
+    """An etcd that has the job."""
+    store = MemoryStore()
+    store.execute(Txn(success=(Put(Keys(JOB).spec, b"{}"),)))
+    return store
 
 
 @contextlib.asynccontextmanager
@@ -34,7 +41,7 @@ def in_etcd(store: MemoryStore) -> list[str]:
 
 async def test_a_burst_of_events_is_one_write_and_all_of_them_are_kept_in_their_order() -> None:
     """Around a failure or a drain every node tells several within some milliseconds; each write wakes all nodes."""
-    events, store = EventLog("n1"), MemoryStore()
+    events, store = EventLog("n1"), submitted()
     async with kept(events, store):
         before = store.revision
         for number in range(10):
@@ -49,7 +56,7 @@ async def test_a_burst_of_events_is_one_write_and_all_of_them_are_kept_in_their_
 
 
 async def test_what_was_told_before_is_kept_and_what_is_told_last_is_not_left_behind() -> None:
-    events, store = EventLog("n1"), MemoryStore()
+    events, store = EventLog("n1"), submitted()
     events.emit("began", "before anybody kept it")
     async with kept(events, store):
         events.emit("drain", "just before the end")
@@ -59,7 +66,7 @@ async def test_what_was_told_before_is_kept_and_what_is_told_last_is_not_left_be
 
 async def test_who_waits_for_events_to_be_kept_has_them_written_at_once() -> None:
     """A job may be over before a burst is gathered."""
-    events, store = EventLog("n1"), MemoryStore()
+    events, store = EventLog("n1"), submitted()
     await events.kept()  # nobody keeps them: nothing to wait for
     async with kept(events, store):
         await asyncio.sleep(0.01)
@@ -77,7 +84,7 @@ async def test_events_are_waited_for_a_second_at_most(
     async def away(txn: Txn) -> None:
         raise Unavailable("etcd is away")
 
-    events, coordinator = EventLog("n1"), MemoryCoordinator(MemoryStore())
+    events, coordinator = EventLog("n1"), MemoryCoordinator(submitted())
     monkeypatch.setattr(coordinator, "txn", away)
     keeping = asyncio.ensure_future(keep_events(events, coordinator, JOB, node_id="n1-1", kept=100))
     await asyncio.sleep(0)
@@ -94,7 +101,7 @@ async def test_events_are_waited_for_a_second_at_most(
 async def test_an_etcd_that_is_away_for_long_is_told_now_and_then_and_what_was_left_out_for_it_when_it_is_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    events, store = EventLog("n1"), MemoryStore()
+    events, store = EventLog("n1"), submitted()
     coordinator, tries, away = MemoryCoordinator(store), 0, True
     write = coordinator.txn
 
@@ -128,7 +135,7 @@ async def test_an_etcd_that_is_away_for_long_is_told_now_and_then_and_what_was_l
 
 
 async def test_what_is_on_its_way_to_etcd_when_the_node_ends_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    events, store = EventLog("n1"), MemoryStore()
+    events, store = EventLog("n1"), submitted()
     coordinator, written = MemoryCoordinator(store), asyncio.Event()
     write = coordinator.txn
 
@@ -153,7 +160,7 @@ async def test_of_two_hosts_whose_clocks_differ_the_events_that_came_first_are_p
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The keys begin with the time, and so those of a clock that is late were pruned as soon as they were there."""
-    events, store = EventLog("n1"), MemoryStore()
+    events, store = EventLog("n1"), submitted()
     now = 2_000_000_000.0
     monkeypatch.setattr("taskgraph.observe.events.time.time", lambda: now)
     async with kept(events, store, kept=4):
@@ -169,6 +176,17 @@ async def test_of_two_hosts_whose_clocks_differ_the_events_that_came_first_are_p
     listing = await MemoryCoordinator(store).list(Keys(JOB).events)
     told = [Event.from_bytes(kv.value).text for kv in in_order(listing)]
     assert told == [str(number) for number in range(28, 40)]
+
+
+async def test_events_of_a_job_that_etcd_has_lost_are_not_kept() -> None:
+    """They were all that there was of it, for ever."""
+    events, store = EventLog("n1"), submitted()
+    async with kept(events, store):
+        await asyncio.sleep(0.01)
+        store.execute(Txn(success=(Delete(Keys(JOB).spec),)))
+        events.emit("paused", "the lease could not be renewed")
+        await events.kept()
+    assert in_etcd(store) == []
 
 
 @pytest.mark.parametrize("data", [b"\xff{}", b"{", b"[]", b'{"at": 1}', b"{}{}", b'{"unknown": 1}'])

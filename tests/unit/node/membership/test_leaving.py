@@ -14,7 +14,7 @@ import taskgraph as tg
 from taskgraph.coordination.api import WatchBatch
 from taskgraph.errors import CoordinationError, Refused
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.protocol.kv import Put, Txn
+from taskgraph.protocol.kv import Delete, Put, Txn
 from taskgraph.protocol.messages import HandOver
 from taskgraph.protocol.records import Ran
 
@@ -171,6 +171,17 @@ def test_whether_it_has_drained_is_asked_at_every_commit_once_it_drains() -> Non
         assert len(asked) > 3 and 30 <= asked[-1] < 60, "nothing but the epoch changed"
 
     play(job(Paced, tasks=1, epochs=60), scenario, nodes=1)
+
+
+def test_a_node_of_a_job_that_somebody_deleted_leaves_nothing_there(gated: type[Gated]) -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        runs = [member.run for member in cluster._members.values()]
+        cluster.store.execute(Txn(success=(Delete(cluster.keys.root, prefix=True),)))
+        await asyncio.wait(runs)
+        assert not cluster.store.select(cluster.keys.root, prefix=True)
+
+    play(job(gated), scenario, nodes=2)
 
 
 async def fails() -> None:
