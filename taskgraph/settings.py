@@ -63,7 +63,7 @@ class Settings:
         deal_devices: a launcher gives each node of its host CUDA devices of its own; False: all nodes see all of them.
         max_value_bytes: the largest single value that may travel.
         max_parked: calls that may wait at one node at a time; more are told to come again.
-        events_kept: events kept in etcd per job.
+        events_kept: events kept in etcd per job; each node may add 31 before it prunes.
         checkpoints_kept: complete checkpoints kept; the newest is used, those before it where that is corrupt.
         strict: replay every epoch from its snapshot, and `result()` from the last one, and name the task whose state
             was forgotten or changed outside a sync point. Costs at least a second run of every compute.
