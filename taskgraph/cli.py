@@ -246,12 +246,11 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction | None = 
             return FAILED
         if error.errno not in OF_THE_HOST:
             raise
-        print(f"taskgraph: {error}", file=sys.stderr)
-        drop_unwritten()
+        _print(f"standard output: {error.strerror}" if drop_unwritten() else str(error), error)
         return FAILED
 
 
-def _print(text: str, error: TaskGraphError) -> None:
+def _print(text: str, error: Exception) -> None:
     from taskgraph.observe.screen import printable
 
     for line in (text, *getattr(error, "__notes__", ())):

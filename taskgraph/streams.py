@@ -29,14 +29,20 @@ def make_good() -> None:
         sys.stderr = _text(err, _Dropping(err.fileno(), "w", closefd=False))
 
 
-def drop_unwritten() -> None:
-    """Drops what standard output does not take: at the end of the process it would fail once more."""
+def drop_unwritten() -> bool:
+    """Drops what standard output does not take: at the end of the process it would fail once more.
+
+    Returns:
+        Whether there was something.
+    """
     try:
         sys.stdout.flush()
     except OSError:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
+        return True
+    return False
 
 
 def _open_missing() -> None:

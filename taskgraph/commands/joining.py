@@ -156,7 +156,7 @@ async def _tell_end(
     """
     name = reached.name
     if result is not None:
-        print_result(result, as_json=False)
+        print_result(result, as_json=False, kept=True)
         return 0
     if status.state == State.FINISHED and follower.not_kept:
         print(f"taskgraph: job {name} finished, but its values are lost: {follower.not_kept}", file=sys.stderr)

@@ -147,7 +147,7 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
         progress.end()
     if options.json and options.nodes == 0:
         print()  # tasks print to the same output, and perhaps not to the end of a line
-    print_result(result, as_json=options.json)
+    print_result(result, as_json=options.json, kept=bool(started))
     if started and not options.logs and printed(logs := Runtime().kept_logs(name)):
         print(f"what its tasks printed is in {logs}; --logs shows it at once", file=sys.stderr)
     return 0
@@ -200,13 +200,23 @@ def _on_interrupt(
     return seen
 
 
-def print_result(result: JobResult, *, as_json: bool) -> None:
-    """Values on standard output, how it went on standard error."""
+def print_result(result: JobResult, *, as_json: bool, kept: bool) -> None:
+    """Values on standard output, how it went on standard error.
+
+    Args:
+        kept: they may be asked for again.
+    """
+    try:
+        if as_json or result.values:
+            print(result.to_json() if as_json else values_text(result.values), flush=True)
+    except OSError as error:
+        if kept:
+            error.add_note(
+                f"the job finished: `taskgraph result {result.name}` has its values, as far as they were kept"
+            )
+        raise
     if as_json:
-        print(result.to_json())
         return
-    if result.values:
-        print(values_text(result.values))
     extra = [f"{n} {word}" for n, word in ((result.failovers, "failovers"), (result.restarts, "restarts")) if n]
     tail = f" ({', '.join(extra)})" if extra else ""
     print(f"job {result.name}: {result.epochs} epochs in {result.wall_s:.2f} s{tail}", file=sys.stderr)

@@ -22,7 +22,7 @@ import taskgraph as tg
 from taskgraph import cli
 from taskgraph.commands.acting import signal_number
 from taskgraph.commands.common import access_of, add_etcd_options, etcd_of, find_entry, token_for, token_of
-from taskgraph.commands.running import job_of
+from taskgraph.commands.running import job_of, print_result
 from taskgraph.errors import JobError, UnknownJob
 from taskgraph.files import write_whole
 from taskgraph.launch import threads_env
@@ -431,6 +431,28 @@ def test_a_disk_that_is_full_is_told_and_not_shown_as_a_traceback(
     said = capsys.readouterr().err
     assert said == f"taskgraph: [Errno {errno.ENOSPC}] No space left on device: '{tmp_path / 'job.json'}'\n"
     assert [path.name for path in tmp_path.glob("*job*")] == ["job.json"], "no part of it is left"
+
+
+@pytest.mark.parametrize(("as_json", "kept"), [(True, True), (False, True), (False, False)])
+def test_where_values_cannot_be_written_it_is_said_who_has_them(
+    as_json: bool, kept: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was only said that some device has no space left."""
+
+    def write(text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def prints(options: argparse.Namespace) -> int:
+        result = tg.JobResult(name="fit", values={0: [1, 2]})
+        print_result(result, as_json=as_json, kept=kept)
+        return 0
+
+    monkeypatch.setattr(cli, "_command", lambda name: prints)
+    monkeypatch.setattr(cli, "drop_unwritten", lambda: True)
+    monkeypatch.setattr(sys.stdout, "write", write)
+    assert cli.main(["status"]) == 1
+    told = "taskgraph: the job finished: `taskgraph result fit` has its values, as far as they were kept\n" * kept
+    assert capsys.readouterr().err == f"taskgraph: standard output: No space left on device\n{told}"
 
 
 def test_a_host_without_room_for_temporary_files_is_told_what_to_set(

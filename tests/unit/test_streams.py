@@ -53,7 +53,7 @@ def test_what_standard_error_cannot_take_ends_no_command(unbuffered: str) -> Non
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_a_value_that_cannot_be_written_is_an_error_that_is_told_once() -> None:
     done = run(">/dev/full")
-    assert (done.returncode, done.stderr) == (1, "taskgraph: [Errno 28] No space left on device\n")
+    assert (done.returncode, done.stderr) == (1, "taskgraph: standard output: No space left on device\n")
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
