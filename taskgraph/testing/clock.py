@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+import sys
 import threading
+from types import FrameType
 
-__all__ = ["SPEED", "FastForwardLoop", "Turn"]
+__all__ = ["SPEED", "FastForwardLoop", "Turn", "frame_of"]
 
 SPEED = 1000
 """Seconds of the loop's clock per real second of waiting, at most: user code that waits for a real socket or process
@@ -43,6 +45,16 @@ class Turn:
         self._seen_s = self._seen_s + since_last_s if now is not None and now is self._seen else 0.0
         self._seen = now
         return now[0] if now is not None and self._seen_s > limit_s else None
+
+    @property
+    def frame(self) -> FrameType | None:
+        """What runs just now, the innermost; None where all wait."""
+        now = self._now
+        return frame_of(now[0]) if now is not None else None
+
+
+def frame_of(thread: int) -> FrameType | None:
+    return sys._current_frames().get(thread)
 
 
 class _Selector(selectors.DefaultSelector):

@@ -19,7 +19,7 @@ from taskgraph.node.usercode.actor import call_under_way
 from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
 from taskgraph.testing.clock import SPEED, Turn
-from taskgraph.testing.guard import WHOLE, Stuck, run_guarded
+from taskgraph.testing.guard import WHOLE, Idle, Stuck, run_guarded
 from taskgraph.testing.threads import LockStepThreads
 
 __all__ = ["STAGES", "run"]
@@ -51,10 +51,12 @@ def run(
             is replaced, and a kill waits until every task has a replica in sync on a node that stays alive. The stages
             are in `STAGES`.
         order: seed of the schedule: messages and watch events arrive in another order for every seed.
-        nodes: how many nodes; default one more than a task has replicas; with kills there is a backup at least.
+        nodes: how many nodes; default one more than a task has replicas; with kills there is a backup, and a second
+            node, at least.
         strict: replay every epoch from its snapshot (see `Settings.strict`).
         timeout_s: real seconds that the job may wait, for messages and in `await asyncio.sleep`, say: of its clock
-            that is 1,000 times as much. Computing does not count. It fails then, naming what it waits for.
+            that is 1,000 times as much. Computing does not count. It fails then, naming what it waits for. So it does
+            after as many real seconds in which no epoch commits and none of your code runs.
         stuck_s: real seconds that one call of your code (a hook, compute or handler) may run without waiting for
             anything. It is taken for an endless loop then, named with its stack, and left behind in a daemon thread.
             The whole run may take ten times that, with every `setup()`. None: as long as they like, e.g. in a
@@ -80,6 +82,8 @@ def run(
             raise JobError(f"kills: {stage!r} happens at the leader, which is task 0's primary, not task {task}")
         if not 0 <= task < job.tasks or epoch < 0 or (job.epochs is not None and epoch >= job.epochs):
             raise JobError(f"kills: there is no task {task} in epoch {epoch}")
+    if kills and nodes == 1:
+        raise JobError("kills: with nodes=1 no node is left that could take over; give nodes=2, or leave it out")
     backups = max(job.backups, 1) if kills else job.backups
     settings = dataclasses.replace(job.settings, strict=strict or job.settings.strict)
     job = dataclasses.replace(job, backups=backups, settings=settings)
@@ -90,6 +94,7 @@ def run(
             run.turn,
             stuck_s,
             run.takes_too_long,
+            Idle(timeout_s, run.progress, run.waits_too_long),
         )
     except Stuck as stuck:
         raise run.told(stuck) from None
@@ -150,7 +155,7 @@ async def _until_survivable(cluster: InProcessCluster, node_id: str) -> bool:
 
 
 class _Run:
-    """One call of `run`. All but `told` happens in the loop's thread."""
+    """One call of `run`. All but `progress` and `told` happens in the loop's thread."""
 
     def __init__(
         self, job: Job, kills: dict[tuple[int, int], str], order: int, timeout_s: float, stuck_s: float | None
@@ -198,6 +203,14 @@ class _Run:
                 await asyncio.Event().wait()  # the crash cancels whatever runs here
 
         return at
+
+    def progress(self) -> int:
+        """Grows with every commit, and whatever else the nodes agree on."""
+        return self._cluster.store.revision if self._cluster is not None else 0
+
+    def waits_too_long(self) -> None:
+        if self._deadline is not None:
+            self._deadline.reschedule(0.0)
 
     def takes_too_long(self, took_s: float) -> None:
         """By the real clock: its code passes messages for ever, or awaits what is done already; its clock stands."""

@@ -12,16 +12,16 @@ import contextlib
 import contextvars
 import functools
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from types import FrameType
 from typing import Any, TypeVar
 
-from taskgraph.testing.clock import FastForwardLoop, Turn
+from taskgraph.node.usercode.actor import in_user_code
+from taskgraph.testing.clock import FastForwardLoop, Turn, frame_of
 
-__all__ = ["WHOLE", "Stuck", "run_guarded"]
+__all__ = ["WHOLE", "Idle", "Stuck", "run_guarded"]
 
 R = TypeVar("R")
 
@@ -43,11 +43,39 @@ class Stuck(Exception):
         self.frame = frame
 
 
+class Idle:
+    """For how long a job waits in one go, by the real clock: one that hangs is worked on, too, timer by timer, so that
+    its own clock leaps less than it might.
+
+    Args:
+        limit_s: how long it may.
+        progress: changes where the job comes on.
+        over: called on the loop once that was too long.
+    """
+
+    def __init__(self, limit_s: float, progress: Callable[[], int], over: Callable[[], None]) -> None:
+        self.over = over
+        self._limit_s = limit_s
+        self._progress = progress
+        self._seen: tuple[int, float] = (-1, 0.0)
+        self._waited_s = 0.0
+
+    def too_long(self, loop: asyncio.AbstractEventLoop, runs: FrameType | None, since_last_s: float) -> bool:
+        """To be asked regularly, with the time since then, and what runs just now."""
+        (before, then), (at, now) = self._seen, (self._progress(), loop.time())
+        self._seen = at, now
+        # Where its clock leaps less than a real one would go on, it works rather than waits: on messages, say.
+        waits = at == before and now - then > since_last_s and (runs is None or not in_user_code(runs))
+        self._waited_s = self._waited_s + since_last_s if waits else 0.0
+        return self._waited_s > self._limit_s
+
+
 def run_guarded(
     main: Callable[[], Coroutine[Any, Any, R]],
     turn: Turn,
     limit_s: float | None,
     takes_too_long: Callable[[float], None],
+    idle: Idle,
 ) -> R:
     """Runs a coroutine on a loop whose clock runs ahead, and returns what it returns.
 
@@ -57,6 +85,7 @@ def run_guarded(
         limit_s: how long one may without a break; `WHOLE` times that, and `takes_too_long` is called on the loop with
             how long it was.
         takes_too_long: ends the coroutine, if it can.
+        idle: does that, too, where all of it waits.
 
     Raises:
         Stuck: a thread ran for longer than `limit_s`. It is left behind, as a daemon.
@@ -88,7 +117,10 @@ def run_guarded(
     try:
         while not concurrent.futures.wait([over], timeout=_LOOK_S).done:
             if limit_s is not None and (stuck := turn.stuck(limit_s, _LOOK_S)) is not None:
-                raise Stuck(sys._current_frames().get(stuck))
+                raise Stuck(frame_of(stuck))
+            for task in tasks:
+                if idle.too_long(task.get_loop(), turn.frame, _LOOK_S):
+                    _soon(task, idle.over)
             if time.monotonic() - began > whole_s:
                 for task in tasks:
                     _soon(task, takes_too_long, time.monotonic() - began)

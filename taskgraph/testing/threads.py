@@ -14,12 +14,17 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from taskgraph.errors import JobError
 from taskgraph.node.usercode.threads import Begun
 from taskgraph.testing.clock import Turn
 
 __all__ = ["LockStepThreads"]
 
 R = TypeVar("R")
+
+_MOST = 1000
+"""Threads of a node at a time. Each waits for a reply, in a handler that waits in turn, as without an end: on a real
+node no more threads could be made at some point. Thousands take long to make, and to end."""
 
 _LOOKS_AGAIN_S = 0.01
 """How often a thread of the user's own that waits looks whether the loop waits for a worker: for that thread, maybe."""
@@ -98,6 +103,8 @@ class _Worker:
     def end(self) -> None:
         """On the loop, between two functions: the thread ends."""
         self._mine.release()
+
+    def join(self) -> None:
         self._thread.join()
 
 
@@ -132,6 +139,15 @@ class LockStepThreads:
     def run(self, function: Callable[[], R]) -> asyncio.Future[R]:
         loop = self._loop
         future: asyncio.Future[R] = loop.create_future()
+        if not self._idle and len(self._futures) >= _MOST:
+            future.set_exception(
+                JobError(
+                    f"it cannot run: {_MOST} functions (`def`) wait for replies at one node, in a thread each, and a "
+                    f"test makes no more; does a handler ask for ever, itself or in a circle? If not, make handlers "
+                    f"that wait `async def`, and `await` the reply there in place of reply.wait()"
+                )
+            )
+            return future
         worker = self._idle.pop() if self._idle else _Worker(self._local)
         worker.give(function)
 
@@ -151,6 +167,7 @@ class LockStepThreads:
             worker.result = worker.error = None
             if self._closed:
                 worker.end()
+                worker.join()
             else:
                 self._idle.append(worker)
 
@@ -197,5 +214,10 @@ class LockStepThreads:
     def close(self) -> None:
         """Idle threads end now, one that still unwinds when its function returns."""
         self._closed = True
-        while self._idle:
-            self._idle.pop().end()
+        ending, self._idle = self._idle, []
+        for worker in ending:
+            worker.end()
+        self._turn.take(None)  # no code of anybody's runs: it may take long where there are thousands
+        for worker in ending:
+            worker.join()
+        self._turn.take(threading.get_ident())

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from taskgraph.device.api import Device, Stream
     from taskgraph.protocol.messages import Stamp
 
-__all__ = ["Actor", "Running", "call_under_way"]
+__all__ = ["Actor", "Running", "call_under_way", "in_user_code"]
 
 R = TypeVar("R")
 
@@ -397,6 +397,14 @@ class Actor:
             lastwords.here.ended((id(self), mark))
 
 
+_CALLS = (Actor._in_thread.__code__, Actor.call.__code__)
+
+
+def in_user_code(innermost: FrameType) -> bool:
+    """Whether a thread runs user code just now, or is about to: read off its stack."""
+    return any(frame.f_code in _CALLS for frame, _ in traceback.walk_stack(innermost))
+
+
 def call_under_way(innermost: FrameType) -> tuple[int, str, str] | None:
     """Which user code a thread runs just now: its task, its hook, processor or handler, and its stack as text.
 
@@ -404,7 +412,7 @@ def call_under_way(innermost: FrameType) -> tuple[int, str, str] | None:
     """
     stack = [frame for frame, _ in traceback.walk_stack(innermost)]
     for depth, frame in enumerate(stack):
-        if frame.f_code in (Actor._in_thread.__code__, Actor.call.__code__):
+        if frame.f_code in _CALLS:
             actor, where = frame.f_locals["self"], frame.f_locals["where"]
             below = traceback.StackSummary.extract((f, f.f_lineno) for f in reversed(stack[:depth]))
             text = "".join(traceback.format_list(from_users(below)))

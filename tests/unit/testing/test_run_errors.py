@@ -797,6 +797,12 @@ def test_other_arguments_that_make_no_sense(given: dict[str, Any], words: str) -
         tg.testing.run(fit(), **given)
 
 
+def test_a_kill_of_the_only_node_is_refused() -> None:
+    """It waited for its time limit, for somebody who could take over."""
+    with pytest.raises(tg.JobError, match="no node is left that could take over; give nodes=2"):
+        run(fit(), kills={(0, 1): "done"}, nodes=1)
+
+
 def test_kills_that_never_came_to_pass() -> None:
     def compose(self: tg.Task, epoch: tg.Epoch) -> None:
         epoch.processor(lambda epoch, ins, outs: epoch.finish(), name="work")

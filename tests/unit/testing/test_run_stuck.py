@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import functools
 import re
 import signal
 import subprocess
@@ -15,7 +17,11 @@ from typing import Any
 import pytest
 
 import taskgraph as tg
-from taskgraph.testing.clock import Turn
+from taskgraph.node.usercode.actor import in_user_code
+from taskgraph.testing import cluster, threads
+from taskgraph.testing.clock import FastForwardLoop, Turn
+from taskgraph.testing.guard import Idle
+from taskgraph.testing.threads import LockStepThreads
 
 
 class Endless(tg.Task):
@@ -171,6 +177,107 @@ def test_what_never_stops_waiting_ends_by_the_real_clock(asks: bool) -> None:
         tg.testing.run(job, stuck_s=0.3)
     assert re.search(r"\bask\b" if asks else "runs 'spin'", str(caught.value))
     assert time.monotonic() - began < 20
+
+
+class Hangs(tg.Task):
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.hang)
+
+    async def hang(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        await asyncio.Event().wait()
+
+
+def test_what_hangs_ends_by_the_real_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of the run goes on by less than 1,000 s in a second: it took several times as long as it should."""
+    monkeypatch.setattr(cluster, "SPEED", 10**6)
+    with pytest.raises(tg.JobTimeout, match=r"did not end within 0\.5 s; it waits: .* 'hang'"):
+        tg.testing.run(tg.Job(tasks=2, epochs=2, builder=Hangs), timeout_s=0.5, stuck_s=2)
+
+
+def test_only_a_wait_in_one_go_counts() -> None:
+    loop, progress = FastForwardLoop(), [1]
+    idle = Idle(1.0, lambda: progress[0], lambda: None)
+    try:
+
+        def looks(leaps_s: float) -> bool:
+            loop.stand_still(leaps_s)
+            return idle.too_long(loop, sys._getframe(), 0.5)
+
+        def waited() -> list[bool]:
+            return [looks(100.0) for _ in range(3)]
+
+        assert waited() == [False] * 3, "the first look has none before it"
+        assert not looks(0.4), "its clock hardly leaps: it works on messages"
+        assert waited() == [False, False, True]
+        progress[0] += 1
+        assert waited() == [False] * 3, "an epoch was committed"
+        assert waited() == [True] * 3
+    finally:
+        loop.close()
+
+
+class Looks(tg.Task):
+    """Whether it is seen that its code runs."""
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.plain, outbound={"x": self.task_id})
+        epoch.processor(self.resumed, inbound={"x": self.task_id})
+
+    def plain(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("x", in_user_code(sys._getframe()))
+
+    async def resumed(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        await asyncio.sleep(0.1)
+        epoch.report(plain=ins["x"], resumed=in_user_code(sys._getframe()))
+
+
+def test_time_in_which_user_code_runs_does_not_count() -> None:
+    result = tg.testing.run(tg.Job(tasks=1, epochs=1, builder=Looks))
+    assert result.reports[0].numbers == {"plain": 1, "resumed": 1}
+    assert not in_user_code(sys._getframe())
+
+
+class AsksForEver(tg.Task):
+    """Each handler asks the next task's, and waits for the reply in a thread."""
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        if self.task_id == 0:
+            epoch.flag(0)
+
+    def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+        epoch.request(1, "pass").wait()
+
+    @tg.handles("pass")
+    def hand_on(self, epoch: tg.Epoch, sender: int, payload: Any) -> Any:
+        return epoch.request((self.task_id + 1) % self.tasks, "pass").wait()
+
+
+def test_handlers_that_ask_without_an_end_fail_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There were thousands of threads, which took minutes to end, and no word of why."""
+    monkeypatch.setattr(threads, "_MOST", 20)
+    before = threading.active_count()
+    with pytest.raises(tg.JobFailed, match=r"20 functions \(`def`\) wait for replies at one node") as caught:
+        tg.testing.run(tg.Job(tasks=3, epochs=2, builder=AsksForEver))
+    assert caught.value.where == "handler pass"
+    assert threading.active_count() == before
+
+
+async def test_threads_end_together_and_nobody_is_blamed_for_how_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[str] = []
+    end, join = threads._Worker.end, threads._Worker.join
+    monkeypatch.setattr(threads._Worker, "end", lambda worker: (told.append("end"), end(worker)))
+    monkeypatch.setattr(threads._Worker, "join", lambda worker: (told.append(f"join {turn.frame}"), join(worker)))
+    turn = Turn()
+    pool, replies = LockStepThreads(turn), [concurrent.futures.Future[None]() for _ in range(3)]
+    waits = [pool.run(functools.partial(pool.block, reply, None)) for reply in replies]
+    await asyncio.sleep(0)
+    for reply in replies:
+        reply.set_result(None)
+    await asyncio.gather(*waits)
+    pool.close()
+    assert told == ["end"] * 3 + ["join None"] * 3
 
 
 def test_what_it_raises_in_its_thread_is_raised_here() -> None:
