@@ -41,7 +41,7 @@ def test_sigterm_within_a_moment_is_the_same_order_and_ctrl_c_is_always_another(
 async def test_a_launcher_that_gets_sigterm_twice_at_once_lets_its_nodes_hand_over(clock: list[float]) -> None:
     """It ended them at once."""
     leave, work = asyncio.Event(), asyncio.get_running_loop().create_future()
-    follower: Any = SimpleNamespace(view=SimpleNamespace(running=True))
+    follower: Any = SimpleNamespace(view=SimpleNamespace(running=True), finished=False)
     loop = asyncio.get_running_loop()
     heard: asyncio.Queue[None] = asyncio.Queue()
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGHUP)
