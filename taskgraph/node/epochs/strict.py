@@ -16,6 +16,7 @@ import contextlib
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -25,6 +26,7 @@ from taskgraph.errors import StateError, ValueNotEncodable, class_name
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor
 from taskgraph.graph.values import encode, separate, staying, untouched, verify
+from taskgraph.node.epochs.twins import BY_NODE
 from taskgraph.node.replica import Replica, encode_fields
 from taskgraph.node.usercode.coroutines import is_async
 from taskgraph.node.usercode.errors import UserCodeError
@@ -41,6 +43,8 @@ R = TypeVar("R")
 Fields = dict[str, bytes]
 _UNCHANGING = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, np.generic)
 """Values that nobody writes to: to have one of them twice is no mistake."""
+_CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
+"""Types of what cannot travel and is no state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +229,12 @@ async def check_replay(replica: Replica, fresh: Replica, boundary: Encoded, reco
     differing += [f"state {name!r}" for name in before if before[name] != after.get(name)]
     if differing:
         suspects = await _suspects(replica, fresh, before)
-        hint = f"; attributes that differ and are not in the snapshot: {', '.join(suspects)}" if suspects else ""
+        if suspects:
+            hint = f"; attributes that differ and are not in the snapshot: {', '.join(suspects)}"
+        elif unknown := await _incomparable(replica, before):
+            hint = f"; it may be an attribute that is not in the snapshot and cannot travel: {', '.join(unknown[:5])}"
+        else:
+            hint = ""
         why = (
             f"snapshot() forgets state, or the task is not deterministic{hint}; add what the task remembers to "
             f"`state=[...]`, and draw random numbers from epoch.rng"
@@ -333,7 +342,7 @@ def _graph_of(processor: Processor) -> tuple[object, ...]:
 
 async def _attributes(replica: Replica) -> Fields:
     """Digests of the user object's attributes, as far as they can travel."""
-    found = {name: v for name, v in vars(replica.user_task).items() if name not in ("log", "xp", "primary")}
+    found = {name: v for name, v in vars(replica.user_task).items() if name not in BY_NODE}
     return await seen(replica, partial(_digests, found))
 
 
@@ -383,7 +392,24 @@ def recording_items(work: _Replay) -> dict[tuple[str, int], Encoded]:
 
 async def _suspects(replica: Replica, fresh: Replica, held: Fields) -> list[str]:
     """Attributes that the snapshot has not `held`, and that differ between the object that ran on and that restored."""
-    return [name for name in _changed(await _attributes(fresh), await _attributes(replica)) if name not in held]
+    found = set(_changed(await _attributes(fresh), await _attributes(replica)))
+    mine, others = vars(replica.user_task), vars(fresh.user_task)
+    for name, value in mine.items():  # what is likely to be forgotten, and cannot travel
+        if isinstance(value, set | frozenset) and isinstance(others.get(name), set | frozenset):
+            with contextlib.suppress(Exception):  # users' elements compare as they like
+                if value != others[name]:
+                    found.add(name)
+    return sorted(found - held.keys())
+
+
+async def _incomparable(replica: Replica, held: Fields) -> list[str]:
+    """Attributes that the snapshot has not `held`, and that cannot travel; a set may be equal after the replay only."""
+    known = await _attributes(replica)
+    return [
+        f"{name} (of type {class_name(type(value))})"
+        for name, value in sorted(vars(replica.user_task).items())
+        if name not in (*known, *held, *BY_NODE) and not isinstance(value, _CODE)
+    ]
 
 
 def _shared(replica: Replica, before: Fields, after: Fields) -> tuple[str, str, str] | None:

@@ -18,11 +18,11 @@ from taskgraph.node.replica import Replica
 from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.task import Task
 
-__all__ = ["Twins"]
+__all__ = ["BY_NODE", "Twins"]
 
 _WORTH_S = 0.02
 """A `setup` that is over sooner is called again: most take less time than to look for what they left."""
-_NODES = ("log", "primary", "xp")
+BY_NODE = ("log", "primary", "xp")
 """Attributes that are given to each object, whatever `setup` does."""
 
 
@@ -81,7 +81,7 @@ def _pickled(task: Task) -> bytes | None:
     """The attributes of a task; None where some cannot be pickled."""
     kept = io.BytesIO()
     try:
-        _Pickler(kept, task).dump({name: value for name, value in vars(task).items() if name not in _NODES})
+        _Pickler(kept, task).dump({name: value for name, value in vars(task).items() if name not in BY_NODE})
     except Exception:  # user classes raise what they like where they cannot be
         return None
     return kept.getvalue()

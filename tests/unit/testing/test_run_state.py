@@ -131,6 +131,62 @@ def test_a_kept_view_of_what_was_sent_that_is_written_to_is_named(writes: bool, 
     says(fails(keeps), "epoch 1: what 'fill' sent as 'x' was written to", "'goes_on' had run", "outs.empty", "a copy")
 
 
+class Helper:
+    """Of the user's: an optimizer, say."""
+
+    count = 0
+
+    def __next__(self) -> int:
+        self.count += 1
+        return self.count
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (lambda: iter(range(100)), "cannot travel: source (of type range_iterator)"),
+        (lambda: np.random.default_rng(1), "cannot travel: source (of type Generator)"),
+        (Helper, "cannot travel: source (of type Helper)"),
+        (lambda: {-1}, "attributes that differ and are not in the snapshot: source"),
+    ],
+    ids=["iterator", "generator", "helper", "set"],
+)
+def test_forgotten_state_that_cannot_travel_is_named(made: Callable[[], Any], told: str) -> None:
+    """It was not, though it is the likeliest to be forgotten."""
+
+    class Forgetful(Total):
+        def setup(self) -> None:
+            super().setup()
+            self.source = made()
+            self.function = abs
+            self.module = np
+
+        def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            if isinstance(self.source, set):
+                self.total += len(self.source)
+                self.source.add(epoch.number)
+            elif isinstance(self.source, np.random.Generator):
+                self.total += int(self.source.integers(10**6))
+            else:
+                self.total += next(self.source)
+
+    error = fails(job(Forgetful, epochs=3))
+    says(error, "epoch 1: replayed from its snapshot", "state 'total'", f"{told};")
+    assert not any(name in str(error) for name in ("function", "module"))
+
+
+def test_a_forgotten_set_that_is_as_it_was_after_the_replay_is_named() -> None:
+    class Forgetful(Total):
+        def setup(self) -> None:
+            self.total, self.met = 0, set[int]()
+
+        def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.total += self.task_id in self.met
+            self.met.add(self.task_id)
+
+    says(fails(job(Forgetful, epochs=3)), "it may be an attribute", "cannot travel: met (of type set);")
+
+
 class Counts(Total):
     """Nothing that it puts, and no state, tells of `seen`."""
 
