@@ -8,6 +8,7 @@ An edge leads from a processor to the one that must act first:
     item    to the unfinished processor of the producing task that will put this tag for this consumer
     order   to the earlier processor of the same task
     reply   to the handler of the asked task, where that waits itself
+    turn    nowhere: who holds the task in a thread may return, or wait for a reply, at any time
     running nowhere
     outside nowhere: replicas and reports, and what else a primary waits for between the calls into user code
 
@@ -189,6 +190,13 @@ def _what(kind: str, processor: str, name: str, task: int) -> str:
             return f"runs after {name!r} of the same task"
         case "reply":
             return f"awaits the reply of task {task} to {name!r}"
+        case "turn":
+            return f"waits for its turn: {_who(name)} runs"
+        case "turn of asking":
+            return (
+                f"waits for its turn: {_who(name)} runs, which has asked for replies; where threads of its own wait "
+                f"for them, have it send all requests first, and then call wait() itself"
+            )
         case "outside":
             return f"waits for {name}"
         case "running":

@@ -405,8 +405,9 @@ class Wait:
     Attributes:
         processor: the waiting processor or handler; "" with "outside".
         kind: "item" (from `task`, named `name`), "order" (an earlier processor `name` of the same task),
-            "reply" (of `task` to method `name`), "running" (it waits for nothing but itself), "outside" (the primary
-            waits, not user code: `name` says for what).
+            "reply" (of `task` to method `name`), "turn" (a handler that may run when `name` of the same task returns or
+            waits for a reply), "turn of asking" (the same, where `name` has sent requests), "running" (it waits for
+            nothing but itself), "outside" (the primary waits, not user code: `name` says for what).
         provides: (tag, consumer) pairs that this processor will put when it runs.
     """
 

@@ -227,6 +227,22 @@ def test_what_a_primary_waits_for_itself_is_told_and_leads_nowhere() -> None:
     ]
 
 
+def test_a_handler_that_waits_for_its_turn_is_told_and_leads_nowhere() -> None:
+    """Who holds the task may return at any time, or wait for what it asked for."""
+    waits = {
+        0: [reply("ask", "pull", 0), Wait("handler pull", "turn of asking", 0, "ask", 2.0)],
+        1: [running("fit", 1), Wait("handler pull", "turn", 1, "fit", 3.0)],
+    }
+    assert find_cycle(waits) is None
+    assert describe_waits(waits) == [
+        "task 0 handler 'pull' waits for its turn: 'ask' runs, which has asked for replies; where threads of its own "
+        "wait for them, have it send all requests first, and then call wait() itself, 2.0 s",
+        "task 1 'fit' is running, 1.0 s",
+        "task 1 handler 'pull' waits for its turn: 'fit' runs, 3.0 s",
+        "task 0 'ask' awaits the reply of task 0 to 'pull', 1.0 s",
+    ]
+
+
 def test_the_lines_are_bounded() -> None:
     lines = describe_waits({0: [item("p", f"x{i}", 1) for i in range(50)]}, limit=10)
     assert len(lines) == 11

@@ -27,6 +27,7 @@ from taskgraph.node.epochs.strict import Recording, left_by, seen
 from taskgraph.node.epochs.turns import Turns
 from taskgraph.node.usercode.errors import cancelled_by_users
 from taskgraph.observe.trace import clock
+from taskgraph.protocol.cycles import HANDLER
 from taskgraph.protocol.messages import Encoded, Reason, Stamp, Wait
 from taskgraph.protocol.sums import Ledger
 from taskgraph.shape import is_stateless
@@ -540,9 +541,16 @@ class Attempt:
                 wait("order", self.task, earlier)
             if not processor.parallel:
                 earlier = processor.name
+        asking = set()
         for where, to, method in replies:
-            if where not in graph.names:
-                found.append(Wait(f"handler {where.split('/')[0]}", "reply", to, method, since))
+            name = where if where in graph.names else HANDLER + where.split("/")[0]
+            asking.add(name)
+            if name is not where:
+                found.append(Wait(name, "reply", to, method, since))
+        if holder := self.replica.actor.holder:
+            kind = "turn of asking" if holder in asking else "turn"
+            queued = sorted({where for where in self.replica.actor.queued if where.startswith(HANDLER)})
+            found.extend(Wait(handler, kind, self.task, holder, since) for handler in queued)
         found.extend(Wait("hold", "running", self.task, why, since) for why in self.quiet.holds)
         return tuple(found)
 

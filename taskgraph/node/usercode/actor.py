@@ -97,6 +97,9 @@ class Actor:
         self._turn = asyncio.Lock()
         self.in_threads = 0
         """Calls in threads that hold the turn or wait for it. Without one it is free: no coroutine keeps it."""
+        self.queued: list[str] = []
+        """Calls that wait for the turn."""
+        self._holder = ""
         self._in_turn = threading.local()
         self._running: dict[int, tuple[str, float]] = {}
         self._calls = 0
@@ -136,7 +139,7 @@ class Actor:
             if (type(code) is not CodeType or not code.co_flags & _COROUTINE) and not is_async(function):
                 return await self._call_thread(where, function, args, alone, after)
             if self.in_threads and alone and self._turn.locked():
-                await self._turn_free()
+                await self._turn_free(where)
             coroutine: Coroutine[Any, Any, R] = function(*args)  # type: ignore[assignment]
             if self._device is not None:
                 coroutine = OnStream(coroutine, self._device, self._stream_of(self._device))
@@ -206,7 +209,7 @@ class Actor:
         """Calls something of ours in the task's turn, on the event loop: for what is done in microseconds."""
         stamp = self.stamp
         if self.in_threads and self._turn.locked():
-            await self._turn_free()
+            await self._turn_free(where)
         began = self._tracing.on and self._tracing.began(stamp)
         try:
             return function()
@@ -225,10 +228,23 @@ class Actor:
         )
         return UserCodeError(where, error.with_traceback(ended.__traceback__))
 
-    async def _turn_free(self) -> None:
+    async def _turn_free(self, where: str) -> None:
         """Returns when no thread holds the task. Nothing else takes it before the next await of who called this."""
-        async with self._turn:
-            pass
+        await self._take_turn(where)
+        self._turn.release()
+
+    async def _take_turn(self, where: str) -> None:
+        """The same as `acquire`, where it is to be waited for: others can see that."""
+        self.queued.append(where)
+        try:
+            await self._turn.acquire()
+        finally:
+            self.queued.remove(where)
+
+    @property
+    def holder(self) -> str:
+        """Which call holds the task in a thread, so that others wait for their turn; "" where none does."""
+        return self._holder if self.in_threads and self._turn.locked() else ""
 
     async def _resumed(
         self,
@@ -270,7 +286,7 @@ class Actor:
         if alone:
             self.in_threads += 1
             try:
-                await self._turn.acquire()
+                await (self._take_turn(where) if self._turn.locked() else self._turn.acquire())
             except BaseException:
                 self.in_threads -= 1
                 raise
@@ -327,7 +343,9 @@ class Actor:
         args: tuple[Any, ...],
         after: Callable[[], object] | None,
     ) -> R:
-        self._in_turn.held = alone
+        self._in_turn.held = where if alone else ""
+        if alone:
+            self._holder = where
         try:
             result = Context().run(function, *args)
             if result is not None and type(result) is CoroutineType:
@@ -375,13 +393,15 @@ class Actor:
         """In a worker thread: waits for a reply while other hooks of the task may run."""
         if threading.get_ident() == self._loop_thread:
             raise JobError("reply.wait() would block the event loop: in an `async def`, write `await reply`")
-        if not getattr(self._in_turn, "held", False):
+        held: str = getattr(self._in_turn, "held", "")
+        if not held:
             return self._threads.block(future, timeout_s)
         self._threads.tell(self._turn.release)
         try:
             return self._threads.block(future, timeout_s)
         finally:
             self._threads.block(asyncio.run_coroutine_threadsafe(self._turn.acquire(), self._loop), None)
+            self._holder = held
 
     def _begin(self, where: str, stamp: Stamp | None) -> int:
         self._calls += 1

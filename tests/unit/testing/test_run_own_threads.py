@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from jobs_kit import job, run
+from jobs_kit import job, run, says
 
 import taskgraph as tg
 
@@ -87,6 +87,33 @@ class GivesUp(Asks):
 def test_a_thread_of_the_users_own_waits_for_a_reply(builder: type[Asks], order: int) -> None:
     """While a `def` waits for its own threads, and these for the event loop, that goes on."""
     assert run(job(builder, epochs=3), order=order, stuck_s=10).values == {0: 3 * 20, 1: 0}
+
+
+class InAPoolOfItself(Asks):
+    """Task 0 asks itself, from threads that a `def` waits for: it holds the task, so that no handler runs."""
+
+    def ask(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        replies = [epoch.request(0, "double", one) for one in range(3)]
+        with ThreadPoolExecutor(3) as pool:
+            outs.put("sum", sum(pool.map(lambda reply: reply.wait(), replies)))
+
+
+class AllSentFirst(Asks):
+    def ask(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        replies = [epoch.request(0, "double", one) for one in range(3)]
+        outs.put("sum", sum(reply.wait() for reply in replies))
+
+
+def test_a_handler_that_waits_for_a_def_which_waits_for_threads_of_its_own_is_named() -> None:
+    """It was told that replies were awaited, and not why none came."""
+    assert run(job(AllSentFirst)).values[0] == 2 * 6
+    with pytest.raises(tg.JobTimeout) as caught:
+        run(job(InAPoolOfItself), timeout_s=0.5)
+    says(
+        caught.value,
+        "task 0 handler 'double' waits for its turn: 'ask' runs, which has asked for replies",
+        "have it send all requests first, and then call wait() itself",
+    )
 
 
 def test_how_long_such_a_thread_waits_is_simulated_time() -> None:
