@@ -119,7 +119,7 @@ def _frames() -> tuple[Target, list[bytes]]:
     call = pack_frame(Head(Kind.CALL, 3, len(pull)), (), pull)
     control = pack_frame(Head(Kind.CANCEL, 1)) + pack_frame(Head(Kind.GOODBYE, 0))
     hello = pack_frame(Head(Kind.HELLO_OPEN, 0, header=60), (), bytes(60))
-    assert HEAD_BYTES == 40
+    assert HEAD_BYTES == 56
     return run, [b"\xfe" + flag + call + control, b"\xfe" + large + call + chunk + chunk, b"\x01" + hello]
 
 

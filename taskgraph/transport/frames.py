@@ -1,10 +1,14 @@
 """The frame: what one session writes after another, and the bounds of what it may say.
 
-    head (40 bytes, big endian) | sizes of the buffers (8 bytes each) | protobuf header | body
+    head (56 bytes, big endian) | sizes of the buffers (8 bytes each) | protobuf header | body
 
 A CALL, TELL or REPLY frame opens a message: its head tells the size of the whole payload (the value's meta, then its
 buffers, without padding). The body is the first part of that payload; what does not fit travels in CHUNK frames of the
 same call, so that a large value never stands between two small messages for longer than one chunk takes.
+
+Values have digests of their own. What stands before the body has two in the head, which are there and looked at where a
+frame may be damaged on its way, on TCP: one of the sizes and the header, and one of the head itself. So a head is
+known to be whole before anything it says is done, waiting for more included.
 
 `reader` takes them out of a stream again.
 """
@@ -16,6 +20,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
+
+from xxhash import xxh3_64_digest
 
 from taskgraph.errors import DecodeError
 
@@ -37,13 +43,16 @@ __all__ = [
     "Kind",
     "Limits",
     "OtherVersion",
+    "check_head",
+    "check_rest",
     "pack_frame",
     "pack_head",
     "pack_whole",
+    "seal",
     "unpack_head",
 ]
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 #: A payload up to this size travels in the frame that opens the message, copied into one write.
 INLINE_BYTES = 136 << 10
@@ -61,9 +70,12 @@ MAX_LENT = 1024
 LENT = 1 << 63
 
 MAGIC = b"TG"
-HEAD: Final = struct.Struct("!2sBBQIIIQQ")
-"""Of a head: the magic, the version, and the fields of `Head`."""
+_OURS = MAGIC + bytes((PROTOCOL_VERSION,))
+HEAD: Final = struct.Struct("!2sBBQIIIQQ16x")
+"""Of a head: the magic, the version, and the fields of `Head`; then room for the digests."""
 HEAD_BYTES = HEAD.size
+_REST_DIGEST_AT = HEAD_BYTES - 16
+_DIGEST_AT = HEAD_BYTES - 8
 pack_head: Final = HEAD.pack  # what is looked up on an imported name is looked up anew in every call (Python 3.11)
 _TLS_HANDSHAKE, _TLS_MAJOR = 22, 3
 
@@ -122,18 +134,9 @@ class Head(NamedTuple):
     payload: int = 0
     meta: int = 0
 
-    def pack(self) -> bytes:
-        return HEAD.pack(
-            MAGIC,
-            PROTOCOL_VERSION,
-            self.kind,
-            self.call,
-            self.header,
-            self.buffers,
-            self.body,
-            self.payload,
-            self.meta,
-        )
+    def pack(self, rest: bytes = b"") -> bytes:
+        """The head, sealed, and the rest of what stands before the body."""
+        return seal(HEAD.pack(MAGIC, PROTOCOL_VERSION, *self) + rest, len(rest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,14 +175,30 @@ def unpack_head(data: memoryview, limits: Limits) -> Head:
     return Head(KINDS[kind], call, header, buffers, body, payload, meta)
 
 
+def seal(frame: bytes, rest_bytes: int) -> bytes:
+    """The same frame with its digests; behind its head, so many bytes stand before its body."""
+    head = frame[:_REST_DIGEST_AT] + xxh3_64_digest(frame[HEAD_BYTES : HEAD_BYTES + rest_bytes])
+    return b"".join((head, xxh3_64_digest(head), frame[HEAD_BYTES:]))
+
+
+def check_head(head: memoryview) -> None:
+    """Raises DecodeError where it is not what was sealed. In other versions that is done in other ways."""
+    if xxh3_64_digest(head[:_DIGEST_AT]) != head[_DIGEST_AT:] and head[:3] == _OURS:
+        raise DecodeError("a frame with a head that was damaged on its way")
+
+
+def check_rest(head: memoryview, rest: memoryview) -> None:
+    """The same of the sizes and the header of a frame."""
+    if xxh3_64_digest(rest) != head[_REST_DIGEST_AT:_DIGEST_AT]:
+        raise DecodeError("a frame with a header that was damaged on its way")
+
+
 def pack_frame(head: Head, sizes: Sequence[int] = (), header: bytes = b"") -> bytes:
     """Everything of a frame that stands before its body."""
-    if sizes:
-        return b"".join((head.pack(), struct.pack(f"!{len(sizes)}Q", *sizes), header))
-    return head.pack() + header
+    return head.pack(struct.pack(f"!{len(sizes)}Q", *sizes) + header)
 
 
 def pack_whole(kind: Kind, call: int, header: bytes, meta: bytes = b"") -> bytes:
     """A frame that is all of its message: no value, or one of nothing but meta."""
     size = len(meta)
-    return HEAD.pack(MAGIC, PROTOCOL_VERSION, kind, call, len(header), 0, size, size, size) + header + meta
+    return Head(kind, call, len(header), 0, size, size, size).pack(header) + meta

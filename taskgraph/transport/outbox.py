@@ -30,7 +30,7 @@ from taskgraph.transport.frames import (
     Head,
     Kind,
     pack_head,
-    pack_whole,
+    seal,
 )
 
 __all__ = ["Outbox"]
@@ -115,6 +115,7 @@ class Outbox:
 
     Attributes:
         write: may be replaced between two frames.
+        sealed: frames have digests in their heads. Where something is lent, nothing travels that could be damaged.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class Outbox:
         failed: Callable[[int, bool, Exception], object],
     ) -> None:
         self.write = write
+        self.sealed = False
         self._soon = soon
         self._lend = lend
         self._wake = wake
@@ -156,6 +158,8 @@ class Outbox:
                 return
             head = pack_head(MAGIC, PROTOCOL_VERSION, kind, call, len(header), 0, size, size, size)
             frame = head + header + meta
+        if self.sealed:
+            frame = seal(frame, len(header))
         if self._paused or self._small:
             self._send_small(call, frame)
         else:
@@ -165,7 +169,8 @@ class Outbox:
     def send_several(self, kind: Kind, first: int, header: bytes) -> None:
         """Queues one frame that stands for several calls: `drop` of the first of them leaves it for the others."""
         if not self._closed:
-            self._send_small(0, pack_whole(kind, first, header))
+            frame = pack_head(MAGIC, PROTOCOL_VERSION, kind, first, len(header), 0, 0, 0, 0) + header
+            self._send_small(0, seal(frame, len(header)) if self.sealed else frame)
 
     def _send_small(self, call: int, frame: bytes) -> None:
         if self._paused or self._small:
@@ -211,6 +216,8 @@ class Outbox:
         count = len(sizes)
         head = pack_head(MAGIC, PROTOCOL_VERSION, kind, call, len(header), count, inline, payload, meta)
         opening = b"".join((head, struct.pack(f"!{count}Q", *sizes), header))
+        if self.sealed:
+            opening = seal(opening, 8 * count + len(header))
         if inline or not payload:
             frame = b"".join((opening, value.meta, *carried))
             if self._paused or self._small:

@@ -21,6 +21,8 @@ from taskgraph.transport.frames import (
     Head,
     Kind,
     Limits,
+    check_head,
+    check_rest,
     unpack_head,
 )
 from taskgraph.transport.incoming import Incoming
@@ -56,6 +58,7 @@ class FrameReader:
 
     Attributes:
         whole: kinds of frames that `on_whole` takes; none unless told.
+        checked: frames have to be sealed: what was damaged before a frame's body is a DecodeError then.
 
     A `DecodeError` from `received` is final: the stream cannot be read any further.
     """
@@ -71,6 +74,7 @@ class FrameReader:
         failed: Callable[[Exception], None] | None = None,
     ) -> None:
         self.limits = limits
+        self.checked = False
         self._whole: dict[int, Kind] = {}
         self._on_open = on_open
         self._on_complete = on_complete
@@ -83,6 +87,7 @@ class FrameReader:
         self._start = 0  # unread bytes of the scratch buffer: from here
         self._end = 0  # to here
         self._head: Head | None = None  # a head whose sizes and header are still coming
+        self._packed = b""  # the same as it came
         self._needed = HEAD_BYTES  # bytes of the scratch buffer that make the next step possible
         self._sink: Incoming | None = None  # whom the current body belongs to; None: skip it
         self._body = 0  # bytes of the current body still to come
@@ -156,6 +161,8 @@ class FrameReader:
             while not self._stopped and (self._start < self._end or self._head is not None):
                 start, stop, data = self._start, self._end, self._memory
                 if stop - start >= HEAD_BYTES and self._head is None and not self._body:
+                    if self.checked:
+                        check_head(self._scratch[start : start + HEAD_BYTES])
                     # A message that lies whole in the scratch buffer, as most do, is taken out of it in place. What is
                     # left, for whatever reason, `_step` reads, and refuses where it has to be refused.
                     begins, call, size, buffers, body, payload, meta = _WHOLE_HEAD.unpack_from(data, start)
@@ -173,6 +180,9 @@ class FrameReader:
                             self._needed = end - start
                             return
                         self._needed = HEAD_BYTES
+                        if self.checked:
+                            at = start + HEAD_BYTES
+                            check_rest(self._scratch[start:at], self._scratch[at:middle])
                         if not buffers:  # as a rule
                             if payload == meta:
                                 self._start = end  # the buffer is used again: what is handed on is a copy
@@ -230,12 +240,16 @@ class FrameReader:
             return False
         if self._head is None:
             head = unpack_head(self._scratch[self._start : self._end], self.limits)
+            if self.checked:  # the head itself was, by `received`
+                self._packed = bytes(self._scratch[self._start : self._start + HEAD_BYTES])
             self._start += HEAD_BYTES
             self._head = head
             self._needed = 8 * head.buffers + head.header
             return True
         head, self._head = self._head, None
         at = self._start
+        if self.checked:
+            check_rest(memoryview(self._packed), self._scratch[at : at + self._needed])
         sizes: tuple[int, ...] = ()
         if head.buffers:
             sizes = struct.unpack_from(f"!{head.buffers}Q", self._scratch, at)

@@ -163,6 +163,8 @@ class Session(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
         transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
+        sock = transport.get_extra_info("socket")
+        self._outbox.sealed = self._reader.checked = sock is None or sock.family != socket.AF_UNIX
         self._hello.binding = channel_binding(transport.get_extra_info("ssl_object"))
         self.where = self.where or str(transport.get_extra_info("peername") or "a unix socket")
         self._timer = self._loop.call_later(self._hello_s, self._hello_late)
@@ -174,9 +176,9 @@ class Session(asyncio.BufferedProtocol):
         """What came, or what it leads to."""
         if isinstance(error, HelloRefused):
             self._refused(error)
-        elif isinstance(error, OtherVersion):
+        elif isinstance(error, OtherVersion) and not self._hello.done:
             # A refusal is enough: its head tells our version.
-            self._refused(HelloRefused(str(error), tell=not self._hello.done))
+            self._refused(HelloRefused(str(error), tell=True))
         elif isinstance(error, DecodeError):
             if self._hello.done:
                 log.error("session with node %s: %s; closing it", self.peer, error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 SHIM = Path(__file__).parent / "shim"
@@ -18,11 +18,13 @@ class Proxy:
 
     Attributes:
         delay_s: every chunk is held back for so long, in its order.
+        damage: makes what is passed on of a chunk.
     """
 
     def __init__(self, target: int) -> None:
         self.port = 0
         self.delay_s = 0.0
+        self.damage: Callable[[bytes], bytes] = bytes
         self.passed = 0
         self._target = target
         self._flowing = asyncio.Event()
@@ -102,7 +104,7 @@ class Proxy:
                 if self.delay_s:
                     await asyncio.sleep(self.delay_s)
                 await self._flowing.wait()
-                writer.write(chunk)
+                writer.write(self.damage(chunk))
                 self.passed += len(chunk)
                 await writer.drain()
 

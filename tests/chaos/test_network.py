@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,11 @@ from chaos_kit import chaos, kill
 from etcds_kit import etcds
 from proxy_kit import proxy_to, switchboard
 
+from taskgraph.transport.frames import HEAD_BYTES, MAGIC, PROTOCOL_VERSION, Kind
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+FRAME = MAGIC + bytes((PROTOCOL_VERSION,))
 
 
 async def test_connections_to_etcd_are_reset_slow_and_stalled_for_longer_than_a_lease(tmp_path: Path) -> None:
@@ -54,3 +59,40 @@ async def test_connections_between_nodes_are_reset_slow_and_stalled() -> None:
         kill(job.primary(0))
         await job.settled(nodes=3)
         await job.finishes(failovers=1)
+
+
+async def test_bits_of_heads_and_headers_are_damaged_on_their_way() -> None:
+    """A report's flag that ends the job, and a size that has its reader wait for 16 MiB that never come."""
+    damaged: list[str] = []
+
+    def damage(what: str, chunk: bytes) -> bytes:
+        found = bytearray(chunk)
+        at = chunk.find(FRAME)
+        while at >= 0 and what not in damaged:
+            header = at + HEAD_BYTES
+            if what == "size" and chunk[at + 3] in (Kind.CALL, Kind.REPLY):
+                found[at + 12] ^= 1
+                damaged.append(what)
+            elif what == "finish" and chunk[header : header + 2] in (b"\0\3", b"\0\5"):  # one report, or several
+                flags = header + 34 + (2 if chunk[header + 1] == 5 else 0)
+                if flags < len(chunk):
+                    found[flags] ^= 2
+                    damaged.append(what)
+            at = chunk.find(FRAME, at + 1)
+        return bytes(found)
+
+    async with (
+        switchboard() as board,
+        chaos("--nodes", "3", "--listen", "127.0.0.1", env=board.environment) as job,
+    ):
+        await job.began()
+        await job.until_epoch(5)
+        for what in ("finish", "size") * 3:
+            damaged.clear()
+            for proxy in board.proxies:
+                proxy.damage = partial(damage, what)
+            async with asyncio.timeout(20):
+                while not damaged:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            await job.until_epoch(job.epoch + 3)
+        await job.finishes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 
 import numpy as np
 import pytest
@@ -16,7 +17,18 @@ from taskgraph.graph import values
 from taskgraph.protocol import messages as m
 from taskgraph.transport import incoming as receiving
 from taskgraph.transport import reader, wire
-from taskgraph.transport.frames import LENT, PROTOCOL_VERSION, Head, Kind, Limits, pack_frame, pack_whole
+from taskgraph.transport.compact import PACK
+from taskgraph.transport.frames import (
+    HEAD_BYTES,
+    LENT,
+    PROTOCOL_VERSION,
+    Head,
+    Kind,
+    Limits,
+    pack_frame,
+    pack_whole,
+    unpack_head,
+)
 from taskgraph.transport.incoming import Incoming
 from taskgraph.transport.outbox import Outbox
 from taskgraph.transport.reader import FrameReader
@@ -163,9 +175,9 @@ FLAG = wire.to_header(m.Flag(m.Stamp(1, 1), 1, 1, 1, encoded()))
 @pytest.mark.parametrize(
     ("what", "data"),
     [
-        ("not a frame", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(20)),
-        ("version 9", b"TG\x09" + bytes(37)),
-        ("unknown kind", _START + b"\xff" + bytes(36)),
+        ("not a frame", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(40)),
+        ("version 9", b"TG\x09" + bytes(53)),
+        ("unknown kind", _START + b"\xff" + bytes(52)),
         ("header of 4294967295", pack_frame(Head(Kind.CALL, 1, header=2**32 - 1))),
         ("buffers", pack_frame(Head(Kind.CALL, 1, buffers=2**32 - 1))),
         ("value of 18446744073709551615", pack_frame(Head(Kind.CALL, 1, payload=2**64 - 1))),
@@ -251,6 +263,69 @@ def test_a_reader_that_is_stopped_by_a_message_reads_none_behind_it() -> None:
     reading.reader._on_whole = lambda *_: reading.reader.stop()
     reading.feed(written((1, Kind.CALL, pull()), (2, Kind.CALL, pull()), (3, Kind.CALL, encoded_flag(1 << 20))))
     assert reading.messages == []
+
+
+def sealed(kind: Kind, message: m.Message) -> bytes:
+    """A message as it is sent on TCP."""
+    out: list[bytes] = []
+    outbox = outbox_to(out, lambda callback: callback())
+    outbox.sealed = True
+    outbox.send(kind, 7, PACK.get(type(message), wire.to_header)(message), wire.value_of(message))
+    return b"".join(out)
+
+
+LARGE = m.Flag(m.Stamp(1, 1), 1, 2, 3, encoded(b"meta", bytes(300_000)))
+SEALED = {
+    **{kind.name: pack_frame(Head(kind, 0, header=60), header=bytes(60)) for kind in list(Kind)[:5]},
+    "pull": sealed(Kind.CALL, pull()),
+    "several pulls": sealed(Kind.CALL, m.Pull(m.Stamp(1, 7), 3, 1, 5, "grad", 64)),
+    "report": sealed(Kind.TELL, m.Report(m.Stamp(1, 7), 3, 1, True, 2, 5, 6, False, {"loss": 0.5})),
+    "item": sealed(Kind.REPLY, m.Item(m.Stamp(1, 7), 4, "grad", encoded(b"small"))),
+    "array": sealed(Kind.REPLY, m.Item(m.Stamp(1, 7), 4, "grad", encoded(b"x", b"", bytes(500)))),
+    "protobuf": sealed(Kind.CALL, m.Seal(m.Stamp(1, 7), 3, 11)),
+    "large": sealed(Kind.CALL, LARGE)[: -300_004 - HEAD_BYTES],
+    "CHUNK": Head(Kind.CHUNK, 7, body=40).pack() + bytes(40),
+    **{kind.name: Head(kind, 7).pack() for kind in (Kind.CANCEL, Kind.GOODBYE, Kind.DECLINE)},
+    "RETURN": pack_frame(Head(Kind.RETURN, 0, 16), header=bytes(16)),
+}
+
+
+@pytest.mark.parametrize("cut", [1_000_000, 60])
+@pytest.mark.parametrize("name", SEALED)
+def test_no_bit_of_a_head_or_header_can_be_damaged_unnoticed(name: str, cut: int) -> None:
+    """One of a report's ended a job early, with wrong values; one of a size had a session wait for ever."""
+    frame = SEALED[name]
+    head = unpack_head(memoryview(frame), Limits())
+    before = HEAD_BYTES + 8 * head.buffers + head.header
+
+    def read(data: bytes) -> None:
+        reading = Reading()
+        reading.reader.whole = (Kind.CALL, Kind.TELL, Kind.REPLY)
+        reading.reader.checked = True
+        reading.feed(data, [cut] * (1 + len(data) // cut))
+
+    read(frame)
+    for bit in range(8 * before):
+        damaged = bytearray(frame)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(DecodeError):
+            read(bytes(damaged))
+            pytest.fail(f"bit {bit % 8} of byte {bit // 8}")
+
+
+def test_what_the_outbox_sends_on_tcp_is_sealed() -> None:
+    out: list[bytes] = []
+    outbox = outbox_to(out, lambda callback: callback())
+    outbox.sealed = True
+    for number, (call, _) in enumerate(EXCHANGES, 1):
+        outbox.send(Kind.CALL, number, wire.to_header(call), wire.value_of(call))
+    outbox.send(Kind.CALL, 100, wire.to_header(LARGE), LARGE.value)
+    outbox.send_several(Kind.CALL, 200, wire.to_header(pull()))
+    reading = Reading()
+    reading.reader.checked = True
+    reading.feed(b"".join(out))
+    expected = [*enumerate([call for call, _ in EXCHANGES], 1), (100, LARGE), (200, pull())]
+    assert sorted(reading.messages, key=itemgetter(0)) == expected
 
 
 def encoded_flag(size: int) -> m.Flag:

@@ -17,7 +17,7 @@ from taskgraph.errors import DecodeError
 from taskgraph.protocol import messages as m
 from taskgraph.transport import wire
 from taskgraph.transport._proto import frame_pb2
-from taskgraph.transport.frames import MAX_BUFFERS, MAX_HEADER_BYTES, Head, Kind, Limits, pack_frame
+from taskgraph.transport.frames import MAX_BUFFERS, MAX_HEADER_BYTES, PROTOCOL_VERSION, Head, Kind, Limits, pack_frame
 from taskgraph.transport.hello import HELLO_LIMITS, Answering, Dialling, HelloRefused
 from taskgraph.transport.refusals import Refusals
 
@@ -40,7 +40,7 @@ def at_most(limit_bytes: int) -> Iterator[None]:
 # A head with any numbers in it; most are refused, and none costs anything.
 heads = st.builds(
     lambda kind, call, header, buffers, body, payload, meta: struct.pack(
-        "!2sBBQIIIQQ", b"TG", 1, kind, call, header, buffers, body, payload, meta
+        "!2sBBQIIIQQ16x", b"TG", PROTOCOL_VERSION, kind, call, header, buffers, body, payload, meta
     ),
     st.sampled_from([*Kind, 0, 255]),
     st.integers(0, 2**64 - 1),

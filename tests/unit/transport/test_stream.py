@@ -27,7 +27,7 @@ from taskgraph.settings import Settings
 from taskgraph.transport import endpoints, incoming, sides, stream, wire
 from taskgraph.transport._proto import frame_pb2
 from taskgraph.transport.api import Begun, Coming, Peer
-from taskgraph.transport.frames import CHUNK_BYTES, Head, Kind, pack_frame, pack_whole
+from taskgraph.transport.frames import CHUNK_BYTES, HEAD_BYTES, Head, Kind, pack_frame, pack_whole
 from taskgraph.transport.sides import DialledSession
 from taskgraph.transport.stream import StreamTransport
 
@@ -196,8 +196,8 @@ async def test_another_version_is_refused_and_both_are_named(streams: Cluster) -
         data[2] = 9
         writer.write(data)
         answer = await reader.read()
-    assert answer[:4] == b"TG\x05\x05"
-    assert b"version 9" in answer and b"speaks 5" in answer  # what a dialler of version 9 can read
+    assert answer[:4] == b"TG\x06\x05"
+    assert b"version 9" in answer and b"speaks 6" in answer  # what a dialler of version 9 can read
 
     async def of_version_9(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with hung_up(writer):
@@ -208,7 +208,7 @@ async def test_another_version_is_refused_and_both_are_named(streams: Cluster) -
     server = await asyncio.start_server(of_version_9, "127.0.0.1", 0)
     async with server:
         peer = Peer("x", (endpoints.tcp_endpoint("127.0.0.1", server.sockets[0].getsockname()[1]),))
-        with pytest.raises(PeerLost, match="version 9; this node speaks 5"):
+        with pytest.raises(PeerLost, match="version 9; this node speaks 6"):
             await a.call(peer, SEAL)
 
 
@@ -347,6 +347,31 @@ async def test_a_quiet_call_that_comes_in_pieces_is_one(streams: Cluster) -> Non
 # Damage.
 
 
+@pytest.mark.parametrize("kind", ["tcp", "tls"])
+@pytest.mark.parametrize(("where", "what"), [(12, "head"), (HEAD_BYTES + 34, "header")])
+async def test_on_tcp_a_damaged_head_or_header_breaks_the_session(
+    folder: Path, kind: str, where: int, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The flag of a report that ends a job, and a header of 16 MiB more than there is, were taken as they came."""
+    async with cluster_of(kind, folder) as cluster:
+        a, b = await cluster.node(), await cluster.node()
+        await a.call(b, SEAL)
+        (session,) = sessions_of(a.transport)
+        write = session._outbox.write
+
+        def damaging(data: bytes) -> None:
+            damaged = bytearray(data)
+            damaged[where] ^= 1 << 1
+            write(bytes(damaged))
+
+        session._outbox.write = damaging
+        with pytest.raises(PeerLost):
+            await a.call(b, m.Report(m.Stamp(1, 7), 3, 1, True, 2, 5, 6))
+        assert f"a frame with a {what} that was damaged on its way; closing it" in caplog.text
+        assert [call for _, call in b.served] == [SEAL]
+        await a.call(b, SEAL)
+
+
 async def test_a_corrupted_call_breaks_the_session(streams: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     a, b = await streams.node(), await streams.node()
     for meta, size in ((4, 10), (4, 300_000), (4, 5 << 20), (5 << 20, 5)):  # at once, as it comes, and in a thread
@@ -403,7 +428,7 @@ async def test_a_half_written_frame_then_the_end(streams: Cluster) -> None:
         pack_whole(Kind.CALL, 9, b""),
         pack_whole(Kind.CALL, 9, wire.to_header(m.Pull(*PULL, 0))),
         pack_whole(Kind.CALL, 9, wire.to_header(m.Pull(*PULL, sides.MAX_COUNT + 1))),
-        bytes(40),
+        bytes(56),
     ],
 )
 async def test_nonsense_in_an_open_session_breaks_it(streams: Cluster, data: bytes) -> None:
