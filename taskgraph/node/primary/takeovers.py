@@ -211,16 +211,16 @@ class TakeOvers:
         target: CheckpointRecord | None = None
         if old is not None and replica.stateful and view.checkpoint is not None and view.epoch is not None:
             # Everybody will restore from it: so every file of it is read before the job goes back to it.
-            pointer, revision = view.checkpoint.record, view.epoch.mod_revision
+            read = view.epoch, view.checkpoint, old
             self._reading.add(task)
             try:
-                found = await self._node.checkpoints.newest_usable(pointer)
+                found = await self._node.checkpoints.newest_usable(view.checkpoint.record)
             finally:
                 self._reading.discard(task)
+            if (view.epoch, view.checkpoint, view.primaries.get(task)) != read or not self._begins_anew(task):
+                return  # while it was read; `reconcile` decides anew
             for refused in found.refused:
                 self._node.events.emit("checkpoint refused", refused, task=task)
-            if view.epoch.mod_revision != revision or view.primaries.get(task) != old or not self._begins_anew(task):
-                return  # while it was read; `reconcile` decides anew
             if found.manifest is None:
                 await self._fail_lost(task, f"no checkpoint can be used: {'; '.join(found.refused)}")
                 return

@@ -1,4 +1,4 @@
-"""A builder that takes long where a task lost every replica: another node may be its primary when it is through."""
+"""What takes long where a task lost every replica, a builder or its checkpoint: others do not stand still meanwhile."""
 
 from __future__ import annotations
 
@@ -140,3 +140,39 @@ def test_nothing_is_undone_where_the_other_one_is_absent_for_a_moment(
         assert node.keeper.view.primary_node(0) == other.id
 
     play(checkpointed(held, tmp_path), scenario, nodes=2)
+
+
+@pytest.mark.usefixtures("blindable")
+def test_a_checkpoint_that_became_complete_while_the_one_before_was_read_is_the_one_to_go_back_to(
+    held: type[Held], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job went back to the one before, whose files were removed since it was not the newest any more."""
+    held.gates = {2: asyncio.Event(), 4: asyncio.Event()}
+    staged = asyncio.Event()
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        leader, lost = cluster.nodes
+        await leader.keeper.wait_until(lambda view: view.checkpoint is not None)
+        eyes(leader).refuse(cluster.keys.checkpoint)
+        held.gates[2].set()
+        await staged.wait()
+        usable = leader.checkpoints.newest_usable
+
+        async def reads_long(pointer: Any) -> Any:
+            found = await usable(pointer)
+            eyes(leader).refuse("")
+            await leader.keeper.wait_until(lambda _: len(told(cluster, "checkpoint")) == 2)
+            return found
+
+        monkeypatch.setattr(leader.checkpoints, "newest_usable", reads_long)
+        cluster.crash(lost.id)
+        held.gates[4].set()
+        assert (await cluster.result()).values == {0: 6, 1: 6}
+        assert told(cluster, "rolled back") == []
+
+    async def is_staged(cluster: InProcessCluster, node: str) -> None:
+        staged.set()
+
+    settings = tg.Settings(epochs_ahead=0, checkpoints_kept=1)
+    made = job(held, epochs=6, backups=0, checkpoint=f"file://{tmp_path}", checkpoint_every=2, settings=settings)
+    play(made, scenario, nodes=2, stages={("checkpointed", 0, 4): is_staged})
