@@ -38,6 +38,8 @@ __all__ = ["Outbox"]
 _pack_size: Final = struct.Struct("!Q").pack
 #: Large values that are sent in turn; the others wait. Few, since what is half received is of no use to anybody.
 _IN_TURN = 4
+#: Messages that wait for a peer to read. With more of them it is crowded, until half of them are gone.
+_CROWDED = 1 << 12
 #: What is written before other work of the event loop gets its chance, if the socket takes everything at once.
 _TURN_BYTES = 8 << 20
 
@@ -112,6 +114,7 @@ class Outbox:
         wake: has a callback run on the event loop; called in any thread.
         failed: (call, seen, error): what was queued of that call cannot be read to its end, and nothing more of it is
             sent; `seen`: the peer has some of it.
+        crowded: called with whether more messages wait than should, when that changes.
 
     Attributes:
         write: may be replaced between two frames.
@@ -125,6 +128,7 @@ class Outbox:
         lend: Callable[[int, memoryview], bytes],
         wake: Callable[[Callable[[], object]], object],
         failed: Callable[[int, bool, Exception], object],
+        crowded: Callable[[bool], object],
     ) -> None:
         self.write = write
         self.sealed = False
@@ -132,6 +136,8 @@ class Outbox:
         self._lend = lend
         self._wake = wake
         self._failed = failed
+        self._crowded = crowded
+        self._is_crowded = False
         self._small: deque[tuple[int, bytes]] = deque()
         self._turn: deque[_Large] = deque()
         self._waiting: deque[_Large] = deque()
@@ -176,6 +182,7 @@ class Outbox:
         if self._paused or self._small:
             self._small.append((call, frame))
             self._pump()
+            self._count()
         else:
             self.write(frame)
 
@@ -228,6 +235,7 @@ class Outbox:
             parts = [memoryview(value.meta), *carried]
             self._waiting.append(_Large(call, opening, parts, payload, copies))
             self._pump()
+            self._count()
 
     def drop(self, call: int) -> bool:
         """Sends nothing more of that call. Returns whether the peer has seen, or will see, some of it."""
@@ -253,6 +261,7 @@ class Outbox:
     def resume(self) -> None:
         self._paused = False
         self._pump()
+        self._count()
 
     def close(self) -> None:
         """Drops everything; later sends are ignored."""
@@ -278,6 +287,14 @@ class Outbox:
     def _continue(self) -> None:
         self._scheduled = False
         self._pump()
+        self._count()
+
+    def _count(self) -> None:
+        """Looks how many messages wait."""
+        crowded = len(self._small) + len(self._waiting) > (_CROWDED // 2 if self._is_crowded else _CROWDED)
+        if crowded != self._is_crowded:
+            self._is_crowded = crowded
+            self._crowded(crowded)
 
     def _next(self) -> Iterator[bytes | memoryview]:
         """The pieces of the next frame. A frame is never cut."""

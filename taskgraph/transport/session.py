@@ -134,7 +134,9 @@ class Session(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._lending = Lending(self._loop.time)
-        self._outbox = Outbox(self._write, self._loop.call_soon, self._lending.lend, self._wake, self._cut_short)
+        self._outbox = Outbox(
+            self._write, self._loop.call_soon, self._lending.lend, self._wake, self._cut_short, self._crowded
+        )
         self._reader = FrameReader(
             HELLO_LIMITS,
             on_open=self._on_open,
@@ -209,6 +211,9 @@ class Session(asyncio.BufferedProtocol):
 
     def _wake(self, callback: Callable[[], object]) -> None:
         wake(self._loop, callback)
+
+    def _crowded(self, crowded: bool) -> None:
+        """So many messages wait for the peer to read, or no more."""
 
     def _cut_short(self, call: int, seen: bool, error: Exception) -> None:
         """What was to be sent with that call cannot be read to its end. `seen`: the peer has some of it."""

@@ -331,6 +331,15 @@ class AcceptedSession(Session):
     def _same_host(self) -> None:
         self._devices.start()
 
+    def _crowded(self, crowded: bool) -> None:
+        """Who does not read its replies is not heard meanwhile: they would grow in number with its calls."""
+        if self.open:
+            assert self._transport is not None
+            if crowded:
+                self._transport.pause_reading()
+            else:
+                self._transport.resume_reading()
+
     def _on_device(self, kind: Kind, data: bytes) -> None:
         if kind is Kind.RETURN_ON_DEVICE:
             self._devices.returned(data)

@@ -101,7 +101,7 @@ def outbox_to(out: list[bytes], soon: Callable[[Callable[[], None]], object]) ->
     def never(*_: object) -> None:
         raise AssertionError("there is nothing to wait for")
 
-    return Outbox(lambda data: out.append(bytes(data)), soon, nothing_lent, wake=never, failed=never)
+    return Outbox(lambda data: out.append(bytes(data)), soon, nothing_lent, wake=never, failed=never, crowded=bool)
 
 
 def written(*messages: tuple[int, Kind, m.Message]) -> bytes:

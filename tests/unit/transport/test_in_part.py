@@ -347,6 +347,7 @@ class Sending:
             nothing_lent,
             wake=self.later.append,
             failed=lambda call, seen, error: self.failed.append((call, seen, str(error))),
+            crowded=bool,
         )
 
     def go_on(self) -> None:

@@ -24,7 +24,7 @@ from taskgraph.graph.blocks import Allocate
 from taskgraph.protocol import messages as m
 from taskgraph.protocol.reach import host_of
 from taskgraph.settings import Settings
-from taskgraph.transport import endpoints, incoming, sides, stream, wire
+from taskgraph.transport import endpoints, incoming, outbox, sides, stream, wire
 from taskgraph.transport._proto import frame_pb2
 from taskgraph.transport.api import Begun, Coming, Peer
 from taskgraph.transport.frames import CHUNK_BYTES, HEAD_BYTES, Head, Kind, pack_frame, pack_whole
@@ -342,6 +342,35 @@ async def test_a_quiet_call_that_comes_in_pieces_is_one(streams: Cluster) -> Non
         await heard.wait()
     await asyncio.sleep(0.02)
     assert session.open
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp", "tls"])
+async def test_who_does_not_read_its_replies_is_not_heard(
+    folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They grew in number for as long as it made calls."""
+    monkeypatch.setattr(outbox, "_CROWDED", 100)
+    async with cluster_of(kind, folder) as cluster:
+        a, b = await cluster.node(), await cluster.node()
+        request, value = m.Request(m.Stamp(1, 7), 1, 2, 3, "push", 4, encoded(b"x")), encoded(bytes(5_000))
+        heard = []
+        b.at_once = lambda caller, call: (heard.append(call), m.Answer(m.Stamp(1, 7), 2, True, value))[1]
+        await a.call(b, request)
+        (calling,), (serving,) = sessions_of(a.transport), sessions_of(b.transport)
+        assert calling._transport is not None
+        calling._transport.pause_reading()
+        replies = [a.transport.call_now(b.peer, request) for _ in range(10_000)]
+        await turns_until(lambda: serving._outbox._is_crowded)
+        await asyncio.sleep(0.1)
+        assert len(heard) < 10_000
+        at_a_time = (192 << 10) // HEAD_BYTES  # calls, at most, that were received with the last one that was heard
+        assert len(serving._outbox._small) < 100 + at_a_time
+        calling._transport.resume_reading()
+        for reply in replies:
+            assert reply is not None
+            assert (await reply).value == value
+        assert len(heard) == 10_001
+        assert not serving._outbox._is_crowded
 
 
 # Damage.
