@@ -324,6 +324,9 @@ class Connection:
                 method.path, method.request.SerializeToString, method.response.FromString
             )
         answer = await send(request, timeout=timeout_s, metadata=self._credentials())
+        if answer is None:  # what gRPC makes of bytes that are no message
+            nothing = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, "its answer cannot be read")
         assert isinstance(answer, method.response)
         self.check_cluster(endpoint, cast("v3.RangeResponse", answer).header)  # each has one
         return answer

@@ -52,6 +52,9 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
                 reason = "etcd ended the stream"
                 async with contextlib.aclosing(stream.messages()) as messages:
                     async for answer in messages:
+                        if answer is None:  # what gRPC makes of bytes that are no message
+                            reason = "it sent what cannot be read"
+                            break
                         if answer.created or answer.canceled:
                             connection.check_cluster(endpoint, answer.header)
                         if answer.canceled:
