@@ -507,8 +507,8 @@ async def test_a_node_may_be_started_before_its_job_is_submitted() -> None:
     spec = JobSpec.of(load_driver(str(DRIVER))(name="later"))
     keys = Keys("later")
     old = dataclasses.replace(spec, run="an earlier one")
-    ended = StatusRecord(state=State.FINISHED)
-    await coordinator.txn(Txn(success=(Put(keys.spec, old.to_bytes()), Put(keys.status, ended.to_bytes()))))
+    puts = (Put(keys.spec, old.to_bytes()), Put(keys.status, StatusRecord(state=State.FINISHED).to_bytes()))
+    await coordinator.txn(Txn(success=(*puts, Put(keys.collected, b"{}"))))
     waiting = asyncio.ensure_future(wait_for_job(coordinator, "later"))
     await asyncio.sleep(0)
     assert not waiting.done(), "a job that has ended is not the one it waits for"
