@@ -549,7 +549,6 @@ class Outputs:
 
     __slots__ = (
         "_closed",
-        "_filled",
         "_filling",
         "_inputs",
         "_processor",
@@ -614,7 +613,6 @@ class Outputs:
                 if consumers:
                     encoded = encode(array, what=f"channel {tag!r} of task {self._work.task}", adopt=True)
                     self._work.put(tag, consumers, encoded)
-            self._filled = tuple([(tag, consumer) for tag, consumers, _ in self._filling for consumer in consumers])
             self._filling = None
         if not self._put.issuperset(self._processor.puts):
             missing = [_channel(tag, task) for tag, task in self._processor.puts if (tag, task) not in self._put]
@@ -627,8 +625,8 @@ class Outputs:
 
     @property
     def filled(self) -> tuple[tuple[str, int], ...]:
-        """The channels that were filled in place. For the framework."""
-        return getattr(self, "_filled", ())  # set by `close` alone: hardly anybody asks
+        """The channels that are filled in place, until `close` sends that. For the framework."""
+        return tuple([(tag, consumer) for tag, consumers, _ in self._filling or () for consumer in consumers])
 
     def _claim(self, tag: str, to: To | None) -> tuple[int, ...]:
         tag = tag if type(tag) is str else str(tag)

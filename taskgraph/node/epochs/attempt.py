@@ -270,6 +270,7 @@ class Attempt:
         after = close = outputs.close
         if recording is not None:
             recording.started(name, processor)
+            close = partial(recording.closes, name, outputs)
             after = recording.watched(processor, close)
             before = await seen(self.replica, partial(left_by, self)) if self.replica.shape.in_flight else {}
         actor.stamp = self.stamp
@@ -278,7 +279,6 @@ class Attempt:
         if recording is not None:
             if self.replica.shape.in_flight:
                 recording.left[name] = (before, await seen(self.replica, partial(left_by, self)))
-            recording.filled |= dict.fromkeys(outputs.filled, name)
             await recording.finished(name, sync=processor.sync, looked=after is not close)
         self._states[name] = "done"
 

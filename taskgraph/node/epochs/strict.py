@@ -134,6 +134,11 @@ class Recording:
                     self._replica.given.append(Given(own, tag, producer, processor.name, self._stamp.epoch))
         return items
 
+    def closes(self, name: str, outputs: Outputs) -> None:
+        """Where a processor ran, right after it: what it filled in place is sent, and nobody may write to it then."""
+        self.filled |= dict.fromkeys(outputs.filled, name)
+        outputs.close()
+
     def watched(self, processor: Processor, close: Callable[[], None]) -> Callable[[], None]:
         """What to do where a processor ran, right after it: `close`, and a look at what the task was given.
 
