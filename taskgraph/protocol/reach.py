@@ -6,16 +6,10 @@ A node that cannot speak with one that is there already is refused, instead of o
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
 
 from taskgraph.protocol.records import NodeRecord
 
 __all__ = ["host_of", "share_host", "why_refused", "why_unreached"]
-
-
-def why_refused(ours: NodeRecord, others: Iterable[NodeRecord]) -> str:
-    """Why a node may not take part beside the others that are registered, and what to do; "" where it may."""
-    return next((why for other in others if (why := _why_mute(ours, other))), "")
 
 
 def host_of(key: str) -> str:
@@ -39,7 +33,8 @@ def why_unreached(ours: NodeRecord, other: NodeRecord, error: str) -> str:
     )
 
 
-def _why_mute(ours: NodeRecord, other: NodeRecord) -> str:
+def why_refused(ours: NodeRecord, other: NodeRecord) -> str:
+    """Why a node may not take part beside one that is registered, and what to do; "" where it may."""
     us, them = f"{ours.name} on {ours.host}", f"{other.name} on {other.host}"
     if ours.token_mark and other.token_mark and ours.token_mark != other.token_mark:
         return (

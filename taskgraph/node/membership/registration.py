@@ -184,7 +184,7 @@ class Registration:
 
     def _why_refused(self) -> dict[str, str]:
         before = self._before().items()
-        return {other: why for other, record in before if (why := why_refused(self._record, (record,)))}
+        return {other: why for other, record in before if (why := why_refused(self._record, record))}
 
     def _before(self) -> dict[str, NodeRecord]:
         """The other nodes that were registered before this one; all of them where it is not registered yet."""
