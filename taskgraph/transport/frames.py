@@ -47,7 +47,6 @@ __all__ = [
     "check_rest",
     "pack_frame",
     "pack_head",
-    "pack_whole",
     "seal",
     "unpack_head",
 ]
@@ -196,9 +195,3 @@ def check_rest(head: memoryview, rest: memoryview) -> None:
 def pack_frame(head: Head, sizes: Sequence[int] = (), header: bytes = b"") -> bytes:
     """Everything of a frame that stands before its body."""
     return head.pack(struct.pack(f"!{len(sizes)}Q", *sizes) + header)
-
-
-def pack_whole(kind: Kind, call: int, header: bytes, meta: bytes = b"") -> bytes:
-    """A frame that is all of its message: no value, or one of nothing but meta."""
-    size = len(meta)
-    return Head(kind, call, len(header), 0, size, size, size).pack(header) + meta

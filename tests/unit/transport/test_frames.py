@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transport_kit import EXCHANGES, encoded, pull
+from transport_kit import EXCHANGES, encoded, pack_whole, pull
 
 from taskgraph.errors import DecodeError
 from taskgraph.graph import values
@@ -26,7 +26,6 @@ from taskgraph.transport.frames import (
     Kind,
     Limits,
     pack_frame,
-    pack_whole,
     unpack_head,
 )
 from taskgraph.transport.incoming import Incoming

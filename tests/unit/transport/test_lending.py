@@ -14,14 +14,14 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from transport_kit import Cluster, Node, cluster_of, digest_of, encoded, item, pull
+from transport_kit import Cluster, Node, cluster_of, digest_of, encoded, item, pack_whole, pull
 
 from taskgraph.errors import DecodeError, PeerLost
 from taskgraph.graph.blocks import Block, block_behind
 from taskgraph.protocol import messages as m
 from taskgraph.settings import Settings
 from taskgraph.transport import lending, mappings, outbox
-from taskgraph.transport.frames import LENT, MAX_LENT, Head, Kind, pack_frame, pack_whole
+from taskgraph.transport.frames import LENT, MAX_LENT, Head, Kind, pack_frame
 from taskgraph.transport.lending import Borrowing, Lending
 from taskgraph.transport.mappings import CannotBorrow, Mappings, Reference
 from taskgraph.transport.segments import Pool

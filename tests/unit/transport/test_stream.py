@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transport_kit import JOB, TOKEN, Cluster, Node, cluster_of, encoded, item, pull, verify
+from transport_kit import JOB, TOKEN, Cluster, Node, cluster_of, encoded, item, pack_whole, pull, verify
 
 from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
 from taskgraph.graph.blocks import Allocate
@@ -27,7 +27,7 @@ from taskgraph.settings import Settings
 from taskgraph.transport import endpoints, incoming, outbox, sides, stream, wire
 from taskgraph.transport._proto import frame_pb2
 from taskgraph.transport.api import Begun, Coming, Peer
-from taskgraph.transport.frames import CHUNK_BYTES, HEAD_BYTES, Head, Kind, pack_frame, pack_whole
+from taskgraph.transport.frames import CHUNK_BYTES, HEAD_BYTES, Head, Kind, pack_frame
 from taskgraph.transport.sides import DialledSession
 from taskgraph.transport.stream import StreamTransport
 

@@ -23,6 +23,7 @@ from taskgraph.testing.simulate.loop import Process
 from taskgraph.testing.simulate.network import SimNetwork, SimTransport
 from taskgraph.tls import CA, CERT, KEY, Tls
 from taskgraph.transport.api import Coming, Peer, ServeAll, ServeNow, Transport
+from taskgraph.transport.frames import Head, Kind, pack_frame
 from taskgraph.transport.memory import MemoryNetwork, MemoryTransport
 from taskgraph.transport.stream import StreamTransport
 
@@ -242,3 +243,9 @@ async def nodes_of_a_host(folder: Path, *names: str) -> AsyncIterator[list[Node]
     finally:
         for node in made:
             await node.transport.close()
+
+
+def pack_whole(kind: Kind, call: int, header: bytes, meta: bytes = b"") -> bytes:
+    """A frame that is all of its message: no value, or one of nothing but meta."""
+    size = len(meta)
+    return pack_frame(Head(kind, call, len(header), 0, size, size, size), (), header) + meta
