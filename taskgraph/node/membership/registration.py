@@ -290,14 +290,22 @@ class Registration:
 
     async def leave(self) -> None:
         """Ends the lease; the key goes with it."""
-        if self._lease is not None:
-            node = self._node
-            gone = node.farewell()
-            try:
-                async with asyncio.timeout(node.settings.call_s):
-                    if node.keeper.view.spec is not None:  # else somebody deleted the job
-                        # Said before the key goes: nobody needs to wait for it to come back.
-                        await node.coordinator.txn(transactions.declare_gone(node.keeper.view, node.id, gone))
-                    await self._lease.close(revoke=True)
-            except (CoordinationError, TimeoutError) as error:
-                self._node.log.info("the lease could not be revoked, it will expire: %s", str(error) or "no answer")
+        if self._lease is None:
+            return
+        node = self._node
+        try:
+            async with asyncio.timeout(node.settings.call_s):
+                try:
+                    await self._say_gone()
+                except CoordinationError as error:  # the lease is the node's own: it may be able to end that
+                    node.log.info("that it is gone could not be said: %s", error)
+                await self._lease.close(revoke=True)
+        except (CoordinationError, TimeoutError) as error:
+            node.log.info("the lease could not be revoked, it will expire: %s", str(error) or "no answer")
+
+    async def _say_gone(self) -> None:
+        """Before its key goes: nobody needs to wait for it to come back."""
+        node = self._node
+        gone = node.farewell()
+        if node.keeper.view.spec is not None:  # else somebody deleted the job
+            await node.coordinator.txn(transactions.declare_gone(node.keeper.view, node.id, gone))

@@ -14,7 +14,7 @@ import taskgraph as tg
 from taskgraph.coordination.api import WatchBatch
 from taskgraph.errors import CoordinationError, Refused
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.protocol.kv import Delete, Put, Txn
+from taskgraph.protocol.kv import Delete, Put, Txn, TxnResult
 from taskgraph.protocol.messages import HandOver
 from taskgraph.protocol.records import Ran
 
@@ -182,6 +182,26 @@ def test_a_node_of_a_job_that_somebody_deleted_leaves_nothing_there(gated: type[
         assert not cluster.store.select(cluster.keys.root, prefix=True)
 
     play(job(gated), scenario, nodes=2)
+
+
+def test_a_node_that_may_not_say_that_it_is_gone_ends_its_lease_all_the_same(gated: type[Gated]) -> None:
+    """Its key stayed until the lease expired."""
+
+    async def refuses(txn: Txn) -> TxnResult:
+        raise CoordinationError("etcd: permission denied")
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await gated.reached.wait()
+        node = next(node for node in cluster.nodes if not node.roles.primaries)
+        key, run = cluster.keys.node(node.id), cluster._members[node.id].run
+        assert cluster.store.select(key, prefix=False)
+        node.coordinator.txn = refuses  # type: ignore[method-assign]
+        run.cancel()
+        await asyncio.wait([run])
+        assert not cluster.store.select(key, prefix=False)
+        assert not cluster.store.select(cluster.keys.gone(node.id), prefix=False)
+
+    play(job(gated, tasks=1), scenario, nodes=2)
 
 
 async def fails() -> None:
