@@ -17,6 +17,7 @@ from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.run import connect
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
+from taskgraph.listening import Listening
 from taskgraph.observe.events import Event
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import JobView
@@ -66,7 +67,7 @@ class RunningJob:
             stack.push_async_callback(self.follower.stop)
             await self.follower.start(self._told)
             stack.callback(self.follower.keeper.on_change(self._changed))
-            self.nodes = LocalNodes(entry, coordinator, runtime, listen=self._listen)
+            self.nodes = LocalNodes(entry, coordinator, runtime, listening=Listening(host=self._listen))
             stack.push_async_callback(self._end)
             await self.nodes.start(self._count)
         except BaseException:

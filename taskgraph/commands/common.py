@@ -20,6 +20,7 @@ from taskgraph.errors import JobError, TransportError, UnknownJob
 from taskgraph.launch.access import configured, etcd_access, insecure_listen, node_access
 from taskgraph.launch.run import connect
 from taskgraph.launch.runtime import JobEntry, Runtime
+from taskgraph.listening import Listening
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import readable
@@ -39,7 +40,7 @@ __all__ = [
     "etcd_of",
     "find_entry",
     "hung_up",
-    "listen_of",
+    "listening_of",
     "node_access_of",
     "reach",
     "see_text",
@@ -79,8 +80,14 @@ def add_etcd_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_listen_options(parser: argparse.ArgumentParser, help_text: str) -> None:
-    """--listen and what it needs."""
+    """--listen and what belongs to it."""
     parser.add_argument("--listen", metavar="HOST", help=help_text)
+    parser.add_argument(
+        "--ports", metavar="FIRST-LAST", help="listen on these ports only, for a firewall: a node takes two of them"
+    )
+    parser.add_argument(
+        "--advertise", metavar="NAME", help="the name or address by which others reach HOST, where that is another one"
+    )
     parser.add_argument(
         "--insecure-listen",
         action="store_true",
@@ -88,18 +95,25 @@ def add_listen_options(parser: argparse.ArgumentParser, help_text: str) -> None:
     )
 
 
-def listen_of(options: argparse.Namespace) -> tuple[str, bool]:
-    """What --listen says, and whether it may do without TLS; refused here, before anything is started.
+def listening_of(options: argparse.Namespace, nodes: int) -> Listening:
+    """What --listen and the like say, for so many nodes; refused here, before anything is started.
 
     Raises:
-        JobError: an address where strangers may be, without TLS.
+        JobError: an address where strangers may be, without TLS; too few ports.
     """
-    listen, insecure = options.listen or "", insecure_listen(options.insecure_listen)
+    host = options.listen or configured("listen") or ""
+    found = Listening(
+        host=host,
+        ports=options.ports or (host and configured("ports")) or "",
+        advertise=options.advertise or (host and configured("advertise")) or "",
+        insecure=insecure_listen(options.insecure_listen),
+    )
+    found.check(nodes)
     try:
-        check_listener(listen, bool(node_access_of(options)), insecure)
+        check_listener(found.host, bool(node_access_of(options)), found.insecure)
     except TransportError as error:  # whoever wrote the command is to change it
         raise JobError(str(error)) from None
-    return listen, insecure
+    return found
 
 
 def node_access_of(options: argparse.Namespace) -> dict[str, str]:

@@ -20,7 +20,7 @@ from taskgraph.commands.common import (
     ending_signals,
     etcd_of,
     hung_up,
-    listen_of,
+    listening_of,
     node_access_of,
     reach,
     token_of,
@@ -86,7 +86,7 @@ def _is_driver(text: str) -> bool:
 
 
 async def _launch(options: argparse.Namespace) -> int:
-    listen, insecure = listen_of(options)
+    listening = listening_of(options, options.nodes)
     async with reach(options) as reached:
         token = reached.entry.token
         if not token:
@@ -123,10 +123,9 @@ async def _launch(options: argparse.Namespace) -> int:
                 follower,
                 reached.spec,
                 options.nodes,
-                listen,
+                listening,
                 on_start,
                 leave,
-                insecure_listen=insecure,
             )
         )
         _on_signals(work, leave, follower, drain_s(reached.spec))
@@ -264,7 +263,7 @@ def node(options: argparse.Namespace) -> int:
         raise JobError(f"where is the etcd of job {options.job!r}? Give --etcd")
     if token is None:
         raise JobError(f"a node needs the token of job {options.job!r}: give --token-file")
-    listen, insecure = listen_of(options)
+    listening = listening_of(options, 1)
     node_tls = node_access_of(options) or (local.node_tls if local is not None and local.etcd == etcd else {})
     tls = access_of(options) or (local.tls if local is not None and local.etcd == etcd else {})
     from taskgraph.node import process  # a node is loaded where one is to run
@@ -280,9 +279,8 @@ def node(options: argparse.Namespace) -> int:
             token=token,
             tls=tls,
             sockets=str(Runtime().sockets(options.job).path),
-            listen=listen,
+            listening=listening,
             node_tls=node_tls,
-            insecure_listen=insecure,
         )
     )
     raise AssertionError("process.main ends the process")

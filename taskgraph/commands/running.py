@@ -21,7 +21,7 @@ from taskgraph.commands.common import (
     ending_signals,
     etcd_of,
     hung_up,
-    listen_of,
+    listening_of,
     node_access_of,
     token_for,
 )
@@ -63,7 +63,7 @@ def job_of(options: argparse.Namespace, function: JobFunction | None) -> Job:
 def run(options: argparse.Namespace, function: JobFunction | None = None) -> int:
     """Starts nodes here, follows the job, prints its values."""
     job = job_of(options, function)
-    listen_of(options)  # refused before anything is written
+    listening_of(options, options.nodes)  # refused before anything is written
     token = token_for(options)
     try:
         return uvloop.run(_run(options, job, token))
@@ -95,7 +95,7 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
         if options.logs:
             tails.append(LogTails(nodes.logs(), progress.line))
 
-    listen, insecure = listen_of(options)
+    listening = listening_of(options, options.nodes)
     running = asyncio.ensure_future(
         arun(
             job,
@@ -107,8 +107,10 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
             hooks=Hooks(on_event, on_start),
             tls=access_of(options),
             node_tls=node_access_of(options),
-            listen=listen,
-            insecure_listen=insecure,
+            listen=listening.host,
+            insecure_listen=listening.insecure,
+            ports=listening.ports,
+            advertise=listening.advertise,
             token=token.token if token is not None else None,
         )
     )

@@ -30,6 +30,9 @@ _TEXTS = (
     "etcd_password_file",
     "token_file",
     "tls",
+    "listen",
+    "ports",
+    "advertise",
     *(name for name, _ in _NODE_FILES.values()),
 )
 _FLAGS = ("insecure_listen",)

@@ -27,6 +27,7 @@ from taskgraph.launch.forkserver import ForkServer, NodeProcess
 from taskgraph.launch.runtime import JobEntry, Runtime, Sockets
 from taskgraph.launch.standing import Standing, standing_text
 from taskgraph.launch.submit import UNKNOWN_PAUSE_S, UNKNOWN_TRIES
+from taskgraph.listening import NOWHERE, Listening
 from taskgraph.node.config import NodeConfig
 from taskgraph.node.usercode import lastwords
 from taskgraph.observe.events import Event, put_events
@@ -75,8 +76,7 @@ class LocalNodes:
         *,
         blas_threads: int = 1,
         deal_devices: bool = True,
-        listen: str = "",
-        insecure_listen: bool = False,
+        listening: Listening = NOWHERE,
         on_exit: Callable[[str, int], None] | None = None,
         ahead: ForkServer | None = None,
     ) -> None:
@@ -85,8 +85,7 @@ class LocalNodes:
         self._runtime = runtime
         self._blas_threads = blas_threads
         self._deal_devices = deal_devices
-        self._listen = listen
-        self._insecure_listen = insecure_listen
+        self._listening = listening
         self._on_exit = on_exit
         self._ahead = ahead
         self._keys = Keys(entry.name)
@@ -150,9 +149,8 @@ class LocalNodes:
             token=self._entry.token,
             tls=self._entry.tls,
             sockets=str(self._sockets.path),
-            listen=self._listen,
+            listening=self._listening,
             node_tls=self._entry.node_tls,
-            insecure_listen=self._insecure_listen,
             parent_pid=os.getpid(),
             devices=devices,
             sharing=among,

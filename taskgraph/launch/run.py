@@ -31,6 +31,7 @@ from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.shown import showing
 from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks, Supervisor, end_reason
+from taskgraph.listening import Listening
 from taskgraph.loading import check_not_importing
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
@@ -131,12 +132,14 @@ async def arun(
     node_tls: dict[str, str] | None = None,
     listen: str = "",
     insecure_listen: bool = False,
+    ports: str = "",
+    advertise: str = "",
     token: str | None = None,
 ) -> JobResult:
     """`run`, for a running event loop. Cancelling it ends the job.
 
-    `hooks`, `tls`, `node_tls`, `listen` (an address for nodes on other hosts), `insecure_listen` and `token` (hex;
-    None: a new one) are for the command line. With `progress` there are no other hooks.
+    `hooks`, `tls`, `node_tls`, `listen` (an address for nodes on other hosts), `insecure_listen`, `ports`, `advertise`
+    and `token` (hex; None: a new one) are for the command line. With `progress` there are no other hooks.
     """
     nodes = _as_count(nodes)
     if timeout_s is not None:
@@ -166,8 +169,7 @@ async def arun(
                 timeout_s=timeout_s,
                 tls=tls,
                 node_tls=node_tls,
-                listen=listen,
-                insecure_listen=insecure_listen,
+                listening=Listening(host=listen, ports=ports, advertise=advertise, insecure=insecure_listen),
                 token=token,
             )
         if shown is not None:
@@ -186,11 +188,11 @@ async def _on_nodes(
     timeout_s: float | None,
     tls: dict[str, str] | None,
     node_tls: dict[str, str] | None,
-    listen: str,
-    insecure_listen: bool,
+    listening: Listening,
     token: str | None,
 ) -> JobResult:
     """Runs it on node processes of this host."""
+    listening.check(nodes)
     spec = JobSpec.of(job, expected_nodes=nodes)
     async with AsyncExitStack() as stack:
         runtime = Runtime()
@@ -231,8 +233,7 @@ async def _on_nodes(
             coordinator,
             follower,
             hooks,
-            listen=listen,
-            insecure_listen=insecure_listen,
+            listening=listening,
             etcd_ended=etcd_ended,
             ahead=ahead,
         )

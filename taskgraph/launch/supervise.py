@@ -21,6 +21,7 @@ from taskgraph.launch.forkserver import ForkServer, NotStarted
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.standing import with_stands
+from taskgraph.listening import NOWHERE, Listening
 from taskgraph.node.membership.failing import culprit_text
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import TaskResult, waits_text
@@ -79,8 +80,7 @@ class Supervisor:
         follower: Follower,
         hooks: Hooks,
         *,
-        listen: str = "",
-        insecure_listen: bool = False,
+        listening: Listening = NOWHERE,
         etcd_ended: Callable[[], Awaitable[str]] | None = None,
         ahead: ForkServer | None = None,
     ) -> None:
@@ -97,8 +97,7 @@ class Supervisor:
             Runtime(),
             blas_threads=spec.settings.get("blas_threads", 1),
             deal_devices=spec.settings.get("deal_devices", True),
-            listen=listen,
-            insecure_listen=insecure_listen,
+            listening=listening,
             on_exit=self._on_exit,
             ahead=ahead,
         )
@@ -340,11 +339,9 @@ async def launch_nodes(
     follower: Follower,
     spec: JobSpec,
     count: int,
-    listen: str,
+    listening: Listening,
     on_start: Callable[[LocalNodes], None],
     leave: asyncio.Event,
-    *,
-    insecure_listen: bool = False,
 ) -> tuple[StatusRecord, JobResult | None]:
     """Nodes on this host for a job that was submitted elsewhere, until the job ended or all of them did.
 
@@ -358,14 +355,14 @@ async def launch_nodes(
         follower says why. Of one that goes on the reason is why its nodes here do not; "": they left as they were asked
         to.
     """
+    listening.check(count)
     nodes = LocalNodes(
         entry,
         coordinator,
         Runtime(),
         blas_threads=spec.settings.get("blas_threads", 1),
         deal_devices=spec.settings.get("deal_devices", True),
-        listen=listen,
-        insecure_listen=insecure_listen,
+        listening=listening,
     )
     try:
         await _start_unless(leave, nodes, count)

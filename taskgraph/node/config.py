@@ -6,6 +6,9 @@ import dataclasses
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from taskgraph.listening import NOWHERE, Listening
 
 __all__ = ["NodeConfig"]
 
@@ -18,9 +21,8 @@ class NodeConfig:
         etcd: endpoints; tls: further arguments of `EtcdCoordinator.connect`.
         token: the job's token, hex.
         sockets: a private directory for unix sockets, or "" for none.
-        listen: the host or address to listen on for TCP, or "" for none.
+        listening: where it is reached from other hosts.
         node_tls: ca, cert and key for TCP between nodes, and for their control service; {}: none.
-        insecure_listen: whether `listen` may be beyond loopback without TLS.
         parent_fd: a pipe whose end means that the launcher is gone, or -1.
         parent_pid: the launcher, which must be our parent, or 0.
         devices: `CUDA_VISIBLE_DEVICES` of the process; None: as it is.
@@ -34,14 +36,18 @@ class NodeConfig:
     token: str = dataclasses.field(repr=False)
     tls: dict[str, str] = field(default_factory=dict, repr=False)
     sockets: str = ""
-    listen: str = ""
+    listening: Listening = NOWHERE
     node_tls: dict[str, str] = field(default_factory=dict)
-    insecure_listen: bool = False
     parent_fd: int = -1
     parent_pid: int = 0
     devices: str | None = None
     sharing: int = 1
     node_id: str = ""
+
+    @classmethod
+    def of(cls, told: dict[str, Any]) -> NodeConfig:
+        """From what `dataclasses.asdict` made of one."""
+        return cls(**{**told, "listening": Listening(**told["listening"])})
 
     @staticmethod
     def new_id(name: str) -> str:

@@ -14,13 +14,14 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
 
 from taskgraph.errors import TaskGraphError, TransportError
+from taskgraph.listening import ANY_PORT
 from taskgraph.node.tracing import Traced, traced
 from taskgraph.node.usercode import lastwords
 from taskgraph.observe._proto import control_pb2 as pb
@@ -29,7 +30,7 @@ from taskgraph.observe.events import Event, EventLog
 from taskgraph.observe.status import NodeStatus, ReportRow, TaskResult
 from taskgraph.observe.trace import clock
 from taskgraph.tls import Tls, check_listener
-from taskgraph.transport.endpoints import host_key, tcp_endpoint, unix_endpoint
+from taskgraph.transport.endpoints import host_key, is_free, no_free_port, tcp_endpoint, unix_endpoint
 from taskgraph.transport.refusals import Refusals
 
 __all__ = ["ControlServer", "Controlled"]
@@ -100,6 +101,7 @@ class ControlServer:
         *,
         unix_path: Path | None = None,
         tcp_host: str | None = None,
+        tcp_ports: Sequence[int] = ANY_PORT,
         advertise: str | None = None,
         tls: Tls | None = None,
         insecure: bool = False,
@@ -108,8 +110,9 @@ class ControlServer:
 
         Args:
             unix_path: a socket for its owner only; its folder must be, too.
-            tcp_host: a name or address to listen on, with a free port.
-            advertise: what others reach `tcp_host` by, where that is a wildcard.
+            tcp_host: a name or address to listen on.
+            tcp_ports: those to try, one after another; 0 takes a free one.
+            advertise: what others reach `tcp_host` by, where that is another name or address.
             tls: for TCP; the socket needs none.
             insecure: without TLS, listen on other addresses than loopback nevertheless.
 
@@ -133,7 +136,7 @@ class ControlServer:
             self._path = unix_path
             found.append(unix_endpoint(unix_path))
         if tcp_host:
-            port = _bind(server, f"[{tcp_host}]:0" if ":" in tcp_host else f"{tcp_host}:0", tls)
+            port = _bind_tcp(server, tcp_host, tcp_ports, tls)
             found.append(tcp_endpoint(advertise or tcp_host, port))
         await server.start()
         self._server = server
@@ -326,6 +329,19 @@ class _Follower:
         if self._queue or self._over:
             self._look.set()
         return found, lost
+
+
+def _bind_tcp(server: grpc.aio.Server, host: str, ports: Sequence[int], tls: Tls | None) -> int:
+    """Binds to the first of these ports that is free."""
+    for port in ports:
+        if port and not is_free(host, port):
+            continue  # gRPC would not say that this is why, and log it as an error
+        try:
+            return _bind(server, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", tls)
+        except TransportError:
+            if not port or is_free(host, port):
+                raise
+    raise no_free_port(host, ports)
 
 
 def _bind(server: grpc.aio.Server, address: str, tls: Tls | None) -> int:

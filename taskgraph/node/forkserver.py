@@ -58,7 +58,7 @@ def serve(server: socket.socket, main: Callable[[NodeConfig], NoReturn]) -> None
         if not request:
             return
         asked, (pipe, output) = json.loads(request), fds
-        config = NodeConfig(**{**asked["config"], "parent_fd": pipe})
+        config = NodeConfig.of({**asked["config"], "parent_fd": pipe})
         if not asked["fork"]:
             server.close()
             _become(config, output, main)

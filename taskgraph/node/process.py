@@ -66,7 +66,6 @@ _SAY_AGAIN_S = 5.0
 _ETCD_AGAIN_S = 0.5
 _PARENT_CHECK_S = 1.0
 """The pipe tells of the launcher's death at once, unless a process that the launcher forked still holds it."""
-_WILDCARDS = ("0.0.0.0", "::")
 _YOUNG = 2000
 """As many objects come before the youngest are searched for garbage, as in Python 3.13; older ones have 700. What waits
 for a commit is no garbage and soon gone, and would be searched again and again: 2 % of a node's time."""
@@ -177,7 +176,7 @@ async def _run(config: NodeConfig, coordinator: Coordinator, spec: JobSpec, job:
             job.settings.blas_threads,
         )
     token = bytes.fromhex(config.token)
-    advertise = socket.gethostname() if config.listen in _WILDCARDS else None
+    listening = config.listening
     tls = Tls.of(config.node_tls)
     events = EventLog(config.name)
     async with AsyncExitStack() as stack:
@@ -193,10 +192,11 @@ async def _run(config: NodeConfig, coordinator: Coordinator, spec: JobSpec, job:
             verify=verify,
             digesting=digesting,
             unix_dir=folder,
-            tcp_host=config.listen or None,
-            advertise=advertise,
+            tcp_host=listening.host or None,
+            tcp_ports=listening.to_try(),
+            advertise=listening.told or None,
             tls=tls,
-            insecure=config.insecure_listen,
+            insecure=listening.insecure,
         )
         devices = device_count()
         bound_memory(devices, job.settings.device_memory, config.sharing)
@@ -212,10 +212,11 @@ async def _run(config: NodeConfig, coordinator: Coordinator, spec: JobSpec, job:
             events=events,
             control=await control.start(
                 unix_path=folder / "c" if folder is not None else None,
-                tcp_host=config.listen or None,
-                advertise=advertise,
+                tcp_host=listening.host or None,
+                tcp_ports=listening.to_try(),
+                advertise=listening.told or None,
                 tls=tls,
-                insecure=config.insecure_listen,
+                insecure=listening.insecure,
             ),
             token_mark=mark(token),
             devices=devices,

@@ -28,8 +28,8 @@ def why_unreached(ours: NodeRecord, other: NodeRecord, error: str) -> str:
     return (
         f"{ours.name} on {ours.host} cannot reach {other.name} on {other.host} at {where} ({error}). Where that one is "
         f"gone this is over once its lease ends; else let this host's connections to that port pass the firewall of "
-        f"{other.host} (a node takes any free port), or start {other.name} with --listen HOST, a name or address that "
-        f"this host can reach"
+        f"{other.host} (a node takes any free port; with --ports, one of those), or start {other.name} with --listen "
+        f"HOST or --advertise NAME, a name or address that this host can reach"
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import hashlib
 import ipaddress
@@ -19,7 +20,7 @@ import resource
 import socket
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from taskgraph.errors import PeerGone, PeerLost, TransportError
@@ -30,8 +31,10 @@ __all__ = [
     "descriptors",
     "handed_over",
     "host_key",
+    "is_free",
     "listen_tcp",
     "listen_unix",
+    "no_free_port",
     "process_behind",
     "tcp_endpoint",
     "tune_tcp",
@@ -117,12 +120,35 @@ def listen_unix(folder: Path, name: str) -> tuple[socket.socket, Path]:
     return listener, path
 
 
-def listen_tcp(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one.
+def listen_tcp(host: str, ports: Sequence[int]) -> socket.socket:
+    """A listening socket, on the first of these ports that is free; port 0 is any.
 
     Raises:
-        TransportError: the address cannot be listened on.
+        TransportError: the address cannot be listened on, or none of its ports.
     """
+    for port in ports:
+        if (listener := _listen_at(host, port)) is not None:
+            return listener
+    raise no_free_port(host, ports)
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether `listen_tcp` would get that port now; raises what it would raise but for that."""
+    if (listener := _listen_at(host, port)) is not None:
+        listener.close()
+    return listener is not None
+
+
+def no_free_port(host: str, ports: Sequence[int]) -> TransportError:
+    """None of them: says what to do."""
+    return TransportError(
+        f"cannot listen on {host}: its ports {min(ports)}-{max(ports)} are all taken, and a node takes two: give it a "
+        f"wider range of --ports"
+    )
+
+
+def _listen_at(host: str, port: int) -> socket.socket | None:
+    """None where somebody else has that port."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -137,7 +163,9 @@ def listen_tcp(host: str, port: int) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise TransportError(f"cannot listen on {host} port {port}: {error}") from error
+        if error.errno == errno.EADDRINUSE and port:
+            return None
+        raise TransportError(f"cannot listen on {host} port {port or '(any)'}: {error}") from error
     return listener
 
 

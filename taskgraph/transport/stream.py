@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from taskgraph.device.staging import EncodedInPart
 from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
 from taskgraph.graph.values import hosted, in_part
 from taskgraph.host import memory_bytes
+from taskgraph.listening import ANY_PORT
 from taskgraph.protocol.messages import Call, Encoded, EncodedOnDevice, Pull, Refusal, Reply
 from taskgraph.settings import Settings
 from taskgraph.tls import Tls, advice, check_listener
@@ -120,7 +121,7 @@ class StreamTransport:
         digesting: begins the digest of a value with large buffers, which is taken as they come.
         unix_dir: a folder for this node's unix socket, made with mode 0700 if it is not there; None: no unix socket.
         tcp_host: the address to listen on; None: no TCP. Loopback unless told otherwise.
-        tcp_port: 0 takes a free one.
+        tcp_ports: those to try, one after another; 0 takes a free one.
         advertise: the host name or address others reach `tcp_host` by; needed where it is a wildcard.
         tls: for TCP, in both directions; unix sockets need none.
         insecure: without TLS, listen on other addresses than loopback nevertheless.
@@ -136,7 +137,7 @@ class StreamTransport:
         digesting: Digesting | None = None,
         unix_dir: Path | None = None,
         tcp_host: str | None = "127.0.0.1",
-        tcp_port: int = 0,
+        tcp_ports: Sequence[int] = ANY_PORT,
         advertise: str | None = None,
         tls: Tls | None = None,
         insecure: bool = False,
@@ -154,7 +155,7 @@ class StreamTransport:
         self.digesting = digesting
         self._unix_dir = unix_dir
         self._tcp_host = tcp_host
-        self._tcp_port = tcp_port
+        self._tcp_ports = tcp_ports
         self._advertise = advertise
         self._tls = tls
         self._insecure = insecure
@@ -230,7 +231,7 @@ class StreamTransport:
             check_listener(self._tcp_host or "0.0.0.0", self._tls is not None, self._insecure)
             if self._tls is not None:
                 self._tls.context(server=True)  # its files are looked at before anybody can connect
-            tcp = endpoints.listen_tcp(self._tcp_host, self._tcp_port)
+            tcp = endpoints.listen_tcp(self._tcp_host, self._tcp_ports)
             host, port = tcp.getsockname()[:2]
             if self._tls is not None:
                 self._servers.append(self._tls_listener(tcp, self._tls))

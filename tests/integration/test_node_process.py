@@ -34,6 +34,7 @@ from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.standing import Standing
 from taskgraph.launch.submit import submit
+from taskgraph.listening import NOWHERE, Listening
 from taskgraph.loading import load_driver
 from taskgraph.node.config import NodeConfig
 from taskgraph.node.process import wait_for_job
@@ -165,7 +166,7 @@ async def launched(
     count: int,
     *,
     driver: Path = DRIVER,
-    listen: str = "",
+    listening: Listening = NOWHERE,
     node_tls: dict[str, str] | None = None,
     launcher: type[LocalNodes] = LocalNodes,
     between: Callable[[], None] = lambda: None,
@@ -191,7 +192,11 @@ async def launched(
     try:
         async with await EtcdCoordinator.connect(etcd.endpoint) as coordinator:
             nodes = launcher(
-                entry, coordinator, runtime, listen=listen, on_exit=lambda name, code: ended.put_nowait((name, code))
+                entry,
+                coordinator,
+                runtime,
+                listening=listening,
+                on_exit=lambda name, code: ended.put_nowait((name, code)),
             )
             rig = Rig(spec, entry, coordinator, nodes, folder / "gate", ended)
             await submit(coordinator, spec)
@@ -366,11 +371,18 @@ async def test_a_compute_that_never_returns_does_not_keep_the_process(embedded_e
 
 @pytest.mark.slow
 async def test_nodes_that_listen_are_controlled_over_tcp_too(embedded_etcd: EmbeddedEtcd) -> None:
-    async with launched(embedded_etcd, 2, listen="127.0.0.1") as rig:
+    low = free_port()
+    high = low + 15
+    listening = Listening(host="127.0.0.1", ports=f"{low}-{high}", advertise="localhost")
+    async with launched(embedded_etcd, 2, listening=listening) as rig:
         await rig.nodes.start(2)
         for name in ("n1", "n2"):
-            unix, tcp = (await rig.record(name)).control.split("|")
-            assert unix.startswith(f"unix:{host_key()}:") and tcp.startswith("tcp:127.0.0.1:")
+            record = await rig.record(name)
+            unix, tcp = record.control.split("|")
+            for endpoint in (tcp, *record.endpoints[1:]):
+                host, _, port = endpoint.removeprefix("tcp:").partition(":")
+                assert host == "localhost" and low <= int(port) <= high
+            assert unix.startswith(f"unix:{host_key()}:") and tcp.startswith("tcp:localhost:")
             async with ControlClient(control_address(tcp, "another host"), rig.entry.token_bytes) as client:
                 assert (await client.status()).name == name
             async with ControlClient(control_address(tcp, "another host"), bytes(32)) as stranger:

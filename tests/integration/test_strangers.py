@@ -28,6 +28,7 @@ from taskgraph.errors import PeerLost, TaskGraphError
 from taskgraph.graph.values import verify
 from taskgraph.launch.forkserver import ForkServer, NodeProcess
 from taskgraph.launch.local import LocalNodes
+from taskgraph.listening import Listening
 from taskgraph.node.config import NodeConfig
 from taskgraph.observe.control_client import ControlClient, control_address
 from taskgraph.protocol import messages as m
@@ -370,7 +371,7 @@ async def test_strangers_get_nothing_and_cost_nothing(kind: str, embedded_etcd: 
         embedded_etcd,
         3,
         epochs=600,
-        listen="" if kind == "unix" else "127.0.0.1",
+        listening=Listening(host="" if kind == "unix" else "127.0.0.1"),
         node_tls=files,
         launcher=LocalNodes if kind == "unix" else OverTcp,
     ) as rig:
@@ -408,7 +409,7 @@ async def test_strangers_get_nothing_and_cost_nothing(kind: str, embedded_etcd: 
 
 async def test_the_control_service_lets_few_strangers_wait(embedded_etcd: EmbeddedEtcd) -> None:
     """gRPC's own limits: silent connections end, and a request is small."""
-    async with launched(embedded_etcd, 1, listen="127.0.0.1") as rig:
+    async with launched(embedded_etcd, 1, listening=Listening(host="127.0.0.1")) as rig:
         rig.hold(0)
         await rig.nodes.start(1)
         door = await Door(rig, "n1", None).find("tcp")

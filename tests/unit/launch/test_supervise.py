@@ -23,6 +23,7 @@ from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry
 from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks, Supervisor, drain_s, end_reason, launch_nodes
+from taskgraph.listening import NOWHERE
 from taskgraph.node.config import NodeConfig
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
@@ -126,7 +127,7 @@ class Launched:
         idle: Any = SimpleNamespace(ended=self._never.wait, broken=self._never.wait, finished=False, keeper=keeper)
         etcd = MemoryCoordinator(MemoryStore())
         self.work = asyncio.ensure_future(
-            launch_nodes(ENTRY, etcd, follower or idle, JobSpec.local(job), 1, "", self._on_start, self.leave)
+            launch_nodes(ENTRY, etcd, follower or idle, JobSpec.local(job), 1, NOWHERE, self._on_start, self.leave)
         )
 
     def _on_start(self, nodes: LocalNodes) -> None:

@@ -1,0 +1,103 @@
+"""Where a node listens for those of other hosts, and what it tells them of that."""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from taskgraph.errors import JobError
+
+__all__ = ["ANY_PORT", "NOWHERE", "Listening"]
+
+ANY_PORT: Sequence[int] = (0,)
+"""The kernel picks a free one."""
+_OF_A_NODE = 2
+"""One for the other nodes, one for its control service."""
+_WILDCARDS = ("0.0.0.0", "::")
+_LAST_PORT = 65535
+_DIGITS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listening:
+    """As `--listen`, `--ports`, `--advertise` and `--insecure-listen` say.
+
+    Attributes:
+        host: the name or address to listen on for TCP; "": none, a node is reached from its own host alone.
+        ports: FIRST-LAST, of which a node takes two that are free; "": any.
+        advertise: the name or address that others reach `host` by; "": as `host` says.
+        insecure: whether `host` may be beyond loopback without TLS.
+
+    Raises:
+        JobError: ports that are none, or too few for a node; something to listen with, and nowhere to do so.
+    """
+
+    host: str = ""
+    ports: str = ""
+    advertise: str = ""
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        for option, value in (("--ports", self.ports), ("--advertise", self.advertise)):
+            if value and not self.host:
+                raise JobError(f"{option} {value} is about where other hosts reach a node: give --listen HOST, too")
+        if self.ports:
+            self._range()
+        if self.advertise in _WILDCARDS or not _is_plain(self.advertise):
+            raise JobError(f"--advertise {self.advertise}: must be a name or an address that others can dial, no port")
+
+    def _range(self) -> range:
+        first, dash, last = (part.strip() for part in self.ports.partition("-"))
+        if not (dash and _is_number(first) and _is_number(last) and 1 <= int(first) <= int(last) <= _LAST_PORT):
+            raise JobError(f"--ports {self.ports}: must read FIRST-LAST, two ports between 1 and {_LAST_PORT}")
+        found = range(int(first), int(last) + 1)
+        self._enough(found, 1)
+        return found
+
+    def _enough(self, found: range, nodes: int) -> None:
+        if len(found) < _OF_A_NODE * nodes:
+            whose = "a node takes" if nodes == 1 else f"{nodes} nodes on this host take"
+            raise JobError(f"--ports {self.ports} are {len(found)}: {whose} {_OF_A_NODE * nodes}")
+
+    def check(self, nodes: int) -> None:
+        """Raises JobError where so many nodes of one host do not find ports enough."""
+        if self.ports:
+            self._enough(self._range(), nodes)
+
+    def to_try(self) -> Sequence[int]:
+        """The ports to try, one after another.
+
+        From anywhere in the range on: nodes that start at once do not all ask for the same one, and the port of a node
+        that died is not taken at once by one of another job, which would answer there in its place.
+        """
+        if not self.ports:
+            return ANY_PORT
+        found = self._range()
+        first = secrets.randbelow(len(found))
+        return (*found[first:], *found[:first])
+
+    @property
+    def told(self) -> str:
+        """The name or address that other nodes are told; "": where `host` is, as it was resolved."""
+        return self.advertise or (socket.gethostname() if self.host in _WILDCARDS else "")
+
+
+def _is_plain(host: str) -> bool:
+    """No port behind it, and no address in brackets."""
+    if ":" not in host:
+        return True
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).version == 6
+    except ValueError:
+        return False
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _DIGITS
+
+
+NOWHERE = Listening()
+"""A node of which other hosts know nothing."""
