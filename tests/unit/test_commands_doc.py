@@ -66,3 +66,18 @@ def test_options_that_pages_show_exist(page: str) -> None:
     for name, rest in re.findall(r"taskgraph ([a-z]+)((?: [^`\n#)]*)?)", PAGES[page]):
         if name in COMMANDS:
             assert set(re.findall(r"(?<!\S)--?[a-z][\w-]*", rest)) <= options(COMMANDS[name]) | HELP, f"{name}{rest}"
+
+
+def test_commands_that_are_lists_of_words_are_commands() -> None:
+    """As Kubernetes wants them: they have no shell that would read a line."""
+    found = re.findall(r"command: \[taskgraph, ([^\]]*)\]", "".join(PAGES.values()))
+    assert found
+    for words in found:
+        parser().parse_args(words.split(", "))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_variables_that_pages_name_are_read(page: str) -> None:
+    code = "".join(path.read_text("utf-8") for room in ("taskgraph", "tests") for path in (ROOT / room).rglob("*.py"))
+    for name in set(re.findall(r"\bTASKGRAPH_([A-Z_]+[A-Z])\b", PAGES[page])):
+        assert f"TASKGRAPH_{name}" in code or f'"{name.lower()}"' in code, name
