@@ -23,6 +23,7 @@ from taskgraph.device.api import Array, OnDevice
 from taskgraph.device.cuda import givers
 from taskgraph.device.lookup import from_dlpack
 from taskgraph.graph.codecs import codec
+from taskgraph.graph.orders import copied
 from taskgraph.graph.refusals import CannotTravel
 from taskgraph.protocol.deviceloss import device_error
 
@@ -55,9 +56,9 @@ def _encode(tensor: torch.Tensor) -> tuple[str, Any]:
             raise CannotTravel(tensor, f"its dtype is {tensor.dtype}: convert it, e.g. t.float()")
         bits = bits.view(_BITS[bits.dtype.itemsize])
     if _on_host(tensor):
-        return name, bits.contiguous().numpy()
+        return name, bits.numpy()  # as it lies in memory: of a state, that counts
     there = _there(bits)
-    return name, OnDevice(bits.cpu().contiguous().numpy()) if there is None else there
+    return name, OnDevice(bits.cpu().numpy()) if there is None else there
 
 
 def _on_host(tensor: torch.Tensor) -> bool:
@@ -83,7 +84,7 @@ def _decode(value: Any) -> torch.Tensor:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"not a dtype of this PyTorch ({torch.__version__}): {name!r}")
     if isinstance(array, np.ndarray):
-        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())  # a tensor cannot be read-only
+        tensor = torch.from_numpy(array if array.flags.writeable else copied(array))  # a tensor cannot be read-only
     else:
         # In memory of PyTorch's own, since its streams know nothing of the one that an array's memory goes back to.
         tensor = torch.from_dlpack(array).clone()

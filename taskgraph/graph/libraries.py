@@ -15,6 +15,7 @@ import numpy as np
 from taskgraph.device.lookup import device_of, from_dlpack
 from taskgraph.errors import JobError
 from taskgraph.graph import codecs
+from taskgraph.graph.orders import copied
 from taskgraph.graph.refusals import CannotTravel, library_of
 
 __all__ = ["arrays", "codec_of_library"]
@@ -53,7 +54,7 @@ def arrays(namespace: ModuleType) -> None:
         if (device := device_of(array)) is not None:
             own = device.copy(array)
         elif isinstance(array, np.ndarray):
-            own = array if array.flags.writeable else array.copy()
+            own = array if array.flags.writeable else copied(array)
         else:
             raise ValueError(f"an array of {name} came as {type(array).__name__}")
         found = namespace.from_dlpack(own)

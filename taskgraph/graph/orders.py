@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["forwards", "in_c_order", "order_of", "put_back"]
+__all__ = ["copied", "forwards", "in_c_order", "order_of", "put_back"]
 
 _BACKWARDS: Final = 0x80
 _GAPPED: Final = 0x40
@@ -84,6 +84,14 @@ def put_back(array: Any, order: bytes) -> Any:
     if any(byte & _GAPPED for byte in order):
         array = _spread(array, order)
     return array.transpose([axes.index(axis) for axis in range(len(axes))])[_steps(order)]
+
+
+def copied(array: NDArray[Any]) -> NDArray[Any]:
+    """A copy to write to that lies as the array does, with gaps where that has some."""
+    order = order_of(array.shape, array.strides, array.itemsize)
+    copy = in_c_order(array, order).copy() if order else array.copy()
+    found: NDArray[Any] = put_back(copy, order) if order else copy
+    return found
 
 
 def _spread(array: NDArray[Any], order: bytes) -> NDArray[Any]:

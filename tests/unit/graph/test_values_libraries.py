@@ -69,6 +69,17 @@ def test_a_view_that_is_not_in_order_travels(declared: None) -> None:
     assert np.array_equal(np.from_dlpack(arrived), np.arange(12.0).reshape(3, 4).T[1:])
 
 
+@pytest.mark.parametrize("writable", [False, True])
+def test_a_state_comes_back_as_it_lay(declared: None, writable: bool) -> None:
+    """Read-only, as where reports are put into a boundary, it came back in C's order, and without its gaps."""
+    whole = strict.reshape(strict.arange(12_000.0), (100, 120))
+    for sent in (strict.permute_dims(whole, (1, 0)), whole[:, ::2], whole[:, 7]):
+        encoded = encode(sent, ordered=True)
+        came = decode(encoded, writable=writable)
+        assert np.array_equal(np.from_dlpack(came), np.from_dlpack(sent))
+        assert encode(came, ordered=True).digest == encoded.digest
+
+
 def test_equal_arrays_have_equal_digests_whatever_was_met_before(declared: None) -> None:
     first = encode(strict.arange(9)).digest
     assert encode(strict.arange(9)).digest == first

@@ -53,6 +53,40 @@ def test_layouts_and_lazy_bits() -> None:
     assert torch.equal(decode(encode(complex_.conj().imag)), complex_.conj().imag)
 
 
+def laid_out() -> list[torch.Tensor]:
+    images = torch.rand(8, 16, 32, 32)
+    rows = images.reshape(512, -1)
+    return [
+        images.to(memory_format=torch.channels_last),
+        *(rows.t(), rows.t().to(torch.bfloat16), torch.complex(rows, rows).t().conj(), torch.rand(3, 4).t()),
+        *(rows[:, ::2], rows[:, 3], images[:, 1], rows[:, ::2].to(torch.bfloat16)),  # with gaps
+    ]
+
+
+@pytest.mark.parametrize("at", range(9))
+@pytest.mark.parametrize("writable", [False, True])
+def test_a_state_comes_back_as_it_lay(at: int, writable: bool) -> None:
+    """It came back in C's order: what a successor summed had other last bits."""
+    sent = laid_out()[at]
+    encoded = encode([sent], ordered=True)
+    (back,) = decode(encoded, writable=writable)
+    assert torch.equal(back, sent)
+    if at < 5:
+        assert back.stride() == sent.stride()
+    for axis in range(sent.ndim):
+        assert torch.equal(back.sum(axis), sent.sum(axis))
+    assert encode([back], ordered=True).digest == encoded.digest
+    assert encode([sent]).digest == encode([sent.contiguous()]).digest
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.rand(1, 90).expand(50, 90), torch.rand(50, 1).expand(50, 90), torch.zeros(0, 4).t()]
+)
+def test_what_has_no_order_of_its_own_comes_back(tensor: torch.Tensor) -> None:
+    back = decode(encode(tensor, ordered=True), writable=True)
+    assert torch.equal(back, tensor) and back.numel() == back.untyped_storage().nbytes() // back.itemsize
+
+
 @pytest.mark.parametrize("size", [3, 10_000])
 def test_what_arrives_is_ones_own(size: int) -> None:
     tensor = torch.zeros(size)

@@ -118,6 +118,16 @@ def test_layouts_and_lazy_bits(there: There) -> None:
         assert back.shape == tensor.shape and torch.equal(back, tensor)
 
 
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "complex64"])
+def test_a_state_comes_back_as_it_lay(there: There, name: str) -> None:
+    tensor = tensor_of(name, (300, 290))
+    for sent in (tensor.t(), tensor.reshape(30, 10, 290).permute(2, 0, 1), tensor_of(name, (2, 3)).t()):
+        encoded = encode([sent], stays=True, ordered=True)
+        for device in (there.soft, None):
+            (back,) = decode(encoded, device=device, writable=True)
+            assert back.stride() == sent.stride() and bits(back) == bits(sent)
+
+
 def test_later_writes_do_not_reach_it(there: There) -> None:
     tensor = torch.zeros(10_000)
     encoded = encode(tensor, stays=True)
