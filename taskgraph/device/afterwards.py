@@ -16,6 +16,7 @@ import asyncio
 import itertools
 import logging
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -23,10 +24,12 @@ from typing import Any, Final, NamedTuple
 
 from taskgraph.device.api import Device, Event
 
-__all__ = ["Aside", "Worker", "call", "do_now", "on_a_loop", "soon"]
+__all__ = ["Aside", "Worker", "call", "do_now", "later", "on_a_loop", "soon"]
 
 _IDLE_S: Final = 10.0
 """How long such a thread waits for more."""
+_LATER_S: Final = 0.01
+"""How long what cannot be done yet is put off: it holds memory for as long."""
 
 log = logging.getLogger("taskgraph.devices")
 
@@ -90,6 +93,18 @@ def soon(then: Callable[[], object]) -> None:
     _calling.ask(then)
 
 
+def later(then: Callable[[], object]) -> None:
+    """The same of what cannot be done just now: in a moment."""
+    _postponed.ask(then)
+
+
+def _wait_a_moment(then: Callable[[], object] | None) -> None:
+    time.sleep(_LATER_S)
+    while then is not None:
+        soon(then)
+        then = _postponed.next()
+
+
 def do_now() -> bool:
     """Does in this thread what is left of that. Whether there was anything."""
     done = False
@@ -100,8 +115,18 @@ def do_now() -> bool:
 
 
 def call(device: Device, events: Sequence[Event], then: Callable[[], object]) -> None:
-    """Calls a function, which waits for nobody, in some thread, once these events are past; now, where they are."""
+    """Calls a function, which waits for nobody, in some thread, once these events are past; now, where there are none.
+
+    To look at an event ends the capture of a graph in the same thread: so that is not done in this one.
+    """
     work = _Work(device, events, then)
+    if not events:
+        _call(then)
+    else:
+        soon(partial(_look, work))
+
+
+def _look(work: _Work) -> None:
     if not _done(work):  # to look at events stops nobody, and a thread that waits for others may take long
         _waiting.ask(work)
 
@@ -134,7 +159,7 @@ def _waited(work: _Work) -> bool:
         for event in work.events:
             work.device.wait(event)
     except Exception as error:  # the device is lost, as a rule
-        log.warning("memory that others lent is not given back to them: %s", error)
+        log.warning("memory that was read is not used again, or given back to who lent it: %s", error)
         return False
     return True
 
@@ -147,6 +172,7 @@ def _call(then: Callable[[], object]) -> None:
 
 
 _calling: Final = Worker(_call)
+_postponed: Final = Worker(_wait_a_moment)
 _waiting: Final = Worker(_wait_for)
 _left: Final[list[_Work]] = []
 """What will never be due, as its device is lost: what it holds stays."""

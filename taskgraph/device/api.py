@@ -7,8 +7,8 @@ block, and belong into a worker thread; everything else may be called anywhere, 
 registered: CUDA makes such a copy while it is called.
 
 Memory belongs to the stream that was current when it was allocated: freed, it is given to the next who allocates on
-that stream, without any wait. So who reads an array on another stream has to see to it that the owner's stream follows
-that reading before the array is freed.
+that stream, without any wait. So who reads an array on another stream has to see to it that this is over, or that the
+owner's stream follows it, before the array is freed.
 
 An array, a stream and an event are whatever the device's library has for it.
 """
@@ -55,6 +55,9 @@ class Device(Protocol):
 
     def record(self, stream: Stream) -> Event:
         """An event of what is queued on `stream` by now."""
+
+    def try_record(self, stream: Stream) -> Event | None:
+        """The same from any thread. None while somebody captures a graph on `stream`: the event would be part of it."""
 
     def recycle(self, event: Event) -> None:
         """Nobody uses this event any more, and it may be recorded anew: to destroy it may take long."""

@@ -3,9 +3,12 @@
 A copy is made on the stream of who put it, and waited for before anybody hears of it: so whoever has a `DeviceBuffer`
 may read it on any stream. Its memory belongs to the stream it was made on, which would give it to the next one who
 allocates there while the reading of others is still queued on theirs. So every view holds the memory by a lease of its
-own, which ends with an event on the stream that the view was made for; and the owner's stream follows all of these
-events before the memory is freed. Nothing of that waits; but as CUDA's driver may stop who does it, it is done in a
-thread where the last reference goes on an event loop (`afterwards`).
+own, which ends with an event on the stream that the view was made for; and the memory is freed once all of these events
+are past. Nobody waits for that but a thread that is there for it (`afterwards`), which also ends what ends on an event
+loop, as CUDA's driver may stop who does it.
+
+A task's stream is in the hands of its code, which may capture a graph on it: whatever is queued there meanwhile becomes
+part of the graph, or spoils it. So from outside nothing is, but an event once nobody captures (`Device.try_record`).
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from taskgraph.device.afterwards import Aside, do_now, on_a_loop, soon
+from taskgraph.device.afterwards import Aside, call, do_now, later, on_a_loop, soon
 from taskgraph.device.api import Array, Device, Event, Stream
 from taskgraph.device.digest import DIGEST_BYTES
 from taskgraph.device.memory import givers
@@ -77,12 +80,14 @@ class _Memory:
         stream = self.leases[number]
         try:
             if stream != self.stream:
-                self.read.append(self.device.record(stream))
+                event = self.device.try_record(stream)
+                if event is None:
+                    later(partial(self.release, number))
+                    return
+                self.read.append(event)
             del self.leases[number]
             if not self.leases and self._is_last():
-                self._put_in_order()
-                self.stream = None  # who has this object still may drop it anywhere
-                _kept.discard(self)
+                self._give_back()
         except Exception as error:  # the device is lost, as a rule
             log.warning("memory of %d bytes is left alone: %s", self.array.nbytes, error)
 
@@ -94,26 +99,34 @@ class _Memory:
             return False
         return True
 
-    def _put_in_order(self) -> None:
-        for event in self.read:
-            self.device.follow(self.stream, event)
-            self.device.recycle(event)
+    def may_release(self, number: int) -> bool:
+        """Whether a lease may end in this thread: it is the reader's, or nothing is to be queued for that."""
+        return self.leases[number] in (self.stream, self.device.current())
+
+    def _give_back(self) -> None:
+        """Frees it behind those who read it."""
+        call(self.device, self.read, self._free)
+
+    def _free(self) -> None:
+        self.stream = None  # who has this object still may drop it anywhere
+        _kept.discard(self)
 
 
 class _InSegment(_Memory):
-    """The same in memory that belongs to no stream: whoever gets it next follows all who read it."""
+    """The same in memory that belongs to no stream: whoever gets it next follows all who read it, the owner, too."""
 
     __slots__ = ("_shared", "segment")
 
     def __init__(self, device: Device, shared: SharedMemory, segment: Segment, nbytes: int) -> None:
-        super().__init__(device, segment.array, device.current())
+        super().__init__(device, segment.array, _NOBODYS)
         self._shared = shared
         self.segment = segment
         self.array = device.view(segment.array, np.dtype(np.uint8), (nbytes,), None)
 
-    def _put_in_order(self) -> None:
+    def _give_back(self) -> None:
         assert self.segment is not None
-        self._shared.give_back(self.segment, [*self.read, self.device.record(self.stream)])
+        self._shared.give_back(self.segment, self.read)
+        self._free()
 
 
 class _Borrowed(_Memory):
@@ -131,8 +144,9 @@ class _Borrowed(_Memory):
         self.segment = segment
         self._ended = ended
 
-    def _put_in_order(self) -> None:
+    def _give_back(self) -> None:
         self._ended(self.read)
+        self._free()
 
 
 class _Lease:
@@ -150,15 +164,19 @@ class _Lease:
         memory.leases[self._number] = memory.stream if stream is None else stream
         _kept.add(memory)
 
+    def waited(self) -> None:
+        """What was queued for it is done."""
+        self.memory.leases[self._number] = self.memory.stream
+
     def __del__(
         self, is_finalizing: Callable[[], bool] = sys.is_finalizing, here: Callable[[], bool] = on_a_loop
     ) -> None:
         if is_finalizing():  # some go after this module
             return
-        if here():
-            soon(partial(self.memory.release, self._number))
-        else:
+        if not here() and self.memory.may_release(self._number):
             self.memory.release(self._number)
+        else:
+            soon(partial(self.memory.release, self._number))
 
 
 def _let_go(nbytes: int) -> bool:
@@ -211,8 +229,12 @@ class Private(Digested):
         if shared is None or segment is None:
             self._lease = _Lease(_Memory(device, device.empty(nbytes), device.current()))
         else:
-            self._lease = _Lease(_InSegment(device, shared, segment, nbytes))
+            self._lease = _Lease(_InSegment(device, shared, segment, nbytes), device.current())
         super().__init__(device, device.fill(self._lease.memory.array, array, block_bytes), nbytes, block_bytes)
+
+    def begin(self) -> None:
+        super().begin()
+        self._lease.waited()
 
     def sealed(self) -> DeviceBuffer:
         """The copy, once `begin` returned."""

@@ -40,6 +40,10 @@ _MOST_EVENTS: Final = 1024
 """That wait to be recorded anew."""
 _REGISTER: Final = 0
 """`cudaHostRegisterDefault`: with unified addressing, which every device of today has, all contexts may use it."""
+_CAPTURE_ERRORS: Final = range(900, 909)
+"""`cudaErrorStreamCaptureUnsupported` and those that follow it."""
+_CAPTURED: Final = 907
+"""`cudaErrorCapturedEvent`: the event is part of a graph. A query tells it, and CuPy's passes on what it tells."""
 _FIRST: Final = 0
 """A node computes on the first device its process has."""
 
@@ -180,6 +184,24 @@ class CudaDevice:
             except IndexError:
                 event = self._cupy.cuda.Event(block=True, disable_timing=True)
             return stream.record(event)  # type: ignore[attr-defined]
+
+    def try_record(self, stream: Stream) -> Event | None:
+        runtime = self._cupy.cuda.runtime
+        try:
+            if stream.is_capturing():  # type: ignore[attr-defined]
+                return None
+            event = self.record(stream)
+            # In another thread than the stream's a capture may have begun in between, and even ended.
+            if self.current() != stream and (
+                stream.is_capturing() or runtime.eventQuery(event.ptr) == _CAPTURED  # type: ignore[attr-defined]
+            ):
+                return None
+        except RuntimeError as error:
+            # CuPy's own, without a status: an error has ended the capture, which is still to be ended on the stream.
+            if type(error) is RuntimeError or getattr(error, "status", 0) in _CAPTURE_ERRORS:
+                return None
+            raise
+        return event
 
     def recycle(self, event: Event) -> None:
         if len(self._events) < _MOST_EVENTS:

@@ -10,6 +10,8 @@ stream still reads. `waits` and `waits_on_loops` tell who blocked for it, and wh
 Memory of the host that is registered is copied from and to when that is done, wherever the arrays on it went meanwhile:
 so giving it away too early shows, too. What must never be done with it (`misuses`) fails every call from then on.
 
+While a stream is captured (`captures`) nothing of the framework's may touch it, nor may anything wait in that thread.
+
     device = SoftDevice()
     device.xp.arange(10.0)     # as much of an array module as tests need
 """
@@ -58,6 +60,7 @@ class SoftStream:
         self.queued = 0
         self.done = 0
         self.runs = False
+        self.captured_in = 0  # the thread that captures a graph on it
 
     def __repr__(self) -> str:
         return f"<stream {self.name}: {self.done} of {self.queued}>"
@@ -253,10 +256,36 @@ class SoftDevice:
         self._here.stream = stream
         return before
 
+    @contextlib.contextmanager
+    def captures(self) -> Iterator[None]:
+        """Within, code of a task captures a graph on this thread's current stream, and others may not touch that."""
+        stream = self.current()
+        with self._lock:
+            stream.captured_in = threading.get_ident()
+        try:
+            yield
+        finally:
+            with self._lock:
+                stream.captured_in = 0
+
+    def _touch(self, stream: SoftStream) -> None:
+        if stream.captured_in:
+            raise self._misused("a stream was touched on which somebody captures a graph")
+
+    def _look_in_thread(self) -> None:
+        here = threading.get_ident()
+        if any(stream.captured_in == here for stream in self.streams):
+            raise self._misused("an event was looked at in a thread that captures a graph")
+
     def record(self, stream: Any) -> SoftEvent:
         with self._lock:
             self._go_on()
+            self._touch(stream)
             return SoftEvent(stream)
+
+    def try_record(self, stream: Any) -> SoftEvent | None:
+        with self._lock:
+            return None if stream.captured_in else self.record(stream)
 
     def recycle(self, event: SoftEvent) -> None:
         self._look(event)
@@ -265,6 +294,7 @@ class SoftDevice:
     def follow(self, stream: Any, event: SoftEvent) -> None:
         with self._lock:
             self._go_on()
+            self._touch(stream)
             self._look(event)
             of, place = event.stream, event.place
             self._queue(stream, lambda: self._run(of, place))
@@ -276,6 +306,7 @@ class SoftDevice:
             if on_a_loop():
                 self.waits_on_loops.append("".join(traceback.format_stack(limit=12)))
             self._go_on()
+            self._look_in_thread()
             self._look(event)
             self._run(event.stream, event.place)
 
@@ -286,6 +317,7 @@ class SoftDevice:
     def done(self, event: SoftEvent) -> bool:
         with self._lock:
             self._go_on()
+            self._look_in_thread()
             self._look(event)
             return event.stream.done >= event.place
 
@@ -349,9 +381,12 @@ class SoftDevice:
 
     def _do(self, operation: Callable[[], object]) -> None:
         """Queues it on the current stream."""
+        stream = self.current()
         with self._lock:
             self._go_on()
-            self._queue(self.current(), operation)
+            if stream.captured_in != threading.get_ident():
+                self._touch(stream)
+            self._queue(stream, operation)
 
     def keeps(self, array: SoftArray) -> bool:
         return array.soft is self

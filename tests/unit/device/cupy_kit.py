@@ -72,6 +72,11 @@ def stand_in(soft: SoftDevice) -> Any:
         def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
             assert block and disable_timing, "a wait that spins"
             self.place: SoftEvent | None = None
+            self.captured = False
+
+        @property
+        def ptr(self) -> Event:
+            return self
 
         def __del__(self) -> None:
             if self.place is not None:
@@ -123,8 +128,12 @@ def stand_in(soft: SoftDevice) -> Any:
         def record(self, event: Event) -> Event:
             if self.destroyed:
                 soft.misuses.append("a stream was used whose finalizer ran")
-            event.place = soft.record(self.of)
+            event.captured = bool(self.of.captured_in)
+            event.place = None if event.captured else soft.record(self.of)
             return event
+
+        def is_capturing(self) -> bool:
+            return bool(self.of.captured_in)
 
         def wait_event(self, event: Event) -> None:
             if self.destroyed:
@@ -244,6 +253,10 @@ def stand_in(soft: SoftDevice) -> Any:
             memory = host_memory(ptr, size)
             soft.register(memory)
             self._registered[ptr] = memory
+
+        def eventQuery(self, event: Event) -> int:
+            """Raises nothing, whatever it is."""
+            return 907 if event.captured else 0 if event.done else 600
 
         def hostUnregister(self, ptr: int) -> None:
             soft.unregister(self._registered.pop(ptr))

@@ -77,6 +77,26 @@ def test_who_is_in_a_hurry_does_it_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     go_on.set()
 
 
+def test_what_cannot_be_done_yet_is_done_in_a_moment() -> None:
+    done, tries = threading.Event(), list[int]()
+
+    def again() -> None:
+        tries.append(len(tries))
+        afterwards.later(again) if len(tries) < 3 else done.set()
+
+    afterwards.later(again)
+    assert done.wait(10) and tries == [0, 1, 2]
+
+
+def test_events_are_looked_at_in_no_thread_that_captures_a_graph() -> None:
+    soft, done = SoftDevice(), threading.Event()
+    event = soft.record(soft.stream())
+    with soft.captures():
+        afterwards.call(soft, [event], done.set)
+        assert done.wait(10)
+    assert not soft.misuses
+
+
 class Holds(SoftDevice):
     """A device that comes past the events of some streams when it is told to."""
 
@@ -133,7 +153,7 @@ def test_of_a_lost_device_what_was_held_stays(
     afterwards.call(other, [other.record(other.stream())], done.set)
     assert done.wait(10)
     until(lambda: len(left) == 1)
-    assert "is not given back to them: division by zero" in caplog.text
+    assert "is not used again, or given back to who lent it: division by zero" in caplog.text
 
 
 class Goes:

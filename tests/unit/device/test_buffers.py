@@ -5,14 +5,17 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
+from taskgraph.device import afterwards, shared
 from taskgraph.device import buffers as buffers_module
-from taskgraph.device import shared
+from taskgraph.device.afterwards import soon
+from taskgraph.device.buffers import Private
 from taskgraph.device.shared import Segment, SharedMemory
 from taskgraph.graph import codecs
 from taskgraph.graph.blocks import Block
@@ -169,8 +172,25 @@ def test_a_write_to_what_others_read_is_found(soft: SoftDevice) -> None:
 # -- memory ----------------------------------------------------------------------------------------
 
 
+def settle_calls() -> None:
+    """What was left to a thread is done, as far as it can be."""
+    done = threading.Event()
+    soon(done.set)
+    assert done.wait(10)
+
+
+def settle(memory: object = None) -> None:
+    """What nobody has any more goes back now; or this does."""
+    end = time.monotonic() + 10
+    settle_calls()
+    while not all(kept.leases and kept is not memory for kept in buffers_module._kept):
+        assert time.monotonic() < end, "it does not go back"
+        time.sleep(0.001)
+
+
 def fill(device: SoftDevice, stream: SoftStream) -> None:
     """Somebody takes all the memory that was freed on a stream, and writes to it."""
+    settle()
     with On(device, stream):
         kept = [device.xp.full(HOST.size, 7.0) for _ in range(3)]
         for array in kept:
@@ -232,7 +252,7 @@ def test_a_copy_to_write_to_is_waited_for(soft: SoftDevice) -> None:
         assert np.array_equal(mine.get(), HOST)
 
 
-def test_nothing_of_that_waits(soft: SoftDevice) -> None:
+def test_nobody_waits_for_that_but_a_thread_of_its_own(soft: SoftDevice) -> None:
     encoded = put(soft)
     before = len(soft.waits)
     with On(soft):
@@ -240,8 +260,33 @@ def test_nothing_of_that_waits(soft: SoftDevice) -> None:
         read = view + 1.0
     del encoded, view
     gc.collect()
-    assert len(soft.waits) == before
+    settle()
+    assert set(soft.waits[before:]) <= {"_waited"}
     del read
+
+
+def test_streams_on_which_graphs_are_captured_are_not_touched(soft: SoftDevice) -> None:
+    """The owner's was told to follow who read, and the reader's got an event: either spoiled its graph."""
+    with On(soft) as owner:
+        encoded = put(soft)
+    held = staying(encoded)[0]._memory
+    with On(soft) as reader:
+        first, second = (decode(encoded, device=soft) for _ in range(2))
+        read = [first + 1.0, second + 2.0]
+        with soft.captures():
+            del first
+            with On(soft):
+                del second
+            del encoded
+            settle_calls()
+            assert held in buffers_module._kept, "it stays until the reader's stream can be asked"
+    with On(soft, owner), soft.captures():
+        settle(held)
+    del held
+    fill(soft, owner)
+    with On(soft, reader):
+        assert np.array_equal(read[0].get(), HOST + 1) and np.array_equal(read[1].get(), HOST + 2)
+    assert not soft.misuses
 
 
 def test_an_owner_who_reads_its_own_waits_for_nobody(soft: SoftDevice) -> None:
@@ -278,6 +323,7 @@ def test_two_views_that_end_at_the_same_time_are_both_waited_for(monkeypatch: py
 def test_memory_that_cannot_be_put_in_order_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
     soft, left = SoftDevice(), set()
     monkeypatch.setattr(buffers_module, "_kept", left)
+    monkeypatch.setattr(afterwards, "_left", [])
     with On(soft) as owner:
         encoded = put(soft)
     with On(soft):
@@ -294,8 +340,10 @@ def test_memory_that_cannot_be_put_in_order_is_nobodys(monkeypatch: pytest.Monke
         encoded = put(soft)
     with On(soft):
         decode(encoded, device=soft)
-    monkeypatch.setattr(soft, "follow", lambda stream, event: 1 / 0)
+    monkeypatch.setattr(soft, "done", lambda event: 1 / 0)
+    monkeypatch.setattr(soft, "wait", lambda event: 1 / 0)
     del encoded
+    settle_calls()
     assert len(left) == 2
 
 
@@ -341,6 +389,39 @@ def test_a_segment_takes_the_next_value_behind_all_who_read_the_last_one(memory:
         assert np.array_equal(read.get(), LARGE + 1)
 
 
+@pytest.mark.parametrize("reads_on", ["another stream", "the owner's"])
+def test_nor_is_a_stream_touched_for_a_segment(memory: SharedMemory, reads_on: str) -> None:
+    soft = memory.device
+    assert isinstance(soft, SoftDevice)
+    with On(soft) as owner:
+        encoded, segment = put_for_others(soft)
+    held = staying(encoded)[0]._memory
+    with On(soft, owner if reads_on == "the owner's" else None):
+        view = decode(encoded, device=soft)
+        read = view + 1.0
+        with soft.captures():
+            del view, encoded
+            settle_calls()
+        settle(held)
+        with On(soft):
+            later = encode(soft.xp.full(LARGE.size, 7.0), stays=True, lendable=True)
+        assert staying(later)[0].segment is segment
+        assert np.array_equal(read.get(), LARGE + 1)
+    assert not soft.misuses
+
+
+def test_a_segment_whose_value_was_not_waited_for_is_written_to_behind_that(memory: SharedMemory) -> None:
+    soft = memory.device
+    assert isinstance(soft, SoftDevice)
+    with On(soft):
+        Private(soft, soft.xp.asarray(LARGE), 1 << 20, memory)
+    with On(soft):
+        later = encode(soft.xp.full(LARGE.size, 7.0), stays=True, lendable=True)
+        assert len(memory) == 1
+        soft.synchronize()
+        assert decode(later, device=soft).get()[0] == 7
+
+
 @pytest.mark.parametrize("where", ["view", "owner"])
 def test_nor_is_a_segment(monkeypatch: pytest.MonkeyPatch, memory: SharedMemory, where: str) -> None:
     soft = memory.device
@@ -369,6 +450,7 @@ def test_a_segment_that_could_not_be_put_in_order_for_its_next_value_is_kept(
     assert isinstance(soft, SoftDevice)
     encoded, segment = put_for_others(soft)
     array = soft.xp.asarray(LARGE)
+    decode(encoded, device=soft)
     del encoded
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(soft, "follow", lambda stream, event: 1 / 0)

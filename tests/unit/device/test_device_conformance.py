@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import mmap
 import subprocess
@@ -10,6 +11,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -344,6 +346,34 @@ def test_one_stream_follows_another(found: Found) -> None:
         assert np.array_equal(device.to_host(device.copy(array)), np.arange(100_000.0) + 1)
 
 
+def test_a_stream_is_not_touched_while_a_graph_is_captured_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft = SoftDevice()
+    cupy = stand_in(soft)
+    device = cuda.CudaDevice(cupy, 0)
+    stream = device.stream()
+    event = device.try_record(stream)
+    assert event is not None and device.done(event)
+    with device.on(stream), soft.captures():
+        assert device.try_record(stream) is None
+    answers = iter([False, False])
+    monkeypatch.setattr(type(stream), "is_capturing", lambda stream: next(answers))
+    with device.on(stream), soft.captures(), device.on(device.stream()):
+        assert device.try_record(stream) is None, "it begins in between, and is over soon: the event tells"
+    for raised, way in (
+        (RuntimeError("the stream was capturing, but an error has invalidated the capture sequence"), None),
+        (cupy_error(906), None),
+        (cupy_error(700), RuntimeError),
+    ):
+        monkeypatch.setattr(type(stream), "is_capturing", MagicMock(side_effect=raised))
+        with pytest.raises(way) if way else contextlib.nullcontext():
+            assert device.try_record(stream) is None
+
+
+def cupy_error(status: int) -> RuntimeError:
+    error = type("CUDARuntimeError", (RuntimeError,), {"status": status})
+    return error(str(status))
+
+
 def test_who_followed_an_event_is_behind_what_it_was_though_it_is_recorded_anew(found: Found) -> None:
     device, _ = found
     one, other = device.stream(), device.stream()
@@ -410,7 +440,10 @@ def test_what_is_garbage_together_is_let_go_of_in_any_order(found: Found) -> Non
         cycle.append(cycle)
         del encoded, view, owner, reader, cycle
         gc.collect()
-        assert len(buffers._kept) == kept
+        end = time.monotonic() + 10
+        while len(buffers._kept) != kept:
+            assert time.monotonic() < end, "it does not go back"
+            time.sleep(0.001)
         device.wait(device.record(device.current()))
         with device.on(device.stream()):
             assert device.to_host(read).shape == host.shape

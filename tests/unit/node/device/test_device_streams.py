@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
 
 import taskgraph as tg
+from taskgraph.device import shared
 from taskgraph.graph.values import decode, encode
 from taskgraph.launch import inprocess
 from taskgraph.node import roles
@@ -214,3 +216,56 @@ def test_what_is_replayed_is_on_the_stream_of_who_replays_it(monkeypatch: pytest
     result = tg.testing.run(tg.Job(tasks=2, epochs=3, builder=Flagged, topology=tg.ring()))
     assert result.values == dict.fromkeys(range(2), 3 * sum(range(10_000)) + 10_000.0 * 3)
     assert not soft.waits_on_loops and not soft.calls_on_loops
+
+
+class Captures(tg.Task, state=["row"]):
+    """Computes capture graphs on the task's stream for a moment, and what they were given goes meanwhile, or later."""
+
+    def __init__(self, soft: SoftDevice, size: int) -> None:
+        self.soft, self.size = soft, size
+        self.seen: object = None
+
+    def setup(self) -> None:
+        self.row = self.xp.arange(float(self.size)) + self.task_id
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.send, outbound={"row": "right"})
+        epoch.processor(self.mix, inbound={"row": "left"})
+
+    def captured(self) -> None:
+        with self.soft.captures():
+            time.sleep(0.002)
+            self.seen = None
+            time.sleep(0.002)
+
+    def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.captured()
+        outs.put("row", self.row)
+
+    def mix(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        other = ins["row"]
+        self.captured()
+        self.row = (self.row + other) * 0.5
+        self.seen = other if epoch.number % 2 else None
+
+    def result(self) -> SoftArray:
+        return self.row
+
+
+@pytest.mark.parametrize("size", [10_000, 200_000])
+def test_graphs_are_captured_on_streams_that_nobody_else_touches(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """What was read went back by the reader's and the owner's stream, in the middle of their captures."""
+    soft = SoftDevice(3)
+    shared.offer(soft)
+    monkeypatch.setattr(inprocess, "device_count", lambda: 1)
+    monkeypatch.setattr(roles, "array_module", lambda devices: (soft.xp, soft))
+    job = tg.Job(tasks=3, epochs=12, builder=lambda _: Captures(soft, size), topology=tg.ring(), backups=0)
+    try:
+        result = tg.run(job, nodes=0)
+    finally:
+        shared._offered.pop(soft)
+    rows = [np.arange(float(size)) + task for task in range(3)]
+    for _ in range(12):
+        rows = [(rows[t] + rows[t - 1]) * 0.5 for t in range(3)]
+    assert all(np.array_equal(result.values[t], row) for t, row in enumerate(rows))
+    assert not soft.misuses
