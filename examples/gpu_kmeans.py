@@ -55,7 +55,7 @@ class Worker(tg.Task):
         outs.put("centroids", ins["centroids"])
 
     def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        outs.put("sums", self.sums(ins["centroids"], ins))
+        outs.put("sums", self.sums(self.xp.asarray(ins["centroids"]), ins))
 
     def sums(self, centroids: Array, ins: tg.Inputs) -> tuple[Array, Array, Array]:
         """Over all points of the subtree, by nearest centroid: their sum and number; and all squared distances."""
@@ -65,7 +65,8 @@ class Worker(tg.Task):
         own = xp.where(nearest[None, :] == xp.arange(centroids.shape[0])[:, None], xp.asarray(1.0), 0.0)
         total = own @ self.points, xp.sum(own, axis=1), xp.sum(xp.min(distances, axis=1))
         for part in ins.all("sums").values():  # in the order declared, never of arrival: the same in every run
-            total = total[0] + part[0], total[1] + part[1], total[2] + part[2]
+            add = [xp.asarray(array) for array in part]  # a task on a node of the other kind sent numpy's
+            total = total[0] + add[0], total[1] + add[1], total[2] + add[2]
         return total
 
     def distances(self, centroids: Array) -> Array:
@@ -102,11 +103,11 @@ class Root(Worker, state=["centroids"]):
         outs.put("centroids", self.centroids)
 
     def step(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        xp = self.xp
-        sums, numbers, squares = self.sums(self.centroids, ins)
+        xp, before = self.xp, self.xp.asarray(self.centroids)  # a predecessor on such a node kept them as numpy's
+        sums, numbers, squares = self.sums(before, ins)
         numbers = numbers[:, None]
-        centroids = xp.where(numbers > 0.0, sums / xp.maximum(numbers, 1.0), self.centroids)
-        moved = float(xp.max(xp.abs(centroids - self.centroids)))
+        centroids = xp.where(numbers > 0.0, sums / xp.maximum(numbers, 1.0), before)
+        moved = float(xp.max(xp.abs(centroids - before)))
         self.centroids = centroids
         epoch.report(moved=moved, mean_square=float(squares) / self.shape[0])
         if moved <= self.tolerance:

@@ -59,7 +59,7 @@ class Worker(tg.Task):
         outs.put("weights", ins["weights"])
 
     def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        outs.put("sums", self.sums(ins["weights"], ins))
+        outs.put("sums", self.sums(self.xp.asarray(ins["weights"]), ins))
 
     def sums(self, weights: Array, ins: tg.Inputs) -> Sums:
         """Over all rows of the subtree: gradient and second derivatives of the loss at `weights`, and the loss."""
@@ -71,7 +71,8 @@ class Worker(tg.Task):
         losses = xp.maximum(score, 0.0) + xp.log1p(xp.exp(-xp.abs(score))) - self.y * score
         total = self.x.T @ (likely - self.y), curved, xp.sum(losses)
         for part in ins.all("sums").values():  # in the order declared, never of arrival: the same in every run
-            total = total[0] + part[0], total[1] + part[1], total[2] + part[2]
+            add = [xp.asarray(array) for array in part]  # a task on a node of the other kind sent numpy's
+            total = total[0] + add[0], total[1] + add[1], total[2] + add[2]
         return total
 
 
@@ -96,23 +97,25 @@ class Root(Worker, state=["weights", "curvature"]):
         outs.put("weights", self.weights)
 
     def step(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
-        gradient, self.curvature, loss = self.sums(self.weights, ins)
+        weights = self.xp.asarray(self.weights)  # a predecessor on a node of the other kind kept them as numpy's
+        gradient, self.curvature, loss = self.sums(weights, ins)
         slope = float(self.xp.max(self.xp.abs(gradient))) / self.shape[0]
         epoch.report(loss=float(loss) / self.shape[0], slope=slope)
         if slope <= self.tolerance:
             epoch.finish()
         else:
             # A right-hand side with two axes means the same to every version of every library.
-            self.weights = self.weights - self.xp.linalg.solve(self.curvature, gradient[:, None])[:, 0]
+            self.weights = weights - self.xp.linalg.solve(self.curvature, gradient[:, None])[:, 0]
 
     def result(self) -> dict[str, Any]:
         true = self.xp.asarray(true_coefficients(self.shape[1]))
-        inverse = self.xp.linalg.inv(self.curvature)
+        weights, curvature = self.xp.asarray(self.weights), self.xp.asarray(self.curvature)
+        inverse = self.xp.linalg.inv(curvature)
         errors = self.xp.sqrt(self.xp.sum(inverse * self.xp.eye(self.shape[1]), axis=1))
         return {
-            "coefficients": self.weights,
+            "coefficients": weights,
             "standard errors": errors,
-            "largest error, in standard errors": float(self.xp.max(self.xp.abs(self.weights - true) / errors)),
+            "largest error, in standard errors": float(self.xp.max(self.xp.abs(weights - true) / errors)),
         }
 
 

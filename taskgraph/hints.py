@@ -32,6 +32,10 @@ _READ_ONLY: Final = (
 )
 _REPLY: Final = "a Reply is not the answer yet: reply.wait() gives it, in an `async def` await reply"
 _OUTS: Final = "put with outs.put('tag', value)"
+_NUMPYS: Final = (
+    "what a node without a device put, or kept as state, is numpy's: self.xp.asarray(ins['tag']) is one of self.xp "
+    "on every node, see docs/gpu.md"
+)
 
 
 def hint(error: BaseException) -> str:
@@ -70,6 +74,8 @@ def _of_type(text: str) -> str:
         return _REPLY
     if "'Outputs' object" in text:
         return _OUTS
+    if "Unsupported type <class 'numpy.ndarray'>" in text:  # as CuPy says it
+        return _NUMPYS
     if "'Inputs' object" in text:
         return "read with ins['tag'], or from several tasks ins.all('tag')"
     return ""

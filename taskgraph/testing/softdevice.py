@@ -623,8 +623,10 @@ class SoftArray:
     def __len__(self) -> int:
         return len(self.elements)
 
+    __array_ufunc__ = None  # numpy leaves it to these arrays to say no
+
     def _made_with(self, function: np.ufunc, *args: Any) -> SoftArray:
-        given = [arg.elements if isinstance(arg, SoftArray) else np.array(arg) for arg in args]
+        given = [_operand(arg) for arg in args]
         shape = np.broadcast_shapes(*(array.shape for array in given))
         made = self.soft._new(shape, np.result_type(*given, *([np.float64] if function is np.divide else [])))
         target = made.elements
@@ -632,7 +634,7 @@ class SoftArray:
         return made
 
     def _change(self, function: np.ufunc, other: Any) -> SoftArray:
-        target, given = self.elements, other.elements if isinstance(other, SoftArray) else np.array(other)
+        target, given = self.elements, _operand(other)
         self.soft._do(lambda: function(target, given, out=target, casting="unsafe"))
         return self
 
@@ -661,15 +663,30 @@ class SoftArray:
         return self._change(np.multiply, other)
 
 
+def _operand(value: Any) -> NDArray[Any]:
+    if isinstance(value, SoftArray):
+        return value.elements
+    if isinstance(value, np.ndarray):  # as CuPy says it
+        raise TypeError(f"Unsupported type {type(value)}")
+    return np.array(value)
+
+
 SoftDevice.array_type = SoftArray
 declare(SoftArray, lambda array: array.soft)
 
 
 def _namespace(device: SoftDevice) -> ModuleType:
     """The device's array module: what `Task.xp` is where it is the node's."""
+
+    def asarray(data: Any, dtype: Any = None) -> SoftArray:
+        if isinstance(data, SoftArray) and dtype in (None, data.dtype):
+            return data
+        return device.to_device(np.asarray(data, dtype))
+
     module: Any = ModuleType("softdevice")
     module.ndarray = SoftArray
-    module.asarray = module.array = lambda data, dtype=None: device.to_device(np.asarray(data, dtype))
+    module.asarray = asarray
+    module.array = lambda data, dtype=None: device.to_device(np.asarray(data, dtype))
     module.arange = lambda *args, dtype=None: device.to_device(np.arange(*args, dtype=dtype))
     module.zeros = lambda shape, dtype=float: device.to_device(np.zeros(shape, dtype))
     module.ones = lambda shape, dtype=float: device.to_device(np.ones(shape, dtype))

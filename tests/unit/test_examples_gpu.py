@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import re
 import sys
 import types
@@ -22,9 +23,13 @@ import pytest
 from numpy.typing import NDArray
 
 import taskgraph as tg
+from taskgraph.device.lookup import declare
+from taskgraph.launch import inprocess
 from taskgraph.loading import load_driver
 from taskgraph.node import roles
+from taskgraph.node.node import Node
 from taskgraph.results import JobResult
+from taskgraph.testing.softdevice import SoftArray, SoftDevice
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GPU = ["gpu_kmeans", "gpu_regression"]
@@ -118,6 +123,109 @@ def test_the_array_api_is_enough_and_state_comes_back_as_its_arrays(
     assert told(undisturbed) == told(tg.testing.run(job(example)))
 
 
+class OnDevice(SoftArray):
+    """An array of a device with the operators that the programs ask for."""
+
+    def __matmul__(self, other: Any) -> Any:
+        return there(self.soft, np.matmul)(self, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return there(self.soft, np.subtract)(other, self)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return there(self.soft, np.divide)(other, self)
+
+    def __neg__(self) -> Any:
+        return there(self.soft, np.negative)(self)
+
+    def __eq__(self, other: object) -> Any:
+        return there(self.soft, np.equal)(self, other)
+
+    def __gt__(self, other: Any) -> Any:
+        return there(self.soft, np.greater)(self, other)
+
+    def __int__(self) -> int:
+        return int(self.get())
+
+
+declare(OnDevice, lambda array: array.soft)
+
+
+def there(soft: SoftDevice, function: Any) -> Any:
+    """A function of numpy's as one of the device's array module, which refuses numpy's arrays."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        for arg in args:
+            if isinstance(arg, np.ndarray):
+                raise TypeError(f"Unsupported type {type(arg)}")
+        given = [
+            arg.get() if isinstance(arg, SoftArray) else [part.get() for part in arg] if isinstance(arg, list) else arg
+            for arg in args
+        ]
+        return soft.to_device(np.asarray(function(*given, **options)))
+
+    return call
+
+
+@pytest.fixture
+def every_second_node_has_a_device(monkeypatch: pytest.MonkeyPatch) -> SoftDevice:
+    soft = SoftDevice()
+    soft.array_type = OnDevice
+    xp: Any = soft.xp
+    for name in ("sum", "min", "max", "abs", "exp", "log1p", "sqrt", "maximum", "argmin", "argmax", "where", "stack"):
+        setattr(xp, name, there(soft, getattr(np, name)))
+    xp.eye = there(soft, np.eye)
+    xp.linalg = types.SimpleNamespace(solve=there(soft, np.linalg.solve), inv=there(soft, np.linalg.inv))
+    number = itertools.count()
+
+    def node(*args: Any, **options: Any) -> Node:
+        return Node(*args, **{**options, "devices": next(number) % 2})
+
+    monkeypatch.setattr(inprocess, "Node", node)
+    monkeypatch.setattr(roles, "array_module", lambda devices: (xp, soft) if devices else (np, None))
+    return soft
+
+
+@pytest.mark.parametrize("example", GPU)
+@pytest.mark.parametrize("killed", [0, 1])
+def test_nodes_with_and_without_a_device_run_one_job(
+    example: str, killed: int, every_second_node_has_a_device: SoftDevice
+) -> None:
+    """What came from a node without a device, or was kept there, was numpy's, and the device's arrays refused it."""
+    kills: Any = {(killed, 1): "sync", (0, 2): "done"}
+    result = tg.testing.run(job(example), kills=kills, strict=False)
+    expected = tg.run(job(example), nodes=0)
+    assert result.failovers >= 2 and every_second_node_has_a_device.streams[1:]
+    assert result.epochs == expected.epochs
+    found, wanted = (value if isinstance(value, dict) else {"": value} for value in (result.value, expected.value))
+    for name, array in wanted.items():
+        np.testing.assert_allclose(np.asarray(on_host(found[name])), np.asarray(on_host(array)), rtol=1e-6)
+
+
+def test_the_program_of_the_page_runs_on_both_kinds_of_nodes(every_second_node_has_a_device: SoftDevice) -> None:
+    mean = program_of_the_page()["Mean"]
+    job = tg.Job(tasks=4, epochs=5, builder=mean, topology=tg.ring())
+    result = tg.testing.run(job, kills={(0, 1): "sync", (1, 3): "done"}, strict=False)
+    assert result.failovers >= 2 and result.epochs == 5
+
+
+class Forgets(tg.Task):
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.send, outbound={"row": "right"})
+        epoch.processor(self.mix, inbound={"row": "left"})
+
+    def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("row", self.xp.arange(10.0))
+
+    def mix(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.xp.zeros(10) + ins["row"]
+
+
+def test_who_forgets_asarray_is_told(every_second_node_has_a_device: SoftDevice) -> None:
+    with pytest.raises(tg.JobFailed, match=r"what a node without a device put.* self.xp.asarray\(ins\['tag'\]\)"):
+        tg.testing.run(tg.Job(tasks=4, epochs=1, builder=Forgets, topology=tg.ring()), strict=False)
+
+
 @pytest.mark.parametrize("example", GPU)
 def test_cupy_has_every_name(example: str) -> None:
     cupy = pytest.importorskip("cupy")  # it can be imported without a device
@@ -131,10 +239,18 @@ def test_cupy_has_every_name(example: str) -> None:
         assert callable(attrgetter(name)(cupy)) or name == "linalg"
 
 
-def test_the_programs_of_the_page_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def program_of_the_page() -> dict[str, Any]:
     page = types.ModuleType("gpu_page")
-    monkeypatch.setitem(sys.modules, "gpu_page", page)  # whoever defines a class looks for its module
     blocks = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "docs" / "gpu.md").read_text(), re.DOTALL)
     assert len(blocks) == 2
-    for block in blocks:
-        exec(compile(block, "docs/gpu.md", "exec"), vars(page))
+    sys.modules["gpu_page"] = page  # whoever defines a class looks for its module
+    try:
+        for block in blocks:
+            exec(compile(block, "docs/gpu.md", "exec"), vars(page))
+    finally:
+        del sys.modules["gpu_page"]
+    return vars(page)
+
+
+def test_the_programs_of_the_page_run() -> None:
+    assert program_of_the_page()["Mean"]
