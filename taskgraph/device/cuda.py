@@ -27,6 +27,7 @@ from taskgraph.device.afterwards import Aside
 from taskgraph.device.api import IDENTITY_BYTES, Array, Device, Event, Stream
 from taskgraph.device.memory import Bounded, bound_pinned, givers
 from taskgraph.device.visible import PRETEND, VISIBLE, visible
+from taskgraph.errors import JobError
 from taskgraph.protocol.deviceloss import device_error
 
 __all__ = ["CudaDevice", "array_module", "bound_memory", "device_count", "device_of", "from_dlpack", "givers"]
@@ -44,12 +45,17 @@ _CAPTURE_ERRORS: Final = range(900, 909)
 """`cudaErrorStreamCaptureUnsupported` and those that follow it."""
 _CAPTURED: Final = 907
 """`cudaErrorCapturedEvent`: the event is part of a graph. A query tells it, and CuPy's passes on what it tells."""
+_OF_THREADS: Final = "CUPY_CUDA_PER_THREAD_DEFAULT_STREAM"
 _FIRST: Final = 0
 """A node computes on the first device its process has."""
 
 
 def device_count() -> int:
-    """How many CUDA devices this process can use; 0 without cupy, without a driver, or with none visible."""
+    """How many CUDA devices this process can use; 0 without cupy, without a driver, or with none visible.
+
+    Raises:
+        JobError: there are some, and CuPy is told to use the default streams of threads.
+    """
     if PRETEND in os.environ:
         return len(visible(os.environ.get(VISIBLE, "")))
     if importlib.util.find_spec("cupy") is None:
@@ -57,10 +63,16 @@ def device_count() -> int:
     try:
         import cupy
 
-        return int(cupy.cuda.runtime.getDeviceCount())
+        found = int(cupy.cuda.runtime.getDeviceCount())
     except Exception as error:  # cupy raises its own classes, and ImportError where CUDA's libraries are missing
         log.warning("cupy is installed, but no CUDA device can be used: %s", error)
         return 0
+    if found and os.environ.get(_OF_THREADS, "0") not in ("", "0"):
+        raise JobError(
+            f"{_OF_THREADS} is set, and what asyncio tasks and threads of your own code queue would be in no order with "
+            "the streams of tasks: unset it where nodes are started (docs/gpu.md, Streams)"
+        )
+    return found
 
 
 def array_module(devices: int) -> tuple[ModuleType, Device | None]:

@@ -23,6 +23,7 @@ from taskgraph.device.api import HANDLE_BYTES, IDENTITY_BYTES, Device
 from taskgraph.device.cuda import array_module, device_count
 from taskgraph.device.lookup import device_of
 from taskgraph.device.staging import PIECE_BYTES
+from taskgraph.errors import JobError
 from taskgraph.graph.blocks import block_behind
 from taskgraph.graph.values import decode, encode, in_part, verify
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice
@@ -372,6 +373,23 @@ def test_a_stream_is_not_touched_while_a_graph_is_captured_on_it(monkeypatch: py
 def cupy_error(status: int) -> RuntimeError:
     error = type("CUDARuntimeError", (RuntimeError,), {"status": status})
     return error(str(status))
+
+
+@pytest.mark.parametrize(("told", "devices", "way"), [("1", 1, "unset it"), ("1", 0, ""), ("0", 2, ""), ("", 1, "")])
+def test_default_streams_of_threads_are_refused(
+    monkeypatch: pytest.MonkeyPatch, told: str, devices: int, way: str
+) -> None:
+    """What children of a coroutine computed was in no order with its task: the numbers were wrong."""
+    cupy = stand_in(SoftDevice())
+    cupy.cuda.runtime.getDeviceCount = lambda: devices
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: cupy)
+    monkeypatch.setenv("CUPY_CUDA_PER_THREAD_DEFAULT_STREAM", told)
+    if not way:
+        assert device_count() == devices
+        return
+    with pytest.raises(JobError, match=way):
+        device_count()
 
 
 def test_who_followed_an_event_is_behind_what_it_was_though_it_is_recorded_anew(found: Found) -> None:

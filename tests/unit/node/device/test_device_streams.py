@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -269,3 +270,38 @@ def test_graphs_are_captured_on_streams_that_nobody_else_touches(monkeypatch: py
         rows = [(rows[t] + rows[t - 1]) * 0.5 for t in range(3)]
     assert all(np.array_equal(result.values[t], row) for t, row in enumerate(rows))
     assert not soft.misuses
+
+
+class Starts(tg.Task):
+    """Code that starts more of its own: on which streams does that compute?"""
+
+    def __init__(self, soft: SoftDevice, seen: dict[str, SoftStream]) -> None:
+        self.soft, self.seen = soft, seen
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.gathers)
+        epoch.processor(self.plain)
+
+    async def gathers(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.seen["task"] = own = self.soft.current()
+
+        async def child() -> None:
+            self.seen["child"] = self.soft.current()
+            with self.soft.on(own):
+                self.seen["child within"] = self.soft.current()
+
+        await asyncio.gather(child())
+        self.seen["to_thread"] = await asyncio.to_thread(self.soft.current)
+
+    def plain(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            self.seen["pool"] = pool.submit(self.soft.current).result()
+
+
+def test_what_a_task_starts_computes_on_the_default_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft, seen = SoftDevice(), dict[str, SoftStream]()
+    monkeypatch.setattr(inprocess, "device_count", lambda: 1)
+    monkeypatch.setattr(roles, "array_module", lambda devices: (soft.xp, soft))
+    tg.run(tg.Job(tasks=1, epochs=1, builder=lambda _: Starts(soft, seen), backups=0), nodes=0)
+    default = {name for name, stream in seen.items() if stream is soft.default}
+    assert default == {"child", "to_thread", "pool"} and seen["child within"] is seen["task"]
