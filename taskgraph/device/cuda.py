@@ -69,8 +69,8 @@ def device_count() -> int:
         return 0
     if found and os.environ.get(_OF_THREADS, "0") not in ("", "0"):
         raise JobError(
-            f"{_OF_THREADS} is set, and what asyncio tasks and threads of your own code queue would be in no order with "
-            "the streams of tasks: unset it where nodes are started (docs/gpu.md, Streams)"
+            f"{_OF_THREADS} is set, and what asyncio tasks and threads of your own code queue would be in no order "
+            "with the streams of tasks: unset it where nodes are started (docs/gpu.md, Streams)"
         )
     return found
 

@@ -121,6 +121,7 @@ class Reason:
     PAUSED = "paused"  # the node cannot prove its lease: try again later
     USER_ERROR = "user error"  # the receiver's user code raised: the job is failing
     BAD_MESSAGE = "bad message"  # not something this receiver understands
+    NOT_COPIED = "not copied"  # there is no copy of it on the host, and no device is to blame: there will be none
     CLOSING = "closing"  # the node is shutting down
 
 

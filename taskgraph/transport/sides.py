@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 from taskgraph.device.staging import PIECE_BYTES
 from taskgraph.errors import DecodeError, PeerLost, Refused, TransportError
 from taskgraph.graph.values import staying
+from taskgraph.protocol.deviceloss import device_error
 from taskgraph.protocol.messages import Accepted, Call, Encoded, EncodedOnDevice, Item, Pull, Reason, Refusal, Reply
 from taskgraph.transport import wire
 from taskgraph.transport.api import Begun, Coming
@@ -516,4 +517,5 @@ def _too_many() -> Refusal:
 
 
 def _not_copied(error: Exception) -> Refusal:
-    return Refusal(Reason.BAD_MESSAGE, f"it cannot be copied to the host: {type(error).__name__}: {error}")
+    reason = Reason.NOT_COPIED if device_error(error) is None else Reason.BAD_MESSAGE
+    return Refusal(reason, f"it cannot be copied to the host: {type(error).__name__}: {error}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from taskgraph.errors import GraphError, Refused
+from taskgraph.errors import GraphError, Refused, TaskGraphError
 from taskgraph.graph.values import hosted
 from taskgraph.node.epochs.pulls import LARGE_BYTES
 from taskgraph.observe.trace import clock
@@ -171,6 +171,8 @@ class Inbound:
                     f"{who} pulls {tag!r} from task {producer}, which does not offer it in this epoch; {refused}"
                 ) from refused
             why = f"task {self._task} cannot pull {tag!r} from task {producer}: {refused}"
+            if refused.reason == Reason.NOT_COPIED:  # nor the next time
+                raise TaskGraphError(f"epoch {self._stamp.epoch}: {why}") from refused
             self._primary.ask_restart(self._stamp, why)
             await asyncio.Event().wait()  # until the restart cancels this attempt
             raise AssertionError from refused

@@ -218,7 +218,7 @@ async def test_and_before_anything_of_it_left_refuses_it(
     pieces.fail()
     with pytest.raises(Refused, match="cannot be copied to the host: ArithmeticError: the device is gone") as refused:
         await consumer.call(producer, pull("x"))
-    assert refused.value.reason == m.Reason.BAD_MESSAGE
+    assert refused.value.reason == m.Reason.NOT_COPIED
     before = session_to(consumer, producer)
     reply = await consumer.call(producer, pull("small"))
     assert decode(reply.value) == 1 and session_to(consumer, producer) is before  # type: ignore[union-attr]

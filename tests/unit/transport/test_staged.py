@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -150,13 +151,26 @@ async def test_who_cancels_meanwhile_gets_nothing(
     assert not session._calls
 
 
-async def test_a_copy_that_fails_is_a_refusal_that_ends_the_attempt(
-    nodes: list[Node], soft: SoftDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+class CUDARuntimeError(RuntimeError):
+    __module__ = "cupy_backends.cuda.api.runtime"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(MemoryError(), m.Reason.NOT_COPIED), (CUDARuntimeError(), m.Reason.BAD_MESSAGE)]
+)
+async def test_a_copy_that_fails_is_a_refusal(
+    nodes: list[Node],
+    soft: SoftDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    reason: str,
 ) -> None:
+    """One that no device is to blame for is not to be asked for again: the epoch restarted for it without end."""
     producer, consumer, _ = nodes
     at_once(producer, await on_device(soft))
-    monkeypatch.setattr(soft, "fetch", lambda *_: 1 / 0)
-    with pytest.raises(Refused, match="cannot be copied to the host: ZeroDivisionError") as refused:
+    monkeypatch.setattr(soft, "fetch", MagicMock(side_effect=error))
+    with pytest.raises(Refused, match=f"cannot be copied to the host: {type(error).__name__}") as refused:
         await consumer.call(producer, pull())
-    assert refused.value.reason == m.Reason.BAD_MESSAGE
+    assert refused.value.reason == reason
     assert "cannot be copied to the host" in caplog.text

@@ -10,6 +10,8 @@ import pytest
 import taskgraph as tg
 from taskgraph.launch import inprocess
 from taskgraph.node import roles
+from taskgraph.node.epochs.items import Items
+from taskgraph.protocol.messages import Reason, Refusal
 from taskgraph.testing.softdevice import SoftArray, SoftDevice
 
 
@@ -72,3 +74,13 @@ def test_and_none_of_the_values_depends_on_it(soft: SoftDevice) -> None:
     assert killed.failovers >= 2
     assert killed.values == calm.values
     assert not soft.waits_on_loops and not soft.calls_on_loops
+
+
+def test_an_item_of_which_there_will_be_no_copy_fails_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its epoch restarted for ever, for the same reason each time."""
+    refusal = Refusal(Reason.NOT_COPIED, "it cannot be copied to the host: MemoryError: Unable to allocate 4.0 GiB")
+    monkeypatch.setattr(Items, "ask", lambda items, pull: refusal)
+    monkeypatch.setattr(Items, "promise", lambda items, pull, coming: refusal)
+    job = tg.Job(tasks=3, epochs=3, builder=Talks, topology=tg.ring())
+    with pytest.raises(tg.JobFailed, match=r"^epoch 0: task \d cannot pull 'row' from task \d: it cannot be copied"):
+        tg.testing.run(job, strict=False, timeout_s=30)
