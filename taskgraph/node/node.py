@@ -113,6 +113,9 @@ class Node:
         self.keeper = ViewKeeper(coordinator, spec.name, refresh_s=self.settings.refresh_s)
         self.router = Router(transport, self.keeper)
         self.roles = Roles(self)
+        # From the first read on: a node serves offers while it still registers, and what a roll-back undid has to go
+        # before a boundary of after it is held.
+        self.keeper.on_change(self.roles.follow)
         self._control, self._token_mark, self.devices = control, token_mark, devices
         self.host = host or socket.gethostname()
         self.threads = threads or PooledThreads(f"{name}-task", limit=max(64, 2 * job.tasks))
@@ -350,7 +353,6 @@ class Node:
 
     async def _live(self) -> None:
         assert self.registration is not None
-        stop = self.keeper.on_change(self.roles.follow)
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
@@ -373,7 +375,6 @@ class Node:
                         self._cut_off()
                     raise
                 finally:
-                    stop()
                     await self._stop_everything(services)
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None

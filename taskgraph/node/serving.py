@@ -277,8 +277,11 @@ class Serving:
 
     def _hold(self, replica: Replica, offer: Offer | Offers) -> None:
         epoch = self._node.keeper.view.epoch
+        if epoch is not None:
+            replica.follow(epoch.record)  # what a roll-back undid makes nothing that comes after it history
         for boundary in _boundaries(offer):
-            replica.boundaries.hold(boundary, committed=offer.committed)
+            if not replica.boundaries.hold(boundary, committed=offer.committed):
+                raise Refused(Reason.STALE, f"boundary {boundary.key} of task {offer.task} is not one that counts")
         if offer.committed:
             replica.fold_log(offer.value)
         replica.promise(offer.term, offer.invitation)

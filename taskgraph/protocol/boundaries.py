@@ -62,27 +62,31 @@ class Boundaries:
     def pending(self) -> tuple[Boundary, ...]:
         return tuple(self._held[key] for key in sorted(self._held))
 
-    def hold(self, boundary: Boundary, *, committed: bool) -> None:
-        """Keeps a boundary. `committed`: its primary read it as committed, so it replaces what was held for it."""
+    def hold(self, boundary: Boundary, *, committed: bool) -> bool:
+        """Keeps a boundary. `committed`: its primary read it as committed, so it replaces what was held for it.
+
+        Returns whether it is here, or is history since a committed one is. Any other must not be acknowledged.
+        """
         if boundary.stamp.attempt < self._floor:
-            return  # of epochs that were undone
+            return False  # of epochs that were undone
         if committed:
             if self.committed is None or boundary.stamp.epoch >= self.committed.stamp.epoch:
                 self.committed = boundary
                 self._held = {k: b for k, b in self._held.items() if b.stamp.epoch > boundary.stamp.epoch}
-            return
+            return True
         key = boundary.key
         if self.committed is not None:
             known = self.committed.key
             if key[0] <= known[0]:
                 if key[0] < known[0] or key == known:
-                    return  # history, or the same one again
+                    return True  # history, or the same one again
                 if key < known:
-                    return  # never let a pending boundary near a committed one of a later term or attempt
+                    return False  # never let a pending boundary near a committed one of a later term or attempt
                 # Its primary began from the boundary before, read in etcd: what is held here did not commit. It was
                 # taken for the committed one by a replica that was evicted by then, and now is asked to come back.
                 self.committed = None
         self._held[key] = boundary
+        return True
 
     def until(self, epoch: int) -> tuple[Boundary, ...]:
         """The boundaries that a read of `epoch` as committed commits, in order, as far as they are here.

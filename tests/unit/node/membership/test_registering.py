@@ -1,0 +1,105 @@
+"""Boundaries offered to a node that still registers: its key is there, and it has not begun to work."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from cluster_kit import Gated, gated, holder, job, play
+
+from taskgraph.errors import Refused
+from taskgraph.graph.values import encode
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.membership.registration import Registration
+from taskgraph.node.replica import Replica
+from taskgraph.node.serving import Serving
+from taskgraph.protocol.boundaries import Boundaries
+from taskgraph.protocol.messages import Offer, Stamp
+from taskgraph.protocol.records import EpochRecord
+from taskgraph.results import JobResult
+
+__all__ = ["gated"]
+
+VALUE = encode({"state": None, "numbers": {}, "log": {}}, what="a boundary")
+
+
+def test_a_node_that_still_registers_frees_what_it_reads_as_history(
+    gated: type[Gated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It acknowledged boundaries, and what a roll-back had undone stayed there."""
+    go_on = asyncio.Event()
+    unreached = Registration._why_unreached
+
+    async def asks_long(self: Registration) -> dict[str, str]:
+        if self.node_revision and self._before():
+            await go_on.wait()
+        return await unreached(self)
+
+    monkeypatch.setattr(Registration, "_why_unreached", asks_long)
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        await gated.reached.wait()
+        first = holder(cluster, 0)
+        late = cluster.node(cluster.add())
+        await first.keeper.wait_until(lambda view: late.id in view.in_sync(0))
+        gated.gate.set()
+        await first.keeper.wait_until(lambda view: view.finished)
+        boundaries = late.roles.replicas[0].boundaries
+        assert [b.stamp.epoch for b in boundaries.pending] == [2, 3], "its view is as it was when it registered"
+        await late.keeper.refresh()
+        assert boundaries.holds(3) and not boundaries.pending
+        go_on.set()
+        return await cluster.result()
+
+    assert play(job(gated, tasks=1), scenario, nodes=1).values == {0: 3}
+
+
+class Member:
+    """A replica of task 1 that is offered boundaries, and what etcd says."""
+
+    def __init__(self) -> None:
+        self.view = SimpleNamespace(epoch=None)
+        self.serving = Serving.__new__(Serving)
+        self.serving._node = cast(Any, SimpleNamespace(keeper=SimpleNamespace(view=self.view)))
+        self.replica = Replica.__new__(Replica)
+        self.replica.task, self.replica.boundaries = 1, Boundaries()
+        self.replica.log = cast(Any, SimpleNamespace(cut=lambda epoch: None))
+        self.replica._lineage, self.replica._promise = 0, (0, 0)
+
+    def reads(self, epoch: int, attempt: int, lineage: int = 0) -> None:
+        record = EpochRecord(epoch=epoch, attempt=attempt, lineage=lineage, base=epoch if lineage else 0)
+        self.view.epoch = SimpleNamespace(record=record)
+
+    def takes(self, epoch: int, attempt: int, *, term: int = 2, committed: bool = False) -> None:
+        self.serving._hold(self.replica, Offer(Stamp(attempt, epoch), term, 1, committed, False, 1, VALUE))
+
+    @property
+    def held(self) -> tuple[tuple[int, int, int] | None, list[tuple[int, int, int]]]:
+        boundaries = self.replica.boundaries
+        return boundaries.committed.key if boundaries.committed else None, [b.key for b in boundaries.pending]
+
+
+def test_what_a_roll_back_undid_makes_nothing_history_that_comes_after_it() -> None:
+    """It was acknowledged and dropped: the member was to take over with a boundary that it did not hold."""
+    member = Member()
+    member.reads(4, 2)
+    member.takes(4, 2, committed=True)
+    member.takes(5, 2)
+    member.reads(2, 3, lineage=3)
+    member.takes(3, 3)
+    assert member.held == (None, [(3, 3, 2)])
+
+
+def test_a_boundary_that_is_not_held_is_not_acknowledged() -> None:
+    member = Member()
+    member.reads(4, 2)
+    member.takes(4, 2, term=3, committed=True)
+    member.takes(3, 2)
+    with pytest.raises(Refused, match="not one that counts"):
+        member.takes(4, 2)
+    member.reads(2, 3, lineage=3)
+    with pytest.raises(Refused, match="not one that counts"):
+        member.takes(5, 2)
+    assert member.held == (None, [])
