@@ -15,7 +15,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from taskgraph.checkpoint.files import FileInfo, pack, unpack
@@ -134,16 +134,25 @@ class Store:
         manifest = self._read_manifest(name, _STAGED)
         self._place.write(self._path(name, _FINAL), [manifest.to_bytes()])
 
-    def discard(self, name: Name) -> None:
+    def discard(self, name: Name, still: Callable[[], bool] = lambda: True) -> None:
         """Removes what was written of one that will not become complete. What is still being written stays.
+
+        All of it stays where there is a manifest: whoever calls this may be behind, and another leader, who was told of
+        all files, makes it complete. So each file is looked at anew.
+
+        Args:
+            still: whether the caller still knows that it will not become complete; asked before each file is removed.
 
         Raises:
             OSError: it cannot be removed.
         """
         folder = self._path(str(name))
         for file in self._place.names(folder):
-            if not file.startswith("."):  # by that name a directory's files are written
-                self._place.remove(f"{folder}/{file}")
+            if file.startswith("."):  # by that name a directory's files are written
+                continue
+            if not still() or not {_STAGED, _FINAL}.isdisjoint(self._place.names(folder)):
+                return
+            self._place.remove(f"{folder}/{file}")
         self._place.remove_empty(folder)
 
     def begin(self, series: int, run: str) -> None:

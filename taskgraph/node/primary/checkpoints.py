@@ -292,9 +292,10 @@ class Checkpointer:
         """What was written of checkpoints that never become complete goes: they would leave no room for another."""
         node, checkpoints, view = self._node, self._node.checkpoints, self._node.keeper.view
         for stamp, task in self._collected.give_up(view).items():
-            name = checkpoints.name_of(stamp)
+            name, still = checkpoints.name_of(stamp), partial(self._may_give_up, stamp)
+            await node.while_paused()
             try:
-                await checkpoints.call(partial(checkpoints.store.discard, name))
+                await checkpoints.call(partial(checkpoints.store.discard, name, still))
             except OSError as error:  # then it goes with the next that is complete; that this one failed was told
                 node.log.info("what was written of checkpoint %s cannot be removed: %s", name, error)
             if stamp <= self._last_given_up:
@@ -310,6 +311,14 @@ class Checkpointer:
                 f"{stamp.epoch}, for want of the file of task {task}",
                 epoch=stamp.epoch,
             )
+
+    def _may_give_up(self, stamp: Stamp) -> bool:
+        """Whether this leader can still say that this one becomes nothing: another may lead by now, and complete it.
+
+        May be called in any thread.
+        """
+        node, view = self._node, self._node.keeper.view
+        return not node.paused and view.is_primary(0, node.id, self._primary.term) and is_open(view, stamp)
 
     async def _complete(self, boundary: Stamp, files: tuple[Written, ...]) -> bool:
         """Every file is written: manifest, pointer, manifest, and what is too old goes. False: try again."""

@@ -328,10 +328,44 @@ def test_what_was_written_of_one_that_failed_is_removed(store: Store) -> None:
     whole, failed = save(store, 10), Name(1, 1, 20, "r1")
     store.discard(failed)  # nothing was
     store.write(failed, 0, boundary(0))
-    store.stage(store.manifest(failed))
     store.discard(failed)
     assert store.of_others("", ()) == [whole.parsed]
     assert store.newest([whole.name]).refused == ()
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_what_another_leader_made_complete_is_not_removed(store: Store, finished: bool) -> None:
+    """One that had stood still gave it up, and removed the newest checkpoint of the job."""
+    name = Name(1, 1, 20, "r1")
+    store.stage(store.manifest(name, [store.write(name, 0, boundary(0))]))
+    if finished:
+        store.finish(str(name))
+    store.discard(name)
+    assert store.newest([str(name)]).refused == ()
+
+
+def test_what_becomes_complete_while_it_is_removed_keeps_the_rest(store: Store) -> None:
+    """It is looked at before each file, as is whether whoever removes it still may."""
+    name, asked = Name(1, 1, 20, "r1"), []
+    for task in range(3):
+        store.write(name, task, boundary(task))
+
+    def still() -> bool:
+        asked.append(name)
+        if len(asked) == 2:
+            store.stage(store.manifest(name, [store.write(name, task, boundary(task)) for task in (1, 2)]))
+        return True
+
+    store.discard(name, still)
+    assert len(asked) == 2
+    assert store.newest([str(name)]).refused == ()
+
+
+def test_nothing_is_removed_by_one_who_may_not_any_more(tmp_path: Path) -> None:
+    store, name = Store(f"file://{tmp_path}", ORIGIN), Name(1, 1, 20, "r1")
+    store.write(name, 0, boundary(0))
+    store.discard(name, lambda: False)
+    assert os.listdir(tmp_path / "fit" / str(name)) == ["task-000000.safetensors"]
 
 
 def test_what_is_being_written_meanwhile_stays(tmp_path: Path) -> None:
