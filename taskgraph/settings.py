@@ -62,7 +62,8 @@ class Settings:
         blas_threads: threads of BLAS and OpenMP in a node; the same for any number of nodes: sums are bit-equal.
         deal_devices: a launcher gives each node of its host CUDA devices of its own; False: all nodes see all of them.
         max_value_bytes: the largest single value that may travel.
-        max_parked: calls that may wait at one node at a time; more are told to come again.
+        max_parked: pulls, flags and requests that may wait at one node at a time, half as many where they are of epochs
+            to come; more are told to come again.
         events_kept: events kept in etcd per job; each node may add 31 before it prunes.
         checkpoints_kept: complete checkpoints kept; the newest is used, those before it where that is corrupt.
         strict: replay every epoch from its snapshot, and `result()` from the last one, and name the task whose state

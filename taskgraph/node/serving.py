@@ -53,6 +53,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Serving"]
 
+_PARKED = (Pull, Flag, Request)
+"""Calls of which any number may come, and which wait for user code. All others are few, and must not wait for room:
+what waits here may wait for a report, an offer or a seal."""
 _REPORTS = (Report, Reports)
 _OFFERS = (Offer, Offers)
 _PULLED_AHEAD = 4
@@ -65,7 +68,7 @@ class Serving:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._waiting = Counted()  # calls that wait here
+        self._waiting = Counted()  # calls of those that may be many that wait here
         self._ahead = node.settings.epochs_ahead
 
     @property
@@ -85,7 +88,7 @@ class Serving:
         Everything else, and every doubt, is left to the call itself.
         """
         node = self._node
-        if node.paused or self._waiting.count >= node.settings.max_parked:
+        if node.paused:
             return None
         if type(message) is Pull:
             return self._item(message)
@@ -95,7 +98,7 @@ class Serving:
 
     def _item(self, pull: Pull) -> Reply | Coming | None:
         primary = self._asked(pull)
-        if primary is None:
+        if primary is None or (self._room(pull.stamp) < 1 and primary.attempts.lacks(pull)):
             return None
         reply = primary.attempts.item(pull)
         if type(reply) is Coming:
@@ -106,7 +109,7 @@ class Serving:
     def all_now(self, peer: str, pull: Pull) -> list[Reply | Coming | None] | None:
         """`now` for each of the epochs of a pull."""
         node, waiting = self._node, self._waiting
-        if node.paused or waiting.count + pull.count > node.settings.max_parked:
+        if node.paused or self._room(Stamp(pull.stamp.attempt, pull.stamp.epoch + pull.count - 1)) < pull.count:
             return None
         primary = self._asked(pull)
         if primary is None:
@@ -117,6 +120,14 @@ class Serving:
                 waiting.count += 1
                 reply.among = waiting
         return replies
+
+    def _room(self, stamp: Stamp) -> int:
+        """How many more calls of an epoch may wait here.
+
+        Half of the places are kept for the epoch at work: what those of epochs to come wait for, its calls may free.
+        """
+        limit, at = self._node.settings.max_parked, self._node.keeper.view.stamp
+        return (limit // 2 if at is None or stamp > at else limit) - self._waiting.count
 
     def _asked(self, pull: Pull) -> Primary | None:
         """The primary that can say what there is to all that a pull is of."""
@@ -147,9 +158,12 @@ class Serving:
         """Answers one call; raises Refused."""
         if self._node.paused:
             raise Refused(Reason.PAUSED, f"{self._node.name} cannot prove its lease at the moment")
-        if self._waiting.count >= self._node.settings.max_parked:
-            raise Refused(Reason.PAUSED, f"{self._waiting.count} calls wait at {self._node.name} already")
-        self._waiting.count += 1
+        parks = 0
+        if isinstance(message, _PARKED):
+            if self._room(message.stamp) < 1:
+                raise Refused(Reason.PAUSED, f"{self._waiting.count} calls wait at {self._node.name} already")
+            parks = 1
+        self._waiting.count += parks
         try:
             return await self._dispatch(peer, message)
         except asyncio.CancelledError:
@@ -165,7 +179,7 @@ class Serving:
         ) as error:  # its task's primary fails the job, or the attempt was dead: the caller waits
             raise Refused(Reason.USER_ERROR, str(error)) from error
         finally:
-            self._waiting.count -= 1
+            self._waiting.count -= parks
 
     async def _dispatch(self, peer: str, message: Call) -> Reply:
         match message:

@@ -127,6 +127,11 @@ class Attempts:
         self._parked.setdefault(pull.stamp, []).append((pull, coming))
         return coming
 
+    def lacks(self, pull: Pull) -> bool:
+        """Whether whoever asks for this has to wait."""
+        attempt = self._begun.get(pull.stamp)
+        return attempt is None or not attempt.composed or attempt.out.lacks(pull.tag, pull.sender)
+
     def items(self, pull: Pull) -> list[Reply | Coming | None]:
         """`item` for each of the epochs of a pull, most of which are yet to come."""
         found: list[Reply | Coming | None] = []

@@ -5,6 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from taskgraph.errors import Refused
 from taskgraph.graph.values import encode
 from taskgraph.node.epochs.attempts import Attempts
 from taskgraph.node.epochs.items import Items
@@ -88,7 +91,7 @@ def serving(view: View, asked: Attempts, *, max_parked: int = 100) -> Any:
 async def test_what_waits_is_counted_until_it_is_answered_or_not_wanted_any_more() -> None:
     view = View()
     asked = attempts(view)
-    serves = serving(view, asked, max_parked=6)
+    serves = serving(view, asked, max_parked=10)
     composed(asked, 5).out.put("x", 1, VALUE)
     assert serves.waits == ()
     there, first, second, third = serves.all_now("n", pull(5, 4))
@@ -105,6 +108,23 @@ async def test_what_waits_is_counted_until_it_is_answered_or_not_wanted_any_more
     assert first.done and serves._waiting.count == 1
     asked.end()
     assert third.done and serves._waiting.count == 0
+
+
+async def test_half_of_the_places_are_for_the_epoch_at_work_and_what_is_there_needs_none() -> None:
+    """Pulls in advance kept out those whose epoch had to be committed first."""
+    view = View()
+    asked = attempts(view)
+    serves = serving(view, asked, max_parked=4)
+    composed(asked, 4)
+    ahead = [serves.now("n", pull(epoch, 1)) for epoch in (5, 6, 7)]
+    assert [coming is None for coming in ahead] == [False, False, True]
+    assert serves.all_now("n", pull(4, 2)) is None, "one of them is of an epoch to come"
+    assert [serves.now("n", pull(4, 1)) is None for _ in range(3)] == [False, False, True]
+    with pytest.raises(Refused, match="4 calls wait at n0 already"):
+        await serves("n", pull(4, 1))
+    asked.of(Stamp(1, 4)).out.put("x", 1, VALUE)  # type: ignore[union-attr]
+    assert serves._waiting.count == 2
+    assert [serves.now("n", pull(5, 1)), serves.now("n", pull(4, 1))] == [None, Item(Stamp(1, 4), 1, "x", VALUE)]
 
 
 async def test_each_is_asked_for_where_the_view_is_not_where_the_caller_is() -> None:
