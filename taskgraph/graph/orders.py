@@ -45,15 +45,21 @@ def order_of(shape: Sequence[int], strides: Sequence[int], itemsize: int = 0) ->
 
 
 def _gapped(shape: Sequence[int], strides: Sequence[int], order: list[int], itemsize: int) -> frozenset[int]:
-    """The axes along which a step is wider than what is within; none where elements share memory."""
-    gapped, within = set(), itemsize
+    """The axes along which a step is not as wide as all steps within; none where elements share memory.
+
+    It may be less wide: of the steps within, the last one ends behind the last element, and its gap may be cut off, as
+    in rows of 160 elements of which every third is taken.
+    """
+    gapped = set()
+    within = used = itemsize  # what all steps within span, and what lies from the first element there to the last
     for axis in reversed(order):
         step = abs(strides[axis])
-        if step < within:
+        if step < used:
             return frozenset()
-        if step > within:
+        if step != within:
             gapped.add(axis)
         within = step * shape[axis]
+        used += step * (shape[axis] - 1)
     return frozenset(gapped)
 
 
