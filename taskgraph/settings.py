@@ -67,7 +67,8 @@ class Settings:
         events_kept: events kept in etcd per job; each node may add 31 before it prunes.
         checkpoints_kept: complete checkpoints kept; the newest is used, those before it where that is corrupt.
         strict: replay every epoch from its snapshot, and `result()` from the last one, and name the task whose state
-            was forgotten or changed outside a sync point. Costs at least a second run of every compute.
+            was forgotten, changed outside a sync point, or cut off from what `setup()` made of it. Costs at least a
+            second run of every compute.
 
     Raises:
         JobError: no such setting, or a value that is no number of its kind, or out of its range.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from taskgraph.errors import TaskGraphError
 from taskgraph.node.epochs.attempt import Attempt, first_error
 from taskgraph.node.epochs.dones import Dones, Worked
-from taskgraph.node.epochs.strict import Recording, check_replay
+from taskgraph.node.epochs.strict import Recording, check_as_left, check_replay
 from taskgraph.node.epochs.turns import Turns
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_users, met
 from taskgraph.observe.trace import BEGINS, clock
@@ -502,8 +502,12 @@ class Lanes:
             return  # async hooks that ran into each other: their order cannot be replayed step by step
         replica, boundary = self._replica, self._replica.boundaries.committed
         assert boundary is not None
-        value = boundary.value
-        await self._primary.twins.check(lambda twin: check_replay(replica, twin, value, recording, stamp))
+        value, twins, error = boundary.value, self._primary.twins, None
+        if replica.stateful:
+            error = await twins.check_as_left(stamp.epoch, lambda twin: check_as_left(replica, twin, recording, stamp))
+        await twins.check(lambda twin: check_replay(replica, twin, value, recording, stamp))
+        if error is not None:  # of what does not come out the same twice, that is said
+            raise error
 
 
 def _lanes_of(primary: Primary) -> int:

@@ -3,9 +3,11 @@
 Two mistakes of a task show only after a failure, and then as wrong numbers: state that changes outside a sync point,
 and state that `snapshot()` forgets. Strict mode finds both without a failure: it compares the state before and after
 every processor and handler, and after the epoch it builds the task anew, restores the boundary, runs the same code
-with the same inputs, and compares what comes out; after the last epoch it compares what `result()` returns. What is
-marked `@tg.stateless` it runs before it restores anything, where it must do the same and leave the object as it was:
-epochs in flight rest on that.
+with the same inputs, and compares what comes out; after the last epoch it compares what `result()` returns. A third
+one shows without a failure, and as wrong numbers, too: what `setup()` made of the state, a view of it say, is cut off
+from it when boundary 0 is restored, which every primary does before epoch 0. So the first epochs also run on an object
+as `setup` left it, which was not restored. What is marked `@tg.stateless` it runs before it restores anything, where
+it must do the same and leave the object as it was: epochs in flight rest on that.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from taskgraph.shape import is_stateless
 if TYPE_CHECKING:
     from taskgraph.node.epochs.attempt import Attempt
 
-__all__ = ["Given", "Recording", "check_replay", "check_result", "left_by", "seen"]
+__all__ = ["Given", "Recording", "check_as_left", "check_replay", "check_result", "left_by", "seen"]
 
 R = TypeVar("R")
 
@@ -79,7 +81,7 @@ class Recording:
     def __init__(self, replica: Replica, stamp: Stamp) -> None:
         self._replica = replica
         self._stamp = stamp
-        self._before: Fields = {}
+        self.before: Fields = {}
         self.composed: tuple[Processor, ...] = ()
         self.steps: list[_Step] = []
         self.answers: dict[tuple[str, int, str, int], Encoded] = {}
@@ -94,7 +96,7 @@ class Recording:
 
     async def begin(self) -> None:
         """The epoch begins: the state is the boundary's."""
-        self._before = await fields_of(self._replica)
+        self.before = await fields_of(self._replica)
 
     def started(self, where: str, processor: Processor | None = None, **given: Any) -> None:
         """User code starts."""
@@ -186,9 +188,9 @@ class Recording:
 
     async def check(self, where: str) -> None:
         """Raises StateError where the state is not what it was when the epoch began."""
-        if not self._before:
+        if not self.before:
             return
-        if changed := _changed(self._before, await fields_of(self._replica)):
+        if changed := _changed(self.before, await fields_of(self._replica)):
             raise StateError(
                 f"task {self._replica.task}, epoch {self._stamp.epoch}: {where!r} changed state "
                 f"({', '.join(changed)}) outside a sync point; change state only in a processor without outbound "
@@ -218,20 +220,8 @@ async def check_replay(replica: Replica, fresh: Replica, boundary: Encoded, reco
     if fresh.shape.in_flight:
         await _check_stateless(replica, fresh, recording, stamp)
     await fresh.restore(boundary)
-    work = _Replay(fresh, recording, stamp)
-    work.composing = Composition(fresh.task, stamp.epoch)
-    await fresh.actor.call("compose", fresh.user_task.compose, Epoch(work, "compose"))
-    composition, work.composing = work.composing, None
-    by_name = {processor.name: processor for processor in composition.graph().processors}
-    for step in recording.steps:
-        await _run_step(fresh, work, step, by_name)
-    differing = [
-        f"{tag!r} to task {to}"
-        for (tag, to), value in recording.puts.items()
-        if work.digests.get((tag, to)) != value.digest
-    ]
-    before, after = await fields_of(replica), await fields_of(fresh)
-    differing += [f"state {name!r}" for name in before if before[name] != after.get(name)]
+    before = await fields_of(replica)
+    differing, after = await _run_again(fresh, before, recording, stamp)
     if differing:
         suspects = await _suspects(replica, fresh, before)
         if suspects:
@@ -254,6 +244,55 @@ async def check_replay(replica: Replica, fresh: Replica, boundary: Encoded, reco
             f"task {replica.task}, epoch {stamp.epoch}: replayed from its snapshot, the epoch came out differently "
             f"({', '.join(differing[:5])}): {why}"
         )
+
+
+async def check_as_left(replica: Replica, twin: Replica, recording: Recording, stamp: Stamp) -> StateError | None:
+    """Runs the epoch again on `twin`, as `setup` or the epoch before left it: it does what the restored object did.
+
+    Returns:
+        The error, where something came out differently. Nothing is said where `setup` makes another state each time.
+
+    Raises:
+        UserCodeError: it cannot tell: what `restore` makes it may lack.
+    """
+    if not recording.before or recording.before != await fields_of(twin):
+        return None
+    shared = _made_of_state(vars(twin.user_task), recording.before)
+    differing, _ = await _run_again(twin, await fields_of(replica), recording, stamp)
+    if not differing:
+        return None
+    hint = f" (here: {', '.join(shared[:5])})" if shared else ""
+    return StateError(
+        f"task {replica.task}, epoch {stamp.epoch}: on the object as setup() left it, the epoch comes out differently "
+        f"({', '.join(differing[:5])}): before epoch 0 every primary restores the state that setup() made, as after a "
+        f"failure, and so cuts off what setup() made of it: a view, an optimizer that holds it, the same array under "
+        f"another name{hint}; make that in restore(), after super().restore(state)"
+    )
+
+
+async def _run_again(twin: Replica, after: Fields, recording: Recording, stamp: Stamp) -> tuple[list[str], Fields]:
+    """Runs the epoch on a twin, with the same inputs.
+
+    Args:
+        after: the state after the epoch, as it was.
+
+    Returns:
+        What it put otherwise, and which state it left otherwise; its state after it.
+    """
+    work = _Replay(twin, recording, stamp)
+    work.composing = Composition(twin.task, stamp.epoch)
+    await twin.actor.call("compose", twin.user_task.compose, Epoch(work, "compose"))
+    composition, work.composing = work.composing, None
+    by_name = {processor.name: processor for processor in composition.graph().processors}
+    for step in recording.steps:
+        await _run_step(twin, work, step, by_name)
+    differing = [
+        f"{tag!r} to task {to}"
+        for (tag, to), value in recording.puts.items()
+        if work.digests.get((tag, to)) != value.digest
+    ]
+    found = await fields_of(twin)
+    return differing + [f"state {name!r}" for name in after if after[name] != found.get(name)], found
 
 
 async def check_result(replica: Replica, fresh: Replica, boundary: Encoded, value: Encoded | None) -> None:
@@ -422,14 +461,28 @@ def _shared(replica: Replica, before: Fields, after: Fields) -> tuple[str, str, 
     held = {name: value for name, value in vars(replica.user_task).items() if name in before}
     for one in _changed(before, after):
         for other, value in held.items():
-            if one not in held or one == other or isinstance(value, _UNCHANGING):
-                continue
-            if isinstance(value, np.ndarray) and isinstance(held[one], np.ndarray):
-                if np.may_share_memory(value, held[one]):  # by their ends alone, which is quick: it is a hint
-                    return one, other, "array"
-            elif value is held[one]:
-                return one, other, class_name(type(value))
+            if one in held and one != other and _are_one(value, held[one]):
+                return one, other, "array" if isinstance(value, np.ndarray) else class_name(type(value))
     return None
+
+
+def _made_of_state(attributes: Mapping[str, object], held: Fields) -> list[str]:
+    """Attributes that are one with another attribute, which is state, as far as that can be seen."""
+    return [
+        f"self.{name} and self.{other}"
+        for other in held
+        for name, value in attributes.items()
+        if other in attributes and (name not in held or name > other) and _are_one(value, attributes[other])
+    ]
+
+
+def _are_one(value: object, other: object) -> bool:
+    """Whether who writes to one writes to the other."""
+    if isinstance(value, _UNCHANGING):
+        return False
+    if isinstance(value, np.ndarray) and isinstance(other, np.ndarray):
+        return np.may_share_memory(value, other)  # by their ends alone, which is quick: it is a hint
+    return value is other
 
 
 class _Replay:

@@ -1,0 +1,199 @@
+"""What `setup` made of the state is cut off by the restore before epoch 0: strict mode says so, and of nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from jobs_kit import fails, job, run, says
+
+import taskgraph as tg
+
+
+class Sums(tg.Task, state=["grid", "total"]):
+    def setup(self) -> None:
+        self.grid, self.total = np.zeros(6), 0.0
+        self.make()
+
+    def make(self) -> None:
+        """What is made of the state."""
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.send, outbound={"x": self.task_id})
+        epoch.processor(self.add, inbound={"x": self.task_id})
+
+    def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("x", 1.0)
+
+    def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.total += ins["x"]
+
+    def result(self) -> Any:
+        return self.grid.sum() + self.total
+
+
+class View(Sums):
+    def make(self) -> None:
+        self.inner = self.grid[1:-1]
+
+    def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.inner += 1.0
+
+
+class ReadLater(View):
+    """What epoch 0 wrote is read in epoch 1."""
+
+    def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("x", self.inner.sum())
+
+    def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.grid += 1.0
+
+
+class Optimizer:
+    def __init__(self, params: np.ndarray) -> None:
+        self.params = params
+
+    def step(self) -> None:
+        self.params -= 0.1
+
+
+class Held(Sums):
+    def make(self) -> None:
+        self.optimizer = Optimizer(self.grid)
+
+    def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.optimizer.step()
+
+
+class OfOneBase(Sums, state=["head"]):
+    def make(self) -> None:
+        self.head = self.grid[:3]
+
+    def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.grid += 1.0
+        self.total += self.head.sum()
+
+
+class InDict(Sums, state=["params"]):
+    def make(self) -> None:
+        self.params = {"grid": self.grid}
+
+    def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.grid += 1.0
+        self.total += self.params["grid"].sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "epoch", "words"),
+    [
+        (View, 0, "(state 'grid')"),
+        (View, 0, "(here: self.inner and self.grid)"),
+        (ReadLater, 1, "('x' to task 0)"),
+        (Held, 0, "(state 'grid')"),
+        (OfOneBase, 0, "(here: self.head and self.grid)"),
+        (InDict, 0, "state 'params'"),
+    ],
+)
+def test_what_setup_made_of_the_state_is_named(kind: type[Sums], epoch: int, words: str) -> None:
+    """Nobody said so: it ran to its end, and the state stayed what it was."""
+    error = fails(job(kind, tasks=1, epochs=3))
+    assert error.epoch == epoch
+    says(error, "as setup() left it", words, "make that in restore(), after super().restore(state)")
+
+
+class Again(View):
+    """It makes it again."""
+
+    def restore(self, state: Any) -> None:
+        super().restore(state)
+        self.make()
+
+
+class OnlyThere(Again):
+    """`restore` alone makes it, as it runs before epoch 0 anyway: on an object as `setup` left it, it raises."""
+
+    def setup(self) -> None:
+        self.grid, self.total = np.zeros(6), 0.0
+
+
+class OfData(Sums):
+    """State that is a view of something else, and is replaced."""
+
+    def make(self) -> None:
+        self.data = np.arange(60.0)
+        self.grid = self.data[:6]
+
+    def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.grid = self.grid + epoch.rng.normal(size=6)
+
+
+class Unlike(Sums):
+    """Its `setup` makes another state each time."""
+
+    def make(self) -> None:
+        self.grid = np.frombuffer(os.urandom(6), "u1") + 0.0
+
+    def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.grid = self.grid + ins["x"]
+
+
+class Asks(Sums):
+    """By requests, flags and holds, in coroutines."""
+
+    async def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        with epoch.hold("why"):
+            epoch.flag(self.task_id)
+            outs.put("x", await epoch.request(1 - self.task_id, "grid"))
+
+    def on_flag(self, epoch: tg.Epoch, sender: int, meta: Any) -> None:
+        epoch.scratch.told = sender
+
+    @tg.handles("grid")
+    def given(self, epoch: tg.Epoch, sender: int, payload: Any) -> float:
+        return float(self.grid.sum()) + sender
+
+    def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.grid = self.grid + ins["x"] + epoch.rng.normal() + epoch.scratch.told
+
+
+class Marked(Sums):
+    """Its epochs may be in flight."""
+
+    @tg.stateless
+    def compose(self, epoch: tg.Epoch) -> None:
+        super().compose(epoch)
+
+    @tg.stateless
+    def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("x", epoch.rng.normal())
+
+
+@pytest.mark.parametrize("kind", [Sums, Again, OnlyThere, OfData, Unlike, Asks, Marked])
+@pytest.mark.parametrize("kills", [{}, {(0, 0): "done", (1, 1): "sync"}])
+def test_what_is_right_passes(kind: type[Sums], kills: Any) -> None:
+    assert run(job(kind, epochs=4), kills=kills).epochs == 4
+
+
+class Opens(View):
+    opened: ClassVar[list[int]] = []
+
+    def make(self) -> None:
+        super().make()
+        self.opened.append(1)
+
+    def teardown(self) -> None:
+        self.opened.append(-1)
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_each_object_is_torn_down(differs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Opens, "opened", opened := [])
+    if not differs:
+        monkeypatch.setattr(Opens, "add", Sums.add)
+    end: Callable[..., Any] = fails if differs else run
+    end(job(Opens, tasks=1, epochs=3))
+    assert sum(opened) == 0 and len(opened) > 4
