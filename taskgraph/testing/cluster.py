@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import random
+import tempfile
 import traceback
 from collections.abc import Mapping
 from numbers import Integral, Real
@@ -45,6 +47,8 @@ def run(
     The job runs in a thread of its own. Its clock stands still while your code computes, and runs ahead while
     nothing does, up to 1,000 times as fast as a real one: `await asyncio.sleep(1000)` takes a second. Durations in
     messages are of that clock, but for those of `timeout_s` and `stuck_s`.
+
+    Checkpoints that the job keeps go to a temporary directory, which is removed afterwards: not where the job says.
 
     Args:
         kills: (task, epoch) -> stage: the node of that task's primary is killed there, once. A node that was killed
@@ -87,17 +91,21 @@ def run(
     backups = max(job.backups, 1) if kills else job.backups
     settings = dataclasses.replace(job.settings, strict=strict or job.settings.strict)
     job = dataclasses.replace(job, backups=backups, settings=settings)
-    run = _Run(job, kills, order, timeout_s, stuck_s)
-    try:
-        return run_guarded(
-            functools.partial(run.whole, nodes or max(job.min_nodes, backups + 2)),
-            run.turn,
-            stuck_s,
-            run.takes_too_long,
-            Idle(timeout_s, run.progress, run.waits_too_long),
-        )
-    except Stuck as stuck:
-        raise run.told(stuck) from None
+    with contextlib.ExitStack() as until_over:
+        if job.checkpoint is not None:  # what a real run goes on from is none of a test's
+            place = until_over.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            job = dataclasses.replace(job, checkpoint=f"file://{place}")
+        run = _Run(job, kills, order, timeout_s, stuck_s)
+        try:
+            return run_guarded(
+                functools.partial(run.whole, nodes or max(job.min_nodes, backups + 2)),
+                run.turn,
+                stuck_s,
+                run.takes_too_long,
+                Idle(timeout_s, run.progress, run.waits_too_long),
+            )
+        except Stuck as stuck:
+            raise run.told(stuck) from None
 
 
 def _check_int(name: str, given: Any, least: int | None) -> None:
