@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from taskgraph.node.router import Router
     from taskgraph.task import Event
 
-__all__ = ["COPIES", "Replica", "encode_fields", "intact"]
+__all__ = ["COPIES", "Replica", "encode_fields", "intact", "named_fields"]
 
 _LOGGERS: Final = "taskgraph.task."
 """What the names of the tasks' loggers begin with."""
@@ -49,17 +49,21 @@ _SPOILER_S: Final = 0.2
 """An error of the device in there is told of so much later: what spoiled it may be known by then (`DeviceLoss`)."""
 
 
+def named_fields(state: Any) -> dict[str, Any]:
+    """What `snapshot()` returned, by name where it is a dict."""
+    return state if isinstance(state, dict) and all(isinstance(name, str) for name in state) else {"snapshot()": state}
+
+
 def encode_fields(state: Any, task: int) -> dict[str, Encoded]:
     """What `snapshot()` returned, encoded by name where it is a dict.
 
     Raises:
         ValueNotEncodable: it names the field that cannot travel.
     """
-    if isinstance(state, dict) and all(isinstance(name, str) for name in state):
-        return {
-            name: encode(value, what=f"state {name!r} of task {task}", ordered=True) for name, value in state.items()
-        }
-    return {"snapshot()": encode(state, what=f"snapshot of task {task}", ordered=True)}
+    fields = named_fields(state)
+    if fields is not state:
+        return {name: encode(state, what=f"snapshot of task {task}", ordered=True) for name in fields}
+    return {name: encode(value, what=f"state {name!r} of task {task}", ordered=True) for name, value in fields.items()}
 
 
 class Replica:

@@ -21,19 +21,19 @@ from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
 from taskgraph.epoch import Epoch, Inputs, Outputs, Scratch
 from taskgraph.errors import StateError, ValueNotEncodable, class_name
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor
 from taskgraph.graph.values import encode, separate, staying, untouched, verify
+from taskgraph.node.epochs.differing import equal_unlike, made_of_state, shared_state
 from taskgraph.node.epochs.twins import BY_NODE
-from taskgraph.node.replica import Replica, encode_fields
+from taskgraph.node.replica import Replica, encode_fields, named_fields
 from taskgraph.node.usercode.coroutines import is_async
 from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Stamp
 from taskgraph.shape import is_stateless
+from taskgraph.task import Task
 
 if TYPE_CHECKING:
     from taskgraph.node.epochs.attempt import Attempt
@@ -43,8 +43,6 @@ __all__ = ["Given", "Recording", "check_as_left", "check_replay", "check_result"
 R = TypeVar("R")
 
 Fields = dict[str, bytes]
-_UNCHANGING = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, np.generic)
-"""Values that nobody writes to: to have one of them twice is no mistake."""
 _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 """Types of what cannot travel and is no state."""
 
@@ -234,7 +232,9 @@ async def check_replay(replica: Replica, fresh: Replica, boundary: Encoded, reco
             f"snapshot() forgets state, or the task is not deterministic{hint}; add what the task remembers to "
             f"`state=[...]`, and draw random numbers from epoch.rng"
         )
-        if not suspects and (shared := _shared(replica, before, after)):
+        if unlike := await _encoded_unlike(replica, fresh, differing):
+            why = unlike
+        elif not suspects and (shared := shared_state(vars(replica.user_task), before, _changed(before, after))):
             one, other, kind = shared
             why = (
                 f"self.{one} and self.{other} are two attributes of state that are one {kind}, and two once they are "
@@ -257,16 +257,19 @@ async def check_as_left(replica: Replica, twin: Replica, recording: Recording, s
     """
     if not recording.before or recording.before != await fields_of(twin):
         return None
-    shared = _made_of_state(vars(twin.user_task), recording.before)
+    shared = made_of_state(vars(twin.user_task), recording.before)
     differing, _ = await _run_again(twin, await fields_of(replica), recording, stamp)
     if not differing:
         return None
     hint = f" (here: {', '.join(shared[:5])})" if shared else ""
+    why = await _encoded_unlike(replica, twin, differing) or (
+        f"before epoch 0 every primary restores the state that setup() made, as after a failure, and so cuts off what "
+        f"setup() made of it: a view, an optimizer that holds it, the same array under another name{hint}; make that "
+        f"in restore(), after super().restore(state)"
+    )
     return StateError(
         f"task {replica.task}, epoch {stamp.epoch}: on the object as setup() left it, the epoch comes out differently "
-        f"({', '.join(differing[:5])}): before epoch 0 every primary restores the state that setup() made, as after a "
-        f"failure, and so cuts off what setup() made of it: a view, an optimizer that holds it, the same array under "
-        f"another name{hint}; make that in restore(), after super().restore(state)"
+        f"({', '.join(differing[:5])}): {why}"
     )
 
 
@@ -293,6 +296,28 @@ async def _run_again(twin: Replica, after: Fields, recording: Recording, stamp: 
     ]
     found = await fields_of(twin)
     return differing + [f"state {name!r}" for name in after if after[name] != found.get(name)], found
+
+
+async def _encoded_unlike(replica: Replica, twin: Replica, differing: list[str]) -> str:
+    """What to say where all that differs is state that is equal, and encoded otherwise; else nothing."""
+
+    def values_of(task: Task) -> dict[str, object]:
+        return {f"state {name!r}": value for name, value in named_fields(task.snapshot()).items()}
+
+    mine = await replica.actor.call("snapshot", values_of, replica.user_task)
+    others = await twin.actor.call("snapshot", values_of, twin.user_task)
+
+    def look() -> bool:
+        return all(name in mine and name in others and equal_unlike(mine[name], others[name]) for name in differing)
+
+    if not await seen(replica, look):
+        return ""
+    kinds = ", ".join(dict.fromkeys(class_name(type(mine[name])) for name in differing))
+    return (
+        f"it is equal, and encoded otherwise: a codec, that of {kinds} or of something in there, gives other bytes for "
+        f"equal values, as one of pickle does, which tells what is one object; let it encode the parts, or pickle with "
+        f"Pickler.fast = True"
+    )
 
 
 async def check_result(replica: Replica, fresh: Replica, boundary: Encoded, value: Encoded | None) -> None:
@@ -454,35 +479,6 @@ async def _incomparable(replica: Replica, held: Fields) -> list[str]:
         for name, value in sorted(vars(replica.user_task).items())
         if name not in (*known, *held, *BY_NODE) and not isinstance(value, _CODE)
     ]
-
-
-def _shared(replica: Replica, before: Fields, after: Fields) -> tuple[str, str, str] | None:
-    """An attribute of state that came out differently, one that is in the same memory, and what they are."""
-    held = {name: value for name, value in vars(replica.user_task).items() if name in before}
-    for one in _changed(before, after):
-        for other, value in held.items():
-            if one in held and one != other and _are_one(value, held[one]):
-                return one, other, "array" if isinstance(value, np.ndarray) else class_name(type(value))
-    return None
-
-
-def _made_of_state(attributes: Mapping[str, object], held: Fields) -> list[str]:
-    """Attributes that are one with another attribute, which is state, as far as that can be seen."""
-    return [
-        f"self.{name} and self.{other}"
-        for other in held
-        for name, value in attributes.items()
-        if other in attributes and (name not in held or name > other) and _are_one(value, attributes[other])
-    ]
-
-
-def _are_one(value: object, other: object) -> bool:
-    """Whether who writes to one writes to the other."""
-    if isinstance(value, _UNCHANGING):
-        return False
-    if isinstance(value, np.ndarray) and isinstance(other, np.ndarray):
-        return np.may_share_memory(value, other)  # by their ends alone, which is quick: it is a hint
-    return value is other
 
 
 class _Replay:

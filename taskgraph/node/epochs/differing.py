@@ -1,0 +1,68 @@
+"""Why values of a task came out differently, as far as the values tell: for what strict mode says."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Container, Iterable, Mapping
+
+import numpy as np
+
+from taskgraph.errors import class_name
+from taskgraph.graph.values import encode
+
+__all__ = ["equal_unlike", "made_of_state", "shared_state"]
+
+_UNCHANGING = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, np.generic)
+"""Values that nobody writes to: to have one of them twice is no mistake."""
+
+
+def shared_state(
+    attributes: Mapping[str, object], state: Container[str], differing: Iterable[str]
+) -> tuple[str, str, str] | None:
+    """An attribute of state that came out differently, one that is in the same memory, and what they are."""
+    held = {name: value for name, value in attributes.items() if name in state}
+    for one in differing:
+        for other, value in held.items():
+            if one in held and one != other and _are_one(value, held[one]):
+                return one, other, "array" if isinstance(value, np.ndarray) else class_name(type(value))
+    return None
+
+
+def made_of_state(attributes: Mapping[str, object], state: Iterable[str]) -> list[str]:
+    """Attributes that are one with another attribute, which is state, as far as that can be seen."""
+    held = [name for name in state if name in attributes]
+    return [
+        f"self.{name} and self.{other}"
+        for other in held
+        for name, value in attributes.items()
+        if (name not in held or name > other) and _are_one(value, attributes[other])
+    ]
+
+
+def _are_one(value: object, other: object) -> bool:
+    """Whether who writes to one writes to the other."""
+    if isinstance(value, _UNCHANGING):
+        return False
+    if isinstance(value, np.ndarray) and isinstance(other, np.ndarray):
+        return np.may_share_memory(value, other)  # by their ends alone, which is quick: it is a hint
+    return value is other
+
+
+def equal_unlike(one: object, other: object) -> bool:
+    """Whether two values are equal, as far as pickle can tell, and are encoded otherwise.
+
+    It writes whatever is there twice as often. How arrays lie in memory makes no difference to either.
+    """
+    try:
+        return encode(one, what="").digest != encode(other, what="").digest and _pickled(one) == _pickled(other)
+    except Exception:  # user classes raise what they like where they cannot be pickled
+        return False
+
+
+def _pickled(value: object) -> bytes:
+    pickled = io.BytesIO()
+    pickler = pickle.Pickler(pickled, protocol=5)
+    pickler.fast = True
+    pickler.dump(value)
+    return pickled.getvalue()
