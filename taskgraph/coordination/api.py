@@ -87,6 +87,9 @@ class Lease(Protocol):
     def lost(self) -> bool:
         """Whether the coordinator itself said that the lease does not exist any more."""
 
+    def trouble(self) -> str:
+        """Why the last renewal failed, for people; "" where one was answered since, or nobody knows."""
+
     def tick(self) -> None:
         """Says that the main loop is alive. Renewal stops `stall_limit_s` after the last tick, till the next."""
 

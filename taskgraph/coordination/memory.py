@@ -268,6 +268,10 @@ class MemoryLease:
             self._lost = True
         return self._lost
 
+    def trouble(self) -> str:
+        """Nothing: within a process renewals do not fail."""
+        return ""
+
     def tick(self) -> None:
         """Says that the main loop is alive. A lease that expired meanwhile does not come back."""
         if self._renewing and not self.lost():

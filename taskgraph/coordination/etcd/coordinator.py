@@ -170,7 +170,12 @@ class EtcdCoordinator:
         return watch(self._connection, prefix, start_revision)
 
     async def lease(self, ttl_s: float, *, stall_limit_s: float) -> EtcdLease:
-        """Grants a lease and starts renewing it. etcd's floor is 2 s."""
+        """Grants a lease and starts renewing it. etcd's floor is 2 s.
+
+        Raises:
+            Unavailable: etcd does not answer.
+            CoordinationError: etcd refuses it, or no thread can be started to renew it.
+        """
         sent_at = time.monotonic()
         # Asked for again where the outcome is unknown: a lease nobody knows of expires by itself and holds no key.
         answer = await self._connection.call(
@@ -189,8 +194,15 @@ class EtcdCoordinator:
             endpoint=self._connection.endpoint,
             cluster=lambda: self._connection.cluster,
         )
+        try:
+            lease.start()
+        except RuntimeError as error:
+            with contextlib.suppress(CoordinationError):  # it expires by itself
+                await self._revoke_at_end(answer.id)
+            raise CoordinationError(
+                f"a lease cannot be renewed: {error}: `ulimit -u`, or the limit of the container, is used up"
+            ) from error
         self._leases.add(lease)
-        lease.start()
         return lease
 
     async def revoke(self, lease_id: int) -> None:

@@ -40,6 +40,10 @@ _RENEWALS_PER_TTL = 5
 _JOIN_S = 2.0
 _LOGIN_S = 2.0
 
+#: Channels whose call could not begin since gRPC could not start its thread: closing one, or forgetting it, waits for
+#: that thread for ever.
+_UNCLOSABLE: list[grpc.Channel] = []
+
 
 class EtcdLease:
     """See `coordination.api.Lease`. Made by `EtcdCoordinator.lease`.
@@ -79,6 +83,7 @@ class EtcdLease:
         self._cluster = cluster
         self._valid_until = sent_at + ttl_s
         self._lost = False
+        self._trouble = ""
         self._ticked_at = time.monotonic()
         self._closing = False
         self._wake = threading.Event()  # the renewer has a reason to look before its time
@@ -102,12 +107,20 @@ class EtcdLease:
         """Whether etcd said that the lease does not exist."""
         return self._lost
 
+    def trouble(self) -> str:
+        """Why the last renewal failed; "" where one was answered since."""
+        return self._trouble
+
     def tick(self) -> None:
         """Says that the main loop is alive."""
         self._ticked_at = time.monotonic()
 
     def start(self) -> None:
-        """Starts renewing."""
+        """Starts renewing.
+
+        Raises:
+            RuntimeError: no thread can be started.
+        """
         self._thread.start()
 
     async def close(self, *, revoke: bool) -> None:
@@ -131,7 +144,7 @@ class EtcdLease:
 
     def _renew(self) -> None:
         stream: _Stream | None = None
-        endpoint, why_none = self._endpoint, ""
+        endpoint, why_none = self._endpoint, ""  # why there is no stream
         interval_s = self._ttl_s / _RENEWALS_PER_TTL
         overdue_s = self._ttl_s / 3
         next_at = time.monotonic() + interval_s
@@ -141,12 +154,9 @@ class EtcdLease:
                 self._wake.clear()
                 now = time.monotonic()
                 if stream is not None and (stream.ended or stream.waiting_s(now) > overdue_s):
-                    log.warning(
-                        "renewal of lease %x at etcd %s: %s; trying the next endpoint",
-                        self._id,
-                        stream.endpoint.target,
-                        stream.ended or f"no answer for {stream.waiting_s(now):.1f} s",
-                    )
+                    why = stream.ended or f"no answer for {stream.waiting_s(now):.1f} s"
+                    self._trouble = f"etcd {stream.endpoint.target}: {why}"
+                    log.warning("renewal of lease %x at %s; trying the next endpoint", self._id, self._trouble)
                     stream.close()
                     stream = None
                     endpoint = (endpoint + 1) % len(self._options.endpoints)
@@ -159,10 +169,13 @@ class EtcdLease:
                 if stream is None:
                     try:
                         stream = _Stream(self._options, self._options.endpoints[endpoint], self)
-                    except CoordinationError as error:  # a TLS file is being replaced: looked at again each time
-                        if str(error) != why_none:
+                    except (CoordinationError, OSError, RuntimeError) as error:
+                        # A TLS file is being replaced, no thread can be started or no file opened: tried again each
+                        # time, since that passes.
+                        self._trouble = str(error)
+                        if self._trouble != why_none:
                             log.warning("renewal of lease %x: %s; trying again", self._id, error)
-                        why_none = str(error)
+                        why_none = self._trouble
                         continue
                     why_none = ""
                 stream.send(self._id, now)
@@ -186,6 +199,7 @@ class EtcdLease:
             self._wake.set()
         else:
             self._valid_until = max(self._valid_until, sent_at + ttl_s)
+            self._trouble = ""
 
     def broke(self) -> None:
         self._wake.set()
@@ -212,7 +226,11 @@ class _Stream:
         self._reader = threading.Thread(
             target=self._read, name=f"taskgraph-lease-reader-{endpoint.target}", daemon=True
         )
-        self._reader.start()
+        try:
+            self._reader.start()
+        except RuntimeError:
+            self._channel.close()
+            raise
 
     def send(self, lease_id: int, now: float) -> None:
         # Noted before it is handed over: validity must never be counted from later than the sending.
@@ -229,7 +247,8 @@ class _Stream:
     def close(self) -> None:
         self._closed = True
         self._requests.put(None)
-        self._channel.close()  # cancels the call, which ends the reader
+        if self._channel not in _UNCLOSABLE:
+            self._channel.close()  # cancels the call, which ends the reader
         self._reader.join(_JOIN_S)
 
     def _read(self) -> None:
@@ -248,6 +267,9 @@ class _Stream:
         except grpc.RpcError as error:
             self.ended = _details(error)
         except ValueError as error:  # what gRPC raises for a call on a channel that was closed
+            self.ended = str(error)
+        except RuntimeError as error:  # gRPC has threads of its own for a call, and cannot start one
+            _UNCLOSABLE.append(self._channel)
             self.ended = str(error)
         finally:
             self.ended = self.ended or "the reader failed"

@@ -42,6 +42,7 @@ class Registration:
         self._lease: Lease | None = None
         self._draining = False
         self._open = asyncio.Event()
+        self._why_paused = ""  # what was last said of it
         self._reached: set[str] = set()  # nodes that answered before this one began: ids are never used again
         self.node_revision = 0
 
@@ -227,7 +228,10 @@ class Registration:
             if not self._node.paused and self._unproved(lease):
                 self._pause(True)
                 self._node.suspicion.paused()
-                self._node.events.emit("paused", "the lease could not be renewed in time: serving stops, work is kept")
+                why = f" ({lease.trouble()})" if lease.trouble() else ""
+                self._node.events.emit(
+                    "paused", f"the lease could not be renewed in time{why}: serving stops, work is kept"
+                )
                 self._node.keeper.notify_later()
             if self._node.paused:
                 await self._resume(lease)
@@ -261,12 +265,15 @@ class Registration:
             txn = transactions.resume(node.keeper.view, node.id, self._current())
             result = await node.coordinator.txn(txn)
         except CoordinationError as error:
-            node.log.warning("paused: %s", error)
+            if str(error) != self._why_paused:  # it may be the same ten times a second
+                node.log.warning("paused: %s", error)
+            self._why_paused = str(error)
             return
         if result.succeeded:
             self.node_revision = result.revision
             await node.keeper.caught_up(result.revision)
             self._pause(False)
+            self._why_paused = ""
             node.suspicion.resumed()
             node.events.emit("resumed", "the lease is proved again")
             node.keeper.notify_later()

@@ -303,6 +303,9 @@ class SimLease:
     def lost(self) -> bool:
         return self._lost
 
+    def trouble(self) -> str:
+        return ""
+
     def tick(self) -> None:
         self._ticked_at = self._coordinator.now()
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import grpc
 import pytest
 
 from taskgraph.commands.certifying import make_certs
 from taskgraph.coordination.api import AccessRefused, TooLarge
+from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.connection import Connection, OtherCluster, pause_s
 from taskgraph.coordination.etcd.convert import range_of, writes
@@ -101,6 +105,97 @@ async def test_a_lease_waits_for_a_tls_file_that_is_being_replaced(
         assert "trying the next endpoint" in said()[1], "it was read, and nobody listens there"
     finally:
         await lease.close(revoke=False)
+
+
+class Answering:
+    """A channel whose etcd answers each renewal, or to which gRPC cannot start a thread."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.failing, self.closed = failing, False
+
+    def stream_stream(self, *_: object) -> Callable[..., Iterator[v3.LeaseKeepAliveResponse]]:
+        def call(requests: Iterator[v3.LeaseKeepAliveRequest], **_: object) -> Iterator[v3.LeaseKeepAliveResponse]:
+            if self.failing:
+                raise RuntimeError(self.failing)
+            return (v3.LeaseKeepAliveResponse(id=request.id, ttl=60) for request in requests)
+
+        return call
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def test_a_lease_outlives_a_want_of_threads_and_files_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that renews it ended for good."""
+    no_thread, no_file = "can't start new thread", "Too many open files"
+    real_start = threading.Thread.start
+    left = [no_thread]
+
+    def start(self: threading.Thread) -> None:
+        if "lease-reader" in self.name and left:
+            raise RuntimeError(left.pop())
+        real_start(self)
+
+    ours, grpcs, good = Answering(), Answering(no_thread), Answering()
+    channels: list[Answering | None] = [ours, None, grpcs, good]
+
+    def sync_channel(*_: object) -> Answering:
+        if (channel := channels.pop(0)) is None:
+            raise OSError(no_file)
+        return channel
+
+    async def revoke(_: int) -> None: ...
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(EtcdOptions, "sync_channel", sync_channel)
+    monkeypatch.setattr("taskgraph.coordination.etcd.lease._UNCLOSABLE", [])
+    options, now = EtcdOptions.make("127.0.0.1:1"), time.monotonic()
+    lease = EtcdLease(
+        options,
+        7,
+        ttl_s=0.1,
+        stall_limit_s=60.0,
+        sent_at=now,
+        revoke=revoke,
+        forget=lambda _: None,
+        endpoint=options.endpoints[0],
+    )
+    lease.start()
+    try:
+        said = []
+        async with asyncio.timeout(10):
+            while lease.valid_until() < now + 60:
+                if (trouble := lease.trouble()) and trouble not in said:
+                    said.append(trouble)
+                await asyncio.sleep(0.001)
+        assert said == [no_thread, no_file, f"etcd 127.0.0.1:1: {no_thread}"]
+        assert not lease.trouble() and not lease.lost()
+        assert ours.closed and not grpcs.closed, "to close it waits for a thread that there is not"
+    finally:
+        await lease.close(revoke=False)
+    assert good.closed
+
+
+async def test_a_lease_that_no_thread_can_renew_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended the node with a RuntimeError, and whoever closed the client waited for its thread."""
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    class Granting(Connection):
+        asked: ClassVar[list[str]] = []
+
+        async def call(self, method: object, request: object, **_: object) -> Any:
+            self.asked.append(type(request).__name__)
+            return v3.LeaseGrantResponse(id=7, ttl=5)
+
+    node = EtcdCoordinator(Granting(EtcdOptions.make("127.0.0.1:1")), "3.5.1")
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(CoordinationError, match="cannot be renewed: can't start new thread: `ulimit -u`"):
+        await node.lease(5.0, stall_limit_s=60.0)
+    assert Granting.asked == ["LeaseGrantRequest", "LeaseRevokeRequest"]
+    async with asyncio.timeout(1):
+        await node.close()
 
 
 def test_a_tls_file_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path) -> None:
