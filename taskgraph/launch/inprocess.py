@@ -45,12 +45,18 @@ class _Member:
 
 
 class InProcessCluster:
-    """Nodes of one job in one event loop."""
+    """Nodes of one job in one event loop.
+
+    Args:
+        endless_leases: no lease ends while its node lives. What holds up one of them holds up all: that a lease has
+            ended tells of nothing but a busy loop, which the pause, and the work done again, would keep busy.
+    """
 
     def __init__(
         self,
         job: Job,
         *,
+        endless_leases: bool = False,
         rng: random.Random | None = None,
         threads: Callable[[], Threads] | None = None,
         point: Callable[[InProcessCluster, str], Point] | None = None,
@@ -63,6 +69,7 @@ class InProcessCluster:
         self.keys = Keys(self.spec.name)
         self.crashes = 0
         self._rng = rng
+        self._endless_leases = endless_leases
         self._threads = threads
         self._devices = device_count()
         self._point = point
@@ -88,7 +95,7 @@ class InProcessCluster:
         """Starts one node more; returns its id."""
         name = f"n{next(self._count)}"
         node_id = f"{name}-local"
-        coordinator = MemoryCoordinator(self.store, rng=self._rng)
+        coordinator = MemoryCoordinator(self.store, rng=self._rng, endless=self._endless_leases)
         events = EventLog(name)
         events.listen(self._events.append)
         if self._on_event is not None:
@@ -265,7 +272,7 @@ async def arun_inprocess(
     One node has no backups, and needs none: the process that it would fail with is theirs, too. So every task is set up
     once.
     """
-    cluster = InProcessCluster(job, on_event=on_event)
+    cluster = InProcessCluster(job, on_event=on_event, endless_leases=True)
     try:
         count = nodes or max(job.min_nodes, job.settings.min_in_sync)
         await cluster.start(count, resume=resume, fresh=fresh, timeout_s=timeout_s)
