@@ -13,11 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["OF_THE_HOST", "chosen_file", "whole_file", "why_unwritable", "write_whole"]
+__all__ = ["OF_THE_HOST", "chosen_file", "may_hold_sockets", "whole_file", "why_unwritable", "write_whole"]
 
 _NO_ROOM, _NO_RIGHT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS), (errno.EACCES, errno.EPERM)
 OF_THE_HOST = (*_NO_ROOM, *_NO_RIGHT, errno.EMFILE, errno.ENFILE, errno.EIO)
 """No fault of ours, and nothing that a traceback would tell more of: no room, no right, no more files, no terminal."""
+_NOT_IN_ADDRESS = frozenset("#?%,|")
+"""gRPC takes a socket's address for a URI, or several; and endpoints are written one after another."""
+
+
+def may_hold_sockets(folder: Path, most_bytes: int) -> bool:
+    """Whether sockets in a folder can be addressed: its path has at most so many bytes, and means nothing else."""
+    return len(os.fsencode(folder)) <= most_bytes and _NOT_IN_ADDRESS.isdisjoint(str(folder))
 
 
 @contextlib.contextmanager

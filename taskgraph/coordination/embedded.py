@@ -27,6 +27,7 @@ from types import TracebackType
 from taskgraph.children import tell_child
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.errors import CoordinationError, Unavailable
+from taskgraph.files import may_hold_sockets
 
 __all__ = ["EmbeddedEtcd", "find_etcd", "keeping_options", "version_of"]
 
@@ -269,9 +270,9 @@ async def _answers(endpoint: str, name: str) -> None:
 
 
 def _new_folder(*, short: bool) -> Path:
-    """A directory of mode 0700; `short`: its path leaves room for that of a unix socket."""
+    """A directory of mode 0700; `short`: with room for the paths of unix sockets."""
     folder = tempfile.gettempdir()
-    if short and len(os.fsencode(folder)) > _FOLDER_PATH:
+    if short and not may_hold_sockets(Path(folder), _FOLDER_PATH):
         folder = "/tmp"
     return Path(tempfile.mkdtemp(prefix="taskgraph-etcd-", dir=folder)).absolute()
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from taskgraph import host
 from taskgraph.errors import JobError, TaskGraphError
-from taskgraph.files import write_whole
+from taskgraph.files import may_hold_sockets, write_whole
 from taskgraph.jobs import NAME_RULE, is_name
 from taskgraph.tls import Tls
 
@@ -45,7 +45,7 @@ _JOINING_S = 10.0
 _JOINING_AGAIN_S = 0.02
 _COMMAND = 120
 """Characters of a command line that an error shows."""
-_MAX_PATH = 100
+_MAX_PATH = 99
 """Some kernels take 104 bytes for a unix socket's path."""
 
 
@@ -124,7 +124,7 @@ class Runtime:
         """A new private folder for the sockets of one launcher's nodes. Removes those of launchers that were killed."""
         self._folder(name)
         base = self.root / "s"
-        if len(os.fsencode(base)) + _SOCKET_PATH < _MAX_PATH:
+        if may_hold_sockets(base, _MAX_PATH - _SOCKET_PATH):
             return Sockets(self._made(base), "")
         return Sockets(Path("/tmp"), "taskgraph-s-")
 

@@ -9,6 +9,7 @@ import resource
 import signal
 import stat
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -69,6 +70,14 @@ def listening(pid: int) -> set[str]:
     rows = [line.split() for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]]
     accepting = [row for row in rows if int(row[3], 16) & 0x10000]
     return found | {row[7] for row in accepting if f"socket:[{row[6]}]" in inodes}
+
+
+async def test_a_private_one_starts_wherever_temporary_files_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC took these characters of its socket's path for something else, and it never answered."""
+    with tempfile.TemporaryDirectory(prefix="#?%41,", dir="/tmp") as folder:
+        monkeypatch.setattr("tempfile.tempdir", folder)
+        async with EmbeddedEtcd(private=True) as etcd:
+            assert "#" not in etcd.endpoint
 
 
 async def test_a_private_one_has_no_port_that_other_users_reach() -> None:

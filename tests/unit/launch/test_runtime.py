@@ -305,6 +305,15 @@ def test_sockets_have_short_paths_and_private_folders_wherever_the_directory_is(
     assert not first.path.exists() and not second.path.exists()
 
 
+@pytest.mark.parametrize("name", ["t", "a#b", "a?b", "a%41b", "a,b", "a|b"])
+def test_sockets_are_elsewhere_where_an_address_cannot_say_their_path(name: str) -> None:
+    """gRPC takes it for a URI: nodes listened at one path and were asked at another, or could not listen."""
+    with tempfile.TemporaryDirectory(prefix="tg-", dir="/tmp") as short:
+        folder = Runtime(Path(short) / name).sockets("fit")
+        folder.remove()
+        assert folder.path.is_relative_to(short) == (name == "t")
+
+
 @pytest.mark.parametrize("below", ["t", "a-very-long-name-" * 6])
 def test_sockets_of_a_launcher_that_was_killed_are_removed_by_the_next_and_those_of_one_that_lives_are_not(
     tmp_path: Path, below: str
