@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
-import io
 import logging
 import os
 import resource
@@ -53,6 +52,7 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Get, Txn
 from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.signals import Orders
+from taskgraph.streams import Untaken
 from taskgraph.tls import Tls
 from taskgraph.transport.hello import mark
 from taskgraph.transport.stream import StreamTransport
@@ -75,8 +75,12 @@ _FILES = 65_536
 as a program that it starts may do, takes as long as there are numbers."""
 
 
-async def run_node(config: NodeConfig) -> int:
-    """Runs one node to its end; returns the exit code."""
+async def run_node(config: NodeConfig, untaken: Untaken | None = None) -> int:
+    """Runs one node to its end; returns the exit code.
+
+    Args:
+        untaken: knows of what the streams of this process did not take, for an event.
+    """
     if not config.node_id:
         config = dataclasses.replace(config, node_id=NodeConfig.new_id(config.name))
     try:
@@ -87,7 +91,7 @@ async def run_node(config: NodeConfig) -> int:
             except SystemExit as error:
                 log.error("the driver called sys.exit(%r) while it was imported: guard it with __name__", error.code)
                 return CANNOT_GO_ON
-            await _run(config, coordinator, spec, job)
+            await _run(config, coordinator, spec, job, untaken)
             return OK
     except FingerprintMismatch as error:
         return _say(f"refused: {error}", OTHER_DRIVER)
@@ -165,7 +169,9 @@ async def _changed(coordinator: Coordinator, key: str, revision: int) -> None:
         await watch.aclose()  # type: ignore[attr-defined]
 
 
-async def _run(config: NodeConfig, coordinator: Coordinator, spec: JobSpec, job: Job) -> None:
+async def _run(
+    config: NodeConfig, coordinator: EtcdCoordinator, spec: JobSpec, job: Job, untaken: Untaken | None
+) -> None:
     """From the first socket to the last, with a node in between."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     if given != str(job.settings.blas_threads):
@@ -225,10 +231,18 @@ async def _run(config: NodeConfig, coordinator: Coordinator, spec: JobSpec, job:
         )
         control.attach(node)
         _obey(config, node)
+        if untaken is not None:
+            untaken.tell(partial(_emit_soon, asyncio.get_running_loop(), events))
         kept = job.settings.events_kept
         async with _while(keep_events(events, coordinator, spec.name, node_id=config.node_id, kept=kept)):
             gc.freeze()  # what was imported lives as long as the process: no collection needs to look at it again
             await node.run()
+
+
+def _emit_soon(loop: asyncio.AbstractEventLoop, events: EventLog, text: str) -> None:
+    """From whatever thread prints."""
+    with contextlib.suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(events.emit, "log", text)
 
 
 @contextlib.asynccontextmanager
@@ -356,12 +370,10 @@ def allow_more_files() -> None:
 
 def main(config: NodeConfig) -> NoReturn:
     """Runs a node and ends the process."""
+    untaken = Untaken()
     log_to_stderr()
     allow_more_files()
     search_garbage_less_often()  # a driver, which is loaded later, may say otherwise
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # What a task prints is read while it runs, and must not be lost with a process that is killed.
-        sys.stdout.reconfigure(line_buffering=True)
     if config.devices is not None:
         os.environ[VISIBLE] = config.devices  # before the driver is loaded: CUDA reads it once
     if not config.node_id:
@@ -371,7 +383,7 @@ def main(config: NodeConfig) -> NoReturn:
         threading.Thread(target=_follow_parent, args=(config,), name="launcher", daemon=True).start()
     code, meant = CANNOT_GO_ON, True
     try:
-        code = uvloop.run(run_node(config))
+        code = uvloop.run(run_node(config, untaken))
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except SystemExit as error:

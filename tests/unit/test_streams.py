@@ -65,3 +65,30 @@ def test_characters_that_cannot_be_written_are_said_otherwise(stream: str, unbuf
     assert (done.returncode, getattr(done, stream)) == (0, "ab \\xe4 \\ud800\n")
     done = run("", text=text, stream=stream, PYTHONIOENCODING="utf-8", PYTHONUNBUFFERED=unbuffered)
     assert (done.returncode, getattr(done, stream)) == (0, "ab ä \\ud800\n")
+
+
+NODE = """
+import logging, resource, sys
+from taskgraph.streams import Untaken
+untaken, told = Untaken(), []
+print("kept"), print("ä", file=sys.stderr)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+for _ in range(3):
+    print("x" * 300)
+    print("y" * 300, file=sys.stderr)
+untaken.tell(told.append)
+assert len(told) == 1 and sys.argv[1] in told[0] and "File too large" in told[0], told
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+print("z")
+"""
+
+
+def test_what_the_log_of_a_node_cannot_take_fails_no_task_and_is_told_once(tmp_path: Path) -> None:
+    """A `print` in a task raised on a full disk, and failed the job."""
+    log = tmp_path / "n1.log"
+    with log.open("ab") as file:
+        done = subprocess.run(
+            [sys.executable, "-c", NODE, str(log)], stdout=file, stderr=file, check=False, cwd=Path(__file__).parents[2]
+        )
+    assert done.returncode == 0
+    assert log.read_text() == "kept\nä\n" + "x" * (100 - len("kept\nä\n".encode()))
