@@ -11,6 +11,7 @@ import contextlib
 import hmac
 import logging
 import os
+import resource
 import signal
 import time
 from collections import deque
@@ -52,16 +53,13 @@ _SIGNAL_AFTER_S = 0.05
 """A reply is on its way by then; after SIGKILL nobody expects one."""
 
 
-_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.so_reuseport", 0),
-    ("grpc.server_handshake_timeout_ms", 5_000),
-    ("grpc.max_allowed_incoming_connections", 256),
-    ("grpc.max_concurrent_streams", 64),
-    ("grpc.max_receive_message_length", 64 << 10),
-    ("grpc.max_metadata_size", 8 << 10),
-    ("grpc.max_connection_idle_ms", 300_000),
-)
-"""What a stranger may cost: a few connections, each of which has to speak soon, and small requests."""
+_CONNECTIONS = 1024
+"""At a time. gRPC turns away the newest, so those who say nothing must not fill it soon; each takes some 20 KiB."""
+_OF_ITS_FILES = 4
+"""At most every so many of the files that the process may have open."""
+_SILENT_MS = 5_000
+"""A connection with no call ends then: whoever only connects must not keep others out. Clients of ours, who hardly ever
+have one, connect again by themselves."""
 
 
 class Controlled(Traced, Protocol):
@@ -127,7 +125,7 @@ class ControlServer:
             check_listener(tcp_host, tls is not None, insecure)
             if tls is not None:
                 tls.check(advertise or tcp_host)
-        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        server = grpc.aio.server(options=_server_options())
         server.add_generic_rpc_handlers((self._handlers(),))
         found = []
         if unix_path is not None:
@@ -165,7 +163,7 @@ class ControlServer:
                 response_serializer=lambda message: message.SerializeToString(),
             )
 
-        return grpc.method_handlers_generic_handler(
+        methods = grpc.method_handlers_generic_handler(
             SERVICE,
             {
                 "Status": method(unary, self._checked(self._status), pb.StatusRequest),
@@ -177,14 +175,11 @@ class ControlServer:
                 "Trace": method(both, self._checked_stream(self._trace), pb.TraceRequest),
             },
         )
+        return _Gate(methods, self._credential, self._refusals)
 
     # -- before a call -----------------------------------------------------------------------------------
 
     async def _check(self, context: grpc.aio.ServicerContext[Any, Any]) -> Controlled:
-        given = next((v for k, v in context.invocation_metadata() or () if k == TOKEN_KEY), b"")
-        if not hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), self._credential):
-            self._refusals.refused(context.peer(), "a call with a wrong token" if given else "a call without a token")
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the job's token is missing or wrong")
         if self._node is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the node is starting: try again")
         assert self._node is not None
@@ -279,6 +274,27 @@ class ControlServer:
         return traced(node, self._events, requests, self._end)
 
 
+class _Gate(grpc.GenericRpcHandler):
+    """Looks at a call's token once its head is there: who has none must not keep a connection by sending no more."""
+
+    def __init__(self, methods: grpc.GenericRpcHandler, credential: bytes, refusals: Refusals) -> None:
+        self._methods = methods
+        self._credential = credential
+        self._refusals = refusals
+
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        given = next((v for k, v in details.invocation_metadata or () if k == TOKEN_KEY), b"")
+        if hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), self._credential):
+            return self._methods.service(details)
+        text = "a call with a wrong token" if given else "a call without a token"
+
+        async def refuse(requests: object, context: Any) -> None:
+            self._refusals.refused(context.peer(), text)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the job's token is missing or wrong")
+
+        return grpc.stream_stream_rpc_method_handler(refuse)  # which begins before there is any request
+
+
 class _Follower:
     """What one caller of Events has not been sent yet."""
 
@@ -329,6 +345,21 @@ class _Follower:
         if self._queue or self._over:
             self._look.set()
         return found, lost
+
+
+def _server_options() -> list[tuple[str, int]]:
+    """What a stranger may cost: some connections, each of which has to speak soon, and small requests."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = files != resource.RLIM_INFINITY and files < _CONNECTIONS * _OF_ITS_FILES
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.server_handshake_timeout_ms", 5_000),
+        ("grpc.max_allowed_incoming_connections", files // _OF_ITS_FILES if few else _CONNECTIONS),
+        ("grpc.max_concurrent_streams", 64),
+        ("grpc.max_receive_message_length", 64 << 10),
+        ("grpc.max_metadata_size", 8 << 10),
+        ("grpc.max_connection_idle_ms", _SILENT_MS),
+    ]
 
 
 def _bind_tcp(server: grpc.aio.Server, host: str, ports: Sequence[int], tls: Tls | None) -> int:

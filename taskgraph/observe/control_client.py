@@ -276,7 +276,7 @@ class ControlClient:
                 "; with TLS: is its certificate, and ours, signed by the same --tls authority, and names it the host?"
             )
         elif first and not self._address.startswith("unix:") and any(sign in details for sign in _CUT_OFF):
-            details += "; perhaps it speaks TLS only: give --tls"
+            details += "; perhaps it speaks TLS only: give --tls; or it has too many connections"
         return PeerLost(f"the node at {self._address} did not answer {method}: {code.name}: {details}")
 
 

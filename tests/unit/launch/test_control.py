@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import stat
+import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -377,6 +379,70 @@ async def test_a_follower_that_leaves_is_not_told_any_more(service: Service) -> 
         async with asyncio.timeout(5):
             while service.events._listeners:  # noqa: ASYNC110 - gRPC tells of a caller's end when it comes to it
                 await asyncio.sleep(0.005)
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """One of HTTP/2."""
+    return struct.pack(">IBI", len(payload) << 8 | kind, flags, stream) + payload
+
+
+def head(fields: dict[str, str]) -> bytes:
+    """The headers of a call, in HPACK, each spelled out."""
+    texts = [text.encode() for pair in fields.items() for text in pair]
+    return b"".join(bytes([0][at % 2 :]) + bytes([len(text)]) + text for at, text in enumerate(texts))
+
+
+SILENT = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0)
+"""How a client of HTTP/2 begins."""
+STATUS_CALL = {
+    ":method": "POST",
+    ":scheme": "http",
+    ":path": "/taskgraph.v1.Control/Status",
+    ":authority": "x",
+    "te": "trailers",
+    "content-type": "application/grpc",
+}
+HALF_A_CALL = SILENT + frame(1, 4, 1, head(STATUS_CALL))
+
+
+@pytest.mark.parametrize("said", [SILENT, HALF_A_CALL], ids=["nothing", "half a call"])
+async def test_strangers_who_say_nothing_keep_nobody_out_for_long(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They filled it for five minutes, or for ever, and the results of a finished job could not be collected."""
+    monkeypatch.setattr(control, "_CONNECTIONS", 8)
+    monkeypatch.setattr(control, "_SILENT_MS", 300)
+    async with serving(tcp_host="127.0.0.1") as service, contextlib.AsyncExitStack() as stack:
+        client = await stack.enter_async_context(service.client())
+        following = await stack.enter_async_context(contextlib.aclosing(client.events(follow=True)))
+        service.events.emit("commit", "first")
+        await anext(following)
+        host, port = service.control.removeprefix("tcp:").rsplit(":", 1)
+        strangers = []
+        for _ in range(20):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            stack.callback(writer.close)
+            writer.write(said)
+            strangers.append(reader)
+        async with asyncio.timeout(5):
+            turned_away = 0
+            for reader in strangers:
+                found = b""
+                with contextlib.suppress(ConnectionError):
+                    found = await reader.read()  # until it ends
+                turned_away += not found
+        assert turned_away >= 20 - 8, "more than so many at a time are not let in"
+        service.events.emit("commit", "still followed")
+        async with asyncio.timeout(5):
+            assert (await anext(following))[0].text == "still followed"
+            assert await client.status() == STATUS
+
+
+async def test_a_process_that_may_have_few_files_open_keeps_some_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def most() -> int:
+        return dict(control._server_options())["grpc.max_allowed_incoming_connections"]
+
+    for files, found in ((1024, 256), (65_536, 1024), (resource.RLIM_INFINITY, 1024)):
+        monkeypatch.setattr(resource, "getrlimit", lambda which, files=files: (files, files))
+        assert most() == found
 
 
 class Damaging(grpc.GenericRpcHandler):
