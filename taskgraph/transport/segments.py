@@ -60,6 +60,10 @@ _WANTED_SEALS: Final = (
 )
 
 
+_LACKING = (errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EMFILE, errno.ENFILE)
+"""There is not as much as was asked for, of memory or of descriptors: another time, or of less, there may be."""
+
+
 class _Arena:
     """A piece of memory that segments are cut from, one behind the other. `region` is None where others cannot open it.
 
@@ -281,7 +285,8 @@ class Pool:
         try:
             return self._cut(_rounded(nbytes))
         except (OSError, MemoryError) as error:
-            if self._shared and not self._used and not self._idle:
+            lacking = isinstance(error, MemoryError) or error.errno in _LACKING
+            if self._shared and not lacking and not self._used and not self._idle:
                 log.warning("no shared memory here (%s): values travel as bytes", error)
                 self._shared = False
             return None

@@ -392,6 +392,13 @@ def test_where_there_is_no_shared_memory_values_lie_in_memory_that_is_reused(mon
     assert place(given(mine, MIB)) == first
 
 
+def test_a_value_that_is_too_large_for_memory_says_nothing_of_others() -> None:
+    """Where it was a node's first, all that the node ever sent went as bytes."""
+    mine, _ = pool()
+    assert mine.allocate(1 << 48) is None and mine.shared
+    assert given(mine, MIB).origin.region is not None  # type: ignore[union-attr]
+
+
 def test_a_kernel_that_does_not_know_of_programs_in_memory_gives_memory_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
