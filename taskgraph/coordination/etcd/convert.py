@@ -1,4 +1,7 @@
-"""Between our transactions and etcd's messages. Keys are UTF-8 text with us, bytes with etcd."""
+"""Between our transactions and etcd's messages. Keys are UTF-8 text with us, bytes with etcd.
+
+Whatever another program put under a prefix of ours is read with the rest: bytes that are no UTF-8 go there and back.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,20 @@ from taskgraph.protocol.kv import Delete, Get, KeyEvent, KeyValue, Put, Txn, Txn
 __all__ = ["event", "key_value", "range_of", "range_request", "txn_request", "txn_result", "writes"]
 
 
+_BACK = "surrogateescape"
 _DELETE = v3.Event.DELETE
 _EQUAL, _MOD, _CREATE = v3.Compare.EQUAL, v3.Compare.MOD, v3.Compare.CREATE
 
 
 def range_of(key: str, *, prefix: bool) -> tuple[bytes, bytes]:
     """etcd's `key` and `range_end`: a single key has an empty end, a prefix ends before its successor."""
-    raw = key.encode()
+    raw = key.encode(errors=_BACK)
     if not prefix:
         if not raw:
             raise CoordinationError("a key cannot be empty")
         return raw, b""
-    # The successor of a prefix: its last byte that is not 0xff, plus one. UTF-8 has no 0xff. b"\0" means "no end".
+    # The successor of a prefix: its last byte that is not 0xff, plus one. Prefixes are ours, and UTF-8 has no 0xff.
+    # b"\0" means "no end".
     return (raw, raw[:-1] + bytes([raw[-1] + 1])) if raw else (b"\0", b"\0")
 
 
@@ -30,12 +35,12 @@ def range_request(key: str, *, prefix: bool) -> v3.RangeRequest:
 
 
 def key_value(kv: v3.KeyValue) -> KeyValue:
-    return KeyValue(kv.key.decode(), kv.value, kv.create_revision, kv.mod_revision, kv.lease)
+    return KeyValue(kv.key.decode(errors=_BACK), kv.value, kv.create_revision, kv.mod_revision, kv.lease)
 
 
 def event(told: v3.Event) -> KeyEvent:
     kv = told.kv
-    found = KeyValue(kv.key.decode(), kv.value, kv.create_revision, kv.mod_revision, kv.lease)
+    found = KeyValue(kv.key.decode(errors=_BACK), kv.value, kv.create_revision, kv.mod_revision, kv.lease)
     return KeyEvent("delete" if told.type == _DELETE else "put", found)
 
 

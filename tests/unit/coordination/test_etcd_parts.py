@@ -17,7 +17,7 @@ from taskgraph.coordination.api import AccessRefused, TooLarge
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.connection import Connection, OtherCluster, pause_s
-from taskgraph.coordination.etcd.convert import range_of, writes
+from taskgraph.coordination.etcd.convert import event, key_value, range_of, txn_request, writes
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
 from taskgraph.coordination.etcd.lease import EtcdLease
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
@@ -238,6 +238,15 @@ def test_a_prefix_covers_what_starts_with_it(prefix: str) -> None:
             assert start <= raw and (end == b"\0" or raw < end)
     if prefix:
         assert not start <= prefix.encode()[:-1] < end
+
+
+def test_a_key_that_is_no_text_is_read_and_deleted_like_any_other() -> None:
+    """Whatever somebody put under a job's keys, UnicodeDecodeError ended all that read them."""
+    raw = b"/taskgraph/demo/events/\xff\xfe"
+    found = key_value(v3.KeyValue(key=raw, value=b"x", create_revision=2, mod_revision=2))
+    assert event(v3.Event(kv=v3.KeyValue(key=raw, value=b"x", create_revision=2, mod_revision=2))).kv == found
+    deleted = txn_request(Txn(success=(Delete(found.key),)))
+    assert deleted.success[0].request_delete_range.key == raw
 
 
 @pytest.mark.parametrize(
