@@ -74,18 +74,33 @@ class JobView:
     # -- folding ----------------------------------------------------------------------------------
 
     def reset(self, revision: int, items: Iterable[KeyValue]) -> None:
-        """Starts again from a listing of everything under the job's root at `revision`."""
+        """Starts again from a listing of everything under the job's root at `revision`.
+
+        Raises:
+            DecodeError: a key holds something else, or is not there any more; see `apply`.
+        """
         known, began, before = self.epoch, self.attempt_revision, self.revision
+        had, run = self.primaries, self.spec_revision
         self.__init__(self.keys.job)  # type: ignore[misc]
         for kv in items:
             self._put(kv)
+        needed = [self.keys.spec, self.keys.epoch]
+        if self.spec_revision == run:
+            needed += map(self.keys.primary, had)
+        self._check_kept(needed)
         at = self.epoch
         if at is not None and at.mod_revision != at.create_revision:  # it was written before, perhaps in this attempt
             self.attempt_revision = began if known is not None and _same_attempt(known, at) else before
         self.revision = self.structure_revision = self.gone_revision = revision
 
     def apply(self, revision: int, events: Iterable[KeyEvent]) -> None:
-        """Applies the events of complete revisions up to `revision`, in the order given."""
+        """Applies the events of complete revisions up to `revision`, in the order given.
+
+        Raises:
+            DecodeError: a key holds something else; or one is deleted that stays for as long as there is something to
+                do for nodes, which would wait for ever for what it says.
+        """
+        deleted = []
         for event in events:
             kv = event.kv
             if kv.mod_revision <= self.revision:
@@ -94,12 +109,30 @@ class JobView:
                 self._put(kv)
             else:
                 self._delete(kv.key)
+                deleted.append(kv)
             if kv.key != self.keys.epoch:
                 self.structure_revision = kv.mod_revision
                 if kv.key.startswith(self.keys.gone_nodes):
                     self.gone_revision = kv.mod_revision
         if revision > self.revision:
             self.revision = revision
+        if deleted:  # by another run that begins, unless it is later than this one's beginning
+            self._check_kept(kv.key for kv in deleted if kv.mod_revision > self.spec_revision)
+
+    def _check_kept(self, needed: Iterable[str]) -> None:
+        """Raises DecodeError where one of these keys is missing, and the job is open and cannot do without it."""
+        if not self.open:  # it was deleted as a whole, perhaps
+            return
+        always = {self.keys.spec: self.spec, self.keys.epoch: self.epoch}
+        there = {self.keys.primary(task) for task in self.primaries}
+        for key in needed:
+            missing = always[key] is None if key in always else key.endswith("/primary") and key not in there
+            if missing:
+                raise DecodeError(
+                    f"the key {key} in etcd was deleted, and job {self.keys.job!r} cannot go on without it. "
+                    f"`etcdctl del --prefix {self.keys.root}` removes what is left of the job; one that left a "
+                    f"checkpoint goes on from there with --resume"
+                )
 
     def _put(self, kv: KeyValue) -> None:
         try:

@@ -6,9 +6,17 @@ import pytest
 from protocol_kit import JOB, RUN, World, node_record
 
 from taskgraph.errors import DecodeError
-from taskgraph.protocol.kv import KeyValue
+from taskgraph.protocol.kv import Delete, KeyValue, Put, Txn
 from taskgraph.protocol.messages import Stamp
-from taskgraph.protocol.records import CheckpointRecord, GoneRecord, PrimaryRecord, Ran, State, StatusRecord
+from taskgraph.protocol.records import (
+    CheckpointRecord,
+    EpochRecord,
+    GoneRecord,
+    PrimaryRecord,
+    Ran,
+    State,
+    StatusRecord,
+)
 from taskgraph.protocol.view import JobView
 
 
@@ -139,6 +147,78 @@ def test_a_record_that_is_none_is_refused() -> None:
         said = str(refused.value)
         assert said.startswith(f"the key {key} in etcd cannot be read: {why}")
         assert f"`etcdctl del --prefix {world.keys.root}`" in said
+
+
+def since(world: World, view: JobView) -> JobView:
+    """`view`, which was read before, with all that was written since, in one batch."""
+    view.apply(world.store.revision, world.store.events_from(view.revision + 1, world.keys.root))
+    return view
+
+
+@pytest.mark.parametrize("name", ["spec", "epoch", "tasks/0/primary"])
+def test_a_key_that_somebody_deleted_is_named(name: str) -> None:
+    """The job stood still without a word, or failed with a reason that was none."""
+    world = World("a")
+    world.first(0, "a")
+    watching, reading = world.view(), world.view()
+    key = world.keys.root + name
+    world.delete(key)
+    with pytest.raises(DecodeError, match=f"the key {key} in etcd was deleted"):
+        since(world, watching)
+    with pytest.raises(DecodeError, match=f"the key {key} in etcd was deleted"):
+        reading.reset(world.store.revision, world.store.select(world.keys.root, prefix=True))
+
+
+def test_a_listing_with_a_status_and_nothing_to_do_is_one_of_keys_that_were_deleted() -> None:
+    world = World()
+    world.delete(world.keys.epoch)
+    with pytest.raises(DecodeError, match=f"the key {world.keys.epoch} in etcd was deleted"):
+        world.view()
+
+
+def test_a_job_that_is_deleted_as_a_whole_misses_no_key() -> None:
+    world = World("a")
+    world.first(0, "a")
+    watching, reading = world.view(), world.view()
+    world.run(Txn(success=(Delete(world.keys.root, prefix=True),)))
+    assert since(world, watching).status is None
+    reading.reset(world.store.revision, world.store.select(world.keys.root, prefix=True))
+    assert reading.status is None and reading.epoch is None
+
+
+def test_keys_of_a_job_that_is_over_are_not_missed() -> None:
+    world = World("a")
+    world.first(0, "a")
+    world.put(world.keys.status, StatusRecord(state=State.FINISHED).to_bytes())
+    world.put(world.keys.collected, b"{}")
+    view = world.view()
+    world.delete(world.keys.primary(0))
+    assert not since(world, view).primaries
+
+
+def test_another_run_of_the_job_deletes_what_the_last_one_left() -> None:
+    """Also one whose results nobody had collected; its watchers hear of all of that at once, or list it."""
+    world = World("a")
+    world.first(0, "a")
+    world.put(world.keys.status, StatusRecord(state=State.FINISHED).to_bytes())
+    watching, reading = world.view(), world.view()
+    begun = Txn(
+        success=(
+            Delete(world.keys.tasks, prefix=True),
+            Put(world.keys.spec, b"another"),
+            Put(world.keys.epoch, EpochRecord(epoch=0, attempt=1).to_bytes()),
+            Put(world.keys.status, StatusRecord(state=State.RUNNING).to_bytes()),
+        )
+    )
+    world.run(begun)
+    assert since(world, watching).running and not watching.primaries
+    reading.reset(world.store.revision, world.store.select(world.keys.root, prefix=True))
+    assert reading.running and not reading.primaries
+    world.first(0, "a")
+    since(world, watching)
+    world.delete(world.keys.primary(0))
+    with pytest.raises(DecodeError, match="was deleted"):
+        since(world, watching)
 
 
 def test_a_replacement_counts_for_as_long_as_its_attempt_where_tasks_work_ahead() -> None:
