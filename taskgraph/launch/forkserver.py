@@ -21,6 +21,7 @@ from types import TracebackType
 
 from taskgraph.children import Adopted, Child, adopting, can_adopt, tell_child
 from taskgraph.errors import TaskGraphError
+from taskgraph.launch.begin import command
 from taskgraph.launch.threads_env import thread_env
 from taskgraph.node.config import NodeConfig
 
@@ -97,10 +98,7 @@ class ForkServer:
         try:
             with os.fdopen(_log_file(self._log), "ab") as output, theirs:
                 process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-m",
-                    "taskgraph.node.process",
-                    str(theirs.fileno()),
+                    *command("taskgraph.node.process", str(theirs.fileno())),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,

@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -154,6 +155,7 @@ class LocalNodes:
             parent_pid=os.getpid(),
             devices=devices,
             sharing=among,
+            path=[folder for folder in sys.path if isinstance(folder, str)],
         )
         started = await self._spawn(server, config, self._runtime.folder(self._entry.name) / f"{name}.log")
         entry = self._processes[name] = _Process(name, config.node_id, started.process, started.pipe, started.log_path)

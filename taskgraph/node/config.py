@@ -27,6 +27,7 @@ class NodeConfig:
         parent_pid: the launcher, which must be our parent, or 0.
         devices: `CUDA_VISIBLE_DEVICES` of the process; None: as it is.
         sharing: how many nodes compute on its device, as far as its launcher knows: those that it started together.
+        path: the launcher's `sys.path`, so that drivers find what they import where it does; []: as it is here.
         node_id: the node's id, so that the launcher knows it even of a process that dies at once; "": made up here.
     """
 
@@ -42,6 +43,7 @@ class NodeConfig:
     parent_pid: int = 0
     devices: str | None = None
     sharing: int = 1
+    path: list[str] = field(default_factory=list)
     node_id: str = ""
 
     @classmethod

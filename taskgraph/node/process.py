@@ -1,6 +1,6 @@
 """A node as a process: connects, loads the driver, serves, and really ends.
 
-    python -m taskgraph.node.process FD     (how a launcher starts them: what to be, it is told by this socket)
+    python -P launch/begin.py taskgraph.node.process FD     (how a launcher starts them; this socket tells what to be)
 
 Exit codes: 0 the job is over, or the node drained; 1 it cannot go on; 3 etcd cannot be reached; 4 its driver is not
 the one the job was submitted with; 5 its CUDA device cannot be used any more; 130 and 143 told to end at once.
@@ -86,6 +86,8 @@ async def run_node(config: NodeConfig, untaken: Untaken | None = None) -> int:
     try:
         async with await _connected(config) as coordinator:
             spec = await wait_for_job(coordinator, config.job)
+            if config.path:
+                sys.path[:] = config.path  # not sooner: what Python itself needs is not to be found beside a driver
             try:
                 job = spec.load_job()
             except SystemExit as error:
@@ -397,5 +399,5 @@ def main(config: NodeConfig) -> NoReturn:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not sys.argv[1].isdigit():
-        sys.exit("usage: python -m taskgraph.node.process FD (by hand: taskgraph node)")
+        sys.exit("taskgraph.node.process FD is how launchers begin nodes; by hand: taskgraph node")
     serve(socket.socket(fileno=int(sys.argv[1])), main)

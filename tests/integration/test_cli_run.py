@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from cli_kit import DRIVER, Cli, Command, printed, shell, sums
 
+import taskgraph as tg
 from taskgraph.coordination.embedded import EmbeddedEtcd
 
 pytestmark = pytest.mark.slow
@@ -304,6 +305,34 @@ async def test_a_job_that_does_not_end_in_time(cli: Cli) -> None:
     assert "record" in kept["reason"]
     done = await cli("result", "sums")
     assert done.code == 1 and "job failed: it did not end within 4 s" in done.err
+
+
+async def test_nodes_import_what_their_launcher_does_and_not_what_lies_in_the_working_directory(cli: Cli) -> None:
+    """A `queue.py` there was taken for Python's own in every node, and each job failed."""
+    (cli.cwd / "queue.py").write_text("raise SystemExit('no queue')")
+    for folder, name, text in (("lib", "late_helper", "NAME = 'late'"), ("drivers", "queue", "")):
+        (cli.root / folder).mkdir()
+        (cli.root / folder / f"{name}.py").write_text(text)
+    driver = cli.root / "drivers" / "which.py"
+    driver.write_text(
+        "import taskgraph as tg\n"
+        "class Which(tg.Task):\n"
+        "    def compose(self, epoch):\n"
+        "        pass\n"
+        "    def result(self):\n"
+        "        import late_helper\n"
+        "        return [tg.__file__, late_helper.NAME]\n"
+        "@tg.job\n"
+        "def which():\n"
+        "    return tg.Job(tasks=1, epochs=1, builder=Which)\n"
+    )
+    lib = str(cli.root / "lib")
+    program = f"import sys; sys.path.append({lib!r}); from taskgraph.cli import main; sys.exit(main())"
+    for nodes in ("0", "2"):
+        done = await cli("run", str(driver), "--nodes", nodes, "--json", python=("-P", "-c", program))
+        assert done.code == 0, done.err
+        assert json.loads(done.out.splitlines()[-1])["values"] == {"0": [tg.__file__, "late"]}
+    await cli.nothing_left()
 
 
 async def test_ctrl_c_ends_the_job_and_leaves_nothing(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:

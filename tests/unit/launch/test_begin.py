@@ -1,0 +1,59 @@
+"""New Python processes run the taskgraph that runs here, and find nothing in the working directory by chance."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import taskgraph
+from taskgraph.commands import joining
+from taskgraph.launch import threads_env
+from taskgraph.launch.begin import command
+
+TELLS = "import sys, queue, taskgraph\nprint(taskgraph.__file__, *sys.argv[1:], __name__)"
+
+
+@pytest.mark.parametrize("elsewhere", ["", "another"])
+def test_it_is_this_taskgraph_whatever_lies_in_the_working_directory(tmp_path: Path, elsewhere: str) -> None:
+    """Nodes begun with `-m` took a `queue.py`, or another clone, in the working directory for the right one."""
+    for folder in ("cwd", "another", "path"):
+        (tmp_path / folder / "taskgraph").mkdir(parents=True)
+    for folder in ("cwd", "another"):
+        (tmp_path / folder / "taskgraph" / "__init__.py").write_text("raise SystemExit('another taskgraph')")
+    (tmp_path / "cwd" / "queue.py").write_text("raise SystemExit('no queue')")
+    (tmp_path / "path" / "tells.py").write_text(TELLS)
+    path = os.pathsep.join(str(tmp_path / folder) for folder in ("path", elsewhere) if folder)
+    done = subprocess.run(
+        command("tells", "7"),
+        cwd=tmp_path / "cwd",
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.stdout, done.stderr) == (f"{taskgraph.__file__} 7 __main__\n", "")
+
+
+@pytest.mark.parametrize("name", ["taskgraph.__main__", None])
+def test_a_node_by_hand_begins_again_as_it_was_begun(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was begun as the program `taskgraph` found a `queue.py` of the working directory then."""
+    called: list[list[str]] = []
+    monkeypatch.setattr(threads_env, "_set_by_us", set(threads_env.NAMES))
+    for variable in threads_env.NAMES:
+        monkeypatch.setenv(variable, "1")
+    main: Any = SimpleNamespace(__spec__=ModuleSpec(name, None) if name else None)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", ["taskgraph", "node", "--job", "fit"])
+    monkeypatch.setattr(os, "execv", lambda program, words: called.append(words))
+    joining._take_threads(SimpleNamespace(settings={"blas_threads": 1}))  # type: ignore[arg-type]
+    assert called == []
+    joining._take_threads(SimpleNamespace(settings={"blas_threads": 2}))  # type: ignore[arg-type]
+    begun = [sys.executable, "-m", "taskgraph"] if name else command("taskgraph")
+    assert called == [[*begun, "node", "--job", "fit"]]
