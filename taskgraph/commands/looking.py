@@ -19,7 +19,7 @@ from taskgraph.launch.collect import job_failed, not_kept, why_not_kept
 from taskgraph.launch.follow import Follower, follow_events, kept_events, node_statuses
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.observe.events import Event
-from taskgraph.observe.format import fitted, status_json, status_text, values_text
+from taskgraph.observe.format import fitted, kept_json, status_json, status_text, values_text
 from taskgraph.observe.screen import one_line, printable
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
@@ -96,7 +96,8 @@ def _ended_here(entry: JobEntry) -> dict[str, Any] | None:
 
 def _print_finished(name: str, kept: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"name": name, **kept["status"], "result": kept["result"]}))
+        record = StatusRecord(**kept["status"]) if kept["status"] else None
+        print(json.dumps(kept_json(name, record, kept["result"])))
         return
     state, reason = kept["status"].get("state", "unknown"), kept["status"].get("reason", "")
     done = f", {kept['result']['epochs']} epochs" if kept["result"] else ""

@@ -11,7 +11,8 @@ import numpy as np
 from taskgraph.errors import TaskGraphError
 from taskgraph.observe.screen import cut, one_line, padded, printable, width
 from taskgraph.observe.status import NodeStatus, ReplicaStatus
-from taskgraph.protocol.records import State
+from taskgraph.observe.usage import Usage
+from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.protocol.view import JobView
 from taskgraph.results import plain_value
 
@@ -19,6 +20,7 @@ __all__ = [
     "fitted",
     "holders",
     "ids_text",
+    "kept_json",
     "lacking_text",
     "last_text",
     "status_json",
@@ -204,11 +206,9 @@ def ids_text(ids: Sequence[int]) -> str:
 def status_json(
     name: str, tasks: int, epochs: int | None, view: JobView, statuses: dict[str, NodeStatus | TaskGraphError]
 ) -> dict[str, Any]:
-    """The same for programs."""
+    """The same for programs. The keys are always the same ones, of an ended job too: docs/commands.md has them."""
     return {
-        "name": name,
-        "state": view.status.record.state if view.status else "unknown",
-        "reason": view.status.record.reason if view.status else "",
+        **_ended_as(name, view.status.record if view.status else None),
         "epoch": view.stamp.epoch if view.stamp else None,
         "attempt": view.stamp.attempt if view.stamp else None,
         "epochs": epochs,
@@ -227,14 +227,44 @@ def status_json(
         ],
         "tasks": [_task_json(task, view, statuses) for task in range(tasks)],
         "waits": [w for said in statuses.values() if isinstance(said, NodeStatus) for w in said.waits],
+        "result": None,
+    }
+
+
+def kept_json(name: str, record: StatusRecord | None, result: dict[str, Any] | None) -> dict[str, Any]:
+    """Of a job that has ended, from what was kept of it."""
+    epoch = record.epoch if record is not None else None
+    return {
+        **_ended_as(name, record),
+        "epoch": epoch if result is None else result["epochs"],
+        "attempt": None,
+        "epochs": None,
+        "nodes": [],
+        "tasks": [],
+        "waits": [],
+        "result": result,
+    }
+
+
+def _ended_as(name: str, record: StatusRecord | None) -> dict[str, Any]:
+    """What became of it; and where, of one that failed."""
+    return {
+        "name": name,
+        "state": record.state if record is not None else "unknown",
+        "reason": record.reason if record is not None else "",
+        "task": record.task if record is not None else None,
+        "where": record.where if record is not None else "",
+        "traceback": record.traceback if record is not None else "",
     }
 
 
 def _answer_json(said: NodeStatus | TaskGraphError | None) -> dict[str, Any]:
     """What a node says of itself, or why it says nothing."""
-    if not isinstance(said, NodeStatus):
-        return {"answers": False, "why_not": _reason(said) if said else ""}
-    return {"answers": True, "leader": said.leader, "paused": said.paused, **dataclasses.asdict(said.usage)}
+    if isinstance(said, NodeStatus):
+        usage: dict[str, Any] = dataclasses.asdict(said.usage)
+        return {"answers": True, "why_not": "", "leader": said.leader, "paused": said.paused, **usage}
+    usage = {field.name: None for field in dataclasses.fields(Usage)}
+    return {"answers": False, "why_not": _reason(said) if said else "", "leader": None, "paused": None, **usage}
 
 
 def _task_json(task: int, view: JobView, statuses: dict[str, NodeStatus | TaskGraphError]) -> dict[str, Any]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from taskgraph.errors import PeerLost
-from taskgraph.observe.format import fitted, lacking_text, status_json, status_text, table, values_text
+from taskgraph.observe.format import fitted, kept_json, lacking_text, status_json, status_text, table, values_text
 from taskgraph.observe.status import NodeStatus, ReplicaStatus
 from taskgraph.observe.usage import Usage
 from taskgraph.protocol.keys import Keys
@@ -146,6 +148,21 @@ def test_the_same_for_programs(view: JobView) -> None:
     assert (task["primary"], task["term"], task["in_sync"]) == ("n1", 1, ["n1", "n2"])
     assert (task["processor"], task["running_s"]) == ("update", 12.34)
     assert found["waits"] == ["task 1, whose primary does not answer"]
+
+
+def test_the_fields_for_programs_are_always_the_same_and_on_the_page_of_commands(view: JobView) -> None:
+    """`tasks` was not there once a job had ended, and no page said what there is."""
+    rows = (Path(__file__).parents[3] / "docs" / "commands.md").read_text().partition("## What `status --json` has")[2]
+    told = {name for row in rows.splitlines() if row.startswith("| `") for name in re.findall(r"`(\w+)`", row)}
+    running = status_json("fit", 2, 40, view, {"n1-aa": status(), "n2-bb": PeerLost("no answer")})
+    n1, n2 = running["nodes"]
+    assert n1.keys() == n2.keys()
+    assert {*running, *n1, *running["tasks"][0]} <= told
+    failed = StatusRecord(state=State.FAILED, reason="no", task=1, epoch=3, where="update", traceback="Traceback")
+    ended = [kept_json("fit", failed, None), kept_json("fit", None, None), kept_json("fit", failed, {"epochs": 4})]
+    assert all(kept.keys() == running.keys() for kept in ended)
+    assert [kept["epoch"] for kept in ended] == [3, None, 4]
+    assert (ended[0]["state"], ended[0]["task"], ended[0]["tasks"]) == ("failed", 1, [])
 
 
 def test_a_job_that_nobody_works_on_yet() -> None:
