@@ -6,10 +6,11 @@ Such an exception names what failed, and not what to write instead: `assignment 
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any, Final
 
 from taskgraph.epoch import Epoch, Hold, Inputs, Outputs, Reply, Scratch
-from taskgraph.errors import said
+from taskgraph.errors import kind_of, said
 
 __all__ = ["hint"]
 
@@ -36,10 +37,16 @@ _NUMPYS: Final = (
     "what a node without a device put, or kept as state, is numpy's: self.xp.asarray(ins['tag']) is one of self.xp "
     "on every node, see docs/gpu.md"
 )
+_TERMINAL: Final = (
+    "nodes have no terminal: breakpoint() and input() need one, and everything in its process: --nodes 0, or "
+    "tg.run(..., nodes=0)"
+)
 
 
 def hint(error: BaseException) -> str:
     """What to do about it, or "" where the exception has nothing to do with us."""
+    if _asks(error) and not _terminal():
+        return _TERMINAL
     if isinstance(error, ValueError):
         return _READ_ONLY if "read-only" in said(error) else ""
     if isinstance(error, AttributeError):
@@ -47,6 +54,19 @@ def hint(error: BaseException) -> str:
     if isinstance(error, TypeError):
         return _of_type(said(error))
     return ""
+
+
+def _asks(error: BaseException) -> bool:
+    """Whether it is what `breakpoint()` and `input()` raise where nobody answers."""
+    return kind_of(error) == "BdbQuit" or (isinstance(error, EOFError) and "reading a line" in said(error))
+
+
+def _terminal() -> bool:
+    """Whether somebody can type here, who may have ended a debugger, or an input, on purpose."""
+    try:
+        return sys.stdin is not None and sys.stdin.isatty()
+    except ValueError:  # it is closed
+        return False
 
 
 def _of_attribute(owner: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from taskgraph.errors import TaskGraphError, kind_of, said
+from taskgraph.errors import TaskGraphError, worded
 from taskgraph.hints import hint
 from taskgraph.loading import place_of
 from taskgraph.node.usercode.errors import UserCodeError
@@ -36,7 +36,7 @@ def failure_record(
         place += [f"epoch {epoch}"] if epoch is not None else []
         place += [repr(where)] if where else []
         more = also or hint(inner)
-        reason = f"{', '.join(place)}: {kind_of(inner)}: {said(inner)}{'; ' if more else ''}{more}"
+        reason = f"{', '.join(place)}: {worded(inner)}{'; ' if more else ''}{more}"
     return StatusRecord(
         state=State.FAILED,
         reason=_readable(reason)[:_MAX_REASON].decode(errors="ignore"),

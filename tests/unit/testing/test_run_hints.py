@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bdb
+import io
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -147,3 +150,25 @@ def test_other_exceptions_get_no_hint() -> None:
         SimpleNamespace().count  # noqa: B018
     for error in (missing.value, ValueError("no"), TypeError("f() takes 0 positional arguments"), KeyError("x")):
         assert hint(error) == ""
+
+
+def debugs(epoch: Any, ins: Any, outs: Any) -> None:
+    raise bdb.BdbQuit  # as the line after a breakpoint() at which nothing was read
+
+
+def asks(epoch: Any, ins: Any, outs: Any) -> None:
+    input("? ")
+
+
+@pytest.mark.parametrize("compute", [debugs, asks])
+def test_a_debugger_and_an_input_in_a_node(compute: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bare BdbQuit or EOFError did not say that nodes have no terminal."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    assert "; nodes have no terminal: breakpoint() and input() need one" in str(fails(sends(compute)))
+
+
+def test_who_ends_a_debugger_at_a_terminal_means_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    assert hint(bdb.BdbQuit()) == hint(EOFError("EOF when reading a line")) == ""
+    monkeypatch.setattr(sys, "stdin", None)
+    assert hint(bdb.BdbQuit()) and not hint(EOFError("Ran out of input")), "pickle says that, too"
