@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from taskgraph.device import shared
 from taskgraph.device.cuda import array_module
 from taskgraph.errors import TaskGraphError, worded
+from taskgraph.loading import place_of
 from taskgraph.node.primary.leader import LeaderRole
 from taskgraph.node.primary.primary import Primary
 from taskgraph.node.replica import Replica
@@ -268,4 +269,8 @@ class Roles:
         try:
             await self._torn_down(replica)
         except UserCodeError as error:
+            # It changes nothing of what the job has come to, so this is how somebody hears of it.
+            what = f"task {replica.task}: teardown raised {worded(error.error)}{place_of(error.error)}"
+            text = f"{what}; the log of its node has the traceback"
+            self._node.events.emit("teardown failed", text, task=replica.task)
             self._node.log.error("teardown of task %d raised:\n%s", replica.task, error.traceback_text)

@@ -34,7 +34,7 @@ _LOST_S = 5.0
 """Each node that misses another one tells it for itself."""
 _ENDING_S = 2.0
 """That a job ended comes from etcd, its last commits from its leader: the end waits this long to be told last."""
-_MERGED = ("lost", "takeover", "hand-over", "evicted", "admitted", "slow")
+_MERGED = ("lost", "takeover", "hand-over", "evicted", "admitted", "slow", "teardown failed")
 _OF_A_NODE = ("paused", "resumed")
 """What a node tells of itself, without its name: `taskgraph events` has a column for that."""
 _ENDS = (State.FINISHED, State.FAILED, State.CANCELLED)

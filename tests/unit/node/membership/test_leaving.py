@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -95,6 +96,29 @@ def test_a_teardown_that_does_not_return_is_waited_for_by_name_and_not_for_ever(
 
     settings = tg.Settings(epochs_ahead=0, cancel_s=7, slow_compute_s=2)
     play(job(Fresh, epochs=2, settings=settings), scenario, nodes=2)
+
+
+class Raising(Counting, state=["total"]):
+    def teardown(self) -> None:
+        raise ValueError("the file cannot be closed")
+
+
+def test_what_a_teardown_raises_at_the_end_is_told() -> None:
+    """Only the logs of the nodes had it."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await cluster.result()
+        runs = [member.run for member in cluster._members.values()]
+        cluster.store.execute(Txn(success=(Put(cluster.keys.collected, b"{}"),)))
+        await asyncio.wait(runs)
+        assert [run.exception() for run in runs] == [None] * 2
+        line = inspect.getsourcelines(Raising.teardown)[1] + 1
+        said = f"teardown raised ValueError: the file cannot be closed (at {__file__}, line {line}); the log "
+        texts = sorted(told(cluster, "teardown failed"))
+        assert len(texts) == 4, "each replica, of two tasks"
+        assert texts[0].startswith(f"task 0: {said}") and texts[3].startswith(f"task 1: {said}")
+
+    play(job(Raising, tasks=2, epochs=2), scenario, nodes=2)
 
 
 def test_a_node_that_leaves_is_asked_to_leave() -> None:
