@@ -26,6 +26,9 @@ from taskgraph.testing.threads import LockStepThreads
 
 __all__ = ["STAGES", "run"]
 
+_EPOCHS_PER_S = 200
+"""A small job commits as many in a second: one that nobody finishes fails about when it should have ended."""
+
 STAGES = ("compose", "processor", "sync", "snapshot", "done", "commit", "committed")
 """Where a node can be killed: before the task composes, before its first processor, before its sync points, before
 its snapshot, when its backups hold the snapshot but it has not reported done, and, for task 0, just before and just
@@ -60,7 +63,8 @@ def run(
         strict: replay every epoch from its snapshot (see `Settings.strict`).
         timeout_s: real seconds that the job may wait, for messages and in `await asyncio.sleep`, say: of its clock
             that is 1,000 times as much. Computing does not count. It fails then, naming what it waits for. So it does
-            after as many real seconds in which no epoch commits and none of your code runs.
+            after as many real seconds in which no epoch commits and none of your code runs; and, with `epochs=None`,
+            after 200 epochs for each second of it: 12,000.
         stuck_s: real seconds that one call of your code (a hook, compute or handler) may run without waiting for
             anything. It is taken for an endless loop then, named with its stack, and left behind in a daemon thread.
             The whole run may take ten times that, with every `setup()`. None: as long as they like, e.g. in a
@@ -175,6 +179,8 @@ class _Run:
         self._timeout_s = timeout_s
         self._stuck_s = stuck_s
         self._limit = f"did not end within {timeout_s:g} s"
+        self._most = max(1, int(timeout_s * _EPOCHS_PER_S)) if job.epochs is None else None
+        self._endless = False
         self._deadline: asyncio.Timeout | None = None
         self._cluster: InProcessCluster | None = None
 
@@ -187,6 +193,10 @@ class _Run:
             async with asyncio.timeout(self._timeout_s * SPEED) as self._deadline:
                 result = await cluster.result()
         except TimeoutError:
+            if self._endless:
+                text = f"job {name!r} committed {self._most} epochs without an end: no processor called epoch.finish()"
+                limit = f"the limit is {_EPOCHS_PER_S} for each second of timeout_s"
+                raise JobTimeout(f"{text} ({limit})", job=name) from None
             text = f"job {name!r} {self._limit}; {cluster.waits()}"
             clock = f"durations are of its clock, which runs up to {SPEED} times as fast while it waits"
             raise JobTimeout(f"{text} ({clock})", job=name) from None
@@ -199,6 +209,9 @@ class _Run:
 
     def _point(self, cluster: InProcessCluster, node_id: str) -> Point:
         async def at(stage: str, task: int, epoch: int) -> None:
+            if stage == "commit" and self._most is not None and epoch >= self._most and not self._endless:
+                self._endless = True  # all epochs before have been committed
+                self.waits_too_long()
             due = self._kills.get((task, epoch))
             if due == "committed" and stage == "commit":
                 await _until_survivable(cluster, node_id)  # this may be the last commit, after which it is too late

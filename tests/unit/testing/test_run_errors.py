@@ -763,6 +763,23 @@ def test_how_long_a_job_may_wait_is_real_time_and_what_it_waited_is_of_its_clock
         run(job(sleeps, epochs=2), timeout_s=0.05, strict=False)
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_job_that_nobody_finishes_fails_after_as_many_epochs_as_its_limit_allows(ends: bool) -> None:
+    """It committed epoch after epoch for ten minutes, whatever timeout_s was."""
+
+    def count(self: Any, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        if ends and epoch.number == 19:
+            epoch.finish()
+
+    counts = task(lambda self, epoch: epoch.processor(self.count), count=count)
+    if ends:
+        assert run(job(counts, epochs=None), timeout_s=0.1, strict=False).epochs == 20
+        return
+    said = r"committed 20 epochs without an end: no processor called epoch\.finish\(\) \(the limit is 200 for each"
+    with pytest.raises(tg.JobTimeout, match=said):
+        run(job(counts, epochs=None), timeout_s=0.1)
+
+
 @pytest.mark.parametrize(
     ("kills", "words"),
     [
