@@ -8,6 +8,7 @@ import json
 import shutil
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import uvloop
@@ -196,14 +197,46 @@ def result(options: argparse.Namespace) -> int:
         if record.state == State.FINISHED:
             raise not_kept(kept.get("not_kept", ""))
         raise job_failed(options.job or "", record)
+    only_there: _OnlyThere | None = kept.get("only_there")
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(found), flush=True)
+        if only_there is not None:  # not before all of it is where it was wanted
+            uvloop.run(_let_go(options, only_there))
         return 0
     if found["values"]:
         print(values_text({int(task): value for task, value in found["values"].items()}))
     if left_out := found.get("left_out"):
         print(left_out, file=sys.stderr)
+    if only_there is not None:
+        print(only_there.text, file=sys.stderr)
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _OnlyThere:
+    """A result that is kept by the job's nodes alone.
+
+    Attributes:
+        why: it is not kept elsewhere.
+        text: that, and how one gets it, for people.
+    """
+
+    run: str
+    why: str
+    text: str
+
+
+async def _let_go(options: argparse.Namespace, of: _OnlyThere) -> None:
+    """Lets nodes go whose values were written."""
+    async with reach(options) as reached:
+        if reached.spec.run != of.run:
+            return
+        follower = Follower(reached.coordinator, reached.spec, reached.entry.token_bytes, reached.entry.node_access)
+        await follower.start()
+        try:
+            await follower.tell_taken(of.why)
+        finally:
+            await follower.stop()
 
 
 async def _result(options: argparse.Namespace) -> dict[str, Any]:
@@ -217,9 +250,11 @@ async def _result(options: argparse.Namespace) -> dict[str, Any]:
             raise _still_running(reached.name)
         kept = {"status": json.loads(record.value), "result": None}
         if found is None and status.state == State.FINISHED:
-            collected, lost = await _collect(reached)
+            if (here := Runtime().finished(reached.name, reached.spec.run)) is not None and here["result"] is not None:
+                return here
+            collected, lost, only_there = await _collect(reached)
             if collected is not None:
-                return {**kept, "result": collected}
+                return {**kept, "result": collected, "only_there": only_there}
             # Whoever ran it may have collected it meanwhile, or a `result()` raised.
             found, record = await reached.coordinator.get(keys.result), await reached.coordinator.get(keys.status)
             kept["status"] = json.loads(record.value) if record is not None else {}
@@ -227,16 +262,17 @@ async def _result(options: argparse.Namespace) -> dict[str, Any]:
         return {**kept, "result": json.loads(found.value) if found else None}
 
 
-async def _collect(reached: Reached) -> tuple[dict[str, Any] | None, str]:
+async def _collect(reached: Reached) -> tuple[dict[str, Any] | None, str, _OnlyThere | None]:
     """The result of a job that was submitted and finished while nobody followed it: its nodes keep it for a while.
 
-    Where they are gone, why there is none.
+    Where they are gone, why there is none; and where it is kept nowhere else, what to say of that. One that somebody
+    runs is that one's to collect.
     """
     follower = Follower(reached.coordinator, reached.spec, reached.entry.token_bytes, reached.entry.node_access)
     await follower.start()
     try:
         async with asyncio.timeout(_COLLECT_S):
-            collected = await follower.collect()
+            collected = await follower.collect(let_go=not reached.spec.expected_nodes)
         if collected is None and follower.view.running:
             raise _still_running(reached.name)
     except TimeoutError:
@@ -244,7 +280,11 @@ async def _collect(reached: Reached) -> tuple[dict[str, Any] | None, str]:
         raise JobError(f"the nodes of job {reached.name!r} keep its result, but did not tell it: {why}") from None
     finally:
         await follower.stop()
-    return (json.loads(collected.to_json()), "") if collected is not None else (None, follower.not_kept)
+    if collected is None:
+        return None, follower.not_kept, None
+    why, text = follower.only_there, follower.only_there_text()
+    only_there = _OnlyThere(reached.spec.run, why, text) if why else None
+    return json.loads(follower.kept_json or collected.to_json()), "", only_there
 
 
 def _still_running(name: str) -> JobError:

@@ -38,7 +38,6 @@ _KEPT_BYTES = 64 << 20
 _KEPT_ELEMENTS = 1 << 20
 """Nor are those of more numbers: json holds up every other thread, for half a second with as many, and takes 60 times
 the memory of an array of bytes."""
-_RAN_GOT = "who ran the job got them"
 
 
 def complete(found: Sequence[TaskResult], tasks: int) -> bool:
@@ -108,15 +107,15 @@ def kept_copy(result: JobResult, size: int) -> KeptCopy:
         size: the encoded size of its values.
     """
     if size >= _KEPT_BYTES:
-        return _no_copy(f"they take {mib(size)}, and less than {mib(_KEPT_BYTES)} is kept: {_RAN_GOT}")
+        return _no_copy(f"they take {mib(size)}, and less than {mib(_KEPT_BYTES)} is kept")
     try:
         if (many := _elements(result.values, _KEPT_ELEMENTS)) > _KEPT_ELEMENTS:
             least = f"{many:,} numbers or texts or more, and no more than {_KEPT_ELEMENTS:,} are kept"
-            return _no_copy(f"they have {least}: {_RAN_GOT}")
+            return _no_copy(f"they have {least}")
         text = result.to_json()
         return KeptCopy(text, "", *_shortened(result, text))
     except Exception as error:  # a type of the user's may raise anything; the values themselves are there
-        return _no_copy(f"they cannot be written as JSON ({worded(error)}): {_RAN_GOT}")
+        return _no_copy(f"they cannot be written as JSON ({worded(error)})")
 
 
 def _no_copy(why: str) -> KeptCopy:
@@ -153,8 +152,7 @@ def _shortened(result: JobResult, text: str) -> tuple[str | None, str]:
         text = json.dumps({**bare, "left_out": left_out})
         if len(text) < _SUMMARY_BYTES:
             return text, ""
-    why = f"as JSON they take {mib(len(text))}, and less than {mib(_SUMMARY_BYTES)} is kept in etcd: {_RAN_GOT}"
-    return None, why
+    return None, f"as JSON they take {mib(len(text))}, and less than {mib(_SUMMARY_BYTES)} is kept in etcd"
 
 
 def why_not_kept(collected: KeyValue | None) -> str:

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import logging
 import math
+import os
 import time
 import uuid
 from collections import OrderedDict
@@ -20,6 +21,7 @@ from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, TaskGraphError
 from taskgraph.launch.collect import assemble, complete, damaged, kept_copy, size_bytes
 from taskgraph.launch.resuming import lost_text, way_on
+from taskgraph.launch.runtime import Runtime
 from taskgraph.observe.control_client import ControlClient, control_address
 from taskgraph.observe.events import Event, careful, in_order
 from taskgraph.observe.format import name_of
@@ -30,6 +32,7 @@ from taskgraph.protocol.kv import Compare, Put, Txn
 from taskgraph.protocol.records import NodeRecord, State, StatusRecord
 from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
+from taskgraph.settings import Settings
 from taskgraph.tls import Tls
 from taskgraph.transport.endpoints import host_key
 
@@ -50,6 +53,8 @@ _OTHERS_FIRST_S = 15.0
 _TOLD = 8192
 """Events that are remembered, to be told once: twice as many as a leader remembers to tell again."""
 _REST_S = 1.0
+_RAN_GOT = "who ran the job got them"
+"""True of `tg.run` and `taskgraph run` only: others who collect keep what they got."""
 _DAMAGED_TRIES = 3
 """What a network damaged arrives whole the next time; what a memory damaged never does."""
 
@@ -102,6 +107,8 @@ class Follower:
         """The result as JSON, once it was collected and unless it is too large for that."""
         self.not_kept = ""
         """Why there is none, if it was collected, or nobody will."""
+        self.only_there = ""
+        """Why a result that we got is kept by the job's nodes alone, which were not let go."""
         self._on_event: Callable[[Event], None] | None = None
         self._told: OrderedDict[tuple[float, str, str], None] = OrderedDict()
         self.unreachable: TaskGraphError | None = None
@@ -283,14 +290,15 @@ class Follower:
         """Whose primary it is."""
         return sorted(task for task, primary in self.view.primaries.items() if primary.record.node == node)
 
-    async def collect(self, here: asyncio.Future[Any] | None = None) -> JobResult | None:
-        """The result of a job that finished, a copy of which is kept; its nodes are let go.
+    async def collect(self, here: asyncio.Future[Any] | None = None, *, let_go: bool = True) -> JobResult | None:
+        """The result of a job that finished. Once all of it is kept for whoever asks later its nodes are let go.
 
         None where somebody else has collected it; where its nodes are gone, and `not_kept` says so; and where the job
         is not finished any more: it failed, or computes again what was lost with its nodes.
 
         Args:
             here: done once all nodes of this process have ended; before that some may be about to register.
+            let_go: False: it is somebody else's to collect, and nothing is kept.
         """
         run = self._spec.run
 
@@ -309,7 +317,8 @@ class Follower:
                 self.not_kept = lost_text(self._spec.name, self.view.checkpoint)
             return None
         result = self.assemble(found, time.time() - self._spec.submitted_at)
-        await self.let_go(found, result)
+        if let_go:
+            await self._keep_and_let_go(found, result)
         return result
 
     async def _results_unless(self, over: Callable[[JobView], bool]) -> list[TaskResult] | None:
@@ -334,12 +343,66 @@ class Follower:
         nodes leave after `results_kept_s`.
         """
         copy = await asyncio.to_thread(kept_copy, result, size_bytes(found))
-        self.kept_json, self.not_kept = copy.here, copy.not_here
-        await self._tell_collected(copy.in_etcd, copy.not_in_etcd)
+        self.kept_json, self.not_kept = copy.here, copy.not_here and f"{copy.not_here}: {_RAN_GOT}"
+        await self._tell_collected(copy.in_etcd, copy.not_in_etcd and f"{copy.not_in_etcd}: {_RAN_GOT}")
+
+    async def _keep_and_let_go(self, found: list[TaskResult], result: JobResult) -> None:
+        """Keeps all of a result, which nobody may have but us, on this host, and then lets the nodes go.
+
+        Where it cannot be kept they are not: `only_there`.
+        """
+        copy = await asyncio.to_thread(kept_copy, result, size_bytes(found))
+        self.kept_json, self.only_there = copy.here, copy.not_here
+        if copy.here is not None:
+            try:
+                await self._keep_here(copy.here)
+            except (OSError, TaskGraphError) as error:  # a full disk
+                log.warning("the result of job %s is not kept on this host: %s", self._spec.name, error)
+                if copy.in_etcd != copy.here:
+                    self.only_there = f"they are not kept on this host ({error})"
+        if not self.only_there:
+            where = f"`taskgraph result {self._spec.name}` has them on host {os.uname().nodename}"
+            await self._tell_collected(copy.in_etcd, copy.not_in_etcd and f"{copy.not_in_etcd}; {where}")
+
+    async def _keep_here(self, text: str) -> None:
+        """Raises OSError or TaskGraphError where it cannot be kept."""
+        events: list[Event] = []
+        with contextlib.suppress(CoordinationError, TimeoutError):
+            async with asyncio.timeout(_REST_S):
+                events, _ = await kept_events(self._coordinator, self._spec.name)
+        record = {
+            "run": self._spec.run,
+            "status": json.loads(self.view.status.record.to_bytes()) if self.view.status else {},
+            "result": json.loads(text),
+            "not_kept": "",
+            "events": [json.loads(event.to_bytes()) for event in events],
+        }
+        await asyncio.to_thread(Runtime().keep_finished, self._spec.name, record)
+
+    def only_there_text(self) -> str:
+        """Who has a result that was kept nowhere, and how one gets it."""
+        kept_s = self._spec.settings.get("results_kept_s", Settings().results_kept_s)
+        return (
+            f"the nodes of job {self._spec.name} alone keep its values ({self.only_there}), for {kept_s:g} s "
+            f"(results_kept_s): `taskgraph result {self._spec.name} --json > FILE` takes them"
+        )
 
     async def tell_uncollected(self, why: str) -> None:
         """Tells others why the values of a job that finished are not kept; once no node is left that has them."""
         await self._tell_collected(None, why)
+
+    async def taken(self, here: asyncio.Future[Any]) -> None:
+        """Says who keeps a result that was kept nowhere, and waits until that was taken or given up.
+
+        Args:
+            here: done once all nodes of this process have ended.
+        """
+        self._say("waits", self.only_there_text())
+        await self.keeper.wait_until(lambda v: v.collected or not self.finished or here.done(), structure=True)
+
+    async def tell_taken(self, why: str) -> None:
+        """Lets the nodes go whose values were written where a user wanted them; `why` they are kept nowhere else."""
+        await self._tell_collected(None, f"{why}; `taskgraph result --json` wrote them on host {os.uname().nodename}")
 
     async def _tell_collected(self, kept: str | None, not_kept: str) -> None:
         """Tells nodes that they may leave, and others what became of the values."""

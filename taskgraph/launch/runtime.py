@@ -303,16 +303,20 @@ class Runtime:
         known = sorted((self.root / "finished").glob("*.json"), key=_written_at, reverse=True)
         return [path.stem for path in known]
 
-    def finished(self, name: str) -> dict[str, Any] | None:
-        """What was kept of a finished job; nothing where a later run of it was killed, or where that is no record."""
-        if not is_name(name) or self.killed(name) is not None:
+    def finished(self, name: str, run: str = "") -> dict[str, Any] | None:
+        """What was kept of a finished job; nothing where a later run of it was killed, or where that is no record.
+
+        Args:
+            run: of that run only, which may have had several launchers here.
+        """
+        if not is_name(name) or (not run and self.killed(name) is not None):
             return None
         try:
             found = json.loads((self.root / "finished" / f"{name}.json").read_text())
         except (FileNotFoundError, ValueError):
             return None
         whole = isinstance(found, dict) and isinstance(found.get("status"), dict) and "result" in found
-        return {"events": [], **found} if whole else None
+        return {"events": [], **found} if whole and run in ("", found.get("run")) else None
 
 
 class Sockets:

@@ -424,6 +424,8 @@ async def _to_the_end(follower: Follower, gone: asyncio.Future[None]) -> tuple[S
             result = await follower.collect(gone)
             if result is None and not follower.finished:
                 continue
+            if follower.only_there:
+                await follower.taken(gone)
         return status, result
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import pytest
@@ -22,6 +23,7 @@ from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver import JobSpec
 from taskgraph.errors import JobError, OutcomeUnknown, Unavailable
 from taskgraph.graph.values import encode
+from taskgraph.launch.collect import why_not_kept
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.run import _cancel_unbegun
@@ -30,7 +32,7 @@ from taskgraph.launch.submit import submit
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue, Put, Txn, TxnResult
-from taskgraph.protocol.records import CheckpointRecord, State, StatusRecord
+from taskgraph.protocol.records import CheckpointRecord, NodeRecord, State, StatusRecord
 from taskgraph.results import JobResult
 
 NAME = "again"
@@ -337,3 +339,101 @@ async def test_a_run_that_gives_up_says_that_a_job_may_be_left_only_where_it_may
     await _cancel_unbegun(Follower(coordinator, spec(), b""), ENTRY, type(why), why, None)
     notes = getattr(why, "__notes__", [])
     assert notes == [] if not says else notes[0].startswith(says)
+
+
+LARGE = reported("x" * (3 << 19), 0)
+"""Of more than etcd keeps."""
+
+
+async def finished_on_a_node(expected_nodes: int = 0) -> tuple[MemoryCoordinator, JobSpec]:
+    """A job that has finished, with one node that keeps its results."""
+    coordinator, run = MemoryCoordinator(MemoryStore()), dataclasses.replace(spec(), expected_nodes=expected_nodes)
+    await submit(coordinator, run)
+    record = NodeRecord(
+        name="n1", run=run.run, host="h", pid=1, endpoints=("unix:x",), control="", fingerprint=run.fingerprint, lease=0
+    )
+    await coordinator.txn(Txn(success=(FINISHED, Put(KEYS.node("n1"), record.to_bytes()))))
+    return coordinator, run
+
+
+@pytest.fixture
+def on_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nodes tell `LARGE`; what is kept is kept in a place of the test's own."""
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("taskgraph.launch.follow._OTHERS_FIRST_S", 0.01)
+
+    async def results(self: Follower) -> list[TaskResult]:
+        return [TaskResult(0, LARGE.epochs, 1, encode(LARGE.values[0]), ())]
+
+    monkeypatch.setattr(Follower, "results", results)
+
+
+def values_in(told: str) -> object:
+    return json.loads(told)["values"]
+
+
+@pytest.mark.usefixtures("on_this_host")
+async def test_what_etcd_cannot_keep_is_kept_on_the_host_of_whoever_collects_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was shown in short, and gone: nobody could ask for it again."""
+    coordinator, run = await finished_on_a_node()
+    async with asyncio.timeout(5), followed(coordinator, run) as follower:
+        assert await follower.collect() is not None and follower.only_there == ""
+    for _ in range(2):
+        assert await shown(coordinator, monkeypatch, "--json") == 0
+        assert values_in(capsys.readouterr().out) == {"0": LARGE.values[0]}
+    Runtime().remove(NAME)
+    (collected,) = [await coordinator.get(KEYS.collected)]
+    assert "etcd; `taskgraph result again` has them on host" in why_not_kept(collected)
+
+
+@pytest.mark.usefixtures("on_this_host")
+async def test_what_is_kept_nowhere_is_let_go_only_once_all_of_it_was_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("taskgraph.launch.collect._KEPT_BYTES", 1 << 20)
+    coordinator, run = await finished_on_a_node()
+    assert await shown(coordinator, monkeypatch) == 0
+    way = "alone keep its values (they take 1.5 MiB, and less than 1.0 MiB is kept), for 300 s (results_kept_s): "
+    assert way + "`taskgraph result again --json > FILE` takes them" in capsys.readouterr().err
+    with monkeypatch.context() as full:
+        full.setattr(looking, "print", gone, raising=False)
+        with pytest.raises(BrokenPipeError):
+            await shown(coordinator, full, "--json")
+    assert await coordinator.get(KEYS.collected) is None
+    async with asyncio.timeout(5), followed(coordinator, run) as follower:
+        assert await follower.collect() is not None
+        waiting = asyncio.ensure_future(follower.taken(asyncio.get_running_loop().create_future()))
+        assert await shown(coordinator, monkeypatch, "--json") == 0
+        await waiting
+    assert values_in(capsys.readouterr().out) == {"0": LARGE.values[0]}
+    assert "kept; `taskgraph result --json` wrote them on" in why_not_kept(await coordinator.get(KEYS.collected))
+
+
+def gone(*_: object, **__: object) -> None:
+    raise BrokenPipeError
+
+
+@pytest.mark.usefixtures("on_this_host")
+async def test_a_host_that_has_no_room_lets_no_node_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Runtime, "keep_finished", full)
+    coordinator, run = await finished_on_a_node()
+    async with asyncio.timeout(5), followed(coordinator, run) as follower:
+        assert await follower.collect() is not None
+        assert "No space left on device" in follower.only_there
+    assert await coordinator.get(KEYS.collected) is None
+
+
+@pytest.mark.usefixtures("on_this_host")
+async def test_who_looks_at_the_result_of_a_job_that_somebody_runs_leaves_its_nodes_to_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that had not collected after some 15 s was told that its nodes had ended, and failed."""
+    coordinator, _ = await finished_on_a_node(expected_nodes=1)
+    assert await shown(coordinator, monkeypatch, "--json") == 0
+    assert values_in(capsys.readouterr().out) == {"0": LARGE.values[0]}
+    assert await coordinator.get(KEYS.collected) is None and Runtime().finished(NAME) is None
