@@ -54,7 +54,7 @@ class Settings:
         cancel_s: how long a restart waits for a running compute before the node's process ends itself, and how long a
             node that ends waits for a `teardown()`.
         setup_s: limit for a candidate to receive a boundary and run `setup()`, after which the offer is tried again.
-        results_kept_s: how long nodes keep results nobody collects.
+        results_kept_s: how long nodes keep results nobody collects, unless who runs the job lives.
         fatal_deaths: nodes whose processes may end while the same code of one task runs, in one epoch: the job fails
             with the last of so many.
         device_failures: nodes that one task may end in one epoch by errors of CUDA devices; the next one fails the job.

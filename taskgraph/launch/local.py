@@ -66,6 +66,7 @@ class LocalNodes:
     """The nodes one launcher started for one job.
 
     Args:
+        collects: we run the job: its results are ours to collect, and nodes keep them for us.
         ahead: what the first of them are forked from, where that was started ahead; it is ended then.
     """
 
@@ -78,6 +79,7 @@ class LocalNodes:
         blas_threads: int = 1,
         deal_devices: bool = True,
         listening: Listening = NOWHERE,
+        collects: bool = False,
         on_exit: Callable[[str, int], None] | None = None,
         ahead: ForkServer | None = None,
     ) -> None:
@@ -87,6 +89,7 @@ class LocalNodes:
         self._blas_threads = blas_threads
         self._deal_devices = deal_devices
         self._listening = listening
+        self._collects = collects
         self._on_exit = on_exit
         self._ahead = ahead
         self._keys = Keys(entry.name)
@@ -156,6 +159,7 @@ class LocalNodes:
             devices=devices,
             sharing=among,
             path=[folder for folder in sys.path if isinstance(folder, str)],
+            collects=self._collects,
         )
         started = await self._spawn(server, config, self._runtime.folder(self._entry.name) / f"{name}.log")
         entry = self._processes[name] = _Process(name, config.node_id, started.process, started.pipe, started.log_path)

@@ -98,6 +98,7 @@ class Supervisor:
             blas_threads=spec.settings.get("blas_threads", 1),
             deal_devices=spec.settings.get("deal_devices", True),
             listening=listening,
+            collects=True,
             on_exit=self._on_exit,
             ahead=ahead,
         )

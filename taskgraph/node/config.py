@@ -28,6 +28,7 @@ class NodeConfig:
         devices: `CUDA_VISIBLE_DEVICES` of the process; None: as it is.
         sharing: how many nodes compute on its device, as far as its launcher knows: those that it started together.
         path: the launcher's `sys.path`, so that drivers find what they import where it does; []: as it is here.
+        collects: its launcher runs the job, and collects the results: for as long as that lives.
         node_id: the node's id, so that the launcher knows it even of a process that dies at once; "": made up here.
     """
 
@@ -44,6 +45,7 @@ class NodeConfig:
     devices: str | None = None
     sharing: int = 1
     path: list[str] = field(default_factory=list)
+    collects: bool = False
     node_id: str = ""
 
     @classmethod

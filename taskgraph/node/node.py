@@ -99,7 +99,11 @@ class Node:
         place: Place | None = None,
         point: Point | None = None,
         own_process: bool = False,
+        kept_on: bool = False,
     ) -> None:
+        """Args:
+        kept_on: results are kept for as long as it takes: whoever collects them has this node end with itself.
+        """
         self.id = node_id
         self.name = name
         self.spec = spec
@@ -133,6 +137,7 @@ class Node:
         self.wishes = Wishes(self)
         self.device_loss = DeviceLoss(self, own_process)
         self.own_process = own_process
+        self._results_kept_s = None if kept_on else self.settings.results_kept_s
         self.fatal_code = FatalCode(self)
         self.gathering = Gathering(self)
         self._draining = Draining(self)
@@ -447,7 +452,7 @@ class Node:
             if self._draining.over or self._other_run() or not view.finished:
                 return
             try:
-                async with asyncio.timeout(self.settings.results_kept_s):
+                async with asyncio.timeout(self._results_kept_s):
                     await self._until_view(lambda v: v.collected or self._other_run() or not v.finished)
             except TimeoutError:
                 if await self._gave_results_up():

@@ -230,6 +230,7 @@ async def _run(
             devices=devices,
             point=injected(),
             own_process=True,
+            kept_on=config.collects,
         )
         control.attach(node)
         _obey(config, node)

@@ -12,6 +12,7 @@ from cluster_kit import Counting, blindable, eyes, job, play
 import taskgraph as tg
 from taskgraph.launch.collect import not_kept, why_not_kept
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.records import State, StatusRecord
 
 __all__ = ["blindable"]
@@ -90,3 +91,18 @@ def test_a_node_that_cannot_say_so_leaves_all_the_same() -> None:
         assert "nobody has collected them" in why_none(cluster)
 
     play(short(), scenario, nodes=1)
+
+
+def test_nodes_keep_results_for_a_launcher_that_lives_for_as_long_as_it_takes() -> None:
+    """A run that was stopped, or whose output nobody read, lost what its own nodes had computed."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        for node in cluster.nodes:
+            node._results_kept_s = None  # as of a node that is `kept_on`
+        await cluster.nodes[0].keeper.wait_until(lambda view: view.finished)
+        await asyncio.sleep(20)
+        assert (await cluster.result()).values == {0: 5, 1: 5}
+        cluster.store.execute(Txn(success=(Put(cluster.keys.collected, b"{}"),)))
+        assert await all_left(cluster) < 1
+
+    play(short(), scenario, nodes=2)
