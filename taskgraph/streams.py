@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Untaken", "drop_unwritten", "make_good"]
+__all__ = ["Untaken", "drop_unwritten", "make_good", "never_wait", "settle"]
 
 _NAMES = ("stdin", "stdout", "stderr")
+_WAITING_BYTES = 256 * 1024
+"""As much waits for a reader of standard error that is slow: more than a screen, less than anybody reads."""
+_PIECE_BYTES = 64 * 1024
+_SLOW_S = 1.0
+"""A reader that takes nothing for so long, while as much waits, is given up until it takes something again."""
+_SETTLE_S = 2.0
 
 
 def make_good() -> None:
@@ -29,6 +37,29 @@ def make_good() -> None:
             sys.stdout = _text(out, io.FileIO(out.fileno(), "w", closefd=False))
     if isinstance(err := sys.stderr, io.TextIOWrapper) and err is sys.__stderr__:
         sys.stderr = _text(err, _Dropping(err.fileno()))
+
+
+def never_wait() -> None:
+    """From now on nobody who writes to standard error, as `make_good` made it, waits for its reader.
+
+    A terminal that is halted, or a pipe that nobody reads, would hold up an event loop, and what it looks after.
+    """
+    raw = _raw_stderr()
+    if raw is not None and raw.aside is None:
+        raw.aside = _Aside(raw.fileno())
+        atexit.register(settle)
+
+
+def settle() -> None:
+    """Waits for a moment until what was written to standard error is there: before more is written elsewhere."""
+    raw = _raw_stderr()
+    if raw is not None and raw.aside is not None:
+        raw.aside.settle()
+
+
+def _raw_stderr() -> _Dropping | None:
+    raw = getattr(getattr(sys.stderr, "buffer", None), "raw", None)
+    return raw if isinstance(raw, _Dropping) else None
 
 
 def drop_unwritten() -> bool:
@@ -73,11 +104,16 @@ class _Dropping(io.FileIO):
         failed: told of each write that failed.
     """
 
+    aside: _Aside | None = None
+    """Who writes in place of whoever has something to say."""
+
     def __init__(self, fd: int, failed: Callable[[OSError], object] | None = None) -> None:
         super().__init__(fd, "w", closefd=False)
         self._failed = failed
 
     def write(self, data: Any) -> int:
+        if self.aside is not None and self.aside.process == os.getpid():  # a fork has no thread but its own
+            return self.aside.put(data)
         try:
             return super().write(data) or len(data)
         except OSError as error:
@@ -127,3 +163,42 @@ def _file(fd: int) -> str:
     except OSError:
         return ""
     return path if path.startswith("/") else ""
+
+
+class _Aside:
+    """Writes to a descriptor in a thread of its own. What it has no room for, since nobody reads, is dropped."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.process = os.getpid()
+        self._descriptor = descriptor
+        self._waiting = bytearray()
+        self._changed = threading.Condition()
+        self._stands = False
+        threading.Thread(target=self._write, name="stderr", daemon=True).start()
+
+    def put(self, data: Any) -> int:
+        with self._changed:
+            if not self._stands:  # one that is only slow misses nothing
+                self._stands = not self._changed.wait_for(lambda: len(self._waiting) < _WAITING_BYTES, _SLOW_S)
+            if not self._stands:
+                self._waiting += data
+                self._changed.notify_all()
+        return len(data)
+
+    def settle(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting or self._stands, _SETTLE_S)
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                piece = bytes(self._waiting[:_PIECE_BYTES])
+            try:
+                written = os.write(self._descriptor, piece)
+            except OSError:
+                written = len(piece)
+            with self._changed:
+                del self._waiting[:written]
+                self._stands = False
+                self._changed.notify_all()

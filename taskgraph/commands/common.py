@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
 import secrets
@@ -24,6 +25,7 @@ from taskgraph.listening import Listening
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import readable
+from taskgraph.signals import obey_sigterm
 from taskgraph.tls import check_listener
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "access_words",
     "add_etcd_options",
     "add_listen_options",
+    "as_before",
     "check_launcher",
     "ended_text",
     "ending_signals",
@@ -291,6 +294,15 @@ def ending_signals() -> tuple[signal.Signals, ...]:
     """Those upon which a command ends in good order: Ctrl-C, `kill`, and a terminal that is closed, unless `nohup`."""
     hang_up = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGINT, signal.SIGTERM, *hang_up)
+
+
+def as_before() -> None:
+    """Has these signals end this process again as they do before a loop takes them: what is left is to print, and
+    nobody may read that."""
+    loop = asyncio.get_running_loop()
+    for number in ending_signals():
+        loop.remove_signal_handler(number)
+    obey_sigterm()
 
 
 def hung_up() -> None:

@@ -17,6 +17,7 @@ from taskgraph.commands.common import (
     COLLECTING,
     Reached,
     access_of,
+    as_before,
     ending_signals,
     etcd_of,
     hung_up,
@@ -46,6 +47,7 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.results import JobResult
 from taskgraph.signals import Orders
+from taskgraph.streams import never_wait
 
 __all__ = ["launch", "node"]
 
@@ -107,6 +109,7 @@ async def _launch(options: argparse.Namespace) -> int:
             return await _tell_ended(reached, found.record)
         runtime = Runtime()
         runtime.join(entry)
+        never_wait()
         progress = Progress(reached.name, reached.spec.tasks, reached.spec.epochs, reached.spec.backups)
         progress.follow(follower.view)
         await follower.start(progress.event)
@@ -143,6 +146,7 @@ async def _launch(options: argparse.Namespace) -> int:
             progress.end()
             await follower.stop()
             _leave(runtime, entry)
+        as_before()
         return await _tell_end(reached, follower, status, result, left=leave.is_set())
 
 

@@ -18,6 +18,7 @@ from taskgraph.commands.common import (
     NewToken,
     access_of,
     access_words,
+    as_before,
     ending_signals,
     etcd_of,
     hung_up,
@@ -46,6 +47,7 @@ from taskgraph.protocol.records import State
 from taskgraph.results import JobResult
 from taskgraph.settings import Settings
 from taskgraph.signals import Orders
+from taskgraph.streams import never_wait, settle
 
 __all__ = ["job_of", "print_result", "run", "submit_command"]
 
@@ -95,6 +97,8 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
         if options.logs:
             tails.append(LogTails(nodes.logs(), progress.line))
 
+    if options.nodes:  # with none, tasks run here, and may write more than anybody reads at once
+        never_wait()
     listening = listening_of(options, options.nodes)
     running = asyncio.ensure_future(
         arun(
@@ -147,6 +151,7 @@ async def _run(options: argparse.Namespace, job: Job, token: NewToken | None) ->
         ticking.cancel()
         await asyncio.gather(ticking, return_exceptions=True)
         progress.end()
+    as_before()
     if options.json and options.nodes == 0:
         print()  # tasks print to the same output, and perhaps not to the end of a line
     print_result(result, as_json=options.json, kept=bool(started))
@@ -208,6 +213,7 @@ def print_result(result: JobResult, *, as_json: bool, kept: bool) -> None:
     Args:
         kept: they may be asked for again.
     """
+    settle()  # on a terminal they come after what happened
     try:
         if as_json or result.values:
             print(result.to_json() if as_json else values_text(result.values), flush=True)

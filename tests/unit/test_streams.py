@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -92,3 +94,49 @@ def test_what_the_log_of_a_node_cannot_take_fails_no_task_and_is_told_once(tmp_p
         )
     assert done.returncode == 0
     assert log.read_text() == "kept\nä\n" + "x" * (100 - len("kept\nä\n".encode()))
+
+
+TELLS = """
+import sys, time
+from taskgraph import streams
+streams.make_good()
+streams.never_wait()
+print("ready", flush=True)
+for number in range({lines}):
+    print(f"{{number:{width}}}", file=sys.stderr)
+streams.settle()
+print("done", flush=True)
+"""
+
+
+def telling(lines: int, width: int, reader: int) -> subprocess.Popen[bytes]:
+    """A process that says so many lines of so many characters on standard error."""
+    return subprocess.Popen(
+        [sys.executable, "-c", TELLS.format(lines=lines, width=width)],
+        stdout=subprocess.PIPE,
+        stderr=reader,
+        env={"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+
+
+def test_who_has_something_to_say_does_not_wait_for_a_reader_that_reads_nothing() -> None:
+    """It held up the event loop of a launcher: no signal and no time limit ended it."""
+    read, write = os.pipe()
+    with telling(20_000, 99, write) as process:  # 2 MB
+        os.close(write)
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        began = time.monotonic()
+        assert process.stdout.readline() == b"done\n" and process.wait(10) == 0
+        assert time.monotonic() - began < 5
+    with os.fdopen(read, "rb") as pipe:
+        assert pipe.read().startswith(b" " * 98 + b"0\n" + b" " * 98 + b"1\n")
+
+
+def test_a_reader_that_is_only_slow_misses_nothing() -> None:
+    read, write = os.pipe()
+    with telling(20_000, 99, write) as process, os.fdopen(read, "rb") as pipe:
+        os.close(write)
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        time.sleep(0.2)
+        assert [int(line) for line in pipe] == list(range(20_000))
+        assert process.wait(10) == 0
