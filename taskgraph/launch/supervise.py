@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, JobFailed, JobTimeout, TaskGraphError, worded
-from taskgraph.launch.collect import job_failed
+from taskgraph.launch.collect import job_failed, why_not_kept
 from taskgraph.launch.follow import Follower, kept_events, node_statuses
 from taskgraph.launch.forkserver import ForkServer, NotStarted
 from taskgraph.launch.local import LocalNodes
@@ -214,6 +214,8 @@ class Supervisor:
         await self._follower.keeper.wait_until(lambda view: not view.live_nodes(run), structure=True)
         await asyncio.sleep(_ALL_ENDED_S)  # they may have ended because the job did: its end is read meanwhile
         what = "nobody is left to go on"
+        if self._follower.view.collected:
+            raise JobFailed(await self._others_text(), job=self._spec.name)
         if self._follower.view.finished:
             what = (
                 f"its results, of a job that had finished, with them ({self._follower.unreachable or 'not asked for'})"
@@ -221,6 +223,28 @@ class Supervisor:
         reason = f"every node has ended, {what}{self._follower.way_on('; ')}\n{_tails(self._nodes)}"
         await self._try_to_end(reason, State.FAILED)
         raise JobFailed(reason, job=self._spec.name)
+
+    async def _others_text(self) -> str:
+        """That the job has finished, and its results are not ours: what became of them."""
+        await self._take_others()
+        told = f"job {self._spec.name!r} has finished, but its results are not with who ran it: "
+        if self._follower.kept_json is None:
+            return f"{told}{self._follower.not_kept}"
+        return f"{told}another one collected them first, and `taskgraph result {self._spec.name}` has its values"
+
+    async def _take_others(self) -> None:
+        """Keeps here what another one who collected the results has kept in etcd, or on this host, or says why not."""
+        follower, keys = self._follower, self._follower.view.keys
+        here = Runtime().finished(self._spec.name, self._spec.run)
+        if here is not None and here["result"] is not None:
+            follower.kept_json = json.dumps(here["result"])
+            return
+        follower.not_kept = "another one collected them"
+        with contextlib.suppress(CoordinationError, TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                found, collected = await self._coordinator.get(keys.result), await self._coordinator.get(keys.collected)
+                follower.kept_json = found.value.decode() if found is not None else None
+                follower.not_kept = "" if found is not None else why_not_kept(collected) or follower.not_kept
 
     def _noted(self, error: E) -> E:
         """The error, with a note that says how the job can be continued."""
@@ -284,7 +308,7 @@ class Supervisor:
         view = self._follower.view
         collected = self._follower.kept_json is not None or self._follower.not_kept
         if view.finished and self._uncollected and not collected:
-            await self._tell_uncollected()
+            await (self._take_others() if view.collected else self._tell_uncollected())
         status = view.status.record if view.status else None
         if self._without_etcd and view.running:
             reason = f"its embedded etcd {self._without_etcd}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 from pathlib import Path
@@ -20,7 +21,7 @@ from taskgraph.launch import supervise
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.forkserver import NodeProcess, NotStarted
 from taskgraph.launch.local import LocalNodes
-from taskgraph.launch.runtime import JobEntry
+from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks, Supervisor, drain_s, end_reason, launch_nodes
 from taskgraph.listening import NOWHERE
@@ -28,10 +29,12 @@ from taskgraph.node.config import NodeConfig
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.results import JobResult
 from taskgraph.settings import Settings
 from taskgraph.task import Task
 
 SPEC = JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=1, name="fit"))
+RESULT = JobResult(name="fit", values={0: 1}, reports=(), epochs=1, failovers=0, restarts=0, wall_s=1.0)
 ENTRY = JobEntry(name="fit", etcd="a:1", token="", pid=0, embedded=True, tls={})
 
 
@@ -210,3 +213,36 @@ async def test_a_launcher_waits_for_its_nodes_to_compute_results_again_and_says_
 
 def test_nodes_hand_over_for_as_long_as_the_job_says() -> None:
     assert drain_s(SPEC) == Settings().drain_s
+
+
+@pytest.mark.parametrize("kept", [True, False])
+async def test_where_another_one_collected_first_a_run_says_so_and_where_the_values_are(
+    kept: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It said that every node had ended, with the results, of a job whose values were in etcd."""
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(supervise, "_ALL_ENDED_S", 0.01)
+    etcd, keys = MemoryCoordinator(MemoryStore()), Keys("fit")
+    await submit(etcd, SPEC)
+    values = Put(keys.result, RESULT.to_json().encode())
+    why = json.dumps({"by": "n1", "not_kept": "nobody collected them within 300 s"}).encode()
+    finished = Put(keys.status, StatusRecord(state=State.FINISHED).to_bytes())
+    await etcd.txn(Txn(success=(finished, Put(keys.collected, why), *([values] if kept else []))))
+    follower = Follower(etcd, SPEC, b"")
+    await follower.start()
+    try:
+        job = Supervisor(SPEC, ENTRY, etcd, follower, Hooks())
+        job._all_ended.set()
+        with pytest.raises(JobFailed) as failed:
+            async with asyncio.timeout(5):
+                await job._result()
+        job._uncollected = "the run ended before they were collected"
+        await job._finish(0.0)
+    finally:
+        await follower.stop()
+    says = "another one collected them first, and `taskgraph result fit` has its values" if kept else "within 300 s"
+    assert "job 'fit' has finished, but its results are not with" in str(failed.value) and says in str(failed.value)
+    left = Runtime().finished("fit")
+    assert left is not None and left["result"] == (json.loads(RESULT.to_json()) if kept else None)
+    found = await etcd.get(keys.collected)
+    assert found is not None and found.value == why, "what the other one said of it stays"
