@@ -15,8 +15,8 @@ from collections import Counter
 import uvloop
 
 from taskgraph.commands import acting
-from taskgraph.commands.common import Reached, ending_signals, hung_up, reach
-from taskgraph.commands.looking import launcher_gone, print_event
+from taskgraph.commands.common import Reached, ending_signals, hung_up, launcher_gone, reach
+from taskgraph.commands.looking import print_event
 from taskgraph.commands.mischief import Fault, draw, kinds_of, pause_s
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import CoordinationError, JobError

@@ -39,10 +39,12 @@ __all__ = [
     "as_before",
     "check_launcher",
     "ended_text",
+    "ended_with_launcher",
     "ending_signals",
     "etcd_of",
     "find_entry",
     "hung_up",
+    "launcher_gone",
     "listening_of",
     "node_access_of",
     "reach",
@@ -55,6 +57,7 @@ COLLECTING = "the job has finished, and its results are being collected; once mo
 """What the first signal says where there is nothing to end, and something to lose."""
 _TOKEN_BYTES = 16
 """Shorter ones are refused by nodes."""
+_GONE_POLL_S = 0.3
 _ENDED_NAMED = 5
 """Jobs that ended which a message names."""
 _NODE_ACCESS = ("tls", "tls_ca", "tls_cert", "tls_key")
@@ -265,6 +268,20 @@ def check_launcher(entry: JobEntry) -> None:
     runtime = Runtime()
     if entry.embedded and (killed := runtime.killed(entry.name)) is not None:
         raise UnknownJob(_killed_text(runtime, killed))
+
+
+def ended_with_launcher(entry: JobEntry | None) -> bool:
+    """Whether the job's embedded etcd, which tells nothing more then, ended with its launcher."""
+    if entry is None or not entry.embedded:
+        return False
+    found = Runtime().find(entry.name)
+    return found is None or found.etcd != entry.etcd  # another run has the name
+
+
+async def launcher_gone(entry: JobEntry | None) -> None:
+    """Returns when the job's embedded etcd ended with its launcher: never, where it has none."""
+    while not ended_with_launcher(entry):  # noqa: ASYNC110 (no event tells)
+        await asyncio.sleep(_GONE_POLL_S)
 
 
 def _none_text(runtime: Runtime) -> str:

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import signal
 import sys
+from functools import partial
 from typing import Any
 
 import uvloop
@@ -18,17 +19,22 @@ from taskgraph.commands.common import (
     Reached,
     access_of,
     as_before,
+    check_launcher,
+    ended_text,
+    ended_with_launcher,
     ending_signals,
     etcd_of,
     hung_up,
+    launcher_gone,
     listening_of,
     node_access_of,
     reach,
+    see_text,
     token_of,
 )
 from taskgraph.commands.running import print_result, run
 from taskgraph.driver import JobSpec
-from taskgraph.errors import CoordinationError, JobError, TaskGraphError
+from taskgraph.errors import CoordinationError, JobError, TaskGraphError, UnknownJob
 from taskgraph.jobs import JobFunction
 from taskgraph.launch.begin import command
 from taskgraph.launch.collect import job_failed, why_not_kept
@@ -134,13 +140,22 @@ async def _launch(options: argparse.Namespace) -> int:
         )
         _on_signals(work, leave, follower, drain_s(reached.spec))
         ticking = asyncio.ensure_future(tick(progress, tails))
+        gone = asyncio.ensure_future(launcher_gone(reached.entry))
         try:
+            await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():  # it may have read how the job ended
+                await asyncio.wait([work], timeout=_LAST_LOOK_S)
+            if not work.done():
+                leave.set()  # there is no etcd to hand over by
+                raise _without_launcher(reached)
             status, result = await work
         except asyncio.CancelledError:
             print(await _told_text("were ended", reached, follower), file=sys.stderr)
             return 130
         finally:
-            ticking.cancel()
+            for task in (ticking, gone, work):
+                task.cancel()
+            await asyncio.gather(ticking, gone, work, return_exceptions=True)
             for tail in tails:
                 tail.close()
             progress.end()
@@ -148,6 +163,14 @@ async def _launch(options: argparse.Namespace) -> int:
             _leave(runtime, entry)
         as_before()
         return await _tell_end(reached, follower, status, result, left=leave.is_set())
+
+
+def _without_launcher(reached: Reached) -> UnknownJob:
+    """That the job, or all that can be known of it, ended with its launcher, whose etcd it was in."""
+    check_launcher(reached.entry)
+    name, kept = reached.name, Runtime().finished(reached.name, reached.spec.run)
+    how = f", it {ended_text(kept['status'].get('state', ''))}: see {see_text(name)}" if kept is not None else ""
+    return UnknownJob(f"job {name!r} has ended with its launcher, whose etcd it was in{how}")
 
 
 async def _tell_end(
@@ -277,7 +300,8 @@ def node(options: argparse.Namespace) -> int:
 
     process.end_on_sigterm()
     process.log_to_stderr()
-    _take_threads(uvloop.run(_submitted(etcd, tls, options.job)))
+    entry = local if local is not None and local.etcd == etcd else None
+    _take_threads(uvloop.run(_submitted(etcd, tls, options.job, entry)))
     process.main(
         NodeConfig(
             job=options.job,
@@ -288,16 +312,28 @@ def node(options: argparse.Namespace) -> int:
             sockets=str(Runtime().sockets(options.job).path),
             listening=listening,
             node_tls=node_tls,
-        )
+        ),
+        gone=None if entry is None else partial(ended_with_launcher, entry),
     )
     raise AssertionError("process.main ends the process")
 
 
-async def _submitted(etcd: str, tls: dict[str, str], name: str) -> JobSpec:
+async def _submitted(etcd: str, tls: dict[str, str], name: str, entry: JobEntry | None) -> JobSpec:
+    """The job, once it is submitted; not where it ended with its launcher, which has this entry."""
     from taskgraph.node import process
 
     async with await connect(etcd, tls) as coordinator:
-        return await process.wait_for_job(coordinator, name)
+        waiting = asyncio.ensure_future(process.wait_for_job(coordinator, name))
+        gone = asyncio.ensure_future(launcher_gone(entry))
+        try:
+            await asyncio.wait([waiting, gone], return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                raise UnknownJob(f"job {name!r} has ended with its launcher, whose etcd it was in")
+            return await waiting
+        finally:
+            for task in (waiting, gone):
+                task.cancel()
+            await asyncio.gather(waiting, gone, return_exceptions=True)
 
 
 def _take_threads(spec: JobSpec) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import uvloop
 
-from taskgraph.commands.common import Reached, check_launcher, etcd_of, reach
+from taskgraph.commands.common import Reached, check_launcher, etcd_of, launcher_gone, reach
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import CoordinationError, JobError, UnknownJob
 from taskgraph.launch.collect import job_failed, not_kept, why_not_kept
@@ -28,7 +28,7 @@ from taskgraph.protocol.records import State, StatusRecord
 __all__ = ["events", "result", "status"]
 
 _WATCH_S = 1.0
-_GONE_POLL_S = 0.3
+_REFRESH_S = 0.3
 _LAST_EVENT_S = 1.0
 _COLLECT_S = 60.0
 _CORRUPTING = ("3.5.0", "3.5.1", "3.5.2")
@@ -151,7 +151,7 @@ async def _events(options: argparse.Namespace) -> int:
 
 async def _ended(reached: Reached) -> None:
     """Returns when the job's status says that it ended, and its last event had time to be kept."""
-    keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=_GONE_POLL_S)
+    keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=_REFRESH_S)
     await keeper.load()
     watching = asyncio.ensure_future(keeper.run())
     try:
@@ -169,12 +169,6 @@ async def _follow(reached: Reached, printed: list[Event], *, as_json: bool) -> N
         print_event(event, as_json=as_json)
         if event.kind in (State.FINISHED, State.FAILED, State.CANCELLED):
             return
-
-
-async def launcher_gone(entry: JobEntry) -> None:
-    """Returns when the job's embedded etcd, which tells no more events then, ended with its launcher."""
-    while not entry.embedded or Runtime().find(entry.name) is not None:  # noqa: ASYNC110 (no event tells)
-        await asyncio.sleep(_GONE_POLL_S)
 
 
 def print_event(event: Event, *, as_json: bool) -> None:

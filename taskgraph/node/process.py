@@ -24,6 +24,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack
 from functools import partial
@@ -66,6 +67,8 @@ _SAY_AGAIN_S = 5.0
 _ETCD_AGAIN_S = 0.5
 _PARENT_CHECK_S = 1.0
 """The pipe tells of the launcher's death at once, unless a process that the launcher forked still holds it."""
+_LAST_READ_S = 2.0
+"""A node that has read how its job ended leaves within this time."""
 _YOUNG = 2000
 """As many objects come before the youngest are searched for garbage, as in Python 3.13; older ones have 700. What waits
 for a commit is no garbage and soon gone, and would be searched again and again: 2 % of a node's time."""
@@ -333,6 +336,15 @@ def _follow_parent(config: NodeConfig) -> None:
             _leave()
 
 
+def _end_with(gone: Callable[[], bool], config: NodeConfig) -> None:
+    """Ends this process when the job is gone, with the etcd that a node would wait for."""
+    while not gone():
+        time.sleep(_PARENT_CHECK_S)
+    time.sleep(_LAST_READ_S)
+    _remove_sockets(config)
+    _exit(_say("the job has ended with its launcher, whose etcd it was in", UNREACHABLE))
+
+
 def _exit(code: int, *, meant: bool = True) -> NoReturn:
     """Ends the process now: a compute that never returns must not keep it. So nothing runs that Python runs at exit, as
     what would end the workers of a pool: they are ended here, where there is no launcher that does it.
@@ -371,8 +383,12 @@ def allow_more_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def main(config: NodeConfig) -> NoReturn:
-    """Runs a node and ends the process."""
+def main(config: NodeConfig, *, gone: Callable[[], bool] | None = None) -> NoReturn:
+    """Runs a node and ends the process.
+
+    Args:
+        gone: for a node that nobody launched, of a job whose etcd ends with a launcher: whether that is gone.
+    """
     untaken = Untaken()
     log_to_stderr()
     allow_more_files()
@@ -384,6 +400,8 @@ def main(config: NodeConfig) -> NoReturn:
     end_on_sigterm(config)
     if config.parent_fd >= 0 or config.parent_pid:
         threading.Thread(target=_follow_parent, args=(config,), name="launcher", daemon=True).start()
+    if gone is not None:
+        threading.Thread(target=_end_with, args=(gone, config), name="etcd", daemon=True).start()
     code, meant = CANNOT_GO_ON, True
     try:
         code = uvloop.run(run_node(config, untaken))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -16,13 +18,14 @@ from taskgraph.commands import joining
 from taskgraph.commands.common import Reached
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver import JobSpec
-from taskgraph.launch.runtime import JobEntry
+from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.records import State, StatusRecord
 
 KEYS = Keys("fit")
+ENTRY = JobEntry(name="fit", etcd="a:1", token="ab" * 32, pid=0, embedded=False, tls={})
 
 
 @pytest.fixture
@@ -39,12 +42,12 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     return counts
 
 
-async def launched(monkeypatch: pytest.MonkeyPatch, status: StatusRecord, *puts: Put) -> int:
+async def launched(monkeypatch: pytest.MonkeyPatch, status: StatusRecord, *puts: Put, entry: JobEntry = ENTRY) -> int:
     """`taskgraph launch fit`, of a job with this status."""
-    coordinator, spec = MemoryCoordinator(MemoryStore()), JobSpec.local(tg.Job(tasks=1, builder=tg.Task, name="fit"))
+    coordinator = MemoryCoordinator(MemoryStore())
+    spec = dataclasses.replace(JobSpec.local(tg.Job(tasks=1, builder=tg.Task, name="fit")), run="r")
     await submit(coordinator, spec)
     await coordinator.txn(Txn(success=(Put(KEYS.status, status.to_bytes()), *puts)))
-    entry = JobEntry(name="fit", etcd="a:1", token="ab" * 32, pid=0, embedded=False, tls={})
 
     @contextlib.asynccontextmanager
     async def reach(options: object) -> AsyncIterator[Reached]:
@@ -84,3 +87,44 @@ async def test_one_whose_results_nobody_has_collected_still_needs_nodes(
 ) -> None:
     assert await launched(monkeypatch, StatusRecord(state=State.FINISHED)) == 0
     assert started == [1]
+
+
+@pytest.mark.parametrize("state", [State.FINISHED, ""])
+async def test_nodes_beside_a_run_end_with_the_etcd_that_its_launcher_takes_along(
+    state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They, and `launch`, waited for it for ever."""
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(joining, "_LAST_LOOK_S", 0.05)
+    told: list[bool] = []
+
+    async def launch_nodes(*arguments: object) -> tuple[StatusRecord, None]:
+        leave = arguments[-1]
+        assert isinstance(leave, asyncio.Event)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            told.append(leave.is_set())
+        raise AssertionError("never")
+
+    monkeypatch.setattr(joining, "launch_nodes", launch_nodes)
+    runtime = Runtime()
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        entry = JobEntry(name="fit", etcd="a:1", token="ab" * 32, pid=process.pid, embedded=True, tls={})
+        runtime.put(entry)
+        launching = asyncio.ensure_future(launched(monkeypatch, StatusRecord(state=State.RUNNING), entry=entry))
+        await asyncio.sleep(0.2)
+        assert not launching.done()
+        if state:
+            runtime.remove("fit")
+            runtime.keep_finished("fit", {"run": "r", "status": {"state": state}, "result": None})
+    finally:
+        process.kill()
+        process.wait()
+    says = (
+        "has ended with its launcher, whose etcd it was in, it finished: see" if state else "was killed, and its etcd"
+    )
+    with pytest.raises(tg.UnknownJob, match=says):
+        await launching
+    assert told == [True], "there is no etcd to hand over by"
