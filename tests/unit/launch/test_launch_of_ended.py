@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import subprocess
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -109,19 +109,16 @@ async def test_nodes_beside_a_run_end_with_the_etcd_that_its_launcher_takes_alon
 
     monkeypatch.setattr(joining, "launch_nodes", launch_nodes)
     runtime = Runtime()
-    process = subprocess.Popen(["sleep", "60"])
-    try:
-        entry = JobEntry(name="fit", etcd="a:1", token="ab" * 32, pid=process.pid, embedded=True, tls={})
-        runtime.put(entry)
-        launching = asyncio.ensure_future(launched(monkeypatch, StatusRecord(state=State.RUNNING), entry=entry))
-        await asyncio.sleep(0.2)
-        assert not launching.done()
-        if state:
-            runtime.remove("fit")
-            runtime.keep_finished("fit", {"run": "r", "status": {"state": state}, "result": None})
-    finally:
-        process.kill()
-        process.wait()
+    entry = dataclasses.replace(ENTRY, pid=os.getpid(), embedded=True)
+    runtime.put(entry)
+    launching = asyncio.ensure_future(launched(monkeypatch, StatusRecord(state=State.RUNNING), entry=entry))
+    await asyncio.sleep(0.2)
+    assert not launching.done()
+    if state:
+        runtime.remove("fit")
+        runtime.keep_finished("fit", {"run": "r", "status": {"state": state}, "result": None})
+    else:
+        runtime.put(dataclasses.replace(entry, pid=(1 << 31) - 1))  # no process has that id
     says = (
         "has ended with its launcher, whose etcd it was in, it finished: see" if state else "was killed, and its etcd"
     )
