@@ -14,7 +14,7 @@ from typing import Protocol
 
 from taskgraph import host
 
-__all__ = ["Adopted", "Child", "adopting", "can_adopt", "end_group", "end_mine", "tell_child"]
+__all__ = ["Adopted", "Child", "adopting", "can_adopt", "end_group", "end_mine", "signal_name", "tell_child"]
 
 _SET_CHILD_SUBREAPER, _GET_CHILD_SUBREAPER = 36, 37
 """Of Linux's prctl."""
@@ -34,6 +34,14 @@ class Child(Protocol):
     @property
     def returncode(self) -> int | None: ...
     async def wait(self) -> int: ...
+
+
+def signal_name(number: int) -> str:
+    """What a signal is called that ended a process; real-time signals have numbers only."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def tell_child(process: Child, number: signal.Signals) -> None:

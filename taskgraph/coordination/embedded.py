@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from taskgraph.children import tell_child
+from taskgraph.children import signal_name, tell_child
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.errors import CoordinationError, Unavailable
 from taskgraph.files import may_hold_sockets
@@ -153,7 +153,7 @@ class EmbeddedEtcd:
         code = await guard.wait()
         assert guard.stderr is not None
         said = _plain((await guard.stderr.read()).decode(errors="replace")).splitlines()[-_LAST_LINES:]
-        how = f"was killed by {_signal_name(code - 128)}" if code > 128 else f"ended with exit code {code}"
+        how = f"was killed by {signal_name(code - 128)}" if code > 128 else f"ended with exit code {code}"
         return "\n".join([f"{how}; the end of its log:", *said]) if said else f"{how}; its log is empty"
 
     async def stop(self) -> None:
@@ -326,13 +326,6 @@ async def version_of(binary: Path) -> str:
         text = (complained or said).decode(errors="replace").strip()
         raise CoordinationError(f"{binary} is not a usable etcd: {text or 'it does not tell its version'}")
     return found.group(1)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # real-time signals have numbers only
-        return f"signal {number}"
 
 
 def _environment() -> dict[str, str]:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from taskgraph.children import Child, end_group, tell_child
+from taskgraph.children import Child, end_group, signal_name, tell_child
 from taskgraph.coordination.api import Coordinator
 from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
 from taskgraph.launch.devices import deal, host_devices, sharing
@@ -246,7 +246,7 @@ class LocalNodes:
         left = lastwords.read(folder) if folder is not None else None
         if code != 0 or (left is not None and not left.meant):  # else it left by itself, and said so
             record = GoneRecord(
-                reason=f"killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}",
+                reason=f"killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}",
                 ran=left.ran if left is not None else (),
                 meant=self._stopping or (left is not None and left.meant),
                 writer=f"launcher {os.getpid()}",
@@ -345,10 +345,3 @@ class LocalNodes:
         for entry in self._processes.values():
             if entry.code is None:
                 tell_child(entry.process, number)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # real-time signals have numbers only
-        return f"signal {number}"

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import json
 import logging
-import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from taskgraph.children import signal_name
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, JobFailed, JobTimeout, TaskGraphError, worded
@@ -354,7 +354,7 @@ def _tails(nodes: LocalNodes) -> str:
 
 
 def _how(code: int, death: GoneRecord | None) -> str:
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     return how + (f" while it ran {' and '.join(death.running)}" if death is not None and death.running else "")
 
 

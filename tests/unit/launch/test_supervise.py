@@ -246,3 +246,9 @@ async def test_where_another_one_collected_first_a_run_says_so_and_where_the_val
     assert left is not None and left["result"] == (json.loads(RESULT.to_json()) if kept else None)
     found = await etcd.get(keys.collected)
     assert found is not None and found.value == why, "what the other one said of it stays"
+
+
+def test_a_node_that_a_signal_without_a_name_ended_is_told_of() -> None:
+    """Its launcher raised ValueError, in place of what had happened."""
+    assert supervise._how(-40, None) == "was killed by signal 40"
+    assert supervise._how(-9, None) == "was killed by SIGKILL"
