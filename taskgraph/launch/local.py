@@ -26,7 +26,7 @@ from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
 from taskgraph.launch.devices import deal, host_devices, sharing
 from taskgraph.launch.forkserver import ForkServer, NodeProcess
 from taskgraph.launch.runtime import JobEntry, Runtime, Sockets
-from taskgraph.launch.standing import Standing, standing_text
+from taskgraph.launch.standing import Standing, standing_text, stopped
 from taskgraph.launch.submit import UNKNOWN_PAUSE_S, UNKNOWN_TRIES
 from taskgraph.listening import NOWHERE, Listening
 from taskgraph.node.config import NodeConfig
@@ -34,7 +34,7 @@ from taskgraph.node.usercode import lastwords
 from taskgraph.observe.events import Event, put_events
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Get, Put, Txn
-from taskgraph.protocol.records import GoneRecord, NodeRecord, State, StatusRecord
+from taskgraph.protocol.records import GoneRecord, NodeRecord, Ran, State, StatusRecord
 
 __all__ = ["LocalNodes"]
 
@@ -98,6 +98,7 @@ class LocalNodes:
         self._telling: set[asyncio.Task[None]] = set()
         self._sockets: Sockets | None = None
         self._stopping = False
+        self._ended_well = False
 
     async def start(self, count: int) -> None:
         """Starts that many nodes, named n1, n2, ...: names that no other of this job has or had.
@@ -297,6 +298,28 @@ class LocalNodes:
         if self._watches:
             await asyncio.wait(self._watches, timeout=timeout_s)
 
+    async def wait_to_end(self, timeout_s: float, code_s: float) -> None:
+        """Waits until all nodes ended by themselves: `timeout_s` after they last ran code of the user's, the last of
+        which (`teardown()`) may take `code_s`. From then on it is told whom `stop` kills."""
+        self._ended_well = True
+        until = time.monotonic() + timeout_s
+        most = until + code_s
+        while self.alive and time.monotonic() < min(until, most):
+            await self.wait(_RETRY_S)
+            if self._running():
+                until = time.monotonic() + timeout_s
+
+    def _running(self) -> dict[str, tuple[Ran, ...]]:
+        """The code of the user's that nodes run which nothing halts, by their names."""
+        found = {}
+        for entry in self._processes.values():
+            folder = self._folder(entry)
+            if entry.code is None and folder is not None and not stopped(entry.process.pid):
+                left = lastwords.read(folder)
+                if left is not None and left.ran:
+                    found[entry.name] = left.ran
+        return found
+
     async def leave(self, within_s: float) -> None:
         """Has every node hand over and leave; one that has not after `within_s` gets SIGKILL."""
         self._stopping = True
@@ -316,6 +339,11 @@ class LocalNodes:
                 self._tell_to_leave()
                 await self.wait(grace_s)
         finally:  # whoever waits here may be cancelled, and a node that is stopped (SIGSTOP) obeys nothing else
+            if self._ended_well:
+                running = self._running()
+                for name in self.pids():
+                    ran = f" while it runs {' and '.join(map(str, running[name]))}" if name in running else ""
+                    log.warning("node %s has not ended with the job, and is killed%s", name, ran)
             self._signal(signal.SIGKILL)
             await asyncio.gather(*self._watches, return_exceptions=True)
             await self._last_tellings(_LAST_TELL_S if tell else 0.0)

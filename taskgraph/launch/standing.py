@@ -14,7 +14,7 @@ from taskgraph import host
 from taskgraph.node.usercode import lastwords
 from taskgraph.protocol.records import Ran, State, StatusRecord
 
-__all__ = ["Standing", "standing_text", "with_stands"]
+__all__ = ["Standing", "standing_text", "stopped", "with_stands"]
 
 STANDS_S = 3.0
 """No coroutine of a healthy program holds the loop for as long, and the lease ends soon after."""

@@ -131,7 +131,7 @@ class Supervisor:
             except TimeoutError:
                 raise await self._timed_out(timeout_s or 0.0) from None
             await self._follower.let_go(found, result)
-            await self._nodes.wait(_NODE_END_S)
+            await self._nodes.wait_to_end(_NODE_END_S, _cancel_s(self._spec))
             return result
         except asyncio.CancelledError as error:
             grace_s = _CANCELLED_END_S
@@ -411,7 +411,7 @@ async def launch_nodes(
             await asyncio.wait([ending, broken], return_when=asyncio.FIRST_COMPLETED)
             if not ending.done():
                 await broken
-            await nodes.wait(_NODE_END_S)
+            await nodes.wait_to_end(_NODE_END_S, _cancel_s(spec))
             return ending.result()
         finally:
             for task in (ending, gone, broken, leaving):
@@ -457,6 +457,11 @@ async def _to_the_end(follower: Follower, gone: asyncio.Future[None]) -> tuple[S
 async def _leave_when(told: asyncio.Event, nodes: LocalNodes, within_s: float) -> None:
     await told.wait()
     await nodes.leave(within_s + _NODE_END_S)
+
+
+def _cancel_s(spec: JobSpec) -> float:
+    """How long the last code of a task may take."""
+    return float(spec.settings.get("cancel_s", Settings().cancel_s))
 
 
 def drain_s(spec: JobSpec) -> float:

@@ -26,9 +26,10 @@ from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks, Supervisor, drain_s, end_reason, launch_nodes
 from taskgraph.listening import NOWHERE
 from taskgraph.node.config import NodeConfig
+from taskgraph.node.usercode import lastwords
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.protocol.records import Ran, State, StatusRecord
 from taskgraph.results import JobResult
 from taskgraph.settings import Settings
 from taskgraph.task import Task
@@ -252,3 +253,24 @@ def test_a_node_that_a_signal_without_a_name_ended_is_told_of() -> None:
     """Its launcher raised ValueError, in place of what had happened."""
     assert supervise._how(-40, None) == "was killed by signal 40"
     assert supervise._how(-9, None) == "was killed by SIGKILL"
+
+
+@pytest.mark.parametrize(("code_s", "ends"), [(5.0, 0), (0.1, -signal.SIGKILL)])
+async def test_a_job_that_ended_well_waits_for_the_last_code_of_its_tasks_and_says_whom_it_kills(
+    code_s: float, ends: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A teardown() of more than ten seconds was cut off without a word, although it had cancel_s to return."""
+    monkeypatch.setattr(Scripted, "script", """trap '' TERM; touch "$0"; sleep 0.6; exit 0""")
+    monkeypatch.setattr("taskgraph.launch.local._RETRY_S", 0.02)
+    teardown = lastwords.Left((Ran("teardown", 3, 9),), False)
+    monkeypatch.setattr(lastwords, "read", lambda folder: teardown)
+    nodes = Scripted(ENTRY, MemoryCoordinator(MemoryStore()), Runtime(tmp_path))
+    await nodes.start(1)
+    try:
+        async with asyncio.timeout(5):
+            await nodes.wait_to_end(0.05, code_s)
+    finally:
+        await nodes.stop(0.0, tell=False)
+    assert nodes.codes() == {"n1": ends}
+    told = ["node n1 has not ended with the job, and is killed while it runs 'teardown' of task 3"]
+    assert [record.message for record in caplog.records] == (told if ends else [])
