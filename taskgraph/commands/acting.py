@@ -13,11 +13,12 @@ from pathlib import Path
 
 import uvloop
 
-from taskgraph.commands.common import Reached, ended_text, find_entry, reach, see_text
+from taskgraph.commands.common import Reached, ended_text, etcd_of, find_entry, reach, see_text
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver import JobSpec
 from taskgraph.errors import JobError, PeerLost, TransportError, UnknownJob
 from taskgraph.launch.follow import Follower, client_of
+from taskgraph.launch.runtime import Runtime
 from taskgraph.launch.supervise import drain_s
 from taskgraph.node.usercode import lastwords
 from taskgraph.observe.format import ids_text, name_of
@@ -275,7 +276,9 @@ async def _shutdown(options: argparse.Namespace) -> int:
 
 def token(options: argparse.Namespace) -> int:
     """Prints the token of a job of this host, for a file that its nodes elsewhere get."""
-    entry = find_entry(options)
+    entry = Runtime().killed(options.job) if options.job and etcd_of(options) is None else None
+    if entry is None or entry.embedded:  # of a launcher that was killed the job may go on where its etcd does
+        entry = find_entry(options)
     if not entry.token:
         raise JobError(f"the token of job {entry.name!r} is not known here: `taskgraph submit` wrote it to a file")
     print(entry.token)

@@ -44,6 +44,7 @@ __all__ = [
     "etcd_of",
     "find_entry",
     "hung_up",
+    "known_at",
     "launcher_gone",
     "listening_of",
     "node_access_of",
@@ -231,8 +232,8 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
     if etcd is not None:
         if name is None:
             raise JobError("name the job: with --etcd it is looked for there")
-        local = runtime.find(name)
-        token = token_of(options) or (local.token if local is not None and local.etcd == etcd else "")
+        local = known_at(name, etcd)
+        token = token_of(options) or (local.token if local is not None else "")
         return JobEntry(
             name=name,
             etcd=etcd,
@@ -240,7 +241,7 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
             pid=os.getpid(),
             embedded=False,
             tls=access_of(options),
-            node_tls=node_access_of(options) or (local.node_tls if local is not None and local.etcd == etcd else {}),
+            node_tls=node_access_of(options) or (local.node_tls if local is not None else {}),
         )
     if name is not None:
         found = runtime.find(name)
@@ -261,6 +262,12 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
     if not jobs:
         raise UnknownJob(f"{_none_text(runtime)}; for one elsewhere give its name and --etcd")
     raise JobError(f"several jobs run on this host: name one of {', '.join(e.name for e in jobs)}")
+
+
+def known_at(name: str, etcd: str) -> JobEntry | None:
+    """What this host knows of a job in that etcd: also one whose launcher was killed, which may go on there."""
+    known = Runtime().find(name) or Runtime().killed(name)
+    return known if known is not None and known.etcd == etcd else None
 
 
 def check_launcher(entry: JobEntry) -> None:

@@ -25,6 +25,7 @@ from taskgraph.commands.common import (
     ending_signals,
     etcd_of,
     hung_up,
+    known_at,
     launcher_gone,
     listening_of,
     node_access_of,
@@ -287,21 +288,21 @@ def node(options: argparse.Namespace) -> int:
     local = Runtime().find(options.job)
     if etcd is None and local is not None:
         etcd = local.etcd
-    if token is None and local is not None:
-        token = local.token
     if etcd is None:
         raise JobError(f"where is the etcd of job {options.job!r}? Give --etcd")
+    known = known_at(options.job, etcd)
+    if token is None and (local := local or known) is not None:
+        token = local.token
     if token is None:
         raise JobError(f"a node needs the token of job {options.job!r}: give --token-file")
     listening = listening_of(options, 1)
-    node_tls = node_access_of(options) or (local.node_tls if local is not None and local.etcd == etcd else {})
-    tls = access_of(options) or (local.tls if local is not None and local.etcd == etcd else {})
+    node_tls = node_access_of(options) or (known.node_tls if known is not None else {})
+    tls = access_of(options) or (known.tls if known is not None else {})
     from taskgraph.node import process  # a node is loaded where one is to run
 
     process.end_on_sigterm()
     process.log_to_stderr()
-    entry = local if local is not None and local.etcd == etcd else None
-    _take_threads(uvloop.run(_submitted(etcd, tls, options.job, entry)))
+    _take_threads(uvloop.run(_submitted(etcd, tls, options.job, known)))
     process.main(
         NodeConfig(
             job=options.job,
@@ -313,7 +314,7 @@ def node(options: argparse.Namespace) -> int:
             listening=listening,
             node_tls=node_tls,
         ),
-        gone=None if entry is None else partial(ended_with_launcher, entry),
+        gone=partial(ended_with_launcher, known) if known is not None and known.embedded else None,
     )
     raise AssertionError("process.main ends the process")
 

@@ -627,3 +627,16 @@ def test_in_one_process_too_logs_are_shown_and_json_is_a_line_of_its_own(
     said = capsys.readouterr()
     assert json.loads(said.out.splitlines()[-1])["name"] == "talks" and said.out.startswith("no end\n")
     assert "taskgraph.task.0 INFO said" in said.err.splitlines()
+
+
+def test_the_token_of_a_job_in_an_etcd_of_ones_own_outlives_its_launcher(capsys: pytest.CaptureFixture[str]) -> None:
+    """Such a job goes on with `taskgraph launch`, which wanted a file that nobody had."""
+    killed = gone("fit", embedded=False)
+    Runtime().put(killed)
+    assert find_entry(options("fit", "--etcd", killed.etcd)).token == killed.token
+    assert find_entry(options("fit", "--etcd", "another:1")).token == ""
+    for etcd in ((), ("--etcd", killed.etcd)):
+        assert cli.main(["token", "fit", *etcd]) == 0
+        assert capsys.readouterr().out == f"{killed.token}\n"
+    Runtime().put(gone("fit", embedded=True))
+    assert cli.main(["token", "fit"]) == cli.UNREACHABLE, "its etcd is gone"
