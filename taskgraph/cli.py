@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from taskgraph.errors import CoordinationError, JobCancelled, JobFailed, TaskGraphError, TransportError, UnknownJob
 from taskgraph.files import OF_THE_HOST
 from taskgraph.launch.threads_env import set_thread_env
-from taskgraph.signals import obey_sigterm
+from taskgraph.signals import hear_of_children, obey_sigterm
 from taskgraph.streams import drop_unwritten, make_good
 from taskgraph.version import VERSION
 
@@ -209,6 +209,7 @@ def _command(name: str) -> Callable[..., int]:
 def main(arguments: Sequence[str] | None = None, function: JobFunction | None = None) -> int:
     """Runs one command; returns its exit code."""
     make_good()  # first of all: nothing may take the place of a standard stream
+    hear_of_children()
     # Before anything imports numpy: a `node` typed by hand computes like one that was launched.
     set_thread_env(1)
     # Every failed handshake is a line of gRPC's own otherwise; what it comes to is said in our words.

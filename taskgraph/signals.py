@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
-__all__ = ["Orders", "obey_sigterm"]
+__all__ = ["Orders", "hear_of_children", "obey_sigterm"]
 
 _SAME_ORDER_S = 1.0
 """Who ends a whole group, and what passes that on besides, are done within milliseconds; a person takes longer."""
@@ -28,6 +28,13 @@ class Orders:
             self._first_at = now
             return True
         return number == signal.SIGINT or now - self._first_at >= _SAME_ORDER_S
+
+
+def hear_of_children() -> None:
+    """Has this process know how its children end, where who started it does not want to know (SIGCHLD is ignored): that
+    is inherited, and they cannot be waited for then."""
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def obey_sigterm() -> None:

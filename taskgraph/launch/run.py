@@ -11,6 +11,7 @@ import numbers
 import operator
 import os
 import secrets
+import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
@@ -193,6 +194,8 @@ async def _on_nodes(
 ) -> JobResult:
     """Runs it on node processes of this host."""
     listening.check(nodes)
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        log.warning("this program ignores SIGCHLD: how a node or etcd ended is not known, and told as exit code 255")
     spec = JobSpec.of(job, expected_nodes=nodes)
     async with AsyncExitStack() as stack:
         runtime = Runtime()
@@ -202,10 +205,10 @@ async def _on_nodes(
         embedded = ahead = None
         if etcd is None:
             stack.callback(runtime.remove, spec.name)
-            log = runtime.folder(spec.name) / "etcd.log"
+            etcd_log = runtime.folder(spec.name) / "etcd.log"
             # What nodes need is loaded while etcd starts.
-            ahead = await stack.enter_async_context(ForkServer(log.parent, spec.settings.get("blas_threads", 1)))
-            embedded = await stack.enter_async_context(EmbeddedEtcd(private=True, log=log))
+            ahead = await stack.enter_async_context(ForkServer(etcd_log.parent, spec.settings.get("blas_threads", 1)))
+            embedded = await stack.enter_async_context(EmbeddedEtcd(private=True, log=etcd_log))
         access = {} if etcd is None else etcd_access() if tls is None else tls  # the embedded one wants none
         entry = JobEntry(
             name=spec.name,

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from taskgraph.node.config import NodeConfig
+from taskgraph.signals import hear_of_children
 
 __all__ = ["serve"]
 
@@ -41,6 +42,7 @@ def serve(server: socket.socket, main: Callable[[NodeConfig], NoReturn]) -> None
         server: the launcher has the other end.
         main: what a node does.
     """
+    hear_of_children()
     parent = os.getppid()
     # What was loaded lives as long as the process: no collection, here or in a node, needs to write to its memory.
     gc.collect()

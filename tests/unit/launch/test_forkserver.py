@@ -66,6 +66,21 @@ async def test_nodes_are_ours_and_copies_of_one_process(tmp_path: Path, silent: 
 
 
 @forks
+async def test_a_program_that_ignores_how_its_children_end_can_start_nodes(tmp_path: Path, silent: str) -> None:
+    """What they are forked from inherits that, and could not wait for its own."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        server = ForkServer(tmp_path, 1)
+        await server.__aenter__()
+        signal.signal(signal.SIGCHLD, before)
+        async with contextlib.aclosing(server):
+            node = await server.start(config(silent), tmp_path / "n1.log")
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert await end(node) == 1
+
+
+@forks
 async def test_nodes_that_are_started_at_a_time_each_get_their_own(tmp_path: Path, silent: str) -> None:
     async with ForkServer(tmp_path, 1) as a, ForkServer(tmp_path, 1) as b:
         nodes = await asyncio.gather(
