@@ -103,6 +103,7 @@ class EmbeddedEtcd:
         self._endpoint = ""
         self._version = ""
         self._pid = 0
+        self._folder: Path | None = None
 
     @property
     def endpoint(self) -> str:
@@ -153,6 +154,8 @@ class EmbeddedEtcd:
         code = await guard.wait()
         assert guard.stderr is not None
         said = _plain((await guard.stderr.read()).decode(errors="replace")).splitlines()[-_LAST_LINES:]
+        if code < 0:  # on Linux etcd dies with it
+            return f"ended with its guard (process {guard.pid}), which was killed by {signal_name(-code)}"
         how = f"was killed by {signal_name(code - 128)}" if code > 128 else f"ended with exit code {code}"
         return "\n".join([f"{how}; the end of its log:", *said]) if said else f"{how}; its log is empty"
 
@@ -169,10 +172,16 @@ class EmbeddedEtcd:
         except TimeoutError:
             tell_child(guard, signal.SIGKILL)  # on Linux etcd dies with it
             await guard.communicate()
+        self._remove()
+
+    def _remove(self) -> None:
+        """Removes what a guard that was killed leaves; others leave nothing."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _start_once(self, binary: Path) -> str:
         """Starts etcd. Returns "" when it answers, else what it said before it ended."""
-        private = _new_folder(short=self._private)
+        self._folder = private = _new_folder(short=self._private)
         if self._private:
             # etcd wants a host and a port, and makes a file of that name where it runs.
             client_url, peer_url, endpoint = "unix://client:1", "unix://peer:1", f"unix:{private}/client:1"
@@ -233,6 +242,7 @@ class EmbeddedEtcd:
             return ""
         self._guard = None
         _, said = await guard.communicate()
+        self._remove()
         return said.decode(errors="replace").strip() or f"it ended with code {guard.returncode}"
 
 

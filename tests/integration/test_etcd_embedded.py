@@ -419,3 +419,13 @@ async def test_an_etcd_that_keeps_its_data_writes_its_store_only_with_its_log_wh
             words = Path(f"/proc/{etcd.pid}/cmdline").read_text().split("\0")  # noqa: ASYNC240
             wanted = keeping_options(etcd.version) if data_dir is not None else []
             assert [word for word in words if "--backend-batch" in word] == wanted[::2]
+
+
+async def test_what_a_killed_guard_leaves_is_removed_and_etcd_is_not_blamed(temporary: Path) -> None:
+    """Its directory stayed for ever, and etcd was said to have ended with exit code -9."""
+    async with EmbeddedEtcd() as etcd:
+        assert etcd._guard is not None
+        os.kill(guard := etcd._guard.pid, signal.SIGKILL)
+        assert await etcd.ended() == f"ended with its guard (process {guard}), which was killed by SIGKILL"
+        await becomes(lambda: not running(etcd.pid))
+    assert private_dirs(temporary) == []
