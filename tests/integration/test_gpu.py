@@ -138,6 +138,53 @@ def test_memory_that_another_stream_still_reads_is_not_given_away() -> None:
             assert float(result.max()) == 2000
 
 
+class Captures(tg.Task, state=["row"]):
+    """Computes are graphs, captured on the task's stream; what was read the epoch before goes meanwhile."""
+
+    def __init__(self, size: int, mode: str) -> None:
+        self.size, self.mode = size, mode
+
+    def setup(self) -> None:
+        self.row = self.xp.arange(float(self.size)) + self.task_id
+        self.graphs: list[Any] = []
+        self.seen: Any = None
+        spare = self.xp.zeros(self.size)
+        self.xp.add(spare, spare, out=spare)  # kernels are loaded before anything is captured
+        self.xp.multiply(spare, 0.5, out=spare)
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.send, outbound={"row": "right"})
+        epoch.processor(self.mix, inbound={"row": "left"})
+
+    def send(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("row", self.row)
+
+    def mix(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        other, stream = ins["row"], self.xp.cuda.get_current_stream()
+        stream.begin_capture(getattr(self.xp.cuda.runtime, self.mode))
+        self.xp.add(self.row, other, out=self.row)
+        time.sleep(0.005)
+        self.seen = None
+        self.xp.multiply(self.row, 0.5, out=self.row)
+        self.graphs.append(stream.end_capture())
+        self.graphs[-1].launch(stream)
+        self.seen = other
+
+    def result(self) -> Any:
+        return self.row
+
+
+@pytest.mark.parametrize("size", [20_000, 300_000])
+@pytest.mark.parametrize("mode", ["streamCaptureModeRelaxed", "streamCaptureModeThreadLocal"])
+def test_graphs_are_captured_on_streams_that_nobody_else_touches(size: int, mode: str) -> None:
+    job = tg.Job(tasks=3, epochs=20, builder=lambda _: Captures(size, mode), topology=tg.ring(), backups=0)
+    result = tg.run(job, nodes=0)
+    rows = [np.arange(float(size)) + task for task in range(3)]
+    for _ in range(20):
+        rows = [(rows[t] + rows[t - 1]) * 0.5 for t in range(3)]
+    assert all(np.array_equal(result.values[t], row) for t, row in enumerate(rows))
+
+
 SPIN = r"""
 extern "C" __global__ void spin(long long ns, double* x) {
     long long now;
