@@ -36,6 +36,8 @@ __all__ = ["JobEntry", "Runtime", "Sockets", "alive"]
 log = logging.getLogger("taskgraph.launch")
 
 _FINISHED_KEPT = 32
+_BEGINNING_S = 60.0
+"""Nobody takes longer between making a job's folder and the entry in it, but for who holds its claim."""
 _STALE_KEPT = 4
 """What is left of jobs whose launcher was killed: their logs may still be wanted."""
 _SOCKET_PATH = 1 + 8 + 1 + 8 + 1 + 16
@@ -230,11 +232,18 @@ class Runtime:
 
     def _forget_stale(self) -> None:
         stale = sorted(((e.created, folder) for folder, e in self._entries() if e.stale), reverse=True)
-        for _, folder in stale[_STALE_KEPT:]:
+        unbegun = [folder for folder in (self.root / "jobs").glob("*") if self._never_began(folder)]
+        for folder in (*[folder for _, folder in stale[_STALE_KEPT:]], *unbegun):
             with self.claim(folder.name) as alone:  # else the job begins again just now
                 entry = self._entry(folder) if alone else None
-                if entry is not None and entry.stale:
+                if alone and (entry.stale if entry is not None else self._never_began(folder)):
                     shutil.rmtree(folder, ignore_errors=True)
+
+    def _never_began(self, folder: Path) -> bool:
+        """Whether its launcher was killed before it said how to reach the job, and not just a moment ago."""
+        if not folder.is_dir() or any(path.exists() for path in self._files(folder)):
+            return False
+        return time.time() - _written_at(folder) > _BEGINNING_S
 
     def _read(self, path: Path) -> JobEntry | None:
         try:

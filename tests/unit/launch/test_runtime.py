@@ -200,6 +200,17 @@ def test_what_killed_launchers_left_is_forgotten_but_for_the_last(runtime: Runti
     assert sorted(path.name for path in (runtime.root / "jobs").iterdir()) == ["new", "old4", "old5", "old6", "old7"]
 
 
+def test_what_launchers_left_that_were_killed_before_their_job_began_is_forgotten(runtime: Runtime) -> None:
+    """Only another run of the same name removed it."""
+    for name in ("killed", "begins", "claimed"):
+        (runtime.folder(name) / "etcd.log").write_text("it starts")
+    for name in ("killed", "claimed"):
+        os.utime(runtime.folder(name), (1.0, 1.0))
+    with runtime.claim("claimed"):
+        runtime.put(entry("new"))
+    assert sorted(path.name for path in (runtime.root / "jobs").iterdir()) == ["begins", "claimed", "new"]
+
+
 def test_what_a_killed_launcher_left_is_not_removed_where_the_job_begins_again_meanwhile(
     runtime: Runtime, ended_pid: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
