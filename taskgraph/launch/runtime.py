@@ -241,7 +241,7 @@ class Runtime:
 
     def _never_began(self, folder: Path) -> bool:
         """Whether its launcher was killed before it said how to reach the job, and not just a moment ago."""
-        if not folder.is_dir() or any(path.exists() for path in self._files(folder)):
+        if not is_name(folder.name) or not folder.is_dir() or any(path.exists() for path in self._files(folder)):
             return False
         return time.time() - _written_at(folder) > _BEGINNING_S
 

@@ -257,8 +257,11 @@ class Supervisor:
     async def _no_etcd(self, ended: Callable[[], Awaitable[str]]) -> None:
         self._without_etcd = how = await ended()
         kept = Runtime().kept_logs(self._spec.name)
+        lost = "no epoch can commit any more"
+        if self._follower.view.finished:
+            lost = "the results, of a job that had finished, cannot be collected"
         raise JobFailed(
-            f"job {self._spec.name!r}: its embedded etcd has ended, so that no epoch can commit any more. It {how}\n"
+            f"job {self._spec.name!r}: its embedded etcd has ended, so that {lost}. It {how}\n"
             f"Its log and those of the nodes are kept in {kept}. Run the job again, or on your own etcd (--etcd): "
             f"a job outlives its restart{self._follower.way_on('; ')}",
             job=self._spec.name,

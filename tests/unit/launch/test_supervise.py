@@ -274,3 +274,19 @@ async def test_a_job_that_ended_well_waits_for_the_last_code_of_its_tasks_and_sa
     assert nodes.codes() == {"n1": ends}
     told = ["node n1 has not ended with the job, and is killed while it runs 'teardown' of task 3"]
     assert [record.message for record in caplog.records] == (told if ends else [])
+
+
+@pytest.mark.parametrize(
+    ("finished", "says"),
+    [(False, "no epoch can commit any more"), (True, "the results, of a job that had finished, cannot be collected")],
+)
+async def test_what_the_end_of_etcd_means_depends_on_what_was_committed(finished: bool, says: str) -> None:
+    """Of a job whose results were being collected it was said that no epoch could commit any more."""
+
+    async def ended() -> str:
+        return "was killed by SIGKILL"
+
+    job = supervisor(finished=finished)
+    job._follower.way_on = lambda before: ""  # type: ignore[method-assign, assignment]
+    with pytest.raises(JobFailed, match=f"its embedded etcd has ended, so that {says}. It was killed by SIGKILL"):
+        await job._no_etcd(ended)
