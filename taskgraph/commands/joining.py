@@ -146,7 +146,7 @@ async def _launch(options: argparse.Namespace) -> int:
             await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
             if not work.done():  # it may have read how the job ended
                 await asyncio.wait([work], timeout=_LAST_LOOK_S)
-            if not work.done():
+            if not work.done() and follower.view.open:
                 leave.set()  # there is no etcd to hand over by
                 raise _without_launcher(reached)
             status, result = await work

@@ -331,8 +331,12 @@ async def _kept(name: str, etcd: str) -> dict[str, Any] | None:
     keys = Keys(name)
     async with await connect(etcd, etcd_access()) as coordinator:
         status, found = await coordinator.get(keys.status), await coordinator.get(keys.result)
-        collected = await coordinator.get(keys.collected)
+        collected, spec = await coordinator.get(keys.collected), await coordinator.get(keys.spec)
     if status is None:
         return None
+    if found is None and spec is not None:  # etcd has no room for it, and whoever collected it may have done so here
+        here = Runtime().finished(name, JobSpec.from_bytes(spec.value).run)
+        if here is not None:
+            return here
     result = json.loads(found.value) if found else None
     return {"status": json.loads(status.value), "result": result, "not_kept": why_not_kept(collected)}

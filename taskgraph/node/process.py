@@ -52,6 +52,7 @@ from taskgraph.observe.events import EventLog, keep_events
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Get, Txn
 from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.protocol.view import JobView
 from taskgraph.signals import Orders
 from taskgraph.streams import Untaken
 from taskgraph.tls import Tls
@@ -68,7 +69,7 @@ _ETCD_AGAIN_S = 0.5
 _PARENT_CHECK_S = 1.0
 """The pipe tells of the launcher's death at once, unless a process that the launcher forked still holds it."""
 _LAST_READ_S = 2.0
-"""A node that has read how its job ended leaves within this time."""
+"""What etcd told before it ended is read within this time."""
 _YOUNG = 2000
 """As many objects come before the youngest are searched for garbage, as in Python 3.13; older ones have 700. What waits
 for a commit is no garbage and soon gone, and would be searched again and again: 2 % of a node's time."""
@@ -293,9 +294,13 @@ _leave: Callable[[], object] | None = None
 """Has the node leave that runs here, from any thread; None: there is none yet."""
 
 
+_view: JobView | None = None
+"""What the node that runs here has read of its job."""
+
+
 def _obey(config: NodeConfig, node: Node) -> None:
     """SIGTERM, SIGINT and the launcher drain; a later signal ends at once."""
-    global _leave
+    global _leave, _view
     orders, drained = Orders(), False
 
     def handle(number: int) -> None:
@@ -311,6 +316,7 @@ def _obey(config: NodeConfig, node: Node) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, handle, number)
+    _view = node.keeper.view
     _leave = partial(loop.call_soon_threadsafe, node.drain, "its launcher is told to end")
 
 
@@ -341,8 +347,9 @@ def _end_with(gone: Callable[[], bool], config: NodeConfig) -> None:
     while not gone():
         time.sleep(_PARENT_CHECK_S)
     time.sleep(_LAST_READ_S)
-    _remove_sockets(config)
-    _exit(_say("the job has ended with its launcher, whose etcd it was in", UNREACHABLE))
+    if _view is None or _view.status is None or _view.open:  # else the node ends by itself: its job is over
+        _remove_sockets(config)
+        _exit(_say("the job has ended with its launcher, whose etcd it was in", UNREACHABLE))
 
 
 def _exit(code: int, *, meant: bool = True) -> NoReturn:

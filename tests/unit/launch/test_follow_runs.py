@@ -23,6 +23,7 @@ from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver import JobSpec
 from taskgraph.errors import JobError, OutcomeUnknown, Unavailable
 from taskgraph.graph.values import encode
+from taskgraph.launch import run as launch_run
 from taskgraph.launch.collect import why_not_kept
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.local import LocalNodes
@@ -383,9 +384,13 @@ async def test_what_etcd_cannot_keep_is_kept_on_the_host_of_whoever_collects_it(
     for _ in range(2):
         assert await shown(coordinator, monkeypatch, "--json") == 0
         assert values_in(capsys.readouterr().out) == {"0": LARGE.values[0]}
-    Runtime().remove(NAME)
-    (collected,) = [await coordinator.get(KEYS.collected)]
-    assert "etcd; `taskgraph result again` has them on host" in why_not_kept(collected)
+    assert "etcd; `taskgraph result again` has them on host" in why_not_kept(await coordinator.get(KEYS.collected))
+
+    async def connect(*_: object) -> contextlib.nullcontext[MemoryCoordinator]:
+        return contextlib.nullcontext(coordinator)
+
+    monkeypatch.setattr(launch_run, "connect", connect)
+    assert (await asyncio.to_thread(tg.result, NAME, "a:1")).value == LARGE.value
 
 
 @pytest.mark.usefixtures("on_this_host")
