@@ -101,5 +101,5 @@ def who_stays(view: JobView, run: str, node: str) -> list[str]:
 
 
 def held_alone(view: JobView, tasks: int, node: str) -> list[int]:
-    """Tasks whose state no node but this one has."""
-    return [t for t in range(tasks) if view.primary_node(t) == node and not set(view.in_sync(t)) - {node}]
+    """Tasks whose state no node but this one has: one that is gone has nothing, whatever its keys say."""
+    return [t for t in range(tasks) if view.primary_node(t) == node and not set(view.in_sync(t)) - {node, *view.gone}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from protocol_kit import World
 
-from taskgraph.protocol.takeover import Move, Succession, succession
+from taskgraph.protocol.takeover import Move, Succession, held_alone, succession
 from taskgraph.protocol.view import JobView
 
 NOTHING = Succession(Move.NOTHING)
@@ -140,3 +140,14 @@ def test_state_that_is_lost_is_lost_also_where_nobody_may_hold_it(world: World) 
     assert unseated("d").move is Move.LOST
     assert unseated("e") == NOTHING
     assert unseated("d", stateful=False) == NOTHING, "nothing is lost: it waits for a node that may hold it"
+
+
+def test_who_is_gone_has_nothing_of_what_another_leaves_with(world: World) -> None:
+    """Its key of a member stays in a job that has finished: no commit follows that ends what it holds."""
+    assert held_alone(world.view(), 1, "a") == []
+    for left in "bc":
+        world.evict(0, "a", left)
+        assert held_alone(world.view(), 1, "a") == []
+        world.die(left)
+    assert held_alone(world.view(), 1, "a") == [0]
+    assert held_alone(world.view(), 1, "b") == []

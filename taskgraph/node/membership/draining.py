@@ -31,7 +31,7 @@ class Draining:
             return
         self.asked = True
         text = f"{node.name} leaves: {why}"
-        if node.running and node.keeper.view.running and not self._others():
+        if node.running and node.keeper.view.open and not self._others():
             text += (
                 f"; there is no other node that could take over what it has: start one within "
                 f"{node.settings.drain_s:g} s (drain_s), or that is lost"
@@ -50,11 +50,7 @@ class Draining:
     async def _deadline(self) -> None:
         node = self._node
         await asyncio.sleep(node.settings.drain_s)
-        if (
-            node.running
-            and node.keeper.view.running
-            and (alone := held_alone(node.keeper.view, node.job.tasks, node.id))
-        ):
+        if node.running and node.keeper.view.open and (alone := held_alone(node.keeper.view, node.job.tasks, node.id)):
             why = "there was no other node to take over" if not self._others() else "no other node has taken over"
             text = (
                 f"{node.name} leaves without having handed over task {', '.join(map(str, alone))} within "
@@ -79,5 +75,6 @@ class Draining:
         view = node.keeper.view
         if node.registration is None or not node.registration.draining or node.roles.primaries or node.roles.runs:
             return False
-        tasks = range(node.job.tasks)
-        return not any(view.primary_node(t) == node.id or node.id in view.in_sync(t) for t in tasks)
+        # Who was evicted holds the committed boundary until the next commit: of a finished job there is none.
+        holders = view.in_sync if view.running else view.staying
+        return not any(view.primary_node(t) == node.id or node.id in holders(t) for t in range(node.job.tasks))

@@ -368,18 +368,31 @@ class Primary:
                 self.final = (stamp, value)
                 keeper.notify_later()
         self.stage = ""
-        await keeper.wait_until(lambda view: view.running)
+        while not keeper.view.running:
+            await keeper.wait_until(lambda view: view.running or (view.open and self._leaves_to() is not None))
+            if not keeper.view.running and stamp is not None:
+                await self.hand_over_if_wished(stamp)
+                await self.node.breathe()
+
+    def _leaves_to(self) -> str | None:
+        """Who takes over from a node that leaves. A job that has finished moves for nothing else: `result()` would run
+        anew."""
+        return self._heir() if self.node.draining else None
+
+    def _heir(self) -> str | None:
+        """Whom placement wants as the primary in place of this one, where that node can take over now."""
+        wish, view = self.node.wish(self.task), self.node.keeper.view
+        heir = wish.primary if wish is not None else None
+        if heir is None or heir == self.node.id:
+            return None
+        able = heir in view.in_sync(self.task) and heir not in self.node.suspects and heir in view.nodes
+        return heir if able else None
 
     async def hand_over_if_wished(self, stamp: Stamp) -> None:
         """Right after a commit: where placement wants another primary, and it is in sync, it takes over now."""
         self.stage = ""
-        wish = self.node.wish(self.task)
-        if wish is None or wish.primary in (None, self.node.id):
-            return
-        heir = wish.primary
-        assert heir is not None
-        view = self.node.keeper.view
-        if heir not in view.in_sync(self.task) or heir in self.node.suspects or heir not in view.nodes:
+        heir = self._heir()
+        if heir is None:
             return
         self.stage = f"hand-over to {self.node.name_of(heir)}"
         settings = self.node.settings

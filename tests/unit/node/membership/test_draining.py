@@ -118,3 +118,49 @@ def test_of_two_writes_of_its_key_a_node_compares_the_later_one_whichever_is_ans
         assert (await cluster.result()).values == dict.fromkeys(range(4), 300)
 
     play(paced(), scenario, nodes=2)
+
+
+def few() -> tg.Job:
+    return job(Counting, tasks=3, epochs=5, backups=1, settings=SETTINGS)
+
+
+async def leave(cluster: InProcessCluster, node: Node) -> float:
+    """Returns when it left, and after how long."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    node.drain("SIGTERM")
+    await asyncio.wait([cluster._members[node.id].run])
+    return loop.time() - began
+
+
+def test_a_job_that_has_finished_is_handed_over_too() -> None:
+    """Its node waited out `drain_s` with nothing to wait for, and said nothing; the same where it had no backup yet."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        first, second = cluster.nodes
+        await first.keeper.wait_until(lambda view: view.finished)
+        await asyncio.sleep(1)
+        assert await leave(cluster, first) < 0.5
+        assert second.keeper.view.finished
+        third = cluster.node(cluster.add())
+        assert await leave(cluster, second) < 0.5
+        assert set(third.roles.primaries) == {0, 1, 2}
+        assert len(told(cluster, "drain")) == 2 and not [text for text in told(cluster, "drain") if "without" in text]
+        assert (await cluster.result()).values == dict.fromkeys(range(3), 5)
+
+    play(few(), scenario, nodes=2)
+
+
+def test_who_leaves_with_what_nobody_else_has_of_a_finished_job_says_so() -> None:
+    """It left without a word, and the job that had finished was failed by the next node."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        (node,) = cluster.nodes
+        await node.keeper.wait_until(lambda view: view.finished)
+        await asyncio.sleep(1)
+        assert await leave(cluster, node) >= SETTINGS.drain_s
+        begun, late = told(cluster, "drain")
+        assert begun.endswith("start one within 2 s (drain_s), or that is lost")
+        assert late.endswith("task 0, 1, 2 within 2 s (drain_s): there was no other node to take over")
+
+    play(few(), scenario, nodes=1)
