@@ -376,7 +376,9 @@ class Backups:
                     self._insync.dismiss(node)
                     self._changed()
                     return
-                await self._evict(tender, backoff)
+                await self._node.while_paused()
+                if self._unwanted(node):  # a pause may have been the reason
+                    await self._evict(tender, backoff)
                 continue
             missing = self._to_offer(tender)
             if missing is not None:
@@ -496,9 +498,7 @@ class Backups:
 
     async def _evict(self, tender: Tender, backoff: Backoff) -> None:
         """Writes the member out of the in-sync set, effective from the next boundary."""
-        node = tender.node
-        await self._node.while_paused()
-        view = self._node.keeper.view
+        node, view = tender.node, self._node.keeper.view
         key = view.keys.member(self._task, node)
         if node not in view.members_of(self._task):
             # The view may be behind the take-over that named this member: at its revision the key is there.

@@ -277,6 +277,7 @@ class LeaderRole:
         assert stamp is not None
         numbers = range(stamp.epoch, stamp.epoch + commit.epochs)
         rows, lineage = {number: self._leader.numbers(number) or {} for number in numbers}, self._lineage()
+        generation = view.generation_revision
         writer = node.writer()
         txn = transactions.commit(  # of the view as it was decided from: it goes on while anything is waited for
             view,
@@ -303,7 +304,7 @@ class LeaderRole:
         self._backoff.reset()
         self._refused = ((), 0)
         self._commit_again_at = self._clock() + node.gathering.seconds(self._gathered_by)
-        self._commit_of = view.generation_revision
+        self._commit_of = generation
         self._stop_gathering()
         if self._lineage() == lineage:  # else it was committed, and undone by a roll-back before we knew
             for number in numbers:

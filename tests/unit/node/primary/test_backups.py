@@ -26,6 +26,7 @@ import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.backoff import Backoff
 from taskgraph.node.node import Node
+from taskgraph.node.primary.backups import Backups
 from taskgraph.node.primary.primary import Primary
 from taskgraph.node.serving import Serving
 from taskgraph.protocol.insync import Place
@@ -94,6 +95,34 @@ def test_who_was_evicted_before_the_boundary_taken_over_is_nobody(gated: type[Ga
         assert {name: insync.place(name) for name in insync.nodes} == {"always": Place.MEMBER, "just": Place.MARKED}
 
     play(job(gated, tasks=1, backups=0), scenario, nodes=1)
+
+
+def test_a_member_that_was_unwanted_before_a_pause_and_is_not_after_it_stays(
+    gated: type[Gated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was evicted for what the node had seen before it paused."""
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        await gated.reached.wait()
+        first = holder(cluster, 0)
+        backups = first.roles.primaries[0].backups
+        assert first.registration is not None
+        first.registration._pause(True)
+        asked: list[str] = []
+        with monkeypatch.context() as unwanted:
+            unwanted.setattr(Backups, "_unwanted", lambda self, node: bool(asked.append(node)) or self is backups)
+            first.keeper.notify_later()
+            while not asked:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)
+        first.registration._pause(False)
+        await asyncio.sleep(0.1)
+        assert not told(cluster, "evicted")
+        assert len(truth(cluster).staying(0)) == 2
+        gated.gate.set()
+        return await cluster.result()
+
+    assert play(job(gated, tasks=1), scenario, nodes=2).values == {0: 3}
 
 
 def test_whom_a_predecessor_evicted_is_admitted_anew(gated: type[Gated]) -> None:
