@@ -2,8 +2,8 @@
 
 A tensor arrives as a `torch.Tensor` of the same dtype, shape and bits, bfloat16 and float8 included. It is a copy of
 its own, which may be written to. What does not travel, and is refused with the way out: the graph that made it (a
-tensor that requires a gradient: send `t.detach()`), parameters and other subclasses, and sparse, quantized and meta
-tensors.
+tensor that requires a gradient: send `t.detach()`), parameters and other subclasses, and sparse, nested, quantized and
+meta tensors.
 
 A tensor of a CUDA device travels as CuPy's arrays do, where the node has CuPy, and by the host's memory where it has
 not. It arrives on the device of a node that has one and CuPy, on the CPU of any other, and belongs to PyTorch: in its
@@ -41,6 +41,8 @@ _BITS: Final = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint6
 
 
 def _encode(tensor: torch.Tensor) -> tuple[str, Any]:
+    if tensor.is_nested:
+        raise CannotTravel(tensor, "it is nested: send t.unbind(), its tensors")
     if tensor.requires_grad:
         raise CannotTravel(tensor, "it requires a gradient, and the graph behind it does not travel: send t.detach()")
     if tensor.layout is not torch.strided:

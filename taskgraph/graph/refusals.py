@@ -7,7 +7,9 @@ import enum
 import functools
 import inspect
 import io
-from collections.abc import Iterator
+import random
+import sys
+from collections.abc import Iterator, Set
 from typing import Any
 
 import numpy as np
@@ -79,7 +81,8 @@ def _numpy(value: Any) -> str | None:
     if isinstance(value, np.generic):
         return "only numpy's own scalars travel: send x.item()"
     if isinstance(value, np.random.Generator | np.random.RandomState | np.random.BitGenerator):
-        return "draw from epoch.rng instead, which is the same on replay"
+        state = "x.bit_generator.state" if isinstance(value, np.random.Generator) else "its state"
+        return f"draw from epoch.rng instead, which is the same on replay; or send {state}"
     return None
 
 
@@ -101,6 +104,8 @@ def _builtin(value: Any) -> str | None:
         return "open it in setup(), and leave it out of the state; send its name, or what it holds"
     if isinstance(value, range | Iterator):
         return "send list(x)"
+    if isinstance(value, random.Random):
+        return "draw from epoch.rng instead, which is the same on replay; or send x.getstate()"
     if inspect.isroutine(value) or isinstance(value, functools.partial | np.ufunc):
         return "code does not travel: send its arguments, and call it where they arrive"
     return None
@@ -125,12 +130,52 @@ def _array(value: Any) -> str | None:
     return f"tg.arrays({library}) makes arrays of {library} travel" if library else "send np.from_dlpack(x)"
 
 
-def _well_known(value: Any) -> str | None:
-    package = type(value).__module__.partition(".")[0]
-    if package == "torch":
-        return "import taskgraph.torch, which makes tensors travel; send p.detach() of a parameter"
-    if package == "pandas":
+def _package(kind: type) -> str:
+    return str(kind.__module__).partition(".")[0]
+
+
+def _torch(name: str, names: Set[str]) -> str | None:
+    """Of a value whose class has that name, and it and its bases these ones there."""
+    makes = "import taskgraph.torch, which makes tensors travel"
+    if name == "Tensor":
+        return makes
+    if names & {"device", "dtype", "layout", "memory_format"}:
+        return "send its name, str(x)"
+    if names & {"Module", "Optimizer", "LRScheduler"}:
+        text = "send dict(x.state_dict()), as snapshot() can, and x.load_state_dict() takes it back"
+    elif "Generator" in names:
+        text = "draw from epoch.rng instead, which is the same on replay; or send x.get_state()"
+    elif "Parameter" in names:
+        text = "send p.detach() of a parameter"
+    elif "NestedTensor" in names:
+        text = "send t.unbind(), its tensors"
+    elif "Tensor" in names:
+        text = "send t.as_subclass(torch.Tensor)"
+    else:
+        return None
+    return text if "taskgraph.torch" in sys.modules else f"{makes}; {text}"
+
+
+def _pandas(value: Any) -> str | None:
+    for method in ("to_datetime64", "to_timedelta64"):
+        if hasattr(value, method):
+            return f"send x.{method}()"
+    if type(value).__name__ == "NAType":
+        return "send None, or float('nan')"
+    if type(value).__name__ == "DataFrame":
         return "send df.to_numpy() or df.to_dict('list')"
+    return "send x.to_numpy()" if hasattr(value, "to_numpy") else "send str(x)"
+
+
+def _well_known(value: Any) -> str | None:
+    # Of a class of the user's own, too: most are modules of PyTorch.
+    if names := {base.__name__ for base in type(value).__mro__ if _package(base) == "torch"}:
+        return _torch(type(value).__name__, names)
+    package = _package(type(value))
+    if package == "pandas":
+        return _pandas(value)
+    if package == "jax" and type(value).__name__ == "PRNGKeyArray":
+        return "send jax.random.key_data(x), and jax.random.wrap_key_data() makes it one again where it arrives"
     if package in ("scipy", "cupyx"):
         return "send the arrays it is made of, e.g. (a.data, a.indices, a.indptr, a.shape)"
     if package == "datetime":

@@ -10,6 +10,7 @@ import enum
 import functools
 import io
 import pathlib
+import random
 import sys
 from typing import Any, NamedTuple
 
@@ -94,6 +95,8 @@ def refused(value: Any, what: str = "channel 'grad' of task 3") -> str:
         (np.zeros(1, np.dtype([((3, "a"), "f8")])), "ndarray", "a title that is not a text"),
         (Mine(1), "Mine", "x.item()"),
         (np.random.default_rng(), "Generator", "epoch.rng"),
+        (np.random.default_rng(), "Generator", "x.bit_generator.state"),
+        (random.Random(1), "random.Random", "x.getstate()"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -102,6 +105,53 @@ def test_each_kind_has_a_way_out(value: Any, named: str, way_out: str) -> None:
     assert text.startswith("channel 'grad' of task 3: a value of type ")
     assert named in text
     assert way_out in text
+
+
+def of(module: str, name: str, *bases: type, **members: Any) -> type:
+    """A class as another package has it."""
+    return type(name, bases, {"__module__": module, **members})
+
+
+MODULE = of("torch.nn", "Module")
+TENSOR = of("torch", "Tensor")
+
+
+@pytest.mark.parametrize(
+    ("kind", "way_out"),
+    [
+        (MODULE, "dict(x.state_dict())"),
+        (of("__main__", "Net", MODULE), "dict(x.state_dict())"),
+        (of("torch.optim", "SGD", of("torch.optim", "Optimizer")), "dict(x.state_dict())"),
+        (of("torch", "Generator"), "x.get_state()"),
+        (of("torch", "dtype"), "str(x)"),
+        (of("torch.nn", "Parameter", TENSOR), "p.detach()"),
+        (of("torch.nested", "NestedTensor", TENSOR), "t.unbind()"),
+        (of("torch.masked", "MaskedTensor", TENSOR), "t.as_subclass(torch.Tensor)"),
+        (of("torch", "Stream"), "tg.codec(type, encode, decode)"),
+        (of("jax._src.random.prng", "PRNGKeyArray"), "jax.random.key_data(x)"),
+        (of("pandas", "Timestamp", to_datetime64=None), "x.to_datetime64()"),
+        (of("pandas.api.typing", "NAType"), "None, or float('nan')"),
+        (of("pandas", "Series", to_numpy=None), "x.to_numpy()"),
+        (of("pandas", "Period"), "str(x)"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+@pytest.mark.parametrize("imported", [False, True])
+def test_what_other_packages_make_has_a_way_out(
+    kind: type, way_out: str, imported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all that is PyTorch's one was told to import what makes tensors travel, imported or not."""
+    monkeypatch.delitem(sys.modules, "taskgraph.torch", raising=False)
+    if imported:
+        monkeypatch.setitem(sys.modules, "taskgraph.torch", sys)
+    text = refused(kind())
+    assert way_out in text
+    tensors = kind.__name__ in ("Net", "Module", "SGD", "Generator", "Parameter", "NestedTensor", "MaskedTensor")
+    assert ("import taskgraph.torch" in text) is (tensors and not imported)
+
+
+def test_a_tensor_is_told_what_makes_it_travel() -> None:
+    assert refused(TENSOR()).endswith("cannot travel; import taskgraph.torch, which makes tensors travel")
 
 
 def test_np_matrix_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -101,11 +102,14 @@ def test_what_arrives_is_ones_own(size: int) -> None:
 
 def test_what_does_not_travel_has_a_way_out() -> None:
     leaf = torch.zeros(3, requires_grad=True)
+    with warnings.catch_warnings(action="ignore"):  # such tensors are a prototype
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     refused: list[tuple[Any, str]] = [
         (leaf, "t.detach()"),
         (leaf * 2, "t.detach()"),
         (torch.nn.Parameter(torch.zeros(3)), "p.detach()"),
         (torch.eye(3).to_sparse(), "t.to_dense()"),
+        (nested, "t.unbind()"),
         (torch.zeros(3, device="meta"), "meta device"),
     ]
     for value, way_out in refused:
