@@ -34,6 +34,9 @@ log = logging.getLogger("taskgraph.transport")
 MAX_CALLS = 1 << 17
 #: Calls that one frame may stand for.
 MAX_COUNT = 1 << 10
+#: With more calls than that, a session that makes tasks of what it reads lets other work of the event loop come
+#: between: uvloop reads on for as long as there is something, up to 32 times, and would be at it for seconds.
+_AT_ONCE: Final = 1 << 10
 #: How often a call is made that carries, or brings, memory that cannot be opened: as bytes from the second time on.
 _TRIES = 4
 _REPLY: Final = Kind.REPLY  # a global: to look up a member of an enum takes longer
@@ -328,18 +331,28 @@ class AcceptedSession(Session):
             int, asyncio.Future[Any] | Coming | None
         ] = {}  # who makes the reply; None: still being received
         self._devices = DeviceLending()
+        self._unheard = False  # its replies wait to be read
+        self._resting = False  # until the loop's next turn
 
     def _same_host(self) -> None:
         self._devices.start()
 
     def _crowded(self, crowded: bool) -> None:
         """Who does not read its replies is not heard meanwhile: they would grow in number with its calls."""
+        self._unheard = crowded
+        self._listen()
+
+    def _listen(self) -> None:
         if self.open:
             assert self._transport is not None
-            if crowded:
+            if self._unheard or self._resting:
                 self._transport.pause_reading()
             else:
                 self._transport.resume_reading()
+
+    def _rested(self) -> None:
+        self._resting = False
+        self._listen()
 
     def _on_device(self, kind: Kind, data: bytes) -> None:
         if kind is Kind.RETURN_ON_DEVICE:
@@ -427,6 +440,10 @@ class AcceptedSession(Session):
         task = self._owner.tasks.spawn(self._serve(number, answers), name=f"serve {self.peer} {number}")
         self._calls[number] = task
         task.add_done_callback(partial(self._served, number))
+        if len(self._calls) > _AT_ONCE and not self._resting:
+            self._resting = True
+            self._listen()
+            self._loop.call_soon(self._rested)
 
     def _served(self, number: int, task: asyncio.Task[Any]) -> None:
         if self._calls.get(number) is task:  # else it was cancelled, or its reply is being staged

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -507,6 +508,43 @@ async def test_no_more_calls_are_served_at_a_time_than_a_session_may_have(
         coming.settle(item(m.Pull(*PULL).each(nth), encoded(b"x")))
         assert await asyncio.wait_for(three[nth], 5) == coming.reply
     assert await a.call(b, SEAL) == m.Accepted(1)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """In a thread, as another process would: as fast as the other end reads."""
+    left = memoryview(data)
+    while left:
+        select.select([], [descriptor], [], 10)
+        with contextlib.suppress(BlockingIOError):
+            left = left[os.write(descriptor, left) :]
+
+
+async def test_a_burst_of_calls_is_taken_a_part_at_a_time(streams: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On uvloop it was read to its end in one turn of the loop, which stood still for seconds."""
+    a, b = await streams.node(), await streams.node()
+    await a.call(b, SEAL)
+    (session,) = sessions_of(a.transport)
+    count, served, most = 3000, 0, 0
+    done = asyncio.Event()
+    monkeypatch.setattr(sides, "_AT_ONCE", 200)
+
+    async def refuse(caller: str, call: m.Call) -> m.Reply:
+        nonlocal served, most
+        served, most = served + 1, max(most, len(b.transport.tasks))
+        if served == count:
+            done.set()
+        return m.Refusal(m.Reason.NOT_HERE)
+
+    b.handler = refuse
+    monkeypatch.setattr(type(session), "_take_whole", lambda *reply: None)  # it knows of none of these calls
+    assert session._transport is not None
+    sock = session._transport.get_extra_info("socket")
+    header = wire.to_header(m.RequestRestart(m.Stamp(1, 1), 1, "x" * 400))  # some 400 of it are read at once
+    calls = [pack_whole(Kind.CALL, number, header) for number in range(100, 100 + count)]
+    async with asyncio.timeout(20):
+        await asyncio.to_thread(write_all, sock.fileno(), b"".join(calls))
+        await done.wait()
+    assert most < 1000
 
 
 class Forgetful:
