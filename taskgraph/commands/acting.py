@@ -72,6 +72,7 @@ def kill(options: argparse.Namespace) -> int:
 
 async def _kill(options: argparse.Namespace, number: signal.Signals) -> int:
     async with reach(options) as reached:
+        reached.spec.check_protocol()
         view = await _view(reached)
         _check_running(reached, view)
         node, what = _target(options, view, reached.spec.tasks, reached.spec.backups)
@@ -235,6 +236,7 @@ def drain(options: argparse.Namespace) -> int:
 
 async def _drain(options: argparse.Namespace) -> int:
     async with reach(options) as reached:
+        reached.spec.check_protocol()
         view = await _view(reached)
         _check_running(reached, view)
         node = _node_named(view, options.node)

@@ -46,6 +46,7 @@ def chaos(options: argparse.Namespace) -> int:
 
 async def _chaos(options: argparse.Namespace, kinds: tuple[str, ...], seed: int) -> int:
     async with reach(options) as reached:
+        reached.spec.check_protocol()
         run = _Chaos(reached, random.Random(seed), kinds, mtbf_s=options.mtbf, lossy=options.lossy)
         await run.keeper.load()
         if not run.keeper.view.running:

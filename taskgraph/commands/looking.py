@@ -8,6 +8,7 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +16,17 @@ import uvloop
 
 from taskgraph.commands.common import Reached, check_launcher, etcd_of, launcher_gone, reach
 from taskgraph.coordination.viewkeeper import ViewKeeper
-from taskgraph.errors import CoordinationError, JobError, UnknownJob
+from taskgraph.errors import CoordinationError, FingerprintMismatch, JobError, TaskGraphError, UnknownJob
 from taskgraph.launch.collect import job_failed, not_kept, why_not_kept
 from taskgraph.launch.follow import Follower, follow_events, kept_events, node_statuses
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.observe.events import Event
 from taskgraph.observe.format import fitted, kept_json, status_json, status_text, values_text
 from taskgraph.observe.screen import one_line, printable
+from taskgraph.observe.status import NodeStatus
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.protocol.view import JobView
 
 __all__ = ["events", "result", "status"]
 
@@ -62,8 +65,7 @@ async def _status(options: argparse.Namespace) -> int:
                     raise
                 _print_finished(reached.name, kept, as_json=options.json)
                 return 0
-            spec, token = reached.spec, reached.entry.token_bytes
-            statuses = await node_statuses(keeper.view, spec.run, token, reached.entry.node_access)
+            spec, statuses = reached.spec, await _asked(reached, keeper.view)
             if options.json:
                 text = json.dumps(status_json(spec.name, spec.tasks, spec.epochs, keeper.view, statuses))
             else:
@@ -82,6 +84,16 @@ async def _status(options: argparse.Namespace) -> int:
             if (kept := _ended_here(reached.entry)) is not None:
                 _print_finished(reached.name, kept, as_json=options.json)
                 return 0
+
+
+async def _asked(reached: Reached, view: JobView) -> Mapping[str, NodeStatus | TaskGraphError]:
+    """What nodes say of themselves. Those of another protocol are not asked; what etcd says of them is shown."""
+    entry, run = reached.entry, reached.spec.run
+    try:
+        reached.spec.check_protocol()
+    except FingerprintMismatch as error:
+        return dict.fromkeys(view.live_nodes(run), error)
+    return await node_statuses(view, run, entry.token_bytes, entry.node_access)
 
 
 def _ended_here(entry: JobEntry) -> dict[str, Any] | None:

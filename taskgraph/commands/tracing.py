@@ -61,6 +61,7 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 async def _trace(options: argparse.Namespace, path: Path) -> int:
     with tempfile.TemporaryDirectory(prefix="taskgraph-trace-") as folder:
         async with reach(options) as reached:
+            reached.spec.check_protocol()
             keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=_REFRESH_S)
             await keeper.load()
             entry, began_ns = reached.entry, clock()

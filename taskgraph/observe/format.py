@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from taskgraph.errors import TaskGraphError
+from taskgraph.errors import FingerprintMismatch, TaskGraphError
 from taskgraph.observe.screen import cut, one_line, padded, printable, width
 from taskgraph.observe.status import NodeStatus, ReplicaStatus
 from taskgraph.observe.usage import Usage
@@ -62,7 +62,7 @@ def status_text(
     tasks: int,
     epochs: int | None,
     view: JobView,
-    statuses: dict[str, NodeStatus | TaskGraphError],
+    statuses: Mapping[str, NodeStatus | TaskGraphError],
     backups: int = 0,
 ) -> str:
     """Everything about a job on one page."""
@@ -158,7 +158,7 @@ def lacking_text(view: JobView, name: str, tasks: int, backups: int) -> str:
     return f"{whose} {what} at the moment: more are made as soon as a node can take them"
 
 
-def _unanswered(view: JobView, statuses: dict[str, NodeStatus | TaskGraphError]) -> list[str]:
+def _unanswered(view: JobView, statuses: Mapping[str, NodeStatus | TaskGraphError]) -> list[str]:
     """Why nodes do not answer: one line for each reason."""
     whose: dict[str, list[str]] = {}
     for node, said in sorted(statuses.items()):
@@ -172,6 +172,8 @@ def _reason(error: TaskGraphError) -> str:
 
 
 def _node_state(said: NodeStatus | TaskGraphError | None, draining: bool) -> str:
+    if isinstance(said, FingerprintMismatch):
+        return "not asked"
     if isinstance(said, TaskGraphError):
         return "does not answer"
     words = [word for word, on in (("leader", said and said.leader), ("paused", said and said.paused)) if on]
@@ -204,7 +206,7 @@ def ids_text(ids: Sequence[int]) -> str:
 
 
 def status_json(
-    name: str, tasks: int, epochs: int | None, view: JobView, statuses: dict[str, NodeStatus | TaskGraphError]
+    name: str, tasks: int, epochs: int | None, view: JobView, statuses: Mapping[str, NodeStatus | TaskGraphError]
 ) -> dict[str, Any]:
     """The same for programs. The keys are always the same ones, of an ended job too: docs/commands.md has them."""
     return {
@@ -267,7 +269,7 @@ def _answer_json(said: NodeStatus | TaskGraphError | None) -> dict[str, Any]:
     return {"answers": False, "why_not": _reason(said) if said else "", "leader": None, "paused": None, **usage}
 
 
-def _task_json(task: int, view: JobView, statuses: dict[str, NodeStatus | TaskGraphError]) -> dict[str, Any]:
+def _task_json(task: int, view: JobView, statuses: Mapping[str, NodeStatus | TaskGraphError]) -> dict[str, Any]:
     holder = view.primary_node(task)
     replica = _replica(statuses.get(holder or ""), task)
     return {

@@ -1,0 +1,93 @@
+"""What commands do about a job whose nodes speak another protocol than they do."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from taskgraph.cli import parser
+from taskgraph.commands import common
+from taskgraph.commands.acting import _drain, _kill, _shutdown
+from taskgraph.commands.chaos import _chaos
+from taskgraph.commands.looking import _events, _status
+from taskgraph.commands.tracing import _trace
+from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
+from taskgraph.driver import JobSpec
+from taskgraph.errors import FingerprintMismatch
+from taskgraph.jobs import Job
+from taskgraph.launch.submit import submit
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import Put, Txn
+from taskgraph.protocol.records import NodeRecord, State, StatusRecord
+from taskgraph.task import Task
+
+KEYS = Keys("fit")
+
+
+@pytest.fixture
+async def etcd(monkeypatch: pytest.MonkeyPatch) -> MemoryCoordinator:
+    """With a job of protocol 1, and a node that nobody may call: its address is none."""
+    found = MemoryCoordinator(MemoryStore())
+    found.version = "3.6.0"  # type: ignore[attr-defined]
+    spec = JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=9, name="fit"))
+    await submit(found, dataclasses.replace(spec, protocol=1))
+    node = NodeRecord(name="n1", run=spec.run, host="h", pid=1, endpoints=(), control="none", fingerprint="", lease=0)
+    await found.txn(Txn(success=(Put(KEYS.node("n1-7f"), node.to_bytes()),)))
+
+    @contextlib.asynccontextmanager
+    async def connected() -> AsyncIterator[MemoryCoordinator]:
+        yield found
+
+    async def connect(*access: object) -> contextlib.AbstractAsyncContextManager[MemoryCoordinator]:
+        return connected()
+
+    monkeypatch.setattr(common, "connect", connect)
+    return found
+
+
+def options(command: str, *more: str) -> argparse.Namespace:
+    return parser().parse_args([command, "fit", *more, "--etcd", "127.0.0.1:1"])
+
+
+Command = Callable[[], Coroutine[Any, Any, int]]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        lambda: _kill(options("kill", "--node", "n1"), 9),
+        lambda: _drain(options("drain", "--node", "n1")),
+        lambda: _chaos(options("chaos"), ("kill",), 1),
+        lambda: _trace(options("trace"), None),
+    ],
+    ids=["kill", "drain", "chaos", "trace"],
+)
+async def test_what_talks_to_nodes_refuses(etcd: MemoryCoordinator, command: Command) -> None:
+    with pytest.raises(FingerprintMismatch, match="whose nodes speak protocol 1"):
+        await command()
+
+
+async def test_status_shows_what_etcd_has_and_says_why_that_is_all(
+    etcd: MemoryCoordinator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It said that nodes which live do not answer."""
+    assert await _status(options("status")) == 0
+    told = capsys.readouterr().out
+    assert "job fit: running, epoch 0/8" in told and "not asked" in told and "does not answer" not in told
+    assert "n1: job 'fit' was submitted by taskgraph" in told and "whose nodes speak protocol 1" in told
+    assert await _status(options("status", "--json")) == 0
+    (node,) = json.loads(capsys.readouterr().out)["nodes"]
+    assert not node["answers"] and "whose nodes speak protocol 1" in node["why_not"]
+
+
+async def test_what_needs_etcd_alone_works(etcd: MemoryCoordinator) -> None:
+    assert await _events(options("events")) == 0
+    assert await _shutdown(options("shutdown")) == 0
+    status = await etcd.get(KEYS.status)
+    assert status is not None and StatusRecord.from_bytes(status.value).state == State.CANCELLED
