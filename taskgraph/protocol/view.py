@@ -84,9 +84,9 @@ class JobView:
         self.__init__(self.keys.job)  # type: ignore[misc]
         for kv in items:
             self._put(kv)
-        needed = [self.keys.spec, self.keys.epoch]
-        if self.spec_revision == run:
-            needed += map(self.keys.primary, had)
+        needed = [self.keys.epoch]
+        if run and self.spec_revision in (run, 0):  # else another run has begun, or nothing was read before
+            needed += [self.keys.spec, *map(self.keys.primary, had)]
         self._check_kept(needed)
         at = self.epoch
         if at is not None and at.mod_revision != at.create_revision:  # it was written before, perhaps in this attempt

@@ -116,7 +116,6 @@ async def test_who_need_not_hear_of_commits_lists_again_when_something_else_chan
     async def put(key: str, record: Record) -> None:
         await node.txn(Txn(success=(Put(key, record.to_bytes()),)))
 
-    await node.txn(Txn(success=(Put(keys.spec, b"{}"),)))
     await put(keys.epoch, EpochRecord(epoch=0, attempt=0))
     await put(keys.status, StatusRecord(state=State.RUNNING))
     await keeper.load()
