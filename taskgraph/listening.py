@@ -46,6 +46,8 @@ class Listening:
                 raise JobError(f"{option} {value} is about where other hosts reach a node: give --listen HOST, too")
         if self.ports:
             self._range()
+        if not _is_plain(self.host):
+            raise JobError(f"--listen {self.host}: must be a name or an address of this host, no port, and no brackets")
         if self.advertise in _WILDCARDS or not _is_plain(self.advertise):
             raise JobError(f"--advertise {self.advertise}: must be a name or an address that others can dial, no port")
 

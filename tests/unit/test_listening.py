@@ -80,6 +80,15 @@ def test_what_is_about_listening_wants_a_place_to_listen(given: dict[str, str]) 
         Listening(**given)
 
 
+@pytest.mark.parametrize("host", ["[::1]", "127.0.0.1:5000", "localhost:0"])
+def test_where_to_listen_has_no_port_and_no_brackets(host: str) -> None:
+    """Of these it was said that nobody knows such a name."""
+    with pytest.raises(JobError, match="must be a name or an address of this host, no port, and no brackets"):
+        Listening(host=host)
+    for usable in ("::1", "::", "fe80::1%eth0", HOST, "localhost", ""):
+        Listening(host=usable)
+
+
 def test_others_are_told_what_they_can_dial() -> None:
     assert Listening(host="0.0.0.0").told == Listening(host="::").told == socket.gethostname()
     assert Listening(host=HOST).told == "", "the address itself"
