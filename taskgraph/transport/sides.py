@@ -34,6 +34,7 @@ log = logging.getLogger("taskgraph.transport")
 MAX_CALLS = 1 << 17
 #: Calls that one frame may stand for.
 MAX_COUNT = 1 << 10
+_NUMBERS: Final = 1 << 64  # of calls, as a head can name them
 #: With more calls than that, a session that makes tasks of what it reads lets other work of the event loop come
 #: between: uvloop reads on for as long as there is something, up to 32 times, and would be at it for seconds.
 _AT_ONCE: Final = 1 << 10
@@ -414,6 +415,8 @@ class AcceptedSession(Session):
         """One frame for several calls: each is a call like any other, by its own number."""
         if not 0 < pull.count <= MAX_COUNT:
             raise DecodeError(f"a frame of {pull.count} calls")
+        if first + pull.count > _NUMBERS:
+            raise DecodeError(f"{pull.count} calls from {first} on: there are no such numbers")
         del self._calls[first]
         numbers = range(first, first + pull.count)
         if not self._calls.keys().isdisjoint(numbers):

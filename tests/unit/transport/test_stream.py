@@ -487,6 +487,20 @@ async def test_a_call_that_is_made_twice_breaks_the_session(
     assert "is made twice" in caplog.text
 
 
+async def test_calls_beyond_the_last_number_break_the_session(
+    streams: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each of them was an error of its own in the log, and had no reply."""
+    a, b = await streams.node(), await streams.node()
+    await a.call(b, SEAL)
+    (session,) = sessions_of(a.transport)
+    with caplog.at_level("ERROR"):
+        session._write(pack_whole(Kind.CALL, (1 << 64) - 2, wire.to_header(m.Pull(*PULL, 3))))
+        assert await asyncio.wait_for(b.lost.get(), 5) == a.name
+    (said,) = caplog.records
+    assert "there are no such numbers" in said.getMessage()
+
+
 async def test_no_more_calls_are_served_at_a_time_than_a_session_may_have(
     streams: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
