@@ -39,6 +39,7 @@ __all__ = [
     "Tag",
     "To",
     "Work",
+    "in_words",
 ]
 
 T = TypeVar("T")
@@ -282,7 +283,16 @@ class Epoch:
             )
 
     def _at(self) -> str:
-        return f"task {self._work.task}, epoch {self._work.number}, {self._where}"
+        return f"task {self._work.task}, epoch {self._work.number}, {in_words(self._where)}"
+
+
+def in_words(where: str) -> str:
+    """Which code it is, for people: of a call for a message, what was called, and by whom."""
+    called, *message = where.rsplit("/", 2)  # as `node.epochs.mailbox` names it; a processor's name stays as it is
+    if len(message) != 2 or not message[0].isdigit():
+        return where
+    by = f"by task {message[0]}"
+    return f"on_flag (flagged {by})" if called == "on_flag" else f"handler {called!r} (asked {by})"
 
 
 class ComposeEpoch(Epoch):

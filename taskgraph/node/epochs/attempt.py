@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from taskgraph.epoch import AttemptEnded, ComposeEpoch, Epoch, Inputs, Outputs, Scratch
+from taskgraph.epoch import AttemptEnded, ComposeEpoch, Epoch, Inputs, Outputs, Scratch, in_words
 from taskgraph.errors import GraphError, Refused
 from taskgraph.graph.compose import Composition, Graph, Processor
 from taskgraph.node.epochs.inbound import Inbound, raised
@@ -438,8 +438,8 @@ class Attempt:
 
     def _too_late(self, where: str, what: str) -> GraphError:
         return GraphError(
-            f"task {self.task}, epoch {self.number}, {where}: a {what} that is sent when all that the task runs "
-            f'has ended comes too late: who sends it beside that keeps the epoch open, with epoch.hold("why")'
+            f"task {self.task}, epoch {self.number}, {in_words(where)}: a {what} that is sent when all that the task "
+            f'runs has ended comes too late: who sends it beside that keeps the epoch open, with epoch.hold("why")'
         )
 
     def _end_by(self, error: GraphError) -> None:
@@ -487,7 +487,8 @@ class Attempt:
         self._check_not_done()
         self._hold_count += 1
         mark = self._hold_count
-        shown = f"{where}: {why}".encode("utf-8", "backslashreplace").decode()  # it travels, and whatever it is
+        text = f"{in_words(where)}: {why}"
+        shown = text.encode("utf-8", "backslashreplace").decode()  # it travels, and whatever it is
         self._on_loop(self.quiet.hold, mark, shown)
         return lambda: self._on_loop(self.quiet.release, mark)
 

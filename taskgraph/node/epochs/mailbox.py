@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from taskgraph.epoch import AttemptEnded, Epoch, PureEpoch
+from taskgraph.epoch import AttemptEnded, Epoch, PureEpoch, in_words
 from taskgraph.errors import GraphError, Refused, ValueNotEncodable
 from taskgraph.graph.blocks import Allocate
 from taskgraph.graph.values import encode
@@ -116,7 +116,7 @@ class Mailbox:
         except Refused as refused:
             if refused.reason == Reason.NOT_OFFERED:
                 raise GraphError(
-                    f"task {attempt.task}, epoch {attempt.number}, {where}: {what} to task {to}: {refused}"
+                    f"task {attempt.task}, epoch {attempt.number}, {in_words(where)}: {what} to task {to}: {refused}"
                 ) from refused
             # DONE, CONFLICT: only a replaced primary can get these; the attempt cannot be completed.
             attempt.ask_restart(f"{what} from task {attempt.task} to task {to} was refused: {refused}")

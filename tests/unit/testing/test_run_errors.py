@@ -573,6 +573,44 @@ def test_a_message_that_is_sent_when_all_has_ended_fails_the_job(what: str) -> N
     assert beside
 
 
+@pytest.mark.parametrize("mistake", ["link", "method", "hold"])
+@pytest.mark.parametrize("how", ["flag", "request"])
+def test_code_that_a_message_called_is_named_by_its_sender(how: str, mistake: str) -> None:
+    """It had the name that nodes have for it, with a digest in it: on_flag/0/2c06..."""
+
+    async def wrong(self: tg.Task, epoch: Any, sender: int, payload: Any) -> None:
+        if self.task_id == 1:
+            if mistake == "link":
+                epoch.flag("pears")
+            elif mistake == "method":
+                await epoch.request(0, "got")
+            else:
+                epoch.hold("a hold")
+
+    @tg.handles("get")
+    async def answer(self: tg.Task, epoch: Any, sender: int, payload: Any) -> None:
+        await wrong(self, epoch, sender, payload)
+
+    async def ask(self: tg.Task, epoch: Any, ins: Any, outs: Any) -> None:
+        if self.task_id == 0:
+            epoch.flag(1) if how == "flag" else await epoch.request(1, "get")
+        outs.put("x", 1)
+
+    def compose(self: tg.Task, epoch: Any) -> None:
+        epoch.processor(self.ask, outbound={"x": self.task_id})
+        epoch.processor(self.end, inbound={"x": self.task_id})
+
+    members = {"ask": ask, "end": _nothing, "on_flag": wrong, "answer": answer}
+    made = job(type(tg.Task)("Made", (tg.Task,), {"compose": compose, **members}))
+    named = "on_flag (flagged by task 0)" if how == "flag" else "handler 'get' (asked by task 0)"
+    if mistake == "hold":
+        with pytest.raises(tg.JobTimeout) as caught:
+            run(made, timeout_s=0.2)
+        says(caught.value, f"{named}: a hold")
+    else:
+        says(fails(made), f"task 1, epoch 0, {named}: ")
+
+
 @pytest.mark.parametrize("what", ["flag", "request"])
 @pytest.mark.parametrize("done_s", [3, 0], ids=["finished", "committed"])
 @pytest.mark.parametrize("order", range(2))
