@@ -79,7 +79,10 @@ def load_driver(text: str) -> JobFunction:
 
 
 def _find(module: ModuleType, name: str, location: str) -> JobFunction:
-    jobs = {n: f for n, f in vars(module).items() if isinstance(f, JobFunction) and f.__module__ == module.__name__}
+    jobs: dict[str, JobFunction] = {}
+    for n, f in vars(module).items():
+        if isinstance(f, JobFunction) and f.__module__ == module.__name__ and all(f is not j for j in jobs.values()):
+            jobs[n] = f
     if name:
         found = getattr(module, name, None)
         if isinstance(found, JobFunction):

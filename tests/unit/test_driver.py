@@ -140,6 +140,13 @@ def test_drivers_of_one_name_are_kept_apart(tmp_path: Path) -> None:
     assert [Path(reference_of(function).location) for function in functions] == paths
 
 
+def test_another_name_of_a_job_function_is_no_second_one(tmp_path: Path) -> None:
+    """The driver had several, it said, and wanted one named."""
+    write(tmp_path / "fit_d.py", f"{FIT}\nmain = fit\n")
+    assert load_driver("fit_d.py")().name == "fit"
+    assert load_driver("fit_d.py:main")().name == "fit"
+
+
 @pytest.mark.parametrize(
     ("source", "text", "complaint"),
     [
