@@ -8,6 +8,7 @@ it had failed; a failure is named, and is none of ours: the bench skips what is 
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shutil
@@ -82,6 +83,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        raise SystemExit(__doc__)
-    main(Path(sys.argv[1]))
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("folder", type=Path, help="of the environment")
+    main(options.parse_args().folder)

@@ -112,6 +112,14 @@ def test_requirements_have_ranges_and_say_what_disk_they_want() -> None:
     assert [gib for requirement, gib in found.items() if requirement.startswith("torch")] == [12.0]
 
 
+def test_the_help_of_install_makes_no_environment(tmp_path: Path) -> None:
+    """`--help` was the folder that it made the environment in."""
+    script = str(BENCHMARKS / "install.py")
+    told = subprocess.run([sys.executable, script, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert told.returncode == 0 and "Makes the environment of the peers" in told.stdout
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
     """Short: else the sockets of a job that runs below it are elsewhere, and left there unseen where it is killed."""
