@@ -13,11 +13,11 @@ import pytest
 PAGE = Path(__file__).parents[3] / "docs" / "values.md"
 
 
-def test_the_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_run_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.S)
     assert len(blocks) == 4
-    module = types.ModuleType("values_page")
-    monkeypatch.setitem(sys.modules, "values_page", module)
-    namespace: dict[str, Any] = module.__dict__
     for block in blocks:
+        module = types.ModuleType("values_page")
+        monkeypatch.setitem(sys.modules, "values_page", module)
+        namespace: dict[str, Any] = module.__dict__
         exec(compile(block, str(PAGE), "exec"), namespace)
