@@ -22,7 +22,7 @@ from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, Tas
 from taskgraph.launch.collect import assemble, complete, damaged, kept_copy, size_bytes
 from taskgraph.launch.resuming import lost_text, way_on
 from taskgraph.launch.runtime import Runtime
-from taskgraph.observe.control_client import ControlClient, control_address
+from taskgraph.observe.control_client import ControlClient, StillAtWork, control_address
 from taskgraph.observe.events import Event, careful, in_order
 from taskgraph.observe.format import name_of
 from taskgraph.observe.status import NodeStatus, TaskResult
@@ -112,7 +112,7 @@ class Follower:
         self._on_event: Callable[[Event], None] | None = None
         self._told: OrderedDict[tuple[float, str, str], None] = OrderedDict()
         self.unreachable: TaskGraphError | None = None
-        """Why a node did not tell its results, last."""
+        """Why a node did not tell its results, last; None where it computes them still."""
 
     @property
     def view(self) -> JobView:
@@ -260,6 +260,8 @@ class Follower:
                         told = await client.results(silent_s=_SILENT_S)
                     if sorted(each.task for each in told) == self._tasks_of(node):
                         kept |= {each.task: each for each in told}
+                except StillAtWork:
+                    self.unreachable = None
                 except TaskGraphError as error:  # lost: its tasks are taken over, and asked for again
                     self.unreachable = failed = error
             if failed is not None and time.monotonic() > tell_at:

@@ -24,7 +24,7 @@ from taskgraph.protocol.messages import Encoded
 from taskgraph.protocol.reach import host_of
 from taskgraph.tls import Tls
 
-__all__ = ["SERVICE", "TOKEN_KEY", "ControlClient", "TraceCall", "control_address", "credential"]
+__all__ = ["SERVICE", "TOKEN_KEY", "ControlClient", "StillAtWork", "TraceCall", "control_address", "credential"]
 
 SERVICE = "taskgraph.v1.Control"
 TOKEN_KEY = "taskgraph-token"
@@ -59,6 +59,10 @@ def control_address(control: str, host_key: str) -> str:
     )
 
 
+_BUSY_S = 10.0
+"""A node that has been silent is asked whether it is there; what it computes may keep it busy."""
+
+
 class TraceCall:
     """A node's spans while they come. The first chunk has none: tracing is on."""
 
@@ -83,6 +87,10 @@ class TraceCall:
         """The next chunk; None after the last."""
         chunk = await self._call.read()
         return None if chunk is grpc.aio.EOF else self._readable(chunk)
+
+
+class StillAtWork(PeerLost):
+    """A node answers, and has nothing to tell yet."""
 
 
 class ControlClient:
@@ -180,6 +188,10 @@ class ControlClient:
 
         Args:
             silent_s: it is given up once nothing came for so long; all of it takes as long as the network needs.
+
+        Raises:
+            StillAtWork: nothing came for so long, and the node answers: it computes them.
+            TaskGraphError: the node does not answer, or not with results.
         """
         found: list[_Arriving] = []
         async for chunk in self._stream("Results", pb.ResultsRequest(), pb.ResultChunk, silent_s):
@@ -250,7 +262,8 @@ class ControlClient:
         except grpc.aio.AioRpcError as error:
             raise self._error(method, error) from error
         except TimeoutError:
-            raise PeerLost(f"the node at {self._address} sent nothing of {method} for {silent_s:g} s") from None
+            await self.clock(_BUSY_S)  # raises where it does not answer
+            raise StillAtWork(f"the node at {self._address} sent nothing of {method} for {silent_s:g} s") from None
         finally:
             call.cancel()
 

@@ -170,6 +170,27 @@ async def test_results_that_nobody_can_ask_for_are_told_of_once(
     assert text.startswith("the job has finished, and its results cannot be collected: no node listens at unix:")
 
 
+async def test_results_that_take_long_to_compute_are_waited_for_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a minute it was told that they cannot be collected."""
+    monkeypatch.setattr("taskgraph.launch.follow._UNCOLLECTED_S", 0.0)
+    monkeypatch.setattr("taskgraph.launch.follow._SILENT_S", 0.05)
+    monkeypatch.setattr("taskgraph.launch.follow._RETRY_S", 0.01)
+
+    class Computing(Holder):
+        async def results(self) -> list[TaskResult]:
+            found = await super().results()
+            if self.asked < 3:
+                await asyncio.Event().wait()
+            return found
+
+    async with following(holder := Computing(GOOD), tmp_path) as follower:
+        assert damaged(await follower.results()) == []
+        assert holder.asked == 3 and follower.unreachable is None
+    assert "cannot be collected" not in caplog.text
+
+
 async def test_results_of_nodes_of_another_protocol_are_not_called_damaged(tmp_path: Path) -> None:
     holder = Holder(BAD)
     async with following(holder, tmp_path) as follower:

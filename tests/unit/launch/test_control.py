@@ -21,7 +21,7 @@ from taskgraph.graph.values import decode, encode, verify
 from taskgraph.node import control
 from taskgraph.node.control import ControlServer
 from taskgraph.observe._proto import control_pb2 as pb
-from taskgraph.observe.control_client import ControlClient, control_address
+from taskgraph.observe.control_client import ControlClient, StillAtWork, control_address
 from taskgraph.observe.events import Event, EventLog
 from taskgraph.observe.status import NodeStatus, ReplicaStatus, ReportRow, TaskResult
 from taskgraph.observe.usage import Usage
@@ -234,7 +234,7 @@ async def test_reported_names_keep_their_order(service: Service) -> None:
 async def test_results_are_waited_for_and_a_caller_may_leave(service: Service) -> None:
     service.node.results_wait.clear()
     async with service.client() as client:
-        with pytest.raises(PeerLost, match=r"sent nothing of Results for 0\.05 s"):
+        with pytest.raises(StillAtWork, match=r"sent nothing of Results for 0\.05 s"):
             await client.results(silent_s=0.05)
         waiting = asyncio.ensure_future(client.results())
         service.node.found = [TaskResult(0, 1, 1, encode(1), ())]
