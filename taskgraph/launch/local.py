@@ -223,7 +223,7 @@ class LocalNodes:
                     entry.stands = ""
                 continue
             ran, for_s = found
-            text = entry.stands = standing_text(entry.name, ran, for_s)
+            text = entry.stands = standing_text(entry.name, ran, for_s, in_thread=standing.in_thread)
             event = Event(time.time(), entry.name, "stands", text, task=ran.task, epoch=max(ran.epoch, 0))
             log.info("%s", text)
             key = self._keys.event(f"{event.at:017.6f}-launcher{os.getpid()}-{entry.name}")

@@ -298,7 +298,7 @@ class Actor:
             if where in self._brief:
                 words = lastwords.here
                 if words is not None:
-                    words.runs(self.task, stamp, where)
+                    words.runs(self.task | lastwords.IN_THREAD, stamp, where)
                 try:
                     work = self._threads.start(call, brief=True)
                 finally:

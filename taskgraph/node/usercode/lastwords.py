@@ -21,7 +21,7 @@ from typing import NamedTuple
 from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import Ran
 
-__all__ = ["NOTHING", "LastWords", "Left", "listen", "mean", "meant", "on_loop", "read"]
+__all__ = ["IN_THREAD", "NOTHING", "LastWords", "Left", "OnLoop", "listen", "mean", "meant", "on_loop", "read"]
 
 log = logging.getLogger("taskgraph.node")
 
@@ -40,6 +40,8 @@ _LONG = 100
 _HEAD = struct.Struct("<QQq")
 """What a slot begins with: a number that grows with every call, 0 while the slot is free; the task; its epoch."""
 _ORDER = struct.Struct("<Q")
+IN_THREAD = 1 << 63
+"""Beside the task of what the event loop runs: a thread runs it, and the loop waits a moment for that."""
 NOTHING = bytes(_ORDER.size)
 """What a slot begins with while it is free."""
 _MEANT_AT = _SLOTS * _SLOT_BYTES
@@ -73,7 +75,11 @@ class LastWords:
         """What the slot of the event loop's call begins with."""
 
     def runs(self, task: int, stamp: Stamp | None, where: str) -> None:
-        """The event loop runs this, and nothing else before `ran`: most calls neither wait nor need a thread."""
+        """The event loop runs this, and nothing else before `ran`: most calls neither wait nor need a thread.
+
+        Args:
+            task: with `IN_THREAD` where the loop only waits for it.
+        """
         self._calls = calls = self._calls + 1
         said = _HEAD.pack(calls, task, stamp.epoch if stamp is not None else -1) + named(where)
         self._map[: len(said)] = said
@@ -131,15 +137,27 @@ def read(folder: Path) -> Left | None:
         order, task, epoch = _HEAD.unpack_from(data, at)
         if order:
             where = data[at + _HEAD.size : at + _SLOT_BYTES].partition(b"\0")[0]
-            found.append((order, Ran(where.decode(errors="replace"), task, epoch)))
+            found.append((order, Ran(where.decode(errors="replace"), task & ~IN_THREAD, epoch)))
     return Left(tuple(ran for _, ran in sorted(found)), bool(data[_MEANT_AT]))
 
 
-def on_loop(folder: Path) -> tuple[int, Ran] | None:
-    """What a living process's event loop runs at this moment, and that call's number; None where that is none of ours.
+class OnLoop(NamedTuple):
+    """What an event loop runs.
 
-    A number that is the same again later is the same call: nothing else of that process went on meanwhile.
+    Attributes:
+        order: the call's number. One that is the same again later is the same call: nothing else of that process went
+            on meanwhile.
+        in_thread: a thread runs it. The loop waits for no more than a moment: if it is there still, the thread keeps
+            the interpreter's lock.
     """
+
+    order: int
+    ran: Ran
+    in_thread: bool
+
+
+def on_loop(folder: Path) -> OnLoop | None:
+    """What a living process's event loop runs at this moment; None where that is none of ours."""
     try:
         with (folder / _FILE).open("rb") as file:
             data = file.read(_SLOT_BYTES)
@@ -149,7 +167,9 @@ def on_loop(folder: Path) -> tuple[int, Ran] | None:
         return None
     order, task, epoch = _HEAD.unpack_from(data)
     where = data[_HEAD.size :].partition(b"\0")[0]
-    return (order, Ran(where.decode(errors="replace"), task, epoch)) if order else None
+    if not order:
+        return None
+    return OnLoop(order, Ran(where.decode(errors="replace"), task & ~IN_THREAD, epoch), bool(task & IN_THREAD))
 
 
 def meant(folder: Path) -> None:

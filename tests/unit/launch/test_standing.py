@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from taskgraph.launch.standing import STANDS_S, Standing, standing_text, stopped, with_stands
-from taskgraph.node.usercode.lastwords import LastWords, named, on_loop
+from taskgraph.node.usercode.lastwords import IN_THREAD, LastWords, named, on_loop, read
 from taskgraph.protocol.messages import Stamp
 from taskgraph.protocol.records import Ran, State, StatusRecord
 
@@ -73,6 +73,18 @@ def test_a_process_that_is_halted_says_nothing_of_its_code(tmp_path: Path) -> No
 def test_the_text_says_what_to_do() -> None:
     text = standing_text("n1", Ran("send", 2, 3), 3.4)
     assert "n1 has been in 'send' of task 2 for 3 s" in text and "plain `def`" in text
+
+
+def test_a_function_that_keeps_the_interpreters_lock_is_not_told_to_be_a_function(tmp_path: Path) -> None:
+    words, standing = LastWords(tmp_path), Standing(tmp_path, os.getpid())
+    words.runs(2 | IN_THREAD, STAMP, "send")
+    assert standing.look(0.0) is None
+    assert standing.look(4.0) == (Ran("send", 2, 3), 4.0) and standing.in_thread
+    left = read(tmp_path)
+    assert left is not None and left.ran == (Ran("send", 2, 3),)
+    text = standing_text("n1", Ran("send", 2, 3), 4.0, in_thread=True)
+    assert "'send' of task 2 has held up all of n1 for 4 s" in text and "interpreter's lock" in text
+    assert "plain `def`" not in text
 
 
 def test_a_job_that_failed_for_it_says_so_at_its_end() -> None:

@@ -301,6 +301,31 @@ async def test_last_words_name_a_coroutine_wherever_it_is(
     assert lastwords.read(tmp_path) == lastwords.Left((), False)
 
 
+async def test_last_words_tell_a_function_that_the_loop_waits_for_from_a_coroutine(
+    threads: PooledThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that keeps the interpreter's lock was taken for a coroutine that never awaits."""
+    monkeypatch.setattr(lastwords, "here", lastwords.LastWords(tmp_path))
+    monkeypatch.setattr(actor_module, "_BRIEF_S", 60.0)
+    monkeypatch.setattr(threads_module, "_GIVES_WAY_S", 60.0)
+    actor = Actor(threads, task=3, cancel_s=1)
+    actor.stamp = Stamp(0, 7)
+    seen: list[lastwords.OnLoop | None] = []
+
+    def function() -> None:
+        seen.append(lastwords.on_loop(tmp_path))
+
+    async def coroutine() -> None:
+        function()
+
+    for code in (function, function, coroutine):
+        await actor.call("compute", code)
+    first, brief, on_loop = seen
+    assert first is None, "how long it takes is not known yet: the loop goes on"
+    assert brief is not None and brief[1:] == (Ran("compute", 3, 7), True)
+    assert on_loop is not None and on_loop[1:] == (Ran("compute", 3, 7), False)
+
+
 async def test_last_words_name_what_a_thread_runs_however_many_coroutines_wait(
     threads: PooledThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
