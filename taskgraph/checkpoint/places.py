@@ -135,6 +135,7 @@ class Directory:
         target = self._root / path
         # Two writers of one file (a zombie, and who came after it) must not write into one another.
         beside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.tmp")
+        target.parent.mkdir(parents=True, exist_ok=True)  # where there cannot be one, nobody has removed it
         try:
             with _create(beside) as file:
                 for part in parts:
@@ -188,7 +189,6 @@ class Directory:
 
 def _create(path: Path) -> FileIO:
     """Once more where somebody removes the directory, empty as it is, just before there is something in it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         return open(path, "xb", buffering=0)
     except FileNotFoundError:

@@ -473,6 +473,12 @@ def test_a_directory_that_is_removed_while_it_is_written_to_is_named(tmp_path: P
     place.write("name/f", [b"x"])
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="this system has no /proc, where nobody makes a directory")
+def test_a_directory_that_cannot_be_made_was_removed_by_nobody() -> None:
+    with pytest.raises(OSError, match="No such file or directory: '/proc/no-place'"):
+        Directory(Path("/proc/no-place")).write("name/f", [b"x"])
+
+
 def test_what_other_runs_wrote_is_found(store: Store) -> None:
     mine, *others = Name(2, 1, 10, "mine"), Name(1, 1, 40, "early"), Name(1, 1, 50, "early"), Name(3, 1, 5, "late")
     assert store.of_others("mine", ()) == []
