@@ -10,11 +10,20 @@ import argparse
 import errno
 import importlib
 import os
+import resource
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from taskgraph.errors import CoordinationError, JobCancelled, JobFailed, TaskGraphError, TransportError, UnknownJob
+from taskgraph.errors import (
+    CoordinationError,
+    JobCancelled,
+    JobFailed,
+    TaskGraphError,
+    TransportError,
+    UnknownJob,
+    no_thread,
+)
 from taskgraph.files import OF_THE_HOST
 from taskgraph.launch.threads_env import set_thread_env
 from taskgraph.signals import hear_of_children, obey_sigterm
@@ -181,6 +190,10 @@ def _add_beginning(made: argparse.ArgumentParser, when: str = "") -> None:
     which.add_argument("--fresh", action="store_true", help=text)
 
 
+_LEAST_FILES = 64
+"""A command needs some, and with fewer it fails wherever it happens to be."""
+_MORE_FILES = "`ulimit -n 1024` allows more"
+
 _COMMANDS = {
     "run": "running:run",
     "submit": "running:submit_command",
@@ -216,6 +229,9 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction | None = 
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         options = parser(driver=function).parse_args(arguments)
+        if (files := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _LEAST_FILES:
+            print(f"taskgraph: only {files} files may be open at a time here: {_MORE_FILES}", file=sys.stderr)
+            return FAILED
         command = _command(options.command)
         code = command(options, function) if options.command in _OF_DRIVERS else command(options)
         sys.stdout.flush()  # what cannot be written is an error here, and not after the end
@@ -247,7 +263,13 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction | None = 
             return FAILED
         if error.errno not in OF_THE_HOST:
             raise
-        _print(f"standard output: {error.strerror}" if drop_unwritten() else str(error), error)
+        text = f"standard output: {error.strerror}" if drop_unwritten() else str(error)
+        _print(f"{text}: {_MORE_FILES}" if error.errno == errno.EMFILE else text, error)
+        return FAILED
+    except RuntimeError as error:
+        if not (text := no_thread(error)):
+            raise
+        _print(text, error)
         return FAILED
 
 

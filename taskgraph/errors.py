@@ -83,6 +83,16 @@ def worded(error: BaseException) -> str:
     return f"{kind_of(error)}: {text}" if text else kind_of(error)
 
 
+def no_thread(error: BaseException) -> str:
+    """What to say where the system lets a process start no thread; "" where that is not the error."""
+    if not isinstance(error, RuntimeError) or said(error) != "can't start new thread":
+        return ""
+    return (
+        "can't start new thread: a limit of this process (`ulimit -u`, `-v`, `-d`) or of its container (processes, "
+        "memory) is used up; raise it"
+    )
+
+
 class TaskGraphError(Exception):
     """The root of everything this package raises on purpose."""
 

@@ -38,7 +38,7 @@ from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.device.cuda import bound_memory, device_count
 from taskgraph.device.visible import VISIBLE
 from taskgraph.driver import JobSpec
-from taskgraph.errors import CoordinationError, FingerprintMismatch, TaskGraphError, Unavailable
+from taskgraph.errors import CoordinationError, FingerprintMismatch, TaskGraphError, Unavailable, no_thread
 from taskgraph.graph.values import digesting, verify
 from taskgraph.jobs import Job
 from taskgraph.node.config import NodeConfig
@@ -417,8 +417,11 @@ def main(config: NodeConfig, *, gone: Callable[[], bool] | None = None) -> NoRet
     except SystemExit as error:
         log.error("user code called sys.exit(%r) in an asyncio task of its own, which ends the process", error.code)
         meant = False
-    except BaseException:
-        log.exception("the node cannot go on")
+    except BaseException as error:
+        if why := no_thread(error):
+            log.error("the node cannot go on: %s", why)
+        else:
+            log.exception("the node cannot go on")
         meant = False
     _exit(code, meant=meant)
 

@@ -358,6 +358,36 @@ def test_an_error_is_one_paragraph_and_a_code(
 
 
 @pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "Too many open files: `ulimit -n 1024` allows more"),
+        (RuntimeError("can't start new thread"), "can't start new thread: a limit of this process (`ulimit -u`"),
+    ],
+)
+def test_a_limit_of_the_system_is_told_in_one_line_with_what_to_do(
+    error: Exception, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "_command", lambda _: command)
+    assert cli.main(["status"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("taskgraph: ") and says in line
+
+
+def test_a_process_that_may_open_next_to_no_files_is_told_before_it_begins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It failed wherever it happened to be, with tracebacks of the event loop around."""
+    monkeypatch.setattr("resource.getrlimit", lambda _: (20, 20))
+    assert cli.main(["status"]) == 1
+    assert capsys.readouterr().err == (
+        "taskgraph: only 20 files may be open at a time here: `ulimit -n 1024` allows more\n"
+    )
+
+
+@pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["run", "d.py", "tasks=3"], "(an option of the job is set with -o tasks=3); see `taskgraph run --help`"),

@@ -27,7 +27,7 @@ from taskgraph.coordination.etcd.methods import (
 )
 from taskgraph.coordination.etcd.options import EtcdOptions
 from taskgraph.coordination.etcd.watch import check_lost, watch
-from taskgraph.errors import CoordinationError, LeaseGone, Unavailable
+from taskgraph.errors import CoordinationError, LeaseGone, Unavailable, no_thread
 from taskgraph.protocol.kv import KeyValue, Txn, TxnResult
 
 __all__ = ["EtcdCoordinator"]
@@ -199,9 +199,7 @@ class EtcdCoordinator:
         except RuntimeError as error:
             with contextlib.suppress(CoordinationError):  # it expires by itself
                 await self._revoke_at_end(answer.id)
-            raise CoordinationError(
-                f"a lease cannot be renewed: {error}: `ulimit -u`, or the limit of the container, is used up"
-            ) from error
+            raise CoordinationError(f"a lease cannot be renewed: {no_thread(error) or error}") from error
         self._leases.add(lease)
         return lease
 

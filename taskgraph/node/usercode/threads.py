@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
-from taskgraph.errors import JobError
+from taskgraph.errors import JobError, no_thread
 from taskgraph.node.usercode import forks
 
 __all__ = ["Begun", "PooledThreads", "Threads", "Work"]
@@ -159,7 +159,7 @@ class PooledThreads:
             _Thread(self._serve, f"{self._name}_{self._threads}", work)
         except (OSError, RuntimeError) as error:  # no thread is to be had at the moment
             if not self._threads:
-                raise
+                raise JobError(f"none of its code can run: {no_thread(error) or error}") from error
             self._why_none = str(error)
             return False
         self._threads += 1

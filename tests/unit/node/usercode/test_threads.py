@@ -316,7 +316,7 @@ async def test_where_no_more_threads_can_be_made_those_there_are_do_it_all(monke
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", _no_thread)
         second = pool.run(lambda: 2)
-        with pytest.raises(RuntimeError, match="can't start"):
+        with pytest.raises(JobError, match="none of its code can run: can't start new thread: a limit of this process"):
             PooledThreads("none", limit=4).run(lambda: 3)
     assert not second.done()
     go.set()
