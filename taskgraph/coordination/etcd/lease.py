@@ -28,7 +28,7 @@ import grpc
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.methods import AUTHENTICATE, LEASE_KEEP_ALIVE
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
-from taskgraph.errors import CoordinationError
+from taskgraph.errors import CoordinationError, no_thread
 
 __all__ = ["EtcdLease"]
 
@@ -172,9 +172,9 @@ class EtcdLease:
                     except (CoordinationError, OSError, RuntimeError) as error:
                         # A TLS file is being replaced, no thread can be started or no file opened: tried again each
                         # time, since that passes.
-                        self._trouble = str(error)
+                        self._trouble = no_thread(error) or str(error)
                         if self._trouble != why_none:
-                            log.warning("renewal of lease %x: %s; trying again", self._id, error)
+                            log.warning("renewal of lease %x: %s; trying again", self._id, self._trouble)
                         why_none = self._trouble
                         continue
                     why_none = ""
