@@ -229,7 +229,7 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction | None = 
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         options = parser(driver=function).parse_args(arguments)
-        if (files := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _LEAST_FILES:
+        if (files := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _LEAST_FILES and files != resource.RLIM_INFINITY:
             print(f"taskgraph: only {files} files may be open at a time here: {_MORE_FILES}", file=sys.stderr)
             return FAILED
         command = _command(options.command)

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -385,6 +386,9 @@ def test_a_process_that_may_open_next_to_no_files_is_told_before_it_begins(
     assert capsys.readouterr().err == (
         "taskgraph: only 20 files may be open at a time here: `ulimit -n 1024` allows more\n"
     )
+    monkeypatch.setattr("resource.getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)  # a number below all others
+    monkeypatch.setattr(cli, "_command", lambda _: lambda _: 0)
+    assert cli.main(["status"]) == 0
 
 
 @pytest.mark.parametrize(
