@@ -9,6 +9,7 @@ from typing import TypeVar
 from taskgraph.coordination.api import Listing, WatchBatch, WatchCompacted
 from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
 from taskgraph.protocol.kv import Delete, KeyValue, Put, Txn, TxnResult
+from taskgraph.testing.simulate.drawing import Slips
 from taskgraph.testing.simulate.etcd import SimEtcd, Stream
 from taskgraph.testing.simulate.loop import Process
 
@@ -30,6 +31,7 @@ class SimCoordinator:
         on_txn: told of every transaction: "sending", and "before" it is executed at the server.
         timeout_s: how long a call may take, with its retries.
         lag: how much later than others its watches are told.
+        slips: what becomes of its reads.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class SimCoordinator:
         on_txn: Callable[[Process, Txn, str], None],
         timeout_s: float,
         lag: float = 1.0,
+        slips: Slips | None = None,
     ) -> None:
         self.etcd = etcd
         self.process = process
@@ -48,6 +51,7 @@ class SimCoordinator:
         self._on_txn = on_txn
         self._timeout_s = timeout_s
         self.lag = lag
+        self._slips = slips
         self._gone = ""
         self._streams: dict[Stream, None] = {}
         self._leases: dict[SimLease, None] = {}
@@ -147,7 +151,7 @@ class SimCoordinator:
 
         def reply(value: T | None, error: Exception | None) -> None:
             if self._heard and not self._gone:
-                loop.call_later(self.answer_delay(), settle, value, error, context=self.process.context)
+                loop.call_later(self.answer_delay() + late_s, settle, value, error, context=self.process.context)
 
         def run() -> None:
             etcd.store.expire()
@@ -174,7 +178,9 @@ class SimCoordinator:
             else:
                 etcd.arrive(run)
 
-        lost = ""
+        lost, late_s = "", 0.0
+        if not writes and self._slips is not None and (lost := self._slips.read()) == "late":
+            lost, late_s = "", self._slips.late_s()
         if writes and self.lose_next:
             self.lose_next -= 1
             lost = rng.choice(("answer", "answer", "request", "refused", "late"))

@@ -10,7 +10,16 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["KINDS", "Fault", "draw", "draw_around_checkpoints", "draw_in_flight", "draw_one", "draw_with_moods"]
+__all__ = [
+    "KINDS",
+    "Fault",
+    "Slips",
+    "draw",
+    "draw_around_checkpoints",
+    "draw_in_flight",
+    "draw_one",
+    "draw_with_moods",
+]
 
 KINDS = (
     "crash",
@@ -95,6 +104,45 @@ class Fault:
     until: str = ""  # the moment at which what is held back goes on, where that comes before `lasts_s`
     then: Fault | None = None  # what happens right after it
 
+
+class Slips:
+    """What is no failure that lasts, and holds a node up all the same: reads of etcd that are lost or late, and probes
+    of other nodes that take long.
+
+    They make long what is mostly short, for instance the time in which a node has its key and has not begun to work.
+    In some of the seeds, out of a generator of their own, so that the others do not depend on them.
+    """
+
+    def __init__(self, rng: random.Random, *, share: float) -> None:
+        self._rng = rng
+        drawn = rng.random() < share
+        self._reads = rng.choice((0.0, 0.03, 0.1)) if drawn else 0.0
+        self._probes = drawn and rng.random() < 0.7
+
+    @property
+    def drawn(self) -> bool:
+        return self._reads > 0 or self._probes
+
+    def end(self) -> None:
+        """None from now on."""
+        self._reads, self._probes = 0.0, False
+
+    def read(self) -> str:
+        """What becomes of a read: "" where it is as always; "request", "answer" where that is lost; "late"."""
+        if not self._reads or self._rng.random() >= self._reads:
+            return ""
+        return self._rng.choice(("answer", "request", "late"))
+
+    def late_s(self) -> float:
+        """How long the answer to a late read takes: mostly less than a call may."""
+        return _LATE_READ_S * self._rng.random() ** 2
+
+    def probe_s(self, limit_s: float) -> float:
+        """How long a probe takes beside its messages, of what it may."""
+        return 0.9 * limit_s * self._rng.random() if self._probes else 0.0
+
+
+_LATE_READ_S = 2.0
 
 _DEADLY = ("crash", "crash", "host crash", "freeze", "isolation")
 _DEAFENING = ("reset", "cut one way", "cut one way", "cut one way", "half-open", "freeze", "crash")

@@ -357,6 +357,8 @@ class Faults:
         if not heal:
             return
         world = self._world
+        if world.slips is not None:
+            world.slips.end()
         for node in world.existing():
             node.process.thaw(world.loop)
             node.threads.thaw(world.loop)

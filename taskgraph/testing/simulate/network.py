@@ -19,6 +19,7 @@ from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
 from taskgraph.graph.blocks import Block
 from taskgraph.protocol.messages import Call, Pull, Refusal, Reply
 from taskgraph.settings import Settings
+from taskgraph.testing.simulate.drawing import Slips
 from taskgraph.testing.simulate.loop import Process
 from taskgraph.transport.api import Coming, OnLost, Peer, Serve
 from taskgraph.transport.calls import OwnedTasks, answer, answer_all_now, answer_quietly, describe, unwrap
@@ -52,6 +53,7 @@ class SimNetwork:
     Args:
         in_order: share of messages that stay behind the one before them on their connection; the others overtake.
         on_message: (from, to, message, stage): told when a call arrives and when its reply does.
+        slips: how long probes take.
     """
 
     def __init__(
@@ -62,12 +64,14 @@ class SimNetwork:
         delay_s: float,
         in_order: float,
         on_message: Callable[[str, str, object], None],
+        slips: Slips | None = None,
     ) -> None:
         self.rng = rng
         self.settings = settings
         self.delay_s = delay_s
         self._in_order = in_order
         self.on_message = on_message
+        self._slips = slips
         self.transports: dict[str, SimTransport] = {}
         self._vanished: set[str] = set()  # nodes whose host is gone: nothing refuses there
         self._connections: dict[_Connection, None] = {}
@@ -132,6 +136,11 @@ class SimNetwork:
     def delay(self) -> float:
         slow = 30.0 if self.rng.random() < 0.01 else 1.0
         return self.delay_s * slow * self.rng.uniform(0.2, 1.5)
+
+    async def hold_up_probe(self) -> None:
+        """What a probe takes beside its messages."""
+        if self._slips is not None and (slow_s := self._slips.probe_s(self.settings.connect_s)):
+            await asyncio.sleep(slow_s)
 
     def later(self, delay_s: float, function: Callable[[], None]) -> None:
         """As the network itself: no process holds it back."""
@@ -419,6 +428,7 @@ class SimTransport:
             return
         try:
             async with asyncio.timeout(timeout_s):
+                await self.network.hold_up_probe()
                 connection = await self._hello(peer.node, probe=True)
         except TimeoutError:
             raise PeerLost(f"node {peer.node} did not answer a hello within {timeout_s} s") from None

@@ -19,7 +19,13 @@ from types import FrameType
 
 import taskgraph as tg
 from taskgraph.protocol.records import State
-from taskgraph.testing.simulate.drawing import draw, draw_around_checkpoints, draw_in_flight, draw_with_moods
+from taskgraph.testing.simulate.drawing import (
+    Slips,
+    draw,
+    draw_around_checkpoints,
+    draw_in_flight,
+    draw_with_moods,
+)
 from taskgraph.testing.simulate.faults import Faults
 from taskgraph.testing.simulate.loop import Nothing, SimLoop
 from taskgraph.testing.simulate.runs import Violation
@@ -39,6 +45,9 @@ AHEAD = 0.5
 """Share of the seeds whose tasks may be ahead of the last commit."""
 IN_FLIGHT = 0.7
 """Share of those whose tasks may be in several epochs at a time, where they have no handlers."""
+
+SLIPPING = 0.3
+"""Share of the seeds with reads of etcd that are lost or late, or probes that take long."""
 
 LIMIT_CPU_S = 10.0
 """What a seed may cost, by far; one that takes longer has met a loop that does not end."""
@@ -180,7 +189,8 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
     settings = _settings(rng, workload)
     if keeping:
         settings = dataclasses.replace(settings, checkpoints_kept=keeps.choice((1, 2, 3)))
-    world = World(workload, settings, 1, rng, keeps)
+    slips = Slips(random.Random(f"reads and probes of {outcome.seed}"), share=SLIPPING)
+    world = World(workload, settings, 1, rng, keeps, slips)
     outcome.transcript = world.transcript
     outcome.described = f"{workload.tasks} tasks, {workload.epochs} epochs, {workload.backups} backups, {nodes} nodes"
     if workload.epochs_ahead:
@@ -195,6 +205,8 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         outcome.described += ", flags that follow from messages" + " after a while" * bool(workload.lingers_s)
     if workload.mistake is not None:
         outcome.described += f", {workload.mistake.text}"
+    if slips.drawn:
+        outcome.described += ", slow probes or reads"
     if keeping:
         outcome.described += f", a checkpoint every {workload.checkpoint_every} epochs"
     world.loop.set_exception_handler(lambda _, context: world.violated(_unhandled(context)))

@@ -24,6 +24,7 @@ from taskgraph.protocol.kv import Compare, KeyEvent, Put, Txn
 from taskgraph.protocol.messages import Encoded
 from taskgraph.protocol.records import CheckpointRecord, GoneRecord, State, StatusRecord
 from taskgraph.testing.simulate.client import SimCoordinator
+from taskgraph.testing.simulate.drawing import Slips
 from taskgraph.testing.simulate.etcd import SimEtcd, SimStore
 from taskgraph.testing.simulate.invariants import Invariants, kind_of
 from taskgraph.testing.simulate.loop import Process, SimLoop
@@ -72,11 +73,18 @@ class World:
     Args:
         rng: decides delays; what happens is decided by whoever calls `crash` and the like.
         keeps: decides what concerns checkpoints alone, so that jobs without any do not depend on it.
+        slips: what becomes of reads and probes; none where it is not given.
         moment: told of every named moment, with the node it is about ("" for none), at that very moment.
     """
 
     def __init__(
-        self, workload: Workload, settings: tg.Settings, min_nodes: int, rng: random.Random, keeps: random.Random
+        self,
+        workload: Workload,
+        settings: tg.Settings,
+        min_nodes: int,
+        rng: random.Random,
+        keeps: random.Random,
+        slips: Slips | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SimLoop)
@@ -91,6 +99,7 @@ class World:
         self.moment: Moment = lambda name, node, peer="": None
         self.nodes: dict[str, SimNode] = {}
         self._keeps = keeps
+        self.slips = slips
         self.place = SimPlace(random.Random(keeps.getrandbits(64)))
         self.failed: asyncio.Future[None] = loop.create_future()
         speed = rng.choice((0.0003, 0.001, 0.001, 0.005))
@@ -109,6 +118,7 @@ class World:
             delay_s=speed,
             in_order=rng.choice((0.5, 1.0)),
             on_message=self._on_message,
+            slips=self.slips,
         )
         self.invariants = Invariants(
             self.spec.name,
@@ -153,6 +163,7 @@ class World:
             on_txn=self._on_txn,
             timeout_s=self._etcd_timeout_s,
             lag=self._rng.choice((1.0, 1.0, 1.0, 0.0, 10.0)),
+            slips=self.slips,
         )
         place = self.place.seen_by(node_id)
         events = EventLog(name)
