@@ -33,10 +33,10 @@ def soft(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
     monkeypatch.setattr(roles, "array_module", lambda devices: (device.xp, device))
     hold = Boundaries.hold
 
-    def held(boundaries: Boundaries, boundary: Boundary, *, committed: bool) -> None:
+    def held(boundaries: Boundaries, boundary: Boundary, *, committed: bool) -> bool:
         assert type(boundary.value) is Encoded, "a replica holds what is on the host"
         assert all(isinstance(buffer, memoryview) for buffer in boundary.value.buffers)
-        hold(boundaries, boundary, committed=committed)
+        return hold(boundaries, boundary, committed=committed)
 
     monkeypatch.setattr(Boundaries, "hold", held)
     yield device
@@ -111,9 +111,9 @@ def test_small_ones_do_not_overtake_large_ones(soft: SoftDevice, monkeypatch: py
         time.sleep(0.02)  # far longer than an epoch
         return copy(buffer, *args)
 
-    def held(boundaries: Boundaries, boundary: Boundary, *, committed: bool) -> None:
+    def held(boundaries: Boundaries, boundary: Boundary, *, committed: bool) -> bool:
         order.setdefault(id(boundaries), []).append(boundary.stamp.epoch)
-        hold(boundaries, boundary, committed=committed)
+        return hold(boundaries, boundary, committed=committed)
 
     monkeypatch.setattr(DeviceBuffer, "host", host)
     monkeypatch.setattr(Boundaries, "hold", held)
