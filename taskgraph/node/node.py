@@ -119,7 +119,7 @@ class Node:
         self.roles = Roles(self)
         # From the first read on: a node serves offers while it still registers, and what a roll-back undid has to go
         # before a boundary of after it is held.
-        self.keeper.on_change(self.roles.follow)
+        self._stop_following = self.keeper.on_change(self.roles.follow)
         self._control, self._token_mark, self.devices = control, token_mark, devices
         self.host = host or socket.gethostname()
         self.threads = threads or PooledThreads(f"{name}-task", limit=max(64, 2 * job.tasks))
@@ -380,6 +380,7 @@ class Node:
                         self._cut_off()
                     raise
                 finally:
+                    self._stop_following()
                     await self._stop_everything(services)
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
