@@ -216,6 +216,7 @@ class Pool:
         self._arena: _Arena | None = None  # the one that segments are being cut from
         self._cut_at = 0.0
         self._closed = False
+        self._lacked = False  # which is told once
         _pools.add(self)
 
     def disown(self) -> None:
@@ -285,8 +286,11 @@ class Pool:
         try:
             return self._cut(_rounded(nbytes))
         except (OSError, MemoryError) as error:
-            lacking = isinstance(error, MemoryError) or error.errno in _LACKING
-            if self._shared and not lacking and not self._used and not self._idle:
+            if isinstance(error, MemoryError) or error.errno in _LACKING:
+                if not self._lacked:
+                    log.warning("no shared memory for a value of %d bytes (%s): it travels as bytes", nbytes, error)
+                self._lacked = True
+            elif self._shared and not self._used and not self._idle:
                 log.warning("no shared memory here (%s): values travel as bytes", error)
                 self._shared = False
             return None

@@ -392,10 +392,12 @@ def test_where_there_is_no_shared_memory_values_lie_in_memory_that_is_reused(mon
     assert place(given(mine, MIB)) == first
 
 
-def test_a_value_that_is_too_large_for_memory_says_nothing_of_others() -> None:
+def test_a_value_that_is_too_large_for_memory_says_nothing_of_others(caplog: pytest.LogCaptureFixture) -> None:
     """Where it was a node's first, all that the node ever sent went as bytes."""
     mine, _ = pool()
-    assert mine.allocate(1 << 48) is None and mine.shared
+    for _ in range(3):
+        assert mine.allocate(1 << 48) is None and mine.shared
+    assert [f"no shared memory for a value of {1 << 48} bytes" in said for said in caplog.messages] == [True]
     assert given(mine, MIB).origin.region is not None  # type: ignore[union-attr]
 
 
