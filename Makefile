@@ -57,7 +57,8 @@ setup: $(VENV)/.installed-dev ## Make .venv with everything for development
 run: $(VENV)/.installed-run ## Run the linear regression on 4 local nodes, with an etcd of its own
 	$(BIN)/taskgraph run examples/linear_regression.py --nodes $(NODES)
 
-# Others start nodes, look at what is left of them, and at how long things take: one after another, alone.
+# Others look at how long things take, or break what all processes of a host share: one after another, alone. Those of
+# tests/integration start nodes and wait for them, most of the time: two files at a time.
 SIDE_BY_SIDE := tests/simulation tests/protocol \
     $(addprefix tests/unit/,checkpoint coordination device graph node observe testing transport)
 
@@ -67,7 +68,8 @@ test: $(VENV)/.installed-dev ## Run all tests
 	    $(BIN)/python -m pytest $(PYTEST_ARGS) $(TESTS) || failed=1; \
 	else \
 	    $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS) $(SIDE_BY_SIDE) || failed=1; \
-	    $(BIN)/python -m pytest $(PYTEST_ARGS) $(SIDE_BY_SIDE:%=--ignore=%) tests || failed=1; \
+	    $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) tests/integration || failed=1; \
+	    $(BIN)/python -m pytest $(PYTEST_ARGS) $(SIDE_BY_SIDE:%=--ignore=%) --ignore=tests/integration tests || failed=1; \
 	fi; exit $$failed
 
 test-fast: $(VENV)/.installed-dev ## Run the tests that take less than a second each

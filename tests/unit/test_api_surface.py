@@ -107,7 +107,7 @@ def test_the_references_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "api_page", module)
     module.__dict__["tg"] = tg
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     for block in blocks:
         exec(compile(block, "docs/api.md", "exec"), module.__dict__)
 
