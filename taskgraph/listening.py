@@ -32,7 +32,8 @@ class Listening:
         insecure: whether `host` may be beyond loopback without TLS.
 
     Raises:
-        JobError: ports that are none, or too few for a node; something to listen with, and nowhere to do so.
+        JobError: ports that are none, or too few for a node; a name or an address that is none, or has a port; ports or
+            a name to be told, and nothing to listen on.
     """
 
     host: str = ""

@@ -119,11 +119,10 @@ def call(device: Device, events: Sequence[Event], then: Callable[[], object]) ->
 
     To look at an event ends the capture of a graph in the same thread: so that is not done in this one.
     """
-    work = _Work(device, events, then)
-    if not events:
-        _call(then)
+    if events:
+        soon(partial(_look, _Work(device, events, then)))
     else:
-        soon(partial(_look, work))
+        _call(then)
 
 
 def _look(work: _Work) -> None:

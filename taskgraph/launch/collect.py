@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from taskgraph.errors import JobCancelled, JobFailed, UnknownJob, worded
 from taskgraph.graph.values import decode, verify
+from taskgraph.observe.events import Event
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.records import PrimaryRecord, State, StatusRecord
@@ -23,6 +24,7 @@ __all__ = [
     "damaged",
     "job_failed",
     "kept_copy",
+    "kept_record",
     "mib",
     "not_kept",
     "size_bytes",
@@ -153,6 +155,23 @@ def _shortened(result: JobResult, text: str) -> tuple[str | None, str]:
         if len(text) < _SUMMARY_BYTES:
             return text, ""
     return None, f"as JSON they take {mib(len(text))}, and less than {mib(_SUMMARY_BYTES)} is kept in etcd"
+
+
+def kept_record(
+    run: str, status: StatusRecord | None, result: str | None, not_kept: str, events: Iterable[Event]
+) -> dict[str, Any]:
+    """What a host keeps of a job that has ended.
+
+    Args:
+        result: as JSON, or None where it is not kept: `not_kept` says why.
+    """
+    return {
+        "run": run,
+        "status": json.loads(status.to_bytes()) if status else {},
+        "result": json.loads(result) if result else None,
+        "not_kept": not_kept,
+        "events": [json.loads(event.to_bytes()) for event in events],
+    }
 
 
 def why_not_kept(collected: KeyValue | None) -> str:

@@ -19,7 +19,7 @@ from taskgraph.coordination.api import Coordinator, WatchCompacted
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, DecodeError, OutcomeUnknown, TaskGraphError
-from taskgraph.launch.collect import assemble, complete, damaged, kept_copy, size_bytes
+from taskgraph.launch.collect import assemble, complete, damaged, kept_copy, kept_record, size_bytes
 from taskgraph.launch.resuming import lost_text, way_on
 from taskgraph.launch.runtime import Runtime
 from taskgraph.observe.control_client import ControlClient, StillAtWork, control_address
@@ -372,14 +372,12 @@ class Follower:
         with contextlib.suppress(CoordinationError, TimeoutError):
             async with asyncio.timeout(_REST_S):
                 events, _ = await kept_events(self._coordinator, self._spec.name)
-        record = {
-            "run": self._spec.run,
-            "status": json.loads(self.view.status.record.to_bytes()) if self.view.status else {},
-            "result": json.loads(text),
-            "not_kept": "",
-            "events": [json.loads(event.to_bytes()) for event in events],
-        }
-        await asyncio.to_thread(Runtime().keep_finished, self._spec.name, record)
+        status = self.view.status.record if self.view.status else None
+
+        def keep() -> None:
+            Runtime().keep_finished(self._spec.name, kept_record(self._spec.run, status, text, "", events))
+
+        await asyncio.to_thread(keep)
 
     def only_there_text(self) -> str:
         """Who has a result that was kept nowhere, and how one gets it."""

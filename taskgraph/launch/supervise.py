@@ -9,13 +9,13 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from taskgraph.children import signal_name
 from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, JobFailed, JobTimeout, TaskGraphError, worded
-from taskgraph.launch.collect import job_failed, why_not_kept
+from taskgraph.launch.collect import job_failed, kept_record, why_not_kept
 from taskgraph.launch.follow import Follower, kept_events, node_statuses
 from taskgraph.launch.forkserver import ForkServer, NotStarted
 from taskgraph.launch.local import LocalNodes
@@ -316,13 +316,8 @@ class Supervisor:
         if self._without_etcd and view.running:
             reason = f"its embedded etcd {self._without_etcd}"
             status = StatusRecord(state=State.FAILED, reason=reason, writer="launcher")
-        kept: dict[str, Any] = {
-            "run": self._spec.run,
-            "status": json.loads(status.to_bytes()) if status else {},
-            "result": json.loads(self._follower.kept_json) if self._follower.kept_json else None,
-            "not_kept": self._follower.not_kept,
-            "events": [json.loads(event.to_bytes()) for event in events],
-        }
+        follower = self._follower
+        kept = kept_record(self._spec.run, status, follower.kept_json, follower.not_kept, events)
         try:
             Runtime().keep_finished(self._spec.name, kept)
         except (OSError, TaskGraphError) as error:  # a full disk: what became of the job counts for more

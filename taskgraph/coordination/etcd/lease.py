@@ -41,7 +41,7 @@ _JOIN_S = 2.0
 _LOGIN_S = 2.0
 
 #: Channels whose call could not begin since gRPC could not start its thread: closing one, or forgetting it, waits for
-#: that thread for ever.
+#: that thread for ever. One more for each renewal that is tried while no thread is to be had.
 _UNCLOSABLE: list[grpc.Channel] = []
 
 
