@@ -122,6 +122,7 @@ class Reason:
     USER_ERROR = "user error"  # the receiver's user code raised: the job is failing
     BAD_MESSAGE = "bad message"  # not something this receiver understands
     NOT_COPIED = "not copied"  # there is no copy of it on the host, and no device is to blame: there will be none
+    DEVICE_ERROR = "device error"  # there is no copy of it on the host, since its device failed
     CLOSING = "closing"  # the node is shutting down
 
 

@@ -537,5 +537,5 @@ def _too_many() -> Refusal:
 
 
 def _not_copied(error: Exception) -> Refusal:
-    reason = Reason.NOT_COPIED if device_error(error) is None else Reason.BAD_MESSAGE
+    reason = Reason.NOT_COPIED if device_error(error) is None else Reason.DEVICE_ERROR
     return Refusal(reason, f"it cannot be copied to the host: {type(error).__name__}: {error}")

@@ -210,9 +210,9 @@ class Attempt:
     def _on_idle(self, version: int) -> None:
         self._primary.report_idle(self.stamp, Idle(version, self.ledger.sent_sum, self.ledger.received_sum))
 
-    def ask_restart(self, why: str) -> None:
-        """This attempt cannot be completed: the leader is asked for another."""
-        self._primary.ask_restart(self.stamp, why)
+    def refused(self, refused: Refused, why: str) -> None:
+        """A call was refused for good: the leader is asked for another attempt. Raises as `Primary.refused`."""
+        self._primary.refused(self.stamp, refused, why)
 
     async def _compose(self) -> Graph:
         """Calls `compose`.

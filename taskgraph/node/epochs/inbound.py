@@ -7,10 +7,11 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from taskgraph.errors import GraphError, Refused, TaskGraphError
+from taskgraph.errors import GraphError, Refused, TaskGraphError, worded
 from taskgraph.graph.values import hosted
 from taskgraph.node.epochs.pulls import LARGE_BYTES
 from taskgraph.observe.trace import clock
+from taskgraph.protocol.deviceloss import device_error
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Item, Pull, Reason, Reply, Stamp
 from taskgraph.transport.api import Begun
 
@@ -171,9 +172,7 @@ class Inbound:
                     f"{who} pulls {tag!r} from task {producer}, which does not offer it in this epoch; {refused}"
                 ) from refused
             why = f"task {self._task} cannot pull {tag!r} from task {producer}: {refused}"
-            if refused.reason == Reason.NOT_COPIED:  # nor the next time
-                raise TaskGraphError(f"epoch {self._stamp.epoch}: {why}") from refused
-            self._primary.ask_restart(self._stamp, why)
+            self._primary.refused(self._stamp, refused, why)
             await asyncio.Event().wait()  # until the restart cancels this attempt
             raise AssertionError from refused
         self._take(tag, producer, reply)
@@ -210,7 +209,15 @@ class Inbound:
 
     async def _take_to_host(self, tag: str, producer: int, item: Item) -> None:
         """Takes an item that is on the device of another node in this process, for a task that has none."""
-        value = await self._primary.replica.threads.run(partial(hosted, item.value))
+        try:
+            value = await self._primary.replica.threads.run(partial(hosted, item.value))
+        except Exception as error:
+            if device_error(error) is not None:
+                raise
+            raise TaskGraphError(
+                f"epoch {self._stamp.epoch}: task {self._task} cannot have {tag!r} of task {producer}: it cannot be "
+                f"copied to the host: {worded(error)}"
+            ) from error
         self._take(tag, producer, Item(item.stamp, item.term, item.tag, value))
 
     def _trace(self, kind: str, tag: str, producer: int, item: Item | None) -> None:

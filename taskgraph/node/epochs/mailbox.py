@@ -118,8 +118,8 @@ class Mailbox:
                 raise GraphError(
                     f"task {attempt.task}, epoch {attempt.number}, {in_words(where)}: {what} to task {to}: {refused}"
                 ) from refused
-            # DONE, CONFLICT: only a replaced primary can get these; the attempt cannot be completed.
-            attempt.ask_restart(f"{what} from task {attempt.task} to task {to} was refused: {refused}")
+            # DONE, CONFLICT: only a replaced primary can get these. This attempt cannot be completed.
+            attempt.refused(refused, f"{what} from task {attempt.task} to task {to} was refused: {refused}")
             await asyncio.Event().wait()  # until the restart cancels this attempt
             raise AssertionError from refused
         assert isinstance(reply, Answer | Accepted)

@@ -16,7 +16,7 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
-from taskgraph.errors import CheckpointError, GraphError, TaskGraphError, TransportError
+from taskgraph.errors import CheckpointError, GraphError, Refused, TaskGraphError, TransportError
 from taskgraph.node.epochs.attempt import Attempt, Idle
 from taskgraph.node.epochs.attempts import Attempts
 from taskgraph.node.epochs.lanes import Lanes
@@ -30,7 +30,7 @@ from taskgraph.node.usercode.errors import StuckError, UserCodeError, met
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync
 from taskgraph.protocol.kv import Compare
-from taskgraph.protocol.messages import Encoded, HandOver, Report, RequestRestart, Stamp, Wait
+from taskgraph.protocol.messages import Encoded, HandOver, Reason, Report, RequestRestart, Stamp, Wait
 from taskgraph.protocol.records import EpochRecord, PrimaryRecord, State
 from taskgraph.protocol.transactions import TakenOver
 from taskgraph.protocol.view import JobView, Versioned, holds
@@ -77,6 +77,7 @@ class Primary:
         self._moving: asyncio.Future[None] | None = None
         self.reporter = Reporter(node, leads=replica.task == 0)
         self._restart_asked: set[tuple[Stamp, str]] = set()
+        self._not_copied: set[Stamp] = set()  # attempts of one epoch that an error of another node's device has ended
         self._group: asyncio.TaskGroup | None = None
         self.stage = "setup"
         self.writer = CheckpointWriter(node, self.task)
@@ -539,6 +540,22 @@ class Primary:
                     lost = f"task {task} lost a primary that took a message of task {self.task}"
                     self.ask_restart(attempt.stamp, lost)
                     return
+
+    def refused(self, stamp: Stamp, refused: Refused, why: str) -> None:
+        """A call of an attempt was refused for good, so that the attempt cannot be completed: the epoch restarts.
+
+        Raises:
+            TaskGraphError: it would be refused again.
+        """
+        again = refused.reason == Reason.NOT_COPIED
+        if refused.reason == Reason.DEVICE_ERROR:
+            # If that harmed the device, code of the task there meets it in the next attempt, and its process ends. An
+            # error that did no harm comes again in each.
+            self._not_copied = {at for at in self._not_copied if at.epoch == stamp.epoch} | {stamp}
+            again = len(self._not_copied) > self.node.settings.device_failures
+        if again:
+            raise TaskGraphError(f"epoch {stamp.epoch}: {why}") from refused
+        self.ask_restart(stamp, why)
 
     def ask_restart(self, stamp: Stamp, why: str) -> None:
         if (stamp, why) in self._restart_asked or self._group is None:

@@ -156,7 +156,7 @@ class CUDARuntimeError(RuntimeError):
 
 
 @pytest.mark.parametrize(
-    ("error", "reason"), [(MemoryError(), m.Reason.NOT_COPIED), (CUDARuntimeError(), m.Reason.BAD_MESSAGE)]
+    ("error", "reason"), [(MemoryError(), m.Reason.NOT_COPIED), (CUDARuntimeError(), m.Reason.DEVICE_ERROR)]
 )
 async def test_a_copy_that_fails_is_a_refusal(
     nodes: list[Node],
