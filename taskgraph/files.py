@@ -1,9 +1,11 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and folders that go with the process that made them, or after it."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import logging
 import os
 import secrets
 import shutil
@@ -13,7 +15,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["OF_THE_HOST", "chosen_file", "may_hold_sockets", "whole_file", "why_unwritable", "write_whole"]
+__all__ = [
+    "OF_THE_HOST",
+    "HeldFolder",
+    "chosen_file",
+    "may_hold_sockets",
+    "whole_file",
+    "why_unwritable",
+    "write_whole",
+]
+
+log = logging.getLogger("taskgraph.files")
 
 _NO_ROOM, _NO_RIGHT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS), (errno.EACCES, errno.EPERM)
 OF_THE_HOST = (*_NO_ROOM, *_NO_RIGHT, errno.EMFILE, errno.ENFILE, errno.EIO)
@@ -106,3 +118,56 @@ def _mode(path: Path) -> int | None:
 
 def _target(path: Path) -> Path:
     return Path(os.path.realpath(path))
+
+
+class HeldFolder:
+    """A new folder of mode 0700. Who made it removes it.
+
+    Its process holds a lock on it. A folder that nobody holds is of a process that was killed: the next one that makes
+    one there removes it.
+
+    Args:
+        base: where it is made.
+        prefix: of its name. What begins so is made in this way alone, and by no version in another one.
+    """
+
+    def __init__(self, base: Path, prefix: str) -> None:
+        for left in base.glob(f"{prefix}*"):
+            with contextlib.suppress(OSError):
+                if left.lstat().st_uid == os.getuid() and (held := _held(left)) is not None:
+                    shutil.rmtree(left, ignore_errors=True)
+                    os.close(held)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+            try:
+                self._held = _held(self.path)
+            except FileNotFoundError:  # another one took it for one that was left, before we held it
+                continue
+            except OSError as error:  # nobody can hold a folder on this file system, and so nobody removes it
+                log.debug("%s cannot be locked: %s", self.path, error)
+                self._held = None
+                return
+            if self._held is not None:
+                if self.path.exists():
+                    return
+                os.close(self._held)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        held, self._held = self._held, None
+        if held is not None:
+            os.close(held)
+
+
+def _held(folder: Path) -> int | None:
+    """A folder that is locked by us now, until we close it or end; None: another process has it."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        return None
+    except OSError:
+        os.close(file)
+        raise
+    return file

@@ -27,7 +27,7 @@ from types import TracebackType
 from taskgraph.children import signal_name, tell_child
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.errors import CoordinationError, Unavailable
-from taskgraph.files import may_hold_sockets
+from taskgraph.files import HeldFolder, may_hold_sockets
 
 __all__ = ["EmbeddedEtcd", "find_etcd", "keeping_options", "version_of"]
 
@@ -45,6 +45,7 @@ _LAST_LINES = 8
 _NO_NEWS = ("level", "ts", "caller", "msg", "stacktrace")
 #: Of the directory for temporary files: some kernels take 104 bytes for a unix socket's path.
 _FOLDER_PATH = 60
+_PREFIX = "taskgraph-own-etcd-"
 #: History kept for watches that reconnect, of a job that may write hundreds of times a second; etcd compacts as often.
 #: Whoever was away for longer lists everything anew.
 _HISTORY = "1m"
@@ -103,7 +104,7 @@ class EmbeddedEtcd:
         self._endpoint = ""
         self._version = ""
         self._pid = 0
-        self._folder: Path | None = None
+        self._folder: HeldFolder | None = None
 
     @property
     def endpoint(self) -> str:
@@ -177,11 +178,12 @@ class EmbeddedEtcd:
     def _remove(self) -> None:
         """Removes what a guard that was killed leaves; others leave nothing."""
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
 
     async def _start_once(self, binary: Path) -> str:
         """Starts etcd. Returns "" when it answers, else what it said before it ended."""
-        self._folder = private = _new_folder(short=self._private)
+        self._folder = held = _new_folder(short=self._private)
+        private = held.path
         if self._private:
             # etcd wants a host and a port, and makes a file of that name where it runs.
             client_url, peer_url, endpoint = "unix://client:1", "unix://peer:1", f"unix:{private}/client:1"
@@ -209,7 +211,7 @@ class EmbeddedEtcd:
                 start_new_session=True,
             )
         except BaseException:  # cancelled while it started: asyncio has ended it, and nobody else knows the directory
-            shutil.rmtree(private, ignore_errors=True)
+            held.remove()
             raise
         self._guard = guard
         try:
@@ -279,12 +281,12 @@ async def _answers(endpoint: str, name: str) -> None:
                 return
 
 
-def _new_folder(*, short: bool) -> Path:
-    """A directory of mode 0700; `short`: with room for the paths of unix sockets."""
+def _new_folder(*, short: bool) -> HeldFolder:
+    """A directory of its own; `short`: with room for the paths of unix sockets."""
     folder = tempfile.gettempdir()
     if short and not may_hold_sockets(Path(folder), _FOLDER_PATH):
         folder = "/tmp"
-    return Path(tempfile.mkdtemp(prefix="taskgraph-etcd-", dir=folder)).absolute()
+    return HeldFolder(Path(folder).absolute(), _PREFIX)
 
 
 def _command(binary: Path, version: str, name: str, data: Path, client_url: str, peer_url: str) -> list[str]:

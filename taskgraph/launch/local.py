@@ -23,9 +23,10 @@ from pathlib import Path
 from taskgraph.children import Child, end_group, signal_name, tell_child
 from taskgraph.coordination.api import Coordinator
 from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
+from taskgraph.files import HeldFolder
 from taskgraph.launch.devices import deal, host_devices, sharing
 from taskgraph.launch.forkserver import ForkServer, NodeProcess
-from taskgraph.launch.runtime import JobEntry, Runtime, Sockets
+from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.standing import Standing, standing_text, stopped
 from taskgraph.launch.submit import UNKNOWN_PAUSE_S, UNKNOWN_TRIES
 from taskgraph.listening import NOWHERE, Listening
@@ -96,7 +97,7 @@ class LocalNodes:
         self._processes: dict[str, _Process] = {}
         self._watches: set[asyncio.Task[None]] = set()
         self._telling: set[asyncio.Task[None]] = set()
-        self._sockets: Sockets | None = None
+        self._sockets: HeldFolder | None = None
         self._stopping = False
         self._ended_well = False
 

@@ -27,11 +27,11 @@ from typing import Any
 
 from taskgraph import host
 from taskgraph.errors import JobError, TaskGraphError
-from taskgraph.files import may_hold_sockets, write_whole
+from taskgraph.files import HeldFolder, may_hold_sockets, write_whole
 from taskgraph.jobs import NAME_RULE, is_name
 from taskgraph.tls import Tls
 
-__all__ = ["JobEntry", "Runtime", "Sockets", "alive"]
+__all__ = ["JobEntry", "Runtime", "alive"]
 
 log = logging.getLogger("taskgraph.launch")
 
@@ -122,13 +122,13 @@ class Runtime:
             raise JobError(f"{name!r} is no job's name: {NAME_RULE}")
         return self.root / "jobs" / name
 
-    def sockets(self, name: str) -> Sockets:
+    def sockets(self, name: str) -> HeldFolder:
         """A new private folder for the sockets of one launcher's nodes. Removes those of launchers that were killed."""
         self._folder(name)
         base = self.root / "s"
         if may_hold_sockets(base, _MAX_PATH - _SOCKET_PATH):
-            return Sockets(self._made(base), "")
-        return Sockets(Path("/tmp"), "taskgraph-s-")
+            return HeldFolder(self._made(base), "")
+        return HeldFolder(Path("/tmp"), "taskgraph-s-")
 
     @contextlib.contextmanager
     def claim(self, name: str) -> Iterator[bool]:
@@ -326,54 +326,6 @@ class Runtime:
             return None
         whole = isinstance(found, dict) and isinstance(found.get("status"), dict) and "result" in found
         return {"events": [], **found} if whole and run in ("", found.get("run")) else None
-
-
-class Sockets:
-    """A folder for the sockets of one launcher's nodes. Who made it removes it.
-
-    Its process holds a lock on it. A folder that nobody holds is of a process that was killed: the next one removes it.
-    """
-
-    def __init__(self, base: Path, prefix: str) -> None:
-        for left in base.glob(f"{prefix}*"):
-            with contextlib.suppress(OSError):
-                if left.lstat().st_uid == os.getuid() and (held := _held(left)) is not None:
-                    shutil.rmtree(left, ignore_errors=True)
-                    os.close(held)
-        while True:
-            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-            try:
-                self._held = _held(self.path)
-            except FileNotFoundError:  # another launcher took it for one that was left, before we held it
-                continue
-            except OSError as error:  # nobody can hold a folder on this file system, and so nobody removes it
-                log.debug("%s cannot be locked: %s", self.path, error)
-                self._held = None
-                return
-            if self._held is not None:
-                if self.path.exists():
-                    return
-                os.close(self._held)
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        held, self._held = self._held, None
-        if held is not None:
-            os.close(held)
-
-
-def _held(folder: Path) -> int | None:
-    """A folder that is locked by us now, until we close it or end; None: another process has it."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
-        return None
-    except OSError:
-        os.close(file)
-        raise
-    return file
 
 
 def alive(pid: int) -> bool:

@@ -29,7 +29,7 @@ GUARD = ROOT / "taskgraph" / "launch" / "guard.py"
 
 
 def private_dirs(root: Path) -> list[Path]:
-    return sorted(root.glob("taskgraph-etcd-*"))
+    return sorted(root.glob("taskgraph-own-etcd-*"))
 
 
 def command_of(pid: int) -> list[str]:
@@ -428,4 +428,29 @@ async def test_what_a_killed_guard_leaves_is_removed_and_etcd_is_not_blamed(temp
         os.kill(guard := etcd._guard.pid, signal.SIGKILL)
         assert await etcd.ended() == f"ended with its guard (process {guard}), which was killed by SIGKILL"
         await becomes(lambda: not running(etcd.pid))
+    assert private_dirs(temporary) == []
+
+
+async def test_what_is_left_where_all_are_killed_at_one_moment_the_next_one_removes(temporary: Path) -> None:
+    """Each such end left 123 MB."""
+    script = textwrap.dedent("""
+        import asyncio, os, signal
+        from taskgraph.coordination.embedded import EmbeddedEtcd
+        async def main():
+            etcd = EmbeddedEtcd()
+            await etcd.start()
+            for process in (etcd._guard.pid, etcd.pid, os.getpid()):
+                os.kill(process, signal.SIGKILL)
+        asyncio.run(main())
+    """)
+    killed = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", script), cwd=ROOT, env={**os.environ, "TMPDIR": str(temporary)}
+    )
+    await killed.wait()
+    (left,) = private_dirs(temporary)
+    async with EmbeddedEtcd() as one, EmbeddedEtcd() as other:
+        assert left not in private_dirs(temporary) and len(private_dirs(temporary)) == 2
+        for etcd in (one, other):
+            async with await EtcdCoordinator.connect(etcd.endpoint) as node:
+                assert await node.get("k") is None
     assert private_dirs(temporary) == []
