@@ -364,6 +364,20 @@ def test_an_eviction_of_epochs_that_were_undone_makes_no_heir(world: World) -> N
         world.commit()
 
 
+def test_an_eviction_after_epochs_were_undone_leaves_who_holds_the_boundary_in_sync(world: World) -> None:
+    """It is of the lineage it is written in: of an earlier one, the last replica would pass for lost at once."""
+    advance(world, record(3))
+    world.die("e")
+    assert world.run(back(world, record(3), task=3)).succeeded
+    (primary,) = world.view().in_sync(3)
+    assert world.admit(3, primary, "a").succeeded
+    assert world.evict(3, primary, "a").succeeded
+    view = world.view()
+    assert view.epoch is not None and view.epoch.record.lineage > 0
+    assert "a" in view.in_sync(3) and view.holds(view.members_of(3)["a"].record)
+    assert world.take_over(3, "a").succeeded
+
+
 def test_a_member_takes_over_at_the_checkpoint_also_by_a_view_from_before(world: World) -> None:
     advance(world, record(3))
     view = world.view()
