@@ -77,6 +77,11 @@ def checkpointed(builder: type[Held], where: Path) -> tg.Job:
     return job(builder, epochs=6, checkpoint=f"file://{where}", checkpoint_every=2, settings=settings)
 
 
+def acknowledged(node: Node) -> list[int]:
+    """The boundaries of task 0 that a node holds before they are committed."""
+    return [boundary.stamp.epoch for boundary in node.roles.replicas[0].boundaries.pending]
+
+
 @pytest.mark.usefixtures("blindable")
 def test_what_it_holds_for_the_other_one_stays(
     late: Late, held: type[Held], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -87,12 +92,8 @@ def test_what_it_holds_for_the_other_one_stays(
         node, other = await late.replaced(cluster)
         usable = node.checkpoints.newest_usable
 
-        def acknowledged() -> list[int]:
-            replica = node.roles.replicas[0]
-            return [boundary.stamp.epoch for boundary in replica.boundaries.pending]
-
         async def relied_on() -> None:
-            await node.keeper.wait_until(lambda view: node.id in view.in_sync(0) and bool(acknowledged()))
+            await node.keeper.wait_until(lambda view: node.id in view.in_sync(0) and bool(acknowledged(node)))
 
         async def reads_long(pointer: Any) -> Any:
             await relied_on()
@@ -104,7 +105,7 @@ def test_what_it_holds_for_the_other_one_stays(
         late.built.set()
         await relied_on()
         await node.keeper.wait_until(lambda _: 0 not in node.takeovers)
-        assert acknowledged() == [3]
+        assert acknowledged(node) == [3]
         eyes(other).lose("")  # boundary 3 is committed, and whoever made it dies
         held.gates[3].set()
         result = await cluster.result()
@@ -115,6 +116,37 @@ def test_what_it_holds_for_the_other_one_stays(
         cluster.crash(primary)
 
     play(checkpointed(held, tmp_path), scenario, nodes=2, stages={("compose", 0, 3): dies})
+
+
+@pytest.mark.usefixtures("blindable")
+def test_what_it_holds_for_the_other_one_stays_where_etcd_refuses_it(
+    late: Late, held: type[Held], tmp_path: Path
+) -> None:
+    """Whoever begins a task anew throws nothing away before etcd says that it does."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        lost, node = cluster.nodes
+        late.node = node
+        await node.keeper.wait_until(lambda view: view.checkpoint is not None)
+        assert node.keeper.view.primary_node(0) == lost.id
+        cluster.crash(lost.id)
+        await node.keeper.wait_until(lambda _: 0 in node.takeovers)
+        late.built.set()
+        await node.keeper.wait_until(lambda _: 0 not in node.takeovers)
+        assert acknowledged(node) == [3]
+        eyes(cluster.nodes[1]).lose("")
+        held.gates[3].set()
+        assert (await cluster.result()).values == {0: 6, 1: 6}
+
+    async def another_one_does(cluster: InProcessCluster, name: str) -> None:
+        """It is about to ask etcd: first another one begins the task, and has it hold a boundary."""
+        node, other = cluster.node(name), cluster.node(cluster.add())
+        await node.keeper.wait_until(lambda view: view.primary_node(0) == other.id)
+        eyes(other).lose(node.keeper.view.keys.epoch)
+        held.gates[2].set()
+        await node.keeper.wait_until(lambda view: node.id in view.in_sync(0) and bool(acknowledged(node)))
+
+    play(checkpointed(held, tmp_path), scenario, nodes=2, stages={("takeover", 0, 2): another_one_does})
 
 
 @pytest.mark.usefixtures("blindable")
