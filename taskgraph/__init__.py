@@ -135,19 +135,21 @@ _MODULES = {
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 
-def __getattr__(name: str) -> Any:
-    if name == "testing":
-        return importlib.import_module("taskgraph.testing")
-    if name == "main":
-        found = importlib.import_module("taskgraph.cli").driver_main
-    elif name in _HOME:
-        found = getattr(importlib.import_module(f"taskgraph.{_HOME[name]}"), name)
-    elif name in __all__:
-        found = getattr(importlib.import_module("taskgraph.errors"), name)
-    else:
-        raise AttributeError(f"module 'taskgraph' has no attribute {name!r}")
-    globals()[name] = found
-    return found
+if not TYPE_CHECKING:  # a type checker would take every name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        if name == "testing":
+            return importlib.import_module("taskgraph.testing")
+        if name == "main":
+            found = importlib.import_module("taskgraph.cli").driver_main
+        elif name in _HOME:
+            found = getattr(importlib.import_module(f"taskgraph.{_HOME[name]}"), name)
+        elif name in __all__:
+            found = getattr(importlib.import_module("taskgraph.errors"), name)
+        else:
+            raise AttributeError(f"module 'taskgraph' has no attribute {name!r}")
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:

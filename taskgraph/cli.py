@@ -62,7 +62,7 @@ class _Command(_Parser):
 class _Help(argparse.Action):
     """`--help`: behind a driver it tells the options of its job, too."""
 
-    function: JobFunction | None = None
+    function: JobFunction[...] | None = None
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: object) -> None:
         driver = getattr(namespace, "driver", None)
@@ -82,7 +82,7 @@ class _Help(argparse.Action):
         parser.exit()
 
 
-def parser(*, driver: JobFunction | None = None) -> argparse.ArgumentParser:
+def parser(*, driver: JobFunction[...] | None = None) -> argparse.ArgumentParser:
     """The parser. `driver`: for `tg.main`, where the driver is the file that runs."""
     from taskgraph.commands.common import add_etcd_options, add_listen_options
 
@@ -219,7 +219,7 @@ def _command(name: str) -> Callable[..., int]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None, function: JobFunction | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | None = None) -> int:
     """Runs one command; returns its exit code."""
     make_good()  # first of all: nothing may take the place of a standard stream
     hear_of_children()
@@ -280,7 +280,7 @@ def _print(text: str, error: Exception) -> None:
         print(f"taskgraph: {printable(line)}", file=sys.stderr)
 
 
-def driver_main(function: JobFunction) -> None:
+def driver_main(function: JobFunction[...]) -> None:
     """`tg.main(fit)` at the end of a driver: the command line with this driver; no command means run.
 
     Raises:

@@ -9,7 +9,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self, cast
+from typing import Any, Generic, ParamSpec, Self, cast
 
 from taskgraph.errors import JobError, worded
 from taskgraph.options import OptionInfo, check_fields, options_of, options_text, parse, plain
@@ -18,6 +18,8 @@ from taskgraph.task import Task
 from taskgraph.topology import Link, Topology, as_topology
 
 __all__ = ["NAME_RULE", "Job", "JobFunction", "TaskBuilder", "check_job", "check_job_function", "is_name", "job"]
+
+P = ParamSpec("P")
 
 TaskBuilder = Callable[[int], Task]
 """(task_id) -> Task. A Task subclass that takes no arguments, or one called task_id, is one, too."""
@@ -129,7 +131,7 @@ class Job:
             return cast(Callable[[], Task], self.builder)()
         return self.builder(task_id)
 
-    def origin(self) -> tuple[JobFunction, dict[str, Any]]:
+    def origin(self) -> tuple[JobFunction[...], dict[str, Any]]:
         """The job function and its arguments, by which other processes make the same job.
 
         Raises:
@@ -159,7 +161,7 @@ _FIXED = ("tasks", "builder", "topology", "requires_gpu")
 class _Origin:
     """The call that made a job, and what it made that the spec does not hold."""
 
-    function: JobFunction
+    function: JobFunction[...]
     kwargs: dict[str, Any]
     fixed: dict[str, Any]
 
@@ -207,10 +209,10 @@ def _parameters(builder: type) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
 
 
-class JobFunction:
+class JobFunction(Generic[P]):
     """A function decorated with `@tg.job`: called with its arguments it returns a Job that nodes can make again."""
 
-    def __init__(self, function: Callable[..., Job]) -> None:
+    def __init__(self, function: Callable[P, Job]) -> None:
         name = getattr(function, "__qualname__", repr(function))
         if not inspect.isfunction(function) or "<" in name or "." in name:
             raise JobError(
@@ -229,7 +231,7 @@ class JobFunction:
         self.__doc__ = function.__doc__
         self.__module__ = function.__module__
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Job:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Job:
         """Makes the job.
 
         Raises:
@@ -284,6 +286,6 @@ def check_job_function(function: Any) -> None:
         raise JobError(f"tg.main takes a function decorated with @tg.job, as in tg.main(fit), not {what}")
 
 
-def job(function: Callable[..., Job]) -> JobFunction:
+def job(function: Callable[P, Job]) -> JobFunction[P]:
     """Decorates a module-level function that returns a Job. Its keyword parameters are the job's options."""
     return JobFunction(function)

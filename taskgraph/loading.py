@@ -44,7 +44,7 @@ class DriverRef:
     function: str
     root: str = ""
 
-    def load(self) -> JobFunction:
+    def load(self) -> JobFunction[...]:
         """Imports the driver; raises JobError where that fails.
 
         On a host that has not the file where the submitter had it, one of that name in the current directory will do:
@@ -64,7 +64,7 @@ class DriverRef:
         return _find(_load_file(path), self.function, str(path))
 
 
-def load_driver(text: str) -> JobFunction:
+def load_driver(text: str) -> JobFunction[...]:
     """The job function that `module[:function]` or `path.py[:function]` names (default: the only one in it).
 
     Raises:
@@ -78,8 +78,8 @@ def load_driver(text: str) -> JobFunction:
     return _find(_load_module(location), function, location)
 
 
-def _find(module: ModuleType, name: str, location: str) -> JobFunction:
-    jobs: dict[str, JobFunction] = {}
+def _find(module: ModuleType, name: str, location: str) -> JobFunction[...]:
+    jobs: dict[str, JobFunction[...]] = {}
     for n, f in vars(module).items():
         if isinstance(f, JobFunction) and f.__module__ == module.__name__ and all(f is not j for j in jobs.values()):
             jobs[n] = f
@@ -210,7 +210,7 @@ def _loop_hint(error: Exception) -> str:
     )
 
 
-def made_by(function: JobFunction, arguments: Mapping[str, Any]) -> Job:
+def made_by(function: JobFunction[...], arguments: Mapping[str, Any]) -> Job:
     """The job that a driver's job function makes for the command line or a node.
 
     Raises:
@@ -255,7 +255,7 @@ def place_of(error: BaseException) -> str:
     return place
 
 
-def reference_of(function: JobFunction) -> DriverRef:
+def reference_of(function: JobFunction[...]) -> DriverRef:
     """How other processes find a job function.
 
     Raises:

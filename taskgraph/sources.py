@@ -27,7 +27,7 @@ def installed(path: Path) -> bool:
     return any(part in _INSTALLED for part in path.parts)
 
 
-def fingerprint(function: JobFunction) -> str:
+def fingerprint(function: JobFunction[...]) -> str:
     """16 hex digits of the driver's source, of what it imports from its own directory, and of our protocol."""
     file = file_of(function)
     digest = hashlib.sha256(f"taskgraph {VERSION} protocol {PROTOCOL}\n{function.__name__}\n".encode())
@@ -39,7 +39,7 @@ def fingerprint(function: JobFunction) -> str:
     return digest.hexdigest()[:16]
 
 
-def file_of(function: JobFunction) -> Path | None:
+def file_of(function: JobFunction[...]) -> Path | None:
     """The file that a job function is in; None where it was defined at a prompt, or its module is gone."""
     module = sys.modules.get(function.__module__)
     file = getattr(module, "__file__", None)

@@ -61,7 +61,7 @@ __all__ = ["launch", "node"]
 _LAST_LOOK_S = 2.0
 
 
-def launch(options: argparse.Namespace, function: JobFunction | None = None) -> int:
+def launch(options: argparse.Namespace, function: JobFunction[...] | None = None) -> int:
     """N nodes on this host for a submitted job; of a driver: the whole job, like run."""
     if options.nodes < 1:
         raise JobError(f"--nodes {options.nodes}: at least 1")

@@ -52,7 +52,7 @@ from taskgraph.streams import never_wait, settle
 __all__ = ["job_of", "print_result", "run", "submit_command"]
 
 
-def job_of(options: argparse.Namespace, function: JobFunction | None) -> Job:
+def job_of(options: argparse.Namespace, function: JobFunction[...] | None) -> Job:
     """The job from the driver named, with its options and settings; raises JobError where it makes none."""
     function = function or load_driver(options.driver)
     job = made_by(function, function.parse_options(options.option or ()))
@@ -62,7 +62,7 @@ def job_of(options: argparse.Namespace, function: JobFunction | None) -> Job:
     return dataclasses.replace(job, name=options.name) if options.name else job
 
 
-def run(options: argparse.Namespace, function: JobFunction | None = None) -> int:
+def run(options: argparse.Namespace, function: JobFunction[...] | None = None) -> int:
     """Starts nodes here, follows the job, prints its values."""
     job = job_of(options, function)
     listening_of(options, options.nodes)  # refused before anything is written
@@ -230,7 +230,7 @@ def print_result(result: JobResult, *, as_json: bool, kept: bool) -> None:
     print(f"job {result.name}: {result.epochs} epochs in {result.wall_s:.2f} s{tail}", file=sys.stderr)
 
 
-def submit_command(options: argparse.Namespace, function: JobFunction | None = None) -> int:
+def submit_command(options: argparse.Namespace, function: JobFunction[...] | None = None) -> int:
     """Puts a job into an etcd; nodes are started with `launch` or `node`."""
     job, etcd = job_of(options, function), etcd_of(options)
     if etcd is None:
