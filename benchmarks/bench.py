@@ -71,6 +71,10 @@ def chosen(keys: str, names: str, *, barred: bool = False) -> list[Work]:
         )
     only = [name.strip() for name in names.split(";") if name.strip()]
     works = [work for work in found.values() if work is not None] if wanted else list(WORKS)
+    nobody = sorted(set(only) - {one.name for work in works for one in work.contenders})
+    if nobody:
+        there = dict.fromkeys(one.name for work in works for one in work.contenders)
+        raise SystemExit(f"no contender {'; '.join(nobody)}; there are: {'; '.join(there)}")
     if barred:
         works = [_with_bars(work) for work in works]
     return [_reduced(work, only) if only else work for work in works]
@@ -156,6 +160,11 @@ def main(given: argparse.Namespace) -> int:
             put_into(Path(given.into).read_text("utf-8"), "", [])
         except (OSError, ValueError) as error:
             raise SystemExit(f"--into {given.into}: {error}") from error
+    if given.json:
+        try:
+            Path(given.json).touch()
+        except OSError as error:
+            raise SystemExit(f"--json {given.json}: {error}") from error
     pythons = Pythons(given.peers_python)
     described = machine()
     print(f"{described}\n{repeats} rounds of {seconds:g} s each", flush=True)

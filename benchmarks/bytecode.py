@@ -116,12 +116,10 @@ class Counting(Tree, state=["count"]):
 
 
 def roles(tasks: int) -> dict[int, int]:
-    """A task of each role -> how many tasks have it: the root, one in between, a leaf."""
+    """A task of each role -> how many tasks have it: the root, those in between by their children, a leaf."""
     found = {0: 1}
-    inner = [task for task in range(1, tasks) if children(task, tasks)]
-    leaves = [task for task in range(1, tasks) if not children(task, tasks)]
-    for alike in inner, leaves:
-        if alike:
+    for number in (2, 1, 0):
+        if alike := [task for task in range(1, tasks) if len(children(task, tasks)) == number]:
             found[alike[-1]] = len(alike)
     return found
 

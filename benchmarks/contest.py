@@ -182,10 +182,17 @@ def _figures_in(out: Path) -> dict[str, float]:
 
 @contextlib.contextmanager
 def ended_by(signals: Iterable[signal.Signals]) -> Iterator[None]:
-    """Signals become KeyboardInterrupt, so that whatever ends us, contexts are left."""
+    """The first signal becomes KeyboardInterrupt, so that whatever ends us, contexts are left; no other one is heeded.
+
+    One that came while they are left would cut that short: it is bounded.
+    """
+    told = False
 
     def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
+        nonlocal told
+        if not told:
+            told = True
+            raise KeyboardInterrupt
 
     before = {number: signal.signal(number, interrupt) for number in signals}
     try:

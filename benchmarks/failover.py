@@ -37,6 +37,9 @@ from tree import tree
 
 import taskgraph as tg
 
+_MANY = 100
+"""Of fewer samples the 99th percentile is the largest."""
+
 
 @dataclass
 class Sample:
@@ -99,8 +102,9 @@ async def drain(job: RunningJob, task: int) -> tuple[float, int]:
 
 def spread(values: list[float]) -> str:
     ordered = sorted(values)
-    p99 = ordered[min(len(ordered) - 1, round(0.99 * (len(ordered) - 1)))]
-    return f"median {statistics.median(ordered):7.1f}  p99 {p99:7.1f}  max {ordered[-1]:7.1f}  ({len(ordered)})"
+    many = len(ordered) >= _MANY
+    p99 = f"  p99 {ordered[round(0.99 * (len(ordered) - 1))]:7.1f}" if many else ""
+    return f"median {statistics.median(ordered):7.1f}{p99}  max {ordered[-1]:7.1f}  ({len(ordered)})"
 
 
 def show(what: str, samples: list[Sample]) -> None:

@@ -41,6 +41,7 @@ _MASK = (1 << 64) - 1
 _NODES = 6
 _TASKS = 12
 _FINISH = "finish"
+_LEAST_SAMPLES = 8
 
 
 def fold(state: int, number: int, sender: int, value: int) -> int:
@@ -134,6 +135,8 @@ class Meter:
     def table(self) -> tuple[list[str], list[str]]:
         """Medians of the quarters, and what grew. The first tenth is left out: imports, caches, buffers."""
         kept = self.samples[len(self.samples) // 10 :]
+        if len(kept) < _LEAST_SAMPLES:
+            return [f"  {len(kept)} samples are too few to tell what grew"], []
         cuts = [kept[i * len(kept) // 4 : (i + 1) * len(kept) // 4] for i in range(4)]
         lines, grew = [], []
         for name in kept[0]:

@@ -77,6 +77,7 @@ def _peers(tasks: int, n: int) -> tuple[Contender, ...]:
     return (
         called,
         _peer("grpc.aio, pulled", "peers/grpc_pulled.py", tasks, n, needs=("grpc",)),
+        replace(_peer("grpc.aio, streamed", "peers/grpc_streamed.py", tasks, n, needs=("grpc",)), env=called.env),
         _peer("Ray graphs", graphs, tasks, n, needs=ray),
         _peer("Ray graphs, 2 in flight", graphs, tasks, n, "--in-flight", "2", needs=ray),
         _peer("Ray actors", "peers/ray_actors.py", tasks, n, needs=ray),

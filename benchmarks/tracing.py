@@ -44,6 +44,8 @@ async def turn(job: RunningJob, pids: list[int], seconds: float) -> tuple[float,
     began, first, used = time.monotonic(), epoch(), processor_s(pids)
     await asyncio.sleep(seconds)
     done = epoch() - first
+    if not done:
+        raise SystemExit(f"no epoch was committed in {seconds:g} s: give --seconds more, or --n less")
     return done / (time.monotonic() - began), (processor_s(pids) - used) / done * 1e6
 
 
@@ -90,4 +92,7 @@ if __name__ == "__main__":
     parser.add_argument("--n", type=int, default=1, help="float64 values an item (1)")
     parser.add_argument("--every", type=int, default=0, help="one epoch of so many; 0: as `taskgraph trace` (0)")
     parser.add_argument("--backups", type=int, default=1)
-    uvloop.run(main(parser.parse_args()))
+    given = parser.parse_args()
+    if given.pairs < 2:
+        parser.error("--pairs: at least 2, to have a spread")
+    uvloop.run(main(given))

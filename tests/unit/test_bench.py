@@ -203,8 +203,41 @@ def test_instructions_are_counted_one_by_one() -> None:
     assert most[0] - more[0] == 100 * (more[0] - few[0]) > 0
 
 
-def test_tasks_of_a_tree_have_three_roles_at_most() -> None:
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (
+            ("bench.py", "--works", "small", "--contenders", "ours;Glo"),
+            "no contender Glo; there are: ours; ",
+        ),
+        (("bench.py", "--works", "put", "--json", "{}/none/figures.json"), "--json "),
+        (("tracing.py", "--pairs", "1"), "--pairs: at least 2"),
+    ],
+)
+def test_what_would_be_missed_after_all_measuring_is_said_before(
+    tmp_path: Path, wrong: tuple[str, ...], said: str
+) -> None:
+    script, *arguments = (part.format(tmp_path) for part in wrong)
+    with bench(tmp_path, *arguments, script=script) as process:
+        text, _ = process.communicate(timeout=60)
+    assert process.returncode != 0 and said in text and "round" not in text, text
+
+
+def test_of_several_signals_the_first_alone_interrupts() -> None:
+    """The second one cut short what the first had begun: folders and processes stayed."""
+    swept = []
+    with pytest.raises(KeyboardInterrupt), contest.ended_by([signal.SIGUSR1]):
+        try:
+            signal.raise_signal(signal.SIGUSR1)
+        finally:
+            signal.raise_signal(signal.SIGUSR1)
+            swept.append("all")
+    assert swept == ["all"]
+
+
+def test_tasks_of_a_tree_have_a_role_by_their_children() -> None:
     assert bytecode.roles(7) == {0: 1, 2: 2, 6: 4}
+    assert bytecode.roles(10) == {0: 1, 3: 3, 4: 1, 9: 5}, "task 4 has one child, 1 to 3 have two"
     assert bytecode.roles(2) == {0: 1, 1: 1} and bytecode.roles(1) == {0: 1}
 
 
