@@ -244,6 +244,17 @@ async def _run(
         async with _while(keep_events(events, coordinator, spec.name, node_id=config.node_id, kept=kept)):
             gc.freeze()  # what was imported lives as long as the process: no collection needs to look at it again
             await node.run()
+        ended = node.keeper.view.status
+        if ended is not None and not config.parent_pid:
+            _tell_end(spec.name, ended.record)
+
+
+def _tell_end(job: str, status: StatusRecord) -> None:
+    """Who was launched has a launcher, which tells how the job ended. Of others the log is all that there is."""
+    if status.state == State.FAILED:
+        log.error("job %r failed: %s", job, "\n\n".join(filter(None, (status.reason, status.traceback.rstrip()))))
+    elif status.state == State.CANCELLED:
+        log.warning("job %r was ended: %s", job, status.reason)
 
 
 def _emit_soon(loop: asyncio.AbstractEventLoop, events: EventLog, text: str) -> None:

@@ -133,11 +133,11 @@ class EventLog:
         event = Event(time.time(), self._node, kind, text, task, epoch, attempt, term, transient, dict(fields or {}))
         self._ring.append(event)
         if not transient:
-            log.info("%s", text)
+            log.info("%s: %s", kind, text)
             for listener in tuple(self._durable_listeners):
                 listener(event)
         elif log.isEnabledFor(logging.DEBUG):
-            log.debug("%s", text)
+            log.debug("%s: %s", kind, text)
         for listener in tuple(self._listeners):
             listener(event)
 

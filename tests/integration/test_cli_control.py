@@ -270,6 +270,21 @@ async def test_nodes_started_by_hand_and_a_result_nobody_waited_for(embedded_etc
     await cli.nothing_left()
 
 
+async def test_a_node_of_a_job_that_failed_says_so_with_the_traceback_and_ends_well(
+    embedded_etcd: EmbeddedEtcd, cli: Cli
+) -> None:
+    """Nobody may follow such a job: an INFO without the word "failed" was all that its nodes' logs had."""
+    etcd, token = ("--etcd", embedded_etcd.endpoint), ("--token-file", "sub11.token")
+    submitted = await cli("submit", str(DRIVER), "--name", "sub11", "-o", "fail_at=1", *etcd)
+    assert submitted.code == 0, submitted.err
+    done = await cli("node", "--job", "sub11", *etcd, *token)
+    assert done.code == 0
+    assert " taskgraph.events INFO failed: task 2, epoch 1, " in done.err, done.err
+    _, said, why = done.err.partition(" taskgraph.node ERROR job 'sub11' failed: task 2, epoch 1, ")
+    assert said and "\nTraceback (most recent call last):\n" in why and "sums.py" in why, done.err
+    await cli.nothing_left()
+
+
 async def test_a_node_that_waits_for_its_job_ends_upon_sigterm(embedded_etcd: EmbeddedEtcd, cli: Cli) -> None:
     """It had no handler, so that one that is the first process of a container did not hear of it."""
     (cli.cwd / "t").write_text("ab" * 32)

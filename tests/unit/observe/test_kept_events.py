@@ -193,3 +193,14 @@ async def test_events_of_a_job_that_etcd_has_lost_are_not_kept() -> None:
 def test_what_is_no_event_is_named(data: bytes) -> None:
     with pytest.raises(DecodeError, match="not an event"):
         Event.from_bytes(data)
+
+
+def test_the_log_says_of_which_kind_an_event_is(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "taskgraph.events")
+    events = EventLog("n1")
+    events.emit("failed", "task 0: ValueError: boom")
+    events.emit("commit", "epoch 3", transient=True)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "failed: task 0: ValueError: boom"),
+        ("DEBUG", "commit: epoch 3"),
+    ]
