@@ -297,6 +297,24 @@ def test_an_array_that_came_is_passed_on_as_it_came_unless_it_was_looked_at_in_a
     assert work.put_values[("shaped", 5)].digest != came.digest == work.put_values[("other", 5)].digest
 
 
+def test_an_array_that_came_and_was_turned_in_place_is_not_passed_on_as_it_came() -> None:
+    """It has the shape and the dtype that it had: only how it lies in memory differs."""
+    work = Work()
+    Epoch(work, "compose").processor(no_op, inbound={"x": 1}, outbound={"turned": 5})
+    assert work.composing is not None
+    (processor,) = work.composing.graph().processors
+    square = np.arange(90_000.0).reshape(300, 300)
+    ins = Inputs(work, processor, {("x", 1): encode(square)})
+    outs = Outputs(work, processor, ins)
+    x = ins["x"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # numpy 2.4: that it can be done at all
+        x.strides = x.strides[::-1]
+    outs.put("turned", x)
+    outs.close()
+    assert np.array_equal(decode(work.put_values[("turned", 5)]), square.T)
+
+
 def test_outs_that_is_kept_beyond_its_call_is_told_to_be_over() -> None:
     work = Work()
     Epoch(work, "compose").processor(no_op, outbound={"x": [1, 2]})

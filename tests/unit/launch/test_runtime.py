@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -405,6 +406,24 @@ def test_one_launcher_at_a_time_runs_a_job_of_a_name(runtime: Runtime) -> None:
     with runtime.claim("fit") as again:
         assert again
     assert list((runtime.root / "jobs").iterdir()) == []
+
+
+def test_a_lock_that_was_removed_between_its_opening_and_its_locking_lets_nobody_in_twice(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who had it ends meanwhile: a lock of a file without a name keeps no other out, who makes one of that name."""
+    lock, had = fcntl.flock, contextlib.ExitStack()
+    assert had.enter_context(runtime.claim("fit"))
+
+    def flock(file: int, how: int) -> None:
+        had.close()
+        lock(file, how)
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with runtime.claim("fit") as second, runtime.claim("fit") as third:
+        assert second and not third
+    with runtime.claim("fit") as again:
+        assert again
 
 
 def test_the_last_finished_jobs_are_kept_with_their_logs(runtime: Runtime) -> None:

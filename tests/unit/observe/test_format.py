@@ -235,6 +235,13 @@ def of_members(members: dict[int, list[str]], nodes: int) -> JobView:
             "`taskgraph launch fit`",
         ),
         (
+            {0: ["n1"], 1: ["n2", "n1"]},
+            2,
+            2,
+            "tasks 0-1 have fewer than 2 backups: that takes 3 nodes, and there are 2: start more with "
+            "`taskgraph launch fit`",
+        ),
+        (
             {0: ["n1", "n2"], 1: ["n2"]},
             2,
             1,
