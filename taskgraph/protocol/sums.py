@@ -16,14 +16,25 @@ Where the sums differ the leader asks for the entries themselves, and `explain` 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from typing import Final, Literal
 
 from xxhash import xxh3_128_intdigest
 
 from taskgraph.errors import TaskGraphError
 from taskgraph.protocol.messages import LedgerEntry
 
-__all__ = ["Conflict", "Kind", "Ledger", "explain", "identity", "total"]
+__all__ = ["ITEM", "Conflict", "Kind", "Ledger", "explain", "identity", "total"]
+
+Kind = Literal["item", "flag", "request", "answer"]
+"""What an entry counts, as a plain text, since it travels. A type: a word that only one end of an edge has would make
+the sums unequal for ever.
+
+The name of an item is its tag. The name of a flag must tell its content apart from another flag of the same sender,
+since the same flag twice is one and two different flags are two. A request's name holds the method and its number; the
+answer has the same name, and sender and receiver exchanged."""
+
+ITEM: Final[Kind] = "item"
+"""To compare with what came from another node, which may be any text."""
 
 _MASK = (1 << 128) - 1  # the sums live in the integers mod 2**128, the width of the hash
 
@@ -33,20 +44,6 @@ _Key = tuple[str, int, int, str]
 _headers: Final[dict[_Key, bytes]] = {}
 """Of items, what is hashed before their digest."""
 _HEADERS_KEPT: Final = 4096
-
-
-class Kind:
-    """What an entry counts. Plain strings, since they travel.
-
-    The name of an item is its tag. The name of a flag must tell its content apart from another flag of the same
-    sender, since the same flag twice is one and two different flags are two. A request's name holds the method and
-    its number; the answer has the same name, and sender and receiver exchanged.
-    """
-
-    ITEM = "item"
-    FLAG = "flag"
-    REQUEST = "request"
-    ANSWER = "answer"
 
 
 class Conflict(TaskGraphError):
@@ -90,7 +87,7 @@ def _header(key: _Key) -> bytes:
     name_bytes = name.encode("utf-8", "surrogatepass")  # any str is a tag, also one that is no Unicode text
     header = b"%d %d %d %d\n" % (sender, receiver, len(kind_bytes), len(name_bytes)) + kind_bytes + name_bytes
     # Items have the same headers in every epoch; those of other kinds have names of their own.
-    if kind == Kind.ITEM:
+    if kind == ITEM:
         if len(_headers) >= _HEADERS_KEPT:
             _headers.clear()
         _headers[key] = header
@@ -111,7 +108,7 @@ class Ledger:
     _sent: dict[_Key, bytes] | None = None
     _received: dict[_Key, bytes] | None = None
 
-    def sent(self, kind: str, sender: int, receiver: int, name: str, digest: bytes) -> bool:
+    def sent(self, kind: Kind, sender: int, receiver: int, name: str, digest: bytes) -> bool:
         """Counts something this task sent; False where it was counted before.
 
         Raises:
@@ -127,7 +124,7 @@ class Ledger:
         self.sent_sum = (self.sent_sum + xxh3_128_intdigest(header + digest)) & _MASK
         return True
 
-    def received(self, kind: str, sender: int, receiver: int, name: str, digest: bytes) -> bool:
+    def received(self, kind: Kind, sender: int, receiver: int, name: str, digest: bytes) -> bool:
         """Counts something this task received; False where it was counted before.
 
         Raises:
@@ -143,7 +140,7 @@ class Ledger:
         self.received_sum = (self.received_sum + xxh3_128_intdigest(header + digest)) & _MASK
         return True
 
-    def has_received(self, kind: str, sender: int, receiver: int, name: str) -> bool:
+    def has_received(self, kind: Kind, sender: int, receiver: int, name: str) -> bool:
         """Whether that identity was received before, so that its effect must not happen again."""
         return self._received is not None and (kind, sender, receiver, name) in self._received
 
@@ -198,11 +195,11 @@ def explain(pages: Mapping[int, Sequence[LedgerEntry]], limit: int = 20) -> list
 
 
 def _thing(kind: str, name: str) -> str:
-    return repr(name) if kind == Kind.ITEM else f"{kind} {name!r}"
+    return repr(name) if kind == ITEM else f"{kind} {name!r}"
 
 
 def _not_received(kind: str, sender: int, receiver: int, name: str) -> str:
-    if kind == Kind.ITEM:
+    if kind == ITEM:
         return (
             f"task {sender} put {name!r} for task {receiver}, which does not take it "
             "(declare it as inbound of one of its processors)"
@@ -211,7 +208,7 @@ def _not_received(kind: str, sender: int, receiver: int, name: str) -> str:
 
 
 def _not_sent(kind: str, sender: int, receiver: int, name: str) -> str:
-    if kind == Kind.ITEM:
+    if kind == ITEM:
         return (
             f"task {receiver} took {name!r} from task {sender}, which does not put it "
             "(declare it as outbound of one of its processors)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import combinations
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,7 @@ from taskgraph.protocol.sums import Conflict, Kind, Ledger, explain, identity, t
 A, B = b"a" * 16, b"b" * 16
 
 entry = st.tuples(
-    st.sampled_from([Kind.ITEM, Kind.FLAG, Kind.REQUEST, Kind.ANSWER]),
+    st.sampled_from(get_args(Kind)),
     st.integers(0, 4),
     st.integers(0, 4),
     st.text(max_size=4),

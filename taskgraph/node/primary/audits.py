@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from taskgraph.errors import TransportError
 from taskgraph.protocol.messages import Audit, LedgerEntry, LedgerPage, Report, Stamp
-from taskgraph.protocol.sums import Kind, explain, identity, total
+from taskgraph.protocol.sums import ITEM, explain, identity, total
 
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
@@ -44,7 +44,7 @@ class Findings:
         # items are settled.
         moved = set(self.behind)
         pages = {
-            task: tuple(e for e in page if e.kind == Kind.ITEM or not moved.intersection((e.sender, e.receiver)))
+            task: tuple(e for e in page if e.kind == ITEM or not moved.intersection((e.sender, e.receiver)))
             for task, page in pages.items()
         }
         self.disagreements = explain(pages)
