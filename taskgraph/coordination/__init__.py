@@ -7,6 +7,6 @@ Rules: every call is bounded; nothing written is sent twice unless it certainly 
 tells arrives once, in revision order, across reconnections; a lease's validity is counted from when its renewal
 was *sent*, never from when the answer came.
 
-Must not know: what a job, a task or an epoch is (but `view` and the records beside it, which read the keys of a job
-for everybody else). Only `etcd` knows gRPC.
+Must not know: what a job, a task or an epoch is (but `viewkeeper`, which keeps what etcd tells of a job for everybody
+else). Only `etcd` knows gRPC.
 """

@@ -1,8 +1,7 @@
 """One epoch's graph of one task, and the values that travel along it.
 
-`compose` checks what a task declares. `values` turns what it puts into bytes and back; the parts of that are `encoding`
-(the writer), `decoding` (the reader), `dtypes`, `arrays`, `devices`, `codecs` (what users declare), `libraries` (arrays
-of others) and `refusals` (what cannot travel, and the way out).
+`compose` checks what a task declares. `values` turns what it puts into bytes and back; most other modules are parts of
+that.
 
 Rules: equal values give equal bytes in every process; nobody can change what was encoded; nothing is ever unpickled;
 what arrives is checked before anything is made of it.

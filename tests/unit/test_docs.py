@@ -103,6 +103,23 @@ def test_every_module_has_a_line_among_the_rooms_and_no_other_has() -> None:
     assert all(rooms().values())
 
 
+def test_what_packages_say_of_their_modules_is_there() -> None:
+    """In what a package says of itself at its top, a small name in backticks is a module: of its own, or of ours."""
+    missing, found = [], 0
+    for path in sorted(PACKAGE.rglob("__init__.py")):
+        if "_proto" in path.parts:
+            continue
+        for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", ast.get_docstring(parse(path)) or ""):
+            if name == "taskgraph" or name.startswith("tg."):
+                continue
+            found += 1
+            inner = name.removeprefix("taskgraph.").replace(".", "/")
+            places = (base / inner for base in (path.parent, PACKAGE))
+            if not any(place.is_dir() or place.with_suffix(".py").is_file() for place in places):
+                missing.append(f"{path.parent.name}: {name}")
+    assert not missing and found > 20, missing
+
+
 @pytest.mark.parametrize("page", DOCS)
 def test_links_lead_somewhere(page: str) -> None:
     broken = []

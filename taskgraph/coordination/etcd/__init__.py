@@ -1,11 +1,11 @@
 """A narrow, typed client of etcd's public v3 API on gRPC.
 
-It speaks ten RPCs and nothing else: Range, Txn, Compact, LeaseGrant, LeaseKeepAlive, LeaseRevoke, Watch,
-Authenticate, MemberList, Status. Its messages live in a protobuf package of our own name and the RPCs are called
-by path, so that another etcd client in the same process cannot clash with it.
+It speaks the RPCs in `methods` and nothing else. (One of them, Compact, is there for tests: how much history etcd keeps
+is up to whoever runs it.) Its messages live in a protobuf package of our own name and the RPCs are called by path, so
+that another etcd client in the same process cannot clash with it.
 
 Rules:
-    - A read is tried again, on the next endpoint, until `timeout_s` is over. A write is tried again only where it
+    - A read is tried again, on the next endpoint, until its time is over. A write is tried again only where it
       certainly was not executed: its connection could not be made, or etcd refused it before proposing it.
       Otherwise the caller gets `OutcomeUnknown` at once.
     - A watch survives broken streams, dead endpoints and restarts of etcd without losing or repeating a revision.
