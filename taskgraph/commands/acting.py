@@ -21,9 +21,9 @@ from taskgraph.launch.follow import Follower, client_of
 from taskgraph.launch.runtime import Runtime
 from taskgraph.launch.supervise import drain_s
 from taskgraph.node.usercode import lastwords
-from taskgraph.observe.format import ids_text, name_of
+from taskgraph.observe.format import ids_text
 from taskgraph.protocol.reach import host_of
-from taskgraph.protocol.records import NodeRecord
+from taskgraph.protocol.records import NodeRecord, name_of
 from taskgraph.protocol.takeover import held_alone, who_stays
 from taskgraph.protocol.view import JobView
 from taskgraph.transport.endpoints import host_key

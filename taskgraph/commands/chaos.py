@@ -22,9 +22,8 @@ from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import CoordinationError, JobError
 from taskgraph.launch.follow import follow_events
 from taskgraph.observe.events import Event
-from taskgraph.observe.format import name_of
 from taskgraph.observe.screen import printable
-from taskgraph.protocol.records import State
+from taskgraph.protocol.records import State, name_of
 from taskgraph.protocol.view import JobView
 
 __all__ = ["chaos"]

@@ -24,12 +24,11 @@ from taskgraph.launch.resuming import lost_text, way_on
 from taskgraph.launch.runtime import Runtime
 from taskgraph.observe.control_client import ControlClient, StillAtWork, control_address
 from taskgraph.observe.events import Event, careful, in_order
-from taskgraph.observe.format import name_of
 from taskgraph.observe.status import NodeStatus, TaskResult
 from taskgraph.protocol import transactions
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Compare, Put, Txn
-from taskgraph.protocol.records import NodeRecord, State, StatusRecord
+from taskgraph.protocol.records import NodeRecord, State, StatusRecord, name_of
 from taskgraph.protocol.view import JobView
 from taskgraph.results import JobResult
 from taskgraph.settings import Settings

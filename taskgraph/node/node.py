@@ -166,10 +166,6 @@ class Node:
         """A name for one write, never used again."""
         return f"{self.id}:{next(self._writes)}"
 
-    def name_of(self, node: str) -> str:
-        """What a person calls a node: its name without the uuid of the process."""
-        return node.rpartition("-")[0] or node
-
     @property
     def running(self) -> bool:
         """Whether it still takes on anything; a node that leaves answers for a moment longer."""

@@ -42,10 +42,6 @@ class ReportLog:
     def of(self, epoch: int) -> Rows:
         return self._rows.get(epoch, {})
 
-    def delta(self, epoch: int) -> dict[int, Rows]:
-        """What a boundary carries: the rows of one epoch."""
-        return {epoch: self._rows[epoch]} if epoch in self._rows else {}
-
     def all(self) -> dict[int, Rows]:
         return self._rows
 

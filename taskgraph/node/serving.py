@@ -43,6 +43,7 @@ from taskgraph.protocol.messages import (
     Written,
     stamp_of,
 )
+from taskgraph.protocol.records import name_of
 from taskgraph.transport.api import Coming, Counted
 
 if TYPE_CHECKING:
@@ -309,7 +310,7 @@ class Serving:
         for number in numbers:
             if tracing.takes(number - 1):
                 made, size = Stamp(offer.stamp.attempt, number - 1), offer.value.size_bytes
-                who = self._node.name_of(peer)
+                who = name_of(peer)
                 tracing.keep("hold", "", who, began, clock(), offer.task, made, offer.term, size)
                 return
 

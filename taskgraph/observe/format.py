@@ -12,7 +12,7 @@ from taskgraph.errors import FingerprintMismatch, TaskGraphError
 from taskgraph.observe.screen import cut, one_line, padded, printable, width
 from taskgraph.observe.status import NodeStatus, ReplicaStatus
 from taskgraph.observe.usage import Usage
-from taskgraph.protocol.records import State, StatusRecord
+from taskgraph.protocol.records import State, StatusRecord, name_of
 from taskgraph.protocol.view import JobView
 from taskgraph.results import plain_value
 
@@ -46,10 +46,6 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     cells = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(width(row[i]) for row in cells) for i in range(len(cells[0]))]
     return ["  ".join(map(padded, row, widths)).rstrip() for row in cells]
-
-
-def name_of(node: str) -> str:
-    return node.rpartition("-")[0] or node
 
 
 def holders(view: JobView, task: int) -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from taskgraph.errors import class_name
+from taskgraph.protocol.records import name_of
 from taskgraph.protocol.view import JobView
 
 __all__ = ["Outcome", "device_error", "hint", "outcome"]
@@ -95,7 +96,7 @@ def outcome(
     """
     before = sorted(n for n, g in view.gone.items() if g.record.task == task and g.record.epoch == epoch)
     if len(before) >= limit:
-        names = " and ".join(name.rpartition("-")[0] or name for name in before)
+        names = " and ".join(map(name_of, before))
         return Outcome(fail=f"the same ended {names} in this epoch before (device_failures={limit})")
     others = {n: r for n, r in view.live_nodes(run).items() if n != me and not r.draining}
     if not others:

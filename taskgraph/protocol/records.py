@@ -24,6 +24,7 @@ __all__ = [
     "Record",
     "State",
     "StatusRecord",
+    "name_of",
 ]
 
 
@@ -154,6 +155,11 @@ class NodeRecord(Record):
     draining: bool = False
     token_mark: str = ""
     arithmetic: tuple[str, ...] = ()
+
+
+def name_of(node: str) -> str:
+    """What a person calls a node: its id without the uuid of its process."""
+    return node.rpartition("-")[0] or node
 
 
 class Ran(NamedTuple):

@@ -17,6 +17,7 @@ from taskgraph.protocol.records import (
     Record,
     State,
     StatusRecord,
+    name_of,
 )
 
 RECORDS = [
@@ -70,3 +71,8 @@ def test_keys_of_a_job_are_all_below_its_root() -> None:
     assert len(set(found)) == len(found)
     assert keys.member(3, "n") == keys.members(3) + "n"
     assert not keys.members(33).startswith(keys.members(3))
+
+
+@pytest.mark.parametrize(("node", "name"), [("n1-0badcafe", "n1"), ("host-7-0badcafe", "host-7"), ("n1", "n1")])
+def test_a_node_is_called_by_its_name(node: str, name: str) -> None:
+    assert name_of(node) == name

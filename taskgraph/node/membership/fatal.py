@@ -9,6 +9,7 @@ from taskgraph.node.membership.failing import fatal_record
 from taskgraph.protocol import transactions
 from taskgraph.protocol.fatal import Fatal, fatal
 from taskgraph.protocol.kv import Compare
+from taskgraph.protocol.records import name_of
 
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
@@ -35,7 +36,7 @@ class FatalCode:
 
     async def _fail(self, found: Fatal) -> None:
         node, view = self._node, self._node.keeper.view
-        names = {node.name_of(each): record for each, record in found.deaths.items()}
+        names = {name_of(each): record for each, record in found.deaths.items()}
         writer = node.writer()
         status = fatal_record(found, names, node.settings.fatal_deaths, writer)
         # As long as that epoch is not committed: then the code went through after all.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from taskgraph.errors import CoordinationError, PeerGone, TransportError
 from taskgraph.node.membership.overdue import Overdue
 from taskgraph.protocol import transactions
-from taskgraph.protocol.records import GoneRecord
+from taskgraph.protocol.records import GoneRecord, name_of
 
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
@@ -61,7 +61,7 @@ class Suspicion:
                 self._missed.add(node)
                 self._node.events.emit(
                     "lost",
-                    f"{self._node.name_of(node)} is gone: its port refuses",
+                    f"{name_of(node)} is gone: its port refuses",
                     fields={"lost": node},
                     transient=not view.running,  # its job ended, and so it left: no news
                 )
@@ -75,7 +75,7 @@ class Suspicion:
     def _lease_changed(self, node: str, lease: int, ended: bool) -> None:
         """It ended; or it lives again: another leader of etcd gives every lease its TTL anew."""
         if ended:
-            text = f"{self._node.name_of(node)} is frozen or cut off: its lease ended"
+            text = f"{name_of(node)} is frozen or cut off: its lease ended"
             self._node.events.emit("lost", text, fields={"lost": node, "lease": lease})
         self.update()
         self._changed()
@@ -180,7 +180,7 @@ class Suspicion:
             record = view.gone[node].record
             if not (view.running and self._node.speaks()):
                 continue
-            name = self._node.name_of(node)
+            name = name_of(node)
             if record.running or record.task is not None:
                 self._node.events.emit("gone", f"{name} {record.told}", fields={"lost": node})
             elif record.died and node not in self._missed:  # its launcher was faster than whoever missed it
@@ -198,7 +198,7 @@ class Suspicion:
 
     def _lives(self, node: str, why: str) -> None:
         if self._refused.pop(node, None) is not None:
-            text = f"{self._node.name_of(node)} is there, though its port refused: {why}"
+            text = f"{name_of(node)} is there, though its port refused: {why}"
             self._node.events.emit("found", text, fields={"found": node})
             self.update()
             self._changed()
@@ -225,4 +225,4 @@ class Suspicion:
                     me.log.info("whether %s is gone is looked at again: %s", node, error)
                     break  # what was absent, and for how long, was seen before that
                 if declared:
-                    me.events.emit("gone", f"{me.name_of(node)}: {record.reason}", fields={"lost": node})
+                    me.events.emit("gone", f"{name_of(node)}: {record.reason}", fields={"lost": node})

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from taskgraph.errors import TransportError
 from taskgraph.protocol.messages import Audit, LedgerEntry, LedgerPage, Report, Stamp
+from taskgraph.protocol.records import name_of
 from taskgraph.protocol.sums import ITEM, explain, identity, total
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Findings:
         why = "what was sent and what was received differ"
         for task in self.hidden:
             holder = node.keeper.view.primary_node(task)
-            on = f"its primary on {node.name_of(holder)} does not answer" if holder else "it has no primary"
+            on = f"its primary on {name_of(holder)} does not answer" if holder else "it has no primary"
             yield f"the leader waits for the ledger of task {task} ({on}): {why}"
         for task in self.behind:
             yield f"the leader waits for a report of task {task}, which moved on since its last one: {why}"

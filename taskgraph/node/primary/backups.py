@@ -26,6 +26,7 @@ from taskgraph.protocol import transactions
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync, Place
 from taskgraph.protocol.messages import Accepted, Offer, Reason, Release, Reply, Stamp
+from taskgraph.protocol.records import name_of
 
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
@@ -234,7 +235,7 @@ class Backups:
                     change.set_result(None)
 
     def _lacks(self, what: str, nodes: tuple[str, ...]) -> str:
-        return f"{what} {', '.join(map(self._node.name_of, nodes))}"
+        return f"{what} {', '.join(map(name_of, nodes))}"
 
     def _lacks_holders(self, key: Key, need: int) -> str:
         return f"{need - self._insync.holders(key)} more in-sync replicas (min_in_sync={need})"
@@ -457,7 +458,7 @@ class Backups:
         for boundary in boundaries:
             made = Stamp(boundary.stamp.attempt, boundary.stamp.epoch - 1)
             if tracing.takes(made.epoch):
-                who = self._node.name_of(node)
+                who = name_of(node)
                 tracing.keep("offer", "", who, began, clock(), self._task, made, self._term, size)
                 return
 
@@ -488,7 +489,7 @@ class Backups:
         backoff.reset()
         self._node.events.emit(
             "admitted",
-            f"task {self._task}: {self._node.name_of(node)} holds its state now (in sync: {self.in_sync})",
+            f"task {self._task}: {name_of(node)} holds its state now (in sync: {self.in_sync})",
             task=self._task,
             term=self._term,
             epoch=self._committed_epoch,
@@ -527,7 +528,7 @@ class Backups:
         backoff.reset()
         self._node.events.emit(
             "evicted",
-            f"task {self._task}: {self._node.name_of(node)} is out of its in-sync set (in sync: {self.in_sync})",
+            f"task {self._task}: {name_of(node)} is out of its in-sync set (in sync: {self.in_sync})",
             task=self._task,
             term=self._term,
             epoch=self._committed_epoch,

@@ -29,7 +29,7 @@ from taskgraph.protocol import transactions
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.checkpointing import Collected, due, is_open
 from taskgraph.protocol.messages import Accepted, Encoded, Stamp, Written
-from taskgraph.protocol.records import CheckpointRecord
+from taskgraph.protocol.records import CheckpointRecord, name_of
 
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
@@ -386,7 +386,7 @@ class Checkpointer:
             if pause_s is not None:
                 await asyncio.sleep(pause_s)
         (info, what), primary = unseen[0], node.keeper.view.primaries.get(unseen[0][0].task)
-        of = f"task {info.task}" + (f" on {node.name_of(primary.record.node)}" if primary is not None else "")
+        of = f"task {info.task}" + (f" on {name_of(primary.record.node)}" if primary is not None else "")
         more = f" (so it is with {len(unseen)} of {len(manifest.files)} files)" if len(unseen) > 1 else ""
         why = f"the file of {of}, {what}{more}: {_SAME_PLACE} The job goes on with the checkpoint before, if any"
         self._tell_failed(epoch, failed, why)

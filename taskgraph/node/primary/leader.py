@@ -30,6 +30,7 @@ from taskgraph.protocol.messages import (
     Waits,
     WaitsPage,
 )
+from taskgraph.protocol.records import name_of
 
 if TYPE_CHECKING:
     from taskgraph.node.node import Node
@@ -327,7 +328,7 @@ class LeaderRole:
         """Tells of epochs what the tasks reported in them."""
         node, base = self._node, view.epoch.record.base if view.epoch is not None else 0
         if base in committed:
-            holders = {node.name_of(p.record.node) for p in view.primaries.values()}
+            holders = {name_of(p.record.node) for p in view.primaries.values()}
             replicas = sum(len(view.in_sync(t)) for t in range(node.job.tasks))
             began = "the job began" if base == 0 else f"the job goes on from the checkpoint of epoch {base}"
             text = f"{began}: {node.job.tasks} tasks on {', '.join(sorted(holders))}; {replicas} replicas in sync"
@@ -487,9 +488,9 @@ class LeaderRole:
             elif holder in self._node.suspects:
                 heirs = [n for n in view.in_sync(task) if n not in self._node.suspects]
                 rest = f"{len(heirs)} members may take over" if heirs else "no member of it is here"
-                lines.append(f"task {task}: its primary on {self._node.name_of(holder)} is gone: {rest}")
+                lines.append(f"task {task}: its primary on {name_of(holder)} is gone: {rest}")
             else:
-                lines.append(f"task {task}: its primary on {self._node.name_of(holder)} does not answer")
+                lines.append(f"task {task}: its primary on {name_of(holder)} does not answer")
         return lines
 
     async def _gather_waits(self, stamp: Stamp) -> dict[int, tuple[Wait, ...]]:

@@ -31,7 +31,7 @@ from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.insync import InSync
 from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.messages import Encoded, HandOver, Reason, Report, RequestRestart, Stamp, Wait
-from taskgraph.protocol.records import EpochRecord, PrimaryRecord, State
+from taskgraph.protocol.records import EpochRecord, PrimaryRecord, State, name_of
 from taskgraph.protocol.transactions import TakenOver
 from taskgraph.protocol.view import JobView, Versioned, holds
 from taskgraph.task import BecamePrimary
@@ -53,7 +53,6 @@ class Primary:
         self.task = replica.task
         self.term = taken.term
         self.revision = taken.revision
-        self._taken = taken
         # Who was evicted before the committed boundary does not hold it, and must not be evicted again: "until" this
         # epoch would make it an heir. Backups tidies its key away.
         others = {n: m for n, (_, m) in taken.members.items() if n != node.id}
@@ -395,7 +394,7 @@ class Primary:
         heir = self._heir()
         if heir is None:
             return
-        self.stage = f"hand-over to {self.node.name_of(heir)}"
+        self.stage = f"hand-over to {name_of(heir)}"
         settings = self.node.settings
         with contextlib.suppress(TransportError, TimeoutError):
             async with asyncio.timeout(settings.hand_over_s):

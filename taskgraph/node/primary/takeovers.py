@@ -19,7 +19,7 @@ from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
 from taskgraph.protocol.kv import Txn, TxnResult
 from taskgraph.protocol.messages import HandOver, Reason, Stamp
-from taskgraph.protocol.records import CheckpointRecord, PrimaryRecord, State, StatusRecord
+from taskgraph.protocol.records import CheckpointRecord, PrimaryRecord, State, StatusRecord, name_of
 from taskgraph.protocol.takeover import Move, Succession, succession
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class TakeOvers:
             if wish is not None and wish.primary is None and self._node.speaks():
                 self._unseated.add(task)
         elif primary.record.node in self._node.suspects and all(n in self._node.suspects for n in view.in_sync(task)):
-            absent = [self._node.name_of(n) for n in view.in_sync(task) if n not in self._node.gone]
+            absent = [name_of(n) for n in view.in_sync(task) if n not in self._node.gone]
             if absent:
                 why = (
                     f"task {task} has no primary: the nodes that hold its state ({', '.join(absent)}) are absent; they "
@@ -253,7 +253,7 @@ class TakeOvers:
             self._node.log.debug("task %d: %s", task, error)
             await self._look_again()
             return
-        lost = ", ".join(self._node.name_of(n) for n in view.in_sync(task)) or "none"
+        lost = ", ".join(name_of(n) for n in view.in_sync(task)) or "none"
         taken = await self._execute_takeover(
             replica, txn, writer, "takeover" if old else "primary", old.record.node if old else None, anew=True
         )
@@ -297,7 +297,7 @@ class TakeOvers:
             result = TxnResult(True, result.revision, reread.reads)
         taken = transactions.taken_over(result, view, task)
         await self._node.point("taken", task, taken.epoch)
-        whose = f" after {self._node.name_of(old)}" if old and old != self._node.id else ""
+        whose = f" after {name_of(old)}" if old and old != self._node.id else ""
         self._node.events.emit(
             kind,
             f"task {task}: {self._node.name} is primary{whose} (term {taken.term})",
@@ -342,10 +342,10 @@ class TakeOvers:
 
     async def _fail_lost(self, task: int, why: str = "") -> None:
         view = self._node.keeper.view
-        members = ", ".join(self._node.name_of(n) for n in view.in_sync(task)) or "none"
+        members = ", ".join(name_of(n) for n in view.in_sync(task)) or "none"
         epoch = view.epoch.record.epoch if view.epoch else None
         reason = f"task {task}: every replica in sync is gone ({members}), and its state of epoch {epoch} with them"
-        deaths = {self._node.name_of(n): view.gone[n].record for n in view.members_of(task) if n in view.gone}
+        deaths = {name_of(n): view.gone[n].record for n in view.members_of(task) if n in view.gone}
         told = deaths_text(deaths)
         if culprit_text(deaths) and not why:  # what the code does to one more replica is no better
             reason += f": {told}. Where it is not to blame, {self._ways_out()}"

@@ -18,6 +18,7 @@ from taskgraph.node.router import Router
 from taskgraph.node.serving import Serving
 from taskgraph.protocol.insync import Place
 from taskgraph.protocol.messages import Accepted, Call, Offer, Reason, Reply, RequestRestart, Stamp
+from taskgraph.protocol.records import name_of
 from taskgraph.results import JobResult
 from taskgraph.transport.api import Peer
 
@@ -31,7 +32,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     offer = Backups._offer
 
     async def counted(self: Backups, tender: Any, key: Any, *args: Any, **kwargs: Any) -> None:
-        offers.append((self._node.name_of(tender.node), key[0]))
+        offers.append((name_of(tender.node), key[0]))
         await offer(self, tender, key, *args, **kwargs)
 
     monkeypatch.setattr(Backups, "_offer", counted)
