@@ -14,19 +14,20 @@ from typing import Any
 
 import uvloop
 
-from taskgraph.commands.common import Reached, check_launcher, etcd_of, launcher_gone, reach
+from taskgraph.commands.common import Reached, check_launcher, etcd_of, known_at, launcher_gone, reach
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import CoordinationError, FingerprintMismatch, JobError, TaskGraphError, UnknownJob
 from taskgraph.launch.collect import job_failed, not_kept, why_not_kept
 from taskgraph.launch.follow import Follower, follow_events, kept_events, node_statuses
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.observe.events import Event
-from taskgraph.observe.format import fitted, kept_json, status_json, status_text, values_text
+from taskgraph.observe.format import fitted, kept_json, nobody_text, status_json, status_text, values_text
 from taskgraph.observe.screen import one_line, printable
 from taskgraph.observe.status import NodeStatus
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.protocol.view import JobView
+from taskgraph.settings import Settings
 
 __all__ = ["events", "result", "status"]
 
@@ -69,7 +70,8 @@ async def _status(options: argparse.Namespace) -> int:
             if options.json:
                 text = json.dumps(status_json(spec.name, spec.tasks, spec.epochs, keeper.view, statuses))
             else:
-                text = status_text(spec.name, spec.tasks, spec.epochs, keeper.view, statuses, spec.backups)
+                nobody = _nobody(reached, keeper.view)
+                text = status_text(spec.name, spec.tasks, spec.epochs, keeper.view, statuses, spec.backups, nobody)
                 if (logs := Runtime().logs(spec.name)) is not None:
                     text += f"\n\nlogs of the nodes started here: {logs}"
                 text += _warning(reached)
@@ -84,6 +86,17 @@ async def _status(options: argparse.Namespace) -> int:
             if (kept := _ended_here(reached.entry)) is not None:
                 _print_finished(reached.name, kept, as_json=options.json)
                 return 0
+
+
+def _nobody(reached: Reached, view: JobView) -> str:
+    spec, known = reached.spec, known_at(reached.name, reached.entry.etcd)
+    return nobody_text(
+        view,
+        reached.name,
+        expected=spec.expected_nodes,
+        launcher=known.pid if known is not None and not known.stale else None,
+        lost_after_s=spec.settings.get("lost_after_s", Settings().lost_after_s),
+    )
 
 
 async def _asked(reached: Reached, view: JobView) -> Mapping[str, NodeStatus | TaskGraphError]:

@@ -15,6 +15,7 @@ from taskgraph.observe.usage import Usage
 from taskgraph.protocol.records import State, StatusRecord, name_of
 from taskgraph.protocol.view import JobView
 from taskgraph.results import plain_value
+from taskgraph.settings import Settings
 
 __all__ = [
     "fitted",
@@ -23,6 +24,7 @@ __all__ = [
     "kept_json",
     "lacking_text",
     "last_text",
+    "nobody_text",
     "status_json",
     "status_text",
     "table",
@@ -37,6 +39,8 @@ _ID = len("GPU-8932f937")
 """Of a device's UUID as many characters as CUDA, too, takes for a name."""
 _TASKS = 2
 """Which part of the status is of tasks: after the job, and its nodes."""
+_NAMED = 8
+"""Nodes that a line names."""
 _LINES = 5000
 """Lines of a list: one value per epoch is what many jobs return, and `--json` has them all."""
 
@@ -60,8 +64,13 @@ def status_text(
     view: JobView,
     statuses: Mapping[str, NodeStatus | TaskGraphError],
     backups: int = 0,
+    nobody: str = "no nodes are registered",
 ) -> str:
-    """Everything about a job on one page."""
+    """Everything about a job on one page.
+
+    Args:
+        nobody: what to say where no node is registered: `nobody_text`.
+    """
     state = view.status.record.state if view.status else "unknown"
     at = f"epoch {view.stamp.epoch}{last_text(epochs)}" if view.stamp else "no epoch"
     if view.stamp and state == State.FINISHED:
@@ -90,7 +99,6 @@ def status_text(
                 ids_text(backup),
             ]
         )
-    nobody = "no nodes are registered" + (f": start some with `taskgraph launch {name}`" if view.running else "")
     lines += ["", *table(nodes), *_unanswered(view, statuses)] if len(nodes) > 1 else ["", nobody]
     if view.status and not view.running and not view.nodes:
         return "\n".join(lines)  # nobody holds anything any more
@@ -134,6 +142,61 @@ def fitted(text: str, columns: int, rows: int) -> str:
 def last_text(epochs: int | None) -> str:
     """`/39`: the number of the last epoch, since the one it follows is a number from 0, too; "" where none is known."""
     return f"/{epochs - 1}" if epochs is not None else ""
+
+
+def nobody_text(
+    view: JobView,
+    name: str,
+    *,
+    expected: int = 0,
+    launcher: int | None = None,
+    lost_after_s: float = Settings().lost_after_s,
+) -> str:
+    """That no node is registered, why that may be so, and what to do.
+
+    Args:
+        expected: how many were started with the job.
+        launcher: the process of this host that launches nodes for it, if one does.
+    """
+    none = "no nodes are registered"
+    if not view.running:
+        return none
+    holders = {
+        node
+        for task, primary in view.primaries.items()
+        if primary.record.stateful
+        for node in view.in_sync(task)
+        if node not in view.gone
+    }
+    if holders:
+        names = sorted(map(name_of, holders))
+        named = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+        whose = f"key of {named}, which holds" if len(names) == 1 else f"keys of {named}, which hold"
+        return (
+            f"{none}: the {whose} the state, {'has' if len(names) == 1 else 'have'} vanished.\n"
+            "Who is only cut off from etcd comes back by itself: see first which of them live.\n"
+            f"A node that you launch takes who is absent for gone after {lost_after_s:g} s (lost_after_s), and what "
+            f"those hold is lost:\n{_after_loss(view, name)}"
+        )
+    begun = bool(view.primaries)
+    many = "nodes" if begun or not expected else f"{expected} node{'s' * (expected > 1)}"
+    if launcher is not None:
+        return f"{none} yet: its launcher (process {launcher}) is starting {many}"
+    if expected and not begun:
+        return (
+            f"{none} yet: it was submitted by a run that starts {many}, on another host or here.\n"
+            f"If that has ended: `taskgraph launch {name}` starts some"
+        )
+    return f"{none}: start some with `taskgraph launch {name}`"
+
+
+def _after_loss(view: JobView, name: str) -> str:
+    """What becomes of a job without all who hold its state, and what to do where they are dead."""
+    at, checkpoint = view.stamp.epoch if view.stamp else 0, view.checkpoint
+    if at and (checkpoint is None or checkpoint.record.epoch > at):
+        return f"the job fails then. If all are dead: `taskgraph shutdown {name}` ends it"
+    what = f"goes on from its checkpoint of epoch {checkpoint.record.epoch}" if at and checkpoint else "begins anew"
+    return f"the job {what}. If all are dead: `taskgraph launch {name}`"
 
 
 def lacking_text(view: JobView, name: str, tasks: int, backups: int) -> str:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from commands_kit import in_memory, options
 
-from taskgraph.cli import parser
-from taskgraph.commands import common
 from taskgraph.commands.acting import _drain, _kill, _shutdown
 from taskgraph.commands.chaos import _chaos
 from taskgraph.commands.looking import _events, _status
 from taskgraph.commands.tracing import _trace
-from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
+from taskgraph.coordination.memory import MemoryCoordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import FingerprintMismatch
 from taskgraph.jobs import Job
@@ -33,26 +30,12 @@ KEYS = Keys("fit")
 @pytest.fixture
 async def etcd(monkeypatch: pytest.MonkeyPatch) -> MemoryCoordinator:
     """With a job of protocol 1, and a node that nobody may call: its address is none."""
-    found = MemoryCoordinator(MemoryStore())
-    found.version = "3.6.0"  # type: ignore[attr-defined]
+    found = in_memory(monkeypatch)
     spec = JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=9, name="fit"))
     await submit(found, dataclasses.replace(spec, protocol=1))
     node = NodeRecord(name="n1", run=spec.run, host="h", pid=1, endpoints=(), control="none", fingerprint="", lease=0)
     await found.txn(Txn(success=(Put(KEYS.node("n1-7f"), node.to_bytes()),)))
-
-    @contextlib.asynccontextmanager
-    async def connected() -> AsyncIterator[MemoryCoordinator]:
-        yield found
-
-    async def connect(*access: object) -> contextlib.AbstractAsyncContextManager[MemoryCoordinator]:
-        return connected()
-
-    monkeypatch.setattr(common, "connect", connect)
     return found
-
-
-def options(command: str, *more: str) -> argparse.Namespace:
-    return parser().parse_args([command, "fit", *more, "--etcd", "127.0.0.1:1"])
 
 
 Command = Callable[[], Coroutine[Any, Any, int]]

@@ -11,13 +11,24 @@ import numpy as np
 import pytest
 
 from taskgraph.errors import PeerLost
-from taskgraph.observe.format import fitted, kept_json, lacking_text, status_json, status_text, table, values_text
+from taskgraph.observe.format import (
+    fitted,
+    kept_json,
+    lacking_text,
+    nobody_text,
+    status_json,
+    status_text,
+    table,
+    values_text,
+)
 from taskgraph.observe.status import NodeStatus, ReplicaStatus
 from taskgraph.observe.usage import Usage
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.records import (
+    CheckpointRecord,
     EpochRecord,
+    GoneRecord,
     MemberRecord,
     NodeRecord,
     PrimaryRecord,
@@ -255,6 +266,77 @@ def test_a_status_says_which_tasks_lack_backups_and_why(
     view = of_members(members, nodes)
     assert lacking_text(view, "fit", len(members), backups) == words
     assert words in status_text("fit", len(members), None, view, {}, backups)
+
+
+def of_nobody(
+    epoch: int = 7, *, checkpoint: int = 0, gone: tuple[str, ...] = (), stateful: bool = True, tasks: int = 3
+) -> JobView:
+    """A job that runs, whose tasks were each held by two of three nodes; none is registered now."""
+    keys = Keys("fit")
+    values: dict[str, Record] = {
+        keys.epoch: EpochRecord(epoch=epoch, attempt=1),
+        keys.status: StatusRecord(state=State.RUNNING),
+        **{keys.gone(f"{name}-a"): GoneRecord(reason="killed") for name in gone},
+        **({keys.checkpoint: CheckpointRecord(epoch=checkpoint, attempt=1, name="c")} if checkpoint else {}),
+    }
+    for task in range(tasks):
+        values[keys.primary(task)] = PrimaryRecord(node=f"n{task % 3 + 1}-a", term=1, stateful=stateful)
+        for name in (f"n{task % 3 + 1}-a", f"n{(task + 1) % 3 + 1}-a"):
+            values[keys.member(task, name)] = MemberRecord()
+    made = JobView("fit")
+    made.reset(99, [KeyValue(key, value.to_bytes(), i, i) for i, (key, value) in enumerate(values.items(), 1)])
+    return made
+
+
+@pytest.mark.parametrize(
+    ("view", "after"),
+    [
+        (of_nobody(), "the job fails then. If all are dead: `taskgraph shutdown fit` ends it"),
+        (of_nobody(checkpoint=4), "the job goes on from its checkpoint of epoch 4. If all are dead: `taskgraph l"),
+        (of_nobody(checkpoint=9), "the job fails then."),
+        (of_nobody(0), "the job begins anew. If all are dead: `taskgraph launch fit`"),
+    ],
+    ids=["no checkpoint", "a checkpoint", "a checkpoint of a later epoch", "epoch 0"],
+)
+def test_who_holds_the_state_and_is_not_gone_may_come_back(view: JobView, after: str) -> None:
+    """It advised to start nodes, which take these for gone: a job fails of that whose nodes are cut off from etcd."""
+    lines = nobody_text(view, "fit", launcher=7, lost_after_s=20.0).splitlines()
+    assert lines[0] == "no nodes are registered: the keys of n1, n2, n3, which hold the state, have vanished."
+    assert lines[1].startswith("Who is only cut off from etcd comes back by itself")
+    assert "for gone after 20 s (lost_after_s), and what those hold is lost:" in lines[2]
+    assert lines[3].startswith(after)
+
+
+def test_of_many_nodes_some_are_named_and_of_one_it_alone() -> None:
+    view = of_nobody(gone=("n1", "n2"))
+    assert "the key of n3, which holds the state, has vanished" in nobody_text(view, "fit")
+    view.members[0] = {f"n{n}-a": view.members[0]["n1-a"] for n in range(10, 30)}
+    assert "the keys of n10, n11, n12, n13, n14, n15, n16, n17 and 13 more, which" in nobody_text(view, "fit")
+
+
+@pytest.mark.parametrize(
+    ("view", "expected", "launcher", "words"),
+    [
+        (of_nobody(gone=("n1", "n2", "n3")), 4, None, ": start some with `taskgraph launch fit`"),
+        (of_nobody(stateful=False), 4, None, ": start some with `taskgraph launch fit`"),
+        (of_nobody(gone=("n1", "n2", "n3")), 4, 77, " yet: its launcher (process 77) is starting nodes"),
+        (of_nobody(tasks=0), 0, None, ": start some with `taskgraph launch fit`"),
+        (of_nobody(tasks=0), 4, 77, " yet: its launcher (process 77) is starting 4 nodes"),
+        (of_nobody(tasks=0), 1, 77, " yet: its launcher (process 77) is starting 1 node"),
+        (of_nobody(tasks=0), 0, 77, " yet: its launcher (process 77) is starting nodes"),
+        (
+            of_nobody(tasks=0),
+            4,
+            None,
+            " yet: it was submitted by a run that starts 4 nodes, on another host or here.\n"
+            "If that has ended: `taskgraph launch fit` starts some",
+        ),
+    ],
+)
+def test_where_nobody_holds_anything_nodes_are_started_by_whoever_does_it(
+    view: JobView, expected: int, launcher: int | None, words: str
+) -> None:
+    assert nobody_text(view, "fit", expected=expected, launcher=launcher) == f"no nodes are registered{words}"
 
 
 def test_a_status_of_a_job_that_finished_counts_its_epochs(view: JobView) -> None:

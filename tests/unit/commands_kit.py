@@ -1,0 +1,35 @@
+"""Commands on an etcd in memory."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from taskgraph.cli import parser
+from taskgraph.commands import common
+from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
+
+ETCD = "127.0.0.1:1"
+
+
+def in_memory(monkeypatch: pytest.MonkeyPatch) -> MemoryCoordinator:
+    """What every command finds at `ETCD`."""
+    found = MemoryCoordinator(MemoryStore())
+    found.version = "3.6.0"  # type: ignore[attr-defined]
+
+    @contextlib.asynccontextmanager
+    async def connected() -> AsyncIterator[MemoryCoordinator]:
+        yield found
+
+    async def connect(*access: object) -> contextlib.AbstractAsyncContextManager[MemoryCoordinator]:
+        return connected()
+
+    monkeypatch.setattr(common, "connect", connect)
+    return found
+
+
+def options(command: str, *more: str) -> argparse.Namespace:
+    return parser().parse_args([command, "fit", *more, "--etcd", ETCD])

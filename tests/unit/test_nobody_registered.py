@@ -1,0 +1,37 @@
+"""What `status` says of a job without nodes: whether somebody of this host is starting them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+from commands_kit import ETCD, in_memory, options
+
+from taskgraph.commands.looking import _status
+from taskgraph.driver import JobSpec
+from taskgraph.jobs import Job
+from taskgraph.launch.runtime import JobEntry, Runtime
+from taskgraph.launch.submit import submit
+from taskgraph.task import Task
+
+
+async def test_while_its_launcher_starts_nodes_nobody_is_told_to_start_some(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
+    etcd, runtime = in_memory(monkeypatch), Runtime()
+    spec = JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=9, name="fit"))
+    await submit(etcd, dataclasses.replace(spec, expected_nodes=4))
+    entry = JobEntry(name="fit", etcd=ETCD, token="", pid=os.getpid(), embedded=False, tls={})
+    for known, told in (
+        (entry, f"no nodes are registered yet: its launcher (process {os.getpid()}) is starting 4 nodes"),
+        (dataclasses.replace(entry, etcd="another"), "no nodes are registered yet: it was submitted by a run"),
+        (None, "no nodes are registered yet: it was submitted by a run that starts 4 nodes"),
+    ):
+        runtime.remove("fit")
+        if known is not None:
+            runtime.put(known)
+        assert await _status(options("status")) == 0
+        assert told in capsys.readouterr().out
