@@ -338,7 +338,7 @@ def whole_view(data: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...], w
 
 def _aligned(array: Array) -> Array:
     """Some code cannot work on unaligned elements, and numpy is slow on them."""
-    copy = array.copy()
+    copy = dtypes.whole_copy(array)
     copy.flags.writeable = False
     return copy
 
@@ -368,6 +368,6 @@ def view(
         return found
     found = np.ndarray(shape, dtype, base_of(data, whole) if isinstance(data, memoryview) else data, at)
     if writable:
-        return found.copy()
+        return found.copy() if dtype.names is None else dtypes.whole_copy(found)
     # Read-only, as the memory is that it was made on.
     return found if found.flags.aligned else _aligned(found)

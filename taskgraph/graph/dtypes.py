@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from taskgraph.errors import DecodeError
 
-__all__ = ["DESCRIBED", "PARSED", "DtypeRefused", "padding", "read"]
+__all__ = ["DESCRIBED", "PARSED", "DtypeRefused", "opaque", "padding", "read", "whole_copy"]
 
 _SUBARRAY: Final = 0xFF
 _RECORD: Final = 0xFE
@@ -251,3 +251,21 @@ def _padding(dtype: np.dtype[Any]) -> NDArray[np.bool_]:
         one = np.arange(part) >= _LONG_DOUBLE_BYTES
         mask[:] = np.tile(one if dtype.isnative else one[::-1], dtype.itemsize // part)
     return mask
+
+
+def opaque(array: NDArray[Any]) -> NDArray[Any]:
+    """A view of it for copies: numpy copies records field by field, and what memory held before stays between them.
+
+    Each element of the view is so many bytes, and all of them are copied.
+    """
+    dtype = array.dtype
+    return array if dtype.names is None or not dtype.itemsize else array.view(f"V{dtype.itemsize}")
+
+
+def whole_copy(array: NDArray[Any]) -> NDArray[Any]:
+    """`array.copy()`, padding included."""
+    if array.dtype.names is None:
+        return array.copy()
+    copy: NDArray[Any] = np.empty(array.shape, array.dtype)
+    opaque(copy)[...] = opaque(array)
+    return copy

@@ -17,6 +17,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from taskgraph.graph.dtypes import opaque, whole_copy
+
 __all__ = ["copied", "forwards", "in_c_order", "order_of", "put_back"]
 
 _BACKWARDS: Final = 0x80
@@ -95,7 +97,7 @@ def put_back(array: Any, order: bytes) -> Any:
 def copied(array: NDArray[Any]) -> NDArray[Any]:
     """A copy to write to that lies as the array does, with gaps where that has some."""
     order = order_of(array.shape, array.strides, array.itemsize)
-    copy = in_c_order(array, order).copy() if order else array.copy()
+    copy = whole_copy(in_c_order(array, order) if order else array)
     found: NDArray[Any] = put_back(copy, order) if order else copy
     return found
 
@@ -114,7 +116,7 @@ def _spread(array: NDArray[Any], order: bytes) -> NDArray[Any]:
     innermost = 2 if order[last] & _GAPPED else 1
     whole = np.empty((*room, innermost), array.dtype)
     spread: NDArray[Any] = whole[tuple([slice(extent) for extent in array.shape])][..., 0]
-    spread[...] = array
+    opaque(spread)[...] = opaque(array)
     spread.flags.writeable = array.flags.writeable
     return spread
 

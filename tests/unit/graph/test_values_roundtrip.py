@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
+from taskgraph.graph.orders import copied
 from taskgraph.graph.values import decode, digest_of, encode, verify
 
 relaxed = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -228,6 +230,49 @@ def test_padding_is_sent_as_zeros() -> None:
             assert b"\xaa" not in encode(dirty).meta
             assert dirty.tobytes() == before
             assert encode(clean[0]).digest == encode(dirty[0]).digest
+
+
+PADDED = np.dtype([("a", "i1"), ("b", "f8"), ("c", [("x", "u1"), ("y", "i4")], (2,))], align=True)
+LIES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "in C's order": lambda a: a,
+    "in Fortran's": lambda a: a.T,
+    "backwards": lambda a: a[::-1],
+    "with gaps": lambda a: a[:, ::2],
+    "as one element": lambda a: a[0, 0],
+}
+
+
+def look(array: np.ndarray) -> bytes:
+    """All bytes of its elements: `tobytes` copies, too, and leaves padding out where they are not side by side."""
+    array = np.asarray(array)
+    return array.view(f"V{array.itemsize}").tobytes()
+
+
+def after_noise(nbytes: int, make: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What is made where memory that was freed just before is full of noise."""
+    noise = [np.full(nbytes, 0xAB, np.uint8) for _ in range(30)]
+    del noise
+    return make(*args, **options)
+
+
+@pytest.mark.parametrize("lies", LIES)
+@pytest.mark.parametrize("dtype", [PADDED, SPARSE, np.dtype((np.record, PADDED))], ids=["aligned", "sparse", "record"])
+@pytest.mark.parametrize("size", [2, 7, 30, 60], ids=lambda n: f"{n}x{n}")
+def test_padding_arrives_as_zeros(size: int, dtype: np.dtype[Any], lies: str) -> None:
+    """What was restored had there what memory held before: numpy copies records field by field."""
+    table = np.zeros((size, size), dtype)
+    table["b"] = np.arange(size * size).reshape(size, size)
+    sent = LIES[lies](table)
+    for ordered in (False, True):
+        encoded = encode([sent], ordered=ordered)
+        shifted = tuple([memoryview(b"x" + bytes(buffer))[1:] for buffer in encoded.buffers])  # is copied to be aligned
+        for came in (encoded, type(encoded)(encoded.meta, shifted, encoded.digest)):
+            for writable in (False, True):
+                (found,) = after_noise(sent.nbytes, decode, came, writable=writable)
+                assert look(found) == look(sent)
+                assert found.flags.writeable is writable
+    if isinstance(sent, np.ndarray):
+        assert look(after_noise(sent.nbytes, copied, sent)) == look(sent)
 
 
 def test_dtypes_that_numpy_calls_equal_stay_apart_in_any_order() -> None:
