@@ -9,12 +9,15 @@ from collections.abc import Container, Iterable, Mapping
 import numpy as np
 
 from taskgraph.errors import class_name
+from taskgraph.graph import dtypes
 from taskgraph.graph.values import encode
 
-__all__ = ["equal_unlike", "made_of_state", "shared_state"]
+__all__ = ["equal_unlike", "made_of_state", "padding_of", "shared_state"]
 
 _UNCHANGING = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, np.generic)
 """Values that nobody writes to: to have one of them twice is no mistake."""
+_DEEP = 5
+"""Containers within one another that are looked into for a hint: users' may contain themselves."""
 
 
 def shared_state(
@@ -47,6 +50,28 @@ def _are_one(value: object, other: object) -> bool:
     if isinstance(value, np.ndarray) and isinstance(other, np.ndarray):
         return np.may_share_memory(value, other)  # by their ends alone, which is quick: it is a hint
     return value is other
+
+
+def padding_of(attributes: Mapping[str, object]) -> str:
+    """What to say where attributes are, or hold, arrays with padding; else nothing.
+
+    It may be why something came out differently: digests are without it, and restored arrays have zeros there.
+    """
+    found = [f"self.{name}" for name, value in attributes.items() if _has_padding(value, _DEEP)]
+    if not found:
+        return ""
+    return (
+        f"; if the task reads the padding of {', '.join(found[:5])}, as tobytes() and views of bytes do: that is no "
+        f"part of a value, and zeros once restored; read the fields, or give it a dtype without padding "
+        f"(numpy.lib.recfunctions.repack_fields)"
+    )
+
+
+def _has_padding(value: object, deep: int) -> bool:
+    if isinstance(value, np.ndarray | np.generic):
+        return dtypes.padding(value.dtype) is not None
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return deep > 0 and any(_has_padding(part, deep - 1) for part in inner)
 
 
 def equal_unlike(one: object, other: object) -> bool:

@@ -26,7 +26,7 @@ from taskgraph.errors import StateError, ValueNotEncodable, class_name
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor
 from taskgraph.graph.values import encode, separate, staying, untouched, verify
-from taskgraph.node.epochs.differing import equal_unlike, made_of_state, shared_state
+from taskgraph.node.epochs.differing import equal_unlike, made_of_state, padding_of, shared_state
 from taskgraph.node.epochs.twins import BY_NODE
 from taskgraph.node.replica import Replica, encode_fields, named_fields
 from taskgraph.node.usercode.coroutines import is_async
@@ -221,6 +221,7 @@ async def check_replay(replica: Replica, fresh: Replica, boundary: Encoded, reco
     before = await fields_of(replica)
     differing, after = await _run_again(fresh, before, recording, stamp)
     if differing:
+        mine = vars(replica.user_task)
         suspects = await _suspects(replica, fresh, before)
         if suspects:
             hint = f"; attributes that differ and are not in the snapshot: {', '.join(suspects)}"
@@ -230,11 +231,11 @@ async def check_replay(replica: Replica, fresh: Replica, boundary: Encoded, reco
             hint = ""
         why = (
             f"snapshot() forgets state, or the task is not deterministic{hint}; add what the task remembers to "
-            f"`state=[...]`, and draw random numbers from epoch.rng"
+            f"`state=[...]`, and draw random numbers from epoch.rng{'' if suspects else padding_of(mine)}"
         )
         if unlike := await _encoded_unlike(replica, fresh, differing):
             why = unlike
-        elif not suspects and (shared := shared_state(vars(replica.user_task), before, _changed(before, after))):
+        elif not suspects and (shared := shared_state(mine, before, _changed(before, after))):
             one, other, kind = shared
             why = (
                 f"self.{one} and self.{other} are two attributes of state that are one {kind}, and two once they are "
@@ -265,7 +266,7 @@ async def check_as_left(replica: Replica, twin: Replica, recording: Recording, s
     why = await _encoded_unlike(replica, twin, differing) or (
         f"before epoch 0 every primary restores the state that setup() made, as after a failure, and so cuts off what "
         f"setup() made of it: a view, an optimizer that holds it, the same array under another name{hint}; make that "
-        f"in restore(), after super().restore(state)"
+        f"in restore(), after super().restore(state){'' if shared else padding_of(vars(twin.user_task))}"
     )
     return StateError(
         f"task {replica.task}, epoch {stamp.epoch}: on the object as setup() left it, the epoch comes out differently "
