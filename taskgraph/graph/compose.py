@@ -452,5 +452,5 @@ def _called(compute: Callable[..., Any]) -> str:
     code = function.__code__
     return (
         f"is called as {function.__name__}({', '.join(given)}), but takes "
-        f"{inspect.Signature(names)} (at {code.co_filename}, line {code.co_firstlineno})"
+        f"{inspect.Signature(names)}, defined at {code.co_filename}, line {code.co_firstlineno}"
     )

@@ -442,9 +442,9 @@ def test_a_compute_that_takes_something_else_is_told_with_its_place_and_the_righ
         epoch.processor(self.step, name="one")  # type: ignore[attr-defined]
 
     error = fails(job(task(compose, step=step)))
-    line = step.__code__.co_firstlineno
-    says(error, "epoch 0, compose: 'one' is called as step(self, epoch, ins, outs), but takes (self, epoch) ")
-    says(error, f"(at {__file__}, line {line})")
+    defined, declared = step.__code__.co_firstlineno, compose.__code__.co_firstlineno + 1
+    says(error, "epoch 0, compose: 'one' is called as step(self, epoch, ins, outs), but takes (self, epoch), ")
+    says(error, f", defined at {__file__}, line {defined} (at {__file__}, line {declared})")
     assert "actor.py" not in str(error)
 
 
