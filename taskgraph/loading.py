@@ -103,13 +103,16 @@ def _load_module(name: str) -> ModuleType:
         _add_to_path(str(here))
     with _import_of(name):
         try:
-            return importlib.import_module(name)
+            module = importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name and f"{name}.".startswith(f"{error.name}."):
                 raise JobError(
                     f"there is no module {name!r} to import from here; for a file write its path: {name}.py"
                 ) from error
             raise
+    if getattr(module, "__file__", None) is None and (folders := list(getattr(module, "__path__", ()))):
+        return _load_file(Path(folders[0]))  # any directory can be imported, and has nothing in it then: this says so
+    return module
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -161,6 +161,8 @@ def test_another_name_of_a_job_function_is_no_second_one(tmp_path: Path) -> None
         (FIT, "missing.py", r"there is no file /.*/missing\.py"),
         (FIT, "dd.py", r"there is no file /.*/dd\.py \(did you mean d\.py\?\)"),
         (FIT, ".", r"/.* is a directory: name a file in it; there is d\.py"),
+        (FIT, "folder", r"/folder is a directory: name a file in it; there is e\.py"),
+        (FIT, "folder:fit", r"/folder is a directory: name a file in it; there is e\.py"),
         (FIT, "/dev/fd", r"is a directory: name a file in it; and no Python file"),
         (FIT, "missing_module", "no module 'missing_module' to import from here; for a file .* missing_module.py"),
         (FIT, "missing_module.part:fit", r"no module 'missing_module\.part'"),
@@ -170,6 +172,8 @@ def test_another_name_of_a_job_function_is_no_second_one(tmp_path: Path) -> None
 def test_what_is_not_there_is_answered_with_what_is(source: str, text: str, complaint: str, tmp_path: Path) -> None:
     write(tmp_path / "d.py", source)
     (tmp_path / "d.txt").write_text("")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "e.py").write_text("")
     with pytest.raises(tg.JobError, match=complaint):
         load_driver(text)
 
