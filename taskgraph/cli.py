@@ -7,6 +7,7 @@ interrupted.
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import importlib
 import os
@@ -36,17 +37,37 @@ if TYPE_CHECKING:
 __all__ = ["driver_main", "main"]
 
 FAILED, USAGE, UNREACHABLE, INTERRUPTED = 1, 2, 3, 130
+_ONLY_JOB = "may be left out where only one job runs on this host, and no --etcd is given"
+_NEAR = 0.8
+"""Of two options: what is less alike than one letter more or less makes it has nothing to do with the other."""
 _OF_DRIVERS = ("run", "submit", "launch")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one paragraph, as every other error is told, and where the options are."""
+    """Says what is wrong in one paragraph, as every other error is told, and where the options are.
+
+    Options are written out: `--node 2` is no other way to say `--nodes 2`, since `--node` is an option elsewhere.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "allow_abbrev": False})
 
     def error(self, message: str) -> NoReturn:
         what, _, words = message.partition("unrecognized arguments: ")
-        if not what and (option := next((w for w in words.split() if "=" in w and not w.startswith("-")), "")):
-            message += f" (an option of the job is set with -o {option})"
+        if not what:
+            message += self._meant(words.split())
         self.exit(USAGE, f"{self.prog}: {message}; see `{self.prog} --help`\n")
+
+    def _meant(self, words: Sequence[str]) -> str:
+        """What is near to the first of these words that something is near to."""
+        for word in words:
+            if "=" in word and not word.startswith("-"):
+                return f" (an option of the job is set with -o {word})"
+            name, known = word.partition("=")[0], [o for o in self._option_string_actions if o.startswith("--")]
+            near = [o for o in known if o.startswith(name)] or difflib.get_close_matches(name, known, 1, _NEAR)
+            if len(name) > len("--") and near:
+                return f" (did you mean {near[0]}?)"
+        return ""
 
 
 class _Command(_Parser):
@@ -88,9 +109,9 @@ def parser(*, driver: JobFunction[...] | None = None) -> argparse.ArgumentParser
 
     top = _Parser(prog="taskgraph" if driver is None else None, description="Run and watch taskgraph jobs.")
     top.add_argument("--version", action="version", version=f"taskgraph {VERSION}")
-    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Command)
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Command)
 
-    def add(name: str, help_text: str, *, job: str | None = None, of_driver: bool = False) -> argparse.ArgumentParser:
+    def add(name: str, help_text: str, *, job: bool = False, of_driver: bool = False) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=help_text, description=help_text, add_help=not of_driver)
         if of_driver:
             text = "show this, and the job's options where a driver was named, and exit"
@@ -101,8 +122,8 @@ def parser(*, driver: JobFunction[...] | None = None) -> argparse.ArgumentParser
             made.add_argument("-o", "--option", action="append", metavar="NAME=VALUE", help="an option of the job")
             made.add_argument("--set", action="append", metavar="NAME=VALUE", help="a setting: docs/settings.md")
             made.add_argument("--name", help="another name for the job")
-        if job is not None:
-            made.add_argument("job", metavar="JOB", nargs=job, help="the job's name")
+        if job:
+            made.add_argument("job", metavar="JOB", nargs="?", help=f"the job's name; {_ONLY_JOB}")
         with_etcd.append(made)
         return made
 
@@ -112,7 +133,9 @@ def parser(*, driver: JobFunction[...] | None = None) -> argparse.ArgumentParser
     _add_run_options(run, "node processes on this host (4); 0: all in this process, without etcd")
     _add_beginning(add("submit", "Submit a job to an etcd; nodes are started elsewhere.", of_driver=True))
     launch = add("launch", "Start nodes on this host for a submitted job (or a driver: like run).")
-    launch.add_argument("job", metavar="JOB_OR_DRIVER", nargs="?", help="the job's name, or a driver as for run")
+    without = _ONLY_JOB if driver is None else "without it: as run"
+    text = f"the job's name, or a driver as for run; {without}"
+    launch.add_argument("job", metavar="JOB_OR_DRIVER", nargs="?", help=text)
     launch.add_argument(
         "-o", "--option", action="append", metavar="NAME=VALUE", help="with a driver: an option of the job"
     )
@@ -124,35 +147,35 @@ def parser(*, driver: JobFunction[...] | None = None) -> argparse.ArgumentParser
     node.add_argument("--job", required=True, help="the job's name; it may be submitted later")
     node.add_argument("--name", help="what people call the node")
     add_listen_options(node, "listen for nodes on other hosts, on this address")
-    status = add("status", "What a job does, who does it, and what it waits for.", job="?")
+    status = add("status", "What a job does, who does it, and what it waits for.", job=True)
     status.add_argument("--json", action="store_true", help="one line of JSON, for programs")
     status.add_argument("--watch", action="store_true", help="again every second, until the job ends")
-    events = add("events", "What happened to a job.", job="?")
+    events = add("events", "What happened to a job.", job=True)
     events.add_argument("--json", action="store_true", help="each as a line of JSON")
     events.add_argument("--follow", action="store_true", help="and what happens next, until the job ends")
-    result = add("result", "The result of a job that ended.", job="?")
+    result = add("result", "The result of a job that ended.", job=True)
     result.add_argument("--json", action="store_true", help="one line of JSON, values and reports too")
-    trace = add("trace", "What every node of a running job does, as a file for https://ui.perfetto.dev.", job="?")
+    trace = add("trace", "What every node of a running job does, as a file for https://ui.perfetto.dev.", job=True)
     trace.add_argument("--epochs", type=int, default=20, metavar="N", help="so many whole epochs (20)")
     text = "one epoch of N: 1 is all; default: all, or so few that a fast job loses less than 3 %%"
     trace.add_argument("--every", type=int, default=0, metavar="N", help=text)
     trace.add_argument("-o", "--output", default="trace.json", metavar="FILE", help="where to (trace.json)")
-    kill = add("kill", "Send a signal (SIGKILL) to the process that holds a task.", job="?")
+    kill = add("kill", "Send a signal (SIGKILL) to the process that holds a task.", job=True)
     kill.add_argument("--task", type=int, metavar="T", help="the node of this task's primary")
     kill.add_argument("--backup", action="store_true", help="with --task: a node of one of its backups instead")
     kill.add_argument("--node", metavar="NAME", help="this node; with --task it must hold that")
     kill.add_argument("--signal", default="SIGKILL", metavar="NAME", help="another one, by name or number (SIGKILL)")
-    drain = add("drain", "Ask a node to hand everything over and leave.", job="?")
+    drain = add("drain", "Ask a node to hand everything over and leave.", job=True)
     drain.add_argument("--node", metavar="NAME", required=True, help="which, as `status` names it")
     drain.add_argument("--force", action="store_true", help="also where no other node is there to take over")
-    chaos = add("chaos", "Random faults on the nodes of a job of this host, and what followed.", job="?")
+    chaos = add("chaos", "Random faults on the nodes of a job of this host, and what followed.", job=True)
     chaos.add_argument("--mtbf", type=float, default=15.0, metavar="S", help="mean time between two faults (15)")
     chaos.add_argument("--for-s", type=float, metavar="S", help="end after this time; default: with the job")
     chaos.add_argument("--kinds", default="kill,stop,term", metavar="K,...", help="kill, stop, term (default all)")
     chaos.add_argument("--seed", type=int, metavar="N", help="of the choice of faults")
     chaos.add_argument("--lossy", action="store_true", help="hit the last replica in sync of a task, too")
-    add("shutdown", "End a job without a result.", job="?")
-    add("token", "Print the token of a job of this host.", job="?")
+    add("shutdown", "End a job without a result.", job=True)
+    add("token", "Print the token of a job of this host.", job=True)
     for made in with_etcd:  # last, so that `--help` begins with what the command itself takes
         add_etcd_options(made)
     text = "Make an authority and a certificate of it, for TLS in a test cluster."
@@ -228,7 +251,11 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | No
     # Every failed handshake is a line of gRPC's own otherwise; what it comes to is said in our words.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
-        options = parser(driver=function).parse_args(arguments)
+        made = parser(driver=function)
+        options = made.parse_args(arguments)
+        if options.command is None:
+            made.print_help(sys.stderr)
+            return USAGE
         if (files := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _LEAST_FILES and files != resource.RLIM_INFINITY:
             print(f"taskgraph: only {files} files may be open at a time here: {_MORE_FILES}", file=sys.stderr)
             return FAILED

@@ -96,7 +96,13 @@ def test_a_driver_of_its_own_needs_no_name() -> None:
         parse(["run", "d.py"])
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["run"], ["run", "d.py", "--nodes", "x"], ["drain", "x"]])
+def test_without_a_command_there_is_the_list_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == cli.USAGE
+    said = capsys.readouterr()
+    assert said.out == "" and "usage: taskgraph" in said.err and "\n    status " in said.err
+
+
+@pytest.mark.parametrize("arguments", [["fly"], ["run"], ["run", "d.py", "--nodes", "x"], ["drain", "x"]])
 def test_a_wrong_command_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
@@ -397,6 +403,9 @@ def test_a_process_that_may_open_next_to_no_files_is_told_before_it_begins(
         (["run", "d.py", "tasks=3"], "(an option of the job is set with -o tasks=3); see `taskgraph run --help`"),
         (["run", "d.py", "--taks", "3"], "unrecognized arguments: --taks 3; see `taskgraph run --help`"),
         (["run", "d.py", "--nodes", "x"], "argument --nodes: invalid int value: 'x'; see `taskgraph run --help`"),
+        (["run", "d.py", "--node", "2"], "unrecognized arguments: --node 2 (did you mean --nodes?); see"),
+        (["kill", "x", "--task", "1", "--back"], "unrecognized arguments: --back (did you mean --backup?); see"),
+        (["events", "x", "--folow"], "unrecognized arguments: --folow (did you mean --follow?); see"),
         (["status", "x", "y"], "unrecognized arguments: y; see `taskgraph status --help`"),
         (["--taks", "run", "d.py"], "unrecognized arguments: --taks; see `taskgraph --help`"),
         (["statsu"], "invalid choice: 'statsu'"),
@@ -419,6 +428,16 @@ def test_help_begins_with_what_the_command_itself_takes(capsys: pytest.CaptureFi
             cli.main([command, "--help"])
         usage = capsys.readouterr().out
         assert usage.index(own) < usage.index("--etcd") < usage.index("--tls"), usage
+
+
+@pytest.mark.parametrize(
+    "command", ["launch", "status", "events", "result", "trace", "kill", "drain", "chaos", "shutdown", "token"]
+)
+def test_help_says_where_the_job_may_be_left_out(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "; may be left out where only one job runs on this host, and no --etcd is given" in told
 
 
 @pytest.mark.parametrize("option", ["--mtbf", "--for-s"])
@@ -569,6 +588,9 @@ def test_help_of_launch_says_what_goes_with_a_driver(capsys: pytest.CaptureFixtu
     for option in (*of_a_driver, "--resume-changed", "--fresh"):
         assert f"{option} with a driver: " in told, option
     assert "--logs with" not in told and "--nodes N with" not in told
+    with pytest.raises(SystemExit):
+        cli.main(["launch", "--help"], fit)
+    assert "a driver as for run; without it: as run" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(SystemExit):
         cli.main(["run", "--help"])
     told = " ".join(capsys.readouterr().out.split())

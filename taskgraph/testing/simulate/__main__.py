@@ -15,7 +15,9 @@ __all__ = ["main"]
 
 def main(argv: list[str] | None = None) -> int:
     """Returns 1 where a seed found something."""
-    parser = argparse.ArgumentParser(prog="python -m taskgraph.testing.simulate", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m taskgraph.testing.simulate", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("--seeds", default="0:100", metavar="FROM:TO", help="which seeds (TO is not one of them)")
     parser.add_argument("--seed", type=int, help="one seed, with its transcript")
     parser.add_argument("--verbose", action="store_true", help="messages, too")
