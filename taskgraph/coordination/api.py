@@ -40,10 +40,15 @@ class WatchBatch:
     """Events of complete revisions, in order; `revision` is the last one contained.
 
     An empty `events` is a progress notice: everything up to `revision` has been delivered.
+
+    Attributes:
+        reopened: the watch was broken, and goes on from here. Where the store was set up anew meanwhile, what is there
+            now is not what the watch has told, and it tells no difference: list again.
     """
 
     revision: int
     events: tuple[KeyEvent, ...]
+    reopened: bool = False
 
 
 class TooLarge(CoordinationError):
@@ -117,7 +122,8 @@ class Coordinator(Protocol):
     async def txn(self, txn: Txn) -> TxnResult: ...
 
     def watch(self, prefix: str, start_revision: int) -> AsyncIterator[WatchBatch]:
-        """Every event under `prefix` from `start_revision` on, each once, in order, across reconnections.
+        """Every event under `prefix` from `start_revision` on, each once, in order, across reconnections, of which it
+        tells (`WatchBatch.reopened`).
 
         Raises `WatchCompacted` where that history is gone, and `AccessRefused` where it is refused from the start.
         Closing the iterator ends the watch.

@@ -1,4 +1,4 @@
-"""Keeps a `JobView` up to date: list once, watch from there, list again where the watch lost history.
+"""Keeps a `JobView` up to date: list once, watch from there, list again where the watch lost history, or was broken.
 
 Whoever waits for the view to say something waits here, and a wait that a message from the future started is backed
 by a linearizable re-read: what a watch tells, a re-read also finds.
@@ -70,6 +70,8 @@ class ViewKeeper:
                         self.notify()
                     elif batch.events:
                         self._notify(self._waiters, self._listeners)
+                    elif batch.reopened:
+                        await self.load_persistently()
             except WatchCompacted:
                 log.info("the watch from revision %d was compacted away; listing again", start)
                 await self.load_persistently()
@@ -90,7 +92,7 @@ class ViewKeeper:
         while True:
             try:
                 async for batch in self._coordinator.watch(prefix, self.view.revision + 1):
-                    if batch.events and batch.revision > self.view.revision:
+                    if batch.reopened or (batch.events and batch.revision > self.view.revision):
                         await self.load_persistently()
             except WatchCompacted:
                 await self.load_persistently()

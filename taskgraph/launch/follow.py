@@ -35,10 +35,15 @@ from taskgraph.settings import Settings
 from taskgraph.tls import Tls
 from taskgraph.transport.endpoints import host_key
 
-__all__ = ["Follower", "client_of", "kept_events", "node_statuses"]
+__all__ = ["DELETED", "Follower", "client_of", "kept_events", "node_statuses"]
 
 log = logging.getLogger("taskgraph.follow")
 
+DELETED = (
+    "the job was deleted from etcd, or etcd was started without its data, or from a backup; one that left a checkpoint "
+    "goes on from there with --resume"
+)
+"""Of a job whose keys are there no more. An etcd that is behind what it told says itself that it lost them."""
 _RETRY_S = 0.1
 _CANCEL_TRIES = 5
 _UNCOLLECTED_S = 5.0
@@ -236,8 +241,8 @@ class Follower:
         status = self.view.status
         if self.view.spec_revision != self._run_at:  # what became of it went with its keys
             reason = f"job {self._spec.name!r} has ended, and another one was submitted under its name"
-            return StatusRecord(state=State.CANCELLED, reason=reason if status else "the job was deleted")
-        return status.record if status else StatusRecord(state=State.CANCELLED, reason="the job was deleted")
+            return StatusRecord(state=State.CANCELLED, reason=reason if status else DELETED)
+        return status.record if status else StatusRecord(state=State.CANCELLED, reason=DELETED)
 
     async def results(self) -> list[TaskResult]:
         """The results of all tasks, of one (epoch, attempt); through take-overs, for as long as it takes.

@@ -16,7 +16,7 @@ from taskgraph.coordination.api import Coordinator
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, JobFailed, JobTimeout, TaskGraphError, worded
 from taskgraph.launch.collect import job_failed, kept_record, why_not_kept
-from taskgraph.launch.follow import Follower, kept_events, node_statuses
+from taskgraph.launch.follow import DELETED, Follower, kept_events, node_statuses
 from taskgraph.launch.forkserver import ForkServer, NotStarted
 from taskgraph.launch.local import LocalNodes
 from taskgraph.launch.runtime import JobEntry, Runtime
@@ -205,12 +205,13 @@ class Supervisor:
         keeper, going_on = self._follower.keeper, (State.FINISHED, State.RUNNING)
         await keeper.wait_until(lambda v: v.status is None or v.status.record.state not in going_on, structure=True)
         status = keeper.view.status
-        return status.record if status else StatusRecord(state=State.CANCELLED, reason="the job was deleted")
+        return status.record if status else StatusRecord(state=State.CANCELLED, reason=DELETED)
 
     async def _nobody_left(self) -> None:
         """Raises JobFailed when every node started here ended and none started elsewhere is registered."""
         await self._all_ended.wait()
         run = self._spec.run
+        await self._follower.keeper.refresh()  # what a watch tells, a re-read also finds
         await self._follower.keeper.wait_until(lambda view: not view.live_nodes(run), structure=True)
         await asyncio.sleep(_ALL_ENDED_S)  # they may have ended because the job did: its end is read meanwhile
         what = "nobody is left to go on"

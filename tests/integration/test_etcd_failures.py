@@ -225,13 +225,15 @@ async def test_a_watch_that_is_still_connecting_follows_calls_to_another_endpoin
         async with await EtcdCoordinator.connect(embedded_etcd.endpoint) as node:
             start = (await node.list("/left/")).revision + 1
             connection = Connection(EtcdOptions.make([silent, embedded_etcd.endpoint]))
-            watching = asyncio.ensure_future(anext(aiter(watch(connection, "/left/", start))))
+            batches = aiter(watch(connection, "/left/", start))
+            watching = asyncio.ensure_future(anext(batches))
             await becomes(lambda: len(connection._streams) == 1)
             await asyncio.sleep(0.05)
             connection.leave(connection.endpoint)
             await node.txn(put("/left/a"))
         async with asyncio.timeout(10):
-            assert [event.kv.key for event in (await watching).events] == ["/left/a"]
+            assert (await watching).reopened
+            assert [event.kv.key for event in (await anext(batches)).events] == ["/left/a"]
         await connection.close()
 
 

@@ -10,7 +10,9 @@ One that was created waits where it is refused afterwards: a permission that was
 may be put right.
 
 A member may be behind what another one told, for a moment. An etcd that is behind for good has lost what it had
-acknowledged, and would stay silent until it has as many revisions again: a watch says so instead.
+acknowledged, and would stay silent until it has as many revisions again: a watch says so instead. One that was set up
+anew, or from a backup, and has more revisions by now cannot be told from the one before by its numbers: a cluster's id
+is made of its members' addresses. So a watch that was opened again says that, and whoever reads it lists again.
 """
 
 from __future__ import annotations
@@ -66,6 +68,8 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
                             if answer.header.revision < known:
                                 await check_lost(connection, prefix, known)
                             known = max(known, answer.header.revision)
+                            if failures:
+                                yield WatchBatch(position - 1, (), reopened=True)
                             continue
                         failures = 0
                         batch = _batch(answer, position)

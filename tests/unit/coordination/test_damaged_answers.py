@@ -90,6 +90,9 @@ async def test_a_watch_begins_again_where_it_was(etcd: tuple[Damaging, EtcdCoord
     """It ended with an AttributeError, and its node with it."""
     handler, coordinator = etcd
     handler.plans["Watch"] = iter("10")
-    batch = await anext(aiter(coordinator.watch("/a", 5)))
-    assert [event.kv.key for event in batch.events] == ["/a"]
+    watch = aiter(coordinator.watch("/a", 5))
+    again = await anext(watch)
+    assert again.reopened and (again.revision, again.events) == (4, ()), "nothing was delivered yet"
+    batch = await anext(watch)
+    assert [event.kv.key for event in batch.events] == ["/a"] and not batch.reopened
     assert handler.calls.count("Watch") == 2

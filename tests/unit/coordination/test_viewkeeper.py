@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import pytest
 
-from taskgraph.coordination.api import Coordinator, Listing
+from taskgraph.coordination.api import Coordinator, Listing, WatchBatch
+from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.protocol.kv import Op, Put, Txn
 from taskgraph.protocol.records import EpochRecord, NodeRecord, PrimaryRecord, Record, State, StatusRecord
@@ -137,6 +138,42 @@ async def test_who_need_not_hear_of_commits_lists_again_when_something_else_chan
     await put(keys.status, StatusRecord(state=State.FINISHED))
     await keeper.wait_until(lambda view: not view.running)
     assert listed == 3
+    watching.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watching
+
+
+class Anew(MemoryCoordinator):
+    """An etcd that is set up anew while its watches are broken, and has more revisions by then: they tell nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore())
+        self.again = asyncio.Event()
+
+    def set_up_anew(self) -> None:
+        self.store = MemoryStore()
+        self.store.revision = 500
+        self.again.set()
+
+    async def _watch(self, prefix: str, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
+        await self.again.wait()
+        yield WatchBatch(start_revision - 1, (), reopened=True)
+        await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize("by", [False, True], ids=["all", "by prefixes"])
+async def test_what_a_watch_that_was_broken_does_not_tell_is_listed(by: bool) -> None:
+    """Whoever watched an etcd without its data, which had as many revisions again, waited for ever."""
+    etcd = Anew()
+    keeper = ViewKeeper(etcd, "fit", refresh_s=1.0)
+    keys = keeper.view.keys
+    await etcd.txn(Txn(success=(Put(keys.spec, b"{}"), Put(keys.status, StatusRecord(state=State.FAILED).to_bytes()))))
+    await keeper.load()
+    watching = asyncio.create_task(keeper.run_by(keys.nodes, keys.status) if by else keeper.run())
+    etcd.set_up_anew()
+    async with asyncio.timeout(1):
+        await keeper.wait_until(lambda view: view.status is None, structure=True)
+    assert keeper.view.spec is None and keeper.view.revision == 500
     watching.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await watching

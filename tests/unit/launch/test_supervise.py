@@ -15,7 +15,7 @@ import pytest
 
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver import JobSpec
-from taskgraph.errors import JobError, JobFailed, PeerLost
+from taskgraph.errors import JobCancelled, JobError, JobFailed, PeerLost
 from taskgraph.jobs import Job
 from taskgraph.launch import supervise
 from taskgraph.launch.follow import Follower
@@ -29,7 +29,7 @@ from taskgraph.node.config import NodeConfig
 from taskgraph.node.usercode import lastwords
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
-from taskgraph.protocol.records import Ran, State, StatusRecord
+from taskgraph.protocol.records import NodeRecord, Ran, State, StatusRecord
 from taskgraph.results import JobResult
 from taskgraph.settings import Settings
 from taskgraph.task import Task
@@ -247,6 +247,28 @@ async def test_where_another_one_collected_first_a_run_says_so_and_where_the_val
     assert left is not None and left["result"] == (json.loads(RESULT.to_json()) if kept else None)
     found = await etcd.get(keys.collected)
     assert found is not None and found.value == why, "what the other one said of it stays"
+
+
+async def test_a_run_whose_nodes_have_ended_reads_what_its_watch_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited for ever, without a word: of an etcd that was set up anew no watch told that the nodes were gone."""
+    monkeypatch.setattr(supervise, "_ALL_ENDED_S", 0.01)
+    etcd = MemoryCoordinator(MemoryStore())
+    await submit(etcd, SPEC)
+    monkeypatch.setattr(etcd, "watch", MemoryCoordinator(MemoryStore()).watch)  # in which nothing happens
+    node = NodeRecord(name="n1", run=SPEC.run, host="", pid=1, endpoints=(), control="", fingerprint="", lease=0)
+    await etcd.txn(Txn(success=(Put(Keys("fit").node("n1-1"), node.to_bytes()),)))
+    follower = Follower(etcd, SPEC, b"")
+    await follower.start()
+    try:
+        job = Supervisor(SPEC, ENTRY, etcd, follower, Hooks())
+        etcd.store = MemoryStore()
+        etcd.store.revision = 500
+        job._all_ended.set()
+        with pytest.raises(JobCancelled, match=r"deleted from etcd, or etcd was started without .*--resume"):
+            async with asyncio.timeout(5):
+                await job._result()
+    finally:
+        await follower.stop()
 
 
 def test_a_node_that_a_signal_without_a_name_ended_is_told_of() -> None:
