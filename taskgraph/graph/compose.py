@@ -17,7 +17,7 @@ from taskgraph.protocol.frozen import frozen
 
 _YIELDS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
-__all__ = ["TEXTS", "Composition", "Graph", "Processor", "is_text"]
+__all__ = ["TEXTS", "Composition", "Graph", "Processor", "is_text", "name_of"]
 
 TEXTS: Final[set[str]] = set()
 """Names that are texts, as most were found to be before: to look here first is no call."""
@@ -244,7 +244,7 @@ class Composition:
         if not callable(compute):
             raise GraphError(f"{self._at()}: a processor's compute must be callable, not {type(compute).__name__}")
         declaration = self._declaration(compute, *declared, name, parallel)
-        name = name or _name_of(compute)
+        name = name or name_of(compute)
         code = getattr(compute, "__code__", None)
         if code is not None and code.co_flags & _YIELDS:
             raise GraphError(
@@ -386,7 +386,8 @@ def _equal(given: dict[str, Any], tags: tuple[str, ...], tos: tuple[Any, ...]) -
     return True
 
 
-def _name_of(compute: Callable[..., Any]) -> str:
+def name_of(compute: Callable[..., Any]) -> str:
+    """What a processor is called that was given no name."""
     if type(compute) is MethodType:  # plain methods and functions, which most are, are asked for nothing they lack
         compute = compute.__func__
     if type(compute) is FunctionType and compute.__name__ != "<lambda>":

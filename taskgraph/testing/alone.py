@@ -11,7 +11,7 @@ from taskgraph.device.api import Device
 from taskgraph.epoch import Epoch, Inputs, Outputs, Scratch
 from taskgraph.errors import GraphError, JobError
 from taskgraph.graph.blocks import Block
-from taskgraph.graph.compose import Composition, Processor
+from taskgraph.graph.compose import Composition, Processor, name_of
 from taskgraph.graph.values import decode, encode
 from taskgraph.hints import hint
 from taskgraph.node.usercode.coroutines import is_async
@@ -49,7 +49,8 @@ def compute(
         ins: tag -> {task id: value}, or tag -> value for a channel with one producer (task 0). A dict is the former
             where its keys are ints: of a value that is such a dict say `{0: value}`.
         outs: the tags it may put, each of which it has to; default: whatever it puts.
-        epoch, seed: the epoch's number, and the job's seed for `epoch.rng`.
+        epoch, seed: the epoch's number, and the job's seed: `epoch.rng` draws what it does in a job, but where the
+            processor was given another name there.
         scratch: what `epoch.scratch` holds.
         replies: method -> what a request to it answers.
 
@@ -76,14 +77,15 @@ def compute(
             items[(str(tag), producer)] = encode(value, what=f"inbound {str(tag)!r}")
     outbound: Mapping[str, tuple[int, ...]]
     outbound = _Anything() if outs is None else {str(tag): _ANYONE for tag in outs}
-    processor = Processor("processor", function, inbound, outbound, sync=False, parallel=False, takes=(), puts=())
+    name = name_of(function)  # which `epoch.rng` depends on
+    processor = Processor(name, function, inbound, outbound, sync=False, parallel=False, takes=(), puts=())
     inputs = Inputs(work, processor, items)
     outputs = Outputs(work, processor, inputs)
     try:
         if is_async(function):
-            asyncio.run(function(Epoch(work, "processor"), inputs, outputs))
+            asyncio.run(function(Epoch(work, name), inputs, outputs))
         else:
-            function(Epoch(work, "processor"), inputs, outputs)
+            function(Epoch(work, name), inputs, outputs)
     except Exception as error:
         if said := hint(error):
             error.add_note(said)

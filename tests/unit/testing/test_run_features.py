@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from jobs_kit import Kills, fails, job, run, same
 
 import taskgraph as tg
@@ -271,6 +274,29 @@ def test_random_numbers_are_the_same_in_a_replay_and_different_everywhere_else(s
     assert len(set(drawn.tolist())) == 18
     other = run(job(Dice, epochs=3, seed=1), nodes=1)
     assert not set(other.values[0].tolist()) & set(drawn.tolist())
+
+
+class Named(Dice):
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.roll, outbound={"x": self.task_id})
+        epoch.processor(self.roll_again, inbound={"x": self.task_id}, name="läst")
+
+
+def test_random_numbers_are_those_that_the_documentation_says() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "api.md").read_text("utf-8")
+    (formula,) = re.findall(r"`rng` is `(np\.random\.default_rng\(.*?\)\))`", page)
+    named = job(Named, epochs=2, seed=-7)
+
+    def draws(epoch: int, task_id: int, name: str, count: int) -> list[float]:
+        scope = {"np": np, "xxhash": xxhash, "job": named, "epoch": SimpleNamespace(number=epoch)}
+        return list(eval(formula, {**scope, "task_id": task_id, "name": name}).random(count))
+
+    for task_id, drawn in run(named).values.items():
+        expected = [draws(epoch, task_id, *drew) for epoch in range(2) for drew in (("roll", 2), ("läst", 1))]
+        assert drawn.tolist() == [number for numbers in expected for number in numbers]
+    dice = Dice()
+    dice.task_id = 3
+    assert tg.testing.compute(dice.roll, epoch=5, seed=-7)["x"].tolist() == draws(5, 3, "roll", 2)
 
 
 @pytest.mark.parametrize("stage", STAGES)
