@@ -60,6 +60,9 @@ _OF_ITS_FILES = 4
 _SILENT_MS = 5_000
 """A connection with no call ends then: whoever only connects must not keep others out. Clients of ours, who hardly ever
 have one, connect again by themselves."""
+_PINGS_APART_MS = 1_000
+"""Who pings more often is cut off. Ours do so every 5 s, also while nothing is sent to them, which
+gRPC allows every five minutes only."""
 
 
 class Controlled(Traced, Protocol):
@@ -359,6 +362,7 @@ def _server_options() -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", 64 << 10),
         ("grpc.max_metadata_size", 8 << 10),
         ("grpc.max_connection_idle_ms", _SILENT_MS),
+        ("grpc.http2.min_ping_interval_without_data_ms", _PINGS_APART_MS),
     ]
 
 

@@ -29,6 +29,14 @@ __all__ = ["SERVICE", "TOKEN_KEY", "ControlClient", "StillAtWork", "TraceCall", 
 SERVICE = "taskgraph.v1.Control"
 TOKEN_KEY = "taskgraph-token"
 _MAX_MESSAGE_BYTES = 64 << 20
+_PING_S = 5.0
+"""How often a node on another host is asked whether the connection stands, while a call waits. Nobody tells of a router
+that forgot the connection, or of a host that is gone: who only listens would listen for ever."""
+_UNACKNOWLEDGED_S = 20.0
+"""A connection whose other end acknowledged nothing for so long is broken: as between nodes."""
+_UNANSWERED_S = 300.0
+"""Likewise where something in between acknowledges, and the node does not answer. Behind a slow network that
+comes after the results that were sent before it: with gRPC's 60 s, those at 30 kB/s are never whole."""
 _CUT_OFF = ("Socket closed", "Connection reset", "connection closed")
 _NOBODY_LISTENS = ("Connection refused", "No such file or directory")
 """What gRPC says of an address whose process is gone. In other words, it is lost, and whoever asks asks again."""
@@ -106,7 +114,7 @@ class ControlClient:
     """
 
     def __init__(self, address: str, token: bytes, tls: Tls | None = None) -> None:
-        options = (("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES), ("grpc.enable_http_proxy", 0))
+        options = _options(address)
         self._encrypted = tls is not None and not address.startswith("unix:")
         if tls is not None and self._encrypted:
             self._channel = grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
@@ -291,6 +299,24 @@ class ControlClient:
         elif first and not self._address.startswith("unix:") and any(sign in details for sign in _CUT_OFF):
             details += "; perhaps it speaks TLS only: give --tls; or it has too many connections"
         return PeerLost(f"the node at {self._address} did not answer {method}: {code.name}: {details}")
+
+
+def _options(address: str) -> list[tuple[str, int]]:
+    options = [
+        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.enable_http_proxy", 0),
+        # A connection of its own: who asks again must not be given the one that was lost and not noticed yet.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    if not address.startswith("unix:"):
+        options += [
+            ("grpc.keepalive_time_ms", round(_PING_S * 1000)),
+            ("grpc.keepalive_timeout_ms", round(_UNACKNOWLEDGED_S * 1000)),
+            ("grpc.http2.ping_timeout_ms", round(_UNANSWERED_S * 1000)),
+            ("grpc.http2.settings_timeout", round(_UNANSWERED_S * 1000)),  # another message that is answered
+            ("grpc.http2.max_pings_without_data", 0),  # who only listens sends nothing else
+        ]
+    return options
 
 
 class _Arriving:

@@ -20,8 +20,9 @@ from taskgraph.errors import PeerGone, PeerLost, TaskGraphError, TransportError
 from taskgraph.graph.values import decode, encode, verify
 from taskgraph.node import control
 from taskgraph.node.control import ControlServer
+from taskgraph.observe import control_client
 from taskgraph.observe._proto import control_pb2 as pb
-from taskgraph.observe.control_client import ControlClient, StillAtWork, control_address
+from taskgraph.observe.control_client import TOKEN_KEY, ControlClient, StillAtWork, control_address, credential
 from taskgraph.observe.events import Event, EventLog
 from taskgraph.observe.status import NodeStatus, ReplicaStatus, ReportRow, TaskResult
 from taskgraph.observe.usage import Usage
@@ -381,6 +382,54 @@ async def test_a_follower_that_leaves_is_not_told_any_more(service: Service) -> 
                 await asyncio.sleep(0.005)
 
 
+@contextlib.asynccontextmanager
+async def between(port: int) -> AsyncIterator[tuple[str, list[asyncio.Event]]]:
+    """An address that leads to that port. Each connection passes on what comes until its event is set, and then stands:
+    neither end hears of the other any more, nor that it does not."""
+    cut: list[asyncio.Event] = []
+    ways: list[asyncio.Future[None]] = []
+    ends: list[asyncio.StreamWriter] = []
+
+    async def way(source: asyncio.StreamReader, target: asyncio.StreamWriter, gone: asyncio.Event) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await source.read(1 << 16):
+                if not gone.is_set():
+                    target.write(data)
+
+    async def passing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", port)
+        cut.append(gone := asyncio.Event())
+        ends.extend((writer, back))
+        ways.extend(asyncio.ensure_future(way(*pair, gone)) for pair in ((reader, back), (there, writer)))
+
+    async with await asyncio.start_server(passing, "127.0.0.1") as server:
+        try:
+            yield "127.0.0.1:{}".format(*server.sockets[0].getsockname()[1:]), cut
+        finally:
+            for end in ends:
+                end.transport.abort()
+            await asyncio.gather(*ways)
+
+
+async def test_a_connection_that_is_half_open_is_noticed_and_keeps_nobody_from_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A launcher listened to it for ever, and every try to collect the results went the same way."""
+    monkeypatch.setattr(control_client, "_PING_S", 0.1)
+    monkeypatch.setattr(control_client, "_UNANSWERED_S", 0.2)
+    async with serving(tcp_host="127.0.0.1") as service, between(int(service.control.rpartition(":")[2])) as (to, cut):
+        async with ControlClient(to, TOKEN) as listening, ControlClient(to, TOKEN) as collecting, asyncio.timeout(5):
+            service.events.emit("commit", "first")
+            following = listening.events(follow=True)
+            await anext(following)
+            service.node.found = [TaskResult(0, 1, 1, None, ())]
+            cut[0].set()
+            assert [result.task for result in await collecting.results()] == [0]
+            with pytest.raises(PeerLost):
+                await anext(following)
+        assert len(cut) == 2
+
+
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     """One of HTTP/2."""
     return struct.pack(">IBI", len(payload) << 8 | kind, flags, stream) + payload
@@ -434,6 +483,22 @@ async def test_strangers_who_say_nothing_keep_nobody_out_for_long(said: bytes, m
         async with asyncio.timeout(5):
             assert (await anext(following))[0].text == "still followed"
             assert await client.status() == STATUS
+
+
+async def test_who_only_listens_may_ask_whether_the_connection_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC's own measure is a ping in five minutes: who asks more often while nothing is told is sent away."""
+    monkeypatch.setattr(control, "_PINGS_APART_MS", 10)
+    asked = pb.EventsRequest(follow=True).SerializeToString()
+    fields = STATUS_CALL | {":path": "/taskgraph.v1.Control/Events", TOKEN_KEY: credential(TOKEN)}
+    async with serving(tcp_host="127.0.0.1") as service, asyncio.timeout(5):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(service.control.rpartition(":")[2]))
+        with contextlib.closing(writer):
+            writer.write(SILENT + frame(1, 4, 1, head(fields)))
+            writer.write(frame(0, 1, 1, struct.pack(">xI", len(asked)) + asked))
+            for number in range(6):
+                await asyncio.sleep(0.03)
+                writer.write(frame(6, 0, 0, struct.pack(">Q", number)))
+                await reader.readuntil(frame(6, 1, 0, struct.pack(">Q", number)))
 
 
 async def test_a_process_that_may_have_few_files_open_keeps_some_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
