@@ -10,7 +10,7 @@ A tree job runs without pause. Again and again a node is ended in one of four wa
 - SIGSTOP: the node is frozen, its sockets stay open; only its lease tells. Counts from the signal; what is more than
   the TTL and 300 ms is counted, too.
 
-The time of a failure is counted until the first commit *after* the take-over, as read from etcd by a watcher; a
+The time of a failure is counted until the first commit *after* the takeover, as read from etcd by a watcher; a
 commit that was on its way already does not count. A kill is told by the launcher of the node and by the peers'
 connections, whichever is first.
 """

@@ -245,7 +245,7 @@ class Follower:
         return status.record if status else StatusRecord(state=State.CANCELLED, reason=DELETED)
 
     async def results(self) -> list[TaskResult]:
-        """The results of all tasks, of one (epoch, attempt); through take-overs, for as long as it takes.
+        """The results of all tasks, of one (epoch, attempt); through takeovers, for as long as it takes.
 
         Raises:
             DecodeError: values arrive damaged, again and again.

@@ -87,7 +87,7 @@ class Roles:
         node.suspicion.update()
         for task, primary in list(self.primaries.items()):
             if view.revision < primary.revision:
-                continue  # the view has not come to its take-over yet
+                continue  # the view has not come to its takeover yet
             if not view.is_primary(task, node.id, primary.term):
                 self._step_down(task)
             else:
@@ -108,7 +108,7 @@ class Roles:
     # -- primaries --------------------------------------------------------------------------------
 
     def begin_term(self, primary: Primary) -> None:
-        """A take-over succeeded: the primary works until the view shows another."""
+        """A takeover succeeded: the primary works until the view shows another."""
         task = primary.task
         self.primaries[task] = primary
         run = self.runs[task] = self._node.own(self._run_primary(primary), f"primary of task {task}")

@@ -14,7 +14,7 @@ take flags and requests; a done task takes nothing more. Tasks that can take nei
 `on_flag`) report done at once and need no seal.
 
 Two sums over everything sent and everything received make one comparison cover every edge of the epoch. If all are
-done and the sums differ, some edge does not agree. Where a term changed since the epoch began, a take-over
+done and the sums differ, some edge does not agree. Where a term changed since the epoch began, a takeover
 recomputed something differently, and the epoch restarts. Where none changed, it is a bug of the job or ours: the
 job fails by name.
 """

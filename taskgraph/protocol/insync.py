@@ -10,7 +10,7 @@
 
 A boundary needs the acknowledgement of every node in `admitting`, `member` and `evicting`: from the moment the
 admitting write may exist until the moment the evicting write is known to exist, that node may take over.
-Members found at a take-over are `member`. Those an earlier term marked as evicted are `marked`: acknowledgements are
+Members found at a takeover are `member`. Those an earlier term marked as evicted are `marked`: acknowledgements are
 needed from them like from a member, as only an eviction of one's own term counts, but once the epoch moves on their
 key makes them nobody's heirs. So they are admitted anew or evicted, whichever placement wants.
 """
@@ -44,7 +44,7 @@ class InSync:
 
     def __init__(self, members: Iterable[str], current: Iterable[Key] = (), *, marked: Iterable[str] = ()) -> None:
         """Args:
-        members: the members read by the take-over, without oneself.
+        members: the members read by the takeover, without oneself.
         current: boundaries they are known to hold (the committed one they acknowledged to whoever was primary then).
         marked: those of them, or others, that an earlier term evicted and that hold the committed boundary.
         """

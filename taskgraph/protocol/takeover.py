@@ -1,6 +1,6 @@
 """Who succeeds a primary, and when one may try.
 
-A take-over is safe at any time: its transaction decides, not this module. This module only makes it quick and
+A takeover is safe at any time: its transaction decides, not this module. This module only makes it quick and
 orderly: the first member in the order of admission acts as soon as its primary's node is suspected; the others act
 one after another, later, so that a first in line who is dead too does not leave the task alone.
 """

@@ -6,7 +6,7 @@ Rules that hold for all of them:
 - a write under `tasks/t/` compares the mod revision of `tasks/t/primary` and the writer's own node key, so that a
   primary of a gone term, or a node whose lease is gone, changes nothing;
 - whoever changes a primary also puts `generation`: the commit compares that one key instead of all primaries;
-- `epoch` is only written by the leader, fenced by its own `primary`, and by the take-over of a task that lost all
+- `epoch` is only written by the leader, fenced by its own `primary`, and by the takeover of a task that lost all
   its members, which rolls the job back to the checkpoint; a roll-back puts `checkpoint`, too, so that a leader that
   does not know of it cannot advance that.
 """
@@ -96,7 +96,7 @@ def update_node(view: JobView, node: str, record: NodeRecord, node_revision: int
 
 @dataclass(frozen=True, slots=True)
 class TakenOver:
-    """What a successful take-over read, at the very revision of its writes: the new primary starts from this.
+    """What a successful takeover read, at the very revision of its writes: the new primary starts from this.
 
     Attributes:
         members: node -> mod revision of its member key, and whether it was marked as evicted.
@@ -277,7 +277,7 @@ def _reads_of_take_over(view: JobView, task: int) -> tuple[Op, ...]:
 
 
 def taken_over(result: TxnResult, view: JobView, task: int) -> TakenOver:
-    """Reads the success branch of a take-over."""
+    """Reads the success branch of a takeover."""
     epoch_reads, member_reads, primary_reads = result.reads
     return read_taken_over(result.revision, epoch_reads, member_reads, primary_reads, view, task)
 
@@ -305,7 +305,7 @@ def read_taken_over(
 
 
 def reread_take_over(view: JobView, task: int) -> Txn:
-    """Reads what a take-over with an unknown outcome would have read."""
+    """Reads what a takeover with an unknown outcome would have read."""
     return Txn(success=_reads_of_take_over(view, task))
 
 

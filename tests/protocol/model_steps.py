@@ -340,7 +340,7 @@ class Steps:
         assert isinstance(leader.decide(at.view), Restart)
         return self.decisions.number(Decision(transactions.restart(at.view, primary_revision=revision, writer="")))
 
-    # -- take-overs -----------------------------------------------------------------------------------
+    # -- takeovers -----------------------------------------------------------------------------------
 
     def take_over(self, node: int, task: int, view: int) -> tuple[int, int] | None:
         """A member's decision, and whom it means to replace. Anyone may be suspected; who is gone is what etcd says."""
@@ -377,7 +377,7 @@ class Steps:
         ).move
 
     def begin_term(self, node: int, task: int, nothing: bool, slot: int, view: int, now: int) -> int:
-        """As `Primary` begins: from what the take-over read at `now`, and the boundary it has in its own hands."""
+        """As `Primary` begins: from what the takeover read at `now`, and the boundary it has in its own hands."""
         name, found, at = self.names[node], self.slot(slot).copy(), self.etcd(now)
         held, keys = found.boundaries, at.view.keys
         if nothing:

@@ -143,7 +143,7 @@ class World:
 
 
 def two_tasks() -> World:
-    """Two tasks on two nodes, in epoch 0; nobody was replaced since it began, but for the first take-overs."""
+    """Two tasks on two nodes, in epoch 0; nobody was replaced since it began, but for the first takeovers."""
     world = World("a", "b")
     for task, node in ((0, "a"), (1, "b")):
         world.first(task, node)

@@ -241,7 +241,7 @@ def test_a_roll_back_is_a_new_attempt_at_the_checkpoint(world: World) -> None:
     view = world.view()
     assert view.covered
     assert view.primaries[1].record.failovers == 0, "it is a restart, and no backup took over"
-    assert not view.term_changed(), "the take-over is no reason to restart the attempt it began"
+    assert not view.term_changed(), "the takeover is no reason to restart the attempt it began"
     world.commit(view=view)
     at = world.view().epoch
     assert at is not None

@@ -204,7 +204,7 @@ def unequal(leader: Leader, *, term: int = 1) -> None:
 
 
 def test_unequal_sums_without_a_replaced_primary_are_a_bug_of_the_job(world: World) -> None:
-    # First take-overs count as changes of this epoch, so look at an epoch that began after them.
+    # First takeovers count as changes of this epoch, so look at an epoch that began after them.
     world.commit()
     at = Stamp(1, 1)
     leader = led(world)

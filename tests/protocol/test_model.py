@@ -29,7 +29,7 @@ CORE = Budget(epochs=2, crashes=2, joins=1, takeovers=1)
 """Two tasks on three nodes of which two may die and one may join, and a primary is suspected wrongly once."""
 
 ONE_TASK = {
-    "take-overs of living primaries": Budget(epochs=2, takeovers=3),
+    "takeovers of living primaries": Budget(epochs=2, takeovers=3),
     "two crashes": Budget(epochs=2, takeovers=2, crashes=2),
     "a node joins while others take over": Budget(epochs=2, takeovers=2, joins=2, crashes=1),
     "members are evicted while they take over": Budget(epochs=2, takeovers=2, evictions=2),
@@ -234,7 +234,7 @@ RULES: dict[str, tuple[Patch, Model]] = {
     # commits
     "a commit compares the generation": (without_compare("commit", "generation"), Model(2, "abc", CORE, "abc")),
     "the generation is compared by revision": (by_value, Model(2, "abc", Budget(epochs=1, takeovers=3), "abc")),
-    "a take-over puts the generation": (
+    "a takeover puts the generation": (
         changed(transactions, "take_over", without_generation),
         Model(2, "abc", CORE, "abc"),
     ),
@@ -265,15 +265,15 @@ RULES: dict[str, tuple[Patch, Model]] = {
         changed(Boundaries, "hold", a_guess_is_kept),
         Model(1, "abc", Budget(epochs=2, takeovers=1, evictions=1, joins=1)),
     ),
-    # take-overs
+    # takeovers
     "a new primary counts on every member, the old primary too": (
         changed(transactions, "taken_over", without_members),
         ONE,
     ),
-    "a take-over reads the epoch": (changed(transactions, "taken_over", epoch_of_the_view), ONE),
-    "a take-over compares the primary": (without_compare("take_over", "/primary"), ONE),
-    "a take-over compares its own member key": (without_compare("take_over", "members/"), Model(1, "abc", EVICTS)),
-    "an evicted member's take-over compares the epoch": (
+    "a takeover reads the epoch": (changed(transactions, "taken_over", epoch_of_the_view), ONE),
+    "a takeover compares the primary": (without_compare("take_over", "/primary"), ONE),
+    "a takeover compares its own member key": (without_compare("take_over", "members/"), Model(1, "abc", EVICTS)),
+    "an evicted member's takeover compares the epoch": (
         without_compare("take_over", "epoch"),
         Model(1, "abc", EVICTS),
     ),

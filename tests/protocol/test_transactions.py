@@ -141,7 +141,7 @@ FENCES: list[tuple[Callable[[World, JobView], Txn], dict[str, Callable[[World], 
     (_register, {"submitted anew": SPEC, "node id taken": touch(lambda w: w.keys.node("d"))}),
     (
         _resume,
-        {"submitted anew": SPEC, "declared gone": gone("a"), "a take-over": GENERATION, "an earlier try": NODE_A},
+        {"submitted anew": SPEC, "declared gone": gone("a"), "a takeover": GENERATION, "an earlier try": NODE_A},
     ),
     (_update_node, {"lease gone": NO_NODE_A, "registered anew": NODE_A}),
     (

@@ -94,7 +94,7 @@ def a_commit_does_not_compare_the_revision_of_generation(patch: pytest.MonkeyPat
 
 @plant
 def generation_is_compared_by_value(patch: pytest.MonkeyPatch) -> None:
-    """Its value is the new primary's node, so two take-overs by one node look alike; etcd could compare that."""
+    """Its value is the new primary's node, so two takeovers by one node look alike; etcd could compare that."""
     values: dict[tuple[int, int], bytes] = {}
 
     def named(original: Any, view: Any, task: int, node: str, *args: Any, **kwargs: Any) -> Txn:
@@ -452,7 +452,7 @@ def who_was_evicted_counts_as_a_holder_until_the_next_commit(patch: pytest.Monke
     patch.setattr(JobView, "staying", JobView.in_sync)
 
 
-# -- take-overs -------------------------------------------------------------------------------------
+# -- takeovers -------------------------------------------------------------------------------------
 
 
 @plant

@@ -174,7 +174,7 @@ async def test_a_take_over_while_ledgers_are_asked_for(monkeypatch: pytest.Monke
     async def while_asked(self: Serving, peer: str, message: Any) -> Any:
         reply = await dispatch(self, peer, message)
         if isinstance(message, Audit):
-            if not asked:  # as a take-over does
+            if not asked:  # as a takeover does
                 cluster.store.execute(Txn(success=(Put(self._node.keeper.view.keys.generation, b"other"),)))
             asked.append(message.task)
         return reply

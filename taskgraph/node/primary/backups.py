@@ -41,7 +41,7 @@ class Backups:
     """The in-sync set of one task, as its primary works on it for one term.
 
     Args:
-        epoch: number of the committed boundary, as the take-over read it.
+        epoch: number of the committed boundary, as the takeover read it.
     """
 
     def __init__(
@@ -502,7 +502,7 @@ class Backups:
         node, view = tender.node, self._node.keeper.view
         key = view.keys.member(self._task, node)
         if node not in view.members_of(self._task):
-            # The view may be behind the take-over that named this member: at its revision the key is there.
+            # The view may be behind the takeover that named this member: at its revision the key is there.
             await self._node.keeper.caught_up(self._primary_revision)
             if node not in self._node.keeper.view.members_of(self._task):
                 self._insync.evicting(node)

@@ -140,7 +140,7 @@ class Primary:
                     await self.node.breathe()
 
     async def _begin(self) -> None:
-        """Brings the user's object to the boundary the take-over read; makes boundary 0 where there is none."""
+        """Brings the user's object to the boundary the takeover read; makes boundary 0 where there is none."""
         replica = self.replica
         await replica.set_up()
         if replica.actor.abandoned:
@@ -149,7 +149,7 @@ class Primary:
         replica.user_task.primary = True
         view = self.node.keeper.view
         assert view.epoch is not None
-        # No epoch committed since the take-over, without this task: but the job may have been rolled back.
+        # No epoch committed since the takeover, without this task: but the job may have been rolled back.
         at = view.epoch.record
         self._lineage = at.lineage
         replica.follow(at)
@@ -418,10 +418,10 @@ class Primary:
         Args:
             epoch_revision: of the epoch at which it was raised; None: the one at work in the view.
             epoch: the one that is named, where that is an earlier one.
-            finished: also where all epochs are committed: it is an error of what follows a commit, or of a take-over.
+            finished: also where all epochs are committed: it is an error of what follows a commit, or of a takeover.
 
         Returns:
-            Whether it does. False where a restart, a take-over, or another end of the job came first.
+            Whether it does. False where a restart, a takeover, or another end of the job came first.
         """
         keys, view = self.node.keeper.view.keys, self.node.keeper.view
         if epoch_revision is None:

@@ -72,7 +72,7 @@ class TakeOvers:
         return (*unseated, *(why for _, why in sorted(self._orphans.items())), *reading)
 
     def consider(self, task: int) -> None:
-        """Looks at one task, and begins a take-over where it is called for."""
+        """Looks at one task, and begins a takeover where it is called for."""
         if (
             task in self._node.roles.primaries
             or task in self._under_way

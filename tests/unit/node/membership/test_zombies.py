@@ -134,7 +134,7 @@ def test_a_primary_without_the_committed_boundary_says_so_and_a_replaced_one_wai
         primary.replica.boundaries.clear()
         with pytest.raises(AssertionError, match="task 1: epoch 1 committed without its boundary"):
             await primary._moved(before)
-        primary.term -= 1  # as after a take-over by somebody else
+        primary.term -= 1  # as after a takeover by somebody else
         waiting = asyncio.ensure_future(primary._moved(before))
         done, _ = await asyncio.wait([waiting], timeout=5)
         assert not done

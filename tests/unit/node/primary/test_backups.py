@@ -49,7 +49,7 @@ def truth(cluster: InProcessCluster) -> JobView:
 
 @pytest.mark.usefixtures("blindable")
 def test_a_member_that_the_view_does_not_show_yet_is_evicted_and_not_forgotten(gated: type[Gated]) -> None:
-    """Admitted just before a take-over, suspected just after: the take-over read its key, the view did not come to it.
+    """Admitted just before a takeover, suspected just after: the takeover read its key, the view did not come to it.
 
     Forgotten instead, it would stay in sync in etcd without being asked for any boundary.
     """

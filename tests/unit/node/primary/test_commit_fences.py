@@ -44,7 +44,7 @@ def test_a_takeover_between_the_write_and_its_answer_comes_after_the_commit() ->
             await leader.keeper.wait_until(lambda view: view.term(1) == 2)
             eyes(leader).answer()
 
-        leader.own(take_over_meanwhile(), "a take-over")
+        leader.own(take_over_meanwhile(), "a takeover")
 
     async def look(cluster: InProcessCluster, node: str) -> None:
         leader = cluster.node(node)

@@ -297,7 +297,7 @@ def test_an_offer_is_answered_at_once_or_left_to_the_call() -> None:
         assert now() == Accepted(1)
         assert [b.stamp for b in other.roles.replicas[0].boundaries.pending] == [Stamp(1, 3)]
         assert now(committed=True) is None
-        assert now(term=2) is None, "the take-over was not read here yet"
+        assert now(term=2) is None, "the takeover was not read here yet"
         assert now(2) is None, "nor was that attempt"
         assert now(task=1) is None, "no replica of it is here"
         other.roles.replicas[0].ready = False

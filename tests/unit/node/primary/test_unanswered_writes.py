@@ -42,7 +42,7 @@ def test_a_leader_whose_commits_are_not_answered_says_so_and_asks_at_intervals(
 
 
 def test_who_was_replaced_before_it_knew_that_it_took_over_does_not_begin_the_other_term(gated: type[Gated]) -> None:
-    """What it reads then, for want of an answer, is the take-over of the other."""
+    """What it reads then, for want of an answer, is the takeover of the other."""
 
     async def scenario(cluster: InProcessCluster) -> None:
         await gated.reached.wait()
