@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from taskgraph.version import VERSION as __version__
 
-# gRPC reads these when it is first used. Nodes are forked from a process that has loaded it and not used it: its
-# handlers for that have nothing to do, and would only print warnings. Names are resolved as everybody else on the host
-# does it: its own resolver asks the name server even for a name that is in /etc/hosts, and gives up when that does not
-# answer.
+# gRPC reads these when it is first used. Its handlers for forks know nothing of its asyncio side, which we use, and
+# would only print warnings: `rpc.py` sees to children. Names are resolved as everybody else on the host does it: its
+# own resolver asks the name server even for a name that is in /etc/hosts, and gives up when that does not answer.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.setdefault("GRPC_DNS_RESOLVER", "native")
 

@@ -164,6 +164,7 @@ class Follower:
         for service in self._services:
             service.cancel()
         await asyncio.gather(*self._services, return_exceptions=True)
+        self._services.clear()  # their frames hold us
 
     async def _follow_kept(self) -> None:
         async for event in follow_events(self._coordinator, self._spec.name):

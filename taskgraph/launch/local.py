@@ -351,6 +351,7 @@ class LocalNodes:
             if self._sockets is not None:
                 self._sockets.remove()
                 self._sockets = None
+            self._on_exit = None  # who is told holds us, and would be held here
 
     async def _last_tellings(self, timeout_s: float) -> None:
         if self._telling:

@@ -12,11 +12,13 @@ import operator
 import os
 import secrets
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+from taskgraph import rpc
 from taskgraph.coordination.api import AccessRefused, Lost
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.etcd import EtcdCoordinator
@@ -160,19 +162,24 @@ async def arun(
 
             result = await arun_inprocess(job, timeout_s=timeout_s, on_event=hooks.on_event, resume=resume, fresh=fresh)
         else:
-            result = await _on_nodes(
-                job,
-                nodes,
-                hooks,
-                etcd=etcd,
-                resume=resume,
-                fresh=fresh,
-                timeout_s=timeout_s,
-                tls=tls,
-                node_tls=node_tls,
-                listening=Listening(host=listen, ports=ports, advertise=advertise, insecure=insecure_listen),
-                token=token,
-            )
+            before = sys.exception()
+            try:
+                result = await _on_nodes(
+                    job,
+                    nodes,
+                    hooks,
+                    etcd=etcd,
+                    resume=resume,
+                    fresh=fresh,
+                    timeout_s=timeout_s,
+                    tls=tls,
+                    node_tls=node_tls,
+                    listening=Listening(host=listen, ports=ports, advertise=advertise, insecure=insecure_listen),
+                    token=token,
+                )
+            except BaseException as error:
+                rpc.forget_frames(error, before)  # whoever keeps it keeps no connection
+                raise
         if shown is not None:
             shown.end(result.reports)
         return result

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from taskgraph import rpc
 from taskgraph.errors import DecodeError, PeerGone, PeerLost, TaskGraphError
 from taskgraph.observe._proto import control_pb2 as pb
 from taskgraph.observe.clocks import ClockReading
@@ -116,10 +117,8 @@ class ControlClient:
     def __init__(self, address: str, token: bytes, tls: Tls | None = None) -> None:
         options = _options(address)
         self._encrypted = tls is not None and not address.startswith("unix:")
-        if tls is not None and self._encrypted:
-            self._channel = grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
-        else:
-            self._channel = grpc.aio.insecure_channel(address, options=options)
+        credentials = tls.channel_credentials() if tls is not None and self._encrypted else None
+        self._channel = rpc.aio_channel(address, credentials, options)
         self._metadata = ((TOKEN_KEY, credential(token)),)
         self._address = address
         self._answered = False
@@ -133,7 +132,7 @@ class ControlClient:
         await self.close()
 
     async def close(self) -> None:
-        await self._channel.close()
+        await rpc.close(self._channel)
 
     async def status(self, timeout_s: float = 2.0) -> NodeStatus:
         reply = await self._call("Status", pb.StatusRequest(), pb.StatusReply, timeout_s)

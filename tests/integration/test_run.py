@@ -7,6 +7,8 @@ import contextlib
 import os
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -218,3 +220,34 @@ def test_the_result_of_a_job_on_ones_own_etcd_is_read_there(embedded_etcd: Embed
         tg.result("absent", etcd=embedded_etcd.endpoint)
     with pytest.raises(tg.UnknownJob, match="'absent'"):
         tg.result("absent")
+
+
+_FORKS = """
+import gc, os, signal, sys
+import taskgraph as tg
+from taskgraph import rpc
+from taskgraph.loading import load_driver
+
+gc.disable()
+job = load_driver(sys.argv[1])(**eval(sys.argv[2]))
+try:
+    print(tg.run(job, nodes=1, progress=True).epochs)
+except tg.JobFailed as error:
+    kept = error
+    print(error.where)
+print(len(rpc.alive()), flush=True)
+if child := os.fork():
+    print(os.waitpid(child, 0)[1])
+else:
+    signal.alarm(10)
+    gc.collect()
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("options", "says"), [({}, "6"), ({"fail_at": 3}, "add")])
+def test_workers_that_are_forked_after_a_run_know_nothing_of_it(options: dict[str, int], says: str) -> None:
+    """They hung in their first garbage collection, at full speed: they inherited a connection in a cycle."""
+    command = [sys.executable, "-W", "ignore", "-c", _FORKS, DRIVER, repr(options)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == [says, "0", "0"], done.stderr

@@ -23,13 +23,14 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from taskgraph import rpc
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal, space_used_up, way_out
 from taskgraph.coordination.etcd.methods import AUTHENTICATE, STATUS, Method
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
 
-__all__ = ["Connection", "OtherCluster", "Stream", "pause_s"]
+__all__ = ["Connection", "OtherCluster", "Stream", "is_cancelled", "pause_s"]
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,16 @@ _CONNECT_S = 2.0
 def pause_s(tries: int) -> float:
     """How long to wait after the `tries`-th failure in a row, counted from 1."""
     return float(min(_LAST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(tries - 1, 10))) * random.uniform(0.5, 1.0)
+
+
+def is_cancelled() -> bool:
+    """Whether somebody cancels the task that runs: not where gRPC alone raised CancelledError.
+
+    Asked for here, since a cancelled task keeps the frames that its cancellation went through: in each that held the
+    task, all that it held would stay until a garbage collection finds it, the channels of its connection, too.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class OtherCluster(Exception):
@@ -81,8 +92,7 @@ class Stream(Generic[Response]):
         try:
             await writing
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if is_cancelled():
                 raise
             raise asyncio.InvalidStateError("the stream was cancelled before it was connected") from None
 
@@ -248,7 +258,7 @@ class Connection:
         if self._closed:
             raise Unavailable(f"{method.name}: the connection to etcd was closed")
         await self._enter(endpoint, self.options.timeout_s, connected=False)
-        open_stream: grpc.aio.StreamStreamMultiCallable[Message, Response] = self._channels[endpoint].stream_stream(
+        open_stream: grpc.aio.StreamStreamMultiCallable[Message, Response] = self._channel(endpoint).stream_stream(
             method.path, method.request.SerializeToString, method.response.FromString
         )
         # `hasleader`: a member cut off from the majority ends the stream instead of staying silent.
@@ -287,8 +297,17 @@ class Connection:
     async def close(self) -> None:
         """Ends all calls and streams."""
         self._closed = True
-        for channel in (*self._channels.values(), *self._former):
-            await channel.close(None)
+        channels = [*self._channels.values(), *self._former]
+        self._channels.clear()  # a frame of an exception that a caller keeps may hold us for long
+        self._calls.clear()
+        self._former.clear()
+        for channel in channels:
+            await rpc.close(channel)
+
+    def _channel(self, endpoint: Endpoint) -> grpc.aio.Channel:
+        if self._closed:
+            raise grpc.aio.UsageError("the connection was closed")
+        return self._channels[endpoint]
 
     def _try_s(self, left: float) -> float:
         """How long one try may take: with several endpoints, a silent one must leave time for the others."""
@@ -297,7 +316,7 @@ class Connection:
 
     async def _enter(self, endpoint: Endpoint, left: float, *, connected: bool) -> None:
         """Sees to it that `endpoint` is connected, where that matters, and that we have a token, if need be."""
-        ready = self._channels[endpoint].get_state() is grpc.ChannelConnectivity.READY
+        ready = self._channel(endpoint).get_state() is grpc.ChannelConnectivity.READY
         if connected and (not ready or endpoint in self._others):
             # Any answer, a refusal too, proves the connection; and says of which cluster it is.
             try:
@@ -320,7 +339,7 @@ class Connection:
     ) -> Response:
         send = self._calls.get((endpoint, method.path))
         if send is None:
-            send = self._calls[endpoint, method.path] = self._channels[endpoint].unary_unary(
+            send = self._calls[endpoint, method.path] = self._channel(endpoint).unary_unary(
                 method.path, method.request.SerializeToString, method.response.FromString
             )
         answer = await send(request, timeout=timeout_s, metadata=self._credentials())
@@ -350,9 +369,7 @@ class Connection:
 
     def _cut_off(self, error: BaseException) -> bool:
         """Whether gRPC raised it because this connection was closed, and not because the caller is cancelled."""
-        task = asyncio.current_task()
-        cancelled = isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
-        return self._closed and not cancelled
+        return self._closed and not (isinstance(error, asyncio.CancelledError) and is_cancelled())
 
 
 def _details(error: grpc.aio.AioRpcError) -> str:

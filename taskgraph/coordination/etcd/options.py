@@ -12,6 +12,7 @@ from typing import NamedTuple
 import grpc
 import grpc.aio
 
+from taskgraph import rpc
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.errors import CoordinationError, TransportError
 from taskgraph.tls import load_files
@@ -164,9 +165,8 @@ class EtcdOptions:
 
     def aio_channel(self, endpoint: Endpoint) -> grpc.aio.Channel:
         """A channel for the running event loop."""
-        if endpoint.tls:
-            return grpc.aio.secure_channel(endpoint.target, self.channel_credentials(), _CHANNEL_OPTIONS)
-        return grpc.aio.insecure_channel(endpoint.target, _CHANNEL_OPTIONS)
+        credentials = self.channel_credentials() if endpoint.tls else None
+        return rpc.aio_channel(endpoint.target, credentials, _CHANNEL_OPTIONS)
 
     def sync_channel(self, endpoint: Endpoint) -> grpc.Channel:
         """A channel for a thread."""

@@ -28,7 +28,7 @@ import grpc.aio
 from taskgraph.coordination.api import AccessRefused, Lost, WatchBatch, WatchCompacted
 from taskgraph.coordination.etcd import convert
 from taskgraph.coordination.etcd import v3_pb2 as v3
-from taskgraph.coordination.etcd.connection import Connection, OtherCluster, Stream, pause_s
+from taskgraph.coordination.etcd.connection import Connection, OtherCluster, Stream, is_cancelled, pause_s
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
 from taskgraph.coordination.etcd.methods import RANGE, WATCH
 from taskgraph.errors import Unavailable
@@ -96,8 +96,7 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
         except asyncio.InvalidStateError:  # what gRPC raises when writing to a stream that ended already
             reason = "the stream broke before the watch was created"
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if stream is None or not stream.left or (task is not None and task.cancelling()):
+            if stream is None or not stream.left or is_cancelled():
                 raise
             reason = "calls to it fail"
         finally:

@@ -1,0 +1,111 @@
+"""gRPC's asyncio channels, and what becomes of them where their process is forked.
+
+All channels of a process share one thread of gRPC's, and whoever forgets the last of them waits for its end. A forked
+child has no such thread: where its garbage collector finds the last channel of its parent in a cycle, it waits for
+ever, busily, whatever the child was forked for. A program that runs a job and forks workers afterwards knows nothing of
+channels, and cycles come about anywhere, as exceptions hold frames. Therefore:
+
+- what is closed holds no channel, and no exception that leaves a run (`forget_frames`);
+- before a fork what is left of them in cycles is collected, so that the child can connect like any other process;
+- in the child, channels that somebody holds all the same are never forgotten: a job runs in another thread, or an
+  exception is kept. None is made there, as that would wait for the thread, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import traceback
+from collections.abc import Sequence
+from weakref import WeakSet
+
+import grpc
+import grpc.aio
+from grpc._cython import cygrpc  # type: ignore[attr-defined]  # its stubs leave it out
+
+from taskgraph.errors import CoordinationError
+
+__all__ = ["aio_channel", "alive", "close", "forget_frames"]
+
+_open: WeakSet[grpc.aio.Channel] = WeakSet()
+_some = False
+"""Whether any may be alive: one was made since none was found."""
+_held: list[object] = []
+"""Those that a child is to inherit, while it is forked."""
+_inherited = False
+
+
+def aio_channel(
+    target: str, credentials: grpc.ChannelCredentials | None, options: Sequence[tuple[str, int]]
+) -> grpc.aio.Channel:
+    """A channel for the running event loop, over TLS where there are credentials; `close` ends it.
+
+    Raises:
+        CoordinationError: this process was forked while its parent had channels.
+    """
+    global _some
+    if _inherited:
+        raise CoordinationError(
+            "this process was forked while its parent was connected to etcd or to nodes (a job ran in another thread, "
+            "or an exception of a connection is kept), and gRPC cannot be used in such a child. Fork it when no job "
+            'runs, or start it otherwise, e.g. with multiprocessing.get_context("spawn")'
+        )
+    _some = True
+    if credentials is None:
+        channel = grpc.aio.insecure_channel(target, options)
+    else:
+        channel = grpc.aio.secure_channel(target, credentials, options)
+    _open.add(channel)
+    return channel
+
+
+async def close(channel: grpc.aio.Channel) -> None:
+    """Ends it, and its calls at once."""
+    _open.discard(channel)
+    await channel.close(None)
+
+
+def alive() -> list[object]:
+    """Channels that are not forgotten, closed ones too. A call holds the innermost part of its own, so that is asked
+    for; it cannot be referred to weakly."""
+    return [found for found in gc.get_objects() if type(found) is cygrpc.AioChannel]
+
+
+def forget_frames(error: BaseException, before: BaseException | None) -> None:
+    """Has an exception, and those that led to it, keep where they came from, and nothing that their frames held there.
+
+    Args:
+        before: what was handled when that began which failed: it is its caller's, as what led to it is.
+    """
+    seen = {id(before)}
+    left: list[BaseException | None] = [error]
+    while left:
+        if (each := left.pop()) is not None and id(each) not in seen:
+            seen.add(id(each))
+            traceback.clear_frames(each.__traceback__)
+            left += [each.__cause__, each.__context__]
+
+
+def _before_fork() -> None:
+    global _some
+    if not _some:
+        return
+    if not _open and alive():
+        gc.collect()
+    _held[:] = _open or alive()
+    _some = bool(_held)
+
+
+def _after_in_parent() -> None:
+    _held.clear()
+
+
+def _after_in_child() -> None:
+    global _inherited
+    for channel in _held:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))  # what Python refers to it forgets at its end
+        _inherited = True
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child)

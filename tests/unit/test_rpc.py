@@ -1,0 +1,149 @@
+"""gRPC's channels: nobody holds one that is closed, and no child of a fork waits for its parent's."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from taskgraph import rpc
+from taskgraph.coordination.etcd import EtcdCoordinator
+from taskgraph.coordination.etcd.connection import Connection
+from taskgraph.coordination.etcd.options import EtcdOptions
+from taskgraph.errors import Unavailable
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """What is in a cycle stays, as it may until somebody forks."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
+async def test_a_connection_that_is_closed_leaves_no_channel_in_its_tasks_nor_in_errors() -> None:
+    before = len(rpc.alive())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        connection = Connection(EtcdOptions.make(f"127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.05))
+        etcd = EtcdCoordinator(connection, "3.5.1")
+
+        async def watch() -> None:
+            async for _ in etcd.watch("/", 1):
+                raise AssertionError("there is nobody")
+
+        watching = asyncio.ensure_future(watch())
+        with pytest.raises(Unavailable) as failed:
+            await etcd.get("/")
+        assert len(rpc.alive()) == before + 1
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await etcd.close()
+        assert watching.cancelled() and failed.value
+        del watching
+        with pytest.raises(Unavailable, match="was closed"):
+            await etcd.get("/")
+        with pytest.raises(Unavailable, match="was closed"):
+            await watch()
+    if grpcs := asyncio.all_tasks() - {asyncio.current_task()}:  # it ends a cancelled call in a task of its own
+        await asyncio.wait(grpcs, timeout=5)
+    del grpcs
+    assert len(rpc.alive()) == before
+
+
+def test_an_exception_keeps_where_it_came_from_and_nothing_that_was_there() -> None:
+    class Held:
+        there = 0
+
+        def __init__(self) -> None:
+            Held.there += 1
+
+        def __del__(self) -> None:
+            Held.there -= 1
+
+    def fails(depth: int) -> None:
+        held = Held()
+        if not depth:
+            raise ValueError(held.there)
+        try:
+            fails(depth - 1)
+        except ValueError as error:
+            if depth == 1:
+                raise KeyError(depth) from error
+            raise
+
+    try:
+        fails(0)
+    except ValueError as callers:
+        with pytest.raises(KeyError) as failed:
+            fails(2)
+        assert Held.there == 4
+        rpc.forget_frames(failed.value, callers)
+        assert Held.there == 1, "what its caller handles is not ours"
+        callers.__context__ = failed.value
+        rpc.forget_frames(failed.value, None)
+        assert Held.there == 0
+    assert failed.traceback[-1].name == "fails"
+
+
+_FORKS = """
+import asyncio, gc, os, signal, sys
+from taskgraph import rpc
+from taskgraph.errors import CoordinationError
+
+gc.disable()
+how = sys.argv[1]
+
+def used():
+    async def use():
+        channel = rpc.aio_channel("127.0.0.1:1", None, ())
+        try:
+            await channel.unary_unary("/a/b")(b"", timeout=0.1)
+        except Exception as error:
+            print(type(error).__name__, flush=True)
+        await rpc.close(channel)
+    try:
+        asyncio.run(use())
+    except CoordinationError as error:
+        print(error, flush=True)
+
+async def parent():
+    channel = rpc.aio_channel("127.0.0.1:1", None, ())
+    if how != "open":
+        await rpc.close(channel)
+    cycle = [channel]
+    cycle.append(cycle)
+    return cycle if how == "kept" else None
+
+kept = asyncio.run(parent())
+for _ in range(2):
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0
+    else:
+        signal.alarm(5)
+        del kept
+        gc.collect()
+        used()
+        sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize("how", ["collected", "kept", "open"])
+def test_a_forked_child_waits_for_no_channel_of_its_parent(how: str) -> None:
+    """It hung in its first garbage collection, at full speed."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", _FORKS, how], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        if how == "collected":
+            assert line == "AioRpcError", "it connects like any other process"
+        else:
+            assert line.startswith("this process was forked while its parent was connected"), "it would wait for ever"
+    assert len(done.stdout.splitlines()) == 2
