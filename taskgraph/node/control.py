@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
+import xxhash
 
 from taskgraph.errors import TaskGraphError, TransportError
 from taskgraph.listening import ANY_PORT
@@ -159,12 +160,10 @@ class ControlServer:
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
         both = grpc.stream_stream_rpc_method_handler
 
-        def method(make: Callable[..., Any], function: Callable[..., Any], request: Any) -> Any:
-            return make(
-                function,
-                request_deserializer=request.FromString,
-                response_serializer=lambda message: message.SerializeToString(),
-            )
+        def method(
+            make: Callable[..., Any], function: Callable[..., Any], request: Any, write: Callable[[Any], bytes] = _bytes
+        ) -> Any:
+            return make(function, request_deserializer=request.FromString, response_serializer=write)
 
         methods = grpc.method_handlers_generic_handler(
             SERVICE,
@@ -173,7 +172,7 @@ class ControlServer:
                 "Kill": method(unary, self._checked(self._kill), pb.KillRequest),
                 "Drain": method(unary, self._checked(self._drain), pb.DrainRequest),
                 "Events": method(stream, self._checked_stream(self._follow), pb.EventsRequest),
-                "Results": method(stream, self._checked_stream(self._results), pb.ResultsRequest),
+                "Results": method(stream, self._checked_stream(_sealed(self._results)), pb.ResultsRequest, bytes),
                 "Clock": method(unary, self._checked(self._clock), pb.ClockRequest),
                 "Trace": method(both, self._checked_stream(self._trace), pb.TraceRequest),
             },
@@ -421,6 +420,27 @@ def _status_reply(status: NodeStatus) -> pb.StatusReply:
             for r in status.replicas
         ],
     )
+
+
+def _bytes(message: Any) -> bytes:
+    data: bytes = message.SerializeToString()
+    return data
+
+
+def _sealed(
+    chunks: Callable[[Controlled, Any], AsyncGenerator[pb.ResultChunk, None]],
+) -> Callable[[Controlled, Any], AsyncGenerator[bytes, None]]:
+    """These messages, and a digest of them: what a network damages without TLS may be a message all the same."""
+
+    async def sealed(node: Controlled, request: Any) -> AsyncGenerator[bytes, None]:
+        whole = xxhash.xxh3_128()
+        async with contextlib.aclosing(chunks(node, request)) as found:
+            async for chunk in found:
+                whole.update(data := _bytes(chunk))
+                yield data
+        yield _bytes(pb.ResultChunk(digest=whole.digest()))
+
+    return sealed
 
 
 def _row_chunks(reports: tuple[ReportRow, ...]) -> Iterator[list[pb.ReportRow]]:

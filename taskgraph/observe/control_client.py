@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 import grpc
+import xxhash
 
 from taskgraph import rpc
 from taskgraph.errors import DecodeError, PeerGone, PeerLost, TaskGraphError
@@ -185,7 +186,7 @@ class ControlClient:
 
     async def events(self, *, follow: bool) -> AsyncIterator[tuple[Event, int]]:
         """(event, how many were left out before it)."""
-        async for reply in self._stream("Events", pb.EventsRequest(follow=follow), pb.EventReply, None):
+        async for reply in self._stream("Events", pb.EventsRequest(follow=follow), pb.EventReply.FromString, None):
             yield Event.from_json(reply.json), reply.lost
             for event in reply.more:
                 yield Event.from_json(event), 0
@@ -198,17 +199,26 @@ class ControlClient:
 
         Raises:
             StillAtWork: nothing came for so long, and the node answers: it computes them.
+            DecodeError: they were damaged on their way.
             TaskGraphError: the node does not answer, or not with results.
         """
         found: list[_Arriving] = []
-        async for chunk in self._stream("Results", pb.ResultsRequest(), pb.ResultChunk, silent_s):
+        whole, told = xxhash.xxh3_128(), b""
+        async for data, chunk in self._stream("Results", pb.ResultsRequest(), _with_its_bytes, silent_s):
+            if chunk.digest:
+                told = chunk.digest
+                continue
+            whole.update(data)
             if chunk.HasField("head"):
                 found.append(_Arriving(chunk.head))
             elif not found:
                 raise DecodeError(f"the node at {self._address} sent a part of a result before its head")
             else:
                 found[-1].take(chunk)
-        return [each.result() for each in found]
+        results = [each.result() for each in found]
+        if told != whole.digest():
+            raise DecodeError(f"the results of the node at {self._address} were damaged on their way")
+        return results
 
     async def clock(self, timeout_s: float = 2.0) -> ClockReading:
         """Reads the node's clock once; the shortest of several round trips says most."""
@@ -252,11 +262,13 @@ class ControlClient:
         except grpc.aio.AioRpcError as error:
             raise self._error(method, error) from error
 
-    async def _stream(self, method: str, request: Any, reply: Any, silent_s: float | None) -> AsyncIterator[Any]:
+    async def _stream(
+        self, method: str, request: Any, read: Callable[[bytes], Any], silent_s: float | None
+    ) -> AsyncIterator[Any]:
         call: Any = self._channel.unary_stream(
             f"/{SERVICE}/{method}",
             request_serializer=lambda message: message.SerializeToString(),
-            response_deserializer=reply.FromString,
+            response_deserializer=read,
         )(request, metadata=self._metadata)
         try:
             while True:
@@ -316,6 +328,10 @@ def _options(address: str) -> list[tuple[str, int]]:
             ("grpc.http2.max_pings_without_data", 0),  # who only listens sends nothing else
         ]
     return options
+
+
+def _with_its_bytes(data: bytes) -> tuple[bytes, pb.ResultChunk]:
+    return data, pb.ResultChunk.FromString(data)
 
 
 class _Arriving:

@@ -121,14 +121,16 @@ class ReportRow(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., task: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ..., numbers: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ResultChunk(_message.Message):
-    __slots__ = ("head", "data", "reports")
+    __slots__ = ("head", "data", "reports", "digest")
     HEAD_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     REPORTS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     head: ResultHead
     data: bytes
     reports: _containers.RepeatedCompositeFieldContainer[ReportRow]
-    def __init__(self, head: _Optional[_Union[ResultHead, _Mapping]] = ..., data: _Optional[bytes] = ..., reports: _Optional[_Iterable[_Union[ReportRow, _Mapping]]] = ...) -> None: ...
+    digest: bytes
+    def __init__(self, head: _Optional[_Union[ResultHead, _Mapping]] = ..., data: _Optional[bytes] = ..., reports: _Optional[_Iterable[_Union[ReportRow, _Mapping]]] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class ResultHead(_message.Message):
     __slots__ = ("task", "epoch", "attempt", "has_value", "digest", "meta_bytes", "buffer_bytes")

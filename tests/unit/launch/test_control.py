@@ -15,8 +15,9 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+import xxhash
 
-from taskgraph.errors import PeerGone, PeerLost, TaskGraphError, TransportError
+from taskgraph.errors import DecodeError, PeerGone, PeerLost, TaskGraphError, TransportError
 from taskgraph.graph.values import decode, encode, verify
 from taskgraph.node import control
 from taskgraph.node.control import ControlServer
@@ -222,6 +223,30 @@ async def test_values_of_any_size_and_any_number_of_reports_arrive_whole(service
     assert found[1].value is not None and decode(found[1].value) == 5
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        pb.ReportRow(numbers=[0.1]).SerializeToString(),
+        pb.ReportRow(names=["loss"]).SerializeToString(),
+        pb.ReportRow(epoch=77).SerializeToString(),
+        pb.ResultHead(epoch=78).SerializeToString(),
+        pb.ResultHead(attempt=5).SerializeToString(),
+        b"a text",
+    ],
+    ids=["a number", "its name", "its epoch", "the result's epoch", "the attempt", "the value"],
+)
+async def test_of_results_no_bit_is_taken_that_was_flipped_on_the_way(damaged: bytes) -> None:
+    """Of all but the value it was: the result had another number, in a job that finished."""
+    told = [TaskResult(0, 78, 5, encode("a text"), (ReportRow(77, 0, {"loss": 0.1}),)), TaskResult(1, 78, 5, None, ())]
+    async with serving(tcp_host="127.0.0.1") as service:
+        service.node.found = told
+        port = int(service.control.rpartition(":")[2])
+        async with between(port, damaged) as (address, _), ControlClient(address, TOKEN) as client:
+            with pytest.raises(DecodeError, match="damaged on their way"):
+                await client.results()
+            assert await client.results() == told
+
+
 async def test_reported_names_keep_their_order(service: Service) -> None:
     """They came in the order of a protobuf map's hashes, which no two runs share."""
     names = [f"{a}{b}" for a in "zebra" for b in "table"]
@@ -247,10 +272,13 @@ async def test_results_may_take_longer_than_a_node_may_be_silent() -> None:
     """Behind a slow network they were given up half-way, again and again."""
 
     async def slowly(request: bytes, context: object) -> AsyncIterator[pb.ResultChunk]:
-        yield pb.ResultChunk(head=pb.ResultHead(task=3, epoch=1, attempt=1, has_value=True, meta_bytes=8))
-        for part in b"slowpart":
+        whole = xxhash.xxh3_128()
+        head = pb.ResultHead(task=3, epoch=1, attempt=1, has_value=True, meta_bytes=8)
+        for chunk in (pb.ResultChunk(head=head), *(pb.ResultChunk(data=bytes((part,))) for part in b"slowpart")):
+            whole.update(chunk.SerializeToString())
             await asyncio.sleep(0.1)
-            yield pb.ResultChunk(data=bytes((part,)))
+            yield chunk
+        yield pb.ResultChunk(digest=whole.digest())
 
     class Slow(grpc.GenericRpcHandler):
         def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, pb.ResultChunk]:
@@ -383,9 +411,14 @@ async def test_a_follower_that_leaves_is_not_told_any_more(service: Service) -> 
 
 
 @contextlib.asynccontextmanager
-async def between(port: int) -> AsyncIterator[tuple[str, list[asyncio.Event]]]:
+async def between(port: int, *flip: bytes) -> AsyncIterator[tuple[str, list[asyncio.Event]]]:
     """An address that leads to that port. Each connection passes on what comes until its event is set, and then stands:
-    neither end hears of the other any more, nor that it does not."""
+    neither end hears of the other any more, nor that it does not.
+
+    Args:
+        flip: of each of these, as it comes first, a bit of the last byte is flipped.
+    """
+    flips = list(flip)
     cut: list[asyncio.Event] = []
     ways: list[asyncio.Future[None]] = []
     ends: list[asyncio.StreamWriter] = []
@@ -393,6 +426,9 @@ async def between(port: int) -> AsyncIterator[tuple[str, list[asyncio.Event]]]:
     async def way(source: asyncio.StreamReader, target: asyncio.StreamWriter, gone: asyncio.Event) -> None:
         with contextlib.suppress(ConnectionError):
             while data := await source.read(1 << 16):
+                for sign in [sign for sign in flips if sign in data]:
+                    flips.remove(sign)
+                    data = data.replace(sign, sign[:-1] + bytes([sign[-1] ^ 1]), 1)
                 if not gone.is_set():
                     target.write(data)
 
