@@ -144,7 +144,7 @@ DECLARED = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_what_an_epoch_declares_does_not_depend_on_the_epoch_before(data: st.DataObject) -> None:
     """Neither what comes of it, nor which error: one declaration at a time is changed, or none."""
