@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from protocol_kit import World
 
+from taskgraph.protocol.records import CheckpointRecord
 from taskgraph.protocol.takeover import Move, Succession, held_alone, succession
 from taskgraph.protocol.view import JobView
 
@@ -89,6 +90,19 @@ def test_state_whose_holders_are_all_gone_is_lost(world: World) -> None:
         world.die(node)
     assert decide(world.view(), "d", suspects="abc", gone="abc", wished=True).move is Move.LOST
     assert decide(world.view(), "d", suspects="abc", gone="abc", wished=False) == NOTHING
+
+
+@pytest.mark.parametrize(("epoch", "move"), [(1, Move.ROLL_BACK), (2, Move.ROLL_BACK), (3, Move.LOST)])
+def test_the_job_goes_back_to_a_checkpoint_of_what_is_committed_and_to_no_later_one(
+    world: World, epoch: int, move: Move
+) -> None:
+    """That of the last committed boundary is one: nothing is computed again then."""
+    world.commit()
+    world.commit()
+    world.put(world.keys.checkpoint, CheckpointRecord(epoch=epoch, attempt=1, name="x").to_bytes())
+    for node in "abc":
+        world.die(node)
+    assert decide(world.view(), "d", suspects="abc", gone="abc", wished=True).move is move
 
 
 def test_a_task_without_state_starts_anew(world: World) -> None:
