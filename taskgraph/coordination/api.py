@@ -56,7 +56,17 @@ class TooLarge(CoordinationError):
 
 
 class Lost(CoordinationError):
-    """The coordinator has lost what it had acknowledged."""
+    """The coordinator has lost what it had acknowledged.
+
+    Args:
+        how: this is seen.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__(
+            f"etcd has lost what it had acknowledged: {how}. Was it started without its data, or from a backup? What "
+            "it held of running jobs is gone; one that left a checkpoint goes on from there with --resume"
+        )
 
 
 class AccessRefused(CoordinationError):

@@ -14,8 +14,8 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from taskgraph.coordination.api import WAITED_OUT, Coordinator, WatchCompacted
-from taskgraph.protocol.view import JobView
+from taskgraph.coordination.api import WAITED_OUT, Coordinator, Lost, WatchCompacted
+from taskgraph.protocol.view import JobView, WentBack
 
 __all__ = ["ViewKeeper"]
 
@@ -51,10 +51,18 @@ class ViewKeeper:
         return lambda: listeners.remove(listener) if listener in listeners else None
 
     async def load(self) -> None:
-        """Lists everything; raises Unavailable."""
+        """Lists everything.
+
+        Raises:
+            Unavailable: etcd does not answer.
+            Lost: it holds less than it has told.
+        """
         listing = await self._coordinator.list(self.view.keys.root)
         if listing.revision >= self.view.revision:
-            self.view.reset(listing.revision, listing.items)
+            try:
+                self.view.reset(listing.revision, listing.items)
+            except WentBack as why:
+                raise Lost(str(why)) from None
             self.notify()
 
     async def run(self) -> None:

@@ -28,10 +28,14 @@ from taskgraph.protocol.records import (
     StatusRecord,
 )
 
-__all__ = ["JobView", "Versioned", "holds", "readable"]
+__all__ = ["JobView", "Versioned", "WentBack", "holds", "readable"]
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Record)
+
+
+class WentBack(Exception):
+    """The store holds less of a job than it has told: it has lost something; in words, what."""
 
 
 @frozen
@@ -77,21 +81,44 @@ class JobView:
         """Starts again from a listing of everything under the job's root at `revision`.
 
         Raises:
-            DecodeError: a key holds something else, or is not there any more; see `apply`.
+            WentBack: the listing is older than what this view knows, which stays as it is.
+            DecodeError: a key holds something else, or is not there any more; see `apply`. The view stays as it is.
         """
-        known, began, before = self.epoch, self.attempt_revision, self.revision
-        had, run = self.primaries, self.spec_revision
-        self.__init__(self.keys.job)  # type: ignore[misc]
+        listed = JobView(self.keys.job)
         for kv in items:
-            self._put(kv)
+            listed._put(kv)
+        if why := self._lost_in(listed):
+            raise WentBack(why)
+        known, run, at = self.epoch, self.spec_revision, listed.epoch
         needed = [self.keys.epoch]
-        if run and self.spec_revision in (run, 0):  # else another run has begun, or nothing was read before
-            needed += [self.keys.spec, *map(self.keys.primary, had)]
-        self._check_kept(needed)
-        at = self.epoch
+        if run and listed.spec_revision in (run, 0):  # else another run has begun, or nothing was read before
+            needed += [self.keys.spec, *map(self.keys.primary, self.primaries)]
+        listed._check_kept(needed)
         if at is not None and at.mod_revision != at.create_revision:  # it was written before, perhaps in this attempt
-            self.attempt_revision = began if known is not None and _same_attempt(known, at) else before
-        self.revision = self.structure_revision = self.gone_revision = revision
+            same = known is not None and _same_attempt(known, at)
+            listed.attempt_revision = self.attempt_revision if same else self.revision
+        listed.revision = listed.structure_revision = listed.gone_revision = revision
+        vars(self).update(vars(listed))
+
+    def _lost_in(self, listed: JobView) -> str:
+        """What this view knows and a listing shows to be lost; "": nothing does.
+
+        By what only grows, and not by revisions: those of a member of the cluster that differs from the others are
+        behind, too, and a job outlives that.
+        """
+        job, keys = f"job {self.keys.job!r}", listed.keys
+        if not (self.spec_revision and listed.spec_revision):
+            return ""
+        if listed.spec != self.spec:
+            return f"the run of {job} is one before" if listed.spec_revision < self.spec_revision else ""
+        if self.stamp is not None and listed.stamp is not None and listed.stamp < self.stamp:
+            was, now = self.stamp, listed.stamp
+            at = f"epoch {now.epoch}, attempt {now.attempt}"
+            return f"{job} was in epoch {was.epoch}, attempt {was.attempt}, and is in {at}, now"
+        for task in self.primaries.keys() & listed.primaries.keys():
+            if listed.term(task) < self.term(task):
+                return f"{keys.primary(task)} was of term {self.term(task)}, and is of {listed.term(task)} now"
+        return ""
 
     def apply(self, revision: int, events: Iterable[KeyEvent]) -> None:
         """Applies the events of complete revisions up to `revision`, in the order given.

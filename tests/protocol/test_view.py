@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from protocol_kit import JOB, RUN, World, node_record
 
@@ -17,7 +19,7 @@ from taskgraph.protocol.records import (
     State,
     StatusRecord,
 )
-from taskgraph.protocol.view import JobView
+from taskgraph.protocol.view import JobView, WentBack
 
 
 def busy_world() -> World:
@@ -219,6 +221,55 @@ def test_another_run_of_the_job_deletes_what_the_last_one_left() -> None:
     world.delete(world.keys.primary(0))
     with pytest.raises(DecodeError, match="was deleted"):
         since(world, watching)
+
+
+def listing(world: World) -> tuple[KeyValue, ...]:
+    return world.store.select(world.keys.root, prefix=True)
+
+
+@pytest.mark.parametrize(
+    ("since", "says"),
+    [
+        (lambda world: world.commit(), "job 'demo' was in epoch 2, attempt 1, and is in epoch 1, attempt 1, now"),
+        (lambda world: world.restart(), "job 'demo' was in epoch 1, attempt 2, and is in epoch 1, attempt 1, now"),
+        (lambda world: world.take_over(0, "b"), "/taskgraph/demo/tasks/0/primary was of term 2, and is of 1 now"),
+        (lambda world: world.put(world.keys.spec, b"another"), "the run of job 'demo' is one before"),
+    ],
+    ids=["a commit", "a restart", "a take-over", "another run"],
+)
+def test_a_store_that_lost_what_it_had_told_is_seen_by_what_only_grows(
+    since: Callable[[World], object], says: str
+) -> None:
+    """An older snapshot with higher revisions: nodes died of an epoch that was committed without its boundary."""
+    world = World("a", "b")
+    world.first(0, "a")
+    world.admit(0, "a", "b")
+    world.commit()
+    snapshot = listing(world)
+    since(world)
+    view = world.view()
+    known = facts(view)
+    for _ in range(2):
+        with pytest.raises(WentBack) as lost:
+            view.reset(1000, snapshot)
+        assert str(lost.value) == says and facts(view) == known, "what is known stays"
+
+
+def test_what_goes_back_by_the_rules_or_is_not_there_any_more_is_not_lost() -> None:
+    world = World("a", "b")
+    world.first(0, "a")
+    world.commit()
+    view = world.view()
+    world.put(world.keys.epoch, EpochRecord(epoch=0, attempt=2, lineage=2).to_bytes())  # a roll-back
+    view.reset(world.store.revision, listing(world))
+    assert view.stamp == Stamp(2, 0)
+    world.run(Txn(success=(Delete(world.keys.tasks, prefix=True), Put(world.keys.spec, b"another"))))
+    world.put(world.keys.epoch, EpochRecord(epoch=0, attempt=1).to_bytes())
+    view.reset(world.store.revision, listing(world))
+    assert view.stamp == Stamp(1, 0)
+    world.run(Txn(success=(Delete(world.keys.root, prefix=True),)))
+    view.reset(world.store.revision, listing(world))
+    assert view.spec is None and view.stamp is None
 
 
 def test_a_replacement_counts_for_as_long_as_its_attempt_where_tasks_work_ahead() -> None:

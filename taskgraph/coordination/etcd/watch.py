@@ -128,11 +128,7 @@ async def check_lost(connection: Connection, prefix: str, known: int) -> None:
         if revision >= known:
             return
         connection.leave(endpoint)  # it may be that one alone
-    raise Lost(
-        f"etcd has lost what it had acknowledged: it was at revision {known}, and is at {revision} now. Was it started "
-        "without its data, or from a backup? What it held of running jobs is gone; one that left a checkpoint goes on "
-        "from there with --resume"
-    )
+    raise Lost(f"it was at revision {known}, and is at {revision} now")
 
 
 def _create(prefix: str, start_revision: int) -> v3.WatchRequest:

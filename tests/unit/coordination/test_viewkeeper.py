@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 import pytest
 
-from taskgraph.coordination.api import Coordinator, Listing, WatchBatch
+from taskgraph.coordination.api import Coordinator, Listing, Lost, WatchBatch
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.protocol.kv import Op, Put, Txn
@@ -177,6 +177,28 @@ async def test_what_a_watch_that_was_broken_does_not_tell_is_listed(by: bool) ->
     watching.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await watching
+
+
+async def test_an_etcd_from_an_older_backup_has_lost_what_it_had_told() -> None:
+    etcd = Anew()
+    keeper = ViewKeeper(etcd, "fit", refresh_s=1.0)
+    keys = keeper.view.keys
+
+    async def put(epoch: int) -> None:
+        record = Put(keys.epoch, EpochRecord(epoch=epoch, attempt=1).to_bytes())
+        status = Put(keys.status, StatusRecord(state=State.RUNNING).to_bytes())
+        await etcd.txn(Txn(success=(record, status, Put(keys.spec, b"{}"))))
+
+    await put(60)
+    await keeper.load()
+    watching = asyncio.create_task(keeper.run())
+    etcd.set_up_anew()
+    await put(24)
+    with pytest.raises(Lost, match=r"was in epoch 60, attempt 1, and is in epoch 24.*from a backup\?.*--resume"):
+        async with asyncio.timeout(1):
+            await watching
+    with pytest.raises(Lost, match="etcd has lost what it had acknowledged"):
+        await keeper.refresh()
 
 
 async def test_who_gave_up_waiting_is_not_asked_again_and_a_listener_stops(job: Job) -> None:
