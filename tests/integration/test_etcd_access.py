@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from etcd_kit import Certificates, becomes, etcd_with_tls, etcd_with_users, etcdctl, following, make_certificates
 
+from taskgraph.coordination.api import AccessRefused
 from taskgraph.coordination.embedded import EmbeddedEtcd
-from taskgraph.coordination.etcd import EtcdCoordinator
+from taskgraph.coordination.etcd import EtcdCoordinator, EtcdLease, coordinator
+from taskgraph.coordination.etcd import v3_pb2 as v3
+from taskgraph.coordination.etcd.login import Entered
 from taskgraph.errors import CoordinationError, Unavailable
 from taskgraph.protocol.kv import Put, Txn
 
@@ -140,7 +148,8 @@ async def test_a_watch_outlasts_another_password_and_a_permission_that_is_taken_
             last = (await node.txn(put("/job/b"))).revision
             await follower.until(last)
             assert follower.revisions == [start, last]
-        node._connection._token = "forgotten.1"
+        forgotten = v3.AuthenticateResponse(token="forgotten.1")
+        node._connection.login._entered = Entered(node._connection.endpoint, forgotten)
         batches = aiter(node.watch("/job/", last))
         assert (await anext(batches)).reopened and (await anext(batches)).revision == last
 
@@ -159,6 +168,40 @@ async def test_a_token_that_etcd_forgot_is_replaced_without_anybody_noticing() -
                 await follower.until(start)
         assert not lease.lost() and lease.valid_until() > node.now() + 1.0
         await lease.close(revoke=True)
+
+
+@pytest.mark.slow
+async def test_all_get_in_where_many_log_in_at_once_and_again_where_authentication_was_turned_off_and_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each login costs etcd a hash, given up or not: all gave up together, began again together, and none got in."""
+    monkeypatch.setattr(coordinator, "_FIRST_CONTACT_S", 0.3)  # a hash takes 0.15 s of a processor
+    async with etcd_with_users("/job/", "--bcrypt-cost", "11") as etcd, contextlib.AsyncExitStack() as stack:
+
+        async def client(number: int) -> tuple[EtcdCoordinator, EtcdLease]:
+            node = await again(lambda: EtcdCoordinator.connect(etcd.endpoint, username="worker", password="word"))
+            stack.push_async_callback(node.close)
+            lease = await node.lease(5.0, stall_limit_s=60.0)
+            await node.txn(put(f"/job/{number}", b"", lease.id))
+            return node, lease
+
+        async def again(call: Callable[[], Awaitable[Any]]) -> Any:
+            while True:
+                with contextlib.suppress(Unavailable):
+                    return await call()
+
+        async with asyncio.timeout(60):
+            clients = await asyncio.gather(*map(client, range(6)))
+            await asyncio.to_thread(etcdctl, etcd, "--user", "root:secret", "auth", "disable")
+            for node, _ in clients:
+                with contextlib.suppress(AccessRefused):  # some versions take no token, and give none
+                    await node.get("/job/0")
+            await asyncio.to_thread(etcdctl, etcd, "auth", "enable")
+            await asyncio.gather(*(again(partial(node.get, "/job/0")) for node, _ in clients))
+            now = time.monotonic()
+            for _, lease in clients:
+                await becomes(lambda lease=lease: lease.valid_until() > now + 5.0)
+        assert not any(lease.lost() or lease.trouble() for _, lease in clients)
 
 
 async def test_credentials_are_made_of_the_files(certificates: Certificates) -> None:

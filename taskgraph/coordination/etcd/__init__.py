@@ -11,6 +11,7 @@ Rules:
     - A watch survives broken streams, dead endpoints and restarts of etcd without losing or repeating a revision.
     - A lease is renewed by a thread of its own, so that a busy main loop does not lose it, and only while the main
       loop ticks, so that a stuck one does.
+    - Where etcd has users, calls and leases share one token, and one login at a time gets another.
 
 Must not know: jobs, tasks, epochs, or which keys exist.
 """

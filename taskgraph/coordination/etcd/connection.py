@@ -26,7 +26,8 @@ from google.protobuf.message import Message
 from taskgraph import rpc
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal, space_used_up, way_out
-from taskgraph.coordination.etcd.methods import AUTHENTICATE, STATUS, Method
+from taskgraph.coordination.etcd.login import Login, LoginFailed, credentials
+from taskgraph.coordination.etcd.methods import STATUS, Method
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
 
@@ -64,16 +65,25 @@ class OtherCluster(Exception):
     """An etcd answered that does not belong to the cluster; in words."""
 
 
+class _LoginTakesLonger(Exception):
+    """Than the call that waits for it has time; in words."""
+
+
 class Stream(Generic[Response]):
     """One open bidirectional RPC.
 
     Attributes:
+        endpoint: where.
+        token: what it was opened with, if etcd has users.
         left: calls to its endpoint failed, and it was cancelled for that; whoever reads it opens another.
     """
 
-    def __init__(self, call: grpc.aio.StreamStreamCall[Message, Response], endpoint: Endpoint) -> None:
+    def __init__(
+        self, call: grpc.aio.StreamStreamCall[Message, Response], endpoint: Endpoint, token: str | None
+    ) -> None:
         self._call = call
         self.endpoint = endpoint
+        self.token = token
         self.left = False
 
     async def write(self, message: Message) -> None:
@@ -127,6 +137,7 @@ class Connection:
 
     Attributes:
         cluster: the cluster's id, from its first answer on; 0 before.
+        login: the token that its calls are made with; leases use it, too.
     """
 
     def __init__(self, options: EtcdOptions) -> None:
@@ -139,8 +150,7 @@ class Connection:
         self.cluster = 0
         self._answered_first = ""
         self._others: set[Endpoint] = set()  # that answered last as members of another cluster
-        self._token: str | None = None
-        self._login = asyncio.Lock()
+        self.login = Login(options)
         self._closed = False
         self._streams: WeakSet[Stream[Any]] = WeakSet()
 
@@ -192,6 +202,7 @@ class Connection:
         what: object,
         again: bool,
         timeout_s: float | None = None,
+        anonymous: bool = False,
     ) -> Response:
         """One RPC, tried until it succeeds or the time is over.
 
@@ -201,6 +212,7 @@ class Connection:
             what: the call in words, for errors: a text, or something with one.
             again: whether it may be sent twice: reads, and writes for which twice is the same as once.
             timeout_s: the limit with all tries; None: that of the options.
+            anonymous: without logging in.
 
         Raises:
             Unavailable: the time is over and nothing was done.
@@ -212,11 +224,18 @@ class Connection:
         deadline = loop.time() + limit_s
         tries, logins = _Tries(), 0
         while (left := deadline - loop.time()) > 0 and not self._closed:
-            endpoint, sent = self.endpoint, False
+            endpoint, sent, token = self.endpoint, False, None
             try:
-                await self._enter(endpoint, left, connected=not again)
+                if not again:
+                    await self._connect(endpoint, left)
+                if not anonymous:
+                    token = await self._enter(endpoint, deadline)
+                if (left := deadline - loop.time()) <= 0:  # connecting and logging in took all of it
+                    break
                 sent = True
-                return await self._once(endpoint, method, request, self._try_s(left))
+                return await self._once(endpoint, method, request, self._try_s(left), token)
+            except _LoginTakesLonger as longer:
+                tries.add(endpoint, str(longer))
             except (grpc.aio.UsageError, asyncio.CancelledError) as error:
                 if self._cut_off(error):
                     break
@@ -231,7 +250,8 @@ class Connection:
                 if verdict is Verdict.REFUSED:
                     raise refusal(str(what), error.code(), details) from error
                 if verdict is Verdict.LOGIN and logins < 3:
-                    logins, self._token = logins + 1, None
+                    logins += 1
+                    self.login.refused(token)
                     continue
                 if not space_used_up(details):
                     self.leave(endpoint)  # or whoever asks what became of it asks the same silent member
@@ -251,19 +271,19 @@ class Connection:
         """Opens a stream on the endpoint in use. Its messages, and its errors, come when it is read.
 
         Raises:
-            grpc.aio.AioRpcError, OtherCluster: logging in failed.
+            grpc.aio.AioRpcError, OtherCluster: logging in failed, however long it took.
             Unavailable: the connection is closed.
         """
         endpoint = self.endpoint
         if self._closed:
             raise Unavailable(f"{method.name}: the connection to etcd was closed")
-        await self._enter(endpoint, self.options.timeout_s, connected=False)
+        token = await self._enter(endpoint)
         open_stream: grpc.aio.StreamStreamMultiCallable[Message, Response] = self._channel(endpoint).stream_stream(
             method.path, method.request.SerializeToString, method.response.FromString
         )
         # `hasleader`: a member cut off from the majority ends the stream instead of staying silent.
-        metadata = [("hasleader", "true"), *self._credentials()]
-        stream = Stream(open_stream(None, metadata=metadata), endpoint)
+        metadata = [("hasleader", "true"), *credentials(token)]
+        stream = Stream(open_stream(None, metadata=metadata), endpoint, token)
         self._streams.add(stream)
         return stream
 
@@ -290,13 +310,10 @@ class Connection:
             log.warning("etcd at %s is passed over: %s; take one of them out of --etcd", endpoint.target, why)
         raise OtherCluster(why)
 
-    def forget_token(self) -> None:
-        """The token was refused: log in again before the next call."""
-        self._token = None
-
     async def close(self) -> None:
         """Ends all calls and streams."""
         self._closed = True
+        await self.login.close()
         channels = [*self._channels.values(), *self._former]
         self._channels.clear()  # a frame of an exception that a caller keeps may hold us for long
         self._calls.clear()
@@ -314,44 +331,69 @@ class Connection:
         count = len(self.options.endpoints)
         return left if count == 1 else min(left, max(1.0, self.options.timeout_s / (count + 1)))
 
-    async def _enter(self, endpoint: Endpoint, left: float, *, connected: bool) -> None:
-        """Sees to it that `endpoint` is connected, where that matters, and that we have a token, if need be."""
+    async def _connect(self, endpoint: Endpoint, left: float) -> None:
+        """Sees to it that `endpoint` is connected."""
         ready = self._channel(endpoint).get_state() is grpc.ChannelConnectivity.READY
-        if connected and (not ready or endpoint in self._others):
-            # Any answer, a refusal too, proves the connection; and says of which cluster it is.
-            try:
-                await self._once(endpoint, STATUS, v3.StatusRequest(), min(left, self._connect_s()))
-            except grpc.aio.AioRpcError as error:
-                if judge(error.code(), _details(error)) in (Verdict.NOT_EXECUTED, Verdict.UNKNOWN):
-                    raise
-        if self.options.username is None or self._token is not None:
+        if ready and endpoint not in self._others:
             return
-        async with self._login:
-            if self._token is None:
-                answer = await self._once(endpoint, AUTHENTICATE, self.options.login(), min(left, self._connect_s()))
-                self._token = answer.token
+        # Any answer, a refusal too, proves the connection; and says of which cluster it is.
+        try:
+            await self._once(endpoint, STATUS, v3.StatusRequest(), min(left, self._connect_s()), self.login.token)
+        except grpc.aio.AioRpcError as error:
+            if judge(error.code(), _details(error)) in (Verdict.NOT_EXECUTED, Verdict.UNKNOWN):
+                raise
+
+    async def _enter(self, endpoint: Endpoint, deadline: float | None = None) -> str | None:
+        """The token for a call; None where no user was given.
+
+        Raises:
+            _LoginTakesLonger: there is none at `deadline`, if one is given. The login goes on.
+            grpc.aio.AioRpcError, OtherCluster: it failed.
+        """
+        if not self.login.needed:
+            return None
+        while (token := self.login.token) is None:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    entered = await asyncio.wrap_future(self.login.begin(endpoint))
+            except TimeoutError:
+                raise _LoginTakesLonger(self.login.told()) from None
+            except LoginFailed as failed:
+                if failed.endpoint != endpoint:  # where a lease had begun it
+                    continue
+                nothing = grpc.aio.Metadata()
+                raise grpc.aio.AioRpcError(failed.code, nothing, nothing, failed.details) from None
+            try:
+                self.check_cluster(entered.endpoint, entered.answer.header)
+            except OtherCluster:
+                self.login.refused(entered.answer.token)
+                if entered.endpoint == endpoint:
+                    raise
+        return token
 
     def _connect_s(self) -> float:
         return self.options.timeout_s if len(self.options.endpoints) == 1 else _CONNECT_S
 
     async def _once(
-        self, endpoint: Endpoint, method: Method[Request, Response], request: Request, timeout_s: float
+        self,
+        endpoint: Endpoint,
+        method: Method[Request, Response],
+        request: Request,
+        timeout_s: float,
+        token: str | None,
     ) -> Response:
         send = self._calls.get((endpoint, method.path))
         if send is None:
             send = self._calls[endpoint, method.path] = self._channel(endpoint).unary_unary(
                 method.path, method.request.SerializeToString, method.response.FromString
             )
-        answer = await send(request, timeout=timeout_s, metadata=self._credentials())
+        answer = await send(request, timeout=timeout_s, metadata=credentials(token))
         if answer is None:  # what gRPC makes of bytes that are no message
             nothing = grpc.aio.Metadata()
             raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, "its answer cannot be read")
         assert isinstance(answer, method.response)
         self.check_cluster(endpoint, cast("v3.RangeResponse", answer).header)  # each has one
         return answer
-
-    def _credentials(self) -> list[tuple[str, str]]:
-        return [] if self._token is None else [("token", self._token)]
 
     @contextlib.contextmanager
     def told_apart(self, what: str) -> Iterator[None]:

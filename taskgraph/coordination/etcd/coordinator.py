@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-from taskgraph.coordination.api import Listing, WatchBatch
+from taskgraph.coordination.api import AccessRefused, Listing, WatchBatch
 from taskgraph.coordination.etcd import convert
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.coordination.etcd.connection import Connection
@@ -36,6 +38,8 @@ log = logging.getLogger(__name__)
 
 #: Finding out that nothing listens must not take longer than a user's patience.
 _FIRST_CONTACT_S = 5.0
+#: An etcd that answers may be busy with the logins of all nodes: more than one login may take.
+_FIRST_LOGIN_S = 150.0
 #: A revoke at the end is a courtesy: the lease expires by itself.
 _REVOKE_S = 2.0
 
@@ -76,7 +80,8 @@ class EtcdCoordinator:
 
         Args:
             endpoints: `host:port`, `https://host:port`; several as a sequence or separated by commas.
-            timeout_s: the limit of each call, with its retries. The first contact takes at most 5 s of it.
+            timeout_s: the limit of each call, with its retries. The first contact takes at most 5 s of it; logging in,
+                where an etcd that answers has many logins to do, up to 150 s.
             ca: PEM file of the authority behind the members' certificates.
             cert: PEM file of a client certificate.
             key: PEM file of its key.
@@ -100,10 +105,15 @@ class EtcdCoordinator:
         )
         connection = Connection(options)
         limit_s = min(timeout_s, _FIRST_CONTACT_S)
+        first = partial(connection.call, STATUS, v3.StatusRequest(), what="first contact", again=True)
         try:
-            status = await connection.call(
-                STATUS, v3.StatusRequest(), what="first contact", again=True, timeout_s=limit_s
-            )
+            login_s = limit_s
+            if connection.login.needed:
+                with contextlib.suppress(AccessRefused):  # an answer all the same
+                    await first(timeout_s=limit_s, anonymous=True)
+                login_s = _FIRST_LOGIN_S
+            with _telling(connection, limit_s):
+                status = await first(timeout_s=login_s)
             probe = convert.range_request("/taskgraph/", prefix=False)
             with contextlib.suppress(PermissionRefused):  # may a user read something else, this one answered
                 await connection.call(RANGE, probe, what="first read", again=True, timeout_s=limit_s)
@@ -193,6 +203,7 @@ class EtcdCoordinator:
             forget=self._leases.discard,
             endpoint=self._connection.endpoint,
             cluster=lambda: self._connection.cluster,
+            login=self._connection.login,
         )
         try:
             lease.start()
@@ -238,6 +249,21 @@ class EtcdCoordinator:
 
     async def _revoke_at_end(self, lease_id: int) -> None:
         await self._revoke(lease_id, min(_REVOKE_S, self._connection.options.timeout_s))
+
+
+@contextlib.contextmanager
+def _telling(connection: Connection, after_s: float) -> Iterator[None]:
+    """Whoever waits for a login for longer than that is told."""
+
+    def tell() -> None:
+        if told := connection.login.told():
+            log.warning("%s: it answers, and may have many logins to do, a hash for each", told)
+
+    telling = asyncio.get_running_loop().call_later(after_s, tell)
+    try:
+        yield
+    finally:
+        telling.cancel()
 
 
 class _Described:

@@ -7,6 +7,7 @@ must lose it. Why gRPC's synchronous side: its asynchronous side shares one poll
     renewer thread   every ttl/5: notes the time, hands a request to the stream; opens the stream, and opens it again
                      on the next endpoint when it broke or an answer is overdue
     reader thread    one per open stream: matches answers, which come in order, with the times noted
+    login thread     where etcd has users and takes our token no more: see `login`, which calls share
 
 What the main loop reads (`valid_until`, `lost`) are single attributes, replaced whole.
 """
@@ -21,12 +22,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from typing import Protocol
 
 import grpc
 
 from taskgraph.coordination.etcd import v3_pb2 as v3
-from taskgraph.coordination.etcd.methods import AUTHENTICATE, LEASE_KEEP_ALIVE
+from taskgraph.coordination.etcd.failures import Verdict, judge
+from taskgraph.coordination.etcd.login import Entered, Login, LoginFailed, credentials
+from taskgraph.coordination.etcd.methods import LEASE_KEEP_ALIVE
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, no_thread
 
@@ -38,7 +42,6 @@ log = logging.getLogger(__name__)
 _RENEWALS_PER_TTL = 5
 #: How long `close` waits for the threads to end. They only wait for each other and for gRPC to cancel a call.
 _JOIN_S = 2.0
-_LOGIN_S = 2.0
 
 #: Channels whose call could not begin since gRPC could not start its thread: closing one, or forgetting it, waits for
 #: that thread for ever. One more for each renewal that is tried while no thread is to be had.
@@ -57,6 +60,7 @@ class EtcdLease:
         revoke: revokes a lease, bounded.
         forget: told when the lease is closed.
         endpoint: the one that granted it, where its renewal begins.
+        login: the token to renew it with.
         cluster: the id of the cluster that it is in, as far as that is known; else 0.
     """
 
@@ -71,6 +75,7 @@ class EtcdLease:
         revoke: Callable[[int], Awaitable[None]],
         forget: Callable[[EtcdLease], None],
         endpoint: Endpoint,
+        login: Login,
         cluster: Callable[[], int] = lambda: 0,
     ) -> None:
         self._options = options
@@ -81,6 +86,8 @@ class EtcdLease:
         self._forget = forget
         self._endpoint = options.endpoints.index(endpoint)
         self._cluster = cluster
+        self._login = login
+        self._entering: Future[Entered] | None = None  # the login that the next stream waits for
         self._valid_until = sent_at + ttl_s
         self._lost = False
         self._trouble = ""
@@ -109,7 +116,7 @@ class EtcdLease:
 
     def trouble(self) -> str:
         """Why the last renewal failed; "" where one was answered since."""
-        return self._trouble
+        return (self._login.told() if self._entering is not None else "") or self._trouble
 
     def tick(self) -> None:
         """Says that the main loop is alive."""
@@ -161,14 +168,29 @@ class EtcdLease:
                     stream = None
                     endpoint = (endpoint + 1) % len(self._options.endpoints)
                     next_at = min(next_at, now + interval_s / 4)
+                if self._entering is not None and self._entering.done():
+                    failed, self._entering = self._entering.exception(), None
+                    if stream is None:
+                        next_at = now
+                    if stream is None and isinstance(failed, LoginFailed):
+                        self._trouble = f"etcd {failed.endpoint.target}: {failed}"
+                        log.warning("renewal of lease %x at %s; trying the next endpoint", self._id, self._trouble)
+                        endpoint = (endpoint + 1) % len(self._options.endpoints)
+                        next_at = now + interval_s / 4
                 if now < next_at or self._closing or self._lost:
                     continue
                 next_at = now + interval_s
                 if now - self._ticked_at > self._stall_limit_s:
                     continue  # the main loop is stuck
                 if stream is None:
+                    at, token = self._options.endpoints[endpoint], self._login.token
+                    if token is None and self._login.needed:
+                        if self._entering is None:
+                            self._entering = self._login.begin(at)
+                            self._entering.add_done_callback(lambda _: self._wake.set())
+                        continue
                     try:
-                        stream = _Stream(self._options, self._options.endpoints[endpoint], self)
+                        stream = _Stream(self._options, at, self, token)
                     except (CoordinationError, OSError, RuntimeError) as error:
                         # A TLS file is being replaced, no thread can be started or no file opened: tried again each
                         # time, since that passes.
@@ -201,6 +223,9 @@ class EtcdLease:
             self._valid_until = max(self._valid_until, sent_at + ttl_s)
             self._trouble = ""
 
+    def refused(self, token: str) -> None:
+        self._login.refused(token)
+
     def broke(self) -> None:
         self._wake.set()
 
@@ -208,17 +233,18 @@ class EtcdLease:
 class _Listener(Protocol):
     def knows(self, header: v3.ResponseHeader) -> bool: ...
     def answered(self, sent_at: float, ttl_s: int) -> None: ...
+    def refused(self, token: str) -> None: ...
     def broke(self) -> None: ...
 
 
 class _Stream:
     """One LeaseKeepAlive stream to one endpoint, with the thread that reads it."""
 
-    def __init__(self, options: EtcdOptions, endpoint: Endpoint, listener: _Listener) -> None:
+    def __init__(self, options: EtcdOptions, endpoint: Endpoint, listener: _Listener, token: str | None) -> None:
         self.endpoint = endpoint
         self.ended = ""  # why, once it did
-        self._options = options
         self._listener = listener
+        self._token = token
         self._requests: queue.SimpleQueue[v3.LeaseKeepAliveRequest | None] = queue.SimpleQueue()
         self._unanswered: deque[float] = deque()  # appended by the renewer, popped by the reader
         self._closed = False
@@ -258,7 +284,8 @@ class _Stream:
                 LEASE_KEEP_ALIVE.request.SerializeToString,
                 LEASE_KEEP_ALIVE.response.FromString,
             )
-            for answer in call(self._outgoing(), metadata=(("hasleader", "true"), *self._login())):
+            metadata = (("hasleader", "true"), *credentials(self._token))
+            for answer in call(self._outgoing(), metadata=metadata):
                 if not self._listener.knows(answer.header):
                     self.ended = "it belongs to another cluster"
                     return
@@ -266,6 +293,8 @@ class _Stream:
             self.ended = "etcd ended the stream"
         except grpc.RpcError as error:
             self.ended = _details(error)
+            if self._token is not None and isinstance(error, grpc.Call) and _not_let_in(error.code(), self.ended):
+                self._listener.refused(self._token)
         except ValueError as error:  # what gRPC raises for a call on a channel that was closed
             self.ended = str(error)
         except RuntimeError as error:  # gRPC has threads of its own for a call, and cannot start one
@@ -281,14 +310,10 @@ class _Stream:
         while (request := self._requests.get()) is not None:
             yield request
 
-    def _login(self) -> tuple[tuple[str, str], ...]:
-        """A token of our own: the main loop's may be stale and the loop busy."""
-        if self._options.username is None:
-            return ()
-        authenticate = self._channel.unary_unary(
-            AUTHENTICATE.path, AUTHENTICATE.request.SerializeToString, AUTHENTICATE.response.FromString
-        )
-        return (("token", authenticate(self._options.login(), timeout=_LOGIN_S).token),)
+
+def _not_let_in(code: grpc.StatusCode, details: str) -> bool:
+    """Whether another token may help: of one that it forgot etcd may say no more than that this is not permitted."""
+    return judge(code, details) is Verdict.LOGIN or code is grpc.StatusCode.PERMISSION_DENIED
 
 
 def _details(error: grpc.RpcError) -> str:

@@ -60,7 +60,7 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
                         if answer.created or answer.canceled:
                             connection.check_cluster(endpoint, answer.header)
                         if answer.canceled:
-                            reason = _canceled(answer, connection, prefix, position)
+                            reason = _canceled(answer, connection, stream, prefix, position)
                             break
                         if answer.created:
                             if failures:
@@ -81,13 +81,13 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
             reason = error.details() or error.code().name
             verdict = judge(error.code(), reason)
             if verdict is Verdict.LOGIN:
-                connection.forget_token()
+                _forget_token(connection, stream)
             elif verdict is Verdict.REFUSED:
                 final = refusal(f"watch of {prefix!r}", error.code(), reason)
                 if not known or not isinstance(final, AccessRefused):
                     raise final from error
         except AccessRefused as error:
-            connection.forget_token()  # of one that it forgot etcd says no more than that it may not watch
+            _forget_token(connection, stream)  # of one that it forgot etcd says no more than that it may not watch
             if not known and (refused or connection.options.username is None):
                 raise
             refused, reason = True, str(error)
@@ -140,7 +140,15 @@ def _create(prefix: str, start_revision: int) -> v3.WatchRequest:
     )
 
 
-def _canceled(answer: v3.WatchResponse, connection: Connection, prefix: str, position: int) -> str:
+def _forget_token(connection: Connection, stream: Stream[v3.WatchResponse] | None) -> None:
+    """The one that `stream` was opened with: by now there may be another."""
+    if stream is not None:
+        connection.login.refused(stream.token)
+
+
+def _canceled(
+    answer: v3.WatchResponse, connection: Connection, stream: Stream[v3.WatchResponse], prefix: str, position: int
+) -> str:
     """Why etcd ended a watch, where opening it again may help.
 
     Raises:
@@ -153,7 +161,7 @@ def _canceled(answer: v3.WatchResponse, connection: Connection, prefix: str, pos
         )
     reason = answer.cancel_reason or "etcd ended the watch without a reason"
     if judge(grpc.StatusCode.UNKNOWN, reason) is Verdict.LOGIN:
-        connection.forget_token()
+        _forget_token(connection, stream)
     elif "permission denied" in reason:
         raise refusal(f"watch of {prefix!r}", grpc.StatusCode.PERMISSION_DENIED, reason)
     return reason

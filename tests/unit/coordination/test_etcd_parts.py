@@ -20,6 +20,7 @@ from taskgraph.coordination.etcd.connection import Connection, OtherCluster, pau
 from taskgraph.coordination.etcd.convert import event, key_value, range_of, txn_request, writes
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
 from taskgraph.coordination.etcd.lease import EtcdLease
+from taskgraph.coordination.etcd.login import Login
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, LeaseGone
 from taskgraph.protocol.kv import Delete, Get, Put, Txn
@@ -93,6 +94,7 @@ async def test_a_lease_waits_for_a_tls_file_that_is_being_replaced(
         revoke=revoke,
         forget=lambda _: None,
         endpoint=options.endpoints[0],
+        login=Login(options),
     )
     lease.start()
     try:
@@ -159,6 +161,7 @@ async def test_a_lease_outlives_a_want_of_threads_and_files_and_says_why(monkeyp
         revoke=revoke,
         forget=lambda _: None,
         endpoint=options.endpoints[0],
+        login=Login(options),
     )
     lease.start()
     try:

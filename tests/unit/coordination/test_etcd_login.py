@@ -1,0 +1,394 @@
+"""Logging in to etcd: one token for all, one login at a time, and limits that let everybody in."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from taskgraph.coordination.etcd import EtcdCoordinator
+from taskgraph.coordination.etcd import v3_pb2 as v3
+from taskgraph.coordination.etcd.lease import EtcdLease
+from taskgraph.coordination.etcd.login import Login, LoginFailed, Pace
+from taskgraph.coordination.etcd.options import EtcdOptions
+from taskgraph.errors import CoordinationError, Unavailable
+
+Code = grpc.StatusCode
+TOLD = re.compile(r"logging in to etcd takes \d+ s")
+OPTIONS = EtcdOptions.make("127.0.0.1:1", username="worker", password="word")
+
+
+class Failed(grpc.RpcError, grpc.Call):
+    """What gRPC raises, as far as we look at it."""
+
+    def __init__(self, code: grpc.StatusCode, details: str = "") -> None:
+        self._code, self._details = code, details
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+
+Failed.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
+
+
+class FakeEtcd:
+    """Channels to an etcd whose logins end as told, and which renews leases for its newest token only."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.outcomes: Iterator[Exception | None] = iter(())  # of logins, in turn; then all get a token
+        self.limits: list[float] = []
+        self.tokens: list[str] = []
+        self.slow: threading.Event | None = None  # logins wait for it
+        self.asked = threading.Event()
+        self.probes: Iterator[Exception | None] = iter(())  # what becomes of calls that need no token
+        monkeypatch.setattr(EtcdOptions, "sync_channel", lambda *_: self)
+
+    def unary_unary(self, path: str, *_: object) -> Callable[..., v3.AuthenticateResponse]:
+        def status(_: v3.StatusRequest, *, timeout: float) -> None:
+            if (failed := next(self.probes)) is not None:
+                raise failed
+
+        def authenticate(request: v3.AuthenticateRequest, *, timeout: float) -> v3.AuthenticateResponse:
+            self.limits.append(timeout)
+            self.asked.set()
+            if self.slow is not None:
+                self.slow.wait(10.0)
+            if (failed := next(self.outcomes, None)) is not None:
+                raise failed
+            self.tokens.append(f"{request.name}.{len(self.tokens)}")
+            return v3.AuthenticateResponse(token=self.tokens[-1])
+
+        return status if path.endswith("Status") else authenticate  # type: ignore[return-value]
+
+    def stream_stream(self, *_: object) -> Callable[..., Iterator[v3.LeaseKeepAliveResponse]]:
+        def renew(requests: Iterator[Any], *, metadata: Any) -> Iterator[v3.LeaseKeepAliveResponse]:
+            for request in requests:
+                if dict(metadata).get("token") != self.tokens[-1]:
+                    raise Failed(Code.UNAUTHENTICATED, "etcdserver: invalid auth token")
+                yield v3.LeaseKeepAliveResponse(id=request.id, ttl=60)
+
+        return renew
+
+    def close(self) -> None:
+        if self.slow is not None:
+            self.slow.set()  # as gRPC ends its calls
+
+
+@pytest.fixture
+def etcd(monkeypatch: pytest.MonkeyPatch) -> FakeEtcd:
+    monkeypatch.setattr("taskgraph.coordination.etcd.login._FIRST_PAUSE_S", 0.001)
+    return FakeEtcd(monkeypatch)
+
+
+async def entered(login: Login) -> str | None:
+    """Logs in once."""
+    await asyncio.wrap_future(login.begin(OPTIONS.endpoints[0]))
+    return login.token
+
+
+def lease_of(login: Login, ttl_s: float = 0.1) -> EtcdLease:
+    async def revoke(_: int) -> None: ...
+
+    return EtcdLease(
+        OPTIONS,
+        7,
+        ttl_s=ttl_s,
+        stall_limit_s=60.0,
+        sent_at=time.monotonic(),
+        revoke=revoke,
+        forget=lambda _: None,
+        endpoint=OPTIONS.endpoints[0],
+        login=login,
+    )
+
+
+def test_what_a_login_may_take_is_doubled_whenever_it_was_too_short() -> None:
+    pace, limits = Pace(), []
+    for now in range(6):
+        limits.append(pace.limit_s)
+        pace.ended(float(now), Code.DEADLINE_EXCEEDED)
+    assert limits == [60.0, 120.0, 240.0, 480.0, 480.0, 480.0]
+    pace.ended(9.0, Code.UNAVAILABLE)  # this says nothing of how long a login takes
+    assert pace.limit_s == 480.0
+    pace.ended(10.0, Code.OK)
+    assert pace.limit_s == 60.0
+
+
+@pytest.mark.parametrize("code", [Code.OK, Code.DEADLINE_EXCEEDED, Code.INVALID_ARGUMENT])
+def test_logins_that_follow_one_another_closely_have_pauses_that_grow(code: grpc.StatusCode) -> None:
+    pace = Pace()
+    assert pace.wait_s(0.0) == 0.0
+    for number in range(2000):
+        pace.ended(100.0, code)
+        expected = min(5.0, 0.1 * 2.0 ** min(number, 10))
+        assert expected / 2 <= pace.wait_s(100.0) <= expected
+        assert pace.wait_s(106.0) == 0.0, "it has passed meanwhile"
+    assert len({pace.wait_s(100.0) for _ in range(10)}) > 1, "nodes come at different times"
+    assert pace.wait_s(161.0) == 0.0
+    pace.ended(161.0, code)
+    assert pace.wait_s(161.0) <= 0.1, "the first one after a calm time"
+
+
+def test_an_etcd_that_is_away_is_asked_as_often_as_before() -> None:
+    pace = Pace()
+    for _ in range(10):
+        pace.ended(100.0, Code.UNAVAILABLE)
+    assert pace.wait_s(100.0) == 0.0
+
+
+async def test_a_login_outlasts_those_who_wait_for_it_and_there_is_one_at_a_time(etcd: FakeEtcd) -> None:
+    login, etcd.slow = Login(OPTIONS), threading.Event()
+    assert login.told() == ""
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await entered(login)
+        assert login.token is None and TOLD.fullmatch(login.told())
+    etcd.slow.set()
+    assert await entered(login) == "worker.0" and len(etcd.limits) == 1
+    assert await entered(login) == "worker.0" and len(etcd.limits) == 1, "it had ended since they looked"
+    assert login.told() == ""
+    await login.close()
+
+
+async def test_limits_grow_and_the_time_that_is_told_goes_on(
+    etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    login, etcd.outcomes = Login(OPTIONS), iter([Failed(Code.DEADLINE_EXCEEDED)] * 2)
+    for _ in range(2):
+        with pytest.raises(LoginFailed, match=TOLD) as caught:
+            await entered(login)
+        assert caught.value.code is Code.DEADLINE_EXCEEDED and login.told()
+    assert "did not answer a login within 120 s" in caplog.text and "--bcrypt-cost" in caplog.text
+    assert await entered(login) == "worker.0" and etcd.limits == [60.0, 120.0, 240.0]
+
+
+async def test_a_token_is_replaced_once_however_many_say_that_it_was_refused(etcd: FakeEtcd) -> None:
+    login = Login(OPTIONS)
+    first = await entered(login)
+    login.refused(first)
+    assert login.token is None
+    second = await entered(login)
+    login.refused(first)
+    assert login.token == second != first
+
+
+async def test_a_login_that_is_refused_says_so_at_once(etcd: FakeEtcd) -> None:
+    login, etcd.outcomes = Login(OPTIONS), iter([Failed(Code.INVALID_ARGUMENT, "etcdserver: authentication failed")])
+    with pytest.raises(LoginFailed, match="authentication failed"):
+        await entered(login)
+    assert login.told() == ""
+
+
+@pytest.mark.parametrize(
+    ("found", "gone_on"),
+    [
+        (None, True),
+        (Failed(Code.PERMISSION_DENIED, "etcdserver: permission denied"), True),
+        (Failed(Code.DEADLINE_EXCEEDED, "Deadline Exceeded"), False),
+        (Failed(Code.UNAVAILABLE, "failed to connect to all addresses"), False),
+    ],
+)
+async def test_a_silent_member_is_left_before_it_is_asked_for_a_hash(
+    etcd: FakeEtcd, found: Exception | None, gone_on: bool
+) -> None:
+    """What a login takes says nothing of that: it may be one of many."""
+    login = Login(EtcdOptions.make("127.0.0.1:1,127.0.0.1:2", username="worker", password="word"))
+    etcd.probes = iter([found])
+    if gone_on:
+        assert await entered(login) == "worker.0"
+        return
+    with pytest.raises(LoginFailed) as caught:
+        await entered(login)
+    assert caught.value.code is Code.UNAVAILABLE and not etcd.limits
+
+
+async def test_closing_ends_the_login_that_is_under_way(etcd: FakeEtcd) -> None:
+    login, etcd.slow = Login(OPTIONS), threading.Event()
+    waiting = asyncio.wrap_future(login.begin(OPTIONS.endpoints[0]))
+    await asyncio.to_thread(etcd.asked.wait)
+    etcd.outcomes = iter([Failed(Code.CANCELLED, "Channel closed!")])
+    async with asyncio.timeout(5):
+        await login.close()
+    with pytest.raises(LoginFailed, match="Channel closed"):
+        await waiting
+
+
+async def test_no_thread_for_a_login_is_told_and_tried_again(etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    login = Login(OPTIONS)
+    with monkeypatch.context() as patch:
+
+        def start(_: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(LoginFailed, match=r"can't start new thread: a limit .*`ulimit -u`"):
+            await entered(login)
+    assert await entered(login) == "worker.0"
+
+
+async def test_a_lease_takes_the_token_that_is_there_and_logs_in_where_it_is_refused_while_the_loop_is_blocked(
+    etcd: FakeEtcd,
+) -> None:
+    login = Login(OPTIONS)
+    await entered(login)
+    lease = lease_of(login)
+    lease.start()
+    try:
+        began = time.monotonic()
+        while lease.valid_until() < began + 30:  # noqa: ASYNC110 - a thread of its own changes it
+            await asyncio.sleep(0.001)
+        assert len(etcd.tokens) == 1
+        etcd.tokens.append("another")  # etcd was restarted, and has forgotten the first
+        now = time.monotonic()
+        while lease.valid_until() < now + 60:  # and the main loop does not run
+            time.sleep(0.001)  # noqa: ASYNC251
+            assert time.monotonic() < now + 10
+        assert login.token == "worker.2" == etcd.tokens[-1]
+    finally:
+        await lease.close(revoke=False)
+
+
+async def test_a_lease_waits_for_a_login_without_beginning_others_and_says_so(etcd: FakeEtcd) -> None:
+    """After a third of its TTL it gave the login up, which etcd went on with, and began another one."""
+    login, etcd.slow = Login(OPTIONS), threading.Event()
+    lease = lease_of(login)
+    began = lease.valid_until()
+    lease.start()
+    try:
+        await asyncio.to_thread(etcd.asked.wait)
+        await asyncio.sleep(0.3)  # three times its TTL
+        assert TOLD.fullmatch(lease.trouble()) and lease.valid_until() == began
+        assert len(etcd.limits) == 1
+        etcd.slow.set()
+        async with asyncio.timeout(10):
+            while lease.valid_until() == began:  # noqa: ASYNC110 - a thread of its own changes it
+                await asyncio.sleep(0.001)
+        assert lease.trouble() == "" and len(etcd.limits) == 1
+    finally:
+        await lease.close(revoke=False)
+
+
+class Users(grpc.GenericRpcHandler):
+    """An etcd with users, that takes its newest token only."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.tokens: list[str] = []
+        self.hashed = asyncio.Event()  # logins are answered when it is set
+        self.hashed.set()
+
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        method = str(details.method).rpartition("/")[2]
+        self.calls.append(method)
+        token = dict(details.invocation_metadata).get("token")
+        header = v3.ResponseHeader(cluster_id=1, revision=5)
+
+        async def answer(request: bytes, context: Any) -> bytes:
+            if method == "Authenticate":
+                await self.hashed.wait()
+                if v3.AuthenticateRequest.FromString(request).password != "word":
+                    await context.abort(Code.INVALID_ARGUMENT, "etcdserver: authentication failed, invalid user ID")
+                self.tokens.append(f"token {len(self.tokens)}")
+                return v3.AuthenticateResponse(header=header, token=self.tokens[-1]).SerializeToString()
+            if method == "Status":
+                return v3.StatusResponse(header=header, version="3.5.9").SerializeToString()
+            if token != self.tokens[-1]:
+                await context.abort(Code.UNAUTHENTICATED, "etcdserver: invalid auth token")
+            if method == "LeaseGrant":
+                return v3.LeaseGrantResponse(header=header, id=7, ttl=1).SerializeToString()
+            return v3.RangeResponse(header=header).SerializeToString()
+
+        async def renew(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+            async for _ in requests:
+                if token != self.tokens[-1]:
+                    await context.abort(Code.UNAUTHENTICATED, "etcdserver: invalid auth token")
+                yield v3.LeaseKeepAliveResponse(header=header, id=7, ttl=60).SerializeToString()
+
+        if method == "LeaseKeepAlive":
+            return grpc.stream_stream_rpc_method_handler(renew)
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+@pytest.fixture
+async def users() -> AsyncIterator[tuple[Users, str]]:
+    handler, server = Users(), grpc.aio.server()
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield handler, f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+async def renewed(lease: EtcdLease) -> None:
+    now = time.monotonic()
+    async with asyncio.timeout(10):
+        while lease.valid_until() < now + 60:  # noqa: ASYNC110 - a thread of its own changes it
+            await asyncio.sleep(0.005)
+
+
+async def test_calls_and_leases_share_one_token(users: tuple[Users, str]) -> None:
+    """A lease logged in by itself, at every stream that it opened."""
+    etcd, address = users
+    async with await EtcdCoordinator.connect(address, username="worker", password="word") as node:
+        await asyncio.gather(*(node.get("/a") for _ in range(5)))
+        lease = await node.lease(1.0, stall_limit_s=60.0)
+        await renewed(lease)
+        assert etcd.calls.count("Authenticate") == 1
+        etcd.tokens.append("etcd was restarted")
+        await asyncio.gather(renewed(lease), *(node.get("/a") for _ in range(5)))
+        assert etcd.calls.count("Authenticate") == 2
+
+
+async def test_who_connects_waits_for_a_login_longer_than_for_an_answer(
+    users: tuple[Users, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("taskgraph.coordination.etcd.coordinator._FIRST_CONTACT_S", 0.5)
+    etcd, address = users
+    etcd.hashed.clear()
+    connecting = asyncio.ensure_future(EtcdCoordinator.connect(address, username="worker", password="word"))
+    assert not (await asyncio.wait([connecting], timeout=0.7))[0]
+    etcd.hashed.set()
+    node = await connecting
+    assert etcd.calls.count("Authenticate") == 1
+    etcd.tokens.append("etcd was restarted")
+    etcd.hashed.clear()
+    with pytest.raises(Unavailable, match=r"within 0.2 s \(127.0.0.1:\d+: logging in to etcd takes \d+ s\)"):
+        await node._revoke(7, 0.2)
+    etcd.hashed.set()
+    await node.get("/a")
+    assert etcd.calls.count("Authenticate") == 2, "the call that gave up had begun it"
+    await node.close()
+
+
+async def test_a_wrong_password_is_told_at_once(users: tuple[Users, str]) -> None:
+    _, address = users
+    with pytest.raises(CoordinationError, match=r"^etcd refused first contact: etcdserver: authentication failed"):
+        await EtcdCoordinator.connect(address, username="worker", password="wrong")
+
+
+async def test_who_closes_does_not_wait_for_a_login(users: tuple[Users, str]) -> None:
+    etcd, address = users
+    node = await EtcdCoordinator.connect(address, username="worker", password="word")
+    etcd.tokens.append("etcd was restarted")
+    etcd.hashed.clear()
+    reading = asyncio.ensure_future(node.get("/a"))
+    while etcd.calls.count("Authenticate") < 2:  # noqa: ASYNC110 - a thread of its own asks
+        await asyncio.sleep(0.001)
+    async with asyncio.timeout(1.5):
+        await node.close()
+        with pytest.raises(Unavailable, match="the connection to etcd was closed"):
+            await reading
+    etcd.hashed.set()
