@@ -136,6 +136,8 @@ class Node:
         self.writes = Writes(coordinator)
         self.wishes = Wishes(self)
         self.device_loss = DeviceLoss(self, own_process)
+        self.told_unheld: set[str] = set()
+        """What was told of attributes that no snapshot holds (`Unheld`): of many tasks of a class it is the same."""
         self.own_process = own_process
         self._results_kept_s = None if kept_on else self.settings.results_kept_s
         self.fatal_code = FatalCode(self)

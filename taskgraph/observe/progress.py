@@ -35,6 +35,8 @@ _LOST_S = 5.0
 _ENDING_S = 2.0
 """That a job ended comes from etcd, its last commits from its leader: the end waits this long to be told last."""
 _MERGED = ("lost", "takeover", "hand-over", "evicted", "admitted", "slow", "teardown failed")
+_ONCE = ("unheld",)
+"""What nodes tell each for itself, and of one task of many: the first one tells what is the matter."""
 _OF_A_NODE = ("paused", "resumed")
 """What a node tells of itself, without its name: `taskgraph events` has a column for that."""
 _ENDS = (State.FINISHED, State.FAILED, State.CANCELLED)
@@ -76,6 +78,7 @@ class Progress:
         self._over = False
         self._ending: Event | None = None
         self._ending_since = 0.0
+        self._once: set[str] = set()
         self._merging: dict[tuple[str, str], list[Event]] = {}
         self._merging_since = 0.0
         self._printed: deque[int] = deque(maxlen=_FEW)
@@ -103,6 +106,10 @@ class Progress:
         if event.transient or (self._over and event.kind in _DEPARTURES):
             return
         self._over = self._over or event.kind in _ENDS
+        if event.kind in _ONCE:
+            if (what := _of_its_task(event)) in self._once:
+                return
+            self._once.add(what)
         if event.kind in _MERGED:
             if not self._merging:
                 self._merging_since = self._clock()

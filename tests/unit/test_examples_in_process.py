@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 
@@ -9,11 +10,14 @@ import numpy as np
 import pytest
 
 import taskgraph as tg
+from taskgraph.launch.inprocess import arun_inprocess
 from taskgraph.loading import load_driver
+from taskgraph.observe.events import Event
 from taskgraph.results import JobResult
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BOTH_STYLES = ["framework_regression", "framework_regression_events"]
+ALL = [*BOTH_STYLES, "linear_regression", "readme", "gpu_kmeans", "gpu_regression"]
 STAGES = ["compose", "processor", "sync", "snapshot", "done", "commit", "committed"]
 
 
@@ -91,7 +95,17 @@ def test_linear_regression_is_least_squares_to_the_last_bit_whatever_is_killed()
     assert killed.reports == undisturbed.reports
 
 
-@pytest.mark.parametrize("example", [*BOTH_STYLES, "linear_regression", "readme", "gpu_kmeans", "gpu_regression"])
+@pytest.mark.parametrize(
+    "example", [pytest.param(each, marks=pytest.mark.slow if each == "linear_regression" else ()) for each in ALL]
+)
+def test_no_example_changes_what_no_snapshot_holds(example: str) -> None:
+    events: list[Event] = []
+    asyncio.run(arun_inprocess(job(example, epochs=2), on_event=events.append))
+    assert "finished" in {event.kind for event in events}
+    assert not [event.text for event in events if event.kind == "unheld"]
+
+
+@pytest.mark.parametrize("example", ALL)
 def test_every_example_says_which_command_to_type(example: str) -> None:
     text = (EXAMPLES / f"{example}.py").read_text()
     assert f"taskgraph run examples/{example}.py --nodes 4" in text.split('"""')[1]

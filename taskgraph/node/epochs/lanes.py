@@ -59,6 +59,7 @@ class Lanes:
         "_keeper",
         "_lacks_room",
         "_leaves_device",
+        "_looks",
         "_loop",
         "_may_stay",
         "_most_bytes",
@@ -103,6 +104,7 @@ class Lanes:
         self._loop = asyncio.get_running_loop()
         self._count = _lanes_of(primary)
         self._several = self._count > 1
+        self._looks = primary.node.settings.strict or primary.unheld.begin()  # at what an epoch did to the object
         # What holds for the whole attempt is found out once.
         shape, settings, epochs = primary.replica.shape, primary.node.settings, primary.replica.job.epochs
         # The seal, and the order of calls of `on_commit`, are of committed epochs; a replay is of the epoch at work.
@@ -302,10 +304,10 @@ class Lanes:
             Whether the task goes on before it is committed.
         """
         primary, node, replica, stamp = self._primary, self._node, self._replica, attempt.stamp
-        if attempt.recording is not None:
-            await self._replay(attempt.recording, stamp)
         if self._several:
             await attempt.turn("snapshot")
+        if self._looks:
+            await self._look(attempt)
         if self._injects:
             await node.point("snapshot", self._task, stamp.epoch)
         if self._leaves_device and self._state_bytes > _AHEAD_BYTES and self.dones.open:
@@ -495,6 +497,13 @@ class Lanes:
             await primary.writer.room()
             primary.stage = ""
             primary.writer.begin(committed.stamp, replica.adding_log(committed.value))
+
+    async def _look(self, attempt: Attempt) -> None:
+        """In strict mode an epoch is replayed; else the first ones are looked at."""
+        if attempt.recording is not None:
+            await self._replay(attempt.recording, attempt.stamp)
+        else:
+            self._looks = self._primary.unheld.look(attempt.number)
 
     async def _replay(self, recording: Recording, stamp: Stamp) -> None:
         """Strict mode: the epoch again, on a fresh object restored from the boundary."""

@@ -23,6 +23,7 @@ from taskgraph.node.epochs.lanes import Lanes
 from taskgraph.node.epochs.pulls import Pulls
 from taskgraph.node.epochs.strict import check_result
 from taskgraph.node.epochs.twins import Twins
+from taskgraph.node.epochs.unheld import Unheld
 from taskgraph.node.primary.backups import Backups
 from taskgraph.node.primary.checkpoints import CheckpointWriter
 from taskgraph.node.primary.reporter import Reporter
@@ -65,6 +66,7 @@ class Primary:
             node, replica, term=taken.term, epoch=taken.epoch, primary_revision=taken.revision, insync=insync
         )
         self.twins = Twins(replica)
+        self.unheld = Unheld(node, replica, taken.term)
         self.attempts = Attempts(node.keeper, replica.task, taken.term)
         settings = node.settings
         ahead = 1 if settings.strict else max(1, settings.epochs_ahead)

@@ -106,6 +106,18 @@ def of_task(task: int, kind: str, text: str) -> Event:
     return Event(float(task), "n2", kind, f"task {task}: {text}", task=task)
 
 
+def test_what_each_node_tells_of_one_task_of_a_class_is_one_line() -> None:
+    out = Screen(terminal=False)
+    progress = Progress("fit", 200, 10, out=out, clock=Clock())
+    for task in range(200):
+        progress.event(of_task(task, "unheld", "Fit changed self.theta"))
+    progress.event(of_task(3, "unheld", "Fit changed self.steps"))
+    assert [line.partition(" ")[2] for line in out.lines] == [
+        "task 0: Fit changed self.theta",
+        "task 3: Fit changed self.steps",
+    ]
+
+
 def test_what_is_the_same_of_several_tasks_within_a_moment_is_one_line() -> None:
     out, clock = Screen(terminal=False), Clock()
     progress = Progress("fit", 9, 1000, out=out, clock=clock)

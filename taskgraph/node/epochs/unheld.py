@@ -1,0 +1,150 @@
+"""Attributes that an epoch changed and that no snapshot holds: told as an event, in ordinary runs too.
+
+Who forgets an attribute in `state=[...]` gets the right result, until a backup takes over: it computes on with the
+attribute as `setup` left it there. Strict mode finds that, in tests. Here the first epochs of a term are looked at, in
+which nothing is computed twice: so a cache looks like state, and what is told is a hint. A task that overrides
+`snapshot` or `restore` makes by itself what is not in a snapshot, and is not looked at.
+
+It runs on the event loop, beside threads of users, and runs none of their code: numbers, texts and numpy's arrays are
+compared by what they hold, anything else by its identity.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from taskgraph.shape import GIVEN
+
+if TYPE_CHECKING:
+    from taskgraph.node.node import Node
+    from taskgraph.node.replica import Replica
+
+__all__ = ["Unheld"]
+
+_EPOCHS = 2
+"""So many epochs of a term are looked at: the first one may be one in which nothing is there to be added up yet."""
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_SMALL_BYTES = 4 << 10
+"""What is larger is known by its identity, and an array by its two ends, too: a step of a fit changes all of it."""
+_ARRAYS_BYTES = 64 << 10
+"""So much of a task's arrays is looked at, in all."""
+_NAMES = 5
+"""So many are named, at most."""
+
+_Same = Callable[[object], bool]
+"""Whether an attribute is what it was."""
+
+
+class Unheld:
+    """Looks at one task, in one term, until it has told something, or has seen enough."""
+
+    def __init__(self, node: Node, replica: Replica, term: int) -> None:
+        self._node = node
+        self._replica = replica
+        self._term = term
+        self._left = _EPOCHS
+        self._before: dict[str, _Same] = {}
+
+    def begin(self) -> bool:
+        """An attempt of the job begins, on the object as it is now. Returns whether its first epoch is to be looked at.
+
+        What appears on the object in an epoch, and was not there before, is the epoch's own affair.
+        """
+        if self._left and not self._replica.shape.overrides & {"snapshot", "restore"}:
+            self._before = _seen(self._replica.user_task)
+        return bool(self._before)
+
+    def look(self, epoch: int) -> bool:
+        """An epoch has run. Returns whether the next one is to be looked at, too."""
+        names = _changed(self._before, self._replica.user_task)
+        # What `on_commit` remembers it does between two epochs.
+        self._left = 0 if names or "on_commit" in self._replica.shape.overrides else self._left - 1
+        if not self._left:
+            self._before = {}
+        if names:
+            self._tell(names, epoch)
+        return self._left > 0
+
+    def _tell(self, names: list[str], epoch: int) -> None:
+        """Once on a node, and not of each task of a class that does the same."""
+        task, kind = self._replica.task, type(self._replica.user_task).__name__
+        changed = ", ".join(f"self.{name}" for name in names[:_NAMES])
+        more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+        it, them = ("it is", "it") if len(names) == 1 else ("they are", "them")
+        text = (
+            f"{kind} changed {changed}{more} in an epoch, and no snapshot holds {them}: after a failover {it} as "
+            f"setup() left {them}. If later epochs or result() rest on {them}, which tg.testing.run finds out, write "
+            f"state={names[:_NAMES]!r}; what is for one epoch alone is better kept in epoch.scratch"
+        )
+        if text not in self._node.told_unheld:
+            self._node.told_unheld.add(text)
+            self._node.events.emit("unheld", f"task {task}: {text}", task=task, epoch=epoch, term=self._term)
+
+
+def _attributes(task: object) -> dict[str, object]:
+    """A copy, made in one step. No `__getattribute__` of the user's is asked."""
+    found: dict[str, object] = object.__getattribute__(task, "__dict__").copy()
+    return found
+
+
+def _seen(task: Any) -> dict[str, _Same]:
+    """How to tell of each attribute that is no state whether it is what it is now."""
+    apart = {*GIVEN, *type(task).__taskgraph_state__}
+    left, seen = _ARRAYS_BYTES, {}
+    for name, value in _attributes(task).items():
+        if name not in apart:
+            ends = _ends(value) if left > 0 else b""
+            left -= len(ends)
+            seen[name] = _same_as(value, ends)
+    return seen
+
+
+def _changed(seen: dict[str, _Same], task: object) -> list[str]:
+    now, gone = _attributes(task), object()
+    return [name for name, same in seen.items() if not same(now.get(name, gone))]
+
+
+def _ends(value: object) -> bytes:
+    """The bytes of an array of numbers, or of its two ends; of anything else none.
+
+    Of what is not numpy's own memory, too: a file may be slow to read, and shared memory may be gone.
+    """
+    if type(value) is not np.ndarray or value.dtype.kind not in "biufc":
+        return b""
+    owner: object = value
+    while type(owner) is np.ndarray and owner.base is not None:
+        owner = owner.base
+    if type(owner) is not np.ndarray or not owner.flags.owndata:
+        return b""
+    if value.nbytes <= _SMALL_BYTES:
+        return value.tobytes()
+    if not value.flags.forc:
+        return b""
+    flat, count = value.ravel(order="K"), _SMALL_BYTES // 2 // value.itemsize
+    return flat[:count].tobytes() + flat[-count:].tobytes()
+
+
+def _same_as(value: Any, ends: bytes) -> _Same:
+    kind = type(value)
+    if kind in _PLAIN and sys.getsizeof(value) <= _SMALL_BYTES:
+        return lambda now: type(now) is kind and now == value
+    if ends and value.nbytes == len(ends):
+        dtype, shape = value.dtype, value.shape
+        return lambda now: _ends(now) == ends and now.dtype == dtype and now.shape == shape  # type: ignore[attr-defined]
+    is_it = _is(value)
+    return (lambda now: is_it(now) and _ends(now) == ends) if ends else is_it
+
+
+def _is(value: object) -> _Same:
+    """By identity. It is not kept for that: it may hold much."""
+    try:
+        at = weakref.ref(value)
+    except TypeError:  # a list, a dict
+        number = id(value)
+        return lambda now: id(now) == number
+    return lambda now: now is not None and at() is now

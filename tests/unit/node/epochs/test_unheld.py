@@ -1,0 +1,202 @@
+"""What an epoch changed and no snapshot holds is told while the job runs: once, and of the first epochs alone."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+from cluster_kit import Counting, job, play
+
+import taskgraph as tg
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.epochs.unheld import Unheld
+from taskgraph.observe.events import Event
+
+
+class Odd:
+    """Nothing may be asked of it."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> NoReturn:
+        raise AssertionError("compared")
+
+    def __getattribute__(self, name: str) -> NoReturn:
+        raise AssertionError("looked into")
+
+
+class Careful(Counting, state=["total"]):
+    """It has what an epoch is given in `change`."""
+
+    change: Callable[[Any, tg.Epoch], object]
+    odd: Any
+
+    def setup(self) -> None:
+        super().setup()
+        self.theta: Any = np.zeros(3)
+        self.large = np.zeros((300, 300), order="F")
+        self.rows = [1]
+        self.steps = 0
+        self.odd, self.odds = Odd(), np.empty(1, object)
+        self.odds[0] = self.odd
+        self.mapped = np.frombuffer(mmap.mmap(-1, 4096), np.uint8)
+
+    @property
+    def asked(self) -> NoReturn:
+        raise AssertionError("asked")
+
+    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        await super().count(epoch, ins, outs)
+        type(self).change(self, epoch)
+
+
+def told(of: tg.Job, *, nodes: int = 1) -> list[Event]:
+    async def scenario(cluster: InProcessCluster) -> list[Event]:
+        await cluster.result()
+        return [event for event in cluster.events if event.kind == "unheld"]
+
+    return play(of, scenario, nodes=nodes)
+
+
+def alone(change: Callable[[Any, tg.Epoch], object], **members: Any) -> list[Event]:
+    """What is told where a task does that in its epochs."""
+    fit = type("Fit", (Careful,), {"change": staticmethod(change), **members})
+    return told(job(fit, tasks=1, epochs=4, backups=0))
+
+
+def rebound(name: str, value: Callable[[Any], object]) -> Callable[[Any, tg.Epoch], None]:
+    return lambda task, epoch: setattr(task, name, value(task))
+
+
+def larger(task: Any, epoch: tg.Epoch) -> None:
+    task.large -= 1.0
+
+
+def grown(task: Any, epoch: tg.Epoch) -> None:
+    task.theta[1] += 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "epoch"),
+    [
+        (rebound("theta", lambda task: task.theta + 1.0), "theta", 0),
+        (rebound("theta", lambda task: task.theta.astype(np.float32)), "theta", 0),
+        (rebound("theta", lambda task: 0), "theta", 0),
+        (grown, "theta", 0),
+        (larger, "large", 0),
+        (rebound("large", lambda task: task.large.copy()), "large", 0),
+        (rebound("mapped", lambda task: None), "mapped", 0),
+        (rebound("steps", lambda task: task.steps + 1), "steps", 0),
+        (rebound("rows", lambda task: [*task.rows, 2]), "rows", 0),
+        (rebound("odd", lambda task: Odd()), "odd", 0),
+        (lambda task, epoch: vars(task).pop("steps", None), "steps", 0),
+        (lambda task, epoch: setattr(task, "steps", epoch.number), "steps", 1),
+    ],
+)
+def test_what_is_changed_and_not_named_is_told_once(
+    change: Callable[[Any, tg.Epoch], object], name: str, epoch: int
+) -> None:
+    (event,) = alone(change)
+    assert (event.task, event.epoch, event.term, event.transient) == (0, epoch, 1, False)
+    assert event.text.startswith(f"task 0: Fit changed self.{name} in an epoch, and no snapshot holds it: ")
+    assert f"state=['{name}']" in event.text and "tg.testing.run" in event.text and "epoch.scratch" in event.text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda task, epoch: None,
+        rebound("theta", lambda task: task.theta.copy()),
+        rebound("steps", lambda task: int("0")),
+        lambda task, epoch: setattr(task, "seen", epoch.number),
+        lambda task, epoch: setattr(task, "steps", max(0, epoch.number - 1)),
+        lambda task, epoch: task.mapped.__setitem__(0, 1 + epoch.number),
+    ],
+    ids=["nothing", "equal", "an equal number", "its own", "later", "not numpy's memory"],
+)
+def test_nothing_is_told_of_what_is_as_it_was_or_the_epochs_own(change: Callable[[Any, tg.Epoch], object]) -> None:
+    assert alone(change) == []
+
+
+def restored(self: Any, state: dict[str, Any]) -> None:
+    self.total, self.theta = state["total"], np.zeros(3)
+
+
+@pytest.mark.parametrize(
+    "hooks", [{"restore": restored}, {"restore": restored, "snapshot": lambda self: {"total": self.total}}]
+)
+def test_who_makes_again_what_is_in_no_snapshot_is_told_nothing(hooks: dict[str, Any]) -> None:
+    assert alone(grown, **hooks) == []
+
+
+def test_what_is_remembered_of_commits_is_no_epochs() -> None:
+    def on_commit(self: Any, number: int, state: Any) -> None:
+        self.steps = number + 1
+
+    assert alone(lambda task, epoch: None, on_commit=on_commit) == []
+
+
+def test_many_names_are_not_all_told() -> None:
+    class Many(Careful):
+        def setup(self) -> None:
+            super().setup()
+            vars(self).update({f"a{n}": n for n in range(40)})
+
+        def change(self, epoch: tg.Epoch) -> None:  # type: ignore[override]
+            vars(self).update({f"a{n}": -1 for n in range(40)})
+
+    (event,) = told(job(Many, tasks=1, epochs=1, backups=0))
+    assert "self.a4 and 35 more in an epoch, and no snapshot holds them: " in event.text
+
+
+def test_of_many_tasks_of_a_class_one_is_told_of_on_each_node() -> None:
+    class Fit(Careful):
+        change = grown
+
+    events = told(job(Fit, tasks=12, epochs=3), nodes=2)
+    assert {event.node for event in events} == {"n1", "n2"} and len(events) == 2
+
+
+def test_a_successor_tells_it_again_on_its_node() -> None:
+    class Fit(Careful):
+        change = grown
+
+    async def crash(cluster: InProcessCluster, node: str) -> None:
+        cluster.crash(node)
+        await asyncio.Event().wait()  # a killed process does nothing more
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        await cluster.result()
+        events = [event for event in cluster.events if event.kind == "unheld"]
+        assert [(event.epoch, event.term) for event in events] == [(0, 1), (3, 2)]
+
+    play(job(Fit, tasks=1, epochs=6), scenario, nodes=2, stages={("compose", 0, 3): crash})
+
+
+def test_two_epochs_of_a_term_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    look = Unheld.look
+
+    def noted(self: Unheld, epoch: int) -> bool:
+        looked.append(epoch)
+        return look(self, epoch)
+
+    monkeypatch.setattr(Unheld, "look", noted)
+    assert alone(lambda task, epoch: None) == []
+    assert looked == [0, 1]
+
+
+def test_where_epochs_are_in_flight_each_is_looked_at_when_it_has_run() -> None:
+    class Fit(Careful):
+        change = grown
+
+        @tg.stateless
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.processor(self.count)
+
+    (event,) = told(job(Fit, tasks=1, epochs=6, backups=0, settings=tg.Settings(epochs_in_flight=3)))
+    assert event.epoch == 0
