@@ -31,6 +31,8 @@ from taskgraph.protocol.view import JobView
 __all__ = ["Action", "Commit", "Diverged", "Leader", "Restart", "SealTasks", "WaitFor"]
 
 _MASK = (1 << 128) - 1
+_CAUSE = "there is state that no snapshot holds, or a task is not deterministic: tg.testing.run tells which"
+"""Of what comes out differently on another primary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +183,7 @@ class Leader:
                 told.finishing -= known.finish
                 told.rows.pop(task, None)
                 if told.kept is not None and report.done and not _same(report.numbers or {}, told.kept.get(task, {})):
-                    why = f"the new primary of task {task} reports other numbers (the task is not deterministic)"
-                    self._must_restart(epoch, why)
+                    self._must_restart(epoch, f"the new primary of task {task} reports other numbers ({_CAUSE})")
             told.reports[task] = report
             told.done += report.done
             if report.numbers:
@@ -342,7 +343,7 @@ class Leader:
 
     def _unequal(self, view: JobView) -> Action:
         if view.term_changed(in_attempt=self._ahead > 0):
-            return Restart("a new primary recomputed something differently (the tasks are not deterministic)")
+            return Restart(f"a new primary recomputed something differently ({_CAUSE})")
         return Diverged()
 
 
