@@ -14,7 +14,17 @@ from typing import Any, TypeVar
 
 from taskgraph.errors import JobError
 
-__all__ = ["GIVEN", "HandlerInfo", "TaskShape", "checked_state", "handles", "is_stateless", "make_shape", "stateless"]
+__all__ = [
+    "GIVEN",
+    "HandlerInfo",
+    "TaskShape",
+    "check_keywords",
+    "checked_state",
+    "handles",
+    "is_stateless",
+    "make_shape",
+    "stateless",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -110,6 +120,17 @@ def is_stateless(function: Callable[..., Any]) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__taskgraph_stateless__", False) is True
+
+
+def check_keywords(cls: type, base: type, keywords: Mapping[str, object]) -> None:
+    """Raises JobError for keywords of a class that nobody takes: those of `base` are taken by now.
+
+    A mixin with an `__init_subclass__` of its own may take some, and says so itself where it does not.
+    """
+    after = cls.__mro__[cls.__mro__.index(base) + 1 :]
+    if keywords and not any("__init_subclass__" in vars(other) for other in after if other is not object):
+        names = ", ".join(map(repr, keywords))
+        raise JobError(f"class {cls.__name__}: tg.Task takes state=[...], not {names}")
 
 
 def checked_state(cls: type, state: Sequence[str]) -> Sequence[str]:

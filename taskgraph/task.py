@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from taskgraph.errors import JobError, StateError
-from taskgraph.shape import TaskShape, checked_state, make_shape
+from taskgraph.shape import TaskShape, check_keywords, checked_state, make_shape
 
 if TYPE_CHECKING:
     from taskgraph.epoch import Epoch
@@ -118,6 +118,7 @@ class Task:
     __taskgraph_shape__: ClassVar[TaskShape]
 
     def __init_subclass__(cls, state: Sequence[str] = (), **kwargs: Any) -> None:
+        check_keywords(cls, Task, kwargs)
         super().__init_subclass__(**kwargs)
         added = checked_state(cls, state)
         inherited = dict.fromkeys(  # of all bases, and each name once

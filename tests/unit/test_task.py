@@ -62,6 +62,33 @@ def test_state_that_cannot_be_is_refused_where_the_class_is_made(state: Any, com
     assert "class Fit" in str(refused.value)
 
 
+@pytest.mark.parametrize("keywords", [{"states": ["theta"]}, {"State": ["theta"], "seed": 1}])
+def test_a_keyword_of_a_class_that_nobody_takes_is_told_with_the_one_that_is_meant(keywords: dict[str, Any]) -> None:
+    class Mixin:
+        pass
+
+    for bases in ((tg.Task,), (Mixin, tg.Task), (tg.Task, Mixin)):
+        with pytest.raises(tg.JobError) as refused:
+            type("Fit", bases, {}, **keywords)
+        names = ", ".join(map(repr, keywords))
+        assert str(refused.value) == f"class Fit: tg.Task takes state=[...], not {names}"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_mixins_take_keywords_of_their_own(first: bool) -> None:
+    class Mixin:
+        flavor = ""
+
+        def __init_subclass__(cls, flavor: str = "", **others: Any) -> None:
+            super().__init_subclass__(**others)
+            cls.flavor = flavor
+
+    fit: Any = type("Fit", (Mixin, tg.Task) if first else (tg.Task, Mixin), {}, flavor="sweet", state=["theta"])
+    assert (fit.flavor, fit.__taskgraph_state__) == ("sweet", ("theta",))
+    with pytest.raises(tg.JobError if first else TypeError):
+        type("Fit", fit.__bases__, {}, flavor="sweet", states=["theta"])
+
+
 def test_the_default_snapshot_and_restore_are_each_others_inverse() -> None:
     class Fit(tg.Task, state=["theta", "step"]):
         def setup(self) -> None:
