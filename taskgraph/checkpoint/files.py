@@ -35,7 +35,7 @@ from taskgraph.protocol.messages import Encoded
 
 __all__ = ["FORMAT", "FileInfo", "Label", "pack", "unpack"]
 
-FORMAT: Final = "taskgraph checkpoint 3"
+FORMAT: Final = "taskgraph checkpoint 4"
 """Of files and manifests: what is of another one is foreign."""
 _VALUE: Final = "taskgraph.value"
 _NO_DIGEST: Final = "0" * 32

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from taskgraph.errors import JobCancelled, JobFailed, UnknownJob, worded
 from taskgraph.graph.values import decode, verify
+from taskgraph.node.reports import unpacked
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.kv import KeyValue
@@ -62,6 +63,8 @@ def assemble(
 ) -> JobResult:
     """The job's result from the complete results of its tasks."""
     rows: dict[int, dict[int, dict[str, float]]] = {}
+    for task_result in found:
+        rows.update(unpacked(task_result.log))
     for task_result in found:
         for row in task_result.reports:
             rows.setdefault(row.epoch, {})[row.task] = row.numbers

@@ -261,9 +261,11 @@ class ControlServer:
                     digest=value.digest if value else b"",
                     meta_bytes=len(value.meta) if value else 0,
                     buffer_bytes=[b.nbytes for b in value.buffers] if value else [],
+                    log_bytes=[len(block) for block in result.log],
                 )
             )
-            for part in (memoryview(value.meta), *value.buffers) if value else ():
+            parts = (memoryview(value.meta), *value.buffers) if value else ()
+            for part in (*parts, *[memoryview(block) for block in result.log]):
                 for start in range(0, part.nbytes, _CHUNK_BYTES):
                     yield pb.ResultChunk(data=bytes(part[start : start + _CHUNK_BYTES]))
             for rows in _row_chunks(result.reports):

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from taskgraph.graph.blocks import block_behind
 from taskgraph.graph.compose import Graph
 from taskgraph.graph.values import begin_hosted, decode, encode, hosted, verify
 from taskgraph.jobs import Job
-from taskgraph.node.reports import ReportLog, with_log
+from taskgraph.node.reports import ReportLog, Rows, carried, with_log
 from taskgraph.node.usercode.actor import Actor
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, met
 from taskgraph.node.usercode.threads import Threads
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from taskgraph.task import Event
 
 __all__ = ["COPIES", "Replica", "encode_fields", "intact", "named_fields"]
+
+R = TypeVar("R")
 
 _LOGGERS: Final = "taskgraph.task."
 """What the names of the tasks' loggers begin with."""
@@ -246,25 +248,29 @@ class Replica:
         passed = self.boundaries.until(epoch) if self.task == 0 else ()
         if self.boundaries.read_epoch(epoch) is not None:
             for boundary in passed:
-                if boundary.log is not None:
-                    self.log.fold(boundary.log)
-                else:
-                    self.fold_log(boundary.value)
+                self.log.fold(boundary.log if boundary.log is not None else carried(boundary.value))
 
-    def fold_log(self, value: Encoded) -> None:
-        """Keeps the reports that travel in a boundary of task 0."""
-        if self.task == 0:
-            self.log.fold(decode(value)["log"])
+    async def log_in(self, value: Encoded) -> dict[int, Rows] | ReportLog:
+        """The reports that travel in a boundary, for `log.fold`. A thread reads it where it may be large."""
+        if self.task != 0:
+            return {}
+        return await self._beside(partial(carried, value), value.size_bytes)
 
-    def with_whole_log(self, value: Encoded) -> Encoded:
-        """The same boundary for a replica that has none of the log yet."""
-        return self.adding_log(value)()
+    async def with_whole_log(self, value: Encoded) -> Encoded:
+        """The same boundary for a replica that has none of the log yet; a thread makes it where it may be large."""
+        log = self.log.packed() if self.task == 0 else []
+        if not log:
+            return value
+        return await self._beside(partial(with_log, value, log), value.size_bytes + sum(map(len, log)))
+
+    async def _beside(self, function: Callable[[], R], size_bytes: int) -> R:
+        """Runs something of ours that takes as long as the value is large: a large one in a thread."""
+        return function() if size_bytes <= _SMALL_BYTES else await self.threads.run(function)
 
     def adding_log(self, value: Encoded) -> Callable[[], Encoded]:
         """Makes what `with_whole_log` returns, of the log as it is now; to be called in any thread."""
-        if self.task != 0 or not self.log.all():
-            return lambda: value
-        return partial(with_log, value, self.log.packed())
+        log = self.log.packed() if self.task == 0 else []
+        return partial(with_log, value, log) if log else lambda: value
 
     async def with_rows(self, value: Encoded, rows: dict[int, Any]) -> Encoded:
         """The same boundary, which carried no reports yet, with these."""

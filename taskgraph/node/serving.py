@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from taskgraph.node.primary.leader import LeaderRole
     from taskgraph.node.primary.primary import Primary
     from taskgraph.node.replica import Replica
+    from taskgraph.node.reports import ReportLog, Rows
 
 __all__ = ["Serving"]
 
@@ -275,6 +276,7 @@ class Serving:
             fences = (Compare(keeper.view.keys.node(node.id), node.node_revision),)
             await node.fail_job(error, offer.task, epoch, fences)
             raise
+        log = await self._log_in(replica, offer)
         if node.paused:
             raise Refused(Reason.PAUSED, f"{node.name} cannot prove its lease at the moment")
         self._check_offer(peer, offer)  # setting up may have taken long
@@ -282,7 +284,7 @@ class Serving:
             # Placement wished it away meanwhile and wishes for it again: what is acknowledged must be held by the
             # replica that stays, or a member would have nothing to take over with.
             raise Refused(Reason.STALE, f"{node.name} dropped its replica of task {offer.task} while it was set up")
-        self._hold(replica, offer)
+        self._hold(replica, offer, log)
         if node.injects_held:
             for boundary in _boundaries(offer):
                 await node.point("held", offer.task, boundary.stamp.epoch)
@@ -290,15 +292,24 @@ class Serving:
             self._trace_hold(began, peer, offer)
         return Accepted(offer.term)
 
-    def _hold(self, replica: Replica, offer: Offer | Offers) -> None:
+    async def _log_in(self, replica: Replica, offer: Offer | Offers) -> dict[int, Rows] | ReportLog:
+        """The reports that travel in a committed boundary: in what is offered to who has none yet, all there are."""
+        if not offer.committed:
+            return {}
+        try:
+            return await replica.log_in(offer.value)
+        except DecodeError as error:
+            raise Refused(Reason.BAD_MESSAGE, f"offer of task {offer.task}: {error}") from None
+
+    def _hold(self, replica: Replica, offer: Offer | Offers, log: dict[int, Rows] | ReportLog | None = None) -> None:
         epoch = self._node.keeper.view.epoch
         if epoch is not None:
             replica.follow(epoch.record)  # what a roll-back undid makes nothing that comes after it history
         for boundary in _boundaries(offer):
             if not replica.boundaries.hold(boundary, committed=offer.committed):
                 raise Refused(Reason.STALE, f"boundary {boundary.key} of task {offer.task} is not one that counts")
-        if offer.committed:
-            replica.fold_log(offer.value)
+        if log:
+            replica.log.fold(log)
         replica.promise(offer.term, offer.invitation)
         if epoch is not None and offer.stamp.epoch <= epoch.record.epoch:
             replica.follow(epoch.record)  # it is not ahead of what was read already

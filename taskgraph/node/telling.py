@@ -87,13 +87,8 @@ async def task_results(node: Node) -> list[TaskResult]:
         stamp, value = primary.final
         committed = primary.replica.boundaries.committed
         assert committed is not None
-        rows = [
-            ReportRow(epoch, by, numbers)
-            for epoch, by_task in (primary.replica.log.all() if task == 0 else {}).items()
-            for by, numbers in by_task.items()
-        ]
         last = decode(committed.value)["numbers"]
-        if last:
-            rows.append(ReportRow(stamp.epoch - 1, task, last))
-        found.append(TaskResult(task, stamp.epoch, stamp.attempt, value, tuple(rows)))
+        rows = (ReportRow(stamp.epoch - 1, task, last),) if last else ()
+        log = tuple(primary.replica.log.packed()) if task == 0 else ()
+        found.append(TaskResult(task, stamp.epoch, stamp.attempt, value, rows, log))
     return found

@@ -339,7 +339,7 @@ class _Arriving:
 
     def __init__(self, head: pb.ResultHead) -> None:
         self._head = head
-        self._sizes = [head.meta_bytes, *head.buffer_bytes] if head.has_value else []
+        self._sizes = [*([head.meta_bytes, *head.buffer_bytes] if head.has_value else ()), *head.log_bytes]
         self._parts: list[bytearray] = []
         self._rows: list[ReportRow] = []
 
@@ -367,8 +367,10 @@ class _Arriving:
             raise DecodeError(
                 f"the result of task {head.task} has {sum(map(len, parts))} of {sum(self._sizes)} bytes: the node ended"
             )
+        of_value = len(parts) - len(head.log_bytes)
         value = None
         if head.has_value:
-            buffers = tuple(memoryview(part).toreadonly() for part in parts[1:])
+            buffers = tuple(memoryview(part).toreadonly() for part in parts[1:of_value])
             value = Encoded(bytes(parts[0]), buffers, head.digest)
-        return TaskResult(head.task, head.epoch, head.attempt, value, tuple(self._rows))
+        log = tuple([bytes(part) for part in parts[of_value:]])
+        return TaskResult(head.task, head.epoch, head.attempt, value, tuple(self._rows), log)

@@ -64,13 +64,19 @@ class ReportRow:
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """A task's part of the job's result: of boundary `epoch`, made in `attempt`; and the reports it keeps."""
+    """A task's part of the job's result: of boundary `epoch`, made in `attempt`; and the reports it keeps.
+
+    Attributes:
+        reports: its own, of the last epoch.
+        log: of task 0, those of all tasks in the epochs before, packed (`node/reports.py`).
+    """
 
     task: int
     epoch: int
     attempt: int
     value: Encoded | None
     reports: tuple[ReportRow, ...]
+    log: tuple[bytes, ...] = ()
 
 
 _SHOWN = 8

@@ -385,9 +385,9 @@ def of_offers_that_travel_together_the_first_alone_is_held(patch: pytest.MonkeyP
 
 @plant
 def a_backup_accepts_what_it_does_not_hold(patch: pytest.MonkeyPatch) -> None:
-    def hold(original: Any, self: Serving, replica: Any, offer: Any) -> None:
+    def hold(original: Any, self: Serving, replica: Any, offer: Any, *log: Any) -> None:
         if offer.committed or offer.stamp.epoch % 3:
-            original(self, replica, offer)
+            original(self, replica, offer, *log)
 
     _changed(patch, Serving, "_hold", hold)
 

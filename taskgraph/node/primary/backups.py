@@ -418,7 +418,7 @@ class Backups:
         if boundary is None:
             return  # history by now
         committed = key[0] <= self._committed_epoch
-        value = self._replica.with_whole_log(boundary.value) if candidate and committed else boundary.value
+        value = await self._replica.with_whole_log(boundary.value) if candidate and committed else boundary.value
         message = Offer(boundary.stamp, self._term, self._task, committed, candidate, tender.invitation, value)
         settings = self._node.settings
         timeout_s = settings.setup_s if candidate else None

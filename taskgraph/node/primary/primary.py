@@ -189,8 +189,9 @@ class Primary:
                     f"whose task {self.task} has none, or start from the beginning (--fresh, fresh=True)"
                 )
             boundary = Boundary(Stamp(at.attempt, at.epoch), self.term, await replica.snapshot({}, {}))
-        replica.boundaries.hold(boundary, committed=True)
-        replica.fold_log(boundary.value)
+        log = await replica.log_in(boundary.value)
+        if replica.boundaries.hold(boundary, committed=True):  # else it was undone meanwhile
+            replica.log.fold(log)
         return boundary
 
     def _undone(self) -> bool:

@@ -244,7 +244,7 @@ def test_a_digest_that_is_no_text_is_corrupt(digest: Any) -> None:
 def test_a_file_of_an_earlier_format_is_foreign() -> None:
     """Its digest was taken in another way: it must not be called corrupt."""
     info, data = packed({"theta": np.ones(3000)})
-    earlier = data.replace(b'"taskgraph checkpoint 3"', b'"taskgraph checkpoint 2"')
+    earlier = data.replace(b'"taskgraph checkpoint 4"', b'"taskgraph checkpoint 3"')
     with pytest.raises(CheckpointError, match="f is foreign: not a file of a checkpoint of this version"):
         unpack(memoryview(earlier), LABEL, info, path="f")
 

@@ -246,8 +246,8 @@ def test_a_checkpoint_of_an_earlier_format_is_foreign(tmp_path: Path) -> None:
     store = Store(f"file://{tmp_path}", ORIGIN)
     manifest = save(store, 10)
     for file in (tmp_path / "fit" / manifest.name).glob("manifest*.json"):
-        file.write_text(file.read_text().replace("taskgraph checkpoint 3", "taskgraph checkpoint 2"))
-    with pytest.raises(CheckpointError, match=r"is foreign: its format is 'taskgraph checkpoint 2', not '.* 3'"):
+        file.write_text(file.read_text().replace("taskgraph checkpoint 4", "taskgraph checkpoint 3"))
+    with pytest.raises(CheckpointError, match=r"is foreign: its format is 'taskgraph checkpoint 3', not '.* 4'"):
         store.open(manifest.name)
 
 

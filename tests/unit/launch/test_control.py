@@ -207,15 +207,17 @@ async def test_a_node_that_is_not_there_any_more_is_gone(tmp_path: Path) -> None
 async def test_values_of_any_size_and_any_number_of_reports_arrive_whole(service: Service) -> None:
     big = {"rows": np.arange(700_000, dtype="f8"), "empty": np.zeros((0, 3)), "bytes": b"x" * 3_000_001, "text": "ok"}
     rows = tuple(ReportRow(e, t, {"loss": e / 3, f"of task {t}": 1.0}) for e in range(12_000) for t in range(3))
+    log = (b"packed", b"y" * 5_000_001, b"", b"reports")
     service.node.found = [
-        TaskResult(0, 12_000, 4, encode(big), rows),
+        TaskResult(0, 12_000, 4, encode(big), rows, log),
         TaskResult(2, 12_000, 4, encode(5), ()),
-        TaskResult(1, 12_000, 4, None, ()),
+        TaskResult(1, 12_000, 4, None, (), log[::-1]),
     ]
     async with service.client() as client:
         found = await client.results()
     assert [(r.task, r.epoch, r.attempt) for r in found] == [(0, 12_000, 4), (2, 12_000, 4), (1, 12_000, 4)]
     assert found[0].reports == rows and found[1].reports == () and found[2].value is None
+    assert [r.log for r in found] == [log, (), log[::-1]]
     assert found[0].value is not None and verify(found[0].value)
     value = decode(found[0].value)
     assert np.array_equal(value["rows"], big["rows"]) and value["rows"].flags.aligned

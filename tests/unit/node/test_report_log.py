@@ -4,42 +4,83 @@ from __future__ import annotations
 
 import math
 import struct
+import threading
+from typing import Any
 
 import numpy as np
 import pytest
+from cluster_kit import IN_STEP, Counting, play
 
+import taskgraph as tg
 from taskgraph.errors import DecodeError
 from taskgraph.graph.values import decode, encode, value_end
-from taskgraph.node.reports import ReportLog, with_log
+from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node import replica as replica_module
+from taskgraph.node import reports
+from taskgraph.node.reports import ReportLog, Rows, carried, with_log
 from taskgraph.protocol.messages import Encoded
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "_BLOCK_BYTES", 2048)
+
+
+def rows_of(epoch: int) -> Rows:
+    return {task: {"loss": epoch + task / 10, "steps": float(epoch)} for task in range(3)}
 
 
 def log_of(epochs: int) -> ReportLog:
     log = ReportLog()
     for epoch in range(epochs):
-        log.add(epoch, {task: {"loss": epoch + task / 10, "steps": float(epoch)} for task in range(3)})
+        log.add(epoch, rows_of(epoch))
     return log
 
 
 def unpacked(log: ReportLog) -> ReportLog:
     made = ReportLog()
-    made.fold(log.packed())
+    made.fold(ReportLog.unpacked(log.packed()))
     return made
 
 
-@pytest.mark.parametrize("epochs", [0, 1, 63, 64, 65, 128, 300])
+def same(log: ReportLog, other: ReportLog) -> bool:
+    """Whether they are the same, and go on as the same."""
+    assert list(log.rows()) == list(other.rows())
+    for one in (log, other):
+        for epoch in range(500, 600):
+            one.add(epoch, rows_of(epoch))
+    return log.packed() == other.packed()
+
+
+@pytest.mark.parametrize("epochs", [0, 1, 2, 35, 36, 37, 38, 300])
 def test_what_was_packed_is_all_of_it(epochs: int) -> None:
     log = log_of(epochs)
-    for _ in range(2):
-        assert unpacked(log).all() == log.all()
+    assert dict(log.rows()) == {epoch: rows_of(epoch) for epoch in range(epochs)}
+    assert dict(reports.unpacked(log.packed())) == dict(log.rows())
+    assert unpacked(log).packed() == log.packed() and bool(log) == (epochs > 0)
+    assert [log.of(epoch) for epoch in range(epochs)] == [rows_of(epoch) for epoch in range(epochs)]
+    assert log.of(epochs) == {} and same(unpacked(log), log)
 
 
 def test_numbers_come_back_exactly() -> None:
     log = ReportLog()
-    log.add(3, {0: {"a": 0.1 + 0.2, "tiny": 5e-324, "inf": -math.inf, "zero": -0.0, "nan": math.nan}})
-    numbers = unpacked(log).of(3)[0]
-    assert math.isnan(numbers.pop("nan"))
-    assert repr(numbers) == repr({"a": 0.1 + 0.2, "tiny": 5e-324, "inf": -math.inf, "zero": -0.0})
+    nan = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_DEAD_BEEF))[0]
+    log.add(3, {0: {"tiny": 5e-324, "a": 0.1 + 0.2, "inf": -math.inf, "zero": -0.0}, 7: {"\n'\u2028": nan}})
+    for _ in range(2):
+        assert list(unpacked(log).of(3)[0].items()) == list(log.of(3)[0].items())
+        assert math.copysign(1.0, unpacked(log).of(3)[0]["zero"]) == -1.0
+        assert struct.pack("<d", unpacked(log).of(3)[7]["\n'\u2028"]) == struct.pack("<d", nan)
+        log.add(4, rows_of(4))
+
+
+def test_names_may_change_from_epoch_to_epoch() -> None:
+    log, expected = ReportLog(), {}
+    for epoch in range(0, 400, 2):
+        rows = rows_of(epoch) if epoch % 10 else {1: {f"only in {epoch}": 1.0}, 2: {"loss": 0.5}}
+        log.add(epoch, rows)
+        expected[epoch] = rows
+    assert dict(unpacked(log).rows()) == expected == dict(log.rows())
+    assert [log.of(epoch) for epoch in range(400)] == [expected.get(epoch, {}) for epoch in range(400)]
 
 
 def test_what_was_packed_does_not_change() -> None:
@@ -51,50 +92,106 @@ def test_what_was_packed_does_not_change() -> None:
     assert packed == before
 
 
-def test_what_is_old_is_not_packed_again() -> None:
-    log = log_of(64 * 5 + 3)
-    first = log.packed()
-    log.add(64 * 5 + 3, {0: {"loss": 1.0}})
-    second = log.packed()
-    assert len(first) == len(second) == 6
-    assert all(one is other for one, other in zip(first[:5], second[:5], strict=True))
-    assert unpacked(log).all() == log.all()
-
-
-def test_what_came_late_is_packed_too() -> None:
+def test_what_is_full_is_not_packed_again() -> None:
     log = log_of(200)
+    first = log.packed()
+    log.add(200, {0: {"loss": 1.0}})
+    second = log.packed()
+    assert len(first) == len(second) == 7
+    assert all(one is other for one, other in zip(first[:5], second[:5], strict=True))
+    folded = ReportLog()
+    folded.fold(ReportLog.unpacked(first))
+    assert all(one is other for one, other in zip(first[:5], folded.packed()[:5], strict=True)), "as they came"
+
+
+def test_an_epoch_costs_what_is_reported_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them were gone through where a node joined, in the leader and in the node: both stood still."""
+    seen: list[int] = []
+    read, packed = reports._Block.of, reports._Block.packed
+
+    def spied(block: reports._Block, level: int) -> bytes:
+        seen.append(sum(len(epochs) for epochs, _ in block.groups.values()))
+        return packed(block, level)
+
+    monkeypatch.setattr(reports._Block, "packed", spied)
+    monkeypatch.setattr(reports._Block, "of", lambda data: pytest.fail("none is read again"))
+    log = log_of(3000)
     log.packed()
-    log.add(5, {4: {"loss": 9.0}})
-    assert unpacked(log).of(5)[4] == {"loss": 9.0}
-    log.add(500, {0: {"loss": 1.0}})
-    assert unpacked(log).all() == log.all()
+    assert sum(seen) == 3000 and max(seen) <= 40
+    monkeypatch.setattr(reports._Block, "of", read)
+    blocks = log.packed()
+    assert sum(map(len, blocks)) < 3000 * (7 * 8) * 1.1, "the numbers, and little more"
 
 
-@pytest.mark.parametrize("epoch", [0, 1, 63, 64, 100, 128, 199, 200, 1000])
+@pytest.mark.parametrize("rows", [rows_of(5), {0: {"loss": 9.0}}, {4: {"loss": 9.0}}])
+def test_of_an_epoch_that_is_over_nothing_comes_any_more(rows: Rows) -> None:
+    log, other = log_of(200), log_of(200)
+    log.add(5, rows)
+    assert same(log, other)
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 35, 36, 37, 38, 100, 128, 199, 200, 1000])
 def test_what_was_undone_is_not_in_it(epoch: int) -> None:
     log = log_of(200)
-    log.packed()
     log.cut(epoch)
-    assert unpacked(log).all() == log.all() == log_of(min(epoch, 200)).all()
-    log.add(epoch, {0: {"loss": -1.0}})
-    assert unpacked(log).all() == log.all()
+    assert same(unpacked(log), log_of(min(epoch, 200)))
+    log = log_of(200)
+    log.cut(epoch)
+    assert same(log, log_of(min(epoch, 200)))
 
 
-@pytest.mark.parametrize("carried", [[b"{"], [b"[]"], [b'{"x": {}}'], [b'{"1": {"2": 3}}'], 7])
-def test_what_is_no_log_is_refused(carried: object) -> None:
-    with pytest.raises(DecodeError, match="these are no reports"):
-        ReportLog().fold(carried)  # type: ignore[arg-type]
+def test_all_that_was_carried_counts_where_it_reaches_as_far() -> None:
+    """A node may have read what the primary has not: that must not be lost. Else the primary's is right."""
+    log = log_of(100)
+    log.fold(ReportLog.unpacked(log_of(99).packed()))
+    assert same(log, log_of(100))
+    log, other = log_of(100), log_of(100)
+    other.add(99, {7: {"more": 1.0}})
+    log.fold(ReportLog.unpacked(other.packed()))
+    assert same(log, other)
+    log = ReportLog()
+    log.fold({4: {0: {"loss": 1.0}}, 5: {}})
+    assert dict(log.rows()) == {4: {0: {"loss": 1.0}}}
+
+
+def damaged(epochs: int, damage: Any) -> list[bytes]:
+    blocks = log_of(epochs).packed()
+    return damage(blocks)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda blocks: blocks[:-1],
+        lambda blocks: blocks[1:] + blocks[:1],
+        lambda blocks: [blocks[0][:-1], *blocks[1:]],
+        lambda blocks: [blocks[0] + b"x", *blocks[1:]],
+        lambda blocks: [blocks[0].replace(b"loss", b'l"ss'), *blocks[1:]],
+        lambda blocks: [blocks[0].replace(b'"loss"', b"123456"), *blocks[1:]],
+        lambda blocks: [blocks[0][:8] + b"[[-1]]" + blocks[0][14:], *blocks[1:]],
+        lambda blocks: [b"", *blocks],
+        lambda blocks: [None, *blocks],
+        lambda blocks: 7,
+        lambda blocks: [b'{"3":{"0":{"loss":1.0}}}'],
+    ],
+)
+def test_what_is_no_log_is_refused(damage: Any) -> None:
+    value = encode({"state": None, "numbers": {}, "log": damaged(100, damage)})
+    with pytest.raises(DecodeError, match=r"these are no reports|this is no boundary"):
+        carried(value)
 
 
 def test_a_boundary_with_all_reports_is_otherwise_the_same() -> None:
     state = {"big": np.arange(10_000.0), "small": np.arange(3)}
     value = encode({"state": state, "numbers": {"loss": 1.0}, "log": {4: {0: {"loss": 1.0}}}})
-    made = decode(with_log(value, log_of(130).packed()))
+    whole = with_log(value, log_of(130).packed())
+    made = decode(whole)
     assert np.array_equal(made["state"]["big"], state["big"])
     assert made["numbers"] == {"loss": 1.0}
     log = ReportLog()
-    log.fold(made["log"])
-    assert log.all() == log_of(130).all()
+    log.fold(carried(whole))
+    assert same(log, log_of(130))
+    assert carried(value) == {4: {0: {"loss": 1.0}}}
 
 
 def test_arrays_that_lived_on_a_device_still_do() -> None:
@@ -112,3 +209,39 @@ def test_the_same_rows_are_the_same_bytes_in_whatever_order_they_came() -> None:
     other.add(3, {2: {"y": 4.0}})
     other.add(3, {1: {"x": 3.0}, 0: {"b": 1.0, "a": 2.0}})
     assert one.packed() == other.packed()
+
+
+class Telling(Counting, state=["total"]):
+    async def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        await super().count(epoch, ins, outs)
+        epoch.report(**{f"{self.task_id}-{at}": self.total / 7 + at for at in range(200)})
+
+
+def test_no_event_loop_looks_at_all_reports_when_a_node_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader's stood still, and its lease ended; or the joiner's: it was evicted, and invited again, for ever."""
+    seen: list[tuple[str, bool]] = []
+
+    def spied(what: str, real: Any) -> Any:
+        def call(*args: Any) -> Any:
+            if not isinstance(args[-1], dict):  # an epoch's
+                seen.append((what, threading.current_thread() is threading.main_thread()))
+            return real(*args)
+
+        return call
+
+    async def lose_the_backup(cluster: InProcessCluster, node: str) -> None:
+        (backup,) = [other.id for other in cluster.nodes if other.id != node and 0 in other.roles.replicas]
+        cluster.crash(backup)
+
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        return await cluster.result()
+
+    monkeypatch.setattr(replica_module, "with_log", spied("offered", reports.with_log))
+    monkeypatch.setattr(ReportLog, "unpacked", spied("read", ReportLog.unpacked))
+    job = tg.Job(tasks=2, epochs=40, builder=lambda _: Telling(), backups=1, settings=IN_STEP)
+    result = play(job, scenario, nodes=3, stages={("compose", 0, 20): lose_the_backup})
+    assert ("offered", False) in seen and ("read", False) in seen
+    assert all(not on_loop for _, on_loop in seen), seen
+    assert [report.epoch for report in result.reports] == list(range(40))
+    expected = {task: {f"{task}-{at}": 40 / 7 + at for at in range(200)} for task in range(2)}
+    assert result.reports[-1].by_task == expected

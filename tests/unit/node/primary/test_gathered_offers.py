@@ -126,8 +126,8 @@ def test_an_epoch_is_done_only_when_its_boundary_is_held(monkeypatch: pytest.Mon
     done: list[int] = []
     hold = Serving._hold
 
-    def holds(self: Serving, replica: Any, offer: Offer | Offers) -> None:
-        hold(self, replica, offer)
+    def holds(self: Serving, replica: Any, offer: Offer | Offers, *log: Any) -> None:
+        hold(self, replica, offer, *log)
         held.update(numbers(offer))
 
     monkeypatch.setattr(Serving, "_hold", holds)
