@@ -1,8 +1,8 @@
 """Which nodes are suspected dead, and which are gone.
 
 A node whose port refuses has no process any more: kill -9 is noticed in milliseconds, long before a lease expires.
-Where it answers after all, or its key is there for longer than its lease would have lasted, something else refused, a
-firewall that was loaded anew: it is not suspected for that any more.
+Where it answers after all, or its key is there for longer than its lease would have lasted, or it takes a task back,
+something else refused, a firewall that was loaded anew: it is not suspected for that any more.
 A node whose key is absent lost its lease; one whose lease has ended is about to. All are grounds to take over from it,
 to evict it, or to give it up as a candidate; only "gone" (its launcher saw it end, or its key stayed absent for
 `lost_after_s`) changes placement.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import CoordinationError, PeerGone, TransportError
@@ -34,13 +35,27 @@ _PROBES = 5
 """A node that neither refuses nor answers is probed this often, then left to its lease."""
 
 
+@dataclass(eq=False, slots=True)
+class Refusal:
+    """A port that refuses.
+
+    Attributes:
+        since: when it did, as far as this node was not paused.
+        taken: task -> the revision at which this node took it over, because of that.
+    """
+
+    since: float
+    taken: dict[int, int] = field(default_factory=dict)
+
+
 class Suspicion:
     """One node's opinion of the others."""
 
     def __init__(self, node: Node, changed: Callable[[], None]) -> None:
         self._node = node
         self._changed = changed
-        self._refused: dict[str, float] = {}  # since when, as far as this node was not paused
+        self._refused: dict[str, Refusal] = {}
+        self._outlived: set[str] = set()  # those that lived on though their port refused: that it does is no news
         self._overdue = Overdue(node, self._lease_changed)
         self._absent_since: dict[str, float] = {}
         self._absent_before: frozenset[str] | None = None  # when this node paused; None: it is long ago
@@ -54,8 +69,8 @@ class Suspicion:
 
     def refused(self, node: str) -> None:
         """Its port refuses: node ids are never used again, so it is dead for good, unless its lease shows that not."""
-        if node not in self._refused and node != self._node.id:
-            self._refused[node] = self._node.now()
+        if node not in self._refused and node not in self._outlived and node != self._node.id:
+            self._refused[node] = Refusal(self._node.now())
             view = self._node.keeper.view
             if node in view.nodes and node not in view.gone:
                 self._missed.add(node)
@@ -67,6 +82,10 @@ class Suspicion:
                 )
             self.update()
             self._changed()
+
+    def refusal(self, node: str | None) -> Refusal | None:
+        """What a take-over from that node rests on, if its port refuses: to be told of it."""
+        return None if node is None else self._refused.get(node)
 
     async def watch_leases(self) -> None:
         """Finds nodes whose lease ends before etcd deletes their key."""
@@ -82,6 +101,7 @@ class Suspicion:
 
     def lost(self, node: str) -> None:
         """A session with it broke: look whether its process still listens."""
+        self._outlived.discard(node)
         known = self._probing.get(node)
         if node not in self._refused and (known is None or known.done()):
             self._probe_soon(node)
@@ -102,6 +122,7 @@ class Suspicion:
             except TransportError:
                 await self._node.breathe()
             else:
+                self._outlived.discard(node)
                 self._lives(node, "it answers")
                 return
 
@@ -122,7 +143,8 @@ class Suspicion:
         """What passed while this node stood still, or was cut off, is no time in which others could be seen."""
         now = self._node.now()
         self._absent_since = dict.fromkeys(self._absent_since, now)
-        self._refused = dict.fromkeys(self._refused, now)
+        for refusal in self._refused.values():
+            refusal.since = now
 
     async def _wait_for_others(self) -> None:
         await asyncio.sleep(_BACK * self._node.settings.lease_ttl_s)
@@ -137,6 +159,7 @@ class Suspicion:
             self.paused()  # it will be; else it waits for them in vain
             self.resumed()
         view = self._node.keeper.view
+        self._look_who_takes_back()
         named = self._named()
         now = self._node.now()
         absent = {node for node in named if node not in view.nodes}
@@ -165,7 +188,8 @@ class Suspicion:
     def _forget(self, named: set[str]) -> None:
         """Lets go of what is known of nodes that nobody has to do with any more: in a long job there are many."""
         kept = named | self._node.keeper.view.nodes.keys()
-        self._refused = {node: since for node, since in self._refused.items() if node in kept}
+        self._refused = {node: refusal for node, refusal in self._refused.items() if node in kept}
+        self._outlived &= kept
         self._probing = {node: probe for node, probe in self._probing.items() if not probe.done()}
         self._missed -= self.gone
         self._node.router.keep(kept)
@@ -189,12 +213,28 @@ class Suspicion:
     def _look_at_refused(self) -> None:
         """Asks again whoever refused and is still registered. After long enough it has renewed its lease, and lives."""
         view, since = self._node.keeper.view, self._node.now() - self._node.settings.lease_ttl_s - _EXPIRY_S
-        for node, refused_at in list(self._refused.items()):
+        for node, refusal in list(self._refused.items()):
             if node in view.nodes and node not in view.gone:
-                if refused_at < since:
+                if refusal.since < since:
+                    self._outlived.add(node)
                     self._lives(node, "it renews its lease")
                 elif (probe := self._probing.get(node)) is None or probe.done():
                     self._probe_soon(node)
+
+    def _look_who_takes_back(self) -> None:
+        """Whoever took a task over from a term of this node's that began while it was suspected has read of that term.
+
+        So it lived after its port refused. Two that refuse each other would take over from each other as fast as etcd
+        answers.
+        """
+        view = self._node.keeper.view
+        for node, refusal in list(self._refused.items()):
+            for task, revision in refusal.taken.items():
+                primary = view.primaries.get(task)
+                if primary is not None and primary.record.node == node and primary.mod_revision > revision:
+                    self._outlived.add(node)
+                    self._lives(node, f"it took task {task} back")
+                    break
 
     def _lives(self, node: str, why: str) -> None:
         if self._refused.pop(node, None) is not None:
