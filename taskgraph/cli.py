@@ -175,6 +175,8 @@ def parser(*, driver: JobFunction[...] | None = None) -> argparse.ArgumentParser
     chaos.add_argument("--seed", type=int, metavar="N", help="of the choice of faults")
     chaos.add_argument("--lossy", action="store_true", help="hit the last replica in sync of a task, too")
     add("shutdown", "End a job without a result.", job=True)
+    forget = add("forget", "Delete what your etcd keeps of jobs that have ended.")
+    forget.add_argument("job", metavar="JOB", nargs="+", help="the jobs' names")
     add("token", "Print the token of a job of this host.", job=True)
     for made in with_etcd:  # last, so that `--help` begins with what the command itself takes
         add_etcd_options(made)
@@ -230,6 +232,7 @@ _COMMANDS = {
     "drain": "acting:drain",
     "chaos": "chaos:chaos",
     "shutdown": "acting:shutdown",
+    "forget": "acting:forget",
     "token": "acting:token",
     "certs": "certifying:certs",
 }

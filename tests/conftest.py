@@ -74,7 +74,8 @@ async def no_task_left_behind() -> AsyncIterator[None]:
 
 
 def _is_grpcs(task: asyncio.Task[object]) -> bool:
-    return getattr(task.get_coro(), "__qualname__", "").startswith(("_AioCall.", "_schedule_rpc_coro"))
+    names = task.get_name(), getattr(task.get_coro(), "__qualname__", "")
+    return any(name.startswith(("_AioCall.", "_schedule_rpc_coro", "HandleExceptions[")) for name in names)
 
 
 def _left(threads: set[threading.Thread], children: set[int]) -> list[str]:

@@ -1,4 +1,4 @@
-"""kill, drain, shutdown, token: commands that act on a running job."""
+"""kill, drain, shutdown, forget, token: commands that act on a job."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from pathlib import Path
 
 import uvloop
 
-from taskgraph.commands.common import Reached, ended_text, etcd_of, find_entry, reach, see_text
+from taskgraph.commands.common import Reached, access_of, ended_text, etcd_of, find_entry, reach, see_text
 from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.driver import JobSpec
-from taskgraph.errors import JobError, PeerLost, TransportError, UnknownJob
+from taskgraph.errors import JobError, PeerLost, TaskGraphError, TransportError, UnknownJob
+from taskgraph.jobs import NAME_RULE, is_name
+from taskgraph.launch import forget as forgetting
 from taskgraph.launch.follow import Follower, client_of
+from taskgraph.launch.run import connect
 from taskgraph.launch.runtime import Runtime
 from taskgraph.launch.supervise import drain_s
 from taskgraph.node.usercode import lastwords
@@ -31,6 +34,7 @@ from taskgraph.transport.endpoints import host_key
 __all__ = [
     "drain",
     "drain_risk",
+    "forget",
     "is_here",
     "kill",
     "shutdown",
@@ -274,6 +278,50 @@ async def _shutdown(options: argparse.Namespace) -> int:
         ended = await follower.cancel_job("shut down by `taskgraph shutdown`")
         print(f"job {reached.name} {'was ended' if ended else 'had ended already'}")
     return 0
+
+
+def forget(options: argparse.Namespace) -> int:
+    """Deletes what etcd keeps of jobs that have ended; of those that can be, where several are named."""
+    return uvloop.run(_forget(options))
+
+
+async def _forget(options: argparse.Namespace) -> int:
+    refused: list[TaskGraphError] = []
+    for name in options.job:
+        try:
+            etcd, access = _place(options, name)
+            async with await connect(etcd, access) as coordinator:
+                count = await forgetting.forget(coordinator, name)
+        except (JobError, UnknownJob) as error:
+            refused.append(error)
+            continue
+        here = "; what this host keeps of it stays" if Runtime().finished(name) is not None else ""
+        print(f"job {name} is forgotten by etcd at {etcd} ({count} key{'s' * (count > 1)}){here}")
+    for why in refused[:-1]:
+        print(f"taskgraph: {why}", file=sys.stderr)
+    if refused:
+        raise refused[-1]
+    return 0
+
+
+def _place(options: argparse.Namespace, name: str) -> tuple[str, dict[str, str]]:
+    """The etcd that keeps a job, and how one gets in.
+
+    Raises:
+        JobError: it is no job's name, or nobody says where that is.
+    """
+    if not is_name(name):
+        raise JobError(f"{name!r} is no job's name: {NAME_RULE}")
+    if (etcd := etcd_of(options)) is not None:
+        return etcd, access_of(options)
+    runtime = Runtime()
+    known = runtime.find(name) or runtime.killed(name)
+    if known is None or (known.embedded and known.stale):
+        raise JobError(
+            f"job {name!r}: say which etcd keeps it, with --etcd. That of a run with an etcd of its own went with it, "
+            f"and what this host keeps of its last jobs goes by itself"
+        )
+    return known.etcd, known.tls
 
 
 def token(options: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from taskgraph.cli import parser
-from taskgraph.commands import common
+from taskgraph.commands import acting, common
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 
 ETCD = "127.0.0.1:1"
@@ -27,7 +27,8 @@ def in_memory(monkeypatch: pytest.MonkeyPatch) -> MemoryCoordinator:
     async def connect(*access: object) -> contextlib.AbstractAsyncContextManager[MemoryCoordinator]:
         return connected()
 
-    monkeypatch.setattr(common, "connect", connect)
+    for module in (acting, common):
+        monkeypatch.setattr(module, "connect", connect)
     return found
 
 

@@ -92,7 +92,8 @@ def way_out(details: str) -> str:
         return ""
     return (
         "; it takes no writes before its history is compacted, its members are defragmented and the alarm is disarmed "
-        "(`etcdctl compact`, `defrag`, `alarm disarm`); with --auto-compaction-retention it does not come to that"
+        "(`etcdctl compact`, `defrag`, `alarm disarm`); it does not come to that with --auto-compaction-retention, and "
+        "where jobs that ended are deleted (`taskgraph forget JOB`)"
     )
 
 

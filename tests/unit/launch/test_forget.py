@@ -1,0 +1,134 @@
+"""Deleting what etcd keeps of jobs that have ended, and of no other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
+from taskgraph.driver import JobSpec
+from taskgraph.errors import JobError, OutcomeUnknown, UnknownJob
+from taskgraph.jobs import Job
+from taskgraph.launch.forget import forget
+from taskgraph.launch.submit import submit
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import Put, Txn, TxnResult
+from taskgraph.protocol.records import PrimaryRecord, State, StatusRecord
+from taskgraph.task import Task
+
+KEYS = Keys("fit")
+SPEC = JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=1, name="fit"))
+
+
+class Etcd(MemoryCoordinator):
+    """With a job of another name, and what happens right before, or right after, the next writes."""
+
+    before: Callable[[], None] | None = None
+    lost_answers = 0
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore())
+        self.put("/taskgraph/fit-2/spec", b"")
+
+    def put(self, key: str, value: bytes) -> None:
+        self.store.execute(Txn(success=(Put(key, value),)))
+
+    def ends(self, state: str, *, collected: bool = True, node: bool = False) -> None:
+        self.put(KEYS.status, StatusRecord(state=state).to_bytes())
+        self.put(KEYS.primary(0), PrimaryRecord(node="n1-1", term=1, stateful=True).to_bytes())
+        self.put(KEYS.event("1"), b"")
+        if collected:
+            self.put(KEYS.collected, b"")
+            self.put(KEYS.result, b"{}")
+        if node:
+            self.put(KEYS.node("n1-1"), b"")
+
+    async def txn(self, txn: Txn) -> TxnResult:
+        before, self.before = self.before, None
+        if before is not None:
+            before()
+        done = await super().txn(txn)
+        if self.lost_answers:
+            self.lost_answers -= 1
+            raise OutcomeUnknown("no answer")
+        return done
+
+    @property
+    def left(self) -> list[str]:
+        return [kv.key for kv in self.store.select("/", prefix=True)]
+
+
+@pytest.fixture
+async def etcd() -> Etcd:
+    found = Etcd()
+    await submit(found, SPEC)
+    return found
+
+
+@pytest.mark.parametrize("state", [State.FINISHED, State.FAILED, State.CANCELLED])
+async def test_of_a_job_that_has_ended_nothing_stays_and_others_do(etcd: Etcd, state: str) -> None:
+    etcd.ends(state)
+    assert await forget(etcd, "fit") == 8
+    assert etcd.left == ["/taskgraph/fit-2/spec"]
+    with pytest.raises(UnknownJob, match="nothing is kept in etcd of a job 'fit'"):
+        await forget(etcd, "fit")
+
+
+@pytest.mark.parametrize(
+    ("end", "says"),
+    [
+        (lambda etcd: None, "job 'fit' is running: end it first, with `taskgraph shutdown fit`"),
+        (
+            lambda etcd: etcd.ends(State.FINISHED, collected=False, node=True),
+            "its nodes keep its results, which nobody has collected: take them first, with `taskgraph result fit`",
+        ),
+        (lambda etcd: etcd.ends(State.FAILED, node=True), "its nodes are about to leave: try again in a moment"),
+    ],
+)
+async def test_one_that_runs_or_has_nodes_is_refused(etcd: Etcd, end: Callable[[Etcd], None], says: str) -> None:
+    end(etcd)
+    there = etcd.left
+    with pytest.raises(JobError, match=says):
+        await forget(etcd, "fit")
+    assert etcd.left == there
+
+
+async def test_results_that_nobody_can_collect_any_more_keep_nothing(etcd: Etcd) -> None:
+    etcd.ends(State.FINISHED, collected=False)
+    assert await forget(etcd, "fit") == 6
+
+
+async def test_a_run_that_is_submitted_meanwhile_stays_whole(etcd: Etcd) -> None:
+    etcd.ends(State.FINISHED)
+    another = dataclasses.replace(SPEC, run="another")
+
+    def submitted() -> None:
+        etcd.put(KEYS.spec, another.to_bytes())
+        etcd.put(KEYS.status, StatusRecord(state=State.RUNNING).to_bytes())
+
+    etcd.before = submitted
+    with pytest.raises(JobError, match="is running"):
+        await forget(etcd, "fit")
+    spec = await etcd.get(KEYS.spec)
+    assert spec is not None and JobSpec.from_bytes(spec.value).run == "another"
+
+
+async def test_where_the_answer_was_lost_it_is_looked_at_again(etcd: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("taskgraph.launch.forget.UNKNOWN_PAUSE_S", 0.0)
+    etcd.ends(State.FINISHED)
+    etcd.lost_answers = 1
+    assert await forget(etcd, "fit") == 8 and etcd.left == ["/taskgraph/fit-2/spec"]
+
+
+async def test_an_etcd_that_answers_no_write_is_given_up(etcd: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("taskgraph.launch.forget.UNKNOWN_PAUSE_S", 0.0)
+    etcd.ends(State.FINISHED)
+
+    async def unknown(txn: Txn) -> TxnResult:
+        raise OutcomeUnknown("no answer")
+
+    monkeypatch.setattr(etcd, "txn", unknown)
+    with pytest.raises(OutcomeUnknown):
+        await forget(etcd, "fit")

@@ -1,0 +1,66 @@
+"""`taskgraph forget`: which jobs, at which etcd, and what it says."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from commands_kit import ETCD, in_memory
+
+from taskgraph.cli import parser
+from taskgraph.commands.acting import _forget
+from taskgraph.coordination.memory import MemoryCoordinator
+from taskgraph.errors import JobError, UnknownJob
+from taskgraph.launch.runtime import JobEntry, Runtime
+from taskgraph.protocol.keys import Keys
+from taskgraph.protocol.kv import Put, Txn
+from taskgraph.protocol.records import State, StatusRecord
+
+
+@pytest.fixture
+async def etcd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MemoryCoordinator:
+    """With `one` and `two`, which have ended, and `fit`, which runs."""
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
+    found = in_memory(monkeypatch)
+    for name, state in (("one", State.FINISHED), ("two", State.FAILED), ("fit", State.RUNNING)):
+        await found.txn(Txn(success=(Put(Keys(name).status, StatusRecord(state=state).to_bytes()),)))
+    return found
+
+
+async def names(etcd: MemoryCoordinator) -> list[str]:
+    return sorted(kv.key.split("/")[2] for kv in (await etcd.list("/taskgraph/")).items)
+
+
+async def test_those_that_can_go_and_the_others_are_told_of(
+    etcd: MemoryCoordinator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Runtime().keep_finished("two", {"status": {"state": "failed"}, "result": None, "run": ""})
+    jobs = ("one", "fit", "", "two", "three")
+    with pytest.raises(UnknownJob, match="nothing is kept in etcd of a job 'three'"):
+        await _forget(parser().parse_args(["forget", *jobs, "--etcd", ETCD]))
+    told = capsys.readouterr()
+    assert told.out.splitlines() == [
+        f"job one is forgotten by etcd at {ETCD} (1 key)",
+        f"job two is forgotten by etcd at {ETCD} (1 key); what this host keeps of it stays",
+    ]
+    assert "job 'fit' is running: end it first" in told.err and "'' is no job's name" in told.err
+    assert await names(etcd) == ["fit"]
+    assert Runtime().finished("two") is not None
+
+
+async def test_without_an_etcd_it_is_that_which_this_host_knows_the_job_at(etcd: MemoryCoordinator) -> None:
+    options = parser().parse_args(["forget", "one"])
+    for embedded in (True, False):
+        with pytest.raises(JobError, match="job 'one': say which etcd keeps it, with --etcd"):
+            await _forget(options)
+        Runtime().put(JobEntry(name="one", etcd=ETCD, token="", pid=_killed(), embedded=embedded, tls={}))
+    assert await _forget(options) == 0
+    assert await names(etcd) == ["fit", "two"]
+
+
+def _killed() -> int:
+    """The id of a process that is no more."""
+    child = subprocess.Popen(["true"])
+    child.wait()
+    return child.pid
