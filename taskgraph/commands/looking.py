@@ -16,7 +16,7 @@ import uvloop
 
 from taskgraph.commands.common import Reached, check_launcher, etcd_of, known_at, launcher_gone, reach
 from taskgraph.coordination.viewkeeper import ViewKeeper
-from taskgraph.errors import CoordinationError, FingerprintMismatch, JobError, TaskGraphError, UnknownJob
+from taskgraph.errors import CoordinationError, FingerprintMismatch, JobError, TaskGraphError, Unavailable, UnknownJob
 from taskgraph.launch.collect import job_failed, not_kept, why_not_kept
 from taskgraph.launch.follow import Follower, follow_events, kept_events, node_statuses
 from taskgraph.launch.runtime import JobEntry, Runtime
@@ -58,14 +58,24 @@ def status(options: argparse.Namespace) -> int:
 async def _status(options: argparse.Namespace) -> int:
     async with reach(options) as reached:
         keeper = ViewKeeper(reached.coordinator, reached.name, refresh_s=0.1)
+        away_since = ""
         while True:
+            asked_at = time.strftime("%H:%M:%S")
             try:
                 await keeper.load()
-            except CoordinationError:
-                if (kept := _ended_here(reached.entry)) is None:
+            except CoordinationError as error:
+                if (kept := _ended_here(reached.entry)) is not None:
+                    _print_finished(reached.name, kept, as_json=options.json)
+                    return 0
+                if not options.watch or not isinstance(error, Unavailable):
                     raise
-                _print_finished(reached.name, kept, as_json=options.json)
-                return 0
+                if not away_since:
+                    away_since = asked_at
+                    text = f"taskgraph: etcd has not answered since {away_since} ({error}); trying again"
+                    print(text, file=sys.stderr, flush=True)
+                await asyncio.sleep(_WATCH_S)
+                continue
+            away_since = ""
             spec, statuses = reached.spec, await _asked(reached, keeper.view)
             if options.json:
                 text = json.dumps(status_json(spec.name, spec.tasks, spec.epochs, keeper.view, statuses))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -136,6 +137,13 @@ async def shown(coordinator: MemoryCoordinator, monkeypatch: pytest.MonkeyPatch,
     """`taskgraph result`, of a job that finished and whose nodes are gone."""
     finished = StatusRecord(state=State.FINISHED, reason="", writer="")
     await coordinator.txn(Txn(success=(Put(KEYS.status, finished.to_bytes()),)))
+    await reached_by(coordinator, monkeypatch)
+    options = cli.parser().parse_args(["result", NAME, "--etcd", "a:1", *arguments])
+    return await asyncio.to_thread(looking.result, options)
+
+
+async def reached_by(coordinator: MemoryCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that look find the job there."""
     entry = JobEntry(name=NAME, etcd="a:1", token="", pid=0, embedded=False, tls={})
     kv = await coordinator.get(KEYS.spec)
     assert kv is not None
@@ -146,8 +154,48 @@ async def shown(coordinator: MemoryCoordinator, monkeypatch: pytest.MonkeyPatch,
         yield reached
 
     monkeypatch.setattr(looking, "reach", reach)
-    options = cli.parser().parse_args(["result", NAME, "--etcd", "a:1", *arguments])
-    return await asyncio.to_thread(looking.result, options)
+
+
+class LosingTouch(MemoryCoordinator):
+    """Answers once, then `error` three times; then the job has ended."""
+
+    error: Exception = Unavailable("no usable answer from etcd within 10 s")
+    asked = 0
+
+    async def list(self, prefix: str) -> Listing:
+        self.asked += 1
+        if self.asked in (2, 3, 4):
+            raise self.error
+        if self.asked == 5:
+            await end(self)
+        return await super().list(prefix)
+
+
+async def test_status_watches_on_while_etcd_does_not_answer_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended with the first call that failed, after ten seconds: when one looks what is the matter."""
+    coordinator = LosingTouch(MemoryStore())
+    await submit(coordinator, spec())
+    await reached_by(coordinator, monkeypatch)
+    monkeypatch.setattr(looking, "_WATCH_S", 0.001)
+    assert await looking._status(cli.parser().parse_args(["status", NAME, "--etcd", "a:1", "--watch", "--json"])) == 0
+    told = capsys.readouterr()
+    assert [json.loads(line)["state"] for line in told.out.splitlines()] == ["running", "cancelled"]
+    assert re.fullmatch(r"taskgraph: etcd has not answered since \S+ \(no usable .*\); trying again\n", told.err)
+
+
+@pytest.mark.parametrize(("arguments", "error"), [([], Unavailable("away")), (["--watch"], Lost("older data"))])
+async def test_status_ends_where_it_does_not_watch_or_etcd_has_lost_the_job(
+    arguments: list[str], error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = LosingTouch(MemoryStore())
+    await submit(coordinator, spec())
+    await reached_by(coordinator, monkeypatch)
+    monkeypatch.setattr(looking, "_WATCH_S", 0.001)
+    coordinator.asked, coordinator.error = 1, error
+    with pytest.raises(type(error), match=str(error)):
+        await looking._status(cli.parser().parse_args(["status", NAME, "--etcd", "a:1", *arguments]))
 
 
 async def test_where_the_reports_are_too_large_the_values_are_kept_and_it_says_so(
