@@ -37,7 +37,7 @@ from taskgraph.commands.running import print_result, run
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, JobError, TaskGraphError, UnknownJob
 from taskgraph.jobs import JobFunction
-from taskgraph.launch.begin import command
+from taskgraph.launch.begin import command, options
 from taskgraph.launch.collect import job_failed, why_not_kept
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.local import LocalNodes
@@ -346,5 +346,5 @@ def _take_threads(spec: JobSpec) -> None:
         main = getattr(sys.modules["__main__"], "__spec__", None)
         as_module = main is not None and main.name == "taskgraph.__main__" and not sys.flags.safe_path
         # `python -m taskgraph` also imports from the working directory, and so it does when it begins again.
-        words = [sys.executable, "-m", "taskgraph"] if as_module else command("taskgraph")
+        words = [sys.executable, *options(), "-m", "taskgraph"] if as_module else command("taskgraph")
         os.execv(sys.executable, [*words, *sys.argv[1:]])

@@ -14,12 +14,38 @@ import os
 import runpy
 import sys
 
-__all__ = ["command"]
+__all__ = ["command", "options"]
+
+_FLAGS = {
+    "optimize": "O",
+    "bytes_warning": "b",
+    "dont_write_bytecode": "B",
+    "no_site": "S",
+    "debug": "d",
+    "verbose": "v",
+}
+"""Not those that have a person type (`-i`), nor those that say what to run."""
 
 
 def command(module: str, *arguments: str) -> list[str]:
     """The words of a command that begins a module in another process."""
-    return [sys.executable, "-P", __file__, module, *arguments]
+    return [sys.executable, "-P", *options(), __file__, module, *arguments]
+
+
+def options() -> list[str]:
+    """The options of the interpreter that runs here, for another one: code of users computes there what it does here.
+
+    `-O` and `-W error` say what an `assert` and a warning do, `-X` how text is read. What the environment says instead
+    is inherited with it; that it is said twice changes nothing.
+    """
+    flags = sys.flags
+    found = [f"-{letter * getattr(flags, name)}" for name, letter in _FLAGS.items() if getattr(flags, name)]
+    if flags.isolated:
+        found.append("-I")
+    else:
+        found += [option for option, given in (("-E", flags.ignore_environment), ("-s", flags.no_user_site)) if given]
+    found += [f"-W{told}" for told in sys.warnoptions]
+    return [*found, *(f"-X{name}" if value is True else f"-X{name}={value}" for name, value in sys._xoptions.items())]
 
 
 def _main() -> None:

@@ -1,8 +1,9 @@
 """What decides the last bits of what a node computes, and whether nodes of one job differ in it.
 
 A failure changes no result because whoever takes over computes the same from the same input. A node with another
-Python, numpy or processor need not: `sum` of floats is another algorithm since Python 3.12, and numpy and its BLAS
-choose their loops by what the processor has. The job is right with either, so it is told and nothing more.
+Python, numpy or processor need not: `sum` of floats is another algorithm since Python 3.12, numpy and its BLAS choose
+their loops by what the processor has, and `python -O` leaves out what an `assert` does. The job is right with either,
+so it is told and nothing more.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def arithmetic() -> tuple[str, ...]:
     features = np.show_config(mode="dicts")["SIMD Extensions"]
     found = [*features.get("baseline", ()), *features.get("found", ())]
     processor = f"{platform.machine()} ({' '.join(found)})" if found else platform.machine()
-    return f"Python {sys.version_info[0]}.{sys.version_info[1]}", f"numpy {np.__version__}", processor
+    optimized = f" -{'O' * sys.flags.optimize}" if sys.flags.optimize else ""
+    return f"Python {sys.version_info[0]}.{sys.version_info[1]}{optimized}", f"numpy {np.__version__}", processor
 
 
 def why_unlike(ours: NodeRecord, others: Mapping[str, NodeRecord]) -> str:

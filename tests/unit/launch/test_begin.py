@@ -15,7 +15,7 @@ import pytest
 import taskgraph
 from taskgraph.commands import joining
 from taskgraph.launch import threads_env
-from taskgraph.launch.begin import command
+from taskgraph.launch.begin import command, options
 
 TELLS = "import sys, queue, taskgraph\nprint(taskgraph.__file__, *sys.argv[1:], __name__)"
 
@@ -41,6 +41,45 @@ def test_it_is_this_taskgraph_whatever_lies_in_the_working_directory(tmp_path: P
     assert (done.stdout, done.stderr) == (f"{taskgraph.__file__} 7 __main__\n", "")
 
 
+_OPTIONS = """
+import subprocess, sys
+sys.path.insert(0, {root!r})
+from taskgraph.launch.begin import command
+words = command("module")
+sys.stdout.flush()
+for told in ({told!r}, "import sys; print(sys.flags.inspect)"):
+    subprocess.run([*words[: words.index("module") - 1], "-c", told])
+"""
+_TOLD = """
+import sys
+flags = "optimize bytes_warning dont_write_bytecode no_site no_user_site ignore_environment isolated dev_mode utf8_mode"
+given = [getattr(sys.flags, name) for name in flags.split()]
+print(*given, sys.get_int_max_str_digits(), sys.warnoptions, sys._xoptions)
+"""
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "-O",
+        "-OO -B -s -u",
+        "-i -q",
+        "-W error -bb -W default::UserWarning",
+        "-X utf8 -X int_max_str_digits=700 -X faulthandler -X dev",
+        "-E -S -b",
+        "-I",
+    ],
+)
+def test_it_has_the_options_of_the_interpreter_here(given: str) -> None:
+    """An `assert` that `python -O` leaves out in the driver was there in nodes, and no warning was an error."""
+    begins = _TOLD + _OPTIONS.format(root=str(Path(taskgraph.__file__).parent.parent), told=_TOLD)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    asked = [sys.executable, *given.split(), "-c", begins]
+    done = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=env, timeout=60)
+    here, there, inspect = done.stdout.splitlines()
+    assert here == there and inspect == "0", done.stderr
+
+
 @pytest.mark.parametrize("name", ["taskgraph.__main__", None])
 def test_a_node_by_hand_begins_again_as_it_was_begun(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was begun as the program `taskgraph` found a `queue.py` of the working directory then."""
@@ -55,5 +94,5 @@ def test_a_node_by_hand_begins_again_as_it_was_begun(name: str | None, monkeypat
     joining._take_threads(SimpleNamespace(settings={"blas_threads": 1}))  # type: ignore[arg-type]
     assert called == []
     joining._take_threads(SimpleNamespace(settings={"blas_threads": 2}))  # type: ignore[arg-type]
-    begun = [sys.executable, "-m", "taskgraph"] if name else command("taskgraph")
+    begun = [sys.executable, *options(), "-m", "taskgraph"] if name else command("taskgraph")
     assert called == [[*begun, "node", "--job", "fit"]]

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,6 +33,15 @@ def test_what_a_node_computes_with_names_python_numpy_and_the_processor() -> Non
     assert python == f"Python {sys.version_info.major}.{sys.version_info.minor}"
     assert numpy == f"numpy {np.__version__}"
     assert processor.startswith(platform.machine())
+
+
+def test_whether_it_leaves_assertions_out_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = arithmetic()
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "flags", SimpleNamespace(optimize=2))
+        optimized = arithmetic()
+    assert optimized == (f"{plain[0]} -OO", *plain[1:])
+    assert "Python 3." in why_unlike(record("n2", *optimized), {"n1": record("n1", *plain)})
 
 
 def test_a_feature_of_the_processor_that_numpy_does_not_use_counts() -> None:
