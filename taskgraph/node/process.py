@@ -45,6 +45,7 @@ from taskgraph.node.config import NodeConfig
 from taskgraph.node.control import ControlServer
 from taskgraph.node.forkserver import serve
 from taskgraph.node.inject import injected
+from taskgraph.node.loop import NodeLoop
 from taskgraph.node.membership.deviceloss import DeviceLost
 from taskgraph.node.node import Node
 from taskgraph.node.usercode import lastwords
@@ -422,7 +423,7 @@ def main(config: NodeConfig, *, gone: Callable[[], bool] | None = None) -> NoRet
         threading.Thread(target=_end_with, args=(gone, config), name="etcd", daemon=True).start()
     code, meant = CANNOT_GO_ON, True
     try:
-        code = uvloop.run(run_node(config, untaken))
+        code = uvloop.run(run_node(config, untaken), loop_factory=NodeLoop)
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except SystemExit as error:

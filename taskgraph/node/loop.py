@@ -1,0 +1,44 @@
+"""The event loop of a node's process: uvloop's, but for what would end the node, and be told of nobody."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import uvloop
+
+from taskgraph.errors import JobError, worded
+
+__all__ = ["NodeLoop"]
+
+
+class NodeLoop(uvloop.Loop):
+    """Code of users that is a coroutine finds it by `asyncio.get_running_loop()`."""
+
+    def set_task_factory(self, factory: Any) -> None:
+        """Takes one whose tasks begin as asyncio's own do: all tasks of the node are made by it from then on.
+
+        Raises:
+            JobError: it raises, or its tasks begin before whoever made them goes on.
+        """
+        before, begun = self.get_task_factory(), False
+
+        async def begins() -> None:
+            nonlocal begun
+            begun = True
+
+        super().set_task_factory(factory)
+        trial, why = begins(), ""
+        try:
+            self.create_task(trial)
+        except Exception as error:
+            trial.close()
+            why = f"it cannot make them, {worded(error)}"
+        if begun:
+            why = "it begins them at once"
+        if why:
+            super().set_task_factory(before)
+            raise JobError(
+                f"set_task_factory({factory!r:.200}): this event loop is the node's, whose own tasks are made by that, "
+                f"too, and {why}. Leave it as it is, and give a task of yours what it needs where you make it; or run a "
+                f"loop of your own in a plain `def`, by asyncio.run"
+            )

@@ -1,0 +1,70 @@
+"""The event loop of a node: what code of users sets there must not end the node."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import uvloop
+
+from taskgraph.errors import JobError
+from taskgraph.node.loop import NodeLoop
+
+
+class Mine(asyncio.Task[Any]):
+    pass
+
+
+def eager(loop: Any, coroutine: Any, **_: Any) -> Any:
+    """What `asyncio.eager_task_factory` does, in any Python."""
+    with pytest.raises(StopIteration) as ended:
+        coroutine.send(None)
+    done = loop.create_future()
+    done.set_result(ended.value.value)
+    return done
+
+
+def in_a_node(scenario: Callable[[Any], None]) -> None:
+    async def user() -> None:
+        loop = asyncio.get_running_loop()
+        scenario(loop)
+        assert await loop.create_task(asyncio.sleep(0, 5)) == 5, "it goes on"
+
+    uvloop.run(user(), loop_factory=NodeLoop)
+
+
+@pytest.mark.parametrize(
+    ("factory", "why"),
+    [
+        (lambda loop, coroutine: asyncio.Task(coroutine, loop=loop), "cannot make them, TypeError: .*'context'"),
+        (lambda *_, **__: 1 / 0, "cannot make them, ZeroDivisionError: division by zero"),
+        (eager, "begins them at once"),
+        pytest.param(
+            getattr(asyncio, "eager_task_factory", None),
+            "begins them at once|'eager_start'",
+            marks=pytest.mark.skipif(not hasattr(asyncio, "eager_task_factory"), reason="of Python 3.12"),
+        ),
+        ("none", "cannot make them|must be a callable"),
+    ],
+)
+def test_a_task_factory_that_would_end_the_node_is_refused_where_it_is_set(factory: Any, why: str) -> None:
+    """All nodes ended, and no task was named."""
+
+    def sets(loop: Any) -> None:
+        with pytest.raises((JobError, TypeError), match=why):
+            loop.set_task_factory(factory)
+        assert loop.get_task_factory() is None
+
+    in_a_node(sets)
+
+
+def test_another_task_factory_is_taken_and_given_back() -> None:
+    def sets(loop: Any) -> None:
+        loop.set_task_factory(lambda loop, coroutine, **more: Mine(coroutine, loop=loop, **more))
+        assert isinstance(loop.create_task(asyncio.sleep(0)), Mine)
+        loop.set_task_factory(None)
+        assert loop.get_task_factory() is None
+
+    in_a_node(sets)
