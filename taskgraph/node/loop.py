@@ -39,6 +39,6 @@ class NodeLoop(uvloop.Loop):
             super().set_task_factory(before)
             raise JobError(
                 f"set_task_factory({factory!r:.200}): this event loop is the node's, whose own tasks are made by that, "
-                f"too, and {why}. Leave it as it is, and give a task of yours what it needs where you make it; or run a "
-                f"loop of your own in a plain `def`, by asyncio.run"
+                f"too, and {why}. Leave it as it is, and give a task of yours what it needs where you make it; or run "
+                f"a loop of your own in a plain `def`, by asyncio.run"
             )
