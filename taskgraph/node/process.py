@@ -25,6 +25,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack
 from functools import partial
@@ -45,6 +46,7 @@ from taskgraph.node.config import NodeConfig
 from taskgraph.node.control import ControlServer
 from taskgraph.node.forkserver import serve
 from taskgraph.node.inject import injected
+from taskgraph.node.loggers import guard_loggers
 from taskgraph.node.loop import NodeLoop
 from taskgraph.node.membership.deviceloss import DeviceLost
 from taskgraph.node.node import Node
@@ -132,6 +134,12 @@ async def _connected(config: NodeConfig) -> EtcdCoordinator:
 def _say(text: str, code: int) -> int:
     print(f"taskgraph node: {text}", file=sys.stderr, flush=True)
     return code
+
+
+def _say_last(text: str) -> None:
+    """By no logger: code of users may have silenced them all, and whoever asks why the node ended reads this."""
+    with contextlib.suppress(OSError, ValueError):  # or closed this
+        _say(text, CANNOT_GO_ON)
 
 
 async def wait_for_job(coordinator: Coordinator, name: str) -> JobSpec:
@@ -410,6 +418,7 @@ def main(config: NodeConfig, *, gone: Callable[[], bool] | None = None) -> NoRet
     """
     untaken = Untaken()
     log_to_stderr()
+    guard_loggers()
     allow_more_files()
     search_garbage_less_often()  # a driver, which is loaded later, may say otherwise
     if config.devices is not None:
@@ -427,13 +436,11 @@ def main(config: NodeConfig, *, gone: Callable[[], bool] | None = None) -> NoRet
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except SystemExit as error:
-        log.error("user code called sys.exit(%r) in an asyncio task of its own, which ends the process", error.code)
+        _say_last(f"user code called sys.exit({error.code!r}) in an asyncio task of its own, which ends the process")
         meant = False
     except BaseException as error:
-        if why := no_thread(error):
-            log.error("the node cannot go on: %s", why)
-        else:
-            log.exception("the node cannot go on")
+        why = no_thread(error)
+        _say_last(f"the node cannot go on: {why}" if why else f"the node cannot go on\n{traceback.format_exc()}")
         meant = False
     _exit(code, meant=meant)
 
