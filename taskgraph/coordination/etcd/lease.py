@@ -44,7 +44,8 @@ _RENEWALS_PER_TTL = 5
 _JOIN_S = 2.0
 
 #: Channels whose call could not begin since gRPC could not start its thread: closing one, or forgetting it, waits for
-#: that thread for ever. One more for each renewal that is tried while no thread is to be had.
+#: that thread for ever. Hardly ever one: no call is begun where no thread can be started (`_Stream._read`), so somebody
+#: else took the last one in between.
 _UNCLOSABLE: list[grpc.Channel] = []
 
 
@@ -278,7 +279,13 @@ class _Stream:
         self._reader.join(_JOIN_S)
 
     def _read(self) -> None:
+        begun = False
         try:
+            # gRPC starts a thread for the call. Where there is none, that is found out without it.
+            probe = threading.Thread(target=int, name="taskgraph-lease-probe", daemon=True)
+            probe.start()
+            probe.join()
+            begun = True
             call = self._channel.stream_stream(
                 LEASE_KEEP_ALIVE.path,
                 LEASE_KEEP_ALIVE.request.SerializeToString,
@@ -298,7 +305,8 @@ class _Stream:
         except ValueError as error:  # what gRPC raises for a call on a channel that was closed
             self.ended = str(error)
         except RuntimeError as error:  # gRPC has threads of its own for a call, and cannot start one
-            _UNCLOSABLE.append(self._channel)
+            if begun:
+                _UNCLOSABLE.append(self._channel)
             self.ended = str(error)
         finally:
             self.ended = self.ended or "the reader failed"
