@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from taskgraph.errors import JobCancelled, JobFailed, UnknownJob, worded
 from taskgraph.graph.values import decode, verify
-from taskgraph.node.reports import unpacked
+from taskgraph.node.reports import ReportLog, Rows
 from taskgraph.observe.events import Event
 from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.kv import KeyValue
@@ -62,18 +62,19 @@ def assemble(
     name: str, found: Sequence[TaskResult], primaries: Iterable[Versioned[PrimaryRecord]], wall_s: float
 ) -> JobResult:
     """The job's result from the complete results of its tasks."""
-    rows: dict[int, dict[int, dict[str, float]]] = {}
-    for task_result in found:
-        rows.update(unpacked(task_result.log))
-    for task_result in found:
-        for row in task_result.reports:
-            rows.setdefault(row.epoch, {})[row.task] = row.numbers
+    log, last = ReportLog(), dict[int, Rows]()
+    for part in found:
+        if part.log:
+            log.fold(ReportLog.unpacked(part.log))
+        for row in part.reports:
+            last.setdefault(row.epoch, {})[row.task] = row.numbers
+    log.fold(dict(sorted(last.items())))  # the leader may not have added them: which are left out must not rest on that
     reports = []
-    for epoch in sorted(rows):
+    for epoch, rows in log.rows():
         numbers: dict[str, float] = {}
-        for task in sorted(rows[epoch], reverse=True):
-            numbers.update(rows[epoch][task])
-        reports.append(EpochReport(epoch, numbers, dict(sorted(rows[epoch].items()))))
+        for task in sorted(rows, reverse=True):
+            numbers.update(rows[task])
+        reports.append(EpochReport(epoch, numbers, dict(sorted(rows.items()))))
     return JobResult(
         name=name,
         values={r.task: decode(r.value) for r in sorted(found, key=lambda r: r.task) if r.value is not None},

@@ -8,6 +8,11 @@ A job may report for days: so each epoch is packed when the next one comes, and 
 event loop. Blocks that are full are bytes for good. They travel and are written as they are, and nobody looks into them
 before the result is wanted.
 
+Where they come to `ReportLog.most_bytes`, each block more makes one of two that lie side by side, with every second
+epoch of theirs: the oldest two of those that were thinned least. So all of the job is told, early epochs not so
+densely; and what is left follows from what was reported alone, so that it is the same on all replicas, and the same
+after a failure.
+
 A block is level and length of its text; the text, JSON, padded to 8 bytes: [[epochs, [[task, [name, ...]], ...]], ...];
 then for each of these the numbers of the epochs, of 8 bytes, and what was reported in each of them, doubles, all
 little-endian. They are not compressed: the same rows must be the same bytes on all hosts, and zlib is not the same on
@@ -24,13 +29,15 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, Final
+from typing import Any, ClassVar, Final
+
+import numpy as np
 
 from taskgraph.errors import DecodeError
 from taskgraph.graph.values import decode, encode, value_end
 from taskgraph.protocol.messages import Encoded
 
-__all__ = ["ReportLog", "Rows", "carried", "unpacked", "with_log"]
+__all__ = ["ReportLog", "Rows", "carried", "with_log"]
 
 _BLOCK_BYTES: Final = 1 << 20
 """A block that has as many is full. The names in it are 2 % of that for 3,000 numbers an epoch; and to copy what is not
@@ -118,6 +125,27 @@ class _Block:
                 mine[1].extend(numbers[: kept * _width(names)])
                 self.size += 8 * kept * (1 + _width(names))
 
+    def thinned_with(self, newer: _Block) -> _Block:
+        """A block with every second epoch of both: of those that report the same names, and of all others together.
+
+        So what is reported now and then is not what is always left out.
+        """
+        made = _Block()
+        for block in (self, newer):
+            for names, (epochs, numbers) in block.groups.items():
+                mine = made._group(names)
+                mine[0].extend(epochs)
+                mine[1].extend(numbers)
+        alone = sorted([epochs[0] for epochs, _ in made.groups.values() if len(epochs) == 1])
+        left_out = set(alone[1::2])
+        for names, (epochs, numbers) in list(made.groups.items()):
+            if epochs[0] in left_out and len(epochs) == 1:
+                del made.groups[names]
+                continue
+            kept = np.asarray(numbers).reshape(len(epochs), -1)[::2]
+            made.groups[names] = (epochs[::2], array("d", kept.tobytes()))
+        return made
+
     @property
     def first(self) -> int:
         return min(epochs[0] for epochs, _ in self.groups.values())
@@ -147,6 +175,9 @@ class _Block:
 class ReportLog:
     """Reports of committed epochs, in their order. Epochs without any are left out."""
 
+    most_bytes: ClassVar[int] = 64 << 20
+    """Of all that is full. In the process that asks for the result they take ten to forty times as much."""
+
     def __init__(self) -> None:
         self._full: list[bytes] = []
         self._open = _Block()
@@ -154,6 +185,11 @@ class ReportLog:
 
     def __bool__(self) -> bool:
         return self._newest >= 0
+
+    @property
+    def thinned(self) -> bool:
+        """Whether some epochs are left out, since there were too many."""
+        return bool(self._full) and _level(self._full[0]) > 0
 
     def add(self, epoch: int, rows: Mapping[int, Mapping[str, float]]) -> None:
         """Adds rows of the newest epoch, or of one after it; those of earlier ones are here, and change nothing."""
@@ -170,7 +206,17 @@ class ReportLog:
             if self._open.size >= _BLOCK_BYTES:
                 self._full.append(self._open.packed(0))
                 self._open = _Block()
+                self._thin()
         self._newest, self._rows = epoch, given
+
+    def _thin(self) -> None:
+        full = self._full
+        while len(full) > 1 and sum(map(len, full)) > self.most_bytes:
+            levels = [_level(block) for block in full]
+            twins = [at for at in range(len(full) - 1) if levels[at] == levels[at + 1]]
+            at = min(twins, key=levels.__getitem__, default=0)  # of several the oldest
+            older, newer = map(_Block.of, full[at : at + 2])
+            full[at : at + 2] = [older.thinned_with(newer).packed(max(levels[at : at + 2]) + 1)]
 
     def of(self, epoch: int) -> Rows:
         """What was reported in it. It is the newest that is asked for, as a rule."""
@@ -297,12 +343,6 @@ def carried(value: Encoded) -> dict[int, Rows] | ReportLog:
         return log if isinstance(log, dict) else ReportLog.unpacked(log)
     except (TypeError, KeyError) as error:
         raise DecodeError(f"this is no boundary of task 0: {error!r}") from error
-
-
-def unpacked(blocks: Sequence[bytes]) -> Iterator[tuple[int, Rows]]:
-    """What `ReportLog.packed` made, epoch after epoch. Raises DecodeError."""
-    for data in blocks:
-        yield from _Block.of(data).rows()
 
 
 def with_log(value: Encoded, log: list[bytes] | dict[int, Rows]) -> Encoded:

@@ -308,9 +308,13 @@ class LeaderRole:
         self._commit_of = generation
         self._stop_gathering()
         if self._lineage() == lineage:  # else it was committed, and undone by a roll-back before we knew
+            log = self._primary.replica.log
+            thinned = log.thinned
             for number in numbers:
                 if rows[number]:
-                    self._primary.replica.log.add(number, rows[number])
+                    log.add(number, rows[number])
+            if log.thinned and not thinned:
+                self._tell_thinned(numbers[-1])
             self._committed = numbers.stop
             self._rows.set()
         self._tell_committed(stamp.attempt, rows, view)
@@ -323,6 +327,17 @@ class LeaderRole:
         self._begin()
         if self._leader.ready:  # tasks that are ahead have reported it already
             self._wake_if_due()
+
+    def _tell_thinned(self, epoch: int) -> None:
+        """There are too many reports: said once, by the leader under whom it begins."""
+        mib = self._primary.replica.log.most_bytes >> 20
+        self._node.events.emit(
+            "reports thinned",
+            f"what the tasks reported takes more than {mib} MiB by epoch {epoch}: from now on `reports` of the result "
+            "leave out every second of the earliest epochs, then more of them, and never all. To keep each, report "
+            "fewer numbers, or not in every epoch",
+            epoch=epoch,
+        )
 
     def _tell_committed(self, attempt: int, committed: dict[int, Rows], view: JobView) -> None:
         """Tells of epochs what the tasks reported in them."""

@@ -14,10 +14,12 @@ from cluster_kit import IN_STEP, Counting, play
 import taskgraph as tg
 from taskgraph.errors import DecodeError
 from taskgraph.graph.values import decode, encode, value_end
+from taskgraph.launch.collect import assemble
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node import replica as replica_module
 from taskgraph.node import reports
 from taskgraph.node.reports import ReportLog, Rows, carried, with_log
+from taskgraph.observe.status import ReportRow, TaskResult
 from taskgraph.protocol.messages import Encoded
 
 
@@ -56,7 +58,6 @@ def same(log: ReportLog, other: ReportLog) -> bool:
 def test_what_was_packed_is_all_of_it(epochs: int) -> None:
     log = log_of(epochs)
     assert dict(log.rows()) == {epoch: rows_of(epoch) for epoch in range(epochs)}
-    assert dict(reports.unpacked(log.packed())) == dict(log.rows())
     assert unpacked(log).packed() == log.packed() and bool(log) == (epochs > 0)
     assert [log.of(epoch) for epoch in range(epochs)] == [rows_of(epoch) for epoch in range(epochs)]
     assert log.of(epochs) == {} and same(unpacked(log), log)
@@ -241,7 +242,110 @@ def test_no_event_loop_looks_at_all_reports_when_a_node_joins(monkeypatch: pytes
     job = tg.Job(tasks=2, epochs=40, builder=lambda _: Telling(), backups=1, settings=IN_STEP)
     result = play(job, scenario, nodes=3, stages={("compose", 0, 20): lose_the_backup})
     assert ("offered", False) in seen and ("read", False) in seen
-    assert all(not on_loop for _, on_loop in seen), seen
+    assert [what for what, on_loop in seen if on_loop] == ["read"], "by whoever asked for the result"
     assert [report.epoch for report in result.reports] == list(range(40))
     expected = {task: {f"{task}-{at}": 40 / 7 + at for at in range(200)} for task in range(2)}
     assert result.reports[-1].by_task == expected
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(ReportLog, "most_bytes", 16 << 10)
+    return 16 << 10
+
+
+def size(log: ReportLog) -> int:
+    return sum(map(len, log.packed()))
+
+
+def test_of_too_many_the_early_ones_are_thinned(few: int) -> None:
+    log = log_of(200)
+    assert size(log) < few and not log.thinned
+    largest = 0
+    for epoch in range(200, 9000):
+        log.add(epoch, rows_of(epoch))
+        if not epoch % 500:
+            largest = max(largest, size(log))
+    assert log.thinned and few / 2 < largest < few + 3 * 2048
+    kept = dict(log.rows())
+    assert all(rows == rows_of(epoch) for epoch, rows in kept.items())
+    steps = np.diff(list(kept))
+    assert next(iter(kept)) == 0 and set(steps[-20:]) == {1}, "from the first to the newest"
+    assert 16 <= max(steps) <= 128 and len(kept) > 150, "and no large gap: it would take 36 for all to be as far apart"
+
+
+def test_an_epoch_costs_no_more_where_they_are_thinned(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, read, seen = log_of(3000), reports._Block.of, []
+    monkeypatch.setattr(reports._Block, "of", lambda data: seen.append(len(data)) or read(data))
+    for epoch in range(3000, 6000):
+        log.add(epoch, rows_of(epoch))
+    assert sum(seen) < 3 * (3000 * 7 * 8), "two blocks for each that is full"
+
+
+@pytest.mark.parametrize("at", [100, 299, 300, 301, 1777, 2500])
+def test_what_is_left_follows_from_what_was_reported(few: int, at: int) -> None:
+    """Whoever joined, or went back to a checkpoint, has what everybody has."""
+    log, checkpoint = log_of(2600), log_of(at).packed()
+    joined = ReportLog()
+    for behind in (joined, log):
+        behind.cut(at)  # the one had gone on, and thinned what is here whole
+        behind.fold(ReportLog.unpacked(checkpoint))
+        for epoch in range(at, 2600):
+            behind.add(epoch, rows_of(epoch))
+    assert log.packed() == joined.packed() == log_of(2600).packed()
+
+
+def test_what_is_reported_now_and_then_is_not_always_left_out(few: int) -> None:
+    log = ReportLog()
+    for epoch in range(9000):
+        log.add(epoch, rows_of(epoch) | ({7: {"accuracy": epoch / 3}} if epoch % 100 == 99 else {}))
+    accuracies = [epoch for epoch, rows in log.rows() if 7 in rows]
+    assert len(accuracies) > 5, "of 90, as few as of all others"
+    for one in (ReportLog(), ReportLog()):
+        for epoch in range(3000):
+            one.add(epoch, {epoch % 3: {f"of {epoch}": 0.5}})
+        assert size(one) < few + 3 * 2048, "nor do names that never come again fill the memory"
+
+
+def test_what_takes_more_than_all_may_is_the_newest_alone(few: int) -> None:
+    log = ReportLog()
+    for epoch in range(20):
+        log.add(epoch, {0: {f"{at}": 0.5 for at in range(2000)}})
+    assert len(list(log.rows())) <= 3 and log.of(19)
+
+
+def test_that_they_are_thinned_is_said_once_and_failures_change_nothing(few: int) -> None:
+    async def kill(cluster: InProcessCluster, node: str) -> None:
+        cluster.crash(node)
+
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        result = await cluster.result()
+        texts.append([event.text for event in cluster.events if event.kind == "reports thinned"])
+        return result
+
+    texts: list[list[str]] = []
+    job = tg.Job(tasks=2, epochs=60, builder=lambda _: Telling(), backups=1)
+    whole = play(job, scenario, nodes=3)
+    harmed = play(job, scenario, nodes=3, stages={("compose", 0, 41): kill})
+    assert [len(of_a_run) for of_a_run in texts] == [1, 1]
+    assert texts[0][0].startswith("what the tasks reported takes more than ")
+    assert harmed.failovers > 0 and harmed.reports == whole.reports
+    epochs = [report.epoch for report in whole.reports]
+    assert len(epochs) < 60 and epochs[0] == 0 and epochs[-2:] == [58, 59]
+
+
+@pytest.mark.parametrize("epochs", [3, 300, *range(1000, 1037)])
+def test_whether_the_leader_knew_of_the_last_epoch_changes_nothing(few: int, epochs: int) -> None:
+    """Results may be collected before it hears that its last commit happened."""
+
+    def result(log: ReportLog) -> tuple[tg.EpochReport, ...]:
+        rows = {task: (ReportRow(epochs - 1, task, numbers),) for task, numbers in rows_of(epochs - 1).items()}
+        found = [
+            TaskResult(task, epochs, 1, None, rows[task], tuple(log.packed()) if not task else ()) for task in rows
+        ]
+        return assemble("fit", found[::-1], (), 0.0).reports
+
+    whole = result(log_of(epochs))
+    assert result(log_of(epochs - 1)) == whole
+    assert [report.epoch for report in whole] == [epoch for epoch, _ in log_of(epochs).rows()]
+    assert whole[-1].by_task == rows_of(epochs - 1) and whole[-1].numbers == rows_of(epochs - 1)[0]
