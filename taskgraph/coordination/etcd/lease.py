@@ -89,6 +89,7 @@ class EtcdLease:
         self._cluster = cluster
         self._login = login
         self._entering: Future[Entered] | None = None  # the login that the next stream waits for
+        self._refused: str | None = None  # the token that a stream of ours was refused for
         self._valid_until = sent_at + ttl_s
         self._lost = False
         self._trouble = ""
@@ -185,6 +186,8 @@ class EtcdLease:
                     continue  # the main loop is stuck
                 if stream is None:
                     at, token = self._options.endpoints[endpoint], self._login.token
+                    if token is None and self._login.last != self._refused:
+                        token = self._login.last  # many versions of etcd look at no token here
                     if token is None and self._login.needed:
                         if self._entering is None:
                             self._entering = self._login.begin(at)
@@ -225,6 +228,7 @@ class EtcdLease:
             self._trouble = ""
 
     def refused(self, token: str) -> None:
+        self._refused = token
         self._login.refused(token)
 
     def broke(self) -> None:

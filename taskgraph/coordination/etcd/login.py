@@ -113,12 +113,16 @@ class Login:
 
     Args:
         options: where the cluster is, and as whom to log in.
+
+    Attributes:
+        last: the newest token, whether or not etcd takes it.
     """
 
     def __init__(self, options: EtcdOptions) -> None:
         self._options = options
         self._pace = Pace()
         self._lock = threading.Lock()
+        self.last: str | None = None
         self._entered: Entered | None = None
         self._under_way: Future[Entered] | None = None
         self._since: float | None = None  # when the first login of this row was begun
@@ -207,6 +211,8 @@ class Login:
             if failed is None or failed.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 self._since = None
             self._entered = entered
+            if entered is not None:
+                self.last = entered.answer.token
         if failed is not None:
             future.set_exception(failed)
         elif entered is not None:

@@ -48,6 +48,7 @@ class FakeEtcd:
         self.outcomes: Iterator[Exception | None] = iter(())  # of logins, in turn; then all get a token
         self.limits: list[float] = []
         self.tokens: list[str] = []
+        self.looks = True  # at the tokens of renewals
         self.slow: threading.Event | None = None  # logins wait for it
         self.asked = threading.Event()
         self.probes: Iterator[Exception | None] = iter(())  # what becomes of calls that need no token
@@ -73,7 +74,7 @@ class FakeEtcd:
     def stream_stream(self, *_: object) -> Callable[..., Iterator[v3.LeaseKeepAliveResponse]]:
         def renew(requests: Iterator[Any], *, metadata: Any) -> Iterator[v3.LeaseKeepAliveResponse]:
             for request in requests:
-                if dict(metadata).get("token") != self.tokens[-1]:
+                if self.looks and dict(metadata).get("token") != self.tokens[-1]:
                     raise Failed(Code.UNAUTHENTICATED, "etcdserver: invalid auth token")
                 yield v3.LeaseKeepAliveResponse(id=request.id, ttl=60)
 
@@ -257,6 +258,25 @@ async def test_a_lease_takes_the_token_that_is_there_and_logs_in_where_it_is_ref
         assert login.token == "worker.2" == etcd.tokens[-1]
     finally:
         await lease.close(revoke=False)
+
+
+async def test_a_lease_needs_no_login_where_etcd_looks_at_no_token_of_it(etcd: FakeEtcd) -> None:
+    """It waited for one, as calls do, among those of all other nodes, and lost its time."""
+    login, etcd.looks = Login(OPTIONS), False
+    login.refused(await entered(login))
+    etcd.slow = threading.Event()
+    login.begin(OPTIONS.endpoints[0])
+    lease = lease_of(login)
+    lease.start()
+    try:
+        began = time.monotonic()
+        async with asyncio.timeout(10):
+            while lease.valid_until() < began + 60:  # noqa: ASYNC110 - a thread of its own changes it
+                await asyncio.sleep(0.001)
+        assert login.token is None and login.told()
+    finally:
+        await lease.close(revoke=False)
+        await login.close()
 
 
 async def test_a_lease_waits_for_a_login_without_beginning_others_and_says_so(etcd: FakeEtcd) -> None:
