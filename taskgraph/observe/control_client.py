@@ -73,6 +73,11 @@ _BUSY_S = 10.0
 """A node that has been silent is asked whether it is there; what it computes may keep it busy."""
 
 
+_KILL_TRIES = 10
+"""Orders to end, and questions whether it did; a process takes a moment to end, its port with it."""
+_KILL_AGAIN_S = 0.25
+
+
 class TraceCall:
     """A node's spans while they come. The first chunk has none: tracing is on."""
 
@@ -171,15 +176,32 @@ class ControlClient:
             PeerGone: nobody listens there: the process ended before.
             PeerLost: it does not answer: stopped, perhaps; or it cannot be reached from here.
         """
-        if number == signals.SIGKILL:  # that nothing arrives there must not be taken for its end
-            await self.clock(timeout_s)
-        try:
+        if number == signals.SIGKILL:
+            await self._kill_for_good(timeout_s)
+        else:
             await self._call("Kill", pb.KillRequest(signal=number), pb.KillReply, timeout_s)
-        except PeerLost as error:
-            cause = error.__cause__
-            broke = isinstance(cause, grpc.aio.AioRpcError) and cause.code() == grpc.StatusCode.UNAVAILABLE
-            if not broke or number != signals.SIGKILL:
-                raise
+
+    async def _kill_for_good(self, timeout_s: float) -> None:
+        """A connection that breaks may be its end, or the network's, with the order lost: it is asked which."""
+        await self.clock(timeout_s)  # that nothing arrives there must not be taken for its end
+        lives, lost = True, None
+        for _ in range(_KILL_TRIES):
+            try:
+                if lives:
+                    await self._call("Kill", pb.KillRequest(signal=signals.SIGKILL), pb.KillReply, timeout_s)
+                    return
+                await self.clock(timeout_s)
+                lives = True
+            except PeerGone:
+                if lost is None:
+                    raise
+                return
+            except PeerLost as error:
+                if not _broke(error):
+                    raise
+                lives, lost = False, error
+                await asyncio.sleep(_KILL_AGAIN_S)
+        raise PeerLost(f"{lost}; whether it ended is not known: `taskgraph status` tells") from lost
 
     async def drain(self, why: str, timeout_s: float = 2.0) -> None:
         await self._call("Drain", pb.DrainRequest(why=why), pb.DrainReply, timeout_s)
@@ -310,6 +332,12 @@ class ControlClient:
         elif first and not self._address.startswith("unix:") and any(sign in details for sign in _CUT_OFF):
             details += "; perhaps it speaks TLS only: give --tls; or it has too many connections"
         return PeerLost(f"the node at {self._address} did not answer {method}: {code.name}: {details}")
+
+
+def _broke(error: PeerLost) -> bool:
+    """Whether the connection broke, or none was made: it was not silent, nor did it answer something else."""
+    cause = error.__cause__
+    return isinstance(cause, grpc.aio.AioRpcError) and cause.code() == grpc.StatusCode.UNAVAILABLE
 
 
 def _options(address: str) -> list[tuple[str, int]]:

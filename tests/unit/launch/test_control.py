@@ -204,6 +204,53 @@ async def test_a_node_that_is_not_there_any_more_is_gone(tmp_path: Path) -> None
             await client.kill(signal.SIGKILL)
 
 
+class Breaking(grpc.GenericRpcHandler):
+    """Breaks off what it is asked; of each method, as often as `breaks` says, in these words."""
+
+    def __init__(self, **breaks: list[str]) -> None:
+        self.breaks, self.asked = breaks, list[str]()
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
+        method = details.method.rpartition("/")[2]
+
+        async def once(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+            self.asked.append(method)
+            if (words := self.breaks[method].pop(0)) != "":
+                await context.abort(grpc.StatusCode.UNAVAILABLE, words)
+            return b""
+
+        return grpc.unary_unary_rpc_method_handler(once)
+
+
+@pytest.mark.parametrize(
+    ("kills", "clocks", "lost"),
+    [
+        ([""], [""], None),
+        (["Socket closed", ""], ["", ""], None),
+        (["Socket closed"], ["", "Connection reset", "Connection refused"], None),
+        (["Socket closed"] * 5, [""] * 6, "did not answer Kill.* whether it ended is not known"),
+        (["Socket closed"], ["", *["Socket closed"] * 9], "did not answer Clock.* whether it ended is not known"),
+    ],
+    ids=["answered", "the order was lost", "it ended", "it lives on", "who knows"],
+)
+async def test_a_connection_that_breaks_is_not_taken_for_the_end_of_who_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: list[str], clocks: list[str], lost: str | None
+) -> None:
+    """It was: `sent SIGKILL`, and the node lived."""
+    monkeypatch.setattr(control_client, "_KILL_AGAIN_S", 0.0)
+    server, node = grpc.aio.server(), Breaking(Kill=list(kills), Clock=list(clocks))
+    server.add_generic_rpc_handlers((node,))
+    server.add_insecure_port(f"unix:{tmp_path}/c")
+    await server.start()
+    try:
+        async with ControlClient(f"unix:{tmp_path}/c", TOKEN) as client:
+            with pytest.raises(PeerLost, match=lost) if lost else contextlib.nullcontext():
+                await client.kill(signal.SIGKILL)
+    finally:
+        await server.stop(0)
+    assert [node.asked.count("Kill"), node.asked.count("Clock")] == [len(kills), len(clocks)]
+
+
 async def test_values_of_any_size_and_any_number_of_reports_arrive_whole(service: Service) -> None:
     big = {"rows": np.arange(700_000, dtype="f8"), "empty": np.zeros((0, 3)), "bytes": b"x" * 3_000_001, "text": "ok"}
     rows = tuple(ReportRow(e, t, {"loss": e / 3, f"of task {t}": 1.0}) for e in range(12_000) for t in range(3))
