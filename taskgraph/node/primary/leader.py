@@ -83,6 +83,7 @@ class LeaderRole:
         self._acting = False  # a commit is being written, say
         self._came = False  # something that may be due came meanwhile
         self._gathered_by = self._ahead  # as `gather_by` was told last
+        self._told_thinned = primary.replica.log.thinned  # else by the leader before
 
     def gather_by(self, ahead: int) -> None:
         """Task 0, whose epochs are as large as others' for all we know, may be so many epochs ahead."""
@@ -308,13 +309,10 @@ class LeaderRole:
         self._commit_of = generation
         self._stop_gathering()
         if self._lineage() == lineage:  # else it was committed, and undone by a roll-back before we knew
-            log = self._primary.replica.log
-            thinned = log.thinned
             for number in numbers:
                 if rows[number]:
-                    log.add(number, rows[number])
-            if log.thinned and not thinned:
-                self._tell_thinned(numbers[-1])
+                    self._primary.replica.log.add(number, rows[number])
+            self._look_at_log(numbers[-1])
             self._committed = numbers.stop
             self._rows.set()
         self._tell_committed(stamp.attempt, rows, view)
@@ -328,9 +326,12 @@ class LeaderRole:
         if self._leader.ready:  # tasks that are ahead have reported it already
             self._wake_if_due()
 
-    def _tell_thinned(self, epoch: int) -> None:
-        """There are too many reports: said once, by the leader under whom it begins."""
-        mib = self._primary.replica.log.most_bytes >> 20
+    def _look_at_log(self, epoch: int) -> None:
+        """Tells once where there are too many reports. They may also have come to be so when the commit was read."""
+        log = self._primary.replica.log
+        if self._told_thinned or not log.thinned:
+            return
+        self._told_thinned, mib = True, log.most_bytes >> 20
         self._node.events.emit(
             "reports thinned",
             f"what the tasks reported takes more than {mib} MiB by epoch {epoch}: from now on `reports` of the result "

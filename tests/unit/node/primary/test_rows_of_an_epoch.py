@@ -13,6 +13,7 @@ from cluster_kit import Counting, play
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.primary.leader import LeaderRole
+from taskgraph.node.reports import ReportLog
 from taskgraph.protocol.commit import Commit
 from taskgraph.protocol.kv import Txn
 from taskgraph.protocol.messages import Report, Reports, Stamp
@@ -124,5 +125,26 @@ def test_what_was_undone_before_its_commit_was_known_is_not_in_the_log(monkeypat
             await role._commit(Commit(finished=False))
         view.epoch = known
         assert not log and role._committed == 0
+
+    asked(check)
+
+
+def test_that_reports_are_thinned_is_told_whoever_added_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit of several epochs may be read before its answer comes: most are in the log then, out of boundaries."""
+
+    async def check(role: LeaderRole) -> None:
+        view, told = role._node.keeper.view, []
+
+        async def committed(txn: Txn, *, key: str, writer: str) -> int:
+            patch.setattr(ReportLog, "thinned", True)
+            return view.revision
+
+        with monkeypatch.context() as patch:
+            patch.setattr(role._node, "transact", committed)
+            patch.setattr(role._node.events, "emit", lambda kind, *_, **__: told.append(kind))
+            for _ in range(2):
+                role.report_now(Reports((report(0), report(1))))
+                await role._commit(Commit(finished=False))
+        assert told.count("reports thinned") == 1
 
     asked(check)
