@@ -145,6 +145,7 @@ class Node:
         self._draining = Draining(self)
         self.serving = Serving(self)
         self.suspicion = Suspicion(self, self.roles.reconsider)
+        self.router.on_gone = self._on_gone
         self.registration: Registration | None = None
         self.paused = True
         """Whether it cannot prove its lease just now, as `Registration` says; every message asks for it."""
@@ -497,6 +498,10 @@ class Node:
     def _on_lost(self, node: str) -> None:
         if self.running:
             self.suspicion.lost(node)
+
+    def _on_gone(self, node: str) -> None:
+        if self.running:
+            self.suspicion.uncallable(node)
 
     def end_with(self, error: TaskGraphError, ran: tuple[Ran, ...] = ()) -> None:
         """This node cannot go on.

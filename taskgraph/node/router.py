@@ -14,7 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 from taskgraph.coordination.viewkeeper import ViewKeeper
-from taskgraph.errors import PeerLost, Refused, TransportError
+from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
 from taskgraph.node.backoff import Backoff
 from taskgraph.protocol.messages import Call, Pull, Reason, Reply
 from taskgraph.protocol.records import NodeRecord
@@ -63,10 +63,12 @@ class Router:
 
     Attributes:
         allocate: memory for what will travel, as the transport gives it.
+        on_gone: told of every registered node whose port refused a call.
     """
 
     def __init__(self, transport: Transport, keeper: ViewKeeper) -> None:
         self.allocate = transport.allocate
+        self.on_gone: Callable[[str], None] = lambda node: None
         self._transport = transport
         self._keeper = keeper
         self._addresses: dict[str, tuple[NodeRecord, Peer]] = {}
@@ -210,6 +212,8 @@ class Router:
         now, known = asyncio.get_running_loop().time(), self._failing.get(node)
         since = now if known is None or now - known.last > _FORGOTTEN_S else known.since
         self._failing[node] = _Failing(since, now, str(error))
+        if isinstance(error, PeerGone):
+            self.on_gone(node)
 
     async def _call(
         self, peer: Peer, message: Call, timeout_s: float | None, in_vain: Callable[[JobView], bool]

@@ -31,6 +31,8 @@ _EXPIRY_S = 2.0
 """After the TTL of a lease that nobody renews: until etcd has deleted its keys, and everybody has read that."""
 _BACK = 0.2
 """Of the TTL of a lease: who paused when this node did has this long after it to come back."""
+_DOUBT_S = 0.1
+"""As a rule its sessions break in this moment, too, and nobody has to read etcd while its tasks are taken over."""
 _PROBES = 5
 """A node that neither refuses nor answers is probed this often, then left to its lease."""
 
@@ -61,6 +63,7 @@ class Suspicion:
         self._absent_before: frozenset[str] | None = None  # when this node paused; None: it is long ago
         self._coming_back: asyncio.Task[None] | None = None
         self._probing: dict[str, asyncio.Task[None]] = {}
+        self._doubted: set[str] = set()  # a call found nobody listening: it is looked at
         self.suspects: frozenset[str] = frozenset()
         self.gone: frozenset[str] = frozenset()
         self._gone_revision = -1  # of `gone`
@@ -102,6 +105,29 @@ class Suspicion:
     def lost(self, node: str) -> None:
         """A session with it broke: look whether its process still listens."""
         self._outlived.discard(node)
+        self._look_at(node)
+
+    def uncallable(self, node: str) -> None:
+        """A call found that its port refuses. A session that the node itself began may stand: of that no end is told.
+
+        Nobody can ask anything of such a node, so it is taken for dead, too.
+        """
+        if node not in self._refused and node not in self._outlived and node not in self._doubted:
+            self._doubted.add(node)
+            self._node.own(self._doubt(node), f"doubt {node}")
+
+    async def _doubt(self, node: str) -> None:
+        try:
+            await asyncio.sleep(_DOUBT_S)
+            if node not in self._refused:
+                await self._node.keeper.refresh()  # it may have left in good order, and that is not read yet
+                view = self._node.keeper.view
+                if node in view.nodes and node not in view.gone:
+                    self._look_at(node)
+        finally:
+            self._doubted.discard(node)
+
+    def _look_at(self, node: str) -> None:
         known = self._probing.get(node)
         if node not in self._refused and (known is None or known.done()):
             self._probe_soon(node)

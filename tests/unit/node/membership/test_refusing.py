@@ -67,6 +67,44 @@ def test_a_node_that_is_there_is_suspected_no_more(
     play(job(gated, tasks=1, settings=SETTINGS), scenario, nodes=2)
 
 
+def test_who_cannot_be_called_is_taken_for_dead_though_its_own_connections_stand(
+    gated: type[Gated], refused: set[tuple[str, str]]
+) -> None:
+    """Nothing told of it but the calls: the job stood still for as long as the port refused."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        ended = asyncio.ensure_future(cluster.result())
+        await gated.reached.wait()
+        alone = holder(cluster, 0)
+        other = next(node for node in cluster.nodes if node is not alone)
+        refused.add((other.id, alone.id))
+        gated.gate.set()
+        assert (await ended).values == {0: 3, 1: 3}
+        assert other.suspicion.suspects == {alone.id} and not alone.suspects
+        assert told(cluster, "lost") == [f"{alone.name} is gone: its port refuses"]
+
+    play(job(gated, settings=SETTINGS), scenario, nodes=2)
+
+
+def test_a_port_that_goes_on_refusing_is_news_once(gated: type[Gated], refused: set[tuple[str, str]]) -> None:
+    async def scenario(cluster: InProcessCluster) -> None:
+        ended = asyncio.ensure_future(cluster.result())
+        await gated.reached.wait()
+        alone, other = holder(cluster, 0), next(node for node in cluster.nodes if node is not holder(cluster, 0))
+        refused.add((other.id, alone.id))
+        cluster.network.cut(alone.id, other.id)
+        cluster.network.heal(alone.id, other.id)
+        await asyncio.sleep(4 * SETTINGS.lease_ttl_s)  # once it is no suspect it is offered boundaries again
+        assert [len(told(cluster, kind)) for kind in ("lost", "found", "takeover")] == [1, 1, 1]
+        refused.clear()
+        await asyncio.sleep(3)
+        assert all(len(other.keeper.view.in_sync(task)) == 2 for task in range(2))
+        gated.gate.set()
+        assert (await ended).values == {0: 3, 1: 3}
+
+    play(job(gated, settings=SETTINGS), scenario, nodes=2)
+
+
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_those_that_refuse_each_other_do_not_take_over_from_each_other_for_ever(
     gated: type[Gated], refused: set[tuple[str, str]], monkeypatch: pytest.MonkeyPatch, nodes: int
