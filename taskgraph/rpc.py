@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import threading
 import traceback
 from collections.abc import Sequence
 from weakref import WeakSet
@@ -31,8 +32,8 @@ _INNERMOST = "AioChannel"
 _open: WeakSet[grpc.aio.Channel] = WeakSet()
 _some = False
 """Whether any may be alive: one was made since none was found."""
-_held: list[object] = []
-"""Those that a child is to inherit, while it is forked."""
+_fork = threading.local()
+"""What a child is to inherit (`held`), while it is forked: by each thread for itself, as several may fork at a time."""
 _inherited = False
 
 
@@ -57,6 +58,7 @@ def aio_channel(
     else:
         channel = grpc.aio.secure_channel(target, credentials, options)
     _open.add(channel)
+    _some = True  # once more: a fork in between found none
     return channel
 
 
@@ -87,23 +89,33 @@ def forget_frames(error: BaseException, before: BaseException | None) -> None:
             left += [each.__cause__, each.__context__]
 
 
+def _now_open() -> list[object]:
+    while True:
+        try:
+            return list(_open)
+        except RuntimeError:  # another thread has made one, or closed one
+            continue
+
+
 def _before_fork() -> None:
     global _some
+    _fork.held = []
     if not _some:
         return
-    if not _open and alive():
+    held = _now_open()
+    if not held and alive():
         gc.collect()
-    _held[:] = _open or alive()
-    _some = bool(_held)
+        held = alive()
+    _fork.held, _some = held, bool(held)
 
 
 def _after_in_parent() -> None:
-    _held.clear()
+    _fork.held = []
 
 
 def _after_in_child() -> None:
     global _inherited
-    for channel in _held:
+    for channel in _fork.held:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))  # what Python refers to it forgets at its end
         _inherited = True
 

@@ -43,13 +43,12 @@ async def serve(task: int, tasks: int, folder: str) -> None:
     below = Below(task, tasks, folder)
 
     async def epochs(requests: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
-        while (x := await context.read()) is not grpc.aio.EOF:
-            assert isinstance(x, bytes)
+        while isinstance(x := await context.read(), bytes):  # else it is grpc.aio.EOF
             await below.send(x)
             await context.write((await below.add(np.multiply(np.frombuffer(x), float(task)))).tobytes())
 
     server = grpc.aio.server(options=_OPTIONS)
-    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(epochs)  # type: ignore[arg-type]
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(epochs)
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("bench.Tree", {"Epochs": handler})])
     server.add_insecure_port(f"unix:{folder}/{task}")
     await server.start()

@@ -147,3 +147,38 @@ def test_a_forked_child_waits_for_no_channel_of_its_parent(how: str) -> None:
         else:
             assert line.startswith("this process was forked while its parent was connected"), "it would wait for ever"
     assert len(done.stdout.splitlines()) == 2
+
+
+_FORKS_OF_THREADS = """
+import asyncio, os, threading
+from taskgraph import rpc
+
+async def parent():
+    return rpc.aio_channel("127.0.0.1:1", None, ())
+
+kept, told = asyncio.run(parent()), []
+much = [bytearray(b"x") * (1 << 20) for _ in range(100)]  # a fork takes longer
+
+def forks():
+    for _ in range(20):
+        if child := os.fork():
+            told.append(os.waitpid(child, 0)[1])
+        else:
+            os._exit(0 if rpc._inherited else 7)
+
+threads = [threading.Thread(target=forks) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(told.count(0), len(told), flush=True)
+os._exit(0)
+"""
+
+
+def test_children_of_several_threads_know_of_it_all_alike() -> None:
+    """What one thread was about to leave to its child another one had forgotten: the child crashed."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _FORKS_OF_THREADS], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["80", "80"], done

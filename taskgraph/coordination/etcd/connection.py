@@ -82,6 +82,7 @@ class Stream(Generic[Response]):
         self, call: grpc.aio.StreamStreamCall[Message, Response], endpoint: Endpoint, token: str | None
     ) -> None:
         self._call = call
+        self._writing: asyncio.Future[None] | None = None
         self.endpoint = endpoint
         self.token = token
         self.left = False
@@ -92,19 +93,15 @@ class Stream(Generic[Response]):
         Raises:
             asyncio.InvalidStateError: the stream ended before.
         """
-        writing = asyncio.ensure_future(self._call.write(message))
-
-        def ended(_: object) -> None:
-            if self._call.cancelled():  # before it was connected, where gRPC itself would wait for ever
-                writing.cancel()
-
-        self._call.add_done_callback(ended)
+        self._writing = asyncio.ensure_future(self._call.write(message))
         try:
-            await writing
+            await self._writing
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
             raise asyncio.InvalidStateError("the stream was cancelled before it was connected") from None
+        finally:
+            self._writing = None
 
     def messages(self) -> AsyncGenerator[Response, None]:
         """What comes, until the server ends the stream."""
@@ -112,6 +109,10 @@ class Stream(Generic[Response]):
 
     def cancel(self) -> None:
         self._call.cancel()
+        # Before it was connected gRPC itself would wait for ever. It is not asked to tell of the call's end: some of
+        # its versions keep whom they told, and with it the call, and its channel.
+        if self._writing is not None:
+            self._writing.cancel()
 
 
 @dataclass(slots=True)
@@ -313,6 +314,8 @@ class Connection:
     async def close(self) -> None:
         """Ends all calls and streams."""
         self._closed = True
+        for stream in tuple(self._streams):
+            stream.cancel()
         await self.login.close()
         channels = [*self._channels.values(), *self._former]
         self._channels.clear()  # a frame of an exception that a caller keeps may hold us for long
