@@ -11,6 +11,7 @@ import difflib
 import errno
 import importlib
 import os
+import re
 import resource
 import sys
 from collections.abc import Callable, Sequence
@@ -40,6 +41,7 @@ FAILED, USAGE, UNREACHABLE, INTERRUPTED = 1, 2, 3, 130
 _ONLY_JOB = "may be left out where only one job runs on this host, and no --etcd is given"
 _NEAR = 0.8
 """Of two options: what is less alike than one letter more or less makes it has nothing to do with the other."""
+_NO_COMMAND = re.compile(r"argument COMMAND: invalid choice: '(\w+)'")
 _OF_DRIVERS = ("run", "submit", "launch")
 
 
@@ -53,6 +55,8 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**{**options, "allow_abbrev": False})
 
     def error(self, message: str) -> NoReturn:
+        if (told := _NO_COMMAND.match(message)) and (near := difflib.get_close_matches(told[1], _COMMANDS, 1, _NEAR)):
+            message += f": did you mean {near[0]}?"
         what, _, words = message.partition("unrecognized arguments: ")
         if not what:
             message += self._meant(words.split())

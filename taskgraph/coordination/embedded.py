@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from taskgraph import host
 from taskgraph.children import signal_name, tell_child
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.errors import CoordinationError, Unavailable
@@ -45,7 +46,6 @@ _LAST_LINES = 8
 _NO_NEWS = ("level", "ts", "caller", "msg", "stacktrace")
 #: Of the directory for temporary files: some kernels take 104 bytes for a unix socket's path.
 _FOLDER_PATH = 60
-_PREFIX = "taskgraph-own-etcd-"
 #: History kept for watches that reconnect, of a job that may write hundreds of times a second; etcd compacts as often.
 #: Whoever was away for longer lists everything anew.
 _HISTORY = "1m"
@@ -286,7 +286,8 @@ def _new_folder(*, short: bool) -> HeldFolder:
     folder = tempfile.gettempdir()
     if short and not may_hold_sockets(Path(folder), _FOLDER_PATH):
         folder = "/tmp"
-    return HeldFolder(Path(folder).absolute(), _PREFIX)
+    # Of this host: where several share a directory, their locks may be unknown to one another.
+    return HeldFolder(Path(folder).absolute(), f"taskgraph-etcd-{host.running()}-")
 
 
 def _command(binary: Path, version: str, name: str, data: Path, client_url: str, peer_url: str) -> list[str]:

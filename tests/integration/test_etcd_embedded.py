@@ -29,7 +29,7 @@ GUARD = ROOT / "taskgraph" / "launch" / "guard.py"
 
 
 def private_dirs(root: Path) -> list[Path]:
-    return sorted(root.glob("taskgraph-own-etcd-*"))
+    return sorted(root.glob("taskgraph-etcd-*"))
 
 
 def command_of(pid: int) -> list[str]:

@@ -482,7 +482,7 @@ async def test_nothing_outlives_a_launcher_that_is_killed(stuck: str) -> None:
         await becomes(lambda: not any(running(pid) for pid in started), 5.0)
         assert runtime.find("held") is None, "what the launcher left is known to be stale"
         assert list((runtime.root / "s").iterdir()) == []
-        assert [name for name in os.listdir(folder) if name.startswith("taskgraph-own-etcd-")] == []
+        assert [name for name in os.listdir(folder) if name.startswith("taskgraph-etcd-")] == []
     finally:
         shutil.rmtree(folder)
 
