@@ -66,7 +66,7 @@ class Noticing:
         """Nodes that live, as far as anybody knows: a wait for one of them may be for ever, so its cause is named."""
         node = self._node
         found = node.router.unreached(node.settings.stall_check_s)
-        names = {other: name_of(other) for other in sorted(found) if other not in node.suspects}
+        names = {other: name_of(other) for other in sorted(found) if other not in (node.id, *node.suspects)}
         return {other: f"{node.name} cannot reach {name}: {found[other]}" for other, name in names.items()}
 
     def _tell_unreached(self) -> None:

@@ -42,6 +42,8 @@ __all__ = ["LeaderRole", "within_reach"]
 
 _TIMER_S = 1e-3
 """Event loops may call as much too early what was to be called later."""
+_ASK_S = 1.0
+"""Who does not say what it waits for within this time is named, and the next time waited for twice as long."""
 _SETTLE_S = 0.5
 """Idle tasks with unequal sums are taken as diverged when no report came for this long: by far longer than a report
 that is under way needs, far shorter than a person waits."""
@@ -72,6 +74,7 @@ class LeaderRole:
         self._backoff = Backoff()
         self._waits_told: Stamp | None = None
         self._cycle_found: tuple[Stamp, object] | None = None
+        self._patience: tuple[Stamp | None, float] = (None, _ASK_S)  # for what each primary waits for
         self.waits: tuple[str, ...] = ()
         self._audit_waits: tuple[str, ...] = ()
         self._refused: tuple[tuple[Compare, ...], int] = ((), 0)
@@ -511,15 +514,18 @@ class LeaderRole:
 
     async def _gather_waits(self, stamp: Stamp) -> dict[int, tuple[Wait, ...]]:
         gathered: dict[int, tuple[Wait, ...]] = {}
+        limit_s = self._patience[1] if self._patience[0] == stamp else _ASK_S
 
         async def ask(task: int) -> None:
             holder = self._node.keeper.view.primary_node(task)
             if holder is None:
                 return
             try:
-                reply = await self._node.router.to_node(holder, Waits(stamp, task), timeout_s=1.0)
-            except TransportError:
-                return  # named as unreachable
+                async with asyncio.timeout(limit_s):  # not the call's own: who is late can be reached
+                    reply = await self._node.router.to_node(holder, Waits(stamp, task), timeout_s=None)
+            except (TransportError, TimeoutError):  # named as one that does not answer
+                self._patience = (stamp, min(2 * limit_s, self._node.settings.call_s))
+                return
             if isinstance(reply, WaitsPage):
                 gathered[task] = reply.waits
 

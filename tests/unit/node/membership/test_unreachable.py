@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from cluster_kit import job, play
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
+from taskgraph.node.router import _Failing
+from taskgraph.node.serving import Serving
 from taskgraph.observe.events import Event
+from taskgraph.protocol.messages import Call, Reply, Waits
 
 
 class Talking(tg.Task):
@@ -50,6 +54,49 @@ def test_it_is_told_once_for_each_pair_and_shown_for_as_long_as_it_lasts() -> No
         cluster.network.heal(first.id, second.id)
         await asyncio.sleep(3)
         assert not any("cannot reach" in wait for node in (first, second) for wait in node.status().waits)
+
+    play(job(Talking, epochs=10_000), scenario, nodes=2)
+
+
+class Crossed(Talking):
+    """Each answers before it says."""
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        epoch.processor(self.answer, inbound={"word": "peers"}, outbound={"answer": "peers"})
+        epoch.processor(self.say, outbound={"word": "peers"})
+        epoch.processor(self.hear, inbound={"answer": "peers"})
+
+    def answer(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        outs.put("answer", ins["word"])
+
+
+def test_who_is_late_to_say_what_it_waits_for_can_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told of the leader, too, that it cannot reach itself; and a cycle of waits was never found."""
+
+    async def late(serving: Serving, caller: str, call: Call) -> Reply:
+        if isinstance(call, Waits):
+            await asyncio.sleep(3.0)
+        return await serve(serving, caller, call)
+
+    serve = Serving.__call__
+    monkeypatch.setattr(Serving, "__call__", late)
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        with pytest.raises(tg.JobFailed, match="a cycle of waits"):
+            await cluster.result()
+        assert not told(cluster)
+
+    play(job(Crossed, epochs=3), scenario, nodes=2)
+
+
+def test_nobody_is_said_not_to_reach_itself() -> None:
+    """Of a node that is busy for long its own calls come late, too."""
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        first, second = await work(cluster)
+        now = asyncio.get_running_loop().time()
+        first.router._failing = {node.id: _Failing(now - 60, now, "no answer") for node in (first, second)}
+        assert first.noticing.waits == ("n1 cannot reach n2: no answer",)
 
     play(job(Talking, epochs=10_000), scenario, nodes=2)
 
