@@ -1,4 +1,7 @@
-"""Dask distributed: every task an actor on a worker process of its own; actors call each other, worker to worker."""
+"""Dask distributed: every task an actor on a worker process of its own; actors call each other, worker to worker.
+
+The root is the client, whose calls go to the workers themselves, too, and not by way of the scheduler.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ async def main(tasks: int, n: int, seconds: float) -> None:
         LocalCluster(
             n_workers=tasks - 1, threads_per_worker=1, processes=True, asynchronous=True, dashboard_address=None
         ) as cluster,
-        Client(cluster, asynchronous=True) as client,
+        Client(cluster, asynchronous=True, direct_to_workers=True) as client,
     ):
         workers = list(cluster.scheduler.workers)
         actors: dict[int, Any] = {}
