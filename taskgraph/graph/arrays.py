@@ -187,7 +187,7 @@ class Copy:
             self._source = array.reshape(-1).view(np.uint8)
             return
         target = self._target
-        np.copyto(np.ndarray(array.shape, array.dtype, target.data), array)
+        np.copyto(dtypes.opaque(np.ndarray(array.shape, array.dtype, target.data)), dtypes.opaque(array))
         if mask is not None:
             np.ndarray((self.nbytes,), np.uint8, target.data).reshape(-1, array.itemsize)[:, mask] = 0
 
