@@ -23,6 +23,8 @@ import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import uvloop
+
 from taskgraph.errors import PeerGone, PeerLost, TransportError
 from taskgraph.settings import Settings
 
@@ -237,7 +239,7 @@ def handed_over(sock: socket.socket) -> Iterator[None]:
     try:
         yield
     finally:
-        if type(asyncio.get_running_loop()).__module__.startswith("uvloop"):
+        if isinstance(asyncio.get_running_loop(), uvloop.Loop):  # a node's is a subclass
             sock.detach()
 
 

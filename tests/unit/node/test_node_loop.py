@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import uvloop
 
 from taskgraph.errors import JobError
 from taskgraph.node.loop import NodeLoop
+from taskgraph.transport.endpoints import handed_over
 
 
 class Mine(asyncio.Task[Any]):
@@ -68,3 +70,19 @@ def test_another_task_factory_is_taken_and_given_back() -> None:
         assert loop.get_task_factory() is None
 
     in_a_node(sets)
+
+
+@pytest.mark.parametrize("loop", [NodeLoop, uvloop.Loop, asyncio.SelectorEventLoop])
+def test_a_descriptor_that_uvloop_closes_is_its_own(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    """Else its number is closed once more when the socket is garbage, and is somebody else's by then."""
+
+    async def hands_over() -> int:
+        with socket.socket() as sock:
+            with handed_over(sock):
+                number = sock.fileno()
+            if (mine := sock.fileno()) < 0:
+                socket.close(number)
+            return mine
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        assert (runner.run(hands_over()) < 0) is (loop is not asyncio.SelectorEventLoop)
