@@ -24,7 +24,7 @@ from weakref import WeakSet
 import grpc
 import grpc.aio
 
-from taskgraph.errors import CoordinationError
+from taskgraph.errors import CoordinationError, class_name
 
 __all__ = ["aio_channel", "alive", "close", "forget_frames"]
 
@@ -71,7 +71,7 @@ async def close(channel: grpc.aio.Channel) -> None:
 def alive() -> list[object]:
     """Channels that are not forgotten, closed ones too. A call holds the innermost part of its own, so that is asked
     for; it cannot be referred to weakly. By its name: its module is gRPC's own affair."""
-    return [found for found in gc.get_objects() if type(found).__name__ == _INNERMOST]
+    return [found for found in gc.get_objects() if class_name(type(found)) == _INNERMOST]
 
 
 def forget_frames(error: BaseException, before: BaseException | None) -> None:

@@ -182,3 +182,18 @@ def test_children_of_several_threads_know_of_it_all_alike() -> None:
         [sys.executable, "-W", "ignore", "-c", _FORKS_OF_THREADS], capture_output=True, text=True, timeout=60
     )
     assert done.stdout.split() == ["80", "80"], done
+
+
+def test_to_look_for_channels_runs_no_code_of_classes() -> None:
+    class Nameless(type):
+        @property
+        def __name__(cls) -> str:  # type: ignore[override]
+            raise RuntimeError("no name")
+
+    class Hostile(metaclass=Nameless):
+        pass
+
+    there = Hostile()
+    there.itself = there  # type: ignore[attr-defined]
+    assert rpc.alive() is not None and gc.is_tracked(there)
+    del there.itself  # type: ignore[attr-defined]
