@@ -56,7 +56,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if (told := _NO_COMMAND.match(message)) and (near := difflib.get_close_matches(told[1], _COMMANDS, 1, _NEAR)):
-            message += f": did you mean {near[0]}?"
+            message += f" (did you mean {near[0]}?)"
         what, _, words = message.partition("unrecognized arguments: ")
         if not what:
             message += self._meant(words.split())

@@ -57,7 +57,8 @@ class Settings:
         results_kept_s: how long nodes keep results nobody collects, unless who runs the job lives.
         fatal_deaths: nodes whose processes may end while the same code of one task runs, in one epoch: the job fails
             with the last of so many.
-        device_failures: nodes that one task may end in one epoch by errors of CUDA devices; the next one fails the job.
+        device_failures: nodes that one task may end in one epoch by errors of CUDA devices, and attempts of an epoch
+            that end since a device elsewhere failed to copy what was asked for; the next one fails the job.
         device_memory: how much of a CUDA device's memory the nodes of a launcher that share it may hold together.
         blas_threads: threads of BLAS and OpenMP in a node; the same for any number of nodes: sums are bit-equal.
         deal_devices: a launcher gives each node of its host CUDA devices of its own; False: all nodes see all of them.

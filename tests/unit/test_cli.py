@@ -408,7 +408,7 @@ def test_a_process_that_may_open_next_to_no_files_is_told_before_it_begins(
         (["events", "x", "--folow"], "unrecognized arguments: --folow (did you mean --follow?); see"),
         (["status", "x", "y"], "unrecognized arguments: y; see `taskgraph status --help`"),
         (["--taks", "run", "d.py"], "unrecognized arguments: --taks; see `taskgraph --help`"),
-        (["statsu"], ": did you mean status?"),
+        (["statsu"], "(did you mean status?); see `taskgraph --help`"),
         (["drain", "x"], "--node; see `taskgraph drain --help`"),
     ],
 )
