@@ -23,8 +23,9 @@ os.environ.setdefault("GRPC_DNS_RESOLVER", "native")
 
 if TYPE_CHECKING:
     from taskgraph import testing as testing
+    from taskgraph.channels import Inputs, Outputs
     from taskgraph.cli import driver_main as main
-    from taskgraph.epoch import Epoch, Hold, Inputs, Outputs, Reply, Tag
+    from taskgraph.epoch import Epoch, Hold, Reply, Tag
     from taskgraph.errors import (
         CheckpointError,
         CoordinationError,
@@ -121,7 +122,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "epoch": ("Epoch", "Hold", "Inputs", "Outputs", "Reply", "Tag"),
+    "channels": ("Inputs", "Outputs"),
+    "epoch": ("Epoch", "Hold", "Reply", "Tag"),
     "graph.libraries": ("arrays",),
     "graph.values": ("codec", "message"),
     "jobs": ("Job", "job"),

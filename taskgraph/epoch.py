@@ -1,4 +1,4 @@
-"""What user code holds in its hands during an epoch: `Epoch`, `Inputs`, `Outputs`, `Reply`, `Hold`, `Tag`.
+"""What user code holds in its hands during an epoch: `Epoch`, `Reply`, `Hold`, `Tag`; `channels` has the rest.
 
 These classes check what user code asks for and hand it on to the attempt at work (`Work`); they may be used from
 the event loop (async hooks) and from worker threads (plain ones) alike.
@@ -8,31 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, Final, Generic, Protocol, Self, TypeVar, overload
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 import xxhash
-from numpy.typing import DTypeLike, NDArray
 
 from taskgraph.device.api import Device
-from taskgraph.device.lookup import device_of
-from taskgraph.errors import GraphError, JobError, ValueNotEncodable
-from taskgraph.graph.arrays import empty
+from taskgraph.errors import GraphError, JobError
 from taskgraph.graph.blocks import Block
-from taskgraph.graph.compose import TEXTS, Composition, Processor, is_text
-from taskgraph.graph.values import decode, encode, small_array
-from taskgraph.protocol.messages import Encoded, EncodedOnDevice
+from taskgraph.graph.compose import TEXTS, Composition, is_text
+from taskgraph.graph.values import decode, encode
+from taskgraph.protocol.messages import Encoded
 
 __all__ = [
     "AttemptEnded",
     "ComposeEpoch",
     "Epoch",
     "Hold",
-    "Inputs",
-    "Outputs",
     "PureEpoch",
     "Reply",
     "Scratch",
@@ -40,10 +34,10 @@ __all__ = [
     "To",
     "Work",
     "in_words",
+    "task_ids",
 ]
 
 T = TypeVar("T")
-_ndarray: Final = np.ndarray  # numpy makes some of its names when asked: Python looks up each of them in every call
 To = str | int | Sequence[str | int]
 """A link's name, a task id, or several of them; oneself is allowed."""
 
@@ -211,14 +205,14 @@ class Epoch:
         """
         self._no_messages("flag", composing=True)
         value = encode(meta, what=f"flag of task {self._work.task}")
-        self._work.flag(self._where, _task_ids(self._work, to, self._at, "flag"), value)
+        self._work.flag(self._where, task_ids(self._work, to, self._at, "flag"), value)
 
     def request(self, to: int, method: str, payload: Any = None) -> Reply:
         """Calls a handler of another task, with effects exactly once. `await reply`; in a thread `reply.wait()`."""
         self._no_messages("request")
         if not isinstance(method, str) or not is_text(method):
             raise GraphError(f"{self._at()}: request(): the method {method!a} is no text that can be encoded")
-        ids = _task_ids(self._work, to, self._at, f"request {method!r}")
+        ids = task_ids(self._work, to, self._at, f"request {method!r}")
         if len(ids) != 1:
             raise GraphError(f"{self._at()}: a request goes to one task, {to!r} are {len(ids)}")
         what = f"request {method!r} of task {self._work.task}"
@@ -263,10 +257,10 @@ class Epoch:
         channels = {}
         for tag, to in given.items():
             if type(to) is not str:
-                channels[str(tag)] = _task_ids(self._work, to, self._at, f"{which} {tag!r}")
+                channels[str(tag)] = task_ids(self._work, to, self._at, f"{which} {tag!r}")
                 continue
             if to not in linked:
-                linked[to] = _task_ids(self._work, to, self._at, f"{which} {tag!r}")
+                linked[to] = task_ids(self._work, to, self._at, f"{which} {tag!r}")
             channels[str(tag)] = linked[to]
         return channels
 
@@ -432,247 +426,7 @@ class Reply:
         return decode(self._work.wait_in_thread(self._future, timeout_s), device=self._work.device)
 
 
-_Given = tuple[NDArray[Any], tuple[int, ...], tuple[int, ...], np.dtype[Any], Encoded]
-"""An array as it was handed to user code, which cannot write to it, but may have set its shape or dtype since: the
-array, its shape, strides and dtype then, and what it was decoded from."""
-
-
-def _as_it_came(value: Any, given: Mapping[int, _Given]) -> Encoded | None:
-    """What an array was decoded from, where it still is what was given."""
-    found = given.get(id(value))
-    if found is None:
-        return None
-    array, shape, strides, dtype, encoded = found
-    if (
-        value is not array
-        or (type(array) is _ndarray and array.flags.writeable)
-        or array.shape != shape
-        or array.strides != strides
-        or array.dtype is not dtype
-    ):
-        return None
-    return encoded
-
-
-class Inputs:
-    """What a processor's inbound channels brought. Received values are read-only."""
-
-    __slots__ = (
-        "_inbound",
-        "_items",
-        "_processor",
-        "_work",
-        "given",
-    )
-
-    def __init__(self, work: Work, processor: Processor, items: Mapping[tuple[str, int], Encoded]) -> None:
-        self._work = work
-        self._processor = processor
-        self._inbound = processor.inbound
-        self._items = items
-        self.given: dict[int, _Given] | None = None
-        """Large arrays that were handed to user code, by `id`: whoever passes one on need not encode it again."""
-
-    @overload
-    def __getitem__(self, tag: Tag[T]) -> T: ...
-    @overload
-    def __getitem__(self, tag: str) -> Any: ...
-    def __getitem__(self, tag: str) -> Any:
-        """The value of the one producer of `tag`. Raises GraphError where there are none or several."""
-        name = tag if type(tag) is str else str(tag)
-        producers = self._inbound.get(name)
-        if producers is None:
-            raise self._not_declared(name)
-        if len(producers) != 1:
-            raise GraphError(
-                f"{self._at()}: {name!r} comes from {len(producers)} tasks "
-                f"({', '.join(map(str, producers)) or 'none'}); use ins.all({name!r})"
-            )
-        try:
-            encoded = self._items[name, producers[0]]
-        except KeyError:
-            raise self._over() from None
-        small = None if encoded.buffers else small_array(encoded.meta)
-        return self._decoded(encoded) if small is None else small
-
-    @overload
-    def all(self, tag: Tag[T]) -> dict[int, T]: ...
-    @overload
-    def all(self, tag: str) -> dict[int, Any]: ...
-    def all(self, tag: str) -> Any:
-        """{task id: value} in the order declared, never of arrival."""
-        name = tag if type(tag) is str else str(tag)
-        producers = self._inbound.get(name)
-        if producers is None:
-            raise self._not_declared(name)
-        values = {}
-        for producer in producers:
-            try:
-                encoded = self._items[name, producer]
-            except KeyError:
-                raise self._over() from None
-            small = None if encoded.buffers else small_array(encoded.meta)
-            values[producer] = self._decoded(encoded) if small is None else small
-        return values
-
-    def _decoded(self, encoded: Encoded) -> Any:
-        value = decode(encoded, device=self._work.device)
-        if encoded.buffers and (type(value) is _ndarray or _is_view(encoded, value)):
-            given = self.given
-            if given is None:
-                self.given = given = {}
-            given[id(value)] = (value, value.shape, value.strides, value.dtype, encoded)
-        return value
-
-    def __contains__(self, tag: object) -> bool:
-        return bool(self._inbound.get(tag if type(tag) is str else str(tag)))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._inbound)
-
-    def _over(self) -> GraphError:
-        return GraphError(
-            f"{self._at()}: it uses an `ins` whose epoch is over. What a method is given is valid until it returns; "
-            f"keep the values you need, not the ins"
-        )
-
-    def _not_declared(self, tag: str) -> GraphError:
-        declared = ", ".join(repr(t) for t in self._inbound) or "none"
-        return GraphError(f"{self._at()}: no inbound channel {tag!r} is declared; inbound are: {declared}")
-
-    def _at(self) -> str:
-        return f"task {self._work.task}, epoch {self._work.number}, {self._processor.name}"
-
-
-def _is_view(encoded: Encoded, value: object) -> bool:
-    """Whether a value is an array on a device, in the memory that was put."""
-    return type(encoded) is EncodedOnDevice and device_of(value) is not None
-
-
-def _channel(tag: str, consumer: int) -> str:
-    """A processor that runs alone puts to nobody in particular: see `tg.testing.compute`."""
-    return f"{tag!r} to task {consumer}" if consumer >= 0 else repr(tag)
-
-
-class Outputs:
-    """Where a processor puts what its outbound channels carry: each channel exactly once."""
-
-    __slots__ = (
-        "_closed",
-        "_filling",
-        "_inputs",
-        "_processor",
-        "_put",
-        "_work",
-    )
-
-    def __init__(self, work: Work, processor: Processor, inputs: Inputs | None = None) -> None:
-        self._work = work
-        self._processor = processor
-        self._inputs = inputs
-        self._put: set[tuple[str, int]] = set()
-        self._closed = False
-        self._filling: list[tuple[str, tuple[int, ...], NDArray[Any]]] | None = None
-
-    @overload
-    def put(self, tag: Tag[T], value: T, to: To | None = None) -> None: ...
-    @overload
-    def put(self, tag: str, value: Any, to: To | None = None) -> None: ...
-    def put(self, tag: str, value: Any, to: To | None = None) -> None:
-        """Puts `value` into channel `tag`, to all of its consumers or to those in `to`. The value is copied.
-
-        An array that an input gave is passed on as it came, without a look at its bytes.
-
-        Raises:
-            GraphError: the channel is not declared, or was put already.
-            ValueNotEncodable: the value cannot travel; the message names the way out.
-        """
-        consumers = self._claim(tag, to)
-        if consumers:
-            work, inputs = self._work, self._inputs
-            encoded = None if inputs is None or inputs.given is None else _as_it_came(value, inputs.given)
-            if encoded is None:
-                what = f"channel {str(tag)!r} of task {work.task}"
-                stays = work.device is not None
-                encoded = encode(value, what=what, allocate=work.allocate, stays=stays, lendable=stays)
-            work.put(str(tag), consumers, encoded)
-
-    def empty(
-        self, tag: str, shape: int | tuple[int, ...], dtype: DTypeLike = float, to: To | None = None
-    ) -> NDArray[Any]:
-        """An array to fill: it is sent when the processor returns. Fill it; keep neither it nor a view of it.
-
-        Raises:
-            ValueNotEncodable: no array is like that, or none that could travel.
-        """
-        try:
-            array: NDArray[Any] = empty(shape, dtype, self._work.allocate)
-        except (TypeError, ValueError) as error:
-            text = f"{self._at()}: outs.empty({tag!r}, {shape!r}, {dtype!r}): {error}"
-            raise ValueNotEncodable(text) from None
-        consumers = self._claim(tag, to)
-        if self._filling is None:
-            self._filling = []
-        self._filling.append((str(tag), consumers, array))
-        return array
-
-    def close(self) -> None:
-        """Sends what was filled in place, and checks that every channel was put. Called by the framework."""
-        if self._filling is not None:
-            for tag, consumers, array in self._filling:
-                if consumers:
-                    encoded = encode(array, what=f"channel {tag!r} of task {self._work.task}", adopt=True)
-                    self._work.put(tag, consumers, encoded)
-            self._filling = None
-        if not self._put.issuperset(self._processor.puts):
-            missing = [_channel(tag, task) for tag, task in self._processor.puts if (tag, task) not in self._put]
-            raise GraphError(
-                f"{self._at()}: returned without putting {', '.join(missing[:5])}"
-                f"{' ...' if len(missing) > 5 else ''}; every declared channel is put exactly once per epoch: "
-                f"outs.put(tag, value), with None for nothing; what a processor returns goes nowhere"
-            )
-        self._closed = True
-
-    @property
-    def filled(self) -> tuple[tuple[str, int], ...]:
-        """The channels that are filled in place, until `close` sends that. For the framework."""
-        return tuple([(tag, consumer) for tag, consumers, _ in self._filling or () for consumer in consumers])
-
-    def _claim(self, tag: str, to: To | None) -> tuple[int, ...]:
-        tag = tag if type(tag) is str else str(tag)
-        declared = self._processor.outbound.get(tag)
-        if declared is None:
-            names = ", ".join(repr(t) for t in self._processor.outbound) or "none (it is a sync point)"
-            raise GraphError(f"{self._at()}: no outbound channel {tag!r} is declared; outbound are: {names}")
-        consumers = declared if to is None else _task_ids(self._work, to, self._at, f"channel {tag!r}")
-        if to is None and self._put.isdisjoint(channels := [*zip(repeat(tag), consumers)]):  # as a rule
-            self._put.update(channels)
-            return consumers
-        for consumer in consumers:
-            if consumer not in declared:
-                raise GraphError(
-                    f"{self._at()}: channel {tag!r} does not lead to task {consumer}; it leads to: "
-                    f"{', '.join(map(str, declared)) or 'nobody'}"
-                )
-            if (tag, consumer) in self._put and self._closed:
-                raise GraphError(
-                    f"{self._at()}: a put into channel {tag!r} after the processor returned: what a method is given is "
-                    f"valid until it returns; put with the outs that each call is given"
-                )
-            if (tag, consumer) in self._put:
-                raise GraphError(
-                    f"{self._at()}: channel {_channel(tag, consumer)} was put twice; a channel carries one item per "
-                    f"epoch: put a list, or declare another tag"
-                )
-        for consumer in consumers:
-            self._put.add((tag, consumer))
-        return consumers
-
-    def _at(self) -> str:
-        return f"task {self._work.task}, epoch {self._work.number}, {self._processor.name}"
-
-
-def _task_ids(work: Work, to: To, at: Callable[[], str], what: str) -> tuple[int, ...]:
+def task_ids(work: Work, to: To, at: Callable[[], str], what: str) -> tuple[int, ...]:
     """The tasks that `to` names. Links may lead to one neighbor (both ways round a ring of two): it is named once.
 
     Args:

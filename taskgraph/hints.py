@@ -9,7 +9,8 @@ import re
 import sys
 from typing import Any, Final
 
-from taskgraph.epoch import Epoch, Hold, Inputs, Outputs, Reply, Scratch
+from taskgraph.channels import Inputs, Outputs
+from taskgraph.epoch import Epoch, Hold, Reply, Scratch
 from taskgraph.errors import kind_of, said
 
 __all__ = ["hint"]

@@ -79,20 +79,9 @@ async def plan(
             place is empty.
         JobTimeout: the place takes longer than that.
     """
+    _check_asked(spec, resume, fresh)
     beginning = Beginning(EpochRecord(epoch=0, attempt=1, writer=spec.run))
-    if not isinstance(resume, bool) and resume != "changed":
-        raise JobError(
-            f"resume={resume!r}: must be True, False, or 'changed' (from a checkpoint of a driver that was changed "
-            f"since, too)"
-        )
-    if resume and fresh:
-        raise JobError("resume and fresh: either the one or the other")
     if spec.checkpoint is None:
-        if resume:
-            raise JobError(
-                f"resume: job {spec.name!r} keeps no checkpoints: give it Job(checkpoint='file:///...'), or run it "
-                f"from its beginning"
-            )
         return spec, beginning
     keys = Keys(spec.name)
     before = await coordinator.get(keys.spec)
@@ -110,42 +99,66 @@ async def plan(
             f"job {spec.name!r} left the checkpoint {pointer} in {store}, as etcd says, and there is none now: is that "
             f"place mounted here? To start from the beginning all the same: --fresh, fresh=True"
         )
-    found = looked.usable
+    if looked.names and not resume and not fresh:
+        raise JobError(_which_text(spec, store, looked))
     series = looked.series + (0 if resume and looked.current else 1)
     spec = dataclasses.replace(spec, checkpoint_series=series, checkpoint_changed=changed)
+    if resume and looked.current:
+        return _go_on(spec, beginning, store, looked, attempt)
     newest = looked.names[0] if looked.names else None
-    if newest is not None and not resume and not fresh:
-        ways = "continue from there (--resume, resume=True), or start from the beginning (--fresh, fresh=True"
-        if not looked.current:
-            ways = "they are of an earlier run than the last; start from the beginning (--resume or --fresh"
+    if resume:
+        _warn_of_beginning(store, newest)
+    return spec, dataclasses.replace(beginning, over=newest)
+
+
+def _check_asked(spec: JobSpec, resume: Resume, fresh: bool) -> None:
+    if not isinstance(resume, bool) and resume != "changed":
         raise JobError(
-            f"job {spec.name!r} has checkpoints in {store}, the newest of epoch {newest.epoch}: {ways}; they are "
-            f"removed once there are newer ones)"
+            f"resume={resume!r}: must be True, False, or 'changed' (from a checkpoint of a driver that was changed "
+            f"since, too)"
         )
-    if fresh or not looked.current:
-        if resume and newest is None:
-            log.warning("%s holds no checkpoint yet: the job starts from its beginning", store)
-        elif resume and newest is not None:
-            log.warning(
-                "the run that was begun last left no complete checkpoint in %s: the job starts from its beginning. The "
-                "checkpoint of epoch %d there is of an earlier run, and is removed once there is a newer one (to go on "
-                "from it instead, end this run before that, and remove what is there of later series than s%04d)",
-                store,
-                newest.epoch,
-                newest.series,
-            )
-        return spec, dataclasses.replace(beginning, over=newest)
+    if resume and fresh:
+        raise JobError("resume and fresh: either the one or the other")
+    if resume and spec.checkpoint is None:
+        raise JobError(
+            f"resume: job {spec.name!r} keeps no checkpoints: give it Job(checkpoint='file:///...'), or run it "
+            f"from its beginning"
+        )
+
+
+def _which_text(spec: JobSpec, store: Store, looked: _Looked) -> str:
+    """What to say to who has not said whether the job goes on from what is there, or begins anew."""
+    ways = "continue from there (--resume, resume=True), or start from the beginning (--fresh, fresh=True"
+    if not looked.current:
+        ways = "they are of an earlier run than the last; start from the beginning (--resume or --fresh"
+    return (
+        f"job {spec.name!r} has checkpoints in {store}, the newest of epoch {looked.names[0].epoch}: {ways}; they are "
+        f"removed once there are newer ones)"
+    )
+
+
+def _warn_of_beginning(store: Store, newest: Name | None) -> None:
+    """Of a job that was to be resumed, and begins at its beginning all the same."""
+    if newest is None:
+        log.warning("%s holds no checkpoint yet: the job starts from its beginning", store)
+    else:
+        log.warning(
+            "the run that was begun last left no complete checkpoint in %s: the job starts from its beginning. The "
+            "checkpoint of epoch %d there is of an earlier run, and is removed once there is a newer one (to go on "
+            "from it instead, end this run before that, and remove what is there of later series than s%04d)",
+            store,
+            newest.epoch,
+            newest.series,
+        )
+
+
+def _go_on(
+    spec: JobSpec, beginning: Beginning, store: Store, looked: _Looked, attempt: int
+) -> tuple[JobSpec, Beginning]:
+    """From the newest checkpoint that can be used; `attempt`: the last one that etcd knows of."""
+    found = looked.usable
     if found.manifest is None:
-        back = "go back to the driver and the number of tasks they were written with, or " if found.changed else ""
-        if found.driver_changed:
-            back = f"go on with the driver as it is now, if its tasks can use that state {_CHANGED}, {back}"
-        shared = "Do all hosts see the same place? " if found.missing else ""
-        one = len(looked.current) == 1
-        which = "the one checkpoint" if one else f"none of the {len(looked.current)} checkpoints"
-        raise CheckpointError(
-            f"{which} in {store} {'cannot' if one else 'can'} be used: {'; '.join(found.refused)}. {shared}To run the "
-            f"job, {back}start from the beginning (--fresh, fresh=True)"
-        )
+        raise CheckpointError(_unusable_text(store, looked))
     for refused in found.refused:
         log.warning("%s", refused)
     name = found.manifest.parsed
@@ -164,6 +177,21 @@ async def plan(
     log.info("the job goes on from the checkpoint of epoch %d: %s/%s", name.epoch, store, name)
     spec = dataclasses.replace(spec, checkpoint_series=name.series)
     return spec, Beginning(epoch, record, found.refused, beginning.after)
+
+
+def _unusable_text(store: Store, looked: _Looked) -> str:
+    """Why none of the checkpoints can be used, and what to do then."""
+    found = looked.usable
+    back = "go back to the driver and the number of tasks they were written with, or " if found.changed else ""
+    if found.driver_changed:
+        back = f"go on with the driver as it is now, if its tasks can use that state {_CHANGED}, {back}"
+    shared = "Do all hosts see the same place? " if found.missing else ""
+    one = len(looked.current) == 1
+    which = "the one checkpoint" if one else f"none of the {len(looked.current)} checkpoints"
+    return (
+        f"{which} in {store} {'cannot' if one else 'can'} be used: {'; '.join(found.refused)}. {shared}To run the "
+        f"job, {back}start from the beginning (--fresh, fresh=True)"
+    )
 
 
 async def mark_begun(spec: JobSpec, beginning: Beginning) -> None:

@@ -7,8 +7,9 @@ import concurrent.futures
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from taskgraph.channels import Inputs, Outputs
 from taskgraph.device.api import Device
-from taskgraph.epoch import Epoch, Inputs, Outputs, Scratch
+from taskgraph.epoch import Epoch, Scratch
 from taskgraph.errors import GraphError, JobError
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor, name_of

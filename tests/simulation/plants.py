@@ -507,7 +507,7 @@ def admissions_and_evictions_are_not_fenced_by_the_term(patch: pytest.MonkeyPatc
 
 @plant
 def inputs_come_in_the_order_of_arrival(patch: pytest.MonkeyPatch) -> None:
-    from taskgraph.epoch import Inputs
+    from taskgraph.channels import Inputs
 
     def init(original: Any, self: Inputs, work: Any, processor: Any, items: Any) -> None:
         original(self, work, processor, items)

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import taskgraph as tg
+from taskgraph.channels import Inputs, Outputs
 from taskgraph.device.api import Device
-from taskgraph.epoch import Epoch, Inputs, Outputs, Scratch
+from taskgraph.epoch import Epoch, Scratch
 from taskgraph.graph.compose import Composition
 from taskgraph.graph.values import decode, encode
 from taskgraph.protocol.messages import Encoded

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from taskgraph.epoch import AttemptEnded, ComposeEpoch, Epoch, Inputs, Outputs, Scratch, in_words
+from taskgraph.channels import Inputs, Outputs
+from taskgraph.epoch import AttemptEnded, ComposeEpoch, Epoch, Scratch, in_words
 from taskgraph.errors import GraphError, Refused
 from taskgraph.graph.compose import Composition, Graph, Processor
 from taskgraph.node.epochs.inbound import Inbound, raised

@@ -21,7 +21,8 @@ from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from taskgraph.epoch import Epoch, Inputs, Outputs, Scratch
+from taskgraph.channels import Inputs, Outputs
+from taskgraph.epoch import Epoch, Scratch
 from taskgraph.errors import StateError, ValueNotEncodable, class_name
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor
