@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import uvloop
 
-from taskgraph.errors import JobError, worded
+from taskgraph.errors import JobError, class_name, worded
 
 __all__ = ["NodeLoop"]
 
@@ -18,7 +19,7 @@ class NodeLoop(uvloop.Loop):
         """Takes one whose tasks begin as asyncio's own do: all tasks of the node are made by it from then on.
 
         Raises:
-            JobError: it raises, or its tasks begin before whoever made them goes on.
+            JobError: it raises, or gives no task, or its tasks begin before whoever made them goes on.
         """
         before, begun = self.get_task_factory(), False
 
@@ -29,7 +30,10 @@ class NodeLoop(uvloop.Loop):
         super().set_task_factory(factory)
         trial, why = begins(), ""
         try:
-            self.create_task(trial)
+            made = self.create_task(trial)
+            if not (asyncio.isfuture(made) and hasattr(made, "uncancel")):
+                why = f"it returns no task, but {class_name(type(made))} (it has to return the one that it makes)"
+                self.call_soon(trial.close)  # behind the first step of a task that it made, and kept to itself
         except Exception as error:
             trial.close()
             why = f"it cannot make them, {worded(error)}"

@@ -28,6 +28,10 @@ def eager(loop: Any, coroutine: Any, **_: Any) -> Any:
     return done
 
 
+def forgetful(loop: Any, coroutine: Any, **more: Any) -> None:
+    asyncio.Task(coroutine, loop=loop, **more).add_done_callback(lambda _: None)
+
+
 def in_a_node(scenario: Callable[[Any], None]) -> None:
     async def user() -> None:
         loop = asyncio.get_running_loop()
@@ -43,6 +47,9 @@ def in_a_node(scenario: Callable[[Any], None]) -> None:
         (lambda loop, coroutine: asyncio.Task(coroutine, loop=loop), "cannot make them, TypeError: .*'context'"),
         (lambda *_, **__: 1 / 0, "cannot make them, ZeroDivisionError: division by zero"),
         (eager, "begins them at once"),
+        (forgetful, r"returns no task, but NoneType \(it has to return the one that it makes\)"),
+        (lambda *_, **__: None, "returns no task, but NoneType"),
+        (lambda loop, *_, **__: loop.create_future(), "returns no task, but Future"),
         pytest.param(
             getattr(asyncio, "eager_task_factory", None),
             "begins them at once|'eager_start'",
