@@ -348,10 +348,10 @@ def _is_small_snapshot(task: Task, shape: TaskShape) -> bool:
 
 
 def _is_small(value: Any) -> bool:
-    kind = type(value)
-    if kind in (str, bytes):
+    kind = type(value)  # compared by identity: `==` may be code of a metaclass
+    if kind is str or kind is bytes:
         return len(value) <= _SMALL_BYTES
-    return kind in (float, bool, type(None)) or (kind is int and value.bit_length() <= 64)
+    return kind is float or kind is bool or value is None or (kind is int and value.bit_length() <= 64)
 
 
 def intact(value: Encoded) -> bool:

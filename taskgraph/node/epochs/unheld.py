@@ -6,7 +6,8 @@ which nothing is computed twice: so a cache looks like state, and what is told i
 `snapshot` or `restore` makes by itself what is not in a snapshot, and is not looked at.
 
 It runs on the event loop, beside threads of users, and runs none of their code: numbers, texts and numpy's arrays are
-compared by what they hold, anything else by its identity.
+compared by what they hold, anything else by its identity, and so are types, whose metaclass may say what `==` is. Where
+it fails nevertheless it looks no more, since a hint is worth no node.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from taskgraph.errors import class_name, worded
 from taskgraph.shape import GIVEN
 
 if TYPE_CHECKING:
@@ -56,11 +58,21 @@ class Unheld:
         What appears on the object in an epoch, and was not there before, is the epoch's own affair.
         """
         if self._left and not self._replica.shape.overrides & {"snapshot", "restore"}:
-            self._before = _seen(self._replica.user_task)
+            try:
+                self._before = _seen(self._replica.user_task)
+            except Exception as error:
+                self._give_up(error)
         return bool(self._before)
 
     def look(self, epoch: int) -> bool:
         """An epoch has run. Returns whether the next one is to be looked at, too."""
+        try:
+            self._look(epoch)
+        except Exception as error:
+            self._give_up(error)
+        return self._left > 0
+
+    def _look(self, epoch: int) -> None:
         names = _changed(self._before, self._replica.user_task)
         # What `on_commit` remembers it does between two epochs.
         self._left = 0 if names or "on_commit" in self._replica.shape.overrides else self._left - 1
@@ -68,11 +80,18 @@ class Unheld:
             self._before = {}
         if names:
             self._tell(names, epoch)
-        return self._left > 0
+
+    def _give_up(self, error: Exception) -> None:
+        self._left, self._before = 0, {}
+        kind = class_name(type(self._replica.user_task))
+        text = f"whether {kind} changes what no snapshot holds is not looked at any more: {worded(error)}"
+        if text not in self._node.told_unheld:
+            self._node.told_unheld.add(text)
+            self._node.log.warning("task %d: %s", self._replica.task, text)
 
     def _tell(self, names: list[str], epoch: int) -> None:
         """Once on a node, and not of each task of a class that does the same."""
-        task, kind = self._replica.task, type(self._replica.user_task).__name__
+        task, kind = self._replica.task, class_name(type(self._replica.user_task))
         changed = ", ".join(f"self.{name}" for name in names[:_NAMES])
         more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
         it, them = ("it is", "it") if len(names) == 1 else ("they are", "them")
@@ -87,9 +106,9 @@ class Unheld:
 
 
 def _attributes(task: object) -> dict[str, object]:
-    """A copy, made in one step. No `__getattribute__` of the user's is asked."""
+    """A copy, made in one step. No `__getattribute__` of the user's is asked, nor an `__eq__` of a name."""
     found: dict[str, object] = object.__getattribute__(task, "__dict__").copy()
-    return found
+    return {name: value for name, value in found.items() if type(name) is str}
 
 
 def _seen(task: Any) -> dict[str, _Same]:
@@ -131,8 +150,8 @@ def _ends(value: object) -> bytes:
 
 def _same_as(value: Any, ends: bytes) -> _Same:
     kind = type(value)
-    if kind in _PLAIN and sys.getsizeof(value) <= _SMALL_BYTES:
-        return lambda now: type(now) is kind and now == value
+    if any(kind is plain for plain in _PLAIN) and sys.getsizeof(value) <= _SMALL_BYTES:
+        return lambda now: type(now) is kind and (now is value or now == value)  # what is no number equals nothing
     if ends and value.nbytes == len(ends):
         dtype, shape = value.dtype, value.shape
         return lambda now: _ends(now) == ends and now.dtype == dtype and now.shape == shape  # type: ignore[attr-defined]

@@ -13,11 +13,21 @@ from cluster_kit import Counting, job, play
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.epochs import unheld
 from taskgraph.node.epochs.unheld import Unheld
 from taskgraph.observe.events import Event
 
 
-class Odd:
+class Loud(type):
+    """Nor of the class of what is looked at."""
+
+    __hash__ = type.__hash__
+
+    def __eq__(cls, other: object) -> NoReturn:
+        raise AssertionError("classes compared")
+
+
+class Odd(metaclass=Loud):
     """Nothing may be asked of it."""
 
     __hash__ = None  # type: ignore[assignment]
@@ -27,6 +37,18 @@ class Odd:
 
     def __getattribute__(self, name: str) -> NoReturn:
         raise AssertionError("looked into")
+
+
+class Name(str):
+    """It is put into a dict once, and nobody looks for it."""
+
+    put = False
+
+    def __hash__(self) -> int:
+        if self.put:
+            raise AssertionError("looked for")
+        self.put = True
+        return str.__hash__(self)
 
 
 class Careful(Counting, state=["total"]):
@@ -41,6 +63,7 @@ class Careful(Counting, state=["total"]):
         self.large = np.zeros((300, 300), order="F")
         self.rows = [1]
         self.steps = 0
+        self.best = float("nan")
         self.odd, self.odds = Odd(), np.empty(1, object)
         self.odds[0] = self.odd
         self.mapped = np.frombuffer(mmap.mmap(-1, 4096), np.uint8)
@@ -115,8 +138,9 @@ def test_what_is_changed_and_not_named_is_told_once(
         lambda task, epoch: setattr(task, "seen", epoch.number),
         lambda task, epoch: setattr(task, "steps", max(0, epoch.number - 1)),
         lambda task, epoch: task.mapped.__setitem__(0, 1 + epoch.number),
+        lambda task, epoch: None if epoch.number else vars(task).update({Name("of no attribute"): 1}),
     ],
-    ids=["nothing", "equal", "an equal number", "its own", "later", "not numpy's memory"],
+    ids=["nothing", "equal", "an equal number", "its own", "later", "not numpy's memory", "not a name"],
 )
 def test_nothing_is_told_of_what_is_as_it_was_or_the_epochs_own(change: Callable[[Any, tg.Epoch], object]) -> None:
     assert alone(change) == []
@@ -200,3 +224,41 @@ def test_where_epochs_are_in_flight_each_is_looked_at_when_it_has_run() -> None:
 
     (event,) = told(job(Fit, tasks=1, epochs=6, backups=0, settings=tg.Settings(epochs_in_flight=3)))
     assert event.epoch == 0
+
+
+class Kept(Counting, state=["total", "odd"]):
+    def setup(self) -> None:
+        super().setup()
+        self.odd = Odd()
+
+    def result(self) -> int:
+        return int(self.total)
+
+
+def test_a_state_whose_class_may_not_be_compared_is_snapshotted() -> None:
+    tg.codec(Odd, lambda odd: None, lambda none: Odd())
+    result = play(job(Kept, tasks=1, epochs=3), InProcessCluster.result, nodes=2)
+    assert result.value == 3
+
+
+@pytest.mark.parametrize("where", ["_seen", "_changed"])
+def test_where_a_look_fails_nothing_is_looked_at_any_more(
+    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Told once, of many tasks of a class: it ended the node, and those that took over."""
+    fails: list[object] = []
+
+    def failing(*seen: object) -> NoReturn:
+        fails.append(seen)
+        raise AttributeError("mistaken")
+
+    class Fit(Careful):
+        change = grown
+
+    monkeypatch.setattr(unheld, where, failing)
+    assert told(job(Fit, tasks=3, epochs=4)) == []
+    (line,) = [record.getMessage() for record in caplog.records if "not looked at" in record.getMessage()]
+    assert line.endswith(
+        "whether Fit changes what no snapshot holds is not looked at any more: AttributeError: mistaken"
+    )
+    assert len(fails) == 3, "once of each task"
