@@ -86,7 +86,7 @@ class LeaderRole:
         self._acting = False  # a commit is being written, say
         self._came = False  # something that may be due came meanwhile
         self._gathered_by = self._ahead  # as `gather_by` was told last
-        self._told_thinned = primary.replica.log.thinned  # else by the leader before
+        self._told_thinned = False
 
     def gather_by(self, ahead: int) -> None:
         """Task 0, whose epochs are as large as others' for all we know, may be so many epochs ahead."""
@@ -332,7 +332,7 @@ class LeaderRole:
     def _look_at_log(self, epoch: int) -> None:
         """Tells once where there are too many reports. They may also have come to be so when the commit was read."""
         log = self._primary.replica.log
-        if self._told_thinned or not log.thinned:
+        if self._told_thinned or self._primary.began_thinned or not log.thinned:
             return
         self._told_thinned, mib = True, log.most_bytes >> 20
         self._node.events.emit(

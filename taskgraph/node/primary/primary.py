@@ -83,6 +83,8 @@ class Primary:
         self.stage = "setup"
         self.writer = CheckpointWriter(node, self.task)
         self._lineage = taken.lineage
+        self.began_thinned = False
+        """Whether some reports were left out when it took over: a leader of this job before it told that."""
         self.final: tuple[Stamp, Encoded | None] | None = None  # after the last commit
 
     # -- life -------------------------------------------------------------------------------------
@@ -158,6 +160,7 @@ class Primary:
         boundary = replica.boundaries.committed
         if boundary is None or boundary.stamp.epoch != at.epoch:
             boundary = await self._boundary_anew(at)
+        self.began_thinned = self.term > 1 and replica.log.thinned
         await replica.restore(boundary.value)
         self.backups.committed(boundary)
         if at.epoch > 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -314,7 +315,8 @@ def test_what_takes_more_than_all_may_is_the_newest_alone(few: int) -> None:
     assert len(list(log.rows())) <= 3 and log.of(19)
 
 
-def test_that_they_are_thinned_is_said_once_and_failures_change_nothing(few: int) -> None:
+@pytest.mark.parametrize("backups", [1, 0], ids=["a successor", "a checkpoint"])
+def test_that_they_are_thinned_is_said_once_and_failures_change_nothing(few: int, backups: int, tmp_path: Path) -> None:
     async def kill(cluster: InProcessCluster, node: str) -> None:
         cluster.crash(node)
 
@@ -323,13 +325,22 @@ def test_that_they_are_thinned_is_said_once_and_failures_change_nothing(few: int
         texts.append([event.text for event in cluster.events if event.kind == "reports thinned"])
         return result
 
+    def job(checkpoint: Path) -> tg.Job:
+        return tg.Job(
+            tasks=2,
+            epochs=60,
+            builder=lambda _: Telling(),
+            backups=backups,
+            checkpoint=None if backups else f"file://{checkpoint}",
+            settings=tg.Settings(admit_wait_s=0.5),
+        )
+
     texts: list[list[str]] = []
-    job = tg.Job(tasks=2, epochs=60, builder=lambda _: Telling(), backups=1)
-    whole = play(job, scenario, nodes=3)
-    harmed = play(job, scenario, nodes=3, stages={("compose", 0, 41): kill})
+    whole = play(job(tmp_path / "whole"), scenario, nodes=3)
+    harmed = play(job(tmp_path / "harmed"), scenario, nodes=3, stages={("compose", 0, 41): kill})
     assert [len(of_a_run) for of_a_run in texts] == [1, 1]
     assert texts[0][0].startswith("what the tasks reported takes more than ")
-    assert harmed.failovers > 0 and harmed.reports == whole.reports
+    assert harmed.failovers + harmed.restarts > 0 and harmed.reports == whole.reports
     epochs = [report.epoch for report in whole.reports]
     assert len(epochs) < 60 and epochs[0] == 0 and epochs[-2:] == [58, 59]
 
