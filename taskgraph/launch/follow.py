@@ -13,7 +13,8 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from taskgraph.coordination.api import Coordinator, WatchCompacted
 from taskgraph.coordination.viewkeeper import ViewKeeper
@@ -38,6 +39,8 @@ from taskgraph.transport.endpoints import host_key
 __all__ = ["DELETED", "Follower", "client_of", "kept_events", "node_statuses"]
 
 log = logging.getLogger("taskgraph.follow")
+
+T = TypeVar("T")
 
 DELETED = (
     "the job was deleted from etcd, or etcd was started without its data, or from a backup; one that left a checkpoint "
@@ -94,6 +97,21 @@ async def node_statuses(
 
     live = view.live_nodes(run)
     return dict(zip(live, await asyncio.gather(*(ask(record) for record in live.values())), strict=True))
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """What `work` makes, in a thread; here, where none can be started: the main thread may be through already.
+
+    The loop's own executor is left alone. asyncio starts a thread to end it, too.
+    """
+    pool = ThreadPoolExecutor(1)
+    try:
+        working = asyncio.get_running_loop().run_in_executor(pool, work)
+    except RuntimeError:
+        return work()
+    finally:
+        pool.shutdown(wait=False)
+    return await working
 
 
 class Follower:
@@ -349,7 +367,7 @@ class Follower:
         Whoever has the result loses nothing by it: what cannot be kept is not, and where etcd does not take it the
         nodes leave after `results_kept_s`.
         """
-        copy = await asyncio.to_thread(kept_copy, result, size_bytes(found))
+        copy = await _in_thread(lambda: kept_copy(result, size_bytes(found)))
         self.kept_json, self.not_kept = copy.here, copy.not_here and f"{copy.not_here}: {_RAN_GOT}"
         await self._tell_collected(copy.in_etcd, copy.not_in_etcd and f"{copy.not_in_etcd}: {_RAN_GOT}")
 
@@ -358,7 +376,7 @@ class Follower:
 
         Where it cannot be kept they are not: `only_there`.
         """
-        copy = await asyncio.to_thread(kept_copy, result, size_bytes(found))
+        copy = await _in_thread(lambda: kept_copy(result, size_bytes(found)))
         self.kept_json, self.only_there = copy.here, copy.not_here
         if copy.here is not None:
             try:
@@ -382,7 +400,7 @@ class Follower:
         def keep() -> None:
             Runtime().keep_finished(self._spec.name, kept_record(self._spec.run, status, text, "", events))
 
-        await asyncio.to_thread(keep)
+        await _in_thread(keep)
 
     def only_there_text(self) -> str:
         """Who has a result that was kept nowhere, and how one gets it."""

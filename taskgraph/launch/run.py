@@ -13,6 +13,7 @@ import os
 import secrets
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
@@ -49,14 +50,15 @@ R = TypeVar("R")
 
 
 def _checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Looks at the job before anything else, and where the call is: what a coroutine would say, of a driver that calls
-    it while it is imported, is told by nobody."""
+    """Looks at the job before anything else, and where the call is, and when: what a coroutine would say, of a driver
+    that calls it while it is imported, is told by nobody."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         job: Any = args[0] if args else kwargs.get("job")
         check_job(job)
         check_not_importing(job.name)
+        _refuse_without_threads(job.name)
         return function(*args, **kwargs)
 
     return call
@@ -89,7 +91,8 @@ def run(
         progress: show epochs, and what happens, on standard error, as `taskgraph run` does.
 
     Raises:
-        JobError: it is no job, it cannot be run so, or a driver starts it while it is imported.
+        JobError: it is no job, it cannot be run so, a driver starts it while it is imported, or no
+            thread can be started: the interpreter ends.
         JobFailed: user code raised (with its traceback), or the job cannot go on.
         JobTimeout: it did not end in time.
         JobRunning: a job of that name is running.
@@ -109,6 +112,22 @@ def run(
         progress=progress,
     )
     return asyncio.run(running)
+
+
+def _refuse_without_threads(job: str) -> None:
+    """Raises JobError where no thread can be started: gRPC ends the process then.
+
+    When that begins while an interpreter ends differs from version to version, so it is tried.
+    """
+    probe = threading.Thread(target=int, name="taskgraph-probe", daemon=True)
+    try:
+        probe.start()
+    except RuntimeError as error:
+        hint = ""
+        if "shutdown" in str(error):
+            hint = ": run it before the main thread ends, not in atexit, and let that join a thread which runs it"
+        raise JobError(f"job {job!r} cannot be run, as no thread can be started ({error}){hint}") from None
+    probe.join()
 
 
 def _refuse_in_loop(what: str, instead: str) -> None:

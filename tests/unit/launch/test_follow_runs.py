@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import re
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -41,6 +42,13 @@ NAME = "again"
 KEYS = Keys(NAME)
 ENTRY = JobEntry(name=NAME, etcd="a:1", token="ab" * 32, pid=0, embedded=False, tls={})
 RESULT = JobResult(name=NAME, values={0: 1}, reports=(), epochs=1, failovers=0, restarts=0, wall_s=1.0)
+
+
+AT_SHUTDOWN = "can't create new thread at interpreter shutdown"
+
+
+def no_thread(thread: threading.Thread, why: str = AT_SHUTDOWN) -> None:
+    raise RuntimeError(why)
 
 
 def spec() -> JobSpec:
@@ -196,6 +204,33 @@ async def test_status_ends_where_it_does_not_watch_or_etcd_has_lost_the_job(
     coordinator.asked, coordinator.error = 1, error
     with pytest.raises(type(error), match=re.escape(str(error))):
         await looking._status(cli.parser().parse_args(["status", NAME, "--etcd", "a:1", *arguments]))
+
+
+@pytest.mark.parametrize("limit", ["executors", "threads"])
+def test_a_result_is_kept_where_no_thread_can_be_started_any_more(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's run outlives the main thread. Which of both is so by then depends on the version."""
+    if limit == "executors":
+        monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
+    else:
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+    _, follower = asyncio.run(kept(RESULT))
+    assert follower.kept_json == RESULT.to_json() and follower.not_kept == ""
+
+
+@pytest.mark.parametrize(
+    ("why", "says"),
+    [
+        (AT_SHUTDOWN, r"'again' cannot be run, as no .* at interpreter shutdown\): run it before the main thread"),
+        ("can't start new thread", r"'again' cannot be run, as no thread can be started \(can't start new thread\)$"),
+    ],
+)
+@pytest.mark.parametrize("nodes", [0, 2])
+def test_a_run_is_refused_where_no_thread_can_be_started(
+    nodes: int, why: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: no_thread(thread, why))
+    with pytest.raises(JobError, match=says):
+        tg.run(tg.Job(tasks=1, epochs=1, builder=tg.Task, name=NAME), nodes=nodes)
 
 
 async def test_where_the_reports_are_too_large_the_values_are_kept_and_it_says_so(
