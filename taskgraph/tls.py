@@ -18,6 +18,7 @@ from pathlib import Path
 
 import grpc
 
+from taskgraph.certificates import unfit_for_grpc
 from taskgraph.errors import TransportError
 
 __all__ = ["CA", "CERT", "KEY", "Tls", "advice", "channel_binding", "check_listener", "load_files"]
@@ -91,6 +92,8 @@ class Tls:
         if server:
             context.num_tickets = 0  # nobody resumes a session: nodes keep theirs open
         load_files(context, self.ca, self.cert, self.key)
+        if why := unfit_for_grpc(_read(self.ca), _read(self.cert)):
+            raise _unusable(self.cert, why)
         return context
 
     def check(self, host: str) -> None:
@@ -101,7 +104,7 @@ class Tls:
 
         Raises:
             TransportError: the certificate was not signed by our authority, is expired, is not for servers or not for
-                clients, or does not name the host.
+                clients, has a key that gRPC does not take, or does not name the host.
         """
         client_context = self._make(server=False)
         client_context.check_hostname = True
@@ -125,13 +128,13 @@ class Tls:
         servers that end while strangers are about crash the process.
         """
         self.context(server=True)  # gRPC says nothing of files that it cannot use
-        pair = (self.key.read_bytes(), self.cert.read_bytes())
-        return grpc.ssl_server_credentials([pair], self.ca.read_bytes(), require_client_auth=True)
+        pair = (_read(self.key), _read(self.cert))
+        return grpc.ssl_server_credentials([pair], _read(self.ca), require_client_auth=True)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """For a gRPC client, which also wants the server's certificate to name the host it dials."""
         self.context(server=False)
-        return grpc.ssl_channel_credentials(self.ca.read_bytes(), self.key.read_bytes(), self.cert.read_bytes())
+        return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
 
 
 def load_files(context: ssl.SSLContext, ca: Path | None, cert: Path | None, key: Path | None) -> None:
@@ -150,6 +153,13 @@ def load_files(context: ssl.SSLContext, ca: Path | None, cert: Path | None, key:
             context.load_cert_chain(cert, key, password="")  # else an encrypted key asks on the terminal
     except (OSError, ssl.SSLError) as error:
         raise _unusable(f"{cert} and {key}", _why(error)) from error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _unusable(path, _why(error)) from error
 
 
 def _unusable(what: object, why: str) -> TransportError:

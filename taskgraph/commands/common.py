@@ -26,7 +26,7 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State
 from taskgraph.protocol.view import readable
 from taskgraph.signals import obey_sigterm
-from taskgraph.tls import check_listener
+from taskgraph.tls import Tls, check_listener
 
 __all__ = [
     "COLLECTING",
@@ -106,7 +106,8 @@ def listening_of(options: argparse.Namespace, nodes: int) -> Listening:
     """What --listen and the like say, for so many nodes; refused here, before anything is started.
 
     Raises:
-        JobError: an address where strangers may be, without TLS; too few ports.
+        JobError: an address where strangers may be, without TLS, or with files for it that cannot be used; too few
+            ports.
     """
     host = options.listen or configured("listen") or ""
     found = Listening(
@@ -116,8 +117,11 @@ def listening_of(options: argparse.Namespace, nodes: int) -> Listening:
         insecure=insecure_listen(options.insecure_listen),
     )
     found.check(nodes)
+    tls = Tls.of(node_access_of(options))
     try:
-        check_listener(found.host, bool(node_access_of(options)), found.insecure)
+        check_listener(found.host, tls is not None, found.insecure)
+        if found.host and tls is not None:
+            tls.context(server=True)
     except TransportError as error:  # whoever wrote the command is to change it
         raise JobError(str(error)) from None
     return found

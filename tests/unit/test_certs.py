@@ -15,6 +15,8 @@ from taskgraph.errors import JobError, TransportError
 from taskgraph.launch.access import insecure_listen, node_access
 from taskgraph.tls import CA, CERT, KEY, Tls
 
+DRIVER = "import taskgraph as tg\n@tg.job\ndef j():\n    return tg.Job(tasks=1, epochs=1, builder=tg.Task)\n"
+
 
 @pytest.fixture(autouse=True)
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,10 +152,21 @@ def test_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_beyond_loopback_nothing_begins_without_tls(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "d.py").write_text(
-        "import taskgraph as tg\n@tg.job\ndef j():\n    return tg.Job(tasks=1, epochs=1, builder=tg.Task)\n"
-    )
+    (tmp_path / "d.py").write_text(DRIVER)
     (tmp_path / "token").write_text("ab" * 32)
     assert main([*command, "--listen", "0.0.0.0", "--token-file", "token"]) == 2
     said = capsys.readouterr().err
     assert "refusing to listen on 0.0.0.0 without TLS" in said and "--insecure-listen" in said and "--tls DIR" in said
+
+
+@pytest.mark.parametrize("command", [["run", "d.py"], ["launch", "d.py"], ["node", "--job", "j", "--etcd", "h:1"]])
+def test_nothing_begins_with_files_that_cannot_be_used(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "d.py").write_text(DRIVER)
+    (tmp_path / "token").write_text("ab" * 32)
+    make_certs(tmp_path / "tls", force=False)
+    make_certs(tmp_path / "other", force=False)
+    (tmp_path / "tls" / KEY).write_bytes((tmp_path / "other" / KEY).read_bytes())
+    assert main([*command, "--listen", "0.0.0.0", "--tls", "tls", "--token-file", "token"]) == 2
+    assert "tls/key.pem cannot be used: key values mismatch" in capsys.readouterr().err

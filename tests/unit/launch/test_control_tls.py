@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import logging
 import shutil
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, rsa
 from test_control import STATUS, TOKEN, serving
 
 from taskgraph.commands.certifying import make_certs
@@ -22,6 +28,45 @@ from taskgraph.tls import CA, CERT, KEY, Tls
 
 def files(folder: Path) -> Tls:
     return Tls(folder / CA, folder / CERT, folder / KEY)
+
+
+def issued(folder: Path, authority: str, leaf: str) -> Tls:
+    """Files whose keys are of these kinds."""
+    now = datetime.datetime.now(datetime.UTC)
+    names = {kind: x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, kind)]) for kind in ("ca", "leaf")}
+    ca_key, key = KEYS[authority](), KEYS[leaf]()
+    digest = None if authority.startswith("Ed") else hashes.SHA256()
+    made = []
+    for kind, own in (("ca", ca_key), ("leaf", key)):
+        built = (
+            x509.CertificateBuilder()
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(days=1))
+            .not_valid_after(now + datetime.timedelta(days=1))
+            .subject_name(names[kind])
+            .issuer_name(names["ca"])
+            .public_key(own.public_key())
+            .add_extension(x509.BasicConstraints(ca=kind == "ca", path_length=None), critical=True)
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        )
+        made.append(built.sign(ca_key, digest).public_bytes(serialization.Encoding.PEM))
+    folder.mkdir()
+    (folder / CA).write_bytes(made[0])
+    (folder / CERT).write_bytes(made[1])
+    plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    (folder / KEY).write_bytes(key.private_bytes(serialization.Encoding.PEM, *plain))
+    return files(folder)
+
+
+KEYS: dict[str, Callable[[], Any]] = {
+    "RSA": lambda: rsa.generate_private_key(65537, 2048),
+    "P-256": lambda: ec.generate_private_key(ec.SECP256R1()),
+    "P-384": lambda: ec.generate_private_key(ec.SECP384R1()),
+    "P-521": lambda: ec.generate_private_key(ec.SECP521R1()),
+    "secp256k1": lambda: ec.generate_private_key(ec.SECP256K1()),
+    "Ed25519": ed25519.Ed25519PrivateKey.generate,
+    "Ed448": ed448.Ed448PrivateKey.generate,
+}
 
 
 @pytest.fixture
@@ -86,6 +131,39 @@ async def test_a_certificate_that_does_not_name_the_host_is_said_by_the_node_tha
         await server.start(tcp_host="127.0.0.1", advertise="far.example", tls=ours)
     with pytest.raises(TransportError, match="without TLS"):
         await server.start(tcp_host="0.0.0.0", advertise="far.example")
+
+
+@pytest.mark.parametrize(
+    ("authority", "leaf"),
+    [("P-256", "RSA"), ("RSA", "P-256"), ("P-256", "P-384"), ("P-521", "P-256"), ("Ed25519", "P-256")],
+)
+async def test_keys_that_grpc_takes(authority: str, leaf: str, tmp_path: Path) -> None:
+    tls = issued(tmp_path / "tls", authority, leaf)
+    async with serving(tcp_host="localhost", tls=tls) as service, service.client(tls=tls) as client:
+        assert await client.status() == STATUS
+
+
+@pytest.mark.parametrize(
+    ("authority", "leaf"),
+    [("P-256", kind) for kind in ("P-521", "secp256k1", "Ed25519", "Ed448")]
+    + [(kind, "P-256") for kind in ("secp256k1", "Ed448")],
+)
+async def test_keys_that_grpc_does_not_take_are_told_by_who_has_them(authority: str, leaf: str, tmp_path: Path) -> None:
+    """Between nodes they would do: the job would go on, and nobody could ask for its results."""
+    tls = issued(tmp_path / "tls", authority, leaf)
+    told = f"an authority's key is {authority}, " if leaf == "P-256" else f"its key is {leaf}, "
+    told = rf"cert\.pem cannot be used: {told}and gRPC takes RSA, P-256.*one with such a key"
+    with pytest.raises(TransportError, match=told):
+        await ControlServer(EventLog("n1"), TOKEN).start(tcp_host="localhost", tls=tls)
+    with pytest.raises(TransportError, match=told):
+        ControlClient("localhost:1", TOKEN, tls)
+
+
+async def test_an_authority_that_nobody_here_depends_on_may_have_any_key(ours: Tls, tmp_path: Path) -> None:
+    other = issued(tmp_path / "other", "Ed448", "Ed448")
+    ours.ca.write_bytes(ours.ca.read_bytes() + other.ca.read_bytes())
+    async with serving(tcp_host="127.0.0.1", tls=ours) as service, service.client(tls=ours) as client:
+        assert await client.status() == STATUS
 
 
 async def test_strangers_without_a_word_cost_nothing_else(ours: Tls) -> None:
