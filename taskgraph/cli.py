@@ -255,8 +255,9 @@ def main(arguments: Sequence[str] | None = None, function: JobFunction[...] | No
     hear_of_children()
     # Before anything imports numpy: a `node` typed by hand computes like one that was launched.
     set_thread_env(1)
-    # Every failed handshake is a line of gRPC's own otherwise; what it comes to is said in our words.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    # Else whoever connects to a node has gRPC write a line for each frame that it does not like, and every failed
+    # handshake is one, too. What it comes to is said in our words.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         made = parser(driver=function)
         options = made.parse_args(arguments)

@@ -104,8 +104,8 @@ class ForkServer:
                     stderr=output,
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,  # a Ctrl-C on the terminal is for the launcher alone
-                    # gRPC tells of every stranger otherwise, as often as one knocks.
-                    env={"GRPC_VERBOSITY": "ERROR", **os.environ, **thread_env(self.blas_threads)},
+                    # gRPC tells of every stranger otherwise, as often as one sends what it does not like.
+                    env={"GRPC_VERBOSITY": "NONE", **os.environ, **thread_env(self.blas_threads)},
                 )
         except BaseException as error:
             ours.close()  # a process that was started nevertheless sees that, and ends

@@ -370,8 +370,8 @@ def _server_options() -> list[tuple[str, int]]:
 def _bind_tcp(server: grpc.aio.Server, host: str, ports: Sequence[int], tls: Tls | None) -> int:
     """Binds to the first of these ports that is free."""
     for port in ports:
-        if port and not is_free(host, port):
-            continue  # gRPC would not say that this is why, and log it as an error
+        if not is_free(host, port):  # and where it cannot be listened on at all, this says why, as gRPC would not
+            continue
         try:
             return _bind(server, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", tls)
         except TransportError:

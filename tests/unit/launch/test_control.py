@@ -9,6 +9,7 @@ import resource
 import signal
 import stat
 import struct
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -147,6 +148,8 @@ async def test_over_tcp(host: str) -> None:
 async def test_an_address_that_cannot_be_listened_on_is_said(tmp_path: Path) -> None:
     with pytest.raises(TransportError, match="cannot listen on"):
         await ControlServer(EventLog("n1"), TOKEN).start(unix_path=tmp_path / "no" / "folder")
+    with pytest.raises(TransportError, match=r"cannot listen on 192\.0\.2\.9 port .any.: .*Cannot assign"):
+        await ControlServer(EventLog("n1"), TOKEN).start(tcp_host="192.0.2.9", insecure=True)
 
 
 @pytest.mark.parametrize("token", [b"", bytes(32), TOKEN[:-1], TOKEN + b"\0"])
@@ -568,6 +571,49 @@ async def test_strangers_who_say_nothing_keep_nobody_out_for_long(said: bytes, m
         async with asyncio.timeout(5):
             assert (await anext(following))[0].text == "still followed"
             assert await client.status() == STATUS
+
+
+KNOCKED = """
+import asyncio, contextlib, struct, sys
+from taskgraph import cli
+with contextlib.suppress(SystemExit), contextlib.redirect_stdout(None):
+    cli.main(["--version"])
+from taskgraph.node.control import ControlServer
+from taskgraph.observe.events import EventLog
+
+def frame(kind, flags, stream, payload):
+    return struct.pack("!I", len(payload))[1:] + bytes([kind, flags]) + struct.pack("!I", stream) + payload
+
+async def knock():
+    server = ControlServer(EventLog("n1"), bytes(32))
+    host, port = (await server.start(tcp_host="127.0.0.1")).removeprefix("tcp:").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    bad_status = b"\\x08\\x01x"
+    writer.write(b"PRI * HTTP/2.0\\r\\n\\r\\nSM\\r\\n\\r\\n" + frame(4, 0, 0, b""))
+    writer.write(b"".join(frame(1, 5, 2 * n + 1, bad_status) for n in range(50)))
+    writer.write(frame(6, 0, 0, bytes(8)))
+    said = b""
+    while frame(6, 1, 0, bytes(8)) not in said:  # the ping's answer: all before it was read
+        assert (data := await reader.read(1 << 16))
+        said += data
+    writer.close()
+    await server.stop()
+
+asyncio.run(knock())
+"""
+
+
+@pytest.mark.parametrize("asked", [None, "ERROR"])
+async def test_a_stranger_cannot_make_grpc_fill_the_log(asked: str | None) -> None:
+    """Nodes begin as commands do, or get the same from the launcher (`test_forkserver.py`)."""
+    env = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", KNOCKED),
+        stderr=asyncio.subprocess.PIPE,
+        env=env | ({"GRPC_VERBOSITY": asked} if asked else {}),
+    )
+    _, said = await process.communicate()
+    assert (process.returncode, said.count(b":status")) == (0, 50 if asked else 0), said
 
 
 async def test_who_only_listens_may_ask_whether_the_connection_stands(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,21 @@ async def test_numbers_drawn_in_nodes_differ(tmp_path: Path, monkeypatch: pytest
 
 
 @forks
+@pytest.mark.parametrize(("given", "told"), [(None, "NONE"), ("INFO", "INFO")])
+async def test_grpc_says_nothing_in_nodes_unless_asked_to(
+    given: str | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os; os.write(2, os.environb[b'GRPC_VERBOSITY']); os._exit(1)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    if given:
+        monkeypatch.setenv("GRPC_VERBOSITY", given)
+    async with ForkServer(tmp_path, 1) as server:
+        with pytest.raises(NotStarted, match=rf"it said:\n{told}$"):
+            await server.start(config("127.0.0.1:1"), tmp_path / "n1.log")
+
+
+@forks
 async def test_one_that_cannot_load_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "uvloop.py").write_text("raise ImportError('uvloop is broken here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
