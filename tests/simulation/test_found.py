@@ -14,6 +14,7 @@ import pytest
 import taskgraph as tg
 from taskgraph.coordination.api import WatchCompacted
 from taskgraph.coordination.memory import MemoryCoordinator
+from taskgraph.coordination.viewkeeper import ViewKeeper
 from taskgraph.errors import OutcomeUnknown, Refused
 from taskgraph.launch import inprocess
 from taskgraph.launch.inprocess import InProcessCluster
@@ -199,11 +200,11 @@ def test_a_simulated_watch_that_missed_what_was_compacted_says_so(seed: int) -> 
         etcd = SimEtcd(SimStore(lambda revision, events: None), random.Random(seed), delay_s=0.001, lag_s=0.001)
         process = Process("n1")
         node = SimCoordinator(etcd, process, process, on_txn=lambda *_: None, timeout_s=1.0)
-        told: list[int] = []
+        told: list[tuple[int, bool]] = []
 
         async def watch() -> None:
             async for batch in node.watch("/", 1):
-                told.append(batch.revision)  # noqa: PERF401 - it ends with an exception
+                told.append((batch.revision, batch.reopened))  # noqa: PERF401 - it ends with an exception
 
         watching = asyncio.create_task(watch())
         etcd.store.execute(Txn(success=(Put("/a", b"0"),)))
@@ -217,7 +218,48 @@ def test_a_simulated_watch_that_missed_what_was_compacted_says_so(seed: int) -> 
         node.stall(False)
         with pytest.raises(WatchCompacted):
             await watching
-        assert told == [2]
+        assert told == [(2, False), (2, True)]
+        await node.close()
+
+    with asyncio.Runner(loop_factory=SimLoop) as runner:
+        runner.run(run())
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_simulated_watch_that_broke_says_that_it_goes_on(again: bool) -> None:
+    """As the real one does, before anything that came meanwhile: so whoever watches lists. None ever did here."""
+
+    async def run() -> None:
+        etcd = SimEtcd(SimStore(lambda revision, events: None), random.Random(1), delay_s=0.001, lag_s=0.001)
+        process = Process("n1")
+        keeper = ViewKeeper(
+            SimCoordinator(etcd, process, process, on_txn=lambda *_: None, timeout_s=1.0), "j", refresh_s=0.01
+        )
+        node, lists = keeper._coordinator, 0
+        assert isinstance(node, SimCoordinator)
+        load = keeper.load
+
+        async def counted() -> None:
+            nonlocal lists
+            lists += 1
+            await load()
+
+        keeper.load = counted  # type: ignore[method-assign]
+        watching = asyncio.create_task(keeper.run())
+        etcd.store.execute(Txn(success=(Put(keeper.view.keys.generation, b"0"),)))
+        etcd.wake()
+        await asyncio.sleep(1.0)
+        assert lists == 0 and keeper.view.revision == 2
+        for broken in range(1, 2 + again):
+            node.break_streams()
+            await asyncio.sleep(1.0)
+            assert lists == broken
+        etcd.store.execute(Txn(success=(Put(keeper.view.keys.generation, b"1"),)))
+        etcd.wake()
+        await asyncio.sleep(1.0)
+        assert lists == 1 + again and keeper.view.revision == 3
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
         await node.close()
 
     with asyncio.Runner(loop_factory=SimLoop) as runner:

@@ -107,6 +107,7 @@ class Stream:
         self._life = 0
         self._last_at = 0.0
         self._asked = False
+        self._reopened = False  # and the client was not told yet
         self.batches: list[WatchBatch | WatchCompacted] = []
         self.arrived = asyncio.Event()
 
@@ -119,6 +120,7 @@ class Stream:
     def broken(self) -> None:
         """The connection was lost: it is made again, and some of what was delivered comes again."""
         self._life += 1
+        self._reopened = True
         etcd = self._etcd
         again = etcd.rng.randrange(3) if etcd.rng.random() < 0.5 else 0
         # What was compacted away does not come again; where some of it was never delivered, the watch must say so.
@@ -131,6 +133,9 @@ class Stream:
         if not etcd.serving or not self._client.hears:
             return  # poked again when it may go on
         store = etcd.store
+        if self._reopened:
+            self._reopened = False
+            self._deliver_later(WatchBatch(self.delivered - 1, (), reopened=True), self.delivered - 1)
         try:
             events = store.events_from(self._next, self._prefix)
         except WatchCompacted as error:
@@ -151,6 +156,9 @@ class Stream:
 
     def _send(self, what: WatchBatch | WatchCompacted, upto: int) -> None:
         self._next = upto + 1
+        self._deliver_later(what, upto)
+
+    def _deliver_later(self, what: WatchBatch | WatchCompacted, upto: int) -> None:
         self._last_at = max(self._last_at + 1e-6, self._etcd.now() + self._etcd.delay())
         loop = asyncio.get_running_loop()
         loop.call_at(self._last_at, self._deliver, self._life, what, upto, context=self._context)
