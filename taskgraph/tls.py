@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import math
 import socket
 import ssl
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,7 +34,9 @@ _OF_ANOTHER_TIME = (9, 10)
 """OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
 _OF_ANOTHER_AUTHORITY = (7, 18, 19, 20, 21)
 """Its X509_V_ERR_CERT_SIGNATURE_FAILURE, and those of a chain that ends at nobody whom ca.pem has."""
-_Stamp = tuple[tuple[int, int], ...]
+_AGAIN_S = 60.0
+"""What could not be read may be readable by then, although the file is the same: with a descriptor to spare, perhaps."""
+_Stamp = tuple[tuple[int, int, int] | None, ...]
 
 
 class Tls:
@@ -48,6 +52,7 @@ class Tls:
         self.ca, self.cert, self.key = Path(ca), Path(cert), Path(key)
         self._contexts: dict[bool, ssl.SSLContext] = {}
         self._stamp: _Stamp = ()
+        self._again_at = math.inf
 
     @staticmethod
     def of(given: Mapping[str, str]) -> Tls | None:
@@ -61,25 +66,32 @@ class Tls:
             TransportError: a file that cannot be used. Where one could be used before, that one is kept, and the log
                 tells why: certificates are renewed file by file.
         """
-        try:
-            stamp = self._now()
-            if stamp != self._stamp:
-                made = {side: self._make(server=side) for side in (False, True)}
-                self._contexts, self._stamp = made, stamp
-        except TransportError as error:
-            if not self._contexts:
-                raise
-            log.warning("%s; going on with what was read before", error)
+        stamp = self._now()
+        if stamp != self._stamp or time.monotonic() >= self._again_at:
+            self._again_at = math.inf
+            try:
+                self._contexts = {side: self._make(server=side) for side in (False, True)}
+            except TransportError as error:
+                if not self._contexts:
+                    raise
+                # Once for each change, and a minute: whoever connects has us come here.
+                self._again_at = time.monotonic() + _AGAIN_S
+                log.warning("%s; going on with what was read before", error)
+            self._stamp = stamp
         return self._contexts[server]
 
     def _now(self) -> _Stamp:
-        found = []
+        """Another one when a file was renewed, comes or goes."""
+        found: list[tuple[int, int, int] | None] = []
         for path in (self.ca, self.cert, self.key):
             try:
                 status = path.stat()
-            except OSError as error:
-                raise _unusable(path, error.strerror or str(error)) from error
-            found.append((status.st_mtime_ns, status.st_ino))
+            except OSError:
+                found.append(None)
+            else:
+                # Other permissions change the first. Written in place, a file may get its rest within one tick of the
+                # clock: its size tells.
+                found.append((status.st_ctime_ns, status.st_ino, status.st_size))
         return tuple(found)
 
     def _make(self, *, server: bool) -> ssl.SSLContext:
@@ -91,8 +103,9 @@ class Tls:
         context.verify_mode = ssl.CERT_REQUIRED
         if server:
             context.num_tickets = 0  # nobody resumes a session: nodes keep theirs open
+        ca, cert, _ = (_read(path) for path in (self.ca, self.cert, self.key))
         load_files(context, self.ca, self.cert, self.key)
-        if why := unfit_for_grpc(_read(self.ca), _read(self.cert)):
+        if why := unfit_for_grpc(ca, cert):
             raise _unusable(self.cert, why)
         return context
 

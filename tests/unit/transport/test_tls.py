@@ -7,15 +7,19 @@ import contextlib
 import errno
 import logging
 import os
+import shutil
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transport_kit import JOB, TOKEN, Cluster, certified, cluster_of, encoded, item, pull, verify
 
+from taskgraph import tls as module
 from taskgraph.errors import PeerLost, TransportError
 from taskgraph.protocol import messages as m
 from taskgraph.settings import Settings
@@ -264,6 +268,36 @@ async def test_renewed_files_are_taken_up(cluster: Cluster, folder: Path, caplog
     assert tls.context(server=True) is not before
     a, b = await cluster.node(tls=tls), await cluster.node()
     assert await a.call(b, SEAL) == m.Accepted(1)
+
+
+@pytest.mark.parametrize("left", ["one of two", "none"])
+def test_a_renewal_that_is_half_done_is_told_once_however_many_connect(
+    folder: Path, left: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tls = certified(folder)
+    tls.context(server=True)
+    read = []
+    load_files = module.load_files
+    monkeypatch.setattr(module, "load_files", lambda *given: (read.append(given), load_files(*given)))
+    for told in (1, 2):
+        if left == "none":
+            (folder / KEY).unlink(missing_ok=True)
+        certified(folder / "new")
+        (folder / "new" / CERT).replace(folder / CERT)
+        for _ in range(20):
+            tls.context(server=True)
+        assert len([text for text in warnings_of(caplog) if "going on with what was read before" in text]) == told
+        assert len(read) <= told
+    later = time.monotonic() + 60
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: later))
+    for _ in range(20):
+        tls.context(server=True)
+    assert len(warnings_of(caplog)) == 3
+    shutil.copy(folder / "new" / KEY, folder / KEY)
+    before = len(read)
+    tls.context(server=True)
+    tls.context(server=True)
+    assert len(read) == before + 2
 
 
 @pytest.mark.parametrize("missing", ["ca.pem", "cert.pem", "key.pem"])
