@@ -9,6 +9,7 @@ Nothing here knows what is said inside.
 
 from __future__ import annotations
 
+import codecs
 import ipaddress
 import logging
 import math
@@ -23,7 +24,7 @@ import grpc
 from taskgraph.certificates import unfit_for_grpc
 from taskgraph.errors import TransportError
 
-__all__ = ["CA", "CERT", "KEY", "Tls", "advice", "channel_binding", "check_listener", "load_files"]
+__all__ = ["CA", "CERT", "KEY", "Tls", "advice", "channel_binding", "check_listener", "load_files", "read_pem"]
 
 log = logging.getLogger("taskgraph.tls")
 
@@ -35,7 +36,7 @@ _OF_ANOTHER_TIME = (9, 10)
 _OF_ANOTHER_AUTHORITY = (7, 18, 19, 20, 21)
 """Its X509_V_ERR_CERT_SIGNATURE_FAILURE, and those of a chain that ends at nobody whom ca.pem has."""
 _AGAIN_S = 60.0
-"""What could not be read may be readable by then, although the file is the same: with a descriptor to spare, perhaps."""
+"""What could not be read may be readable by then, although the file is the same: with a free descriptor, perhaps."""
 _Stamp = tuple[tuple[int, int, int] | None, ...]
 
 
@@ -103,7 +104,7 @@ class Tls:
         context.verify_mode = ssl.CERT_REQUIRED
         if server:
             context.num_tickets = 0  # nobody resumes a session: nodes keep theirs open
-        ca, cert, _ = (_read(path) for path in (self.ca, self.cert, self.key))
+        ca, cert, _ = (read_pem(path) for path in (self.ca, self.cert, self.key))
         load_files(context, self.ca, self.cert, self.key)
         if why := unfit_for_grpc(ca, cert):
             raise _unusable(self.cert, why)
@@ -141,13 +142,13 @@ class Tls:
         servers that end while strangers are about crash the process.
         """
         self.context(server=True)  # gRPC says nothing of files that it cannot use
-        pair = (_read(self.key), _read(self.cert))
-        return grpc.ssl_server_credentials([pair], _read(self.ca), require_client_auth=True)
+        pair = (read_pem(self.key), read_pem(self.cert))
+        return grpc.ssl_server_credentials([pair], read_pem(self.ca), require_client_auth=True)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """For a gRPC client, which also wants the server's certificate to name the host it dials."""
         self.context(server=False)
-        return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
+        return grpc.ssl_channel_credentials(read_pem(self.ca), read_pem(self.key), read_pem(self.cert))
 
 
 def load_files(context: ssl.SSLContext, ca: Path | None, cert: Path | None, key: Path | None) -> None:
@@ -165,14 +166,30 @@ def load_files(context: ssl.SSLContext, ca: Path | None, cert: Path | None, key:
         if cert is not None:
             context.load_cert_chain(cert, key, password="")  # else an encrypted key asks on the terminal
     except (OSError, ssl.SSLError) as error:
-        raise _unusable(f"{cert} and {key}", _why(error)) from error
+        raise _unusable_pair(cert, key or cert, error) from error
 
 
-def _read(path: Path) -> bytes:
+def read_pem(path: Path) -> bytes:
+    """What is in a file, for gRPC, which does not know the mark that some editors put before UTF-8, as OpenSSL does.
+
+    Raises:
+        TransportError: it cannot be read.
+    """
     try:
-        return path.read_bytes()
+        return path.read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise _unusable(path, _why(error)) from error
+
+
+def _unusable_pair(cert: Path, key: Path, error: OSError) -> TransportError:
+    """Which of the two it is, and why: often OpenSSL says neither."""
+    for path, what in ((cert, "CERTIFICATE"), (key, "PRIVATE KEY")):
+        found = read_pem(path)
+        if f"{what}-----".encode() not in found:
+            return _unusable(path, f"there is no {what.lower()} in it, as PEM")
+    if b"ENCRYPTED" in found:
+        return _unusable(key, f"it is encrypted; `openssl pkey -in {key} -out FILE` writes it without a password")
+    return _unusable(f"{cert} and {key}", _why(error))
 
 
 def _unusable(what: object, why: str) -> TransportError:

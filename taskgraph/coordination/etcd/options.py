@@ -15,7 +15,7 @@ import grpc.aio
 from taskgraph import rpc
 from taskgraph.coordination.etcd import v3_pb2 as v3
 from taskgraph.errors import CoordinationError, TransportError
-from taskgraph.tls import load_files
+from taskgraph.tls import load_files, read_pem
 
 __all__ = ["Endpoint", "EtcdOptions"]
 
@@ -143,10 +143,10 @@ class EtcdOptions:
         Raises:
             CoordinationError: a file that cannot be used. gRPC would only say, of the address, that nothing answers.
         """
-        given = [_read(path) for path in (self.ca, self.key, self.cert)]
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.set_ciphers("DEFAULT:@SECLEVEL=0")  # how strong a key must be is for etcd and gRPC to say
         try:
+            given = [None if path is None else read_pem(path) for path in (self.ca, self.key, self.cert)]
             load_files(context, self.ca, self.cert, self.key)
         except TransportError as error:
             raise CoordinationError(f"for etcd: {error}") from error
@@ -173,12 +173,3 @@ class EtcdOptions:
         if endpoint.tls:
             return grpc.secure_channel(endpoint.target, self.channel_credentials(), _CHANNEL_OPTIONS)
         return grpc.insecure_channel(endpoint.target, _CHANNEL_OPTIONS)
-
-
-def _read(path: Path | None) -> bytes | None:
-    if path is None:
-        return None
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise CoordinationError(f"cannot read the TLS file {path} for etcd: {error.strerror}") from error

@@ -159,6 +159,15 @@ async def test_keys_that_grpc_does_not_take_are_told_by_who_has_them(authority: 
         ControlClient("localhost:1", TOKEN, tls)
 
 
+@pytest.mark.parametrize("marked", [CA, CERT, KEY])
+async def test_the_mark_that_editors_put_before_utf_8_does_no_harm(ours: Tls, marked: str) -> None:
+    """OpenSSL does not mind it, and of gRPC the node said that its port could not be bound."""
+    path = ours.ca.with_name(marked)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    async with serving(tcp_host="127.0.0.1", tls=ours) as service, service.client(tls=ours) as client:
+        assert await client.status() == STATUS
+
+
 async def test_an_authority_that_nobody_here_depends_on_may_have_any_key(ours: Tls, tmp_path: Path) -> None:
     other = issued(tmp_path / "other", "Ed448", "Ed448")
     ours.ca.write_bytes(ours.ca.read_bytes() + other.ca.read_bytes())

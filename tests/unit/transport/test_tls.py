@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 from transport_kit import JOB, TOKEN, Cluster, certified, cluster_of, encoded, item, pull, verify
 
 from taskgraph import tls as module
@@ -310,6 +311,29 @@ async def test_a_missing_or_broken_file_is_named(folder: Path, missing: str) -> 
     node = StreamTransport(Settings(), TOKEN, job=JOB, verify=verify, tls=tls)
     with pytest.raises(TransportError, match=rf"{missing} cannot be used: No such file"):
         await node.start("n", lambda caller, call: None, lambda lost: None)  # type: ignore[arg-type,return-value]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        (CERT, b"", "there is no certificate in it, as PEM"),
+        (KEY, b"", "there is no private key in it, as PEM"),
+        (CERT, "UTF-16", "there is no certificate in it, as PEM"),
+        (KEY, "encrypted", "it is encrypted; `openssl pkey -in .* -out FILE` writes it without a password"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_said_with_what_to_do(
+    folder: Path, name: str, content: str | bytes, why: str
+) -> None:
+    tls = certified(folder)
+    path = folder / name
+    if content == "encrypted":
+        plain = serialization.load_pem_private_key(path.read_bytes(), None)
+        how = serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"secret")
+        content = plain.private_bytes(serialization.Encoding.PEM, *how)
+    path.write_bytes(content if isinstance(content, bytes) else path.read_text().encode(content))
+    with pytest.raises(TransportError, match=rf"the TLS file {path} cannot be used: {why}"):
+        tls.context(server=True)
 
 
 def test_a_certificate_is_checked_against_the_name_it_is_reached_by(folder: Path) -> None:
