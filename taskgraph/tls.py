@@ -162,9 +162,10 @@ def load_files(context: ssl.SSLContext, ca: Path | None, cert: Path | None, key:
             context.load_verify_locations(cafile=ca)
     except (OSError, ssl.SSLError) as error:
         raise _unusable(ca, _why(error)) from error
+    if cert is None:
+        return
     try:
-        if cert is not None:
-            context.load_cert_chain(cert, key, password="")  # else an encrypted key asks on the terminal
+        context.load_cert_chain(cert, key, password="")  # else an encrypted key asks on the terminal
     except (OSError, ssl.SSLError) as error:
         raise _unusable_pair(cert, key or cert, error) from error
 
