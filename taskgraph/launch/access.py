@@ -190,8 +190,11 @@ def advice(error: CoordinationError) -> str:
         return "This etcd wants to see a client certificate: give --etcd-cert and --etcd-key (or others)"
     if "CERTIFICATE_VERIFY_FAILED" in said:
         return "Its certificate was not signed by an authority that is known here: give that with --etcd-ca"
-    if "WRONG_VERSION_NUMBER" in said or "Handshake read failed" in said:
+    cut_off = any(sign in said for sign in ("Socket closed", "Connection reset", "connection closed"))
+    if "WRONG_VERSION_NUMBER" in said or ("Handshake read failed" in said and cut_off):
         return "It does not speak TLS: write http://HOST:PORT, or leave --etcd-ca and --etcd-cert out"
-    if any(sign in said for sign in ("Socket closed", "Connection reset", "connection closed")):
+    if "Handshake read failed" in said or "before receiving SETTINGS frame" in said:
+        return "It takes connections and does not answer in time: it stands, or the link to it is too slow"
+    if cut_off:
         return "Perhaps it speaks TLS only: write https://HOST:PORT, with --etcd-ca if its authority is not known"
     return ""

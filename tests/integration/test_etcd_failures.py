@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -217,6 +217,48 @@ def silent_endpoint() -> Iterator[str]:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         yield f"127.0.0.1:{silent.getsockname()[1]}"
+
+
+@contextlib.asynccontextmanager
+async def far_away(endpoint: str, connecting_s: float) -> AsyncIterator[str]:
+    """A way to `endpoint` on which a connection takes so long, as many round trips of TLS do behind a slow link."""
+    host, _, port = endpoint.rpartition(":")
+
+    async def pipe(source: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await source.read(65536):
+                to.write(data)
+        to.close()
+
+    async def serve(source: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
+        with contextlib.closing(to):
+            await asyncio.sleep(connecting_s)
+            there_source, there = await asyncio.open_connection(host, int(port))
+            with contextlib.closing(there):
+                await asyncio.gather(pipe(source, there), pipe(there_source, to))
+
+    async with asyncio.TaskGroup() as group:
+        served: list[asyncio.Task[None]] = []
+        server = await asyncio.start_server(lambda *ends: served.append(group.create_task(serve(*ends))), "127.0.0.1")
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        server.close()
+        for each in served:
+            each.cancel()
+
+
+@pytest.mark.parametrize("several", [False, True])
+async def test_an_etcd_to_which_a_connection_takes_longer_than_a_second_can_be_used(
+    embedded_etcd, several: bool
+) -> None:
+    """Each attempt was given up after one, whatever the link; with several the other one is asked meanwhile."""
+    async with (
+        far_away(embedded_etcd.endpoint, 1.2) as far,
+        far_away(embedded_etcd.endpoint, 1.2) as other,
+        await EtcdCoordinator.connect([far, other] if several else far) as node,
+    ):
+        start = (await node.txn(put("/far/a"))).revision
+        async with following(node, "/far/", start) as follower:
+            await follower.until(start)
 
 
 async def test_a_watch_that_is_still_connecting_follows_calls_to_another_endpoint(embedded_etcd) -> None:

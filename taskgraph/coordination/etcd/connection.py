@@ -42,8 +42,9 @@ Response = TypeVar("Response", bound=Message)
 #: come back in step.
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 1.0
-#: A connection that stays silent (packets dropped) is given up after this, if there is another endpoint.
-_CONNECT_S = 2.0
+#: One that is not connected after this (packets dropped) is left, if there is another endpoint. gRPC goes on with the
+#: attempt: behind a slow link it stands when it is this one's turn again.
+_CONNECT_S = 1.0
 
 
 def pause_s(tries: int) -> float:
@@ -79,9 +80,14 @@ class Stream(Generic[Response]):
     """
 
     def __init__(
-        self, call: grpc.aio.StreamStreamCall[Message, Response], endpoint: Endpoint, token: str | None
+        self,
+        call: grpc.aio.StreamStreamCall[Message, Response],
+        endpoint: Endpoint,
+        token: str | None,
+        connect_s: float | None,
     ) -> None:
         self._call = call
+        self._connect_s = connect_s
         self._writing: asyncio.Future[None] | None = None
         self.endpoint = endpoint
         self.token = token
@@ -91,11 +97,14 @@ class Stream(Generic[Response]):
         """Sends it, as soon as the endpoint is connected.
 
         Raises:
-            asyncio.InvalidStateError: the stream ended before.
+            asyncio.InvalidStateError: the stream ended before, or the endpoint is not connected in time.
         """
         self._writing = asyncio.ensure_future(self._call.write(message))
         try:
-            await self._writing
+            async with asyncio.timeout(self._connect_s):
+                await self._writing
+        except TimeoutError:
+            raise asyncio.InvalidStateError(f"no connection within {self._connect_s:g} s") from None
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
@@ -172,7 +181,7 @@ class Connection:
         """
         if endpoint.tls:
             self._renew(endpoint)
-        if endpoint != self.endpoint or len(self.options.endpoints) == 1:
+        if endpoint != self.endpoint or not self._several:
             return
         self._current = (self._current + 1) % len(self.options.endpoints)
         for stream in tuple(self._streams):
@@ -227,7 +236,7 @@ class Connection:
         while (left := deadline - loop.time()) > 0 and not self._closed:
             endpoint, sent, token = self.endpoint, False, None
             try:
-                if not again:
+                if not again or self._several:
                     await self._connect(endpoint, left)
                 if not anonymous:
                     token = await self._enter(endpoint, deadline)
@@ -284,7 +293,7 @@ class Connection:
         )
         # `hasleader`: a member cut off from the majority ends the stream instead of staying silent.
         metadata = [("hasleader", "true"), *credentials(token)]
-        stream = Stream(open_stream(None, metadata=metadata), endpoint, token)
+        stream = Stream(open_stream(None, metadata=metadata), endpoint, token, _CONNECT_S if self._several else None)
         self._streams.add(stream)
         return stream
 
@@ -323,6 +332,10 @@ class Connection:
         self._former.clear()
         for channel in channels:
             await rpc.close(channel)
+
+    @property
+    def _several(self) -> bool:
+        return len(self.options.endpoints) > 1
 
     def _channel(self, endpoint: Endpoint) -> grpc.aio.Channel:
         if self._closed:
@@ -375,7 +388,7 @@ class Connection:
         return token
 
     def _connect_s(self) -> float:
-        return self.options.timeout_s if len(self.options.endpoints) == 1 else _CONNECT_S
+        return _CONNECT_S if self._several else self.options.timeout_s
 
     async def _once(
         self,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -159,11 +160,13 @@ class EtcdLease:
         next_at = time.monotonic() + interval_s
         try:
             while not self._closing and not self._lost:
-                self._wake.wait(max(0.0, next_at - time.monotonic()))
+                look_at = next_at if stream is None else min(next_at, stream.silent_at())
+                self._wake.wait(max(0.0, look_at - time.monotonic()))
                 self._wake.clear()
                 now = time.monotonic()
-                if stream is not None and (stream.ended or stream.waiting_s(now) > overdue_s):
-                    why = stream.ended or f"no answer for {stream.waiting_s(now):.1f} s"
+                if stream is not None and (why := stream.ended or stream.silence(now)):
+                    if not stream.ended and not stream.answered:
+                        self._login.patience.silent()
                     self._trouble = f"etcd {stream.endpoint.target}: {why}"
                     log.warning("renewal of lease %x at %s; trying the next endpoint", self._id, self._trouble)
                     stream.close()
@@ -194,7 +197,8 @@ class EtcdLease:
                             self._entering.add_done_callback(lambda _: self._wake.set())
                         continue
                     try:
-                        stream = _Stream(self._options, at, self, token)
+                        limits_s = (self._login.patience.limit_s, overdue_s)
+                        stream = _Stream(self._options, at, self, token, limits_s)
                     except (CoordinationError, OSError, RuntimeError) as error:
                         # A TLS file is being replaced, no thread can be started or no file opened: tried again each
                         # time, since that passes.
@@ -219,6 +223,9 @@ class EtcdLease:
         """Whether it is of the lease's cluster: another one knows no such lease."""
         return self._cluster() in (0, header.cluster_id)
 
+    def begun(self, took_s: float) -> None:
+        self._login.patience.answered(took_s)
+
     def answered(self, sent_at: float, ttl_s: int) -> None:
         if ttl_s <= 0:
             self._lost = True
@@ -237,17 +244,31 @@ class EtcdLease:
 
 class _Listener(Protocol):
     def knows(self, header: v3.ResponseHeader) -> bool: ...
+    def begun(self, took_s: float) -> None: ...
     def answered(self, sent_at: float, ttl_s: int) -> None: ...
     def refused(self, token: str) -> None: ...
     def broke(self) -> None: ...
 
 
 class _Stream:
-    """One LeaseKeepAlive stream to one endpoint, with the thread that reads it."""
+    """One LeaseKeepAlive stream to one endpoint, with the thread that reads it.
 
-    def __init__(self, options: EtcdOptions, endpoint: Endpoint, listener: _Listener, token: str | None) -> None:
+    Args:
+        limits_s: how long the first answer may take, connecting included, and how long each later one.
+    """
+
+    def __init__(
+        self,
+        options: EtcdOptions,
+        endpoint: Endpoint,
+        listener: _Listener,
+        token: str | None,
+        limits_s: tuple[float, float],
+    ) -> None:
         self.endpoint = endpoint
         self.ended = ""  # why, once it did
+        self.answered = False
+        self._limits_s = limits_s
         self._listener = listener
         self._token = token
         self._requests: queue.SimpleQueue[v3.LeaseKeepAliveRequest | None] = queue.SimpleQueue()
@@ -268,12 +289,21 @@ class _Stream:
         self._unanswered.append(now)
         self._requests.put(v3.LeaseKeepAliveRequest(id=lease_id))
 
-    def waiting_s(self, now: float) -> float:
-        """How long the oldest renewal has been waiting for its answer."""
+    def silent_at(self) -> float:
+        """When it is to be given up, if no answer comes before that."""
+        return self._waits_since() + self._limits_s[self.answered]
+
+    def silence(self, now: float) -> str:
+        """Why it is to be given up now; "": it is not."""
+        since = self._waits_since()
+        return f"no answer for {now - since:.1f} s" if now >= since + self._limits_s[self.answered] else ""
+
+    def _waits_since(self) -> float:
+        """When the oldest renewal without an answer was sent; infinity: all were answered."""
         try:
-            return now - self._unanswered[0]
+            return self._unanswered[0]
         except IndexError:
-            return 0.0
+            return math.inf
 
     def close(self) -> None:
         self._closed = True
@@ -300,6 +330,9 @@ class _Stream:
                 if not self._listener.knows(answer.header):
                     self.ended = "it belongs to another cluster"
                     return
+                if not self.answered:
+                    self.answered = True
+                    self._listener.begun(time.monotonic() - self._unanswered[0])
                 self._listener.answered(self._unanswered.popleft(), answer.ttl)
             self.ended = "etcd ended the stream"
         except grpc.RpcError as error:

@@ -31,15 +31,19 @@ from taskgraph.coordination.etcd.methods import AUTHENTICATE, STATUS
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, no_thread
 
-__all__ = ["Entered", "Login", "LoginFailed", "Pace", "credentials"]
+__all__ = ["Entered", "Login", "LoginFailed", "Pace", "Patience", "credentials"]
 
 log = logging.getLogger(__name__)
 
 #: What a login may take at first: to give one up costs etcd a hash. A hundred nodes at 1 s a hash and two processors.
 _FIRST_LIMIT_S = 60.0
 _LAST_LIMIT_S = 480.0
-#: A member that is silent (frozen, packets dropped) is given up after this, if there is another endpoint.
+#: A member that is silent (frozen, packets dropped) is given up after this, if there is another endpoint; later where
+#: `Patience` has learnt that connecting takes longer.
 _SILENT_S = 2.0
+#: What `Patience` begins with, and where it ends.
+_FIRST_PATIENCE_S = 1.0
+_LAST_PATIENCE_S = 8.0
 _FIRST_PAUSE_S = 0.1
 _LAST_PAUSE_S = 5.0
 #: After this time without a login the next one counts as the first.
@@ -100,6 +104,29 @@ class Pace:
         self.limit_s = min(_LAST_LIMIT_S, 2 * self.limit_s) if timed_out else _FIRST_LIMIT_S
 
 
+class Patience:
+    """How long a new connection may be silent, for those who give it up with their channel: leases and logins.
+
+    A member that is away is to be left soon; behind a slow link connecting takes several round trips, and who gives up
+    sooner than that never gets through. So it is doubled where nothing came, and follows what it took where something
+    did.
+
+    Attributes:
+        limit_s: what the next one has.
+    """
+
+    def __init__(self) -> None:
+        self.limit_s = _FIRST_PATIENCE_S
+
+    def silent(self) -> None:
+        """Nothing came in time."""
+        self.limit_s = min(_LAST_PATIENCE_S, 2 * self.limit_s)
+
+    def answered(self, took_s: float) -> None:
+        """The first answer came."""
+        self.limit_s = min(_LAST_PATIENCE_S, max(_FIRST_PATIENCE_S, 2 * took_s))
+
+
 @dataclass(frozen=True, slots=True)
 class Entered:
     """A login that got a token."""
@@ -116,11 +143,13 @@ class Login:
 
     Attributes:
         last: the newest token, whether or not etcd takes it.
+        patience: with new connections, its own and those of leases.
     """
 
     def __init__(self, options: EtcdOptions) -> None:
         self._options = options
         self._pace = Pace()
+        self.patience = Patience()
         self._lock = threading.Lock()
         self.last: str | None = None
         self._entered: Entered | None = None
@@ -229,7 +258,7 @@ class Login:
             if self._closing.is_set():
                 raise closed
             if len(self._options.endpoints) > 1:
-                _probe(channel, endpoint)
+                _probe(channel, endpoint, self.patience)
             authenticate = channel.unary_unary(
                 AUTHENTICATE.path, AUTHENTICATE.request.SerializeToString, AUTHENTICATE.response.FromString
             )
@@ -241,17 +270,21 @@ class Login:
             channel.close()
 
 
-def _probe(channel: grpc.Channel, endpoint: Endpoint) -> None:
+def _probe(channel: grpc.Channel, endpoint: Endpoint, patience: Patience) -> None:
     """Returns where somebody is there: any answer, a refusal too, says that.
 
     Raises:
         LoginFailed: nobody, or nobody of use. This cost no hash.
     """
     status = channel.unary_unary(STATUS.path, STATUS.request.SerializeToString, STATUS.response.FromString)
+    limit_s, asked_at = max(_SILENT_S, patience.limit_s), time.monotonic()
     try:
-        status(v3.StatusRequest(), timeout=_SILENT_S)
+        status(v3.StatusRequest(), timeout=limit_s)
+        patience.answered(time.monotonic() - asked_at)
     except grpc.RpcError as error:
         code, details = _why(error)
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            patience.silent()
         if judge(code, details) in (Verdict.NOT_EXECUTED, Verdict.UNKNOWN):
             raise LoginFailed(endpoint, grpc.StatusCode.UNAVAILABLE, details) from error
 

@@ -24,6 +24,9 @@ __all__ = ["Endpoint", "EtcdOptions"]
 #:   in 15 s. etcd refuses clients that ping more often than every 5 s. It is the ping's own timeout that counts where
 #:   the peer's kernel still acknowledges: measured, without it 60 s.
 #: - reconnect backoff: gRPC's default grows to 120 s; a restarted etcd must be found within a second.
+#: - min reconnect backoff is no pause, in spite of its name, but what one attempt at a connection may take, after which
+#:   another is made. TCP, TLS and HTTP/2 take three to four round trips, and a satellite's is 0.6 s. So a silent member
+#:   is not left by this where there is another, but by `connection.py`, `lease.py` and `login.py`.
 #: - message sizes: a listing may be larger than gRPC's 4 MiB; etcd bounds what can be in it.
 #: - http proxy: an `http_proxy` in the environment must not capture connections to etcd.
 #: - local subchannel pool: the lease's connection must not be the one that bulk reads fill.
@@ -33,7 +36,7 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.min_reconnect_backoff_ms", 4_000),
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),

@@ -93,8 +93,8 @@ async def watch(connection: Connection, prefix: str, start_revision: int) -> Asy
             refused, reason = True, str(error)
         except OtherCluster as other:
             reason = str(other)
-        except asyncio.InvalidStateError:  # what gRPC raises when writing to a stream that ended already
-            reason = "the stream broke before the watch was created"
+        except asyncio.InvalidStateError as error:  # what gRPC raises when writing to a stream that ended already, too
+            reason = f"the stream broke before the watch was created: {error}"
         except asyncio.CancelledError:
             if stream is None or not stream.left or is_cancelled():
                 raise

@@ -20,7 +20,7 @@ from taskgraph.coordination.etcd.connection import Connection, OtherCluster, pau
 from taskgraph.coordination.etcd.convert import event, key_value, range_of, txn_request, writes
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
 from taskgraph.coordination.etcd.lease import EtcdLease
-from taskgraph.coordination.etcd.login import Login
+from taskgraph.coordination.etcd.login import Login, Patience
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, LeaseGone
 from taskgraph.protocol.kv import Delete, Get, Put, Txn
@@ -180,6 +180,81 @@ async def test_a_lease_outlives_a_want_of_threads_and_files_and_says_why(monkeyp
     finally:
         await lease.close(revoke=False)
     assert good.closed
+
+
+class FarAway(Answering):
+    """A channel that takes a while to connect, unless it is closed before."""
+
+    def __init__(self, connecting_s: float) -> None:
+        super().__init__()
+        self._gone, self._connecting_s = threading.Event(), connecting_s
+
+    def stream_stream(self, *_: object) -> Callable[..., Iterator[v3.LeaseKeepAliveResponse]]:
+        answers = super().stream_stream()
+
+        def call(requests: Iterator[v3.LeaseKeepAliveRequest], **_: object) -> Iterator[v3.LeaseKeepAliveResponse]:
+            if self._gone.wait(self._connecting_s):
+                raise ValueError("Channel closed!")
+            return answers(requests)
+
+        return call
+
+    def close(self) -> None:
+        super().close()
+        self._gone.set()
+
+
+async def test_a_lease_behind_a_slow_link_waits_longer_for_each_connection_until_one_stands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each was closed after a third of the TTL, which the next one took, too."""
+
+    async def revoke(_: int) -> None: ...
+
+    made: list[FarAway] = []
+
+    def sync_channel(*_: object) -> FarAway:
+        made.append(FarAway(0.1))
+        return made[-1]
+
+    monkeypatch.setattr(EtcdOptions, "sync_channel", sync_channel)
+    monkeypatch.setattr("taskgraph.coordination.etcd.login._FIRST_PATIENCE_S", 0.02)
+    options, now = EtcdOptions.make("127.0.0.1:1,127.0.0.1:2"), time.monotonic()
+    login = Login(options)
+    for leases in (1, 2):  # the second knows what the first has learnt
+        lease = EtcdLease(
+            options,
+            leases,
+            ttl_s=0.15,
+            stall_limit_s=60.0,
+            sent_at=now,
+            revoke=revoke,
+            forget=lambda _: None,
+            endpoint=options.endpoints[0],
+            login=login,
+        )
+        lease.start()
+        try:
+            async with asyncio.timeout(10):
+                while lease.valid_until() < now + 60:  # noqa: ASYNC110 - a thread of its own renews it
+                    await asyncio.sleep(0.001)
+        finally:
+            await lease.close(revoke=False)
+        if leases == 1:
+            assert 1 < len(made) <= 4 and login.patience.limit_s >= 0.2
+            first = len(made)
+    assert len(made) == first + 1
+
+
+def test_patience_with_a_new_connection_is_doubled_bounded_and_follows_what_it_took() -> None:
+    patience, limits_s = Patience(), []
+    for _ in range(5):
+        limits_s.append(patience.limit_s)
+        patience.silent()
+    assert limits_s == [1, 2, 4, 8, 8]
+    for took_s, limit_s in ((2.4, 4.8), (60.0, 8.0), (0.01, 1.0)):
+        patience.answered(took_s)
+        assert patience.limit_s == limit_s
 
 
 async def test_a_lease_that_no_thread_can_renew_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
