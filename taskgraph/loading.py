@@ -18,7 +18,7 @@ from typing import Any
 
 from taskgraph.errors import JobError, TaskGraphError
 from taskgraph.jobs import Job, JobFunction
-from taskgraph.sources import file_of, installed
+from taskgraph.sources import file_of, installed, module_of
 
 __all__ = ["DriverRef", "check_not_importing", "load_driver", "made_by", "reference_of"]
 
@@ -222,8 +222,8 @@ def made_by(function: JobFunction[...], arguments: Mapping[str, Any]) -> Job:
     try:
         return function(**arguments)
     except Exception as error:
-        file = getattr(sys.modules.get(function.__module__), "__file__", None)
-        where = Path(file).name if file else function.__module__
+        file = file_of(function)
+        where = file.name if file is not None else function.__module__
         raise _told(f"{function.__name__}(...) of {where}", error) from error
 
 
@@ -264,22 +264,19 @@ def reference_of(function: JobFunction[...]) -> DriverRef:
     Raises:
         JobError: it was defined interactively, or in a zip archive, or its module does not have it.
     """
-    path = file_of(function)
+    path, module = file_of(function), module_of(function)
     if path is None:
-        file = getattr(sys.modules.get(function.__module__), "__file__", None) or "<stdin>"
+        file = module.get("__file__") or "<stdin>"
         how = "was defined interactively" if file.startswith("<") else f"is in {file}, which is no plain file"
         raise JobError(
             f"{function.__name__} {how}, so other processes cannot import it: put it into a "
             f"file, or run it in this process with nodes=0"
         )
-    module = sys.modules[function.__module__]
-    names = [name for name, value in vars(module).items() if value is function]
+    names = [name for name, value in module.items() if value is function]
     if not names:
         raise JobError(f"{path} has no {function.__name__} any more that is this job function: was it replaced there?")
     attribute = function.__name__ if function.__name__ in names else names[0]
-    spec = getattr(
-        module, "__spec__", None
-    )  # of `python -m proj.fit` it tells the name; of `python fit.py` there is none
+    spec = module.get("__spec__")  # of `python -m proj.fit` it tells the name; of `python fit.py` there is none
     name = spec.name if spec is not None else ""
     if installed(path):
         return DriverRef("module", name or function.__module__, attribute)

@@ -11,13 +11,13 @@ import gc
 import hashlib
 import inspect
 import os
-import sys
 from pathlib import Path
+from typing import Any
 
 from taskgraph.jobs import JobFunction
 from taskgraph.version import PROTOCOL, VERSION
 
-__all__ = ["file_of", "fingerprint", "installed", "parse"]
+__all__ = ["file_of", "fingerprint", "installed", "module_of", "parse"]
 
 _INSTALLED = ("site-packages", "dist-packages")
 
@@ -39,13 +39,22 @@ def fingerprint(function: JobFunction[...]) -> str:
     return digest.hexdigest()[:16]
 
 
+def module_of(function: JobFunction[...]) -> dict[str, Any]:
+    """The names of the module that a job function is in.
+
+    The function itself holds them: with `python -m cProfile fit.py` the driver is called `__main__`, and what
+    `sys.modules` has by that name is the profiler.
+    """
+    names: dict[str, Any] = inspect.unwrap(function.__wrapped__).__globals__
+    return names
+
+
 def file_of(function: JobFunction[...]) -> Path | None:
-    """The file that a job function is in; None where it was defined at a prompt, or its module is gone."""
-    module = sys.modules.get(function.__module__)
-    file = getattr(module, "__file__", None)
+    """The file that a job function is in; None where it was defined at a prompt."""
+    file = module_of(function).get("__file__")
     if not file and function.__module__ == "__main__":  # `python -i` takes it away once the script is through
         file = inspect.unwrap(function.__wrapped__).__code__.co_filename
-    return Path(file).resolve() if module is not None and file and Path(file).is_file() else None
+    return Path(file).resolve() if file and Path(file).is_file() else None
 
 
 def _local_sources(root: Path, driver: Path) -> dict[str, Path]:

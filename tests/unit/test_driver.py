@@ -275,18 +275,24 @@ if __name__ == "__main__":
 """
 
 
-def test_a_script_is_found_again_by_its_file(tmp_path: Path) -> None:
+PROFILED = ("-m", "cProfile", "-o", "profile")
+"""It runs what is named next as `__main__`, and so is called itself."""
+
+
+@pytest.mark.parametrize("by", [(), PROFILED], ids=["python", "profiler"])
+def test_a_script_is_found_again_by_its_file(by: tuple[str, ...], tmp_path: Path) -> None:
     path = write(tmp_path / "scripts" / "script_a.py", FIT + TELL)
-    spec = JobSpec.from_bytes(python(str(path), cwd=tmp_path).encode())
+    spec = JobSpec.from_bytes(python(*by, str(path), cwd=tmp_path).encode())
     assert spec.driver == DriverRef("file", str(path), "fit")
     assert spec.load_job().tasks == 5, "with the same fingerprint as __main__ had"
 
 
-def test_a_script_run_as_a_module_is_found_again_by_its_name_and_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", [(), PROFILED], ids=["python", "profiler"])
+def test_a_script_run_as_a_module_is_found_again_by_its_name_and_place(by: tuple[str, ...], tmp_path: Path) -> None:
     write(tmp_path / "code" / "proj_b" / "__init__.py", "")
     write(tmp_path / "code" / "proj_b" / "sizes.py", "TASKS = 3\n")
     write(tmp_path / "code" / "proj_b" / "fit.py", "from . import sizes\n" + FIT + TELL)
-    spec = JobSpec.from_bytes(python("-m", "proj_b.fit", cwd=tmp_path / "code").encode())
+    spec = JobSpec.from_bytes(python(*by, "-m", "proj_b.fit", cwd=tmp_path / "code").encode())
     assert spec.driver == DriverRef("module", "proj_b.fit", "fit", root=str(tmp_path / "code"))
     assert spec.load_job().tasks == 5, "also by a process that runs elsewhere"
 
