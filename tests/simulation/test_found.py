@@ -164,10 +164,22 @@ async def test_a_link_that_is_slow_when_ledgers_are_asked_for(monkeypatch: pytes
     assert result.values == {0: 2, 1: 1}
 
 
-async def test_a_take_over_while_ledgers_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they said before it is of nobody's concern: the job failed although a primary had been replaced."""
-    dispatch, take = Serving._dispatch, Leader.report
+@pytest.mark.parametrize("read", [True, False])
+async def test_a_take_over_while_ledgers_are_asked_for(monkeypatch: pytest.MonkeyPatch, read: bool) -> None:
+    """What they said before it is of nobody's concern: the job failed although a primary had been replaced. So it is
+    where the leader has not read of that when it writes that the job fails."""
+    dispatch, take, fail = Serving._dispatch, Leader.report, Node.fail_job
     asked: list[int] = []
+    failing: list[Node] = []
+
+    def take_over(node: Node) -> None:
+        cluster.store.execute(Txn(success=(Put(node.keeper.view.keys.generation, b"other"),)))
+
+    async def fail_job(self: Node, *args: Any, **kwargs: Any) -> bool:
+        if not failing and not read:
+            take_over(self)
+        failing.append(self)
+        return await fail(self, *args, **kwargs)
 
     def lie(self: Leader, *reports: Report) -> bool:
         return take(self, *[dataclasses.replace(one, sent=one.sent + 1) if one.task == 1 else one for one in reports])
@@ -175,13 +187,14 @@ async def test_a_take_over_while_ledgers_are_asked_for(monkeypatch: pytest.Monke
     async def while_asked(self: Serving, peer: str, message: Any) -> Any:
         reply = await dispatch(self, peer, message)
         if isinstance(message, Audit):
-            if not asked:  # as a takeover does
-                cluster.store.execute(Txn(success=(Put(self._node.keeper.view.keys.generation, b"other"),)))
+            if not asked and read:
+                take_over(self._node)
             asked.append(message.task)
         return reply
 
     monkeypatch.setattr(Leader, "report", lie)
     monkeypatch.setattr(Serving, "_dispatch", while_asked)
+    monkeypatch.setattr(Node, "fail_job", fail_job)
     cluster = _job(Counts)
     await cluster.start(2)
     try:
@@ -190,6 +203,7 @@ async def test_a_take_over_while_ledgers_are_asked_for(monkeypatch: pytest.Monke
     finally:
         await cluster.stop()
     assert sorted(asked) == [0, 0, 1, 1]
+    assert len(failing) == (1 if read else 2)
 
 
 @pytest.mark.parametrize("seed", range(8))
