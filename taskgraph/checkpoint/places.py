@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterable, Iterator
 from io import FileIO
@@ -22,10 +23,14 @@ import numpy as np
 
 from taskgraph.errors import JobError, worded
 
-__all__ = ["Bytes", "Directory", "FsspecPlace", "Place", "check_url", "open_place"]
+__all__ = ["Bytes", "Directory", "FsspecPlace", "NoFile", "Place", "check_url", "open_place"]
 
 Bytes = bytes | memoryview
 _LOCAL: Final = ("file", "local", "")
+
+
+class NoFile(OSError):
+    """What is there is no file, or a longer one than there can be."""
 
 
 class Place(Protocol):
@@ -34,8 +39,11 @@ class Place(Protocol):
     def write(self, path: str, parts: Iterable[Bytes]) -> None:
         """Puts a whole file, over one that is there."""
 
-    def read(self, path: str) -> memoryview:
-        """A whole file; FileNotFoundError where there is none."""
+    def read(self, path: str, limit_bytes: int) -> memoryview:
+        """A whole file; FileNotFoundError where there is none, NoFile where what is there was never written here.
+
+        Memory is taken for what the file has, and never for more than the limit.
+        """
 
     def names(self, path: str) -> list[str]:
         """What lies directly under a path, sorted; nothing where that does not exist."""
@@ -153,8 +161,16 @@ class Directory:
                 beside.unlink()
             raise
 
-    def read(self, path: str) -> memoryview:
-        data = np.fromfile(self._root / path, np.uint8)
+    def read(self, path: str, limit_bytes: int) -> memoryview:
+        with open(self._root / path, "rb", buffering=0, opener=_open_at_once) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise NoFile("it is no regular file")
+            _check_size(found.st_size, limit_bytes)
+            try:
+                data = np.fromfile(file, np.uint8, found.st_size)
+            except MemoryError:
+                raise OSError(errno.ENOMEM, f"no memory for its {found.st_size} bytes") from None
         data.flags.writeable = False
         return data.data
 
@@ -185,6 +201,16 @@ class Directory:
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
                 raise
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """A pipe would keep us waiting for somebody who writes to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _check_size(size_bytes: int, limit_bytes: int) -> None:
+    if size_bytes > limit_bytes:
+        raise NoFile(f"it has {size_bytes} bytes, and {limit_bytes} at most were written")
 
 
 def _create(path: Path) -> FileIO:
@@ -232,9 +258,12 @@ class FsspecPlace:
                 for part in parts:
                     file.write(part)
 
-    def read(self, path: str) -> memoryview:
+    def read(self, path: str, limit_bytes: int) -> memoryview:
         with _as_os_error(path):
-            return memoryview(bytes(self._fs.cat_file(self._path(path))))
+            data = bytes(self._fs.cat_file(self._path(path), end=limit_bytes + 1))
+        if len(data) > limit_bytes:
+            raise NoFile(f"it has more than the {limit_bytes} bytes that at most were written")
+        return memoryview(data)
 
     def names(self, path: str) -> list[str]:
         with _as_os_error(path):

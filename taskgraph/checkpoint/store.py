@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from taskgraph.checkpoint.files import FileInfo, pack, unpack
 from taskgraph.checkpoint.manifest import ChangedJob, Manifest, MissingFile, Name, Origin
-from taskgraph.checkpoint.places import Place, open_place
+from taskgraph.checkpoint.places import NoFile, Place, open_place
 from taskgraph.errors import CheckpointError
 from taskgraph.protocol.messages import Encoded
 
@@ -30,7 +30,9 @@ log = logging.getLogger("taskgraph.checkpoint")
 
 _PAUSES_S = (0.1, 0.4, 1.0)
 """Between tries to read a file."""
-_FOR_GOOD = (PermissionError, IsADirectoryError, NotADirectoryError)
+_FOR_GOOD = (NoFile, PermissionError, IsADirectoryError, NotADirectoryError)
+_MANIFEST_BYTES = 128 << 20
+"""At most: some 100 for each task, of which no job has a million."""
 _FINAL = "manifest.json"
 _STAGED = "manifest.staged.json"
 _BEGUN = re.compile(r"s(\d{4,9})-begun")
@@ -252,13 +254,13 @@ class Store:
 
     def _read_manifest(self, name: str, which: str) -> Manifest:
         path = self._path(name, which)
-        return Manifest.from_bytes(bytes(self._read(path)), path=f"{self._place}/{path}")
+        return Manifest.from_bytes(bytes(self._read(path, _MANIFEST_BYTES)), path=f"{self._place}/{path}")
 
-    def _read(self, path: str) -> memoryview:
+    def _read(self, path: str, limit_bytes: int) -> memoryview:
         """Tries again where it may be the network: a refused checkpoint costs all epochs since the one before."""
         for pause_s in (*_PAUSES_S, None):
             try:
-                return self._place.read(path)
+                return self._place.read(path, limit_bytes)
             except FileNotFoundError as error:
                 raise MissingFile(f"{self._place}/{path} is missing") from error
             except OSError as error:
@@ -278,7 +280,7 @@ class Store:
         if info is None:
             return None
         path = self._file(manifest.name, task)
-        return unpack(self._read(path), manifest.label(task), info, path=f"{self._place}/{path}")
+        return unpack(self._read(path, info.size), manifest.label(task), info, path=f"{self._place}/{path}")
 
     def verify(self, manifest: Manifest) -> None:
         """Reads every file; raises CheckpointError for the first that cannot be used."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -150,6 +151,50 @@ def test_the_one_before_is_used_and_each_refusal_has_a_name(tmp_path: Path) -> N
     assert "missing" in found.refused[0]
     assert "torn" in found.refused[1]
     assert "corrupt" in found.refused[2]
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "task-000002.safetensors"])
+@pytest.mark.parametrize("became", ["huge", "pipe", "endless"])
+def test_what_was_never_written_is_not_read_and_the_one_before_is_used(tmp_path: Path, file: str, became: str) -> None:
+    store = Store(f"file://{tmp_path}", ORIGIN)
+    good, bad = (save(store, epoch) for epoch in (10, 20))
+    path = tmp_path / "fit" / bad.name / file
+    if became == "huge":
+        os.truncate(path, 1 << 42)  # sparse
+        told = rf"{path} cannot be read: it has {1 << 42} bytes, and \d+ at most were written"
+    else:
+        path.unlink()
+        os.mkfifo(path) if became == "pipe" else path.symlink_to("/dev/zero")
+        told = rf"{path} cannot be read: it is no regular file"
+    path.with_name("manifest.staged.json").unlink()  # as good as the other
+    found = store.newest([bad.name, good.name])
+    assert found.manifest == good
+    (refused,) = found.refused
+    assert re.fullmatch(told, refused)
+
+
+def test_of_a_store_behind_fsspec_no_more_is_read_than_was_written() -> None:
+    store = Store(f"memory://bucket/{uuid.uuid4().hex}", ORIGIN)
+    good, bad = (save(store, epoch) for epoch in (10, 20))
+    place: Any = store._place
+    with place._fs.open(place._path(f"fit/{bad.name}/task-000000.safetensors"), "ab") as file:
+        file.write(b"more")
+    found = store.newest([bad.name, good.name])
+    assert found.manifest == good
+    assert re.search(r"cannot be read: it has more than the \d+ bytes that at most were written", found.refused[0])
+
+
+def test_no_memory_for_a_file_refuses_it_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(f"file://{tmp_path}", ORIGIN)
+    manifest = save(store, 10)
+
+    def full(*args: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("taskgraph.checkpoint.store._PAUSES_S", ())
+    monkeypatch.setattr(np, "fromfile", full)
+    with pytest.raises(CheckpointError, match=r"task-000000.safetensors cannot be read: .*no memory for its \d+ bytes"):
+        store.read(manifest, 0)
 
 
 def test_one_that_cannot_be_listed_is_refused_by_name_and_the_one_before_is_used(tmp_path: Path) -> None:
@@ -457,7 +502,7 @@ def test_two_writers_of_one_file_leave_a_whole_one(tmp_path: Path) -> None:
         yield b"a" * 1000
 
     place.write("f", slow())
-    assert bytes(place.read("f")) == b"a" * 2000
+    assert bytes(place.read("f", 2000)) == b"a" * 2000
     assert os.listdir(tmp_path) == ["f"]
 
 
@@ -554,11 +599,11 @@ class Flaky(Directory):
     failing = 0
     error: type[OSError] = TimeoutError
 
-    def read(self, path: str) -> memoryview:
+    def read(self, path: str, limit_bytes: int) -> memoryview:
         if self.failing:
             self.failing -= 1
             raise self.error(f"{path}: not now")
-        return super().read(path)
+        return super().read(path, limit_bytes)
 
 
 def test_a_place_that_cannot_be_read_for_a_moment_costs_no_checkpoint(tmp_path: Path) -> None:
