@@ -14,7 +14,17 @@ from typing import Protocol
 
 from taskgraph import host
 
-__all__ = ["Adopted", "Child", "adopting", "can_adopt", "end_group", "end_mine", "signal_name", "tell_child"]
+__all__ = [
+    "Adopted",
+    "Child",
+    "adopting",
+    "can_adopt",
+    "end_group",
+    "end_mine",
+    "end_session",
+    "signal_name",
+    "tell_child",
+]
 
 _SET_CHILD_SUBREAPER, _GET_CHILD_SUBREAPER = 36, 37
 """Of Linux's prctl."""
@@ -22,6 +32,8 @@ _UNKNOWN = 255
 """The exit code of a child that somebody else has waited for; asyncio says the same."""
 _ROUNDS = 10
 """As often it is looked whether members of a group that were ended have started others meanwhile."""
+_AGAIN_S = 0.002
+"""Who was killed ends within about as long."""
 _TRACKER = "resource_tracker"
 """In the command line of the helper of `multiprocessing`, and of joblib's."""
 
@@ -120,6 +132,25 @@ def _end_members(group: int, among: int | None = None) -> None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
         told |= new
+
+
+async def end_session(number: int) -> None:
+    """Ends at once the children of this process that are in a session of ours, and waits for them.
+
+    Who started them must have ended. One that is killed leaves us its own children (`adopting`) before it can be waited
+    for: once there are none, none comes.
+    """
+    while members := host.children(session=number):
+        for pid in members:
+            _kill_and_reap(pid)
+        await asyncio.sleep(_AGAIN_S)
+
+
+def _kill_and_reap(pid: int) -> None:
+    """To be called again, as it does not wait for the end."""
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):  # somebody else has waited for it
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, os.WNOHANG)
 
 
 class Adopted:

@@ -9,7 +9,7 @@ import platform
 import sys
 from pathlib import Path
 
-__all__ = ["began", "command", "cores", "group", "memory_bytes", "running", "state"]
+__all__ = ["began", "children", "command", "cores", "group", "memory_bytes", "running", "state"]
 
 
 def memory_bytes() -> int:
@@ -53,16 +53,28 @@ def began(pid: int) -> str:
 
 def group(number: int) -> dict[int, int]:
     """The processes of a group that have not ended, and each one's parent; none elsewhere than on Linux."""
-    try:
-        names = os.listdir("/proc") if sys.platform == "linux" else []
-    except OSError:
-        return {}
     found = {}
-    for pid in map(int, filter(str.isdigit, names)):
+    for pid in _pids():
         does, parent, its_group = (_stat(pid) or ["Z", "0", "0"])[:3]
         if does not in "ZX" and int(its_group) == number:
             found[pid] = int(parent)
     return found
+
+
+def children(session: int) -> set[int]:
+    """The children of this process that are of a session, also those that have ended and were not waited for; none
+    elsewhere than on Linux."""
+    ours = [str(os.getpid()), str(session)]
+    return {pid for pid in _pids() if _stat(pid)[1:4:2] == ours}
+
+
+def _pids() -> list[int]:
+    """Of all processes; none elsewhere than on Linux."""
+    try:
+        names = os.listdir("/proc") if sys.platform == "linux" else []
+    except OSError:
+        return []
+    return [int(name) for name in names if name.isdigit()]
 
 
 def command(pid: int) -> str:

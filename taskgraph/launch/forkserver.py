@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-from taskgraph.children import Adopted, Child, adopting, can_adopt, tell_child
+from taskgraph.children import Adopted, Child, adopting, can_adopt, end_session, tell_child
 from taskgraph.errors import TaskGraphError
 from taskgraph.launch.begin import command
 from taskgraph.launch.threads_env import thread_env
@@ -147,15 +147,19 @@ class ForkServer:
             raise NotStarted("no node can be started any more: what they are forked from has ended")
         with adopting():
             _ask(self._socket, config, fds, fork=True)
-            answering = asyncio.ensure_future(self._answer(self._socket))
+            process, answering = self._process, asyncio.ensure_future(self._answer(self._socket))
             try:
                 answer = await asyncio.shield(answering)
-            except asyncio.CancelledError:
-                await self._drop(answering)
+                if isinstance(pid := answer.get("pid"), int):
+                    return Adopted(pid)
+                raise NotStarted(f"node {config.name} cannot be started: {answer['error']}")
+            except (Exception, asyncio.CancelledError):
+                ending = asyncio.ensure_future(_none_left(process, answering))
+                try:
+                    await asyncio.shield(ending)
+                finally:  # to be cancelled once more changes nothing
+                    await asyncio.wait([ending])
                 raise
-            if isinstance(pid := answer.get("pid"), int):
-                return Adopted(pid)
-        raise NotStarted(f"node {config.name} cannot be started: {answer['error']}")
 
     async def _answer(self, asked: socket.socket) -> dict[str, object]:
         said, loop = b"", asyncio.get_running_loop()
@@ -176,19 +180,16 @@ class ForkServer:
                 return f"; it said:\n{text}"
         return ""
 
-    async def _drop(self, answering: asyncio.Future[dict[str, object]]) -> None:
-        """Ends the node that was just asked for, if there will be one."""
-        try:
-            async with asyncio.timeout(_END_S):
-                answer = await asyncio.shield(answering)
-        except TimeoutError:
-            assert self._process is not None
-            tell_child(self._process, signal.SIGKILL)
-            answer = await answering
-        if isinstance(pid := answer.get("pid"), int):
-            node = Adopted(pid)
-            tell_child(node, signal.SIGKILL)
-            await node.wait()
+
+async def _none_left(process: asyncio.subprocess.Process, answering: asyncio.Future[dict[str, object]]) -> None:
+    """Ends what nodes are forked from, and the one that was asked for, however far it is."""
+    with adopting():
+        tell_child(process, signal.SIGKILL)
+        await process.wait()
+        await end_session(process.pid)
+        answer = await answering  # nobody is left who would keep it waiting
+        if isinstance(pid := answer.get("pid"), int):  # told of, it leads a session of its own
+            await end_session(pid)
 
 
 def _ask(asked: socket.socket, config: NodeConfig, fds: tuple[int, int], *, fork: bool) -> None:

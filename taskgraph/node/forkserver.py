@@ -8,10 +8,14 @@ no thread and opens no connection, so that there is nothing a copy could share b
 A request is a line of JSON, with two descriptors: the read end of the node's pipe and the file its output goes to. The
 answer is a line, too: {"pid": ...} or {"error": ...}. A node is the launcher's child, not ours: it is forked by a child
 of ours that ends at once, and the launcher adopts orphans meanwhile (`taskgraph.children.adopting`).
+
+We lead a session. A node leaves it, and begins, when the answer with its process id was written: until then the
+launcher knows what was forked by that session, whichever of us was killed meanwhile (`taskgraph.children.end_session`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import json
@@ -19,7 +23,6 @@ import os
 import select
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -32,7 +35,6 @@ __all__ = ["serve"]
 _PIECE_BYTES = 1 << 16
 _PARENT_CHECK_S = 1.0
 """The socket tells of the launcher's end at once, unless a process that the launcher forked still holds it."""
-_LOOK_S = 0.0005
 
 
 def serve(server: socket.socket, main: Callable[[NodeConfig], NoReturn]) -> None:
@@ -64,55 +66,63 @@ def serve(server: socket.socket, main: Callable[[NodeConfig], NoReturn]) -> None
         if not asked["fork"]:
             server.close()
             _become(config, output, main)
-        answer = _forked(server, config, output, main)
+        _fork(server, config, output, main)
         os.close(pipe)
         os.close(output)
+
+
+def _fork(server: socket.socket, config: NodeConfig, output: int, main: Callable[[NodeConfig], NoReturn]) -> None:
+    """Forks a node whose parent is ours, by a child that ends at once; answers; and lets it begin."""
+    with contextlib.ExitStack() as pipes:
+        said, say = _pipe(pipes)
+        may_begin, begin = _pipe(pipes)
+        try:
+            child = os.fork()
+        except OSError as error:
+            answer: dict[str, Any] = {"error": str(error)}
+        else:
+            if not child:
+                _fork_and_end(server, pipes, say, may_begin, begin, config, output, main)
+            say.close()
+            text = said.read()  # to its end: the child is gone
+            os.waitpid(child, 0)
+            answer = json.loads(text) if text else {"error": "it was killed while it began"}
         server.sendall(json.dumps(answer).encode() + b"\n")
+        if "pid" in answer:
+            with contextlib.suppress(BrokenPipeError):  # it was killed already
+                begin.write(b"\n")
 
 
-def _forked(
-    server: socket.socket, config: NodeConfig, output: int, main: Callable[[NodeConfig], NoReturn]
-) -> dict[str, Any]:
-    """Forks a node whose parent is ours: by a child that ends at once. Returns the answer."""
+def _pipe(pipes: contextlib.ExitStack) -> tuple[io.FileIO, io.FileIO]:
     read_end, write_end = os.pipe()
-    try:
-        child = os.fork()
-    except OSError as error:
-        os.close(read_end)
-        os.close(write_end)
-        return {"error": str(error)}
-    if not child:
-        _fork_and_end(server, (read_end, write_end), config, output, main)
-    os.close(write_end)
-    with open(read_end, "rb") as answer:
-        said = answer.read()  # to its end: the child is gone
-    os.waitpid(child, 0)
-    return json.loads(said) if said else {"error": "it was killed while it began"}
+    return pipes.enter_context(open(read_end, "rb", 0)), pipes.enter_context(open(write_end, "wb", 0))
 
 
 def _fork_and_end(
     server: socket.socket,
-    answer: tuple[int, int],
+    pipes: contextlib.ExitStack,
+    say: io.FileIO,
+    may_begin: io.FileIO,
+    begin: io.FileIO,
     config: NodeConfig,
     output: int,
     main: Callable[[NodeConfig], NoReturn],
 ) -> NoReturn:
-    between = os.getpid()
     try:
-        node = os.fork()
-    except OSError as error:
-        os.write(answer[1], json.dumps({"error": str(error)}).encode())
-        os._exit(1)
-    if node:
-        os.write(answer[1], json.dumps({"pid": node}).encode())
-        os._exit(0)
-    try:
-        server.close()
-        for end in answer:
-            os.close(end)
+        try:
+            node = os.fork()
+        except OSError as error:
+            say.write(json.dumps({"error": str(error)}).encode())
+            os._exit(1)
+        if node:
+            say.write(json.dumps({"pid": node}).encode())
+            os._exit(0)
+        for end in (server, say, begin):  # whoever reads from the others hears that they ended
+            end.close()
+        if not may_begin.read(1):  # nobody was told of us
+            os._exit(1)
+        pipes.close()
         os.setsid()  # a Ctrl-C on the terminal is for the launcher alone
-        while os.getppid() == between:
-            time.sleep(_LOOK_S)
         if seeded := sys.modules.get("numpy.random"):
             seeded.seed()  # Python's own generator is seeded anew by itself
         _become(config, output, main)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import os
 import signal
 import socket
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -182,21 +185,102 @@ async def test_one_that_is_stopped_is_killed_at_the_end(tmp_path: Path) -> None:
 
 
 @forks
-@pytest.mark.parametrize("stopped", [False, True])
-async def test_a_cancelled_start_leaves_none(tmp_path: Path, silent: str, stopped: bool) -> None:
+async def test_a_cancelled_start_leaves_none(tmp_path: Path, silent: str) -> None:
+    """Before anything is forked."""
     async with ForkServer(tmp_path, 1) as server:
-        if stopped:
-            os.kill(_writing_to(tmp_path)[0], signal.SIGSTOP)
+        os.kill(_writing_to(tmp_path)[0], signal.SIGSTOP)
         starting = asyncio.ensure_future(server.start(config(silent), tmp_path / "n1.log"))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
-        assert not [pid for pid in _writing_to(tmp_path) if "n1" in os.readlink(f"/proc/{pid}/fd/1")]
-        if stopped:
-            with pytest.raises(NotStarted, match="has ended"):
-                await server.start(config(silent), tmp_path / "n1.log")
+        with pytest.raises(NotStarted, match="has ended"):
+            await server.start(config(silent), tmp_path / "n1.log")
     assert _writing_to(tmp_path) == []
+
+
+HALTS = """
+import os, signal, socket, sys
+if "taskgraph.node.process" in sys.orig_argv:
+    place, number = os.environ["HALT_AT"], getattr(signal, os.environ["HALT_BY"])
+    fork, sendall, setsid, server = os.fork, socket.socket.sendall, os.setsid, os.getpid()
+    def at(here):
+        if here == place:
+            os.kill(os.getpid(), number)
+    def halting_fork():
+        between = os.getpid() != server
+        if between:
+            at("before the node")
+        if forked := fork():
+            at("after the node" if between else "after the child")
+        elif between:
+            at("in the node")
+        return forked
+    def halting_sendall(*args):
+        at("before the answer")
+        sendall(*args)
+        at("after the answer")
+    def halting_setsid():
+        setsid()
+        at("in the node that began")
+    os.fork, socket.socket.sendall, os.setsid = halting_fork, halting_sendall, halting_setsid
+"""
+PLACES = ("after the child", "before the node", "after the node", "in the node", "before the answer")
+
+
+@pytest.fixture
+def halting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """Has what nodes are forked from send itself a signal in some place.
+
+    Nothing of it may be left, nor may anybody have waited for a child of the program's own.
+    """
+
+    def halt(place: str, by: str) -> None:
+        (tmp_path / "sitecustomize.py").write_text(HALTS)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        monkeypatch.setenv("HALT_AT", place)
+        monkeypatch.setenv("HALT_BY", by)
+
+    before = _children()
+    own = subprocess.Popen([sys.executable, "-c", "raise SystemExit(9)"])
+    yield halt
+    assert _children() == before | {own.pid}
+    assert own.wait(LIMIT_S) == 9
+
+
+@forks
+@pytest.mark.parametrize(
+    ("place", "times"),
+    [*((place, 1) for place in (*PLACES, "after the answer", "in the node that began")), ("before the node", 2)],
+)
+async def test_a_start_that_is_cancelled_anywhere_leaves_no_child(
+    halting: Callable[[str, str], None], tmp_path: Path, silent: str, place: str, times: int
+) -> None:
+    halting(place, "SIGSTOP")
+    async with ForkServer(tmp_path, 1) as server:
+        starting = asyncio.ensure_future(server.start(config(silent), tmp_path / "n1.log"))
+        await asyncio.sleep(0)
+        _until_halted(tmp_path)
+        for _ in range(times):
+            starting.cancel()
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert _writing_to(tmp_path) == []
+
+
+@forks
+@pytest.mark.parametrize("place", PLACES)
+async def test_a_start_that_is_killed_anywhere_leaves_no_child(
+    halting: Callable[[str, str], None], tmp_path: Path, silent: str, place: str
+) -> None:
+    """By the system, for want of memory."""
+    halting(place, "SIGKILL")
+    async with ForkServer(tmp_path, 1) as server:
+        with contextlib.suppress(NotStarted):
+            node = await server.start(config(silent), tmp_path / "n1.log")
+            assert place == "in the node", "it was told of"
+            assert await end(node) == -signal.SIGKILL
 
 
 @forks
@@ -236,7 +320,8 @@ def test_a_system_without_processes_left_is_told(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "fork", refused)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        answer = forkserver._forked(theirs, config("127.0.0.1:1"), 1, lambda _: os._exit(0))
+        forkserver._fork(theirs, config("127.0.0.1:1"), 1, lambda _: os._exit(0))
+        answer = json.loads(ours.recv(4096))
     assert os.getpid() == tester
     assert list(answer) == ["error"] and os.strerror(errno.EAGAIN) in answer["error"]
     assert len(forked) == which - 1
@@ -258,6 +343,25 @@ def _parents(pids: list[int]) -> list[int]:
 def _code(pid: int) -> list[str]:
     """Where its executable memory lies."""
     return [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if " r-xp " in line and "/" in line]
+
+
+def _children() -> set[int]:
+    """Of this process, also those that have ended and were not waited for."""
+    return {pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_ours(pid)}
+
+
+def _is_ours(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return _parents([pid]) == [os.getpid()]
+    return False
+
+
+def _until_halted(folder: Path) -> None:
+    """Waits for one that writes there; meanwhile the event loop reads nothing."""
+    until = time.monotonic() + LIMIT_S
+    while all(host.state(pid) != "T" for pid in _writing_to(folder)):
+        assert time.monotonic() < until
+        time.sleep(0.002)
 
 
 def _is_orphan(pid: int, script: str) -> bool:
