@@ -164,16 +164,24 @@ class Runtime:
                 self._write(entry, f"launcher-{entry.pid}.json")
 
     def leave(self, entry: JobEntry) -> None:
-        """It launches no more: the last one that goes takes the job and its logs with it."""
+        """It launches no more: the last one that goes takes the job and its logs with it.
+
+        A run with its own etcd does that itself, and nodes that were just being started here may have written since.
+        """
+        folder = self._folder(entry.name)
         with self._joining():
             ours = False
-            for path in self._files(self._folder(entry.name)):
+            for path in self._files(folder):
                 known = self._read(path)
                 if known is not None and known.pid == entry.pid:
                     path.unlink(missing_ok=True)
                     ours = True
             if ours and self.find(entry.name) is None:
                 self.remove(entry.name)
+            elif folder.exists() and not any(path.exists() for path in self._files(folder)):
+                with self.claim(entry.name) as alone:  # else the job begins again just now
+                    if alone:
+                        self.remove(entry.name)
 
     @contextlib.contextmanager
     def _joining(self) -> Iterator[None]:

@@ -117,9 +117,24 @@ def test_a_launcher_beside_a_run_with_its_own_etcd_leaves_that_alone(runtime: Ru
     found = runtime.find("fit")
     assert found is not None and found.pid == another
     runtime.remove("fit")
-    (runtime.folder("fit") / "etcd.log").write_text("of a run that just begins again")
+    with runtime.claim("fit"):
+        (runtime.folder("fit") / "etcd.log").write_text("of a run that just begins again")
+        runtime.leave(launcher())
+        assert (runtime.folder("fit") / "etcd.log").exists()
+
+
+def test_a_launcher_whose_nodes_began_as_the_run_with_its_own_etcd_ended_leaves_nothing(
+    runtime: Runtime, another: int, ended_pid: int
+) -> None:
+    runtime.put(entry("fit", another))
+    runtime.join(launcher())
+    runtime.remove("fit")
+    (runtime.folder("fit") / "n3.log").write_text("of a node that did not find its job")
     runtime.leave(launcher())
-    assert (runtime.folder("fit") / "etcd.log").exists()
+    assert list((runtime.root / "jobs").iterdir()) == []
+    runtime.put(entry("fit", ended_pid))
+    runtime.leave(launcher())
+    assert runtime.killed("fit") is not None, "what is left of a run that was killed may be wanted"
 
 
 _HOLDS = """
