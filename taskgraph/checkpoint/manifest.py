@@ -13,7 +13,7 @@ from taskgraph.checkpoint.files import FORMAT, FileInfo, Label
 from taskgraph.errors import CheckpointError
 from taskgraph.version import LOCAL_FINGERPRINT, VERSION
 
-__all__ = ["ChangedJob", "Manifest", "MissingFile", "Name", "Origin"]
+__all__ = ["ChangedJob", "Manifest", "MissingFile", "Name", "Origin", "OtherFormat"]
 
 _NAME = re.compile(r"s(\d{4,9})-a(\d{6,18})-e(\d{9,18})-([0-9a-z]{1,16})")
 
@@ -71,6 +71,10 @@ class ChangedJob(CheckpointError):
     def __init__(self, message: str, *, driver_only: bool) -> None:
         super().__init__(message)
         self.driver_only = driver_only
+
+
+class OtherFormat(CheckpointError):
+    """A checkpoint that another version of taskgraph wrote, in another format."""
 
 
 class MissingFile(CheckpointError):
@@ -149,7 +153,10 @@ class Manifest:
             raw: dict[str, Any] = json.loads(data)
             digest = raw.pop("digest", None)
             if raw.get("format") != FORMAT:
-                raise CheckpointError(f"{path} is foreign: its format is {raw.get('format')!r}, not {FORMAT!r}")
+                raise OtherFormat(
+                    f"{path} was written by another taskgraph, {raw.get('version')}: its format is "
+                    f"{raw.get('format')!r}, and {VERSION} here reads {FORMAT!r}"
+                )
             if digest != _digest(raw):
                 raise CheckpointError(f"{path} is corrupt: it does not match its digest")
             known = {f.name for f in fields(cls)}

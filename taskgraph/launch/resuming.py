@@ -185,12 +185,14 @@ def _unusable_text(store: Store, looked: _Looked) -> str:
     back = "go back to the driver and the number of tasks they were written with, or " if found.changed else ""
     if found.driver_changed:
         back = f"go on with the driver as it is now, if its tasks can use that state {_CHANGED}, {back}"
+    if found.other_format:
+        back = f"go on with the taskgraph that wrote them, on all hosts, {back or 'or '}"
     shared = "Do all hosts see the same place? " if found.missing else ""
     one = len(looked.current) == 1
     which = "the one checkpoint" if one else f"none of the {len(looked.current)} checkpoints"
     return (
         f"{which} in {store} {'cannot' if one else 'can'} be used: {'; '.join(found.refused)}. {shared}To run the "
-        f"job, {back}start from the beginning (--fresh, fresh=True)"
+        f"job, {back}start from the beginning (--fresh, fresh=True; they are removed once there are newer ones)"
     )
 
 

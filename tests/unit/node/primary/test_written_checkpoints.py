@@ -540,6 +540,13 @@ async def test_where_none_can_be_used_the_reason_is_told_once_with_what_to_do(
     assert back in str(refused.value)
     assert "foreign" not in caplog.text, "the error has it"
     for file in files(tmp_path, "*/manifest*.json"):
+        file.write_text(file.read_text().replace("taskgraph checkpoint 4", "taskgraph checkpoint 3"))
+    back = (
+        r"go on with the taskgraph that wrote them, on all hosts, or start from the beginning .*they are removed once"
+    )
+    with pytest.raises(tg.CheckpointError, match=f"by another taskgraph, .*To run the job, {back}"):
+        await tg.arun(walk(tmp_path), nodes=0, resume=True)
+    for file in files(tmp_path, "*/manifest*.json"):
         file.write_bytes(b"{")
     with pytest.raises(
         tg.CheckpointError, match=r"torn or corrupt.*To run the job, start from the beginning \(--fresh"
