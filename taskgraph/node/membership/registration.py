@@ -1,4 +1,5 @@
-"""The node's own key: registering, renewing, pausing when the lease cannot be proved, resuming, leaving.
+"""The node's own key: registering, renewing, pausing when the lease cannot be proved or the key is gone, resuming,
+leaving.
 
 Leases detect, terms protect: a paused node's work is safe anyway. It pauses so that nobody waits for a node that
 others may already have replaced, and so that effects outside the job stop with it.
@@ -225,13 +226,10 @@ class Registration:
             lease = self._lease
             assert lease is not None
             lease.tick()
-            if not self._node.paused and self._unproved(lease):
+            if not self._node.paused and (why := self._why_unproved(lease)):
                 self._pause(True)
                 self._node.suspicion.paused()
-                why = f" ({lease.trouble()})" if lease.trouble() else ""
-                self._node.events.emit(
-                    "paused", f"the lease could not be renewed in time{why}: serving stops, work is kept"
-                )
+                self._node.events.emit("paused", f"{why}: serving stops, work is kept")
                 self._node.keeper.notify_later()
             if self._node.paused:
                 await self._resume(lease)
@@ -240,7 +238,19 @@ class Registration:
     @property
     def unproved(self) -> bool:
         """Whether this node pauses, or is about to."""
-        return self._lease is not None and self._unproved(self._lease)
+        return self._lease is not None and bool(self._why_unproved(self._lease))
+
+    def _why_unproved(self, lease: Lease) -> str:
+        """Why this node has to prove anew what is its own; "": it has not."""
+        if self._unproved(lease):
+            return f"the lease could not be renewed in time{f' ({lease.trouble()})' if lease.trouble() else ''}"
+        return "somebody deleted this node's key in etcd" if self._deleted() else ""
+
+    def _deleted(self) -> bool:
+        """Whether the key is not there although its lease may live. Others take this node for lost then."""
+        node, view = self._node, self._node.keeper.view
+        known = 0 < self.node_revision <= view.revision and view.spec is not None
+        return known and node.id not in view.nodes and node.id not in view.gone
 
     def _unproved(self, lease: Lease) -> bool:
         """At two thirds of the TTL without an answered renewal."""
@@ -275,7 +285,7 @@ class Registration:
             self._pause(False)
             self._why_paused = ""
             node.suspicion.resumed()
-            node.events.emit("resumed", "the lease is proved again")
+            node.events.emit("resumed", "the lease is proved, and the key in etcd is there")
             node.keeper.notify_later()
 
     async def announce_drain(self) -> None:

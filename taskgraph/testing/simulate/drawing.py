@@ -16,6 +16,7 @@ __all__ = [
     "Slips",
     "draw",
     "draw_around_checkpoints",
+    "draw_deletions",
     "draw_in_flight",
     "draw_one",
     "draw_with_moods",
@@ -48,8 +49,9 @@ KINDS = (
     "place slow",
     "place full",
     "place forgets",
+    "keys deleted",
 )
-_WEIGHTS = (12, 3, 7, 2, 2, 3, 2, 2, 6, 7, 3, 4, 2, 2, 5, 3, 3, 3, 4, 2, 4, 4, 0, 0, 0, 0)
+_WEIGHTS = (12, 3, 7, 2, 2, 3, 2, 2, 6, 7, 3, 4, 2, 2, 5, 3, 3, 3, 4, 2, 4, 4, 0, 0, 0, 0, 0)
 
 _MOMENTS = (
     "sending commit", "sending takeover", "sending admit", "sending evict", "sending restart", "sending register",
@@ -288,6 +290,16 @@ def draw_with_moods(rng: random.Random) -> list[Fault]:
     for fault in faults:
         fault.kind, fault.target, fault.told_s, fault.then = "crash", "who", rng.choice((0.0, 0.005)), None
         fault.moment, fault.count = "answer Report", rng.choice((1, 2, 3, 5, 8, 12))
+    return faults
+
+
+def draw_deletions(rng: random.Random) -> list[Fault]:
+    """What is added where somebody deletes the keys of nodes that live, of one or of all."""
+    faults = [draw_one(rng, follows=False) for _ in range(rng.choice((1, 1, 2, 3)))]
+    for fault in faults:
+        fault.kind, fault.again = "keys deleted", rng.random() < 0.5
+        if fault.until:  # it was drawn as a write that is late
+            fault.until, fault.target = "", "any"
     return faults
 
 

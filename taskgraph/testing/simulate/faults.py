@@ -6,8 +6,9 @@ import dataclasses
 import random
 from collections.abc import Callable
 
+from taskgraph.protocol.kv import Delete, Txn
 from taskgraph.testing.simulate.drawing import Fault, draw_one
-from taskgraph.testing.simulate.world import SimNode, World
+from taskgraph.testing.simulate.world import SimNode, World, void
 
 __all__ = ["Faults"]
 
@@ -348,6 +349,14 @@ class Faults:
         count = self._rng.choice((1, 1, 2))
         self._note(fault, f"the next {count}")
         self._world.place.lose_next += count
+
+    def _keys_deleted(self, fault: Fault, target: SimNode) -> None:
+        """By somebody: of this node, or of all."""
+        world = self._world
+        self._note(fault, "of all nodes" if fault.again else target.id)
+        key = Delete(world.keys.nodes, prefix=True) if fault.again else Delete(world.keys.node(target.id))
+        txn = Txn(success=(key,))
+        self._later(0.0, world.etcd.arrive, lambda: void(world.etcd.store.execute(txn)))
 
     # -- the end ----------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from taskgraph.testing.simulate.drawing import (
     Slips,
     draw,
     draw_around_checkpoints,
+    draw_deletions,
     draw_in_flight,
     draw_with_moods,
 )
@@ -48,6 +49,9 @@ IN_FLIGHT = 0.7
 
 SLIPPING = 0.3
 """Share of the seeds with reads of etcd that are lost or late, or probes that take long."""
+
+DELETING = 0.1
+"""Share of the seeds in which somebody deletes keys of nodes that live."""
 
 LIMIT_CPU_S = 10.0
 """What a seed may cost, by far; one that takes longer has met a loop that does not end."""
@@ -225,6 +229,8 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         faults.add(draw_in_flight(flies, erratic=bool(workload.erratic)))
     if workload.whims is not None:
         faults.add(draw_with_moods(turns))
+    if (deletes := random.Random(f"deleted keys of {outcome.seed}")).random() < DELETING:
+        faults.add(draw_deletions(deletes))
     try:
         await world.start(nodes)
         outcome.ended = await _until_over(world, faults)

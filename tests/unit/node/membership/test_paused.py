@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from cluster_kit import Counting, Gated, gated, job, play, told
+from cluster_kit import Counting, Gated, gated, holder, job, play, told
 
 import taskgraph as tg
 from taskgraph.coordination.memory import MemoryLease
 from taskgraph.launch.inprocess import InProcessCluster, arun_inprocess
 from taskgraph.observe.events import Event
+from taskgraph.protocol.kv import Delete, Txn
+from taskgraph.results import JobResult
 from taskgraph.testing.clock import FastForwardLoop
 
 __all__ = ["gated"]
@@ -35,6 +37,32 @@ def test_a_pause_says_why_the_lease_was_not_renewed(gated: type[Gated], monkeypa
     assert play(job(gated), scenario, nodes=1) == [
         "the lease could not be renewed in time (can't start new thread): serving stops, work is kept"
     ]
+
+
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_a_node_whose_key_was_deleted_puts_it_back(gated: type[Gated], all_of_them: bool) -> None:
+    """`etcdctl del --prefix .../nodes/`: each looked at its lease only, and no write of theirs was taken any more."""
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        await gated.reached.wait()
+        first = holder(cluster, 0)
+        await first.keeper.wait_until(lambda view: all(len(view.in_sync(task)) == 2 for task in range(2)))
+        before, key = dict(first.keeper.view.nodes), first.keeper.view.keys.node(first.id)
+        deleted = Delete(key.removesuffix(first.id), prefix=True) if all_of_them else Delete(key)
+        at = (await first.coordinator.txn(Txn(success=(deleted,)))).revision
+        await first.keeper.caught_up(at)
+        await first.keeper.wait_until(lambda view: view.nodes.keys() == before.keys())
+        await asyncio.sleep(2.0)
+        assert len(told(cluster, "paused")) == len(told(cluster, "resumed")) == (3 if all_of_them else 1)
+        assert told(cluster, "paused")[0].startswith("somebody deleted this node's key in etcd: ")
+        # Where all were away they wait for each other; of one that is, others take over at once.
+        assert bool(told(cluster, "takeover")) is not all_of_them
+        gated.gate.set()
+        result = await cluster.result()
+        assert len(cluster.nodes) == 3 and not told(cluster, "gone")
+        return result
+
+    assert play(job(gated), scenario, nodes=3).values == {0: 3, 1: 3}
 
 
 class Busy(Counting, state=["total"]):
