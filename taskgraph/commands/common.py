@@ -12,7 +12,7 @@ import signal
 import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from taskgraph.coordination.etcd import EtcdCoordinator
@@ -268,10 +268,23 @@ def find_entry(options: argparse.Namespace) -> JobEntry:
     raise JobError(f"several jobs run on this host: name one of {', '.join(e.name for e in jobs)}")
 
 
-def known_at(name: str, etcd: str) -> JobEntry | None:
-    """What this host knows of a job in that etcd: also one whose launcher was killed, which may go on there."""
+def known_at(name: str, etcd: str, run: str = "") -> JobEntry | None:
+    """What this host knows of a job in that etcd: also one whose launcher was killed, which may go on there.
+
+    Args:
+        run: its run's id, where that etcd has been asked: the same one may be named by another list of its members. No
+            other etcd has it.
+    """
     known = Runtime().find(name) or Runtime().killed(name)
-    return known if known is not None and known.etcd == etcd else None
+    return known if known is not None and (known.etcd == etcd or (run and known.run == run)) else None
+
+
+def _with_what_is_known(entry: JobEntry, run: str) -> JobEntry:
+    """With the token, and TLS, of that very run, where they were not given."""
+    local = known_at(entry.name, entry.etcd, run)
+    if local is None:
+        return entry
+    return replace(entry, token=entry.token or local.token, node_tls=entry.node_tls or local.node_tls)
 
 
 def check_launcher(entry: JobEntry) -> None:
@@ -358,4 +371,5 @@ async def reach(options: argparse.Namespace) -> AsyncIterator[Reached]:
         kv = await coordinator.get(keys.spec)
         if kv is None:
             raise UnknownJob(f"no job {entry.name!r} was submitted at {entry.etcd}")
-        yield Reached(entry.name, entry, readable(JobSpec.from_bytes, kv, keys), coordinator)
+        spec = readable(JobSpec.from_bytes, kv, keys)
+        yield Reached(entry.name, _with_what_is_known(entry, spec.run), spec, coordinator)

@@ -109,6 +109,7 @@ async def _launch(options: argparse.Namespace) -> int:
             embedded=False,
             tls=reached.entry.tls,
             node_tls=reached.entry.node_tls,
+            run=reached.spec.run,
         )
         follower = Follower(reached.coordinator, reached.spec, entry.token_bytes, entry.node_access)
         await follower.keeper.load_persistently()

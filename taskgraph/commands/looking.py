@@ -99,7 +99,7 @@ async def _status(options: argparse.Namespace) -> int:
 
 
 def _nobody(reached: Reached, view: JobView) -> str:
-    spec, known = reached.spec, known_at(reached.name, reached.entry.etcd)
+    spec, known = reached.spec, known_at(reached.name, reached.entry.etcd, reached.spec.run)
     return nobody_text(
         view,
         reached.name,

@@ -244,6 +244,7 @@ async def _on_nodes(
             embedded=embedded is not None,
             tls=access,
             node_tls=node_access() if node_tls is None else node_tls,
+            run=spec.run,
         )
         coordinator = await stack.enter_async_context(await connect(entry.etcd, entry.tls))
         spec, beginning = await plan(coordinator, spec, resume=resume, fresh=fresh, timeout_s=timeout_s)

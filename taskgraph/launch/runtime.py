@@ -64,6 +64,7 @@ class JobEntry:
         embedded: its etcd ends with it.
         started: when that process began, as the kernel tells it, since process ids come again.
         created: unix time, seconds.
+        run: the id of its run, as etcd's `spec` has it; "" in entries of an earlier release.
     """
 
     name: str
@@ -75,6 +76,7 @@ class JobEntry:
     started: str = ""
     created: float = 0.0
     node_tls: dict[str, str] = field(default_factory=dict)
+    run: str = ""
 
     @property
     def stale(self) -> bool:

@@ -1,0 +1,45 @@
+"""What commands know of a run that was started on this host, by whatever list of its etcd's members they are told."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+from commands_kit import ETCD, in_memory, options
+
+from taskgraph.commands.common import reach
+from taskgraph.driver import JobSpec
+from taskgraph.jobs import Job
+from taskgraph.launch.runtime import JobEntry, Runtime
+from taskgraph.launch.submit import submit
+from taskgraph.task import Task
+
+TOKEN = "ab" * 32
+
+
+async def test_the_token_of_a_run_is_found_by_another_list_of_the_same_etcd(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Texts were compared: nodes refused whoever named one member of three."""
+    monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path))
+    etcd, runtime = in_memory(monkeypatch), Runtime()
+    spec = JobSpec.local(Job(tasks=1, builder=lambda task_id: Task(), epochs=9, name="fit"))
+    await submit(etcd, spec)
+    local = JobEntry(name="fit", etcd="a:1,b:1", token=TOKEN, pid=os.getpid(), embedded=False, tls={}, run=spec.run)
+    for known, token in (
+        (local, TOKEN),
+        (dataclasses.replace(local, node_tls={"ca": "/ca.pem"}), TOKEN),
+        (dataclasses.replace(local, run="another"), ""),
+        (dataclasses.replace(local, run=""), ""),
+        (dataclasses.replace(local, run="", etcd=ETCD), TOKEN),
+    ):
+        runtime.put(known)
+        async with reach(options("status")) as reached:
+            assert reached.entry.token == token and reached.entry.node_tls == (known.node_tls if token else {})
+            assert reached.entry.etcd == ETCD
+    runtime.put(local)
+    (file := tmp_path / "token").write_text("cd" * 32)
+    async with reach(options("status", "--token-file", str(file))) as reached:
+        assert reached.entry.token == "cd" * 32, "the one that is given counts"
