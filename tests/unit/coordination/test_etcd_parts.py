@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 from taskgraph.commands.certifying import make_certs
+from taskgraph.coordination import embedded
 from taskgraph.coordination.api import AccessRefused, TooLarge
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.coordination.etcd import v3_pb2 as v3
@@ -402,3 +403,27 @@ def test_only_a_transaction_without_writes_in_either_branch_is_a_read() -> None:
     assert not writes(Txn(success=(Get("a"),), failure=(Get("b"),)))
     assert writes(Txn(success=(Get("a"),), failure=(Put("b", b""),)))
     assert writes(Txn(success=(Delete("a"),)))
+
+
+@pytest.mark.parametrize(
+    ("binary", "says"),
+    [
+        (b"\x7fELF of another processor", "cannot be run: Exec format error"),
+        (b"#!/nowhere/sh\n", "cannot be run: the interpreter or loader that it names is not there"),
+        (b"#!/bin/sh\nexec sleep 60\n", "did not tell its version within 0.3 s"),
+        (b"#!/bin/sh\necho not for this kernel >&2\n", "is not a usable etcd: not for this kernel"),
+    ],
+    ids=["format", "interpreter", "silent", "another"],
+)
+async def test_an_etcd_that_cannot_be_run_is_named_with_why_and_a_way_on(
+    binary: bytes, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "_START_S", 0.3)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    path = tmp_path / "etcd"
+    path.write_bytes(binary)
+    path.chmod(0o700)
+    with pytest.raises(CoordinationError) as refused:
+        await embedded.EmbeddedEtcd().start()
+    way = "put another etcd before it on PATH, or name a running one with --etcd HOST:PORT"
+    assert str(refused.value) == f"{path} {says}; {way}"
