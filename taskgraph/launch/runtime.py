@@ -103,7 +103,7 @@ class Runtime:
         for part in (self.root, *(p for p in (*reversed(path.parents), path) if self.root in p.parents)):
             try:
                 part.mkdir(mode=0o700, exist_ok=True)
-            except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
+            except OSError as error:
                 raise TaskGraphError(
                     f"{part} cannot be made ({error.strerror}): set TASKGRAPH_RUNTIME_DIR to a directory of your own"
                 ) from error
@@ -384,12 +384,17 @@ def _written_at(path: Path) -> float:
 
 
 def _default_root() -> Path:
-    """`$TASKGRAPH_RUNTIME_DIR/taskgraph`, `$XDG_RUNTIME_DIR/taskgraph`, or a folder of ours for temporary files."""
+    """`$TASKGRAPH_RUNTIME_DIR/taskgraph`, `$XDG_RUNTIME_DIR/taskgraph`, or a folder of ours for temporary files.
+
+    Nobody names $XDG_RUNTIME_DIR for us: it may be another user's, after `su`, and is passed over then.
+    """
     given = os.environ.get("TASKGRAPH_RUNTIME_DIR")
-    if given and not Path(given).is_dir():
-        raise TaskGraphError(f"TASKGRAPH_RUNTIME_DIR={given}: there is no such directory")
-    given = given or os.environ.get("XDG_RUNTIME_DIR")
+    if given and not (os.path.isdir(given) and os.access(given, os.X_OK)):
+        raise TaskGraphError(f"TASKGRAPH_RUNTIME_DIR={given}: there is no such directory, or you may not enter it")
+    if not given:
+        xdg = os.environ.get("XDG_RUNTIME_DIR", "")
+        given = xdg if os.path.isdir(xdg) and os.access(xdg, os.W_OK | os.X_OK) else ""
     shared = Path(tempfile.gettempdir())
-    if not given or not Path(given).is_dir() or Path(given) == shared:
+    if not given or Path(given) == shared:
         return shared / f"taskgraph-{os.getuid()}"
     return Path(given).absolute() / "taskgraph"

@@ -264,6 +264,17 @@ def test_a_directory_that_cannot_be_made_says_what_to_set(tmp_path: Path) -> Non
             Runtime(root).folder("fit")
 
 
+def test_a_directory_in_one_of_another_user_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path, mode: int = 0o777, exist_ok: bool = False) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    with pytest.raises(
+        TaskGraphError, match=r"taskgraph cannot be made \(Permission denied\): set TASKGRAPH_RUNTIME_DIR"
+    ):
+        Runtime(tmp_path / "taskgraph").folder("fit")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells it")
 def test_a_process_whose_name_is_no_text_is_known() -> None:
     """The kernel cuts names at 15 bytes, wherever that is."""
@@ -311,6 +322,9 @@ def test_it_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.Mo
     assert Runtime().root == tmp_path / "tmp" / f"taskgraph-{os.getuid()}"
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "xdg"))
     assert Runtime().root == tmp_path / "xdg" / "taskgraph"
+    with monkeypatch.context() as of_another_user:  # as after `su`
+        of_another_user.setattr("os.access", lambda path, mode: path != str(tmp_path / "xdg"))
+        assert Runtime().root == tmp_path / "tmp" / f"taskgraph-{os.getuid()}"
     monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path / "ours"))
     assert Runtime().root == tmp_path / "ours" / "taskgraph"
     monkeypatch.setenv("TASKGRAPH_RUNTIME_DIR", str(tmp_path / "gone"))
