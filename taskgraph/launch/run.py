@@ -24,7 +24,15 @@ from taskgraph.coordination.api import AccessRefused, Lost
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.driver import JobSpec
-from taskgraph.errors import CoordinationError, JobError, JobRunning, OutcomeUnknown, Unavailable, UnknownJob
+from taskgraph.errors import (
+    CoordinationError,
+    JobError,
+    JobRunning,
+    OutcomeUnknown,
+    Unavailable,
+    UnknownJob,
+    no_thread,
+)
 from taskgraph.jobs import Job, check_job
 from taskgraph.launch.access import etcd_access, node_access
 from taskgraph.launch.collect import job_failed, not_kept, why_not_kept
@@ -58,7 +66,7 @@ def _checked(function: Callable[P, R]) -> Callable[P, R]:
         job: Any = args[0] if args else kwargs.get("job")
         check_job(job)
         check_not_importing(job.name)
-        _refuse_without_threads(job.name)
+        _refuse_at_the_end(job.name)
         return function(*args, **kwargs)
 
     return call
@@ -91,8 +99,8 @@ def run(
         progress: show epochs, and what happens, on standard error, as `taskgraph run` does.
 
     Raises:
-        JobError: it is no job, it cannot be run so, a driver starts it while it is imported, or no
-            thread can be started: the interpreter ends.
+        JobError: it is no job, it cannot be run so, a driver starts it while it is imported, or the
+            interpreter ends.
         JobFailed: user code raised (with its traceback), or the job cannot go on.
         JobTimeout: it did not end in time.
         JobRunning: a job of that name is running.
@@ -114,19 +122,21 @@ def run(
     return asyncio.run(running)
 
 
-def _refuse_without_threads(job: str) -> None:
-    """Raises JobError where no thread can be started: gRPC ends the process then.
+def _refuse_at_the_end(job: str) -> None:
+    """Raises JobError where the interpreter ends and starts no thread any more: gRPC ends the process then.
 
-    When that begins while an interpreter ends differs from version to version, so it is tried.
+    From when on that is so differs from version to version: it is tried.
     """
     probe = threading.Thread(target=int, name="taskgraph-probe", daemon=True)
     try:
         probe.start()
     except RuntimeError as error:
-        hint = ""
-        if "shutdown" in str(error):
-            hint = ": run it before the main thread ends, not in atexit, and let that join a thread which runs it"
-        raise JobError(f"job {job!r} cannot be run, as no thread can be started ({error}){hint}") from None
+        if no_thread(error):  # by a limit: whoever needs one says so
+            return
+        raise JobError(
+            f"job {job!r} cannot be run, as no thread can be started any more ({error}): run it before the main thread "
+            f"ends, not in atexit, and let that join a thread which runs it"
+        ) from None
     probe.join()
 
 

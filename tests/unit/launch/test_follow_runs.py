@@ -44,10 +44,7 @@ ENTRY = JobEntry(name=NAME, etcd="a:1", token="ab" * 32, pid=0, embedded=False, 
 RESULT = JobResult(name=NAME, values={0: 1}, reports=(), epochs=1, failovers=0, restarts=0, wall_s=1.0)
 
 
-AT_SHUTDOWN = "can't create new thread at interpreter shutdown"
-
-
-def no_thread(thread: threading.Thread, why: str = AT_SHUTDOWN) -> None:
+def no_thread(thread: threading.Thread, why: str = "can't create new thread at interpreter shutdown") -> None:
     raise RuntimeError(why)
 
 
@@ -217,20 +214,17 @@ def test_a_result_is_kept_where_no_thread_can_be_started_any_more(limit: str, mo
     assert follower.kept_json == RESULT.to_json() and follower.not_kept == ""
 
 
-@pytest.mark.parametrize(
-    ("why", "says"),
-    [
-        (AT_SHUTDOWN, r"'again' cannot be run, as no .* at interpreter shutdown\): run it before the main thread"),
-        ("can't start new thread", r"'again' cannot be run, as no thread can be started \(can't start new thread\)$"),
-    ],
-)
 @pytest.mark.parametrize("nodes", [0, 2])
-def test_a_run_is_refused_where_no_thread_can_be_started(
-    nodes: int, why: str, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(threading.Thread, "start", lambda thread: no_thread(thread, why))
-    with pytest.raises(JobError, match=says):
+def test_a_run_is_refused_where_no_thread_can_be_started_any_more(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(JobError, match=r"'again' cannot be run, .* at interpreter shutdown\): run it before the main"):
         tg.run(tg.Job(tasks=1, epochs=1, builder=tg.Task, name=NAME), nodes=nodes)
+
+
+def test_a_limit_of_threads_is_not_taken_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: no_thread(thread, "can't start new thread"))
+    with pytest.raises(tg.JobFailed, match=r"can't start new thread: a limit of this process"):
+        tg.run(tg.Job(tasks=1, epochs=1, builder=tg.Task, name=NAME), nodes=0)
 
 
 async def test_where_the_reports_are_too_large_the_values_are_kept_and_it_says_so(
