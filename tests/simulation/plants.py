@@ -202,6 +202,11 @@ def a_successor_cannot_take_back_that_the_job_ends(patch: pytest.MonkeyPatch) ->
 
 
 @plant
+def min_in_sync_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(InSync, "holders", lambda self, key: sys.maxsize)
+
+
+@plant
 def the_status_is_written_after_the_last_commit(patch: pytest.MonkeyPatch) -> None:
     def commit(original: Any, view: Any, **kwargs: Any) -> Txn:
         txn: Txn = original(view, **{**kwargs, "finished": False})
@@ -267,6 +272,14 @@ def a_checkpoint_is_complete_without_some_of_its_files(patch: pytest.MonkeyPatch
 @plant
 def a_job_goes_back_to_a_checkpoint_that_nobody_read(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Store, "verify", lambda self, manifest: None)
+
+
+@plant
+def a_leader_that_was_replaced_advances_the_checkpoint(patch: pytest.MonkeyPatch) -> None:
+    def advance(original: Any, view: Any, record: Any, **kwargs: Any) -> Txn:
+        return _without(original(view, record, **kwargs), lambda c: c.key == view.keys.primary(0))
+
+    _changed(patch, transactions, "advance_checkpoint", advance)
 
 
 def _puts(op: object, key: str) -> bool:
@@ -557,6 +570,18 @@ def a_late_flag_misses_the_snapshot(patch: pytest.MonkeyPatch) -> None:
     _changed(patch, Ledger, "received", but_flags)
     _changed(patch, Mailbox, "send_flag", send_flag)
     _changed(patch, Mailbox, "take_flag", take_flag)
+
+
+@plant
+def a_seal_of_any_version_is_accepted(patch: pytest.MonkeyPatch) -> None:
+    """The task may have moved on since the leader found it idle."""
+
+    def seal(self: Quiet, version: int) -> bool:
+        self.closed = self._sealed = True
+        self._wake()
+        return True
+
+    patch.setattr(Quiet, "seal", seal)
 
 
 @plant

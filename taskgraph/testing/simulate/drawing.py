@@ -16,9 +16,11 @@ __all__ = [
     "Slips",
     "draw",
     "draw_around_checkpoints",
+    "draw_around_race",
     "draw_deletions",
     "draw_in_flight",
     "draw_one",
+    "draw_race",
     "draw_with_moods",
 ]
 
@@ -100,11 +102,13 @@ class Fault:
     count: int  # the how-manyth of those moments
     at_s: float
     lasts_s: float
-    target: str  # "who", "leader", "primary", "member", "any"
+    target: str  # "who", "leader", "talker", "primary", "member", "any"
     again: bool  # a dead node is replaced, by one of the same name
     told_s: float | None  # when a launcher says that it is gone; None: never
     until: str = ""  # the moment at which what is held back goes on, where that comes before `lasts_s`
     then: Fault | None = None  # what happens right after it
+    to_peer: bool = False  # of a cut: what the target sends to the other node of that moment is what is held up
+    wakes: str = ""  # the moment at which who is frozen goes on, where that comes before `lasts_s`
 
 
 class Slips:
@@ -343,4 +347,56 @@ def _zombie_of_before_a_roll_back(rng: random.Random) -> list[Fault]:
     return [freeze]
 
 
+# -- races that take more than one failure to come about: in some of the seeds ----------------------------
+
+
+def draw_race(rng: random.Random, *, talks: bool, keeps: bool) -> str:
+    """Which of them a seed has, "" for none.
+
+    Args:
+        talks: its tasks send flags and requests, and there are some beside the leader's.
+        keeps: its job keeps checkpoints.
+    """
+    if rng.random() >= _RACING or not (talks or keeps):
+        return ""
+    return rng.choice((*(("late seal",) * talks), *(("late pointer",) * keeps)))
+
+
+def draw_around_race(rng: random.Random, race: str) -> list[Fault]:
+    """The failures that may bring it about."""
+    return _RACES[race](rng)
+
+
+def _late_seal(rng: random.Random) -> list[Fault]:
+    """A seal is on its way to a task, and somebody who was idle, too, is replaced; its successor sends more."""
+    faults = []
+    crash = draw_one(rng, follows=True)
+    crash.kind, crash.target, crash.told_s, crash.then = "crash", "talker", 0.0, None
+    crash.at_s = rng.choice((0.0, 0.0, 0.001, 0.01)) * rng.random()
+    first, last = rng.choice((1, 1, 2, 3, 5)), rng.choice((1, 2, 3))
+    for count in range(first, first + 4):
+        cut = draw_one(rng, follows=True)
+        cut.kind, cut.target, cut.to_peer, cut.moment, cut.count = "cut one way", "who", True, "sending Seal", count
+        cut.lasts_s, cut.then = rng.choice((0.1, 0.3)) * rng.uniform(0.5, 1.0), crash if count == first + last else None
+        faults.append(cut)
+    return faults
+
+
+def _late_pointer(rng: random.Random) -> list[Fault]:
+    """The leader saw that a checkpoint is whole, and stands still before it says so. Another leader, which lacks a file
+    of it, gives it up; then the first one goes on."""
+    slow, frozen = draw_one(rng, follows=True), draw_one(rng, follows=True)
+    slow.kind, slow.target, slow.moment, slow.then = "place slow", "leader", "message Written", None
+    slow.count, slow.lasts_s = rng.choice((1, 1, 1, 2)), rng.choice((0.2, 1.0, 2.0)) * rng.uniform(0.5, 1.0)
+    frozen.kind, frozen.target, frozen.moment, frozen.count = "freeze", "who", "place listed", rng.choice((1, 1, 1, 2))
+    frozen.lasts_s, frozen.wakes, frozen.then = 4.5, "place cleared", None
+    return [slow, frozen]
+
+
+_RACING = 0.35
+"""Share of the seeds that could have one of these which do."""
+_RACES = {
+    "late seal": _late_seal,
+    "late pointer": _late_pointer,
+}
 _RECIPES = (_overtaken, _late_change_of_members, _late_change_of_members, _deaf_witness, _late_answers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
+from functools import partial
 
 from taskgraph.protocol.kv import Delete, Txn
 from taskgraph.testing.simulate.drawing import Fault, draw_one
@@ -71,6 +72,8 @@ class Faults:
             name = who
         elif fault.target == "leader":
             name = view.primary_node(0) or ""
+        elif fault.target == "talker":
+            name = view.primary_node(world.workload.moody or 0) or ""
         elif fault.target == "primary":
             name = view.primary_node(task) or ""
         elif fault.target == "member":
@@ -79,9 +82,14 @@ class Faults:
         known = world.nodes.get(name)
         return known if known is not None and known.exists else self._rng.choice(nodes)
 
-    def _other(self, node: SimNode) -> SimNode | None:
+    def _other(self, node: SimNode, *, certain: bool = False) -> SimNode | None:
+        """Another node, mostly that of the moment.
+
+        Args:
+            certain: that one, where there is one.
+        """
         peer = self._world.nodes.get(self._peer)
-        if peer is not None and peer is not node and peer.exists and self._rng.random() < 0.7:
+        if peer is not None and peer is not node and peer.exists and (certain or self._rng.random() < 0.7):
             return peer
         others = [n for n in self._world.existing() if n is not node]
         return self._rng.choice(others) if others else None
@@ -164,9 +172,12 @@ class Faults:
             self._world.transcript.add("world", "start", node.id)
 
     def _freeze(self, fault: Fault, target: SimNode) -> None:
-        self._note(fault, f"{target.id} for {fault.lasts_s:.3f} s")
+        wakes = f", or until just {fault.wakes}" if fault.wakes else ""
+        self._note(fault, f"{target.id} for {fault.lasts_s:.3f} s{wakes}")
         target.process.frozen = target.threads.frozen = True
         self._later(fault.lasts_s, self._thaw, target)
+        if fault.wakes:
+            self._held.append((fault.wakes, partial(self._later, 0.0, self._thaw, target)))
 
     def _thaw(self, target: SimNode) -> None:
         if target.process.frozen:
@@ -279,9 +290,9 @@ class Faults:
         self._later(fault.lasts_s, target.coordinator.stall, False)
 
     def _cut_one_way(self, fault: Fault, target: SimNode) -> None:
-        other = self._other(target)
+        other = self._other(target, certain=fault.to_peer)
         if other is not None:
-            one, two = (target, other) if self._rng.random() < 0.5 else (other, target)
+            one, two = (target, other) if fault.to_peer or self._rng.random() < 0.5 else (other, target)
             self._note(fault, f"{one.id} to {two.id} for {fault.lasts_s:.3f} s")
             self._cut_link(one, two, fault.lasts_s)
 

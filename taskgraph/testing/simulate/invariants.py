@@ -36,6 +36,7 @@ class Invariants:
         living: node id -> node, of every process that exists, frozen or not.
         files: what a checkpoint has of each task; None where that cannot be known.
         epochs: how many the job has; None where a task says when it ends.
+        min_in_sync: how many replicas have to hold a boundary before its epoch may commit.
         expected: boundary -> task -> state of a failure-free run; None where the tasks are not deterministic.
     """
 
@@ -53,6 +54,7 @@ class Invariants:
         files: Callable[[CheckpointRecord], Mapping[int, Encoded] | None],
         ahead: int = 0,
         epochs: int | None = None,
+        min_in_sync: int = 1,
     ) -> None:
         self.view = JobView(job)  # of the store, after its last write
         self._tasks = tasks
@@ -67,6 +69,8 @@ class Invariants:
         self._files = files
         self._ahead = ahead
         self._epochs = epochs
+        self._min_in_sync = min_in_sync
+        self._members: dict[int, list[tuple[int, int]]] = {}  # task -> (revision, members from there on), if it counts
         self._last = False  # the last epoch that committed is the job's last one: it has so many, or a task said so
         self._made: dict[int, int] = {}  # boundary -> the attempt in which it was made
         self._checkpoints: dict[str, int] = {}  # those that may be gone back to -> boundary
@@ -111,6 +115,8 @@ class Invariants:
         for node, record in gone_before.items():
             if view.gone.get(node) != record:
                 raise Violation(f"node {node} was declared gone, and then something else was written about it")
+        if self._min_in_sync > 1:
+            self._count_members(revision)
         self.check_holders()
         self._check_wishes()
 
@@ -208,6 +214,7 @@ class Invariants:
     def _committed(self, stamp: Stamp) -> None:
         assert self.view.epoch is not None
         terms = {task: self.view.term(task) for task in range(self._tasks)}
+        self._check_held(stamp, terms)
         if self._last:
             raise Violation(f"epoch {stamp.epoch} committed, and the one before it was the job's last one")
         after = self._runs.committed(stamp, terms, self.states[stamp.epoch], self.view.epoch.record.base)
@@ -221,6 +228,25 @@ class Invariants:
             wrong = [t for t in range(self._tasks) if after[t] != self._expected[stamp.epoch + 1][t]]
             raise Violation(f"epoch {stamp.epoch} committed with other states than without failures: tasks {wrong}")
         self._keys = {task: (stamp.epoch + 1, stamp.attempt, term) for task, term in terms.items()}
+
+    def _count_members(self, revision: int) -> None:
+        for task in range(self._tasks):
+            count = sum(member.record.until is None for member in self.view.members_of(task).values())
+            counts = self._members.setdefault(task, [])
+            if not counts or counts[-1][1] != count:
+                counts.append((revision, count))
+
+    def _check_held(self, stamp: Stamp, terms: Mapping[int, int]) -> None:
+        """There were members enough, at some time since the state after that epoch was there: all of them have it."""
+        for task, since in self._runs.ended_at(stamp, terms).items() if self._min_in_sync > 1 else ():
+            counts = self._members[task]
+            at_first = max(at for at, _ in counts if at <= since)
+            most = max(count for at, count in counts if at >= at_first)
+            if most < self._min_in_sync:
+                raise Violation(
+                    f"epoch {stamp.epoch} committed, and {most} of min_in_sync={self._min_in_sync} replicas of task "
+                    f"{task} hold what came out"
+                )
 
     # -- I3 ---------------------------------------------------------------------------------------
 

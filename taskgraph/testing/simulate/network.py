@@ -53,6 +53,7 @@ class SimNetwork:
     Args:
         in_order: share of messages that stay behind the one before them on their connection; the others overtake.
         on_message: (from, to, message, stage): told when a call arrives and when its reply does.
+        on_call: (from, to, message): told when a call is about to leave.
         slips: how long probes take.
     """
 
@@ -64,6 +65,7 @@ class SimNetwork:
         delay_s: float,
         in_order: float,
         on_message: Callable[[str, str, object], None],
+        on_call: Callable[[str, str, object], None],
         slips: Slips | None = None,
     ) -> None:
         self.rng = rng
@@ -71,6 +73,7 @@ class SimNetwork:
         self.delay_s = delay_s
         self._in_order = in_order
         self.on_message = on_message
+        self.on_call = on_call
         self._slips = slips
         self.transports: dict[str, SimTransport] = {}
         self._vanished: set[str] = set()  # nodes whose host is gone: nothing refuses there
@@ -340,6 +343,7 @@ class SimTransport:
         if not connection.open[self.node]:
             raise PeerLost("the connection broke")
         connection.pending[number] = reply
+        self.network.on_call(self.node, connection.acceptor, message)
         target = self.network.transports.get(connection.acceptor)
         if target is not None:
             self.network.transmit(connection, self.node, lambda: target._accept(connection, number, message, quiet))

@@ -20,9 +20,14 @@ R = TypeVar("R")
 
 
 class SimPlace:
-    """The files, and what is wrong with them."""
+    """The files, and what is wrong with them.
 
-    def __init__(self, rng: random.Random) -> None:
+    Args:
+        moment: told of what was done to the files, and by which node.
+    """
+
+    def __init__(self, rng: random.Random, moment: Callable[[str, str], None]) -> None:
+        self.moment = moment
         self._files: dict[str, memoryview] = {}
         self._rng = rng
         self.usual_s = rng.choice((0.0, 0.002, 0.02, 0.1))
@@ -99,10 +104,13 @@ class NodePlace:
         return self._place.names(path)
 
     def sizes(self, path: str) -> dict[str, int | None]:
-        return self._place.sizes(path)
+        sizes = self._place.sizes(path)
+        self._place.moment("place listed", self._node)
+        return sizes
 
     def remove(self, path: str) -> None:
         self._place.remove(path)
+        self._place.moment("place cleared", self._node)
 
     def remove_empty(self, path: str) -> None:
         pass  # there are no directories

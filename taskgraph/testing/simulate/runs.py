@@ -41,6 +41,8 @@ class Run:
     asked: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # (to, value, answer)
     handled: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # (sender, value, answer)
     ended: int | None = None
+    ended_at: int = 0  # the revision of etcd at that time
+    late: list[str] = field(default_factory=list)  # what it sent or took after its sync point
     finishes: bool = False  # it said that the job ends with it
 
     def __str__(self) -> str:
@@ -52,10 +54,12 @@ class Runs:
 
     Args:
         overlapped: called where code of an epoch ran while an earlier one of the same task was not through.
+        revision: that etcd is at.
     """
 
-    def __init__(self, overlapped: Callable[[], None]) -> None:
+    def __init__(self, overlapped: Callable[[], None], revision: Callable[[], int]) -> None:
         self._overlapped = overlapped
+        self._revision = revision
         self._runs: dict[tuple[int, Stamp, int], Run] = {}
         self._composed: dict[tuple[int, int, int], int] = {}  # (task, attempt, term) -> the last epoch
         self._told: list[tuple[int, int, int | None]] = []
@@ -107,19 +111,27 @@ class Runs:
         self._of(epoch).puts[(tag, to)] = value
 
     def flagged(self, epoch: Any, to: int, value: int) -> None:
-        self._of(epoch).flagged.add((to, value))
+        self._open(epoch, f"flagged task {to}").flagged.add((to, value))
 
     def heard_flag(self, epoch: Any, sender: int, value: int) -> None:
-        self._of(epoch).heard[(sender, value)] += 1
+        self._open(epoch, f"heard a flag of task {sender}").heard[(sender, value)] += 1
 
     def asked(self, epoch: Any, to: int, value: int, answer: int) -> None:
-        self._of(epoch).asked[(to, value, answer)] += 1
+        self._open(epoch, f"asked task {to}").asked[(to, value, answer)] += 1
 
     def handled(self, epoch: Any, sender: int, value: int, answer: int) -> None:
-        self._of(epoch).handled[(sender, value, answer)] += 1
+        self._open(epoch, f"answered task {sender}").handled[(sender, value, answer)] += 1
+
+    def _open(self, epoch: Any, what: str) -> Run:
+        """Its run does something with a message, which is to be in the state that its sync point makes."""
+        run = self._of(epoch)
+        if run.ended is not None:
+            run.late.append(what)
+        return run
 
     def ended(self, epoch: Any, state: int) -> None:
-        self._of(epoch).ended = state
+        run = self._of(epoch)
+        run.ended, run.ended_at = state, self._revision()
 
     def finished(self, epoch: Any) -> None:
         self._of(epoch).finishes = True
@@ -133,6 +145,11 @@ class Runs:
         """Whether a task said that the job ends with this epoch, of the runs of these terms."""
         runs = (self._runs.get((task, stamp, term)) for task, term in terms.items())
         return any(run is not None and run.finishes for run in runs)
+
+    def ended_at(self, stamp: Stamp, terms: Mapping[int, int]) -> dict[int, int]:
+        """Task -> the revision of etcd when its sync point had run, of the runs of these terms."""
+        runs = {task: self._runs.get((task, stamp, term)) for task, term in terms.items()}
+        return {task: run.ended_at for task, run in runs.items() if run is not None and run.ended is not None}
 
     # -- asked when an epoch restarts -------------------------------------------------------------
 
@@ -198,6 +215,8 @@ def _check_whole(run: Run) -> None:
                     raise Violation(f"{run}: {step.name} did not consume {tag!r} of task {producer}")
     if run.ended is None:
         raise Violation(f"{run} counts, and its sync point did not run")
+    if run.late:
+        raise Violation(f"{run} counts, and when its sync point had run it {', '.join(run.late)}")
 
 
 def _check_messages(run: Run, runs: dict[int, Run]) -> None:

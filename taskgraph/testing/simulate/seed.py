@@ -23,8 +23,10 @@ from taskgraph.testing.simulate.drawing import (
     Slips,
     draw,
     draw_around_checkpoints,
+    draw_around_race,
     draw_deletions,
     draw_in_flight,
+    draw_race,
     draw_with_moods,
 )
 from taskgraph.testing.simulate.faults import Faults
@@ -165,7 +167,7 @@ def _settings(rng: random.Random, workload: Workload) -> tg.Settings:
         epochs_in_flight=workload.epochs_in_flight,
         gather_s=workload.gather_s,
         results_kept_s=60.0,
-        strict=rng.random() < 0.04 and not workload.erratic and workload.whims is None,
+        strict=rng.random() < 0.04 and not workload.erratic and workload.whims is None and workload.moody is None,
     )
 
 
@@ -188,6 +190,10 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
     )
     if mistakes:
         workload.mistake = Mistake.draw(random.Random(f"mistakes of {outcome.seed}"), workload.tasks)
+    races = random.Random(f"races of {outcome.seed}")
+    race = draw_race(races, talks=workload.talks and workload.tasks > 2, keeps=keeping)
+    if race == "late seal":
+        workload.draw_moods(races)
     nodes = rng.randint(1, 4) if rng.random() < 0.2 else workload.backups + rng.randint(1, 3)
     planned = draw(rng, talks=workload.talks, erratic=bool(workload.erratic))
     settings = _settings(rng, workload)
@@ -229,6 +235,8 @@ async def _run(outcome: Outcome, mistakes: bool) -> None:
         faults.add(draw_in_flight(flies, erratic=bool(workload.erratic)))
     if workload.whims is not None:
         faults.add(draw_with_moods(turns))
+    if race:
+        faults.add(draw_around_race(races, race))
     if (deletes := random.Random(f"deleted keys of {outcome.seed}")).random() < DELETING:
         faults.add(draw_deletions(deletes))
     try:

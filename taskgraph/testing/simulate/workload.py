@@ -148,6 +148,9 @@ class Workload:
     whims: random.Random | None = field(default=None, repr=False)  # each replica of the task that ends it decides anew
     relays: int | None = None  # who hears a flag, or is asked, flags the task that is so many after it
     lingers_s: float = 0.0  # for so long it holds the epoch before
+    moody: int | None = None  # a task that sends its flags in one run of an epoch, and not in another
+    rerun: dict[int, Any] = field(default_factory=dict)  # epoch -> its first run of that task
+    hears_s: float = 0.0  # so long an `on_flag` awaits something; 0: it is a plain function
     steady: bool = False  # all epochs have the same plan, and those tasks do not ask which one it is
     mistake: Mistake | None = None
 
@@ -226,6 +229,29 @@ class Workload:
             drawn.relays, drawn.lingers_s = turns.choice((0, 1)), turns.choice((0.0, 0.0, 0.01, 0.1, 0.7))
         return drawn
 
+    def draw_moods(self, rng: random.Random) -> None:
+        """Of a job that talks: one task alone has something to say, in one run of an epoch, and not in another.
+
+        So whoever is replaced took no message that its successor would have to know of, and the epoch goes on.
+        """
+        self.moody = rng.randrange(1, self.tasks)  # what the leader's task sends and gets is at hand, and never late
+        self.relays, self.lingers_s, self.hears_s = None, 0.0, rng.choice((0.0, 0.3, 0.7, 0.7))
+        others = [task for task in range(1, self.tasks) if task != self.moody]
+
+        def only_flags(task: int, step: Step) -> Step:
+            says = task == self.moody and step.outbound and rng.random() < 0.7
+            return replace(step, requests=(), flags=(rng.choice(others),) if says else ())
+
+        self.plan = tuple(
+            tuple(tuple(only_flags(task, step) for step in steps) for task, steps in enumerate(epoch))
+            for epoch in self.plan
+        )
+
+    def is_silent(self, epoch: Any) -> bool:
+        """Whether the moody task sends no flags in this run: mostly in the first one, mostly not when it runs again."""
+        first = self.rerun.setdefault(epoch.number, epoch._work) is epoch._work
+        return self.chaos.random() < (0.8 if first else 0.2)
+
     def steps(self, epoch: int, task: int) -> tuple[Step, ...]:
         # Of a job that ends when a task says so the others may be ahead of its last epoch, in vain.
         return self.plan[min(epoch, self.epochs - 1)][task]
@@ -237,6 +263,8 @@ class Workload:
     def job(self, recorder: Recorder, settings: tg.Settings, min_nodes: int) -> tg.Job:
         def build(task: int) -> tg.Task:
             kind = self._kind(task)
+            if self.hears_s:
+                kind = _hearing_slowly(kind)
             if self.mistake is not None and task == self.mistake.task:
                 kind = _mistaken(kind, self.mistake, stateful=task not in self.without_state)
             return kind(self, recorder)
@@ -267,7 +295,7 @@ class Workload:
         return (task + self.relays) % self.tasks
 
     def expected(self) -> list[list[int]]:
-        """boundary -> task -> state, without failures. Tasks that are not erratic."""
+        """boundary -> task -> state, without failures. Tasks that are neither erratic nor moody."""
         states = [[self.first(task) for task in range(self.tasks)]]
         for epoch in range(self.epochs):
             states.append(self._expected_epoch(epoch, states[-1]))
@@ -441,7 +469,9 @@ class _NoState(tg.Task):
         return state
 
     def _put(self, step: Step, epoch: Any, outs: Any, value: int) -> None:
-        for to in step.flags:
+        work = self._workload
+        silent = self.task_id == work.moody and work.is_silent(epoch)
+        for to in step.flags if not silent else ():
             self._recorder.flagged(epoch, to, mix(value, 7, to))
             epoch.flag(to, mix(value, 7, to))
         for tag, consumers in step.outbound:
@@ -640,6 +670,16 @@ def _mistaken(kind: type[_NoState], mistake: Mistake, *, stateful: bool) -> type
         return method(self, *given)
 
     return type(kind.__name__, (kind,), {name: tg.stateless(raises) if is_stateless(method) else raises})
+
+
+def _hearing_slowly(kind: type[_NoState]) -> type[_NoState]:
+    """A class of tasks whose `on_flag` awaits something before it does anything."""
+
+    async def on_flag(self: Any, epoch: Any, sender: int, meta: Any) -> None:
+        await asyncio.sleep(self._workload.hears_s)
+        kind.on_flag(self, epoch, sender, meta)
+
+    return type(kind.__name__, (kind,), {"on_flag": on_flag})
 
 
 def _compute_at(method: Callable[..., Any], at: int) -> Callable[..., Any]:

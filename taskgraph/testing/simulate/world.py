@@ -92,7 +92,9 @@ class World:
         self.workload = workload
         self.settings = settings
         self.transcript = Transcript(loop.time)
-        self.runs = Runs(lambda: self.transcript.state("epochs in flight"))
+        self.runs = Runs(
+            lambda: self.transcript.state("epochs in flight"), revision=lambda: self.invariants.view.revision
+        )
         self.job = workload.job(self.runs, settings, min_nodes)
         self.spec = dataclasses.replace(JobSpec.local(self.job), run="run", submitted_at=0.0)
         self.keys = Keys(self.spec.name)
@@ -100,7 +102,7 @@ class World:
         self.nodes: dict[str, SimNode] = {}
         self._keeps = keeps
         self.slips = slips
-        self.place = SimPlace(random.Random(keeps.getrandbits(64)))
+        self.place = SimPlace(random.Random(keeps.getrandbits(64)), lambda name, node: self.moment(name, node))
         self.failed: asyncio.Future[None] = loop.create_future()
         speed = rng.choice((0.0003, 0.001, 0.001, 0.005))
         self._compute_s = rng.choice((0.0, 0.002, 0.01, 0.03, 0.1))
@@ -118,6 +120,7 @@ class World:
             delay_s=speed,
             in_order=rng.choice((0.5, 1.0)),
             on_message=self._on_message,
+            on_call=self._on_call,
             slips=self.slips,
         )
         self.invariants = Invariants(
@@ -126,12 +129,13 @@ class World:
             self.runs,
             {task: workload.first(task) for task in range(workload.tasks)},
             living=self._living,
-            expected=None if workload.erratic else workload.expected(),
+            expected=None if workload.erratic or workload.moody is not None else workload.expected(),
             without_state=workload.without_state,
             listening=workload.listening,
             files=self._files,
             ahead=settings.epochs_ahead,
             epochs=None if workload.finishes else workload.epochs,
+            min_in_sync=settings.min_in_sync,
         )
         self._launcher = SimCoordinator(
             self.etcd, Process("launcher"), Process("launcher"), on_txn=self._on_txn, timeout_s=3.0
@@ -306,6 +310,10 @@ class World:
             self.transcript.state(f"several in {kind}")
         self.moment(f"message {moment}", receiver, sender)
         self.moment(f"answer {moment}", sender, receiver)
+
+    def _on_call(self, sender: str, receiver: str, message: object) -> None:
+        kind = type(message).__name__
+        self.moment(f"sending {_OF_ONE.get(kind, kind)}", sender, receiver)
 
     def _on_txn(self, process: Process, txn: Txn, when: str) -> None:
         puts = [(op.key, op.value) for op in txn.success if isinstance(op, Put)]
