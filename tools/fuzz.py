@@ -179,6 +179,7 @@ def _headers() -> tuple[Target, list[bytes]]:
 def _values() -> tuple[Target, list[bytes]]:
     """Values, as a message brings them; the first byte says how much of the input is a buffer."""
     import numpy as np
+    from google.protobuf import timestamp_pb2
 
     from taskgraph.errors import DecodeError
     from taskgraph.graph import encoding, values
@@ -204,8 +205,10 @@ def _values() -> tuple[Target, list[bytes]]:
         np.zeros(2, [("a", "i1"), (("title", "b"), "f8", (2, 2)), ("c", [("d", "M8[25s]")])]),
         [np.longdouble(3), np.void(b"ab"), np.bytes_(b"y"), np.str_("z")],
         {"theta": np.zeros(3), "n": np.int64(4)},
+        timestamp_pb2.Timestamp(seconds=3),
     ]
     found = [b"\0" + encode(sample).meta for sample in samples]
+    found.append(found[-1].replace(b"Timestamp", b"\xed\xa0\x80estamp"))  # a name with half a character
     with mock.patch.multiple(encoding, INLINE_BYTES=1000), mock.patch.multiple(values, INLINE_BYTES=1000):
         for sample, size in (
             (np.zeros(510), 4080),  # it has a buffer of its own

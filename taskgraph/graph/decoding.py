@@ -360,7 +360,7 @@ class Reader:
             raise DecodeError(f"a protobuf message {name!r} without its bytes")
         try:
             descriptor = descriptor_pool.Default().FindMessageTypeByName(name)
-        except KeyError as error:
+        except (KeyError, TypeError, ValueError) as error:  # the last two of a name that is no UTF-8
             raise DecodeError(f"no protobuf message is called {name!r} here: import its _pb2 in the driver") from error
         try:
             return message_factory.GetMessageClass(descriptor).FromString(data)

@@ -182,9 +182,10 @@ U64 = struct.Struct("<Q").pack
         (b"G\x03|S1a", "a scalar of dtype"),
         (b"M" + U64(4) + b"None\0\0\0\0", "no @tg.message is called 'None'"),
         (b"P" + U64(1) + b"xN", "without its bytes"),
+        (b"P" + U64(3) + b"\xed\xa0\x80B" + U64(0), r"no protobuf message is called '\ud800' here"),
         (b"P" + U64(25) + b"google.protobuf.Timestamp" + b"B" + U64(1) + b"\xff", "not a protobuf message"),
     ],
-    ids=range(31),
+    ids=range(32),
 )
 def test_what_is_said_of_it(body: bytes, said: str) -> None:
     with pytest.raises(DecodeError) as caught:
