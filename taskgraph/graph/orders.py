@@ -103,19 +103,20 @@ def copied(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _spread(array: NDArray[Any], order: bytes) -> NDArray[Any]:
-    """A copy with a gap of one step of the next axis within, or of one element."""
+    """A copy with gaps of one element each: however many axes have some, it takes three times the room at most."""
     if not isinstance(array, np.ndarray):
         raise ValueError(f"gaps in an array of {type(array).__name__}")
-    room, last = list(array.shape), array.ndim - 1
-    for at, byte in enumerate(order):
-        if byte & _GAPPED:
-            if array.shape[at] == 1:
-                raise ValueError(f"gaps along axis {at}, of one element")
-            if at < last:
-                room[at + 1] += 1
-    innermost = 2 if order[last] & _GAPPED else 1
-    whole = np.empty((*room, innermost), array.dtype)
-    spread: NDArray[Any] = whole[tuple([slice(extent) for extent in array.shape])][..., 0]
+    if not array.nbytes:
+        raise ValueError("gaps in an array of no bytes")
+    strides, within = [0] * array.ndim, array.itemsize
+    for at in reversed(range(array.ndim)):
+        gapped = bool(order[at] & _GAPPED)
+        if gapped and array.shape[at] == 1:
+            raise ValueError(f"gaps along axis {at}, of one element")
+        strides[at] = within + gapped * array.itemsize
+        within = strides[at] * array.shape[at]
+    room = np.empty(within, np.uint8)
+    spread: NDArray[Any] = np.ndarray(array.shape, array.dtype, room, 0, tuple(strides))
     opaque(spread)[...] = opaque(array)
     spread.flags.writeable = array.flags.writeable
     return spread
