@@ -189,7 +189,7 @@ def parser(*, driver: JobFunction[...] | None = None) -> argparse.ArgumentParser
     certs.add_argument("directory", metavar="DIR", help="where to; give it to every node and client as --tls DIR")
     certs.add_argument("--host", action="append", metavar="HOST", help="a name or address that nodes are reached by")
     certs.add_argument("--ca", metavar="DIR", help="sign with the authority that is there already")
-    certs.add_argument("--days", type=int, default=90, metavar="N", help="how long they are valid (90)")
+    certs.add_argument("--days", type=int, default=90, metavar="N", help="how long the certificate is valid (90)")
     certs.add_argument("--force", action="store_true", help="overwrite what is there")
     return top
 

@@ -8,7 +8,7 @@ import ipaddress
 import secrets
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from taskgraph.errors import JobError
 from taskgraph.files import write_whole
@@ -18,26 +18,44 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
-__all__ = ["CA_KEY", "certs", "make_certs"]
+__all__ = ["CA_KEY", "Made", "certs", "make_certs"]
 
 #: The authority's private key: nobody needs it but `certs --ca`.
 CA_KEY = "ca-key.pem"
 _NEEDED = "`taskgraph certs` needs the package cryptography: `pip install 'taskgraph-aio[tls]'`"
 _BEFORE = datetime.timedelta(minutes=5)
 """Clocks of a cluster differ a little: what was made here is to be valid there at once."""
+_AUTHORITY_DAYS = 3650
+"""Much longer than its certificates: while it is the same, renewing one concerns its host alone."""
+
+
+class Made(NamedTuple):
+    """What there is now.
+
+    Attributes:
+        hosts: the names and addresses in the certificate.
+        end: until when it is valid.
+        cut: whether that is sooner than was asked for, since its authority ends.
+    """
+
+    hosts: list[str]
+    end: datetime.datetime
+    cut: bool
 
 
 def certs(options: argparse.Namespace) -> int:
     """Writes the files and says what to do with them."""
     folder = Path(options.directory)
-    hosts = make_certs(
+    made = make_certs(
         folder,
         options.host or (),
         days=options.days,
         authority=Path(options.ca) if options.ca else None,
         force=options.force,
     )
-    print(f"wrote {CA}, {CERT} and {KEY} to {folder}: valid for {options.days} days, for {', '.join(hosts)}")
+    print(f"wrote {CA}, {CERT} and {KEY} to {folder}: valid until {made.end:%Y-%m-%d}, for {', '.join(made.hosts)}")
+    if made.cut:
+        print(f"That is when the authority ends, before --days {options.days}; without --ca a new one is made")
     print(f"Copy these three to the hosts they are for, and give them to every node and client there: --tls {folder}")
     authority = options.ca or folder
     more = f"`taskgraph certs DIR --ca {authority} --host HOST`"
@@ -47,27 +65,26 @@ def certs(options: argparse.Namespace) -> int:
 
 def make_certs(
     folder: Path, hosts: tuple[str, ...] | list[str] = (), *, days: int = 90, authority: Path | None = None, force: bool
-) -> list[str]:
+) -> Made:
     """Writes a set for nodes and clients; private keys are readable by their owner only.
 
     Args:
         hosts: names and addresses that nodes are reached by, besides this host's name and loopback.
-        days: how long all of it is valid.
+        days: how long the certificate is valid; not beyond its authority's end.
         authority: a directory with an authority that was made here before; None: a new one.
         force: overwrite what is there.
 
-    Returns:
-        The names and addresses in the certificate.
-
     Raises:
-        JobError: something is there already, or cannot be written or read; cryptography is not installed.
+        JobError: something is there already, or cannot be written or read; the authority has ended; cryptography is not
+            installed.
     """
     try:
         import cryptography  # noqa: F401
     except ImportError as error:
         raise JobError(_NEEDED) from error
-    if not 1 <= days <= 3650:
-        raise JobError(f"--days {days}: from 1 to 3650")
+    if not 1 <= days <= _AUTHORITY_DAYS:
+        raise JobError(f"--days {days}: from 1 to {_AUTHORITY_DAYS}")
+    now = datetime.datetime.now(datetime.UTC)
     names = _names(hosts)
     made = [CA, CERT, KEY] if authority is not None else [CA, CA_KEY, CERT, KEY]
     there = [name for name in made if (folder / name).exists()]
@@ -75,8 +92,10 @@ def make_certs(
         raise JobError(f"{folder} has {', '.join(there)} already: name another directory, or overwrite with --force")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        ca, ca_key = _new_authority(days) if authority is None else _read_authority(authority)
-        key, cert = _issue(ca, ca_key, names, days)
+        ca, ca_key = _new_authority(now) if authority is None else _read_authority(authority, now)
+        wanted = now + datetime.timedelta(days=days)
+        end = min(wanted, ca.not_valid_after_utc)
+        key, cert = _issue(ca, ca_key, names, _builder(now, end))
         from cryptography.hazmat.primitives.serialization import Encoding
 
         if authority is None:
@@ -87,7 +106,7 @@ def make_certs(
     except OSError as error:
         raise JobError(f"{error.filename or folder}: {error.strerror}") from error
     Tls(folder / CA, folder / CERT, folder / KEY).check(names[0])
-    return names
+    return Made(names, end, cut=wanted - end >= datetime.timedelta(days=1))
 
 
 def _names(hosts: tuple[str, ...] | list[str]) -> list[str]:
@@ -105,15 +124,14 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
-def _builder(days: int) -> x509.CertificateBuilder:
+def _builder(now: datetime.datetime, end: datetime.datetime) -> x509.CertificateBuilder:
     from cryptography import x509
 
-    now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _BEFORE)
-        .not_valid_after(now + datetime.timedelta(days=days))
+        .not_valid_after(end)
     )
 
 
@@ -140,7 +158,7 @@ def _usage(*, authority: bool) -> x509.KeyUsage:
     )
 
 
-def _new_authority(days: int) -> tuple[x509.Certificate, EllipticCurvePrivateKey]:
+def _new_authority(now: datetime.datetime) -> tuple[x509.Certificate, EllipticCurvePrivateKey]:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.hashes import SHA256
@@ -148,7 +166,7 @@ def _new_authority(days: int) -> tuple[x509.Certificate, EllipticCurvePrivateKey
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name(f"taskgraph test authority {secrets.token_hex(4)}")
     ca = (
-        _builder(days)
+        _builder(now, now + datetime.timedelta(days=_AUTHORITY_DAYS))
         .subject_name(name)
         .issuer_name(name)
         .public_key(key.public_key())
@@ -160,7 +178,7 @@ def _new_authority(days: int) -> tuple[x509.Certificate, EllipticCurvePrivateKey
     return ca, key
 
 
-def _read_authority(folder: Path) -> tuple[x509.Certificate, EllipticCurvePrivateKey]:
+def _read_authority(folder: Path, now: datetime.datetime) -> tuple[x509.Certificate, EllipticCurvePrivateKey]:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -172,11 +190,16 @@ def _read_authority(folder: Path) -> tuple[x509.Certificate, EllipticCurvePrivat
         raise JobError(f"--ca {folder}: {CA} or {CA_KEY} cannot be read: {error}") from error
     if not isinstance(key, EllipticCurvePrivateKey) or key.public_key() != ca.public_key():
         raise JobError(f"--ca {folder}: {CA_KEY} is not the key of {CA}")
+    if (end := ca.not_valid_after_utc) <= now:
+        raise JobError(
+            f"--ca {folder}: that authority ended on {end:%Y-%m-%d}; make another with `taskgraph certs DIR`, "
+            f"and give all hosts certificates of it"
+        )
     return ca, key
 
 
 def _issue(
-    ca: x509.Certificate, ca_key: EllipticCurvePrivateKey, names: list[str], days: int
+    ca: x509.Certificate, ca_key: EllipticCurvePrivateKey, names: list[str], builder: x509.CertificateBuilder
 ) -> tuple[EllipticCurvePrivateKey, x509.Certificate]:
     """One certificate for a node and for a client: a node is both."""
     from cryptography import x509
@@ -191,8 +214,7 @@ def _issue(
         alternatives.append(x509.IPAddress(address) if address is not None else x509.DNSName(name))
     both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     cert = (
-        _builder(days)
-        .subject_name(_name("taskgraph node"))
+        builder.subject_name(_name("taskgraph node"))
         .issuer_name(ca.subject)
         .public_key(key.public_key())
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)

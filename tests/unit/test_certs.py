@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
 import ssl
 import stat
 import sys
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 
 from taskgraph.cli import main
+from taskgraph.commands import certifying
 from taskgraph.commands.certifying import CA_KEY, make_certs
 from taskgraph.errors import JobError, TransportError
 from taskgraph.launch.access import insecure_listen, node_access
@@ -73,6 +77,42 @@ def test_another_set_of_the_same_authority(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"ca-key\.pem is not the key of ca\.pem"):
         make_certs(tmp_path / "d", authority=tmp_path / "c", force=False)
     assert not any((tmp_path / "d").iterdir())
+
+
+def validity(path: Path) -> tuple[datetime.datetime, datetime.timedelta]:
+    """Until when, and how long from now."""
+    end = x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
+    return end, end - datetime.datetime.now(datetime.UTC)
+
+
+def test_an_authority_outlives_its_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ended with the first of them: one that was renewed was valid until then at most."""
+    for folder, *more in (("a",), ("b", "--ca", "a", "--days", "400")):
+        assert main(["certs", folder, *more]) == 0
+        end, left = validity(tmp_path / folder / CERT)
+        assert round(left / datetime.timedelta(days=1)) == (400 if more else 90)
+        said = capsys.readouterr().out
+        assert f"valid until {end:%Y-%m-%d}, for" in said and "authority ends" not in said
+    assert round(validity(tmp_path / "a" / CA)[1] / datetime.timedelta(days=1)) == 3650
+
+
+def test_no_certificate_outlives_its_authority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(certifying, "_AUTHORITY_DAYS", 30)
+        make_certs(tmp_path / "a", days=1, force=False)
+    assert main(["certs", "b", "--ca", "a"]) == 0
+    end, _ = validity(tmp_path / "a" / CA)
+    assert validity(tmp_path / "b" / CERT)[0] == end
+    said = capsys.readouterr().out
+    assert f"valid until {end:%Y-%m-%d}" in said and "when the authority ends, before --days 90" in said
+    ca, key = certifying._new_authority(datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=3651))
+    (tmp_path / "a" / CA).write_bytes(ca.public_bytes(serialization.Encoding.PEM))
+    (tmp_path / "a" / CA_KEY).write_bytes(certifying._pem(key))
+    assert main(["certs", "c", "--ca", "a"]) == 2
+    assert "that authority ended on " in capsys.readouterr().err
+    assert not (tmp_path / "c" / CERT).exists()
 
 
 @pytest.mark.parametrize("host", ["", "a b", "http://x", "x:80"])
