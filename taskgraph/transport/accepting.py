@@ -115,4 +115,5 @@ class TlsListener:
                 self._refused(where, "too many connections without a TLS handshake")
             raise
         except (OSError, TransportError) as error:
-            self._refused(where, f"no TLS handshake: {error}{advice(error)}")
+            why = str(error) or "its end closed the connection"  # of which asyncio says no word
+            self._refused(where, f"no TLS handshake: {why}{advice(error)}")

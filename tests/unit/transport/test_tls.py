@@ -243,6 +243,21 @@ async def test_what_cannot_be_accepted_keeps_nobody_else_out(
     assert not failing and any(os.strerror(error) in text for text in warnings_of(caplog))
 
 
+async def test_who_leaves_without_a_handshake_is_told_with_a_reason(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    b = await cluster.node()
+    told = asyncio.Event()
+    warned = b.transport._refusals.refused  # type: ignore[attr-defined]
+    b.transport._refusals.refused = lambda *said: (warned(*said), told.set())  # type: ignore[attr-defined]
+    _, writer = await asyncio.open_connection("127.0.0.1", port_of(b.peer))
+    writer.close()
+    async with asyncio.timeout(5):
+        await told.wait()
+    (text,) = warnings_of(caplog)
+    assert text.endswith("no TLS handshake: its end closed the connection")
+
+
 async def test_a_silent_connection_is_closed_in_time(cluster: Cluster) -> None:
     b = await cluster.node(settings=Settings(connect_s=0.2))
     reader, writer = await asyncio.open_connection("127.0.0.1", port_of(b.peer))
