@@ -7,7 +7,7 @@ import json
 import math
 import reprlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +15,11 @@ import numpy as np
 
 from taskgraph.errors import DecodeError, JobError, worded
 
-__all__ = ["EpochReport", "JobResult", "plain_value"]
+__all__ = ["EpochReport", "JobResult", "json_pieces", "plain_value"]
 
 _NAMED = 5
 """Tasks named in a message before the rest is counted."""
+_REPORTS_A_PIECE = 1000
 _BITS_OF_A_DIGIT = 3
 """At least; for a few ints below the limit hexadecimal digits do, too."""
 _SHORT = reprlib.Repr()
@@ -88,20 +89,7 @@ class JobResult:
 
         So are ints of some thousand digits, as hexadecimal ones.
         """
-        plain = {
-            "name": self.name,
-            "status": self.status,
-            "values": {str(task): plain_value(value) for task, value in self.values.items()},
-            "reports": [
-                {"epoch": r.epoch, "numbers": plain_value(r.numbers), "by_task": plain_value(r.by_task)}
-                for r in self.reports
-            ],
-            "epochs": self.epochs,
-            "failovers": self.failovers,
-            "restarts": self.restarts,
-            "wall_s": round(self.wall_s, 3),
-        }
-        return json.dumps(plain, allow_nan=False)
+        return "".join(json_pieces(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> JobResult:
@@ -127,6 +115,29 @@ class JobResult:
             return cls(**{**raw, "values": values, "reports": reports})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DecodeError(f"not a job's result: {text[:200]!r} ({type(error).__name__}: {error})") from error
+
+
+def json_pieces(result: JobResult) -> Iterator[str]:
+    """Its JSON, some reports at a time: of millions, all at once would hold up every other thread for a minute."""
+    plain = {
+        "name": result.name,
+        "status": result.status,
+        "values": {str(task): plain_value(value) for task, value in result.values.items()},
+    }
+    yield f'{json.dumps(plain, allow_nan=False)[:-1]}, "reports": ['
+    for at in range(0, len(result.reports), _REPORTS_A_PIECE):
+        some = [
+            {"epoch": r.epoch, "numbers": plain_value(r.numbers), "by_task": plain_value(r.by_task)}
+            for r in result.reports[at : at + _REPORTS_A_PIECE]
+        ]
+        yield ", " * (at > 0) + json.dumps(some, allow_nan=False)[1:-1]
+    rest = {
+        "epochs": result.epochs,
+        "failovers": result.failovers,
+        "restarts": result.restarts,
+        "wall_s": round(result.wall_s, 3),
+    }
+    yield f"], {json.dumps(rest, allow_nan=False)[1:]}"
 
 
 def _floats(numbers: Mapping[str, Any]) -> dict[str, float]:

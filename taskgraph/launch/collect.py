@@ -16,7 +16,7 @@ from taskgraph.observe.status import TaskResult
 from taskgraph.protocol.kv import KeyValue
 from taskgraph.protocol.records import PrimaryRecord, State, StatusRecord
 from taskgraph.protocol.view import Versioned
-from taskgraph.results import EpochReport, JobResult
+from taskgraph.results import EpochReport, JobResult, json_pieces
 
 __all__ = [
     "KeptCopy",
@@ -37,7 +37,7 @@ T = TypeVar("T")
 _SUMMARY_BYTES = 1 << 20
 """A larger result is not kept in etcd, whose requests are limited to 1.5 MiB; its values are, if they are smaller."""
 _KEPT_BYTES = 64 << 20
-"""Values of more are not written as JSON."""
+"""Values of more are not written as JSON, nor are reports that make more of it."""
 _KEPT_ELEMENTS = 1 << 20
 """Nor are those of more numbers: json holds up every other thread, for half a second with as many, and takes 60 times
 the memory of an array of bytes."""
@@ -71,10 +71,13 @@ def assemble(
     log.fold(dict(sorted(last.items())))  # the leader may not have added them: which are left out must not rest on that
     reports = []
     for epoch, rows in log.rows():
-        numbers: dict[str, float] = {}
-        for task in sorted(rows, reverse=True):
-            numbers.update(rows[task])
-        reports.append(EpochReport(epoch, numbers, dict(sorted(rows.items()))))
+        if len(rows) == 1:  # of millions of epochs, one dict less in each
+            (numbers,) = rows.values()
+        else:
+            rows, numbers = dict(sorted(rows.items())), {}
+            for task in reversed(rows):
+                numbers.update(rows[task])
+        reports.append(EpochReport(epoch, numbers, rows))
     return JobResult(
         name=name,
         values={r.task: decode(r.value) for r in sorted(found, key=lambda r: r.task) if r.value is not None},
@@ -98,12 +101,14 @@ class KeptCopy:
     Attributes:
         here: what is kept on this host, or None, and then `not_here` says why.
         in_etcd: the same, of what etcd keeps; without its reports where it is too large with them.
+        left_out: where `here` is without its reports, too, why.
     """
 
     here: str | None
     not_here: str
     in_etcd: str | None
     not_in_etcd: str
+    left_out: str = ""
 
 
 def kept_copy(result: JobResult, size: int) -> KeptCopy:
@@ -118,8 +123,12 @@ def kept_copy(result: JobResult, size: int) -> KeptCopy:
         if (many := _elements(result.values, _KEPT_ELEMENTS)) > _KEPT_ELEMENTS:
             least = f"{many:,} numbers or texts or more, and no more than {_KEPT_ELEMENTS:,} are kept"
             return _no_copy(f"they have {least}")
-        text = result.to_json()
-        return KeptCopy(text, "", *_shortened(result, text))
+        text = _within(result, _KEPT_BYTES)
+        if text is not None:
+            return KeptCopy(text, "", *_shortened(result, text))
+        left_out = f"reports left out: with them it is more than {mib(_KEPT_BYTES)}, and no more is kept"
+        text = _without_reports(result, left_out)
+        return KeptCopy(text, "", *_small(text), left_out)
     except Exception as error:  # a type of the user's may raise anything; the values themselves are there
         return _no_copy(f"they cannot be written as JSON ({worded(error)})")
 
@@ -146,6 +155,22 @@ def _elements(value: Any, limit: int) -> int:
     return size if isinstance(size, int) else int(value.nbytes)  # torch's `size` is a method
 
 
+def _within(result: JobResult, size: int) -> str | None:
+    """A result as JSON, or None where its reports make it larger than that; then most of them were not written."""
+    pieces, written = [], 0
+    for piece in json_pieces(result):
+        pieces.append(piece)
+        written += len(piece)
+        if written > size and result.reports:
+            return None
+    return "".join(pieces)
+
+
+def _without_reports(result: JobResult, why: str) -> str:
+    bare = json.loads(dataclasses.replace(result, reports=()).to_json())
+    return json.dumps({**bare, "left_out": why})
+
+
 def _shortened(result: JobResult, text: str) -> tuple[str | None, str]:
     """A result as JSON for etcd, and an empty text; where its values alone are too large None, and why."""
     if len(text) < _SUMMARY_BYTES:  # it is ASCII
@@ -153,26 +178,24 @@ def _shortened(result: JobResult, text: str) -> tuple[str | None, str]:
     left_out = (
         f"reports left out: with them it was {mib(len(text))}, and less than {mib(_SUMMARY_BYTES)} is kept in etcd"
     )
-    if result.reports:
-        bare = json.loads(dataclasses.replace(result, reports=()).to_json())
-        text = json.dumps({**bare, "left_out": left_out})
-        if len(text) < _SUMMARY_BYTES:
-            return text, ""
+    return _small(_without_reports(result, left_out) if result.reports else text)
+
+
+def _small(text: str) -> tuple[str | None, str]:
+    if len(text) < _SUMMARY_BYTES:
+        return text, ""
     return None, f"as JSON they take {mib(len(text))}, and less than {mib(_SUMMARY_BYTES)} is kept in etcd"
 
 
-def kept_record(
-    run: str, status: StatusRecord | None, result: str | None, not_kept: str, events: Iterable[Event]
-) -> dict[str, Any]:
-    """What a host keeps of a job that has ended.
+def kept_record(run: str, status: StatusRecord | None, not_kept: str, events: Iterable[Event]) -> dict[str, Any]:
+    """What a host keeps of a job that has ended, beside its result.
 
     Args:
-        result: as JSON, or None where it is not kept: `not_kept` says why.
+        not_kept: why that is not kept, if it is not.
     """
     return {
         "run": run,
         "status": json.loads(status.to_bytes()) if status else {},
-        "result": json.loads(result) if result else None,
         "not_kept": not_kept,
         "events": [json.loads(event.to_bytes()) for event in events],
     }

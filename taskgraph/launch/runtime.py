@@ -268,8 +268,11 @@ class Runtime:
         """Forgets a job and its logs."""
         shutil.rmtree(self._folder(name), ignore_errors=True)
 
-    def keep_finished(self, name: str, record: dict[str, Any]) -> None:
+    def keep_finished(self, name: str, record: dict[str, Any], result: str | None = None) -> None:
         """Keeps what is left of a job; the oldest go.
+
+        Args:
+            result: as JSON; None: it is not kept.
 
         Raises:
             OSError: its record could not be kept; its logs are, where they can be.
@@ -278,7 +281,10 @@ class Runtime:
         folder = self._made(self.root / "finished")
         file = folder / f"{name}.json"
         try:
-            write_whole(file, json.dumps(record).encode())
+            text = json.dumps({"result": None, **record})
+            if result is not None:  # as it is: a large one, made again, would take many times its bytes
+                text = f'{json.dumps(record)[:-1]}, "result": {result}}}'
+            write_whole(file, text.encode())
         except OSError:
             file.unlink(missing_ok=True)  # of an earlier job of that name: it would be taken for this one's
             raise

@@ -318,9 +318,9 @@ class Supervisor:
             reason = f"its embedded etcd {self._without_etcd}"
             status = StatusRecord(state=State.FAILED, reason=reason, writer="launcher")
         follower = self._follower
-        kept = kept_record(self._spec.run, status, follower.kept_json, follower.not_kept, events)
+        kept = kept_record(self._spec.run, status, follower.not_kept, events)
         try:
-            Runtime().keep_finished(self._spec.name, kept)
+            Runtime().keep_finished(self._spec.name, kept, follower.kept_json)
         except (OSError, TaskGraphError) as error:  # a full disk: what became of the job counts for more
             log.warning("what is left of job %s is not kept on this host: %s", self._spec.name, error)
 

@@ -176,7 +176,7 @@ class ReportLog:
     """Reports of committed epochs, in their order. Epochs without any are left out."""
 
     most_bytes: ClassVar[int] = 64 << 20
-    """Of all that is full. In the process that asks for the result they take ten to forty times as much."""
+    """Of all that is full. In the process that asks for the result they take eight to thirty-five times as much."""
 
     def __init__(self) -> None:
         self._full: list[bytes] = []

@@ -51,6 +51,13 @@ def test_a_result_survives_json_as_far_as_json_goes() -> None:
     assert tg.JobResult.from_json(tg.JobResult(name="x").to_json()) == tg.JobResult(name="x")
 
 
+def test_many_reports_are_one_list() -> None:
+    reports = tuple(tg.EpochReport(epoch, {"loss": 0.5}, {0: {"loss": 0.5}}) for epoch in range(2500))
+    full = dataclasses.replace(FULL, reports=reports)
+    assert tg.JobResult.from_json(full.to_json()) == full
+    assert full.to_json() == json.dumps(json.loads(full.to_json())), "as one call writes it"
+
+
 def test_of_what_was_kept_without_reports_the_rest_is_as_it_was() -> None:
     text = json.dumps({**json.loads(FULL.to_json()), "reports": [], "left_out": "reports left out: ..."})
     assert tg.JobResult.from_json(text) == dataclasses.replace(FULL, reports=())

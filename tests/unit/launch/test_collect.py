@@ -9,7 +9,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver import JobSpec
 from taskgraph.errors import DecodeError
 from taskgraph.graph.values import encode
+from taskgraph.launch import collect
 from taskgraph.launch.collect import damaged, kept_copy
 from taskgraph.launch.follow import Follower
 from taskgraph.launch.runtime import Runtime
@@ -32,6 +33,7 @@ from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import Put, Txn
 from taskgraph.protocol.messages import Encoded
 from taskgraph.protocol.records import NodeRecord, PrimaryRecord
+from taskgraph.results import json_pieces
 
 TOKEN = bytes(range(32))
 GOOD = encode(np.arange(10_000.0))
@@ -300,19 +302,43 @@ def test_a_copy_that_cannot_be_made_says_why() -> None:
 )
 def test_of_very_many_numbers_no_copy_is_begun(value: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """A 15 MiB array of bytes took nine seconds and 330 MB."""
-    monkeypatch.setattr(tg.JobResult, "to_json", lambda self: pytest.fail("begun"))
+    monkeypatch.setattr(collect, "json_pieces", lambda result: pytest.fail("begun"))
     copy = kept_copy(tg.JobResult(name="fit", values={0: value}), 1 << 21)
     assert copy.here is None and "numbers or texts or more, and no more than 1,048,576 are kept" in copy.not_here
+
+
+@pytest.mark.parametrize("in_etcd", [True, False])
+def test_of_very_many_reports_no_more_is_written_than_is_kept(monkeypatch: pytest.MonkeyPatch, in_etcd: bool) -> None:
+    written = []
+
+    def counted(result: tg.JobResult) -> Iterator[str]:
+        for piece in json_pieces(result):
+            written.append(len(piece))
+            yield piece
+
+    monkeypatch.setattr(collect, "json_pieces", counted)
+    monkeypatch.setattr(collect, "_KEPT_BYTES", 100_000)
+    monkeypatch.setattr(collect, "_SUMMARY_BYTES", 50_000 if in_etcd else 10)
+    reports = tuple(tg.EpochReport(epoch, {"loss": 0.5}, {0: {"loss": 0.5}}) for epoch in range(20_000))
+    copy = kept_copy(tg.JobResult(name="fit", values={0: 1.5}, reports=reports, epochs=20_000), 8)
+    assert sum(written[:-1]) <= 100_000
+    assert copy.here is not None and copy.not_here == ""
+    kept = json.loads(copy.here)
+    assert kept["left_out"] == copy.left_out
+    assert copy.left_out == "reports left out: with them it is more than 0.1 MiB, and no more is kept"
+    assert tg.JobResult.from_json(copy.here) == tg.JobResult(name="fit", values={0: 1.5}, epochs=20_000)
+    assert copy.in_etcd == (copy.here if in_etcd else None)
+    assert bool(copy.not_in_etcd) is not in_etcd
 
 
 async def test_the_loop_goes_on_while_a_copy_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ticked = threading.Event()
 
-    def to_json(self: tg.JobResult) -> str:
+    def json_pieces(result: tg.JobResult) -> Iterator[str]:
         assert ticked.wait(5), "the loop stands still"
-        return "{}"
+        yield "{}"
 
-    monkeypatch.setattr(tg.JobResult, "to_json", to_json)
+    monkeypatch.setattr(collect, "json_pieces", json_pieces)
     async with following(Holder(GOOD), tmp_path) as follower:
         asyncio.get_running_loop().call_soon(ticked.set)
         await follower.let_go([], tg.JobResult(name="fit"))

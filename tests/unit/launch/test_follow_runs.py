@@ -498,6 +498,27 @@ def gone(*_: object, **__: object) -> None:
 
 
 @pytest.mark.usefixtures("on_this_host")
+@pytest.mark.parametrize("ours", [True, False])
+async def test_nodes_that_alone_have_very_many_reports_are_not_let_go(
+    monkeypatch: pytest.MonkeyPatch, ours: bool
+) -> None:
+    """Of a job that was submitted; whoever runs one has them."""
+    monkeypatch.setattr("taskgraph.launch.collect._KEPT_BYTES", 100_000)
+    coordinator, run, result = MemoryCoordinator(MemoryStore()), spec(), reported(1.5, 20_000)
+    await submit(coordinator, run)
+    found = [TaskResult(0, result.epochs, 1, encode(1.5), ())]
+    async with followed(coordinator, run) as follower:
+        await (follower.let_go if ours else follower._keep_and_let_go)(found, result)
+    assert (await coordinator.get(KEYS.collected) is not None) is ours
+    left_out = "reports left out: with them it is more than 0.1 MiB, and no more is kept"
+    if ours:
+        assert follower.kept_json is not None and json.loads(follower.kept_json)["left_out"] == left_out
+    else:
+        assert follower.kept_json is None and Runtime().finished(NAME) is None
+        assert left_out in follower.only_there_text()
+
+
+@pytest.mark.usefixtures("on_this_host")
 async def test_a_host_that_has_no_room_lets_no_node_go(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
