@@ -21,6 +21,7 @@ __all__ = ["CannotTravel", "key_step", "library_of", "way_out"]
 
 _SHOWN = 40
 """Characters of a dict's key that a message shows."""
+_ANY_WAY = "send its parts, declare a dataclass with @tg.message, or teach its type with tg.codec(type, encode, decode)"
 
 
 class CannotTravel(Exception):
@@ -62,7 +63,14 @@ def library_of(value: Any) -> str:
 
 
 def way_out(value: Any) -> str:
-    """What to send instead."""
+    """What to send instead. A value of which nothing may be asked is refused like any other."""
+    try:
+        return _way_out(value)
+    except Exception:
+        return _ANY_WAY
+
+
+def _way_out(value: Any) -> str:
     if isinstance(value, type):
         return f"it is the class {value.__name__} itself: send one of it, or its name"
     if own := getattr(type(value), "__taskgraph_way_out__", None):
@@ -70,7 +78,7 @@ def way_out(value: Any) -> str:
     for fits in (_numpy, _builtin, _well_known, _declared, _array):
         if text := fits(value):
             return text
-    return "send its parts, declare a dataclass with @tg.message, or teach its type with tg.codec(type, encode, decode)"
+    return _ANY_WAY
 
 
 def _numpy(value: Any) -> str | None:

@@ -1,10 +1,14 @@
-"""Why values of a task came out differently, as far as the values tell: for what strict mode says."""
+"""Why values of a task came out differently, as far as the values tell: for what strict mode says.
+
+What is looked at may be anything that an object of users has, and its `__class__` be code: its type is asked instead.
+"""
 
 from __future__ import annotations
 
 import io
 import pickle
 from collections.abc import Container, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +32,7 @@ def shared_state(
     for one in differing:
         for other, value in held.items():
             if one in held and one != other and _are_one(value, held[one]):
-                return one, other, "array" if isinstance(value, np.ndarray) else class_name(type(value))
+                return one, other, "array" if issubclass(type(value), np.ndarray) else class_name(type(value))
     return None
 
 
@@ -43,11 +47,11 @@ def made_of_state(attributes: Mapping[str, object], state: Iterable[str]) -> lis
     ]
 
 
-def _are_one(value: object, other: object) -> bool:
+def _are_one(value: Any, other: Any) -> bool:
     """Whether who writes to one writes to the other."""
-    if isinstance(value, _UNCHANGING):
+    if issubclass(type(value), _UNCHANGING):
         return False
-    if isinstance(value, np.ndarray) and isinstance(other, np.ndarray):
+    if issubclass(type(value), np.ndarray) and issubclass(type(other), np.ndarray):
         return np.may_share_memory(value, other)  # by their ends alone, which is quick: it is a hint
     return value is other
 
@@ -67,10 +71,11 @@ def padding_of(attributes: Mapping[str, object]) -> str:
     )
 
 
-def _has_padding(value: object, deep: int) -> bool:
-    if isinstance(value, np.ndarray | np.generic):
+def _has_padding(value: Any, deep: int) -> bool:
+    kind = type(value)
+    if issubclass(kind, np.ndarray | np.generic):
         return dtypes.padding(value.dtype) is not None
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    inner = value.values() if issubclass(kind, dict) else value if issubclass(kind, list | tuple) else ()
     return deep > 0 and any(_has_padding(part, deep - 1) for part in inner)
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from taskgraph.channels import Inputs, Outputs
 from taskgraph.epoch import Epoch, Scratch
-from taskgraph.errors import StateError, ValueNotEncodable, class_name
+from taskgraph.errors import StateError, class_name
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor
 from taskgraph.graph.values import encode, separate, staying, untouched, verify
@@ -32,6 +32,7 @@ from taskgraph.node.epochs.twins import BY_NODE
 from taskgraph.node.replica import Replica, encode_fields, named_fields
 from taskgraph.node.usercode.coroutines import is_async
 from taskgraph.node.usercode.errors import UserCodeError
+from taskgraph.protocol.deviceloss import device_error
 from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Stamp
 from taskgraph.shape import is_stateless
 from taskgraph.task import Task
@@ -425,8 +426,11 @@ async def seen(replica: Replica, look: Callable[[], R]) -> R:
 def _digests(values: Mapping[str, object]) -> Fields:
     digests = {}
     for name, value in values.items():
-        with contextlib.suppress(ValueNotEncodable):
+        try:
             digests[name] = encode(value, what="").digest
+        except Exception as error:  # a codec, or a metaclass, raises what it likes where a value cannot travel
+            if isinstance(error, MemoryError) or device_error(error) is not None:
+                raise
     return digests
 
 
@@ -466,7 +470,7 @@ async def _suspects(replica: Replica, fresh: Replica, held: Fields) -> list[str]
     found = set(_changed(await _attributes(fresh), await _attributes(replica)))
     mine, others = vars(replica.user_task), vars(fresh.user_task)
     for name, value in mine.items():  # what is likely to be forgotten, and cannot travel
-        if isinstance(value, set | frozenset) and isinstance(others.get(name), set | frozenset):
+        if issubclass(type(value), set | frozenset) and issubclass(type(others.get(name)), set | frozenset):
             with contextlib.suppress(Exception):  # users' elements compare as they like
                 if value != others[name]:
                     found.add(name)
@@ -479,7 +483,7 @@ async def _incomparable(replica: Replica, held: Fields) -> list[str]:
     return [
         f"{name} (of type {class_name(type(value))})"
         for name, value in sorted(vars(replica.user_task).items())
-        if name not in (*known, *held, *BY_NODE) and not isinstance(value, _CODE)
+        if name not in (*known, *held, *BY_NODE) and not issubclass(type(value), _CODE)
     ]
 
 

@@ -55,6 +55,54 @@ def test_state_changed_by_a_handler_is_named_and_nothing_else_is_told(caplog: py
     assert not [record for record in caplog.records if record.exc_info]
 
 
+class Unequal(type):
+    """Who compares its classes has no hash of them, as in Python."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Hashless(metaclass=Unequal): ...
+
+
+class Unbound:
+    """As proxies of what is not there yet."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("bound to nothing")
+
+    @__class__.setter
+    def __class__(self, kind: Any) -> None: ...
+
+
+class Refusing: ...
+
+
+def refused(value: Refusing) -> None:
+    raise KeyError("not now")
+
+
+tg.codec(Refusing, refused, lambda none: Refusing())
+
+
+@pytest.mark.parametrize("kind", [Hashless, Unbound, Refusing])
+def test_attributes_of_which_nothing_may_be_asked_are_no_reason_to_fail(kind: type) -> None:
+    """A node could not go on, without a word of which attribute it was."""
+
+    class Has(Total):
+        def setup(self) -> None:
+            super().setup()
+            self.odd = kind()
+
+    class Forgets(Has):
+        def count(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.seen += 1
+            self.total += self.seen
+
+    assert run(job(Has)).status == "finished"
+    says(fails(job(Forgets)), "snapshot() forgets state", "not in the snapshot: seen;")
+
+
 def test_state_changed_by_compose_is_named() -> None:
     class Early(Total):
         def compose(self, epoch: tg.Epoch) -> None:
