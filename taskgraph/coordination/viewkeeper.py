@@ -21,6 +21,9 @@ __all__ = ["ViewKeeper"]
 
 log = logging.getLogger("taskgraph.view")
 
+_LONG_S = 2.0
+"""A listing that takes longer is told to who asks what is waited for."""
+
 _Waiters = dict["asyncio.Future[None]", Callable[[JobView], bool]]  # in the order they began to wait
 
 
@@ -38,6 +41,7 @@ class ViewKeeper:
         self._notifying = False
         self._refreshing: asyncio.Lock = asyncio.Lock()
         self._reads = 0  # that `refresh` has begun
+        self._listings: list[float] = []  # when those that are under way began
 
     def on_change(self, listener: Callable[[], None], *, structure: bool = False) -> Callable[[], None]:
         """Calls `listener()` after every change of the view; returns how to stop that.
@@ -57,13 +61,25 @@ class ViewKeeper:
             Unavailable: etcd does not answer.
             Lost: it holds less than it has told.
         """
-        listing = await self._coordinator.list(self.view.keys.root)
+        self._listings.append(since := self._coordinator.now())
+        try:
+            listing = await self._coordinator.list(self.view.keys.root)
+        finally:
+            self._listings.remove(since)
         if listing.revision >= self.view.revision:
             try:
                 self.view.reset(listing.revision, listing.items)
             except WentBack as why:
                 raise Lost(str(why)) from None
             self.notify()
+
+    @property
+    def waits(self) -> tuple[str, ...]:
+        """Where etcd takes long to list the job, for `status`."""
+        for_s = max((self._coordinator.now() - since for since in self._listings), default=0.0)
+        if for_s < _LONG_S:
+            return ()
+        return (f"etcd: listing the job takes {for_s:.0f} s so far: it is busy, or the link to it is slow",)
 
     async def run(self) -> None:
         """Watches for ever. Start it after `load`."""

@@ -35,6 +35,7 @@ def node_status(node: Node) -> NodeStatus:
             *node.wishes.waits,
             *node.takeovers.waits,
             *(node.roles.leader.waits if node.roles.leader is not None else ()),
+            *node.keeper.waits,
             *node.writes.waits,
             *node.roles.waits,
             *node.noticing.waits,

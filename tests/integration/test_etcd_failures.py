@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from etcd_kit import becomes, following, free_port, kill, stopped
@@ -18,6 +19,8 @@ import taskgraph as tg
 from taskgraph.coordination.embedded import EmbeddedEtcd
 from taskgraph.coordination.etcd import EtcdCoordinator, EtcdOptions
 from taskgraph.coordination.etcd.connection import Connection
+from taskgraph.coordination.etcd.convert import txn_request
+from taskgraph.coordination.etcd.methods import RANGE, TXN
 from taskgraph.coordination.etcd.watch import watch
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
@@ -259,6 +262,31 @@ async def test_an_etcd_to_which_a_connection_takes_longer_than_a_second_can_be_u
         start = (await node.txn(put("/far/a"))).revision
         async with following(node, "/far/", start) as follower:
             await follower.until(start)
+
+
+async def test_pages_of_a_listing_are_of_one_revision_whatever_is_written_and_compacted_meanwhile(
+    embedded_etcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with await EtcdCoordinator.connect(embedded_etcd.endpoint) as node:
+        for number in range(5):
+            last = (await node.txn(put(f"/pages/{number}"))).revision
+        node._page_keys, call, compacts = 2, node._connection.call, False
+
+        async def between(method: Any, request: Any, **options: Any) -> Any:
+            answer = await call(method, request, **options)
+            if method is RANGE and request.revision == 0:
+                after = await call(TXN, txn_request(put("/pages/4", b"another")), what="", again=False)
+                if compacts:
+                    await node.compact(after.header.revision)
+            return answer
+
+        monkeypatch.setattr(node._connection, "call", between)
+        listing = await node.list("/pages/")
+        assert [(kv.key, kv.value) for kv in listing.items] == [(f"/pages/{number}", b"") for number in range(5)]
+        assert listing.revision == last
+        node._page_keys, compacts = 2, True
+        with pytest.raises(Unavailable, match="while it was listed its history was dropped"):
+            await node.list("/pages/")
 
 
 async def test_a_watch_that_is_still_connecting_follows_calls_to_another_endpoint(embedded_etcd) -> None:

@@ -31,7 +31,7 @@ from taskgraph.coordination.etcd.methods import STATUS, Method
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
 from taskgraph.errors import CoordinationError, OutcomeUnknown, Unavailable
 
-__all__ = ["Connection", "OtherCluster", "Stream", "is_cancelled", "pause_s"]
+__all__ = ["Connection", "OtherCluster", "Stream", "TookLonger", "is_cancelled", "pause_s"]
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,10 @@ def is_cancelled() -> bool:
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+class TookLonger(Unavailable):
+    """The last try was given up without an answer: with more time there might have been one."""
 
 
 class OtherCluster(Exception):
@@ -129,6 +133,7 @@ class _Tries:
     """What was tried within one call, for its error message."""
 
     count: int = 0
+    timed_out: bool = False
     last: dict[str, str] = field(default_factory=dict)
 
     def add(self, endpoint: Endpoint, details: str) -> None:
@@ -256,6 +261,9 @@ class Connection:
             except grpc.aio.AioRpcError as error:
                 details = _details(error)
                 tries.add(endpoint, details)
+                tries.timed_out = sent and (
+                    error.code() is grpc.StatusCode.DEADLINE_EXCEEDED or "ping timeout" in details
+                )
                 verdict = judge(error.code(), details)
                 if verdict is Verdict.REFUSED:
                     raise refusal(str(what), error.code(), details) from error
@@ -275,7 +283,8 @@ class Connection:
                 await asyncio.sleep(min(left, pause_s(tries.count)))
         if self._closed:
             raise Unavailable(f"{what}: the connection to etcd was closed")
-        raise Unavailable(f"{what}: no usable answer from etcd within {limit_s:g} s ({tries})")
+        kind = TookLonger if tries.timed_out else Unavailable
+        raise kind(f"{what}: no usable answer from etcd within {limit_s:g} s ({tries})")
 
     async def stream(self, method: Method[Request, Response]) -> Stream[Response]:
         """Opens a stream on the endpoint in use. Its messages, and its errors, come when it is read.

@@ -14,7 +14,7 @@ from pathlib import Path
 from taskgraph.coordination.api import AccessRefused, Listing, WatchBatch
 from taskgraph.coordination.etcd import convert
 from taskgraph.coordination.etcd import v3_pb2 as v3
-from taskgraph.coordination.etcd.connection import Connection
+from taskgraph.coordination.etcd.connection import Connection, TookLonger
 from taskgraph.coordination.etcd.failures import PermissionRefused
 from taskgraph.coordination.etcd.lease import EtcdLease
 from taskgraph.coordination.etcd.methods import (
@@ -40,8 +40,18 @@ log = logging.getLogger(__name__)
 _FIRST_CONTACT_S = 5.0
 #: An etcd that answers may be busy with the logins of all nodes: more than one login may take.
 _FIRST_LOGIN_S = 150.0
+#: Keys that are listed at a time: all of most jobs, some hundred kB.
+_PAGE_KEYS = 1000
+#: The fewest, where that takes longer than a call may.
+_LEAST_PAGE_KEYS = 50
+#: What etcd says of a revision that was compacted away, and of one that it does not have since it has lost some.
+_PAGES_GONE = "required revision"
 #: A revoke at the end is a courtesy: the lease expires by itself.
 _REVOKE_S = 2.0
+
+#: A page that takes no longer may be larger the next time.
+_QUICK_S = 1.0
+_Found = list[v3.KeyValue]  # `list` is a method there
 
 _HOW_TO_GET_ONE = (
     "Is it running, and is the address right? One can be started with `etcd --listen-client-urls "
@@ -61,6 +71,8 @@ class EtcdCoordinator:
         self._connection = connection
         self._leases: set[EtcdLease] = set()
         self._known = 0  # the last revision that a listing or a transaction told
+        self._page_keys = _PAGE_KEYS
+        self._contact_s = min(connection.options.timeout_s, _FIRST_CONTACT_S)
         self.version = version
 
     @classmethod
@@ -145,17 +157,54 @@ class EtcdCoordinator:
     async def list(self, prefix: str) -> Listing:
         """A linearizable read of all keys under `prefix`, at one revision.
 
+        Of a large job, behind a slow link, it takes longer than a call may, and the pings that tell whether etcd lives
+        come after all that was sent before. So it is read in pages: smaller ones where etcd answers short reads only.
+
         Raises:
             Unavailable: etcd does not answer.
             Lost: etcd has lost what it had acknowledged.
             CoordinationError: etcd refuses it.
         """
-        request, known = convert.range_request(prefix, prefix=True), self._known
-        answer = await self._connection.call(RANGE, request, what=f"list {prefix!r}", again=True)
-        if answer.header.revision < known:
+        known = self._known
+        revision, found = await self._list(prefix)
+        if revision < known:
             await check_lost(self._connection, prefix, known)
-        self._known = max(self._known, answer.header.revision)
-        return Listing(answer.header.revision, tuple(convert.key_value(kv) for kv in answer.kvs))
+        self._known = max(self._known, revision)
+        return Listing(revision, tuple(convert.key_value(kv) for kv in found))
+
+    async def _list(self, prefix: str) -> tuple[int, _Found]:
+        """All under `prefix`, page by page, as it was when the first of them was read."""
+        call, what = self._connection.call, f"list {prefix!r}"
+        request, found = convert.range_request(prefix, prefix=True), _Found()
+        longest_s = 0.0
+        while True:
+            request.limit, asked_at = self._page_keys, time.monotonic()
+            try:
+                answer = await call(RANGE, request, what=what, again=True)
+            except TookLonger as error:
+                smaller = max(_LEAST_PAGE_KEYS, self._page_keys // 4)
+                if smaller == self._page_keys:
+                    raise
+                try:
+                    short = convert.range_request(prefix, prefix=False)
+                    await call(RANGE, short, what=what, again=True, timeout_s=self._contact_s)
+                except Unavailable:
+                    raise error from None
+                self._page_keys = smaller
+                log.warning("%s; it answers what is short: read in pages of %d keys", error, smaller)
+                continue
+            except CoordinationError as error:
+                if _PAGES_GONE not in str(error):
+                    raise
+                raise Unavailable(f"{error}: while it was listed its history was dropped") from error
+            request.revision = request.revision or answer.header.revision
+            found += answer.kvs
+            longest_s = max(longest_s, time.monotonic() - asked_at)
+            if not answer.more:
+                if longest_s < _QUICK_S:
+                    self._page_keys = min(_PAGE_KEYS, 2 * self._page_keys)
+                return request.revision, found
+            request.key = answer.kvs[-1].key + b"\0"
 
     async def txn(self, txn: Txn) -> TxnResult:
         """Executes `txn` at one revision.

@@ -484,7 +484,7 @@ class LeaderRole:
                 "killed): compare `etcdctl endpoint hashkv --cluster`, and replace the member that differs",
             )
         self.waits = tuple(lines)
-        lines += self._node.writes.waits  # which `status` shows of every node
+        lines = [*self._node.keeper.waits, *lines, *self._node.writes.waits]  # `status` shows these of every node
         unusual = self._node.now() - self._last_news > _UNUSUAL * self._usual_s
         if self._waits_told != stamp and lines and unusual:
             self._waits_told = stamp

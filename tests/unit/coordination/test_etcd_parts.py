@@ -17,13 +17,13 @@ from taskgraph.coordination import embedded
 from taskgraph.coordination.api import AccessRefused, TooLarge
 from taskgraph.coordination.etcd import EtcdCoordinator
 from taskgraph.coordination.etcd import v3_pb2 as v3
-from taskgraph.coordination.etcd.connection import Connection, OtherCluster, pause_s
+from taskgraph.coordination.etcd.connection import Connection, OtherCluster, TookLonger, pause_s
 from taskgraph.coordination.etcd.convert import event, key_value, range_of, txn_request, writes
 from taskgraph.coordination.etcd.failures import Verdict, judge, refusal
 from taskgraph.coordination.etcd.lease import EtcdLease
 from taskgraph.coordination.etcd.login import Login, Patience
 from taskgraph.coordination.etcd.options import Endpoint, EtcdOptions
-from taskgraph.errors import CoordinationError, LeaseGone
+from taskgraph.errors import CoordinationError, LeaseGone, Unavailable
 from taskgraph.protocol.kv import Delete, Get, Put, Txn
 
 Code = grpc.StatusCode
@@ -181,6 +181,49 @@ async def test_a_lease_outlives_a_want_of_threads_and_files_and_says_why(monkeyp
     finally:
         await lease.close(revoke=False)
     assert good.closed
+
+
+class Large(Connection):
+    """To an etcd with many keys, behind a link on which answers with more than `most` of them are never whole."""
+
+    keys: ClassVar[list[bytes]] = [b"/big/%05d" % number for number in range(2500)]
+
+    def __init__(self, most: int) -> None:
+        super().__init__(EtcdOptions.make("127.0.0.1:1"))
+        self.most, self.revision, self.asked = most, 7, list[tuple[int, int]]()
+
+    async def call(self, method: object, request: Any, **_: object) -> Any:
+        if not request.range_end:
+            if not self.most:
+                raise Unavailable("it is away")
+            return v3.RangeResponse()
+        self.asked.append((request.limit, request.revision))
+        if request.limit > self.most:
+            raise TookLonger("Deadline Exceeded")
+        self.revision += 1  # somebody writes all the time
+        found = [key for key in self.keys if request.key <= key < request.range_end]
+        page = [v3.KeyValue(key=key, mod_revision=2) for key in found[: request.limit]]
+        header = v3.ResponseHeader(revision=self.revision)
+        return v3.RangeResponse(header=header, kvs=page, more=len(found) > len(page))
+
+
+async def test_a_large_job_is_listed_in_pages_at_one_revision_and_smaller_ones_behind_a_slow_link(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It was asked for as a whole, with the same limit each time, for ever."""
+    for most, pages in ((1000, [(1000, 0), (1000, 8), (1000, 8)]), (300, [(1000, 0), (250, 0)] + [(250, 8)] * 9)):
+        node = EtcdCoordinator(link := Large(most), "3.5.1")
+        listing = await node.list("/big/")
+        assert [kv.key.encode() for kv in listing.items] == Large.keys and listing.revision == 8
+        assert link.asked == pages
+        await node.close()
+    assert "it answers what is short: read in pages of 250 keys" in caplog.text
+    for most, asked in ((0, [1000]), (1, [1000, 250, 62, 50])):  # it is away, or nothing at all comes through
+        node = EtcdCoordinator(link := Large(most), "3.5.1")
+        with pytest.raises(Unavailable, match="Deadline Exceeded"):
+            await node.list("/big/")
+        assert [limit for limit, _ in link.asked] == asked
+        await node.close()
 
 
 class FarAway(Answering):

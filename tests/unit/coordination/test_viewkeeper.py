@@ -143,6 +143,37 @@ async def test_who_need_not_hear_of_commits_lists_again_when_something_else_chan
         await watching
 
 
+class Slow(MemoryCoordinator):
+    """Its listings take as long as the test wants."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore())
+        self.at_s, self.go_on = 0.0, asyncio.Event()
+
+    def now(self) -> float:
+        return self.at_s
+
+    async def list(self, prefix: str) -> Listing:
+        await self.go_on.wait()
+        return await super().list(prefix)
+
+
+async def test_a_listing_that_takes_long_is_named_as_what_is_waited_for() -> None:
+    etcd = Slow()
+    keeper = ViewKeeper(etcd, "fit", refresh_s=1.0)
+    loading = asyncio.ensure_future(keeper.load())
+    await asyncio.sleep(0)
+    for at_s, said in (
+        (1.0, ()),
+        (30.0, ("etcd: listing the job takes 30 s so far: it is busy, or the link to it is slow",)),
+    ):
+        etcd.at_s = at_s
+        assert keeper.waits == said
+    etcd.go_on.set()
+    await loading
+    assert keeper.waits == ()
+
+
 class Anew(MemoryCoordinator):
     """An etcd that is set up anew while its watches are broken, and has more revisions by then: they tell nothing."""
 
