@@ -319,13 +319,15 @@ def driver_main(function: JobFunction[...]) -> None:
     """`tg.main(fit)` at the end of a driver: the command line with this driver; no command means run.
 
     Raises:
-        JobError: it is given something else than a job function, or a driver calls it while it is imported.
+        JobError: it is given something else than a job function, or a driver calls it while it is imported, or where an
+            event loop runs.
     """
     from taskgraph.jobs import check_job_function  # as the driver has; most commands do without
-    from taskgraph.loading import check_not_importing
+    from taskgraph.loading import check_no_loop, check_not_importing
 
     check_job_function(function)
     check_not_importing(function.__name__)  # before a node's own arguments are taken for those of the command line
+    check_no_loop("tg.main", f"`await tg.arun({function.__name__}(...))`")
     obey_sigterm()
     arguments = sys.argv[1:]
     if not arguments or (arguments[0] not in _COMMANDS and arguments[0] not in ("-h", "--help", "--version")):

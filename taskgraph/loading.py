@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import difflib
 import importlib
@@ -20,7 +21,7 @@ from taskgraph.errors import JobError, TaskGraphError
 from taskgraph.jobs import Job, JobFunction
 from taskgraph.sources import file_of, installed, module_of
 
-__all__ = ["DriverRef", "check_not_importing", "load_driver", "made_by", "reference_of"]
+__all__ = ["DriverRef", "check_no_loop", "check_not_importing", "load_driver", "made_by", "reference_of"]
 
 _NOT_THE_USERS = (Path(__file__).resolve().parent, Path(sysconfig.get_path("stdlib")).resolve())
 _SHOWN = 10
@@ -242,6 +243,15 @@ def check_not_importing(job: str) -> None:
             f"{_importing.get()} starts job {job!r} while it is imported, and every node imports it: put that under "
             f"`if __name__ == '__main__':`"
         )
+
+
+def check_no_loop(what: str, instead: str) -> None:
+    """Raises JobError where an event loop runs, in which another one cannot."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise JobError(f"{what} cannot be called where an event loop runs (a notebook, an async def): {instead}")
 
 
 def place_of(error: BaseException) -> str:

@@ -44,7 +44,7 @@ from taskgraph.launch.shown import showing
 from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks, Supervisor, end_reason
 from taskgraph.listening import Listening
-from taskgraph.loading import check_not_importing
+from taskgraph.loading import check_no_loop, check_not_importing
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.results import JobResult
@@ -108,7 +108,7 @@ def run(
         CheckpointError: it is to be resumed, and none of its checkpoints can be used.
         TaskGraphError: the directory that TASKGRAPH_RUNTIME_DIR names is not there, or it is not yours alone.
     """
-    _refuse_in_loop("tg.run", "`await tg.arun(...)`")
+    check_no_loop("tg.run", "`await tg.arun(...)`")
     running = arun(
         job,
         nodes=nodes,
@@ -138,14 +138,6 @@ def _refuse_at_the_end(job: str) -> None:
             f"ends, not in atexit, and let that join a thread which runs it"
         ) from None
     probe.join()
-
-
-def _refuse_in_loop(what: str, instead: str) -> None:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    raise JobError(f"{what} cannot be called where an event loop runs (a notebook, an async def): {instead}")
 
 
 @_checked
@@ -352,7 +344,7 @@ def result(name: str, etcd: str | None = None) -> JobResult:
     if etcd is None:
         kept = Runtime().finished(name)
     else:
-        _refuse_in_loop("tg.result(..., etcd=...)", "`await asyncio.to_thread(tg.result, name, etcd)`")
+        check_no_loop("tg.result(..., etcd=...)", "`await asyncio.to_thread(tg.result, name, etcd)`")
         kept = asyncio.run(_kept(name, etcd))
     if kept is None:
         raise UnknownJob(f"no finished job {name!r} is known here; pass etcd=... for one that ran elsewhere")

@@ -657,6 +657,11 @@ def test_main_takes_the_job_function_itself() -> None:
             tg.main(wrong)
 
 
+async def test_main_is_refused_where_a_loop_runs_and_says_what_to_call() -> None:
+    with pytest.raises(JobError, match=r"tg\.main cannot be called where .*: `await tg\.arun\(fit\(\.\.\.\)\)`"):
+        tg.main(fit)
+
+
 class Talks(tg.Task, state=["x"]):
     def setup(self) -> None:
         self.x = 0
