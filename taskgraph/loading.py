@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -130,21 +132,27 @@ def _load_file(path: Path) -> ModuleType:
     name = _name_for(path)
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise JobError(f"{path} is no Python source: a driver is a file whose name ends in .py, or a module")
+    spec, loader = _source(name, path)
     _add_to_path(str(path.parent))  # as `python path.py` does
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
         with _import_of(str(path)):
-            spec.loader.exec_module(module)
+            loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
         if hint := _package_hint(path, error.__cause__):
             raise JobError(f"{error}; {hint}") from error.__cause__
         raise
     return module
+
+
+def _source(name: str, path: Path) -> tuple[ModuleSpec, Loader]:
+    """How a file is imported; raises JobError where it cannot be."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise JobError(f"{path} is no Python source: a driver is a file whose name ends in .py, or a module")
+    return spec, spec.loader
 
 
 def _package_hint(path: Path, error: BaseException | None) -> str:
@@ -272,7 +280,8 @@ def reference_of(function: JobFunction[...]) -> DriverRef:
     """How other processes find a job function.
 
     Raises:
-        JobError: it was defined interactively, or in a zip archive, or its module does not have it.
+        JobError: it was defined interactively, in a zip archive, or in a file that can be run and not imported; or its
+            module does not have it.
     """
     path, module = file_of(function), module_of(function)
     if path is None:
@@ -291,6 +300,7 @@ def reference_of(function: JobFunction[...]) -> DriverRef:
     if installed(path):
         return DriverRef("module", name or function.__module__, attribute)
     if "." not in name:
+        _source(path.stem, path)  # Python runs a script of any name
         return DriverRef("file", str(path), attribute)
     parts = len(name.split(".")) + (path.name == "__init__.py")
     return DriverRef("module", name, attribute, root=str(path.parents[parts - 1]))

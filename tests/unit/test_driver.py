@@ -321,6 +321,13 @@ def test_a_job_function_in_a_zip_archive_cannot_be_found_by_others(
     assert f"fit is in {file}, which is no plain file, so other processes cannot import it" in str(refused.value)
 
 
+def test_a_script_whose_name_no_import_takes_is_refused_before_nodes_are_started(tmp_path: Path) -> None:
+    """Python runs it; every node failed."""
+    path = write(tmp_path / "fit-script", FIT + TELL)
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=60, check=False)
+    assert f"{path} is no Python source: a driver is a file whose name ends in .py, or a module" in done.stderr
+
+
 def test_a_job_function_under_another_name_is_found_by_that(tmp_path: Path) -> None:
     write(tmp_path / "named.py", FIT + "mine = fit\ndel fit\n")
     assert reference_of(load_driver("named.py:mine")).function == "mine"
