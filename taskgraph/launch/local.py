@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -47,6 +48,10 @@ _TELL_S = 30.0
 """etcd is told of a node's end for as long: by then, others have seen for themselves that its key is absent."""
 _LAST_TELL_S = 1.0
 """The same, once we are told to stop."""
+_REGISTERS_S = 5.0
+"""A node that is not registered after this is looked at, and again each time. Most are there within a second or two."""
+_WARNED = re.compile(r"^\S+ \S+ taskgraph\.\S+ WARNING (.*)$", re.MULTILINE)
+"""What a node says that it waits for, in its log."""
 _LOOK_S = 1.0
 """How often it is looked whether the event loop of a node stands still."""
 
@@ -98,6 +103,7 @@ class LocalNodes:
         self._watches: set[asyncio.Task[None]] = set()
         self._telling: set[asyncio.Task[None]] = set()
         self._sockets: HeldFolder | None = None
+        self._told_waits: set[str] = set()
         self._stopping = False
         self._ended_well = False
 
@@ -231,18 +237,35 @@ class LocalNodes:
             with contextlib.suppress(CoordinationError):
                 await self._coordinator.txn(put_events(self._keys, [(key, event)]))
 
+    async def _look_for_key(self, entry: _Process) -> None:
+        """Tells, until cancelled, why a node is not registered: nobody else can, where etcd takes no writes."""
+        began = time.monotonic()
+        while True:
+            await asyncio.sleep(_REGISTERS_S)
+            try:
+                if await self._coordinator.get(self._keys.node(entry.node_id)) is not None:
+                    return
+            except CoordinationError:  # whoever follows the job waits for etcd, too, and says so
+                continue
+            said = _WARNED.findall(self.log_tail(entry.name))
+            if said and said[-1] not in self._told_waits:  # of several nodes mostly the same
+                self._told_waits.add(said[-1])
+                log.warning("%s is not registered after %.0f s: %s", entry.name, time.monotonic() - began, said[-1])
+
     async def _watch(self, entry: _Process) -> None:
         """Waits for the end of one process, and sees to it that everybody hears of it."""
         folder = self._folder(entry)
-        looking = asyncio.ensure_future(self._look(entry, folder)) if folder is not None else None
+        watching = [asyncio.ensure_future(self._look_for_key(entry))]
+        if folder is not None:
+            watching.append(asyncio.ensure_future(self._look(entry, folder)))
         try:
             entry.code = code = await entry.process.wait()
             end_group(entry.process.pid)  # what user code started there, workers of a pool say
         finally:
             os.close(entry.pipe)
-            if looking is not None:
-                looking.cancel()
-                (error,) = await asyncio.gather(looking, return_exceptions=True)
+            for each in watching:
+                each.cancel()
+            for error in await asyncio.gather(*watching, return_exceptions=True):
                 if isinstance(error, Exception):
                     log.error("node %s was not looked after to its end", entry.name, exc_info=error)
         left = lastwords.read(folder) if folder is not None else None

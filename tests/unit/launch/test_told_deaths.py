@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import pytest
 
 import taskgraph as tg
 from taskgraph.coordination.memory import MemoryCoordinator, MemoryStore
 from taskgraph.driver import JobSpec
 from taskgraph.errors import CoordinationError
-from taskgraph.launch.local import LocalNodes
+from taskgraph.launch.local import LocalNodes, _Process
 from taskgraph.launch.runtime import JobEntry, Runtime
 from taskgraph.launch.submit import submit
 from taskgraph.protocol.keys import Keys
@@ -63,6 +66,39 @@ async def test_an_etcd_that_refuses_is_told_once_for_each_reason(
     ]
     there = await left(coordinator)
     assert KEYS.gone("n1-1") in there and KEYS.node("n1-1") not in there
+    await coordinator.close()
+
+
+async def test_why_nodes_are_not_registered_is_told_once_by_their_launcher(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """They said it to their logs alone, where etcd had no space: `run` showed nothing, for ever."""
+    monkeypatch.setattr("taskgraph.launch.local._REGISTERS_S", 0.001)
+    coordinator, why = Refusing(), "waiting for etcd: database space exceeded; it takes no writes before ..."
+    nodes = await with_node(coordinator)
+    entries = []
+    for name in ("n1", "n2", "n3"):
+        (log := tmp_path / f"{name}.log").write_text(
+            "2026-11-27 01:44:24,655 hello\n" + f"2026-11-27 01:44:24,655 taskgraph.node WARNING {why}\nhello\n" * 2
+        )
+        entries.append(_Process(name, f"{name}-1", None, 0, log))  # type: ignore[arg-type]
+        nodes._processes[name] = entries[-1]
+    looking = [asyncio.ensure_future(nodes._look_for_key(entry)) for entry in entries]
+    await looking[0]  # this one is registered
+    async with asyncio.timeout(5):
+        while not caplog.records:  # noqa: ASYNC110 - its log tells
+            await asyncio.sleep(0.001)
+    (tmp_path / "n3.log").write_text("2026-11-27 01:44:39,655 taskgraph.node WARNING another\n")
+    async with asyncio.timeout(5):
+        while len(caplog.records) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    for each in looking:
+        each.cancel()
+    await asyncio.gather(*looking, return_exceptions=True)
+    assert [record.message for record in caplog.records] == [
+        f"n2 is not registered after 0 s: {why}",
+        "n3 is not registered after 0 s: another",
+    ]
     await coordinator.close()
 
 
