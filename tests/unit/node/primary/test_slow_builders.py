@@ -43,11 +43,17 @@ class Late:
 
         monkeypatch.setattr(Replica, "build", builds)
 
-    async def replaced(self, cluster: InProcessCluster) -> tuple[Node, Node]:
-        """A node that was to begin task 0 from its checkpoint, and still builds it; another one that has begun it."""
+    async def replaced(self, cluster: InProcessCluster, *, from_nothing: bool = False) -> tuple[Node, Node]:
+        """A node that was to begin task 0 from its checkpoint, and still builds it; another one that has begun it.
+
+        Args:
+            from_nothing: no epoch has committed, and there is no checkpoint.
+        """
         lost, node = cluster.nodes
         self.node = node
-        await node.keeper.wait_until(lambda view: view.checkpoint is not None)
+        await node.keeper.wait_until(
+            lambda view: len(view.primaries) == 2 if from_nothing else view.checkpoint is not None
+        )
         assert node.keeper.view.primary_node(0) == lost.id
         cluster.crash(lost.id)
         await node.keeper.wait_until(lambda _: 0 in node.takeovers)
@@ -172,6 +178,30 @@ def test_nothing_is_undone_where_the_other_one_is_absent_for_a_moment(
         assert node.keeper.view.primary_node(0) == other.id
 
     play(checkpointed(held, tmp_path), scenario, nodes=2)
+
+
+@pytest.mark.usefixtures("blindable")
+def test_nobody_begins_from_nothing_what_another_one_began_that_is_absent_for_a_moment(
+    late: Late, held: type[Held]
+) -> None:
+    """Before anything has committed there is no checkpoint to read, after which it would look again."""
+    held.gates = {0: asyncio.Event()}
+
+    async def scenario(cluster: InProcessCluster) -> None:
+        node, other = await late.replaced(cluster, from_nothing=True)
+        key = node.keeper.view.keys.node(other.id)
+        eyes(other).refuse(key)
+        cluster.store.revoke(node.keeper.view.nodes[other.id].record.lease)
+        await node.keeper.wait_until(lambda view: other.id not in view.nodes)
+        late.built.set()
+        await node.keeper.wait_until(lambda _: 0 not in node.takeovers)
+        assert node.keeper.view.primary_node(0) == other.id
+        eyes(other).refuse("")
+        held.gates[0].set()
+        assert (await cluster.result()).values == {0: 3, 1: 3}
+        assert node.keeper.view.primary_node(0) == other.id
+
+    play(job(held, epochs=3, backups=0, settings=tg.Settings(epochs_ahead=0)), scenario, nodes=2)
 
 
 @pytest.mark.usefixtures("blindable")
