@@ -45,6 +45,17 @@ async def test_it_is_told_again_when_something_ran_meanwhile_and_sealed_at_that_
     assert not quiet.seal(2)
 
 
+async def test_it_is_not_sealed_before_it_told() -> None:
+    """A seal for the term before has come late: versions begin at 0 in each, and this one has not worked yet."""
+    quiet, told = Quiet(), list[int]()
+    assert not quiet.seal(0) and not quiet.closed
+    waiting = asyncio.ensure_future(quiet.until_sealed(told.append))
+    await steps()
+    assert told == [0] and not waiting.done()
+    assert quiet.seal(0)
+    await waiting
+
+
 async def test_it_may_be_sealed_while_it_tells() -> None:
     quiet = Quiet()
 
