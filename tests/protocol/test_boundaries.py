@@ -127,6 +127,20 @@ def test_a_dead_attempts_boundaries_are_dropped() -> None:
     assert held.read_epoch(1) is None
 
 
+@pytest.mark.parametrize("committed", [True, False])
+def test_what_was_made_before_a_roll_back_is_dropped_and_not_taken_when_it_comes_late(committed: bool) -> None:
+    """It is of epochs that were undone, and must not be acknowledged; what the new lineage makes is taken."""
+    held = holding((4, 1, 1), (4, 3, 2), committed=3)
+    held.roll_back(3)
+    assert held.committed is None and keys(held) == [(4, 3, 2)]
+    assert not held.hold(boundary(3, 2, 9), committed=committed)
+    assert not held.hold(boundary(5, 2, 9), committed=committed)
+    assert held.committed is None and keys(held) == [(4, 3, 2)]
+    assert held.hold(boundary(3, 3, 2), committed=committed)
+    held.roll_back(2)
+    assert not held.hold(boundary(5, 2, 9), committed=committed), "a lineage is never taken back"
+
+
 def test_clearing_drops_everything() -> None:
     held = holding((1, 1, 1), committed=0)
     held.clear()
