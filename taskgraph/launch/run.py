@@ -45,6 +45,7 @@ from taskgraph.launch.submit import submit
 from taskgraph.launch.supervise import Hooks, Supervisor, end_reason
 from taskgraph.listening import Listening
 from taskgraph.loading import check_no_loop, check_not_importing
+from taskgraph.node.loggers import guard_loggers_here
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.records import State, StatusRecord
 from taskgraph.results import JobResult
@@ -181,9 +182,11 @@ async def arun(
         if nodes == 0:
             from taskgraph.launch.inprocess import arun_inprocess  # else no node is loaded in this process
 
+            guard_loggers_here()
             result = await arun_inprocess(job, timeout_s=timeout_s, on_event=hooks.on_event, resume=resume, fresh=fresh)
         else:
             before = sys.exception()
+            guard_loggers_here()
             try:
                 result = await _on_nodes(
                     job,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+import taskgraph as tg
 from taskgraph.node import loggers
 from taskgraph.node.loggers import guard_loggers
 
@@ -88,6 +90,42 @@ def test_a_line_that_their_factory_makes_no_record_of_is_told_all_the_same(
     ours.error("two", exc_info=ValueError("why"))
     assert got == ["one 1 True False", "two True True"]
     assert capsys.readouterr().err.count("raises LookupError: request_id") == 1
+
+
+@tg.job
+def counting(epochs: int = 3) -> tg.Job:
+    class Counting(tg.Task, state=["count"]):
+        def setup(self) -> None:
+            self.count = 0
+
+        def compose(self, epoch: tg.Epoch) -> None:
+            epoch.processor(self.add)
+
+        def add(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+            self.count += 1
+
+        def result(self) -> int:
+            return self.count
+
+    return tg.Job(tasks=1, epochs=epochs, builder=Counting)
+
+
+@pytest.mark.parametrize("nodes", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_handler_of_a_program_that_raises_comes_out_of_no_run(
+    nodes: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loggers, "_told", False)
+    monkeypatch.setattr(logging.root, "handlers", [*logging.root.handlers, Raising()])
+    monkeypatch.setattr(logging.root, "level", logging.INFO)
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN)  # which a launcher warns of
+    logging.root.manager._clear_cache()  # type: ignore[attr-defined]
+    assert tg.run(counting(), nodes=nodes).value == 3
+    told = capfd.readouterr().err
+    assert told.count("taskgraph: the logging handler Raising raises RuntimeError: no such table") == 1
+    with pytest.raises(RuntimeError):
+        logging.getLogger("theirs").warning("four")
+    monkeypatch.undo()
+    logging.root.manager._clear_cache()  # type: ignore[attr-defined]
 
 
 def test_all_loggers_of_a_node_are_there_when_it_begins() -> None:
