@@ -13,12 +13,14 @@ channels, and cycles come about anywhere, as exceptions hold frames. Therefore:
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
 import os
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from typing import TypeVar
 from weakref import WeakSet
 
 import grpc
@@ -26,7 +28,9 @@ import grpc.aio
 
 from taskgraph.errors import CoordinationError, class_name
 
-__all__ = ["aio_channel", "alive", "close", "forget_frames"]
+__all__ = ["aio_channel", "alive", "answered", "close", "forget_frames"]
+
+T = TypeVar("T")
 
 _INNERMOST = "AioChannel"
 _open: WeakSet[grpc.aio.Channel] = WeakSet()
@@ -121,3 +125,20 @@ def _after_in_child() -> None:
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
+
+
+async def answered(call: Awaitable[T], timeout_s: float) -> T:
+    """The answer of a call that was made without gRPC's own timeout.
+
+    That goes by `time.time`, which code of users replaces: where it stands still every call would time out at once. One
+    that is given up is cancelled, and the other side hears of that.
+
+    Raises:
+        grpc.aio.AioRpcError: it failed, or did not answer in time, as gRPC would say it.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await call
+    except TimeoutError:
+        nothing = grpc.aio.Metadata()
+        raise grpc.aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, nothing, nothing, "Deadline Exceeded") from None

@@ -278,7 +278,7 @@ class ControlClient:
             response_deserializer=reply.FromString,
         )
         try:
-            found = await call(request, metadata=self._metadata, timeout=timeout_s)
+            found = await rpc.answered(call(request, metadata=self._metadata), timeout_s)
             self._answered = True
             return self._readable(method, found)
         except grpc.aio.AioRpcError as error:

@@ -11,6 +11,7 @@ import stat
 import sys
 import tempfile
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -454,3 +455,12 @@ async def test_what_is_left_where_all_are_killed_at_one_moment_the_next_one_remo
             async with await EtcdCoordinator.connect(etcd.endpoint) as node:
                 assert await node.get("k") is None
     assert private_dirs(temporary) == []
+
+
+async def test_a_program_that_stops_the_wall_clock_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tools for tests do. Each call had timed out before it was sent."""
+    async with EmbeddedEtcd(private=True) as etcd, await EtcdCoordinator.connect(etcd.endpoint) as coordinator:
+        with monkeypatch.context() as stopped:
+            stopped.setattr(time, "time", lambda: 1.7e9)
+            async with asyncio.timeout(5):
+                assert await coordinator.get("/taskgraph/none") is None

@@ -7,8 +7,11 @@ import gc
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
+import grpc
+import grpc.aio
 import pytest
 
 from taskgraph import rpc
@@ -197,3 +200,46 @@ def test_to_look_for_channels_runs_no_code_of_classes() -> None:
     there.itself = there  # type: ignore[attr-defined]
     assert rpc.alive() is not None and gc.is_tracked(there)
     del there.itself  # type: ignore[attr-defined]
+
+
+class Answering(grpc.GenericRpcHandler):
+    """Answers each call once it may, and knows which were given up."""
+
+    def __init__(self) -> None:
+        self.may, self.given_up = asyncio.Event(), asyncio.Event()
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        return grpc.unary_unary_rpc_method_handler(self._answer)
+
+    async def _answer(self, request: bytes, context: object) -> bytes:
+        try:
+            await self.may.wait()
+        except asyncio.CancelledError:
+            self.given_up.set()
+            raise
+        return request
+
+
+async def test_a_call_goes_by_the_loops_clock_and_is_cancelled_at_the_other_side(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Code of users may have stopped `time.time`: every call failed at once, and the job hung."""
+    there, server = Answering(), grpc.aio.server()
+    server.add_generic_rpc_handlers((there,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    channel = rpc.aio_channel(f"127.0.0.1:{port}", None, ())
+    try:
+        with monkeypatch.context() as stopped:
+            stopped.setattr(time, "time", lambda: 1.7e9)
+            send = channel.unary_unary("/a/b")
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await rpc.answered(send(b"one"), 0.05)
+            assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            async with asyncio.timeout(5):
+                await there.given_up.wait()
+            there.may.set()
+            assert await rpc.answered(send(b"two"), 5.0) == b"two"
+    finally:
+        await rpc.close(channel)
+        await server.stop(None)

@@ -412,7 +412,7 @@ class Connection:
             send = self._calls[endpoint, method.path] = self._channel(endpoint).unary_unary(
                 method.path, method.request.SerializeToString, method.response.FromString
             )
-        answer = await send(request, timeout=timeout_s, metadata=credentials(token))
+        answer = await rpc.answered(send(request, metadata=credentials(token)), timeout_s)
         if answer is None:  # what gRPC makes of bytes that are no message
             nothing = grpc.aio.Metadata()
             raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, "its answer cannot be read")
