@@ -86,6 +86,7 @@ class _OwnCall(asyncio.Future[Reply]):
     coming: Coming | None = None
 
     def answered(self, _: int, reply: Reply) -> None:
+        self.coming = None  # which leads here by its listener, and has the reply: a large one is not to wait for gc
         if self.done():
             return
         if isinstance(reply, Refusal):

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import tracemalloc
+import weakref
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -499,6 +500,26 @@ async def test_calls_beyond_the_last_number_break_the_session(
         assert await asyncio.wait_for(b.lost.get(), 5) == a.name
     (said,) = caplog.records
     assert "there are no such numbers" in said.getMessage()
+
+
+async def test_what_a_node_pulls_from_itself_is_freed_when_nobody_has_it(streams: Cluster) -> None:
+    """It waited for the garbage collector: with large items, for hundreds of MiB of them."""
+    a = await streams.node()
+    answers, memory = [Coming()], np.zeros(1000)
+    a.at_once = lambda caller, call: answers[0]
+    reply = a.transport.call_now(a.peer, m.Pull(*PULL))
+    assert reply is not None and not reply.done()
+    gc.disable()
+    try:
+        answers[0].settle(item(m.Pull(*PULL), encoded(b"x", memory.data)))
+        assert await reply == answers[0].reply
+        freed = weakref.ref(memory)
+        answers.clear()
+        del reply, memory
+        await asyncio.sleep(0)  # the loop still has the one that it has just woken
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 async def test_no_more_calls_are_served_at_a_time_than_a_session_may_have(

@@ -158,7 +158,12 @@ class Cluster:
         self.folder = folder
         self.network = MemoryNetwork(random.Random(5) if kind == "memory shuffled" else None)
         self.simulated = SimNetwork(
-            random.Random(5), Settings(), delay_s=0.0005, in_order=0.5, on_message=lambda *_: None
+            random.Random(5),
+            Settings(),
+            delay_s=0.0005,
+            in_order=0.5,
+            on_message=lambda *_: None,
+            on_call=lambda *_: None,
         )
         self.nodes: list[Node] = []
         self.tls = certified(folder / "tls") if kind == "tls" else None
