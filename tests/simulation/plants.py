@@ -558,7 +558,7 @@ def a_late_flag_misses_the_snapshot(patch: pytest.MonkeyPatch) -> None:
 
     async def take_flag(original: Any, self: Mailbox, message: Any) -> Any:
         with pytest.MonkeyPatch.context() as open_again:
-            open_again.setattr(self._attempt, "check_open", lambda: None)
+            open_again.setattr(Attempt, "check_open", lambda attempt: None)
             return await original(self, message)  # it awaits nothing
 
     async def send_flag(original: Any, self: Mailbox, where: str, to: int, value: Any) -> None:
@@ -773,9 +773,9 @@ def who_is_ahead_goes_on_from_there_after_a_restart(patch: pytest.MonkeyPatch) -
         ):
             await original(self, value)
 
-    async def snapshot(original: Any, self: Replica, *args: Any) -> Any:
+    async def snapshot(original: Any, self: Replica, *args: Any, **kwargs: Any) -> Any:
         vars(self)["at"] = True
-        return await original(self, *args)
+        return await original(self, *args, **kwargs)
 
     _changed(patch, Replica, "restore", restore)
     _changed(patch, Replica, "snapshot", snapshot)
@@ -909,7 +909,7 @@ def a_restart_leaves_lanes_running(patch: pytest.MonkeyPatch) -> None:
 @plant
 def epochs_in_flight_begin_in_any_order(patch: pytest.MonkeyPatch) -> None:
     async def until_allowed(self: Lanes, stamp: Stamp) -> None:
-        while not self._may_begin(stamp):
+        while not self._may_begin(stamp.epoch):
             self._lacks_room = True
             self._room.clear()
             await self._room.wait()

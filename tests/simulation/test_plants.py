@@ -35,7 +35,7 @@ LATE = {
 """Those that show later, and the first seed that did: it is tried first, which saves minutes. What seeds do changes
 with the simulation; then all are gone through, and this table may be made anew from what the tests print."""
 
-BROKEN = ("broke down: AttributeError", "broke down: TypeError", "broke down: NameError", "nobody handled")
+BROKEN = ("AttributeError", "TypeError", "NameError", "nobody handled")
 """A plant that does not fit the code any more is found as well, for the wrong reason."""
 
 
