@@ -1,4 +1,4 @@
-"""A request that comes after its task was sealed."""
+"""A request or a flag that comes after its task was sealed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import taskgraph as tg
 from taskgraph.errors import Refused
 from taskgraph.graph.values import encode
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.protocol.messages import Reason, Request, Stamp
+from taskgraph.protocol.messages import Flag, Reason, Request, Stamp
 from taskgraph.results import JobResult
 
 
-@pytest.mark.parametrize("pure", [False, True])
-def test_no_handler_runs_once_the_task_takes_its_snapshot(pure: bool) -> None:
+@pytest.mark.parametrize("what", ["request", "pure request", "flag"])
+def test_no_handler_runs_once_the_task_takes_its_snapshot(what: str) -> None:
     """What it did would be missing in the boundary, or be half of it."""
     asked: list[int] = []
     reached, gate = asyncio.Event(), asyncio.Event()
@@ -31,14 +31,18 @@ def test_no_handler_runs_once_the_task_takes_its_snapshot(pure: bool) -> None:
                 reached.set()
                 await gate.wait()
 
-        @tg.handles("ask", pure=pure)
+        @tg.handles("ask", pure=what == "pure request")
         def ask(self, epoch: tg.Epoch, sender: int, payload: int) -> int:
             asked.append(payload)
             return payload
 
+        def on_flag(self, epoch: tg.Epoch, sender: int, meta: int) -> None:
+            asked.append(meta)
+
     async def scenario(cluster: InProcessCluster) -> JobResult:
         await reached.wait()
-        late = Request(Stamp(1, 1), 0, 1, 1, "ask", 5, encode(7))
+        at, value = Stamp(1, 1), encode(7)
+        late = Flag(at, 0, 1, 1, value) if what == "flag" else Request(at, 0, 1, 1, "ask", 5, value)
         with pytest.raises(Refused) as caught:
             await holder(cluster, 0).router.to_node(holder(cluster, 1).id, late, timeout_s=None)
         assert caught.value.reason == Reason.DONE
