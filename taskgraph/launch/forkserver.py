@@ -187,9 +187,12 @@ async def _none_left(process: asyncio.subprocess.Process, answering: asyncio.Fut
         tell_child(process, signal.SIGKILL)
         await process.wait()
         await end_session(process.pid)
-        answer = await answering  # nobody is left who would keep it waiting
-        if isinstance(pid := answer.get("pid"), int):  # told of, it leads a session of its own
-            await end_session(pid)
+        # Nobody is left who would keep it waiting, but for a process of another session that holds the socket.
+        done, _ = await asyncio.wait([answering], timeout=_END_S)
+        answering.cancel()
+        for each in done:
+            if isinstance(pid := each.result().get("pid"), int):  # told of, it leads a session of its own
+                await end_session(pid)
 
 
 def _ask(asked: socket.socket, config: NodeConfig, fds: tuple[int, int], *, fork: bool) -> None:

@@ -21,8 +21,10 @@ import io
 import json
 import os
 import select
+import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -35,6 +37,9 @@ __all__ = ["serve"]
 _PIECE_BYTES = 1 << 16
 _PARENT_CHECK_S = 1.0
 """The socket tells of the launcher's end at once, unless a process that the launcher forked still holds it."""
+_HELD = "code that runs at every fork (os.register_at_fork, a debugger that nobody is attached to) has held it up"
+_FORK_S = 30.0
+"""To fork takes milliseconds, and on a host that is short of everything seconds; what other code does then may last."""
 
 
 def serve(server: socket.socket, main: Callable[[NodeConfig], NoReturn]) -> None:
@@ -66,13 +71,18 @@ def serve(server: socket.socket, main: Callable[[NodeConfig], NoReturn]) -> None
         if not asked["fork"]:
             server.close()
             _become(config, output, main)
-        _fork(server, config, output, main)
+        _fork(server, parent, config, output, main)
         os.close(pipe)
         os.close(output)
 
 
-def _fork(server: socket.socket, config: NodeConfig, output: int, main: Callable[[NodeConfig], NoReturn]) -> None:
-    """Forks a node whose parent is ours, by a child that ends at once; answers; and lets it begin."""
+def _fork(
+    server: socket.socket, parent: int, config: NodeConfig, output: int, main: Callable[[NodeConfig], NoReturn]
+) -> None:
+    """Forks a node whose parent is ours, by a child that ends at once; answers; and lets it begin.
+
+    Where the parent is gone meanwhile we end, with what was forked.
+    """
     with contextlib.ExitStack() as pipes:
         said, say = _pipe(pipes)
         may_begin, begin = _pipe(pipes)
@@ -84,13 +94,33 @@ def _fork(server: socket.socket, config: NodeConfig, output: int, main: Callable
             if not child:
                 _fork_and_end(server, pipes, say, may_begin, begin, config, output, main)
             say.close()
-            text = said.read()  # to its end: the child is gone
+            text = _told(said, parent)
+            if text is None:
+                os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            answer = json.loads(text) if text else {"error": "it was killed while it began"}
+            if text is None:
+                answer = {"error": f"{_HELD} for {_FORK_S:g} s"}
+            else:
+                answer = json.loads(text) if text else {"error": "it was killed while it began"}
         server.sendall(json.dumps(answer).encode() + b"\n")
         if "pid" in answer:
             with contextlib.suppress(BrokenPipeError):  # it was killed already
                 begin.write(b"\n")
+
+
+def _told(said: io.FileIO, parent: int) -> bytes | None:
+    """What a child tells, to its end; None where it does not end in time."""
+    poll = select.poll()
+    poll.register(said, select.POLLIN | select.POLLHUP)
+    until, text = time.monotonic() + _FORK_S, b""
+    while (left_s := until - time.monotonic()) > 0:
+        if os.getppid() != parent:
+            os.killpg(0, signal.SIGKILL)  # what was forked is in our group until it begins
+        if poll.poll(min(left_s, _PARENT_CHECK_S) * 1000):
+            if not (more := said.read(_PIECE_BYTES)):
+                return text
+            text += more
+    return None
 
 
 def _pipe(pipes: contextlib.ExitStack) -> tuple[io.FileIO, io.FileIO]:

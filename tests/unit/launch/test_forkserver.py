@@ -283,8 +283,25 @@ async def test_a_start_that_is_killed_anywhere_leaves_no_child(
             assert await end(node) == -signal.SIGKILL
 
 
+HELD = """
+import os, signal, sys
+if "taskgraph.node.process" in sys.orig_argv:
+    launcher = os.getppid()
+    def held():
+        if os.getppid() != launcher:
+            os.kill(launcher, signal.SIGKILL)
+            signal.pause()
+    os.register_at_fork(after_in_child=held)
+"""
+
+
 @forks
-async def test_none_outlives_a_launcher_that_is_killed(tmp_path: Path, silent: str) -> None:
+@pytest.mark.parametrize("custom", ["", HELD], ids=["", "while-it-forks"])
+async def test_none_outlives_a_launcher_that_is_killed(
+    tmp_path: Path, silent: str, monkeypatch: pytest.MonkeyPatch, custom: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(custom)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     script = f"""
 import asyncio, os, signal
 from pathlib import Path
@@ -320,7 +337,7 @@ def test_a_system_without_processes_left_is_told(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "fork", refused)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        forkserver._fork(theirs, config("127.0.0.1:1"), 1, lambda _: os._exit(0))
+        forkserver._fork(theirs, os.getppid(), config("127.0.0.1:1"), 1, lambda _: os._exit(0))
         answer = json.loads(ours.recv(4096))
     assert os.getpid() == tester
     assert list(answer) == ["error"] and os.strerror(errno.EAGAIN) in answer["error"]
@@ -328,6 +345,33 @@ def test_a_system_without_processes_left_is_told(monkeypatch: pytest.MonkeyPatch
     for pid in forked:
         with pytest.raises(ChildProcessError):  # it has ended, and was waited for
             os.waitpid(pid, os.WNOHANG)
+
+
+@pytest.mark.parametrize("which", [1, 2])
+def test_a_fork_that_other_code_holds_up_is_given_up(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
+    """In the child that is to fork the node, or in the node."""
+    fork, calls, tester, forked = os.fork, [0], os.getpid(), []
+    until_closed, close = os.pipe()
+
+    def held() -> int:
+        calls[0] += 1
+        forked.append(fork())
+        if not forked[-1] and calls[0] == which:
+            os.close(close)
+            os.read(until_closed, 1)
+            os._exit(0)
+        return forked[-1]
+
+    monkeypatch.setattr(os, "fork", held)
+    monkeypatch.setattr(forkserver, "_FORK_S", 0.2)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, open(until_closed), open(close, "w"):
+        forkserver._fork(theirs, os.getppid(), config("127.0.0.1:1"), 1, lambda _: os._exit(0))
+        answer = json.loads(ours.recv(4096))
+    assert os.getpid() == tester
+    assert answer == {"error": f"{forkserver._HELD} for 0.2 s"}
+    with pytest.raises(ChildProcessError):  # it was ended, and waited for
+        os.waitpid(forked[0], os.WNOHANG)
 
 
 async def test_one_that_has_ended_starts_none(tmp_path: Path) -> None:
