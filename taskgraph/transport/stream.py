@@ -421,7 +421,12 @@ class StreamTransport:
 
     async def _dial_endpoint(self, peer: Peer, endpoint: str, *, probe: bool) -> DialledSession:
         loop = asyncio.get_running_loop()
-        sock = await endpoints.connect(endpoint, self._settings)
+        try:
+            sock = await endpoints.connect(endpoint, self._settings)
+        except PeerLost as error:
+            if isinstance(error.__cause__, ConnectionResetError):  # its port went while it took the connection
+                raise _CutOff(str(error)) from error
+            raise
         hello = Dialling(self._token, self._job, self._node, probe=probe)
         session = DialledSession(self, hello, wanted=peer.node, hello_s=self._settings.connect_s)
         session.where = endpoint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import tracemalloc
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +97,31 @@ async def test_a_descriptor_is_closed_once_though_the_peer_is_gone_when_it_is_di
     finally:
         for end in (end for pipe in pipes for end in pipe):
             os.close(end)
+
+
+async def test_who_is_reset_while_it_connects_asks_again_whether_the_peer_is_gone(
+    streams: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is killed, and was just about to take the connection: lost was all that it said."""
+    a, gone = await streams.node(), await streams.node()
+    await gone.transport.close()
+    resets = 0
+
+    def reset_twice(connect: Callable[..., Awaitable[object]]) -> Callable[..., Awaitable[object]]:
+        async def connect_to_the_dying(*where: object) -> object:
+            nonlocal resets
+            resets += 1
+            if resets <= 2:
+                raise ConnectionResetError(errno.ECONNRESET, "Connect call failed")
+            return await connect(*where)
+
+        return connect_to_the_dying
+
+    for name in ("_connect_tcp", "_connect_unix"):
+        monkeypatch.setattr(endpoints, name, reset_twice(getattr(endpoints, name)))
+    with pytest.raises(PeerGone, match="nobody listens"):
+        await a.call(gone, SEAL)
+    assert resets == 3
 
 
 async def test_a_dial_that_is_given_up_right_when_it_is_made_leaves_no_session(
