@@ -649,6 +649,8 @@ class Damaging(grpc.GenericRpcHandler):
             return b"\xff damaged"
 
         async def several(request: object, context: object) -> AsyncIterator[bytes]:
+            if isinstance(request, AsyncIterator):
+                await anext(request)  # else the call may be over while that is being sent: lost, and for another reason
             yield b"\xff damaged"
 
         method = details.method.rpartition("/")[2]
