@@ -66,6 +66,8 @@ class Lanes:
         "_next",
         "_node",
         "_primary",
+        "_recent_bytes",
+        "_recent_until",
         "_replica",
         "_room",
         "_several",
@@ -142,7 +144,9 @@ class Lanes:
         self.finishing = False
         """An epoch said that the job ends with it: none begins any more."""
         self._epoch_bytes: int | None = None  # what the epoch held and pulled that was snapshotted last
-        self._most_bytes = 0  # the most that any did
+        self._most_bytes = 0  # the most that any did that may be uncommitted, and as many before as it may be ahead
+        self._recent_bytes = 0  # the most since that was looked at last
+        self._recent_until = at.epoch + self._ahead  # it is looked at again once that is committed
         self._leaves_device = False  # whether its snapshot was on a device
         self.dones = Dones(self._make_whole, not_done)
         self.helds = Dones(self._be_held, not_done)
@@ -151,6 +155,8 @@ class Lanes:
     def settle(self, epoch: int) -> None:
         """`epoch` is the committed boundary now, and all that follows from that is done."""
         self.settled = epoch
+        if epoch > self._recent_until:
+            self._look_back()
         self._make_room()
 
     def _make_room(self) -> None:
@@ -338,9 +344,11 @@ class Lanes:
             if self._may_stay:
                 self._bare = value if type(value) is Encoded and not numbers and not rows else None
         self._epoch_bytes = attempt.put_bytes + attempt.inbound.taken_bytes + self._state_bytes
-        if self._epoch_bytes > self._most_bytes:
-            self._most_bytes = self._epoch_bytes
-            self._gather()
+        if self._epoch_bytes > self._recent_bytes:
+            self._recent_bytes = self._epoch_bytes
+            if self._epoch_bytes > self._most_bytes:
+                self._most_bytes = self._epoch_bytes
+                self._gather()
         primary.stage = ""
         later = replica.device is not None and (type(value) is EncodedOnDevice or bool(self.dones.open))
         worked = Worked(attempt, following, value, numbers, finishing, previous, rows)
@@ -353,9 +361,20 @@ class Lanes:
             await self.dones.all()
         return goes_on
 
+    def _look_back(self) -> None:
+        """What was snapshotted when it was looked back last is committed: how large that was counts no more.
+
+        So one large epoch does not hold up all that come after it.
+        """
+        self._recent_until = self._turns.at + self._ahead
+        recent, self._recent_bytes = self._recent_bytes, 0
+        if recent < self._most_bytes:
+            self._most_bytes = recent
+            self._gather()
+
     def _gather(self) -> None:
         """What is gathered is a part of the epochs that it may be ahead, which are fewer where they are so large."""
-        ahead = min(self._ahead, _AHEAD_BYTES // self._most_bytes)
+        ahead = min(self._ahead, _AHEAD_BYTES // max(1, self._most_bytes))
         self._primary.reporter.gather_by(ahead)
         self._primary.backups.gathered.gather_by(ahead)
         if self._task == 0 and self._node.roles.leader is not None:

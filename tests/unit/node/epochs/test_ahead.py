@@ -16,6 +16,7 @@ from cluster_kit import Counting, holder, play, told
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.epochs import lanes
+from taskgraph.node.epochs.attempts import Attempts
 from taskgraph.node.usercode.errors import UserCodeError
 from taskgraph.protocol.view import JobView
 
@@ -172,6 +173,46 @@ def test_what_uncommitted_epochs_hold_is_bounded(free: type[Free], monkeypatch: 
         return free.shared.begun
 
     assert play(job(free), scenario, nodes=2) == 1
+
+
+@pytest.mark.parametrize("task", [0, 1])
+def test_one_large_epoch_does_not_count_for_all_that_come_after_it(
+    task: int, free: type[Free], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it may be uncommitted less is gathered, and what the epochs hold is added up; soon after that no more."""
+    monkeypatch.setattr(lanes, "_AHEAD_BYTES", 100_000)
+    summed: list[int] = []
+    held_bytes = Attempts.held_bytes
+
+    def looked(self: Attempts, before: int) -> int:
+        summed.append(before)
+        return held_bytes(self, before)
+
+    monkeypatch.setattr(Attempts, "held_bytes", looked)
+    enough: dict[int, tuple[int, int, int]] = {}
+
+    class Large(free, state=["total", "large"]):  # type: ignore[misc, valid-type]
+        def setup(self) -> None:  # type: ignore[override]
+            super().setup()
+            self.large = b""
+
+        def then(self, epoch: tg.Epoch) -> None:
+            self.large = bytes(40_000) if self.task_id == task and epoch.number == 5 else b""
+
+    async def looks(cluster: InProcessCluster, node: str) -> None:
+        primary = cluster.node(node).roles.primaries[task]
+        leader = holder(cluster, 0).roles.leader
+        assert leader is not None
+        number = primary.attempts.latest.epoch  # type: ignore[union-attr]
+        enough[number] = (primary.reporter._enough, primary.backups.gathered._enough, leader._leader.enough)
+
+    stages = {("compose", task, number): looks for number in (5, 6, 49)}
+    given = job(Large, epochs=50, settings=tg.Settings(epochs_ahead=8))
+    assert play(given, result, nodes=2, stages=stages).values == {0: 50, 1: 50}
+    usual = (4 if task else 1, 4, 4)  # task 0 gathers no reports, only its leader commits
+    assert enough == {5: usual, 6: (1, 1, 4 if task else 1), 49: usual}
+    assert [before for before in summed if before < 10], "while it may be uncommitted"
+    assert not [before for before in summed if before > 30]
 
 
 class Exchanging(tg.Task, state=["total"]):
