@@ -160,6 +160,20 @@ WORKS = (
         rows=(Row("ours", bar=1.0, sense="<=", measure="peak_of_bound"), Row("ours", measure="peak_mib")),
     ),
     Work(
+        "shared",
+        "several tasks a node",
+        (
+            _ours(7, 1_048_576, "--nodes", "2", name="T=7, 8 MiB, 2 nodes"),
+            _ours(15, 131_072, "--nodes", "4", name="T=15, 1 MiB, 4 nodes"),
+        ),
+        (
+            Row("T=7, 8 MiB, 2 nodes"),
+            Row("T=7, 8 MiB, 2 nodes", bar=1.0, sense="<=", measure="peak_of_bound"),
+            Row("T=15, 1 MiB, 4 nodes"),
+            Row("T=15, 1 MiB, 4 nodes", bar=1.0, sense="<=", measure="peak_of_bound"),
+        ),
+    ),
+    Work(
         "pull",
         "one pull of 8 B, unix socket",
         (Contender("pull", "pull.py"), Contender("ping-pong", "floors/ping_pong.py", needs=("uvloop",))),
