@@ -111,9 +111,15 @@ class Roles:
         """A takeover succeeded: the primary works until the view shows another."""
         task = primary.task
         self.primaries[task] = primary
+        self._share()
         run = self.runs[task] = self._node.own(self._run_primary(primary), f"primary of task {task}")
         run.add_done_callback(lambda _: self.runs.pop(task, None))
         self.reconsider()
+
+    def _share(self) -> None:
+        """What uncommitted epochs may hold is shared by all primaries here."""
+        for primary in self.primaries.values():
+            primary.share()
 
     async def _run_primary(self, primary: Primary) -> None:
         """A primary's term; what it cannot handle ends the node, so that others take over."""
@@ -130,6 +136,7 @@ class Roles:
     def _step_down(self, task: int) -> None:
         """The view shows another primary: this one's term is over."""
         primary = self.primaries.pop(task)
+        self._share()
         if task == 0:
             self._stop_leading()
         run = self.runs.get(task)

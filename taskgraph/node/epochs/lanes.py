@@ -32,9 +32,13 @@ if TYPE_CHECKING:
 __all__ = ["Lanes"]
 
 _AHEAD_BYTES = 88 << 20
-"""A task whose uncommitted epochs hold more than that begins no other: items and boundaries stay until they commit.
+"""What uncommitted epochs of a node's primaries may hold, shared evenly: items and boundaries stay until they commit.
 
-That is below 150 MiB with what a node of one task takes besides."""
+A task whose epochs hold more than its share begins no other. That is below 150 MiB with what a node of one task takes
+besides."""
+_SHARE_EPOCHS = 8
+"""So many of its epochs are a task's share at least, where they are not more than all of that: commits of four cost
+little more than of more."""
 
 
 class Lanes:
@@ -54,6 +58,7 @@ class Lanes:
         "_count",
         "_end",
         "_epoch_bytes",
+        "_far",
         "_graph",
         "_injects",
         "_keeper",
@@ -71,6 +76,7 @@ class Lanes:
         "_replica",
         "_room",
         "_several",
+        "_share_bytes",
         "_state_bytes",
         "_stateful",
         "_stays",
@@ -145,6 +151,8 @@ class Lanes:
         """An epoch said that the job ends with it: none begins any more."""
         self._epoch_bytes: int | None = None  # what the epoch held and pulled that was snapshotted last
         self._most_bytes = 0  # the most that any did that may be uncommitted, and as many before as it may be ahead
+        self._share_bytes = self._share()  # what uncommitted epochs may hold
+        self._far = self._ahead  # so many epochs of late may be uncommitted whatever each of them holds
         self._recent_bytes = 0  # the most since that was looked at last
         self._recent_until = at.epoch + self._ahead  # it is looked at again once that is committed
         self._leaves_device = False  # whether its snapshot was on a device
@@ -278,19 +286,19 @@ class Lanes:
         if wish is not None and wish.primary is not None and wish.primary != self._node.id:
             return False  # handed over right after a commit
         known = not self._several or self._epoch_bytes is not None
-        if known and (epoch - self.settled) * self._most_bytes <= _AHEAD_BYTES:
+        if known and epoch - self.settled <= self._far:
             return True  # so small are all of them
         held = self._primary.attempts.held_bytes(self._turns.at)
         if in_flight := epoch - self._turns.at:
             if self._epoch_bytes is None:
                 return False  # how large its epochs are is found out with one
             held += in_flight * self._epoch_bytes
-        if held <= _AHEAD_BYTES:
+        if held <= self._share_bytes:
             return True
         # A snapshot that leaves a device takes its time, which the next epoch computes in, however large it is.
         if not self._leaves_device or epoch != self.settled + 1:
             return False
-        return held - self._primary.attempts.boundary_bytes(self._turns.at) <= _AHEAD_BYTES
+        return held - self._primary.attempts.boundary_bytes(self._turns.at) <= self._share_bytes
 
     # -- one epoch --------------------------------------------------------------------------------
 
@@ -372,9 +380,21 @@ class Lanes:
             self._most_bytes = recent
             self._gather()
 
+    def _share(self) -> int:
+        """What uncommitted epochs of this task may hold: tasks that wait for no other are as far ahead as they may."""
+        even = _AHEAD_BYTES // max(1, len(self._node.roles.primaries))
+        return max(even, min(_AHEAD_BYTES, _SHARE_EPOCHS * self._most_bytes))
+
+    def share(self) -> None:
+        """Their limit is of all primaries of the node, and there are more of these, or fewer."""
+        if self._share() != self._share_bytes:
+            self._gather()
+            self._make_room()  # there is more, perhaps
+
     def _gather(self) -> None:
         """What is gathered is a part of the epochs that it may be ahead, which are fewer where they are so large."""
-        ahead = min(self._ahead, _AHEAD_BYTES // max(1, self._most_bytes))
+        self._share_bytes = self._share()
+        self._far = ahead = min(self._ahead, self._share_bytes // max(1, self._most_bytes))
         self._primary.reporter.gather_by(ahead)
         self._primary.backups.gathered.gather_by(ahead)
         if self._task == 0 and self._node.roles.leader is not None:

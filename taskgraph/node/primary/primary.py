@@ -456,6 +456,11 @@ class Primary:
         if self._lanes is not None:
             self._lanes.finishing = True
 
+    def share(self) -> None:
+        """The node has more primaries, or fewer."""
+        if self._lanes is not None:
+            self._lanes.share()
+
     @property
     def waiting_for(self) -> str:
         """What the primary itself waits for outside user code, for `status`."""

@@ -175,6 +175,81 @@ def test_what_uncommitted_epochs_hold_is_bounded(free: type[Free], monkeypatch: 
     assert play(job(free), scenario, nodes=2) == 1
 
 
+class Giving(tg.Task):
+    """Tasks 1 to 4 give to task 0, which takes nothing before it is let."""
+
+    size = 0
+    begun: dict[int, int]
+    let: asyncio.Event
+
+    def compose(self, epoch: tg.Epoch) -> None:
+        if self.task_id == 0:
+            epoch.processor(self.wait)
+            epoch.processor(self.take, inbound={"x": range(1, 5)})
+        else:
+            epoch.processor(self.give, outbound={"x": 0})
+
+    async def give(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        self.begun[self.task_id] = epoch.number
+        outs.put("x", bytes(self.size))
+
+    async def wait(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        await self.let.wait()
+
+    async def take(self, epoch: tg.Epoch, ins: tg.Inputs, outs: tg.Outputs) -> None:
+        assert len(ins.all("x")) == 4
+
+
+@pytest.mark.parametrize(
+    ("nodes", "size", "furthest"),
+    [
+        (5, 20_000, 49),
+        (1, 20_000, 9),
+        (1, 100_000, 8),  # what 8 epochs hold, at least
+        (1, 400_000, 2),  # but no more than a node of one task
+        (1, 2_000_000, 0),  # and one at least
+    ],
+)
+def test_what_uncommitted_epochs_hold_is_shared_by_the_primaries_of_a_node(
+    nodes: int, size: int, furthest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tasks that wait for no other are as far ahead as they may, all of them at once."""
+    monkeypatch.setattr(lanes, "_AHEAD_BYTES", 1_000_000)
+
+    class Fresh(Giving):
+        begun: dict[int, int] = {}  # noqa: RUF012
+        let = asyncio.Event()
+
+    Fresh.size = size
+
+    async def scenario(cluster: InProcessCluster) -> int:
+        await asyncio.sleep(30)
+        assert set(Fresh.begun.values()) == {furthest}, Fresh.begun
+        Fresh.let.set()
+        return (await cluster.result()).epochs
+
+    assert play(job(Fresh, tasks=5, epochs=80, backups=0), scenario, nodes=nodes) == 80
+
+
+def test_and_anew_when_the_node_has_more_primaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "_AHEAD_BYTES", 1_000_000)
+
+    def shares(cluster: InProcessCluster) -> list[int]:
+        found = [holder(cluster, task).roles.primaries[task]._lanes for task in range(2)]
+        return [one._share_bytes for one in found if one is not None]
+
+    async def scenario(cluster: InProcessCluster) -> tg.JobResult:
+        await cluster.nodes[0].keeper.wait_until(partial(_committed, 5))
+        assert shares(cluster) == [1_000_000, 1_000_000]
+        cluster.crash(holder(cluster, 1).id)
+        left = holder(cluster, 0)
+        await left.keeper.wait_until(partial(_committed, 50))
+        assert shares(cluster) == [500_000, 500_000]
+        return await cluster.result()
+
+    assert play(job(Exchanging, epochs=200, settings=tg.Settings(epochs_ahead=4)), scenario, nodes=2).failovers == 1
+
+
 @pytest.mark.parametrize("task", [0, 1])
 def test_one_large_epoch_does_not_count_for_all_that_come_after_it(
     task: int, free: type[Free], monkeypatch: pytest.MonkeyPatch
