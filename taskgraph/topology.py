@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from threading import Lock
 from types import FunctionType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 from weakref import WeakSet
 
 from taskgraph.errors import GraphError, JobError
@@ -41,8 +41,13 @@ _ORDERED: Final = frozenset((tuple, list, range))
 _Table = Mapping[int, Sequence[int]]
 _KEPT_IDS = 1 << 20
 """Of links that are the same in every epoch neighbors are kept, so many in all: 8 MiB."""
-_EPOCHS_KEPT = 4
-"""Epochs whose edges are kept at a time: the one at work, the next, and one that a restart or a replay looks at."""
+_EPOCHS_KEPT = 66
+"""Epochs whose edges are kept at a time, of links that change: the tasks of a node are in that many, with the default
+`epochs_ahead`, and each of them asks."""
+_PAIRS_KEPT = 1 << 16
+"""Fewer epochs are kept where they have more pairs than that in all: 20 MiB."""
+_FEWEST_KEPT = 4
+"""But never fewer: the epoch at work, the next, and one that a restart or a replay looks at."""
 
 
 class Topology(Mapping[str, Link]):
@@ -281,7 +286,12 @@ def edges(pairs: Pairs | Callable[[int], Pairs], *, out: str = "out", inbound: s
     edges_of: Callable[[int], _Edges]
     if callable(pairs):
         of_epoch = pairs
-        edges_of = lru_cache(maxsize=_EPOCHS_KEPT)(lambda epoch: _edges(of_epoch(epoch)))
+
+        def made_of(epoch: int) -> tuple[_Edges, int]:
+            found = _edges(of_epoch(epoch))
+            return found, found.pairs
+
+        edges_of = _kept(made_of)
     else:
         fixed = _edges(pairs)
 
@@ -305,6 +315,7 @@ class _Edges(NamedTuple):
     to: _Table
     back: _Table
     largest: int
+    pairs: int
 
 
 def _edges(pairs: Pairs) -> _Edges:
@@ -320,7 +331,7 @@ def _edges(pairs: Pairs) -> _Edges:
             ) from None
     to: dict[int, list[int]] = {}
     back: dict[int, list[int]] = {}
-    largest = 0
+    largest = count = 0
     for pair in pairs:
         try:
             one, other = (operator.index(task) for task in pair)
@@ -331,7 +342,37 @@ def _edges(pairs: Pairs) -> _Edges:
         to.setdefault(one, []).append(other)
         back.setdefault(other, []).append(one)
         largest = max(largest, one, other)
-    return _Edges(to, back, largest)
+        count += 1
+    return _Edges(to, back, largest, count)
+
+
+_Key = TypeVar("_Key")
+_Made = TypeVar("_Made")
+
+
+def _kept(make: Callable[[_Key], tuple[_Made, int]]) -> Callable[[_Key], _Made]:
+    """What `make` makes for a key, kept for those that were asked for first of late; it says how many pairs that has.
+
+    Computes that ask may be in several threads.
+    """
+    kept: dict[_Key, tuple[_Made, int]] = {}
+    lock = Lock()
+    pairs = 0
+
+    def made_for(key: _Key) -> _Made:
+        nonlocal pairs
+        found = kept.get(key)
+        if found is None:
+            found = make(key)
+            with lock:
+                if key not in kept:  # nor made in another thread meanwhile
+                    kept[key] = found
+                    pairs += found[1]
+                while len(kept) > _EPOCHS_KEPT or (pairs > _PAIRS_KEPT and len(kept) > _FEWEST_KEPT):
+                    pairs -= kept.pop(next(iter(kept)))[1]
+        return found[0]
+
+    return made_for
 
 
 def inverse(link: Link) -> Link:
@@ -347,15 +388,18 @@ def inverse(link: Link) -> Link:
     _check_parameters("inverse: the link", link)
     what = f"the inverted link {getattr(link, '__name__', '')!r}"
 
-    @lru_cache(maxsize=_EPOCHS_KEPT)
-    def table(tasks: int, epoch: int) -> _Table:
+    def made_of(key: tuple[int, int]) -> tuple[_Table, int]:
+        (tasks, epoch), pairs = key, 0
         back: dict[int, list[int]] = {}
         for task in range(tasks):
-            for neighbor in _checked(link, what, task, tasks, epoch):
+            neighbors = _checked(link, what, task, tasks, epoch)
+            pairs += len(neighbors)
+            for neighbor in neighbors:
                 back.setdefault(neighbor, []).append(task)
-        return back
+        return back, pairs
 
+    table = _kept(made_of)
     if not _lasts(link):
-        return lambda task_id, tasks, epoch: table(tasks, epoch).get(task_id, ())
-    lasting = _lasting({"back": lambda task_id, tasks, epoch: table(tasks, 0).get(task_id, ())})
+        return lambda task_id, tasks, epoch: table((tasks, epoch)).get(task_id, ())
+    lasting = _lasting({"back": lambda task_id, tasks, epoch: table((tasks, 0)).get(task_id, ())})
     return lasting["back"]

@@ -407,3 +407,33 @@ def test_so_many_neighbors_are_kept_and_no_more(monkeypatch: pytest.MonkeyPatch)
     for _ in range(2):
         assert [everybody.neighbors("all", task, 4, 0) for task in range(4)] == [(0, 1, 2, 3)] * 4
     assert len(everybody.known) == 2
+
+
+@pytest.mark.parametrize("inverted", [False, True], ids=["edges", "inverse"])
+@pytest.mark.parametrize(
+    ("most_pairs", "kept"),
+    [(1 << 16, 66), (300, 30), (1, 4)],
+    ids=["as far as tasks are apart", "fewer where they are large", "a few however large they are"],
+)
+def test_links_that_change_are_worked_out_once_an_epoch_though_the_tasks_are_in_many(
+    inverted: bool, most_pairs: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(topology_module, "_PAIRS_KEPT", most_pairs)
+    made: list[int] = []
+
+    def follows(task: int, tasks: int, epoch: int) -> list[int]:
+        if task == 0:
+            made.append(epoch)
+        return [(task + epoch) % tasks]
+
+    def along(epoch: int) -> list[tuple[int, int]]:
+        return [(task, *follows(task, 10, epoch)) for task in range(10)]
+
+    topology = tg.Topology({"in": tg.inverse(follows)}) if inverted else tg.edges(along)
+    for task in range(10):
+        for epoch in range(100, 100 + kept):
+            assert topology.neighbors("in", task, 10, epoch) == ((task - epoch) % 10,)
+    assert made == list(range(100, 100 + kept))
+    for epoch in (100 + kept, 101, 100):  # there is no room for that one with all of them
+        topology.neighbors("in", 0, 10, epoch)
+    assert made[kept:] == [100 + kept, 100]
