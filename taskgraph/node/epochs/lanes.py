@@ -386,10 +386,12 @@ class Lanes:
         return max(even, min(_AHEAD_BYTES, _SHARE_EPOCHS * self._most_bytes))
 
     def share(self) -> None:
-        """Their limit is of all primaries of the node, and there are more of these, or fewer."""
+        """Their limit is of all primaries of the node, and there are more of these, or fewer.
+
+        Whoever waits for room looks again after the next commit, not now: the attempt may be over.
+        """
         if self._share() != self._share_bytes:
             self._gather()
-            self._make_room()  # there is more, perhaps
 
     def _gather(self) -> None:
         """What is gathered is a part of the epochs that it may be ahead, which are fewer where they are so large."""
