@@ -9,11 +9,13 @@ from typing import Any, NoReturn, TypeVar
 
 from taskgraph.errors import Refused, TransportError
 from taskgraph.protocol.messages import Accepted, Call, Pull, Reason, Refusal, Reply
-from taskgraph.transport.api import Coming, Serve, ServeAll, ServeNow
+from taskgraph.transport.api import Begun, Coming, Serve, ServeAll, ServeNow
 from taskgraph.transport.wire import REPLY_OF
 
 __all__ = [
+    "BegunCall",
     "OwnedTasks",
+    "all_now",
     "answer",
     "answer_all_now",
     "answer_later",
@@ -36,6 +38,40 @@ def describe(call: Call) -> str:
     return f"{what} to task {call.task}{at}"
 
 
+class BegunCall(Begun):
+    """A call that waits for its reply: the future of it, for whoever brings the reply."""
+
+    __slots__ = ("message",)
+    message: Call  # with several of a pull, all of it
+
+    def settle(self, reply: Reply) -> None:
+        if type(reply) is Refusal:
+            self.fail(Refused(reply.reason, reply.text))
+            return
+        try:
+            self.set_result(reply)
+        except asyncio.InvalidStateError:
+            return  # it was cancelled, or has failed
+        if (listener := self.listener) is not None:
+            self.listener = None
+            try:
+                listener(self)
+            except Exception as error:  # as with any callback: who brings the reply has no part in it
+                told = {"message": f"a reply to {describe(self.message)} was not taken", "exception": error}
+                self.get_loop().call_exception_handler(told)
+
+    def fail(self, error: TransportError) -> None:
+        if not self.done():
+            self.set_exception(error)
+            self.exception()  # seen, even if nobody looks
+            self._tell_soon()
+
+    def _tell_soon(self) -> None:
+        if (listener := self.listener) is not None:
+            self.listener = None
+            self.get_loop().call_soon(listener, self)
+
+
 def answer_now(serve: Serve, caller: str, call: Call) -> Reply | Coming | None:
     """What `serve.now` has for this call, where there is one; a refusal in place of what it raises."""
     now: ServeNow | None = getattr(serve, "now", None)
@@ -52,14 +88,19 @@ def answer_now(serve: Serve, caller: str, call: Call) -> Reply | Coming | None:
 
 def answer_all_now(serve: Serve, caller: str, pull: Pull) -> list[Reply | Coming | None]:
     """`answer_now` for each of the epochs of a pull."""
-    every: ServeAll | None = getattr(serve, "all_now", None)
-    try:
-        replies = None if every is None else every(caller, pull)
-    except Exception as error:
-        return [_refusal(error, caller, pull)] * pull.count
+    replies = all_now(serve, caller, pull)
     if replies is None:
         replies = [answer_now(serve, caller, pull.each(nth)) for nth in range(pull.count)]
     return replies
+
+
+def all_now(serve: Serve, caller: str, pull: Pull) -> list[Reply | Coming | None] | None:
+    """The same, where they can be answered together."""
+    every: ServeAll | None = getattr(serve, "all_now", None)
+    try:
+        return None if every is None else every(caller, pull)
+    except Exception as error:
+        return [_refusal(error, caller, pull)] * pull.count
 
 
 async def answer(serve: Serve, caller: str, call: Call) -> Reply:

@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any, Final, cast
 
 from taskgraph.device.staging import PIECE_BYTES
-from taskgraph.errors import DecodeError, PeerLost, Refused, TransportError
+from taskgraph.errors import DecodeError, PeerLost, Refused
 from taskgraph.graph.values import staying
 from taskgraph.protocol.deviceloss import device_error
 from taskgraph.protocol.messages import Accepted, Call, Encoded, EncodedOnDevice, Item, Pull, Reason, Refusal, Reply
 from taskgraph.transport import wire
-from taskgraph.transport.api import Begun, Coming
-from taskgraph.transport.calls import answer, answer_all_now, answer_later, answer_now, describe
+from taskgraph.transport.api import Coming
+from taskgraph.transport.calls import BegunCall, answer, answer_all_now, answer_later, answer_now, describe
 from taskgraph.transport.compact import PACK
 from taskgraph.transport.devicelending import DeviceBorrowing, DeviceLending, Opened, Ticket
 from taskgraph.transport.frames import Head, Kind
@@ -44,12 +44,11 @@ _REPLY: Final = Kind.REPLY  # a global: to look up a member of an enum takes lon
 _pack_of: Final = PACK.get  # and so does what is looked up on an imported name
 
 
-class _Pending(Begun):
+class _Pending(BegunCall):
     """A call that waits for its reply: the future of it, which its caller may cancel."""
 
-    __slots__ = ("first", "message", "number", "session")
+    __slots__ = ("first", "number", "session")
     session: DialledSession
-    message: Call  # with several of a pull, all of it
     number: int
     first: int  # the number of the first of these; its own, where it is the only one
     # Hardly any has another value of these.
@@ -63,33 +62,6 @@ class _Pending(Begun):
         if self.listener is not None:
             self._tell_soon()
         return True
-
-    def settle(self, reply: Reply) -> None:
-        if type(reply) is Refusal:
-            self.fail(Refused(reply.reason, reply.text))
-            return
-        try:
-            self.set_result(reply)
-        except asyncio.InvalidStateError:
-            return  # it was cancelled, or has failed
-        if (listener := self.listener) is not None:
-            self.listener = None
-            try:
-                listener(self)
-            except Exception as error:  # as with any callback: the session has no part in it
-                told = {"message": f"a reply to {describe(self.message)} was not taken", "exception": error}
-                self.get_loop().call_exception_handler(told)
-
-    def fail(self, error: TransportError) -> None:
-        if not self.done():
-            self.set_exception(error)
-            self.exception()  # seen, even if nobody looks
-            self._tell_soon()
-
-    def _tell_soon(self) -> None:
-        if (listener := self.listener) is not None:
-            self.listener = None
-            self.get_loop().call_soon(listener, self)
 
 
 class DialledSession(Session):

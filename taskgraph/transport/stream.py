@@ -11,22 +11,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 from taskgraph.device import shared
 from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.device.staging import EncodedInPart
-from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
+from taskgraph.errors import PeerGone, PeerLost, TransportError
 from taskgraph.graph.values import hosted, in_part
 from taskgraph.host import memory_bytes
 from taskgraph.listening import ANY_PORT
-from taskgraph.protocol.messages import Call, Encoded, EncodedOnDevice, Pull, Refusal, Reply
+from taskgraph.protocol.messages import Call, Encoded, EncodedOnDevice, Pull, Reply
 from taskgraph.settings import Settings
 from taskgraph.tls import Tls, advice, check_listener
 from taskgraph.transport import endpoints
 from taskgraph.transport.accepting import CLOSE_S, TlsListener
 from taskgraph.transport.api import Coming, OnLost, Peer, Serve
-from taskgraph.transport.calls import OwnedTasks, answer, answer_now, describe, unwrap
+from taskgraph.transport.calls import BegunCall, OwnedTasks, all_now, answer, answer_now, describe, unwrap
 from taskgraph.transport.hello import Answering, Dialling
 from taskgraph.transport.incoming import Digesting
 from taskgraph.transport.mappings import Mappings
@@ -80,25 +80,27 @@ def _logged(work: Callable[[], None]) -> None:
         log.exception("memory of a device could not be let go of")
 
 
-class _OwnCall(asyncio.Future[Reply]):
-    """A node's call to itself, which its caller may cancel."""
+class _OwnCall(BegunCall):
+    """A node's call to itself, which its caller may cancel.
 
-    coming: Coming | None = None
+    Attributes:
+        calls: those of the node that wait, and what each waits for.
+    """
+
+    __slots__ = ("calls",)
+    calls: dict[_OwnCall, Coming]
 
     def answered(self, _: int, reply: Reply) -> None:
-        self.coming = None  # which leads here by its listener, and has the reply: a large one is not to wait for gc
-        if self.done():
-            return
-        if isinstance(reply, Refusal):
-            self.set_exception(Refused(reply.reason, reply.text))
-            self.exception()  # seen, even if nobody looks
-        else:
-            self.set_result(reply)
+        if self.calls.pop(self, None) is not None:  # else it was cancelled
+            self.settle(reply)
 
     def cancel(self, msg: Any | None = None) -> bool:
-        if self.coming is not None:
-            self.coming.cancel()
-        return super().cancel(msg)
+        if not super().cancel(msg):
+            return False
+        if (coming := self.calls.pop(self, None)) is not None:
+            coming.cancel()
+        self._tell_soon()
+        return True
 
 
 def _seen(work: asyncio.Future[None]) -> None:
@@ -162,7 +164,7 @@ class StreamTransport:
         self._insecure = insecure
 
         self.tasks = OwnedTasks()
-        self._own_calls: dict[_OwnCall, None] = {}  # to this node itself
+        self._own_calls: dict[_OwnCall, Coming] = {}  # to this node itself
         self.serve: Serve = _not_started
         self.max_value_bytes = settings.max_value_bytes
         self._node = ""
@@ -302,25 +304,38 @@ class StreamTransport:
         return session.begin(message, quiet=quiet) if session is not None and session.open else None
 
     def calls_now(self, peer: Peer, message: Pull) -> list[asyncio.Future[Reply]] | None:
-        session = self._dialled.get(peer.node) if self._state == "running" else None
+        if self._state != "running":
+            return None
+        if peer.node == self._node:
+            return self._calls_self_now(message)
+        session = self._dialled.get(peer.node)
         return session.begin_all(message) if session is not None and session.open else None
 
     def _call_self_now(self, message: Call) -> asyncio.Future[Reply] | None:
         reply = answer_now(self.serve, self._node, message)
-        if reply is None:
+        return None if reply is None else self._own_call(message, reply)
+
+    def _calls_self_now(self, message: Pull) -> list[asyncio.Future[Reply]] | None:
+        replies = all_now(self.serve, self._node, message)
+        if replies is None:
             return None
+        known = [reply for reply in replies if reply is not None]
+        if len(known) == len(replies):
+            return [self._own_call(message, reply) for reply in known]
+        for reply in known:
+            if isinstance(reply, Coming):
+                reply.cancel()
+        return None
+
+    def _own_call(self, message: Call, reply: Reply | Coming) -> _OwnCall:
         call = _OwnCall(loop=asyncio.get_running_loop())
+        call.calls, call.message, call.listener = self._own_calls, message, None
         if isinstance(reply, Coming):
-            call.coming = reply
-            self._own_calls[call] = None
-            call.add_done_callback(self._own_call_over)
+            self._own_calls[call] = reply
             reply.listen(call.answered)
         else:
-            call.answered(0, reply)
+            call.settle(reply)
         return call
-
-    def _own_call_over(self, call: asyncio.Future[Reply]) -> None:
-        self._own_calls.pop(cast(_OwnCall, call), None)
 
     async def _call(self, peer: Peer, message: Call) -> Reply:
         self._check_running()

@@ -528,6 +528,61 @@ async def test_calls_beyond_the_last_number_break_the_session(
     assert "there are no such numbers" in said.getMessage()
 
 
+async def test_a_node_hears_its_own_answer_without_a_turn_of_the_event_loop(streams: Cluster) -> None:
+    a = await streams.node()
+    coming, told = Coming(), []
+    a.at_once = lambda caller, call: coming
+    reply = a.transport.call_now(a.peer, m.Pull(*PULL))
+    assert isinstance(reply, Begun)
+    reply.listener = told.append
+    coming.settle(item(m.Pull(*PULL), encoded(b"x")))
+    assert told == [reply] and reply.result() is coming.reply
+
+
+@pytest.mark.parametrize("ends", ["refused", "cancelled", "closed"])
+async def test_a_node_hears_soon_that_its_own_call_is_in_vain(streams: Cluster, ends: str) -> None:
+    a = await streams.node()
+    coming, told = Coming(), []
+    a.at_once = lambda caller, call: coming
+    reply = a.transport.call_now(a.peer, m.Pull(*PULL))
+    assert isinstance(reply, Begun)
+    reply.listener = told.append
+    match ends:
+        case "refused":
+            coming.settle(m.Refusal(m.Reason.STALE, "behind"))
+        case "cancelled":
+            reply.cancel()
+        case "closed":
+            await a.transport.close()
+    await asyncio.sleep(0)
+    assert coming.done and told == [reply]
+    with pytest.raises(Refused if ends == "refused" else asyncio.CancelledError):
+        reply.result()
+
+
+async def test_a_node_pulls_several_epochs_from_itself_at_once(streams: Cluster) -> None:
+    a = await streams.node()
+    several = m.Pull(*PULL, 3)
+    assert a.transport.calls_now(a.peer, several) is None, "where they cannot be answered together"
+    answers: list[m.Reply | Coming | None] = [item(several.each(0), encoded(b"0")), Coming(), Coming()]
+    a.all_at_once = lambda caller, pull: answers
+    begun = a.transport.calls_now(a.peer, several)
+    assert begun is not None and [reply.done() for reply in begun] == [True, False, False]
+    assert begun[0].result() is answers[0]
+    begun[1].cancel()  # one of them, and no other
+    assert answers[1].done and not answers[2].done  # type: ignore[union-attr]
+    answers[2].settle(item(several.each(2), encoded(b"2")))  # type: ignore[union-attr]
+    assert await begun[2] == answers[2].reply  # type: ignore[union-attr]
+
+
+async def test_where_nothing_can_be_said_of_one_epoch_a_node_asks_itself_about_each(streams: Cluster) -> None:
+    a = await streams.node()
+    coming = Coming()
+    a.all_at_once = lambda caller, pull: [coming, None]
+    assert a.transport.calls_now(a.peer, m.Pull(*PULL, 2)) is None
+    assert coming.done, "nobody waits for it"
+
+
 async def test_what_a_node_pulls_from_itself_is_freed_when_nobody_has_it(streams: Cluster) -> None:
     """It waited for the garbage collector: with large items, for hundreds of MiB of them."""
     a = await streams.node()

@@ -84,7 +84,8 @@ async def test_a_channel_that_is_not_in_every_epoch_is_refused_where_it_is_not()
 def serving(view: View, asked: Attempts, *, max_parked: int = 100) -> Any:
     settings = SimpleNamespace(max_parked=max_parked, epochs_ahead=4)
     roles = SimpleNamespace(primaries={0: SimpleNamespace(attempts=asked)})
-    node = SimpleNamespace(name="n0", settings=settings, paused=False, roles=roles, keeper=SimpleNamespace(view=view))
+    keeper = SimpleNamespace(view=view)
+    node = SimpleNamespace(id="n0-1", name="n0", settings=settings, paused=False, roles=roles, keeper=keeper)
     return Serving(node)  # type: ignore[arg-type]
 
 
@@ -108,6 +109,14 @@ async def test_what_waits_is_counted_until_it_is_answered_or_not_wanted_any_more
     assert first.done and serves._waiting.count == 1
     asked.end()
     assert third.done and serves._waiting.count == 0
+
+
+async def test_what_a_node_asks_itself_in_advance_leaves_room_for_what_others_ask() -> None:
+    view = View()
+    serves = serving(view, attempts(view), max_parked=16)
+    assert len(serves.all_now("n0-1", pull(5, 4))) == 4
+    assert serves.all_now("n0-1", pull(9, 1)) is None, "4 of the 8 places for epochs to come are left to others"
+    assert len(serves.all_now("n", pull(9, 4))) == 4
 
 
 async def test_half_of_the_places_are_for_the_epoch_at_work_and_what_is_there_needs_none() -> None:
