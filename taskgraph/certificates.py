@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 __all__ = ["unfit_for_grpc"]
 
-_PEM = re.compile(rb"-----BEGIN (?:TRUSTED |X509 )?CERTIFICATE-----(.+?)-----END ", re.DOTALL)
+_PEM = re.compile(rb"^-----BEGIN (?:TRUSTED |X509 )?CERTIFICATE-----(.+?)^-----END ", re.DOTALL | re.MULTILINE)
+"""Elsewhere than at the beginning of a line it is a comment."""
 _VERSION = 0xA0
 """The tag of the one field that may be missing before those read here."""
 _ELLIPTIC = "2a8648ce3d0201"
@@ -50,7 +51,10 @@ def unfit_for_grpc(ca: bytes, cert: bytes) -> str:
         ca: what is in the PEM file of the authority.
         cert: what is in that of our certificate and its intermediates.
     """
-    chain, known = list(_certificates(cert)), list(_certificates(ca))
+    try:
+        chain, known = list(_certificates(cert)), list(_certificates(ca))
+    except (ValueError, IndexError):  # what we cannot read gRPC may: it decides
+        return ""
     if not chain:
         return ""
     ours, *more = chain

@@ -101,7 +101,7 @@ class KeptCopy:
     Attributes:
         here: what is kept on this host, or None, and then `not_here` says why.
         in_etcd: the same, of what etcd keeps; without its reports where it is too large with them.
-        left_out: where `here` is without its reports, too, why.
+        left_out: where `here` is without its reports, why.
     """
 
     here: str | None
@@ -111,11 +111,12 @@ class KeptCopy:
     left_out: str = ""
 
 
-def kept_copy(result: JobResult, size: int) -> KeptCopy:
+def kept_copy(result: JobResult, size: int, *, whole: bool = False) -> KeptCopy:
     """The copy that is kept of a result, or why there is none; never raises.
 
     Args:
         size: the encoded size of its values.
+        whole: nobody else has it: however many reports there are, they are in `here`.
     """
     if size >= _KEPT_BYTES:
         return _no_copy(f"they take {mib(size)}, and less than {mib(_KEPT_BYTES)} is kept")
@@ -123,10 +124,10 @@ def kept_copy(result: JobResult, size: int) -> KeptCopy:
         if (many := _elements(result.values, _KEPT_ELEMENTS)) > _KEPT_ELEMENTS:
             least = f"{many:,} numbers or texts or more, and no more than {_KEPT_ELEMENTS:,} are kept"
             return _no_copy(f"they have {least}")
-        text = _within(result, _KEPT_BYTES)
+        text = _written(result, None if whole else _KEPT_BYTES)
         if text is not None:
             return KeptCopy(text, "", *_shortened(result, text))
-        left_out = f"reports left out: with them it is more than {mib(_KEPT_BYTES)}, and no more is kept"
+        left_out = f"reports left out: they are more than {mib(_KEPT_BYTES)}, and no more is kept"
         text = _without_reports(result, left_out)
         return KeptCopy(text, "", *_small(text), left_out)
     except Exception as error:  # a type of the user's may raise anything; the values themselves are there
@@ -155,13 +156,14 @@ def _elements(value: Any, limit: int) -> int:
     return size if isinstance(size, int) else int(value.nbytes)  # torch's `size` is a method
 
 
-def _within(result: JobResult, size: int) -> str | None:
-    """A result as JSON, or None where its reports make it larger than that; then most of them were not written."""
-    pieces, written = [], 0
-    for piece in json_pieces(result):
+def _written(result: JobResult, limit: int | None) -> str | None:
+    """A result as JSON, or None where its reports make more of it than that; then most of them were not written."""
+    reports = json_pieces(result)
+    pieces, written = [next(reports)], 0  # the values come first
+    for piece in reports:
         pieces.append(piece)
         written += len(piece)
-        if written > size and result.reports:
+        if limit is not None and written > limit:
             return None
     return "".join(pieces)
 

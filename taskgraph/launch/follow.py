@@ -376,15 +376,14 @@ class Follower:
 
         Where it cannot be kept they are not: `only_there`.
         """
-        copy = await _in_thread(lambda: kept_copy(result, size_bytes(found)))
-        self.kept_json = copy.here if not copy.left_out else None
-        self.only_there = copy.not_here or copy.left_out
-        if self.kept_json is not None:
+        copy = await _in_thread(lambda: kept_copy(result, size_bytes(found), whole=True))
+        self.kept_json, self.only_there = copy.here, copy.not_here
+        if copy.here is not None:
             try:
-                await self._keep_here(self.kept_json)
+                await self._keep_here(copy.here)
             except (OSError, TaskGraphError) as error:  # a full disk
                 log.warning("the result of job %s is not kept on this host: %s", self._spec.name, error)
-                if copy.in_etcd != self.kept_json:
+                if copy.in_etcd != copy.here:
                     self.only_there = f"they are not kept on this host ({error})"
         if not self.only_there:
             where = f"`taskgraph result {self._spec.name}` has them on host {os.uname().nodename}"

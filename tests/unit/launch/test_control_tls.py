@@ -175,6 +175,19 @@ async def test_an_authority_that_nobody_here_depends_on_may_have_any_key(ours: T
         assert await client.status() == STATUS
 
 
+@pytest.mark.parametrize("cut", [False, True])
+async def test_what_a_comment_says_is_no_certificate(ours: Tls, tmp_path: Path, cut: bool) -> None:
+    """OpenSSL and gRPC look at the beginning of lines alone."""
+    old = issued(tmp_path / "old", "Ed448", "Ed448").cert.read_bytes()
+    if cut:
+        old = b"-----BEGIN CERTIFICATE-----\nMIIB...\n-----END CERTIFICATE-----\n"
+    comment = b"".join(b"# " + line for line in old.splitlines(keepends=True))
+    for file in (ours.ca, ours.cert):
+        file.write_bytes(b"# between -----BEGIN CERTIFICATE----- and -----END\n" + comment + file.read_bytes())
+    async with serving(tcp_host="127.0.0.1", tls=ours) as service, service.client(tls=ours) as client:
+        assert await client.status() == STATUS
+
+
 async def test_strangers_without_a_word_cost_nothing_else(ours: Tls) -> None:
     async with serving(tcp_host="127.0.0.1", tls=ours) as service:
         host, port = service.control.removeprefix("tcp:").rsplit(":", 1)
