@@ -220,6 +220,22 @@ class Answering(grpc.GenericRpcHandler):
         return request
 
 
+async def test_an_answer_that_came_while_the_loop_stood_still_counts() -> None:
+    """As with gRPC's own timeout: a call that was given up for it had etcd left, and the job listed again."""
+    ours, theirs = socket.socketpair()
+
+    async def call() -> bytes:
+        return await asyncio.get_running_loop().sock_recv(ours, 1)
+
+    with ours, theirs:
+        ours.setblocking(False)
+        answering = asyncio.ensure_future(rpc.answered(call(), 0.05))
+        await asyncio.sleep(0)
+        theirs.send(b"x")
+        time.sleep(0.1)  # noqa: ASYNC251
+        assert await answering == b"x"
+
+
 async def test_a_call_goes_by_the_loops_clock_and_is_cancelled_at_the_other_side(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

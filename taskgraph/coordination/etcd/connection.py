@@ -103,17 +103,15 @@ class Stream(Generic[Response]):
         Raises:
             asyncio.InvalidStateError: the stream ended before, or the endpoint is not connected in time.
         """
-        self._writing = asyncio.ensure_future(self._call.write(message))
+        writing = self._writing = asyncio.ensure_future(self._call.write(message))
         try:
-            async with asyncio.timeout(self._connect_s):
-                await self._writing
-        except TimeoutError:
-            raise asyncio.InvalidStateError(f"no connection within {self._connect_s:g} s") from None
-        except asyncio.CancelledError:
-            if is_cancelled():
-                raise
-            raise asyncio.InvalidStateError("the stream was cancelled before it was connected") from None
+            if not await rpc.within(writing, self._connect_s):
+                raise asyncio.InvalidStateError(f"no connection within {self._connect_s:g} s")
+            if writing.cancelled():
+                raise asyncio.InvalidStateError("the stream was cancelled before it was connected")
+            writing.result()
         finally:
+            writing.cancel()
             self._writing = None
 
     def messages(self) -> AsyncGenerator[Response, None]:

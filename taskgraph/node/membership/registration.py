@@ -8,7 +8,9 @@ others may already have replaced, and so that effects outside the job stop with 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from taskgraph.coordination.api import Lease
@@ -92,7 +94,8 @@ class Registration:
                 await self._node.breathe()
             self.node_revision = revision
             self._pause(False)
-            await keeper.caught_up(revision)
+            with self._ticking():
+                await keeper.caught_up(revision)
             if not await self._why_unreached():
                 if why := why_unlike(self._record, self._before()):
                     self._node.events.emit("unlike", why)
@@ -268,7 +271,8 @@ class Registration:
                 self._lease = lease
             if self._unproved(lease):
                 return
-            await node.keeper.load()
+            with self._ticking():
+                await node.keeper.load()
             node.roles.reconcile()  # primaries of gone terms step down now: who stays is named by this view
             if node.id in node.keeper.view.gone:
                 return  # the node sees that, and ends
@@ -281,12 +285,34 @@ class Registration:
             return
         if result.succeeded:
             self.node_revision = result.revision
-            await node.keeper.caught_up(result.revision)
+            with self._ticking():
+                await node.keeper.caught_up(result.revision)
+            if self._unproved(lease):
+                return
             self._pause(False)
             self._why_paused = ""
             node.suspicion.resumed()
             node.events.emit("resumed", "the lease is proved, and the key in etcd is there")
             node.keeper.notify_later()
+
+    @contextlib.contextmanager
+    def _ticking(self) -> Iterator[None]:
+        """Within, the main loop is alive though `run` waits: behind a slow link a large job takes long to list."""
+        loop, lease = asyncio.get_running_loop(), self._lease
+        assert lease is not None
+        timer: asyncio.TimerHandle | None = None
+
+        def tick() -> None:
+            nonlocal timer
+            lease.tick()
+            timer = loop.call_later(_TICK_S, tick)
+
+        tick()
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     async def announce_drain(self) -> None:
         """Tells everyone that this node wants to leave."""

@@ -8,7 +8,8 @@ import pytest
 from cluster_kit import Counting, Gated, gated, holder, job, play, told
 
 import taskgraph as tg
-from taskgraph.coordination.memory import MemoryLease
+from taskgraph.coordination.api import Listing
+from taskgraph.coordination.memory import MemoryCoordinator, MemoryLease
 from taskgraph.launch.inprocess import InProcessCluster, arun_inprocess
 from taskgraph.observe.events import Event
 from taskgraph.protocol.kv import Delete, Txn
@@ -63,6 +64,35 @@ def test_a_node_whose_key_was_deleted_puts_it_back(gated: type[Gated], all_of_th
         return result
 
     assert play(job(gated), scenario, nodes=3).values == {0: 3, 1: 3}
+
+
+@pytest.mark.parametrize("joins", [True, False], ids=["joins", "resumes"])
+def test_a_node_that_lists_the_job_for_long_keeps_its_lease(
+    gated: type[Gated], joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a slow link: it was alive and did not say so, and after 30 s of pauses it was declared gone."""
+    lists = MemoryCoordinator.list
+
+    async def slowly(self: MemoryCoordinator, prefix: str) -> Listing:
+        await asyncio.sleep(12.0)
+        return await lists(self, prefix)
+
+    async def scenario(cluster: InProcessCluster) -> JobResult:
+        await gated.reached.wait()
+        first = holder(cluster, 0)
+        monkeypatch.setattr(MemoryCoordinator, "list", slowly)
+        if joins:
+            cluster.add()
+        else:
+            key = first.keeper.view.keys.node(first.id)
+            await first.coordinator.txn(Txn(success=(Delete(key),)))
+        await asyncio.sleep(60.0)
+        assert len(first.keeper.view.nodes) == 2 + joins and not told(cluster, "gone")
+        assert len(told(cluster, "paused")) == len(told(cluster, "resumed")) == (0 if joins else 1)
+        gated.gate.set()
+        return await cluster.result()
+
+    assert play(job(gated), scenario, nodes=2).values == {0: 3, 1: 3}
 
 
 class Busy(Counting, state=["total"]):
