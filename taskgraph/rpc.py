@@ -144,6 +144,7 @@ async def answered(call: Awaitable[T], timeout_s: float) -> T:
             return answering.result()
     finally:
         answering.cancel()
+        del answering  # which has what it failed with, whose traceback leads here: in a cycle a channel stays
     nothing = grpc.aio.Metadata()
     raise grpc.aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, nothing, nothing, "Deadline Exceeded")
 

@@ -204,8 +204,9 @@ class MemoryStore:
         """Deletes a lease and its keys, at one revision. One that does not exist is no error."""
         lease = self._leases.get(lease_id)
         if lease is not None:
-            self._publish([self._delete(key) for key in sorted(lease.keys, key=str.encode)])
-            del self._leases[lease_id]
+            deleted = [self._delete(key) for key in sorted(lease.keys, key=str.encode)]
+            del self._leases[lease_id]  # before anybody hears of it
+            self._publish(deleted)
             self._schedule()
 
     def expire(self) -> None:

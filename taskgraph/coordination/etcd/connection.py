@@ -113,6 +113,7 @@ class Stream(Generic[Response]):
         finally:
             writing.cancel()
             self._writing = None
+            del writing  # no cycle with what it failed with
 
     def messages(self) -> AsyncGenerator[Response, None]:
         """What comes, until the server ends the stream."""
