@@ -103,32 +103,6 @@ def _now_open() -> list[object]:
             continue
 
 
-def _before_fork() -> None:
-    global _some
-    _fork.held = []
-    if not _some:
-        return
-    held = _now_open()
-    if not held and alive():
-        gc.collect()
-        held = alive()
-    _fork.held, _some = held, bool(held)
-
-
-def _after_in_parent() -> None:
-    _fork.held = []
-
-
-def _after_in_child() -> None:
-    global _inherited
-    for channel in _fork.held:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))  # what Python refers to it forgets at its end
-        _inherited = True
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
-
-
 async def answered(call: Awaitable[T], timeout_s: float) -> T:
     """The answer of a call that was made without gRPC's own timeout.
 
@@ -154,3 +128,29 @@ async def within(work: asyncio.Future[Any], timeout_s: float | None) -> bool:
     if not (await asyncio.wait([work], timeout=timeout_s))[0]:
         await asyncio.wait([work], timeout=_MORE_S)
     return work.done()
+
+
+def _before_fork() -> None:
+    global _some
+    _fork.held = []
+    if not _some:
+        return
+    held = _now_open()
+    if not held and alive():
+        gc.collect()
+        held = alive()
+    _fork.held, _some = held, bool(held)
+
+
+def _after_in_parent() -> None:
+    _fork.held = []
+
+
+def _after_in_child() -> None:
+    global _inherited
+    for channel in _fork.held:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))  # what Python refers to it forgets at its end
+        _inherited = True
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
