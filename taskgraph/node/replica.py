@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from taskgraph.device.api import Device
-    from taskgraph.node.epochs.strict import Given
+    from taskgraph.node.epochs.given import Given
     from taskgraph.node.router import Router
     from taskgraph.task import Event
 

@@ -1,8 +1,6 @@
 """What a node is to each task: its primary, one of its backups, or nothing; and whether it leads the job.
 
-`reconcile` is the heart: whenever the view or a suspicion changes, it compares what etcd says with what runs here:
-primaries of gone terms step down, replicas nobody wishes for go, tasks without a primary are taken over, and the
-leader's role follows task 0. It only starts and stops things; what they do is in their own modules.
+Here is what runs, and how it is begun and brought to its end. When that is called for, `reconciler.py` finds out.
 """
 
 from __future__ import annotations
@@ -17,27 +15,27 @@ from taskgraph.loading import place_of
 from taskgraph.node.primary.leader import LeaderRole
 from taskgraph.node.primary.primary import Primary
 from taskgraph.node.replica import Replica
-from taskgraph.node.reports import Rows
 from taskgraph.node.usercode.errors import StuckError, UserCodeError
-from taskgraph.protocol.messages import Release, Stamp
+from taskgraph.protocol.messages import Release
 from taskgraph.protocol.records import Ran
 from taskgraph.task import BecameBackup
 
 if TYPE_CHECKING:
-    from taskgraph.node.node import Node
+    from taskgraph.node.services import NodeServices
 
 __all__ = ["Roles"]
 
-_LOOK_S = 1.0
-"""For what no event announces: a start that waits for nodes, an absence that lasts."""
-
 
 class Roles:
-    """One node's replicas, the terms of those that are primaries, and the leader's role."""
+    """One node's replicas, the terms of those that are primaries, and the leader's role.
 
-    def __init__(self, node: Node) -> None:
+    Attributes:
+        changed: set where something has changed that the reconciler has to look at.
+    """
+
+    def __init__(self, node: NodeServices) -> None:
         self._node = node
-        self.replicas: dict[int, Replica] = {}
+        self.replicas = node.replicas
         self.primaries: dict[int, Primary] = {}
         self.runs: dict[int, asyncio.Task[None]] = {}
         """Of primaries: there until they have returned."""
@@ -46,64 +44,12 @@ class Roles:
         self._leading: asyncio.Task[None] | None = None
         self.leaving: list[Replica] = []
         """Replicas whose code is brought to its end: others may be here of the same tasks."""
-        self._dirty = asyncio.Event()
-
-    # -- as the view says -------------------------------------------------------------------------
-
-    def follow(self) -> None:
-        """Every change of the view, synchronously: backups free what etcd says is history."""
-        view = self._node.keeper.view
-        if view.epoch is not None:
-            for replica in self.replicas.values():
-                replica.follow(view.epoch.record)
-        if view.structure_revision != self._node.wishes.revision:
-            self._dirty.set()
+        self.changed = asyncio.Event()
 
     def reconsider(self) -> None:
         """Something has changed that the view does not tell."""
-        self._dirty.set()
+        self.changed.set()
         self._node.keeper.notify_later()
-
-    async def run(self) -> None:
-        """For ever: looks again whenever something changed."""
-        while True:
-            self._dirty.clear()
-            self.reconcile()
-            try:
-                async with asyncio.timeout(_LOOK_S):
-                    await self._dirty.wait()
-            except TimeoutError:
-                pass
-
-    def reconcile(self) -> None:
-        """Brings what runs here in line with the view. Synchronous: it decides and starts, others do."""
-        node, view = self._node, self._node.keeper.view
-        if node.id in view.gone:
-            node.end_with(
-                node.device_loss.error
-                or TaskGraphError(f"{node.name} was declared gone: {view.gone[node.id].record.reason}")
-            )
-            return
-        node.suspicion.update()
-        for task, primary in list(self.primaries.items()):
-            if view.revision < primary.revision:
-                continue  # the view has not come to its takeover yet
-            if not view.is_primary(task, node.id, primary.term):
-                self._step_down(task)
-            else:
-                primary.check_terms()
-        if not node.wishes.may_start():
-            return
-        node.wishes.update()
-        if not node.fatal_code.look() and (view.running or view.finished):
-            for task in range(node.job.tasks):
-                node.takeovers.consider(task)
-            node.takeovers.tell_unseated()
-            self._set_up_backups()
-        self._drop_replicas()
-        self._follow_leadership()
-        node.noticing.look()
-        node.keeper.notify_later()
 
     # -- primaries --------------------------------------------------------------------------------
 
@@ -118,6 +64,7 @@ class Roles:
 
     def _share(self) -> None:
         """What uncommitted epochs may hold is shared by all primaries here."""
+        self._node.sharing = len(self.primaries)
         for primary in self.primaries.values():
             primary.share()
 
@@ -133,7 +80,7 @@ class Roles:
             at = primary.attempts.latest
             node.end_with(failed, ran=(Ran("its primary", primary.task, node.epoch if at is None else at.epoch),))
 
-    def _step_down(self, task: int) -> None:
+    def step_down(self, task: int) -> None:
         """The view shows another primary: this one's term is over."""
         primary = self.primaries.pop(task)
         self._share()
@@ -159,21 +106,17 @@ class Roles:
 
     # -- the leader -------------------------------------------------------------------------------
 
-    def _follow_leadership(self) -> None:
+    def follow_leadership(self) -> None:
         primary = self.primaries.get(0)
         if primary is not None and self.leader is None:
-            self.leader = LeaderRole(self._node, primary)
+            self._node.leader = self.leader = LeaderRole(self._node, primary)
             self._leading = self._node.own(self.leader.run(), "leader")
 
     def _stop_leading(self) -> None:
-        self.leader = None
+        self._node.leader = self.leader = None
         if self._leading is not None:
             self._leading.cancel()
             self._leading = None
-
-    async def rows_before(self, task: int, stamp: Stamp, own: dict[str, float]) -> Rows:
-        """Task 0's boundary carries the reports of the epoch before: its leader knows them, or will."""
-        return await self.leader.rows_before(stamp, own) if task == 0 and self.leader is not None else {}
 
     # -- replicas ---------------------------------------------------------------------------------
 
@@ -191,15 +134,10 @@ class Roles:
                 known.follow(node.keeper.view.epoch.record)
         return known
 
-    def _set_up_backups(self) -> None:
-        """Where a job begins, beside its primaries: else they would be after them, at the first offer."""
-        node, view = self._node, self._node.keeper.view
-        if node.paused or not view.running or (view.stamp is not None and view.stamp.epoch > 0):
-            return
-        for task in range(node.job.tasks):
-            wish = node.wish(task)
-            if wish is not None and node.id in wish.backups and not (replica := self.replica(task)).begun:
-                node.own(self._set_up(replica), f"set up task {task}")
+    def set_up(self, task: int) -> None:
+        """Begins to set a replica up, unless that has begun."""
+        if not (replica := self.replica(task)).begun:
+            self._node.own(self._set_up(replica), f"set up task {task}")
 
     async def _set_up(self, replica: Replica) -> None:
         try:
@@ -212,22 +150,11 @@ class Roles:
         replica = self.replicas.get(message.task)
         if replica is not None:
             replica.release(message.term, message.invitation)
-            self._dirty.set()
+            self.changed.set()
 
-    def _drop_replicas(self) -> None:
-        """Replicas that are neither primary, nor member, nor wished for."""
-        node, view = self._node, self._node.keeper.view
-        for task, replica in list(self.replicas.items()):
-            if task in self.primaries or task in node.takeovers or task in self.stepping_down:
-                continue
-            wish = node.wish(task)
-            wished = wish is None or node.id == wish.primary or node.id in wish.backups
-            if wished or node.id in view.in_sync(task) or view.primary_node(task) == node.id:
-                continue
-            if not replica.may_go(view.term(task)):
-                continue
-            del self.replicas[task]
-            node.wait_for(self._tear_down(replica), f"tear down task {task}")
+    def drop(self, task: int) -> None:
+        """A replica goes, and its code is brought to its end."""
+        self._node.wait_for(self._tear_down(self.replicas.pop(task)), f"tear down task {task}")
 
     async def _tear_down(self, replica: Replica) -> None:
         try:

@@ -47,11 +47,13 @@ from taskgraph.protocol.records import name_of
 from taskgraph.transport.api import Coming, Counted
 
 if TYPE_CHECKING:
-    from taskgraph.node.node import Node
     from taskgraph.node.primary.leader import LeaderRole
     from taskgraph.node.primary.primary import Primary
+    from taskgraph.node.primary.takeovers import TakeOvers
     from taskgraph.node.replica import Replica
     from taskgraph.node.reports import ReportLog, Rows
+    from taskgraph.node.roles import Roles
+    from taskgraph.node.services import NodeServices
 
 __all__ = ["Serving"]
 
@@ -68,8 +70,10 @@ read a commit that was not read here yet: so each of these may be as much as tas
 class Serving:
     """Answers calls for one node."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeServices, roles: Roles, takeovers: TakeOvers) -> None:
         self._node = node
+        self._roles = roles
+        self._takeovers = takeovers
         self._waiting = Counted()  # calls of those that may be many that wait here
         self._ahead = node.settings.epochs_ahead
 
@@ -94,8 +98,8 @@ class Serving:
             return None
         if type(message) is Pull:
             return self._item(message)
-        if type(message) in _REPORTS and node.roles.leader is not None:
-            return node.roles.leader.report_now(message)  # type: ignore[arg-type]
+        if type(message) in _REPORTS and self._roles.leader is not None:
+            return self._roles.leader.report_now(message)  # type: ignore[arg-type]
         return self._offer_now(peer, message) if type(message) in _OFFERS else None  # type: ignore[arg-type]
 
     def _item(self, pull: Pull) -> Reply | Coming | None:
@@ -136,7 +140,7 @@ class Serving:
 
     def _asked(self, pull: Pull) -> Primary | None:
         """The primary that can say what there is to all that a pull is of."""
-        primary, view = self._node.roles.primaries.get(pull.task), self._node.keeper.view
+        primary, view = self._roles.primaries.get(pull.task), self._node.keeper.view
         if primary is None or view.term(pull.sender) != pull.sender_term:
             return None
         if view.stamp is None or pull.stamp < view.stamp:
@@ -147,7 +151,7 @@ class Serving:
     def _offer_now(self, peer: str, offer: Offer | Offers) -> Accepted | None:
         """Pending boundaries for a replica that is set up: all that a member is offered."""
         node, view = self._node, self._node.keeper.view
-        replica = node.roles.replicas.get(offer.task)
+        replica = self._roles.replicas.get(offer.task)
         if replica is None or not replica.ready or offer.committed or node.injects_held:
             return None
         if view.term(offer.task) < offer.term or view.stamp is None or view.stamp.attempt < offer.stamp.attempt:
@@ -205,7 +209,7 @@ class Serving:
                 return await self._offer(peer, message)
             case Release():
                 await self._node.keeper.wait_until_read(lambda view: view.revision >= message.revision)
-                self._node.roles.release(message)
+                self._roles.release(message)
                 return Accepted()
             case Report() | Reports():
                 return await self._leader().take_report(message)
@@ -219,7 +223,7 @@ class Serving:
                     return Accepted(attempt.term)
                 raise Refused(Reason.MOVED_ON, f"task {message.task} took a message since version {message.version}")
             case HandOver():
-                await self._node.takeovers.hand_over(message)
+                await self._takeovers.hand_over(message)
                 return Accepted()
             case Audit():
                 attempt = await self._attempt(message.task, message.stamp)
@@ -229,7 +233,7 @@ class Serving:
         raise Refused(Reason.BAD_MESSAGE, f"a node does not serve {type(message).__name__}")
 
     def _leader(self) -> LeaderRole:
-        leader = self._node.roles.leader
+        leader = self._roles.leader
         if leader is None:
             raise Refused(Reason.NOT_PRIMARY, f"{self._node.name} does not lead the job")
         return leader
@@ -237,7 +241,7 @@ class Serving:
     async def _attempt(self, task: int, stamp: Stamp, sender: int | None = None, sender_term: int = 0) -> Attempt:
         """The attempt at `stamp` of a task that is primary here."""
         node, keeper = self._node, self._node.keeper
-        if task not in node.roles.primaries:
+        if task not in self._roles.primaries:
             raise Refused(Reason.NOT_PRIMARY, f"{node.name} is not primary of task {task}")
         reach = partial(within_reach, stamp, self._ahead)
         await keeper.wait_until_read(reach)
@@ -247,7 +251,7 @@ class Serving:
                 raise Refused(Reason.STALE, f"task {sender} is in term {keeper.view.term(sender)}, not {sender_term}")
         if keeper.view.stamp is None or keeper.view.stamp > stamp:
             raise Refused(Reason.STALE, f"the job is at {keeper.view.stamp}, not {stamp}")
-        primary = node.roles.primaries.get(task)
+        primary = self._roles.primaries.get(task)
         if primary is None:
             raise Refused(Reason.NOT_PRIMARY, f"{node.name} is not primary of task {task} any more")
         return await primary.attempts.at(stamp)
@@ -258,7 +262,7 @@ class Serving:
         await keeper.wait_until_read(lambda view: view.stamp is not None and view.stamp >= message.stamp)
         if keeper.view.stamp != message.stamp:
             raise Refused(Reason.STALE, f"the job is at {keeper.view.stamp}, not {message.stamp}")
-        primary = node.roles.primaries.get(message.task)
+        primary = self._roles.primaries.get(message.task)
         if primary is None:
             raise Refused(Reason.NOT_PRIMARY, f"{node.name} is not primary of task {message.task}")
         return WaitsPage(primary.term, primary.waits(message.stamp))
@@ -271,7 +275,7 @@ class Serving:
         await keeper.wait_until_read(lambda view: view.stamp is not None and view.stamp.attempt >= offer.stamp.attempt)
         self._check_offer(peer, offer)
         began = node.tracing.on and clock()
-        replica = node.roles.replica(offer.task)
+        replica = self._roles.replica(offer.task)
         try:
             await replica.set_up()
         except (UserCodeError, TaskGraphError) as error:
@@ -283,7 +287,7 @@ class Serving:
         if node.paused:
             raise Refused(Reason.PAUSED, f"{node.name} cannot prove its lease at the moment")
         self._check_offer(peer, offer)  # setting up may have taken long
-        if node.roles.replica(offer.task) is not replica:
+        if self._roles.replica(offer.task) is not replica:
             # Placement wished it away meanwhile and wishes for it again: what is acknowledged must be held by the
             # replica that stays, or a member would have nothing to take over with.
             raise Refused(Reason.STALE, f"{node.name} dropped its replica of task {offer.task} while it was set up")
@@ -332,7 +336,7 @@ class Serving:
         view = self._node.keeper.view
         if not view.is_primary(offer.task, peer, offer.term):
             raise Refused(Reason.STALE, f"task {offer.task} is in term {view.term(offer.task)}, not {offer.term}")
-        if offer.task in self._node.roles.primaries:
+        if offer.task in self._roles.primaries:
             raise Refused(Reason.STALE, f"{self._node.name} is still stepping down from task {offer.task}")
         if not offer.committed and view.stamp is not None and offer.stamp.attempt < view.stamp.attempt:
             raise Refused(Reason.STALE, f"attempt {offer.stamp.attempt} is over")

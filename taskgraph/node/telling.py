@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from taskgraph.graph.values import decode
@@ -10,15 +11,22 @@ from taskgraph.observe.status import NodeStatus, ReplicaStatus, ReportRow, TaskR
 from taskgraph.observe.usage import Usage
 
 if TYPE_CHECKING:
-    from taskgraph.node.node import Node
+    from taskgraph.coordination.viewkeeper import ViewKeeper
+    from taskgraph.node.core import NodeCore
+    from taskgraph.node.primary.primary import Primary
     from taskgraph.node.replica import Replica
+    from taskgraph.node.roles import Roles
     from taskgraph.protocol.view import JobView
 
 __all__ = ["node_status", "task_results"]
 
 
-def node_status(node: Node) -> NodeStatus:
-    """What runs here, and what it waits for."""
+def node_status(node: NodeCore, roles: Roles, waits: Iterable[str]) -> NodeStatus:
+    """What runs here, and what it waits for.
+
+    Args:
+        waits: what it waits for outside of its tasks.
+    """
     view = node.keeper.view
     return NodeStatus(
         node=node.id,
@@ -29,25 +37,15 @@ def node_status(node: Node) -> NodeStatus:
         draining=node.draining,
         stamp=(view.stamp.attempt, view.stamp.epoch) if view.stamp else None,
         revision=view.revision,
-        leader=node.roles.leader is not None,
-        replicas=tuple(_replica_status(node, r) for _, r in sorted(node.roles.replicas.items())),
-        waits=(
-            *node.wishes.waits,
-            *node.takeovers.waits,
-            *(node.roles.leader.waits if node.roles.leader is not None else ()),
-            *node.keeper.waits,
-            *node.writes.waits,
-            *node.roles.waits,
-            *node.noticing.waits,
-            *node.serving.waits,
-        ),
+        leader=roles.leader is not None,
+        replicas=tuple(_replica_status(node, r, roles.primaries.get(t)) for t, r in sorted(roles.replicas.items())),
+        waits=tuple(waits),
         usage=Usage.now(),
     )
 
 
-def _replica_status(node: Node, replica: Replica) -> ReplicaStatus:
+def _replica_status(node: NodeCore, replica: Replica, primary: Primary | None) -> ReplicaStatus:
     view = node.keeper.view
-    primary = node.roles.primaries.get(replica.task)
     running = replica.actor.running
     committed = replica.boundaries.committed
     waits: list[str] = []
@@ -73,15 +71,14 @@ def _replica_status(node: Node, replica: Replica) -> ReplicaStatus:
     )
 
 
-async def task_results(node: Node) -> list[TaskResult]:
+async def task_results(keeper: ViewKeeper, primaries: Mapping[int, Primary]) -> list[TaskResult]:
     """After the last commit: what the primaries here return. Waits until they computed it."""
-    primaries = node.roles.primaries
 
     def all_final(view: JobView) -> bool:
         return not view.running and all(primary.final is not None for primary in primaries.values())
 
-    while not all_final(node.keeper.view):  # since it was woken, this node may have taken over one task more
-        await node.keeper.wait_until(all_final)
+    while not all_final(keeper.view):  # since it was woken, this node may have taken over one task more
+        await keeper.wait_until(all_final)
     found = []
     for task, primary in sorted(primaries.items()):
         assert primary.final is not None

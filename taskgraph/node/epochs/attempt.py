@@ -34,7 +34,7 @@ from taskgraph.protocol.sums import Ledger
 from taskgraph.shape import is_stateless
 
 if TYPE_CHECKING:
-    from taskgraph.node.primary.primary import Primary
+    from taskgraph.node.epochs.term import Term
 
 __all__ = ["Attempt", "Idle", "first_error"]
 
@@ -105,7 +105,7 @@ class Attempt:
 
     def __init__(
         self,
-        primary: Primary,
+        primary: Term,
         stamp: Stamp,
         *,
         group: asyncio.TaskGroup,

@@ -18,7 +18,7 @@ from taskgraph.transport.api import Begun
 if TYPE_CHECKING:
     from taskgraph.graph.compose import Graph
     from taskgraph.node.epochs.strict import Recording
-    from taskgraph.node.primary.primary import Primary
+    from taskgraph.node.epochs.term import Term
     from taskgraph.protocol.sums import Ledger
 
 __all__ = ["Inbound", "raised"]
@@ -55,7 +55,7 @@ class Inbound:
 
     def __init__(
         self,
-        primary: Primary,
+        primary: Term,
         stamp: Stamp,
         ledger: Ledger,
         recording: Recording | None,

@@ -334,7 +334,7 @@ class Lanes:
         if self._task == 0:
             if self._checkpoints:
                 await self._checkpoint(stamp, previous)
-            leader = node.roles.leader
+            leader = node.leader
             if self.dones.open:
                 rows = None  # its done comes after theirs
             elif leader is not None:
@@ -382,7 +382,7 @@ class Lanes:
 
     def _share(self) -> int:
         """What uncommitted epochs of this task may hold: tasks that wait for no other are as far ahead as they may."""
-        even = _AHEAD_BYTES // max(1, len(self._node.roles.primaries))
+        even = _AHEAD_BYTES // max(1, self._node.sharing)
         return max(even, min(_AHEAD_BYTES, _SHARE_EPOCHS * self._most_bytes))
 
     def share(self) -> None:
@@ -399,8 +399,8 @@ class Lanes:
         self._far = ahead = min(self._ahead, self._share_bytes // max(1, self._most_bytes))
         self._primary.reporter.gather_by(ahead)
         self._primary.backups.gathered.gather_by(ahead)
-        if self._task == 0 and self._node.roles.leader is not None:
-            self._node.roles.leader.gather_by(ahead)
+        if self._task == 0 and self._node.leader is not None:
+            self._node.leader.gather_by(ahead)
 
     def _leaves_state(self, graph: Graph | None) -> bool:
         """Whether an epoch of that graph leaves the state as it was, by what marks promise."""
@@ -425,7 +425,7 @@ class Lanes:
                 value = await replica.hosted(value)
             if rows is None:
                 self.lacking = f"what the tasks report in epoch {attempt.number - 1}"
-                leader = self._node.roles.leader
+                leader = self._node.leader
                 rows = await leader.rows_before(attempt.stamp, worked.previous) if leader is not None else {}
                 if rows:
                     value = await replica.with_rows(value, {attempt.number - 1: rows})
@@ -453,7 +453,7 @@ class Lanes:
                 self._turns.at = following.epoch  # as there, without a call
         gathers = not self._lacks_room or self._may_begin(self._next)
         shared = backups.pending(boundary, gathers=gathers)
-        if self._task == 0 and node.roles.leader is not None and node.roles.leader.lacks_own():
+        if self._task == 0 and node.leader is not None and node.leader.lacks_own():
             backups.gathered.flush_soon()  # others wait, and for nothing else
         at = self._keeper.view.epoch
         admit_wait_s = node.settings.admit_wait_s if at is not None and epoch == at.record.base else 0.0
@@ -533,7 +533,8 @@ class Lanes:
             return  # undone just now
         if primary.writer.due(committed.stamp, stateful=replica.stateful):
             primary.stage = "reports of the epoch before"
-            await self._node.roles.rows_before(self._task, stamp, previous)
+            if self._node.leader is not None:
+                await self._node.leader.rows_before(stamp, previous)
             primary.stage = primary.writer.stage
             await primary.writer.room()
             primary.stage = ""

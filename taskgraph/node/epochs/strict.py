@@ -19,15 +19,16 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from taskgraph.channels import Inputs, Outputs
 from taskgraph.epoch import Epoch, Scratch
 from taskgraph.errors import StateError, class_name
 from taskgraph.graph.blocks import Block
 from taskgraph.graph.compose import Composition, Processor
-from taskgraph.graph.values import encode, separate, staying, untouched, verify
+from taskgraph.graph.values import encode, separate, untouched, verify
 from taskgraph.node.epochs.differing import equal_unlike, made_of_state, padding_of, shared_state
+from taskgraph.node.epochs.given import Given
 from taskgraph.node.epochs.twins import BY_NODE
 from taskgraph.node.replica import Replica, encode_fields, named_fields
 from taskgraph.node.usercode.coroutines import is_async
@@ -37,10 +38,7 @@ from taskgraph.protocol.messages import Encoded, EncodedOnDevice, Stamp
 from taskgraph.shape import is_stateless
 from taskgraph.task import Task
 
-if TYPE_CHECKING:
-    from taskgraph.node.epochs.attempt import Attempt
-
-__all__ = ["Given", "Recording", "check_as_left", "check_replay", "check_result", "left_by", "seen"]
+__all__ = ["Recording", "check_as_left", "check_replay", "check_result", "left_by", "seen"]
 
 R = TypeVar("R")
 
@@ -58,21 +56,6 @@ class _Step:
     method: str = ""
     sender: int = 0
     payload: Encoded | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """An item that user code got views of, in the memory where others read it, too."""
-
-    value: EncodedOnDevice
-    tag: str
-    producer: int
-    processor: str
-    epoch: int
-
-    @property
-    def viewed(self) -> bool:
-        return any(buffer.viewed for buffer in staying(self.value))
 
 
 class Recording:
@@ -434,7 +417,18 @@ def _digests(values: Mapping[str, object]) -> Fields:
     return digests
 
 
-def left_by(work: Attempt | _Replay) -> Fields:
+class _Leaves(Protocol):
+    """What an epoch's processors hand on, besides what they put: of an attempt, or of its replay."""
+
+    @property
+    def scratch(self) -> Scratch: ...
+    @property
+    def numbers(self) -> Mapping[str, float]: ...
+    @property
+    def finishing(self) -> bool: ...
+
+
+def left_by(work: _Leaves) -> Fields:
     """Digests of what an epoch's processors hand on so far, besides what they put."""
     left: dict[str, object] = {f"epoch.scratch.{name}": value for name, value in vars(work.scratch).items()}
     left |= {f"reported {name!r}": number for name, number in work.numbers.items()}

@@ -23,8 +23,8 @@ from taskgraph.errors import class_name, worded
 from taskgraph.shape import GIVEN
 
 if TYPE_CHECKING:
-    from taskgraph.node.node import Node
     from taskgraph.node.replica import Replica
+    from taskgraph.node.services import NodeServices
 
 __all__ = ["Unheld"]
 
@@ -45,7 +45,7 @@ _Same = Callable[[object], bool]
 class Unheld:
     """Looks at one task, in one term, until it has told something, or has seen enough."""
 
-    def __init__(self, node: Node, replica: Replica, term: int) -> None:
+    def __init__(self, node: NodeServices, replica: Replica, term: int) -> None:
         self._node = node
         self._replica = replica
         self._term = term

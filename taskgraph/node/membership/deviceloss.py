@@ -7,6 +7,7 @@ which the next epoch computes. What computes meets it as well, a moment later, a
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import CoordinationError, TaskGraphError
@@ -17,7 +18,8 @@ from taskgraph.protocol.deviceloss import Outcome, hint, outcome
 from taskgraph.protocol.records import GoneRecord
 
 if TYPE_CHECKING:
-    from taskgraph.node.node import Node
+    from taskgraph.node.core import NodeCore
+    from taskgraph.node.replica import Replica
     from taskgraph.protocol.messages import Stamp
 
 __all__ = ["DeviceLoss", "DeviceLost"]
@@ -34,12 +36,12 @@ class DeviceLoss:
     """One node's. A node that shares its process with others does not end it: there, the job fails as ever.
 
     Args:
-        own_process: whether the node's end is its process's.
+        replicas: those that are here.
     """
 
-    def __init__(self, node: Node, own_process: bool) -> None:
+    def __init__(self, node: NodeCore, replicas: Mapping[int, Replica]) -> None:
         self._node = node
-        self._own_process = own_process
+        self._replicas = replicas
         self._leaving = False
         self.error: DeviceLost | None = None
         self._spoiled: tuple[UserCodeError, int, Stamp] | None = None
@@ -62,7 +64,7 @@ class DeviceLoss:
     def why_fail(self, error: UserCodeError | TaskGraphError, task: int, epoch: int) -> str | None:
         """What to add to the reason with which the job fails; None: it does not fail, since this node ends."""
         found = met(error)
-        if found is None or not self._own_process:
+        if found is None or not self._node.own_process:
             return ""
         if self._leaving or not self._node.running:
             return None
@@ -100,7 +102,7 @@ class DeviceLoss:
                 await self._tell(GoneRecord(reason=reason, task=task, epoch=epoch, writer=node.writer()))
         except CoordinationError as failed:
             node.log.warning("cannot tell why this node ends: %s", failed)
-        for replica in node.roles.replicas.values():
+        for replica in self._replicas.values():
             replica.actor.abandoned = True  # none of its code runs here any more, `teardown` neither
         node.end_with(self.error)
 

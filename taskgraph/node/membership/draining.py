@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from taskgraph.protocol.takeover import held_alone, who_stays
 
 if TYPE_CHECKING:
-    from taskgraph.node.node import Node
+    from taskgraph.node.core import NodeCore
+    from taskgraph.node.membership.registration import Registration
 
 __all__ = ["Draining"]
 
 
 class Draining:
-    """Whether a node was asked to leave, and whether it may."""
+    """Whether a node that was asked to leave may.
 
-    def __init__(self, node: Node) -> None:
+    Args:
+        empty: whether it has no primary, and no term of one that still ends.
+    """
+
+    def __init__(self, node: NodeCore, empty: Callable[[], bool]) -> None:
         self._node = node
-        self.asked = False
+        self._empty = empty
+        self._registration: Registration | None = None
         self._late = False
 
     def begin(self, why: str) -> None:
@@ -27,9 +34,9 @@ class Draining:
         One that is not registered yet leaves instead of that; one that just registers announces it once it lives.
         """
         node = self._node
-        if self.asked:
+        if node.draining:
             return
-        self.asked = True
+        node.draining = True
         text = f"{node.name} leaves: {why}"
         if node.running and node.keeper.view.open and not self._others():
             text += (
@@ -38,13 +45,19 @@ class Draining:
             )
         node.events.emit("drain", text, fields={"leaves": node.id})
         if node.running:
-            self.announce()
+            self._announce()
 
-    def announce(self) -> None:
+    def lives(self, registration: Registration) -> None:
+        """The node is registered, and takes part from now on."""
+        self._registration = registration
+        if self._node.draining:
+            self._announce()
+
+    def _announce(self) -> None:
         """Has everyone told, and the time counted: once the node was asked and lives."""
         node = self._node
-        assert node.registration is not None
-        node.own(node.registration.announce_drain(), "announce the drain")
+        assert self._registration is not None
+        node.own(self._registration.announce_drain(), "announce the drain")
         node.own(self._deadline(), "drain deadline")
 
     async def _deadline(self) -> None:
@@ -68,12 +81,12 @@ class Draining:
     def over(self) -> bool:
         """Nothing of the job is here any more, or `drain_s` passed."""
         node = self._node
-        if not self.asked:
+        if not node.draining:
             return False
         if self._late:
             return True
         view = node.keeper.view
-        if node.registration is None or not node.registration.draining or node.roles.primaries or node.roles.runs:
+        if self._registration is None or not self._registration.draining or not self._empty():
             return False
         # Who was evicted holds the committed boundary until the next commit: of a finished job there is none.
         holders = view.in_sync if view.running else view.staying

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from taskgraph.node.membership.failing import fatal_record
@@ -12,16 +13,21 @@ from taskgraph.protocol.kv import Compare
 from taskgraph.protocol.records import name_of
 
 if TYPE_CHECKING:
-    from taskgraph.node.node import Node
+    from taskgraph.node.core import NodeCore
 
 __all__ = ["FatalCode"]
 
 
 class FatalCode:
-    """One node's look at it. All look, and all may say so: etcd takes the first."""
+    """One node's look at it. All look, and all may say so: etcd takes the first.
 
-    def __init__(self, node: Node) -> None:
+    Args:
+        changed: told when it has come to nothing, and others may take over after all.
+    """
+
+    def __init__(self, node: NodeCore, changed: Callable[[], None]) -> None:
         self._node = node
+        self._changed = changed
         self._failing: asyncio.Task[None] | None = None
 
     def look(self) -> bool:
@@ -44,4 +50,4 @@ class FatalCode:
         if view.open and not await node.write_failed(transactions.fail(view, status, fences), status):
             await node.keeper.refresh()
         self._failing = None
-        node.roles.reconsider()
+        self._changed()

@@ -12,8 +12,9 @@ from taskgraph.protocol.records import name_of
 from taskgraph.task import NeighborFailed, NeighborRestarted
 
 if TYPE_CHECKING:
-    from taskgraph.node.node import Node
+    from taskgraph.node.core import NodeCore
     from taskgraph.node.primary.primary import Primary
+    from taskgraph.node.roles import Roles
 
 __all__ = ["Noticing"]
 
@@ -21,8 +22,9 @@ __all__ = ["Noticing"]
 class Noticing:
     """Tells the primaries here, and the event log. Information only: nothing is decided by it."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeCore, roles: Roles) -> None:
         self._node = node
+        self._roles = roles
         self._terms_seen: dict[int, tuple[int, bool]] = {}
         self._told_unreached: set[str] = set()
 
@@ -33,7 +35,7 @@ class Noticing:
         changed = {t: now for t, now in seen.items() if t in self._terms_seen and now != self._terms_seen[t]}
         before, self._terms_seen = self._terms_seen, seen
         for task, (term, dead) in changed.items():
-            for primary in self._node.roles.primaries.values():
+            for primary in self._roles.primaries.values():
                 replica = primary.replica
                 if not replica.ready or "on_event" not in replica.shape.overrides or primary.task == task:
                     continue
@@ -87,7 +89,7 @@ class Noticing:
             await asyncio.sleep(min(1.0, limit / 4))
             current = {
                 (r.task, running.where, running.since)
-                for r in self._node.roles.replicas.values()
+                for r in self._roles.replicas.values()
                 for running in r.actor.running
             }
             told &= current

@@ -14,7 +14,7 @@ from taskgraph.errors import CoordinationError
 from taskgraph.protocol.lease_end import LeaseEnd
 
 if TYPE_CHECKING:
-    from taskgraph.node.node import Node
+    from taskgraph.node.core import NodeCore
 
 __all__ = ["Overdue"]
 
@@ -38,7 +38,7 @@ class Overdue:
         changed: told of a node and its lease whether that has ended.
     """
 
-    def __init__(self, node: Node, changed: Callable[[str, int, bool], None]) -> None:
+    def __init__(self, node: NodeCore, changed: Callable[[str, int, bool], None]) -> None:
         self._node = node
         self._changed = changed
         self._asked: dict[str, _Asked] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from taskgraph.coordination.api import Lease
@@ -22,7 +22,8 @@ from taskgraph.protocol.reach import share_host, why_refused, why_unreached
 from taskgraph.protocol.records import NodeRecord
 
 if TYPE_CHECKING:
-    from taskgraph.node.node import Node
+    from taskgraph.node.core import NodeCore
+    from taskgraph.node.membership.suspicion import Suspicion
 
 __all__ = ["Registration"]
 
@@ -37,28 +38,24 @@ _LOOK_S = 0.5
 
 
 class Registration:
-    """One node's lease and key."""
+    """One node's lease and key.
 
-    def __init__(self, node: Node, record: NodeRecord) -> None:
+    Args:
+        record: what never changes of what its key says.
+        reconcile: has what runs here follow the view, before it is said whose primaries are here.
+    """
+
+    def __init__(
+        self, node: NodeCore, record: NodeRecord, *, suspicion: Suspicion, reconcile: Callable[[], None]
+    ) -> None:
         self._node = node
-        self._record = record  # what never changes of what its key says
+        self._record = record
+        self._suspicion = suspicion
+        self._reconcile = reconcile
         self._lease: Lease | None = None
         self._draining = False
-        self._open = asyncio.Event()
         self._why_paused = ""  # what was last said of it
         self._reached: set[str] = set()  # nodes that answered before this one began: ids are never used again
-        self.node_revision = 0
-
-    def _pause(self, paused: bool) -> None:
-        self._node.paused = paused
-        if paused:
-            self._open.clear()
-        else:
-            self._open.set()
-
-    async def while_paused(self) -> None:
-        """Returns at once, or when the pause ends."""
-        await self._open.wait()
 
     @property
     def draining(self) -> bool:
@@ -92,8 +89,8 @@ class Registration:
                         f"job {keeper.view.keys.job!r} was submitted anew while this node started: start the node again"
                     )
                 await self._node.breathe()
-            self.node_revision = revision
-            self._pause(False)
+            self._node.node_revision = revision
+            self._node.pause(False)
             with self._ticking():
                 await keeper.caught_up(revision)
             if not await self._why_unreached():
@@ -101,10 +98,10 @@ class Registration:
                     self._node.events.emit("unlike", why)
                 return
             # Others registered after this one had looked: it takes its key back, before it begins anything.
-            self._pause(True)
+            self._node.pause(True)
             assert self._lease is not None
             await self._lease.close(revoke=True)
-            self.node_revision = 0
+            self._node.node_revision = 0
             await keeper.refresh()
 
     async def _until_it_may(self) -> None:
@@ -198,7 +195,8 @@ class Registration:
         return {
             other: live[other]
             for other in sorted(live)
-            if other != node.id and (not self.node_revision or view.nodes[other].mod_revision < self.node_revision)
+            if other != node.id
+            and (not self._node.node_revision or view.nodes[other].mod_revision < self._node.node_revision)
         }
 
     async def _put_first(self) -> int | None:
@@ -230,8 +228,8 @@ class Registration:
             assert lease is not None
             lease.tick()
             if not self._node.paused and (why := self._why_unproved(lease)):
-                self._pause(True)
-                self._node.suspicion.paused()
+                self._node.pause(True)
+                self._suspicion.paused()
                 self._node.events.emit("paused", f"{why}: serving stops, work is kept")
                 self._node.keeper.notify_later()
             if self._node.paused:
@@ -252,7 +250,7 @@ class Registration:
     def _deleted(self) -> bool:
         """Whether the key is not there although its lease may live. Others take this node for lost then."""
         node, view = self._node, self._node.keeper.view
-        known = 0 < self.node_revision <= view.revision and view.spec is not None
+        known = 0 < self._node.node_revision <= view.revision and view.spec is not None
         return known and node.id not in view.nodes and node.id not in view.gone
 
     def _unproved(self, lease: Lease) -> bool:
@@ -273,7 +271,7 @@ class Registration:
                 return
             with self._ticking():
                 await node.keeper.load()
-            node.roles.reconcile()  # primaries of gone terms step down now: who stays is named by this view
+            self._reconcile()  # primaries of gone terms step down now: who stays is named by this view
             if node.id in node.keeper.view.gone:
                 return  # the node sees that, and ends
             txn = transactions.resume(node.keeper.view, node.id, self._current())
@@ -284,14 +282,14 @@ class Registration:
             self._why_paused = str(error)
             return
         if result.succeeded:
-            self.node_revision = result.revision
+            self._node.node_revision = result.revision
             with self._ticking():
                 await node.keeper.caught_up(result.revision)
             if self._unproved(lease):
                 return
-            self._pause(False)
+            self._node.pause(False)
             self._why_paused = ""
-            node.suspicion.resumed()
+            self._suspicion.resumed()
             node.events.emit("resumed", "the lease is proved, and the key in etcd is there")
             node.keeper.notify_later()
 
@@ -318,15 +316,15 @@ class Registration:
         """Tells everyone that this node wants to leave."""
         self._draining = True
         while True:
-            await self.while_paused()
+            await self._node.while_paused()
             view, record = self._node.keeper.view, self._current()
-            txn = transactions.update_node(view, self._node.id, record, self.node_revision)
+            txn = transactions.update_node(view, self._node.id, record, self._node.node_revision)
             try:
                 revision = await self._node.transact(txn, key=view.keys.node(self._node.id), writer=record.writer)
             except LeaseGone:
                 revision = None  # the node pauses, and resumes under another lease
             if revision is not None:
-                self.node_revision = max(self.node_revision, revision)  # it may have resumed since
+                self._node.node_revision = max(self._node.node_revision, revision)  # it may have resumed since
                 await self._node.keeper.caught_up(revision)
                 return
             await self._node.breathe()

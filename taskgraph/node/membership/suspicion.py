@@ -13,7 +13,7 @@ back, as it did itself.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,8 @@ from taskgraph.protocol import transactions
 from taskgraph.protocol.records import GoneRecord, name_of
 
 if TYPE_CHECKING:
-    from taskgraph.node.node import Node
+    from taskgraph.node.core import NodeCore
+    from taskgraph.node.primary.primary import Primary
 
 __all__ = ["Suspicion"]
 
@@ -51,10 +52,25 @@ class Refusal:
 
 
 class Suspicion:
-    """One node's opinion of the others."""
+    """One node's opinion of the others. It says it in `suspects` and `gone` of the node.
 
-    def __init__(self, node: Node, changed: Callable[[], None]) -> None:
+    Args:
+        primaries: those that are here.
+        unproved: whether this node pauses, or is about to.
+        changed: told when something has that the view does not tell.
+    """
+
+    def __init__(
+        self,
+        node: NodeCore,
+        primaries: Mapping[int, Primary],
+        *,
+        unproved: Callable[[], bool],
+        changed: Callable[[], None],
+    ) -> None:
         self._node = node
+        self._primaries = primaries
+        self._unproved = unproved
         self._changed = changed
         self._refused: dict[str, Refusal] = {}
         self._outlived: set[str] = set()  # those that lived on though their port refused: that it does is no news
@@ -64,9 +80,7 @@ class Suspicion:
         self._coming_back: asyncio.Task[None] | None = None
         self._probing: dict[str, asyncio.Task[None]] = {}
         self._doubted: set[str] = set()  # a call found nobody listening: it is looked at
-        self.suspects: frozenset[str] = frozenset()
-        self.gone: frozenset[str] = frozenset()
-        self._gone_revision = -1  # of `gone`
+        self._gone_revision = -1  # of what it says of `gone`
         self._missed: set[str] = set()  # whose loss it told because their ports refuse
         self._told: set[str] | None = None
 
@@ -180,8 +194,7 @@ class Suspicion:
 
     def update(self) -> None:
         """Looks at the view again."""
-        registration = self._node.registration
-        if self._absent_before is None and registration is not None and registration.unproved:
+        if self._absent_before is None and self._unproved():
             self.paused()  # it will be; else it waits for them in vain
             self.resumed()
         view = self._node.keeper.view
@@ -193,19 +206,19 @@ class Suspicion:
         self._absent_since = {node: self._absent_since.get(node, now) for node in sorted(absent)}
         if self._gone_revision != view.gone_revision:
             self._gone_revision = view.gone_revision
-            self.gone = frozenset(view.gone)
+            self._node.gone = frozenset(view.gone)
             self._tell_deaths()
             self._forget(named)
         if self._absent_before is not None:
             absent &= self._absent_before
-        self.suspects = frozenset(absent | self._refused.keys() | (self.gone & named) | self._overdue.nodes)
+        self._node.suspects = frozenset(absent | self._refused.keys() | (self._node.gone & named) | self._overdue.nodes)
 
     def _named(self) -> set[str]:
         """Other nodes that hold tasks, or are to: once one of them is absent, until it is back or gone."""
         view = self._node.keeper.view
         named = {p.record.node for p in view.primaries.values()}
         named.update(node for members in view.members.values() for node in members)
-        for primary in self._node.roles.primaries.values():
+        for primary in self._primaries.values():
             named.update(primary.backups.tended)
         named.update(node for node in self._absent_since if node not in view.gone)
         named.discard(self._node.id)
@@ -217,7 +230,7 @@ class Suspicion:
         self._refused = {node: refusal for node, refusal in self._refused.items() if node in kept}
         self._outlived &= kept
         self._probing = {node: probe for node, probe in self._probing.items() if not probe.done()}
-        self._missed -= self.gone
+        self._missed -= self._node.gone
         self._node.router.keep(kept)
 
     def _tell_deaths(self) -> None:
@@ -273,8 +286,8 @@ class Suspicion:
         """Declares nodes gone that stayed absent for `lost_after_s` on this node's unpaused clock."""
         while True:
             await asyncio.sleep(min(1.0, self._node.settings.lost_after_s / 4))
-            me, registration = self._node, self._node.registration
-            if me.paused or registration is None or registration.unproved:
+            me = self._node
+            if me.paused or self._unproved():
                 self._count_anew()  # a node that was frozen may come by here before it sees that it is to pause
                 continue
             self._look_at_refused()

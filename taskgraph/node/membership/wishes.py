@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from taskgraph.protocol.placement import Holding, Seat, Wish, place
 
 if TYPE_CHECKING:
-    from taskgraph.node.node import Node
+    from taskgraph.node.core import NodeCore
 
 __all__ = ["Wishes"]
 
@@ -19,7 +19,7 @@ __all__ = ["Wishes"]
 class Wishes:
     """Placement, computed anew when the structure of the job changed: its nodes, primaries, members."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeCore) -> None:
         self._node = node
         self.by_task: dict[int, Wish] = {}
         self.revision = -1

@@ -17,7 +17,7 @@ from taskgraph.protocol.records import name_of
 from taskgraph.protocol.sums import ITEM, explain, identity, total
 
 if TYPE_CHECKING:
-    from taskgraph.node.node import Node
+    from taskgraph.node.core import NodeCore
 
 __all__ = ["Findings", "audit"]
 
@@ -50,7 +50,7 @@ class Findings:
         }
         self.disagreements = explain(pages)
 
-    def waits(self, node: Node) -> Iterable[str]:
+    def waits(self, node: NodeCore) -> Iterable[str]:
         """What the leader waits for, where nothing is known to be wrong."""
         why = "what was sent and what was received differ"
         for task in self.hidden:
@@ -72,7 +72,7 @@ def _reported(report: Report) -> tuple[int, int]:
     return report.sent, report.received
 
 
-async def audit(node: Node, stamp: Stamp, reports: Mapping[int, Report]) -> Findings:
+async def audit(node: NodeCore, stamp: Stamp, reports: Mapping[int, Report]) -> Findings:
     """Asks all tasks at once; who does not answer in time, or is in another term by now, is `hidden`."""
     pages: dict[int, tuple[LedgerEntry, ...]] = {}
 

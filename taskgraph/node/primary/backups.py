@@ -29,8 +29,8 @@ from taskgraph.protocol.messages import Accepted, Offer, Reason, Release, Reply,
 from taskgraph.protocol.records import name_of
 
 if TYPE_CHECKING:
-    from taskgraph.node.node import Node
     from taskgraph.node.replica import Replica
+    from taskgraph.node.services import NodeServices
 
 __all__ = ["Backups"]
 
@@ -45,7 +45,7 @@ class Backups:
     """
 
     def __init__(
-        self, node: Node, replica: Replica, *, term: int, epoch: int, primary_revision: int, insync: InSync
+        self, node: NodeServices, replica: Replica, *, term: int, epoch: int, primary_revision: int, insync: InSync
     ) -> None:
         self._node = node
         self._replica = replica

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from taskgraph.graph.values import joined
-from taskgraph.node.primary.gathering import Due
+from taskgraph.node.primary.due import Due
 from taskgraph.protocol.boundaries import Boundary
 from taskgraph.protocol.messages import Encoded, Offer, Offers
 
 if TYPE_CHECKING:
-    from taskgraph.node.node import Node
+    from taskgraph.node.services import NodeServices
 
 __all__ = ["Gathered", "message_of"]
 
@@ -38,7 +38,7 @@ class Gathered:
         boundaries: by their keys, in the order in which they were added.
     """
 
-    def __init__(self, node: Node, offer: Callable[[list[Boundary]], None]) -> None:
+    def __init__(self, node: NodeServices, offer: Callable[[list[Boundary]], None]) -> None:
         self._node = node
         self._offer = offer
         self._loop = asyncio.get_running_loop()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from taskgraph.errors import GraphError, TransportError
 from taskgraph.node.backoff import Backoff
 from taskgraph.node.primary import audits
-from taskgraph.node.primary.checkpoints import Checkpointer
+from taskgraph.node.primary.checkpointer import Checkpointer
 from taskgraph.observe.trace import clock
 from taskgraph.protocol import transactions
 from taskgraph.protocol.commit import Commit, Diverged, Leader, Restart, SealTasks, WaitFor
@@ -33,9 +33,9 @@ from taskgraph.protocol.messages import (
 from taskgraph.protocol.records import name_of
 
 if TYPE_CHECKING:
-    from taskgraph.node.node import Node
     from taskgraph.node.primary.primary import Primary
     from taskgraph.node.reports import Rows
+    from taskgraph.node.services import NodeServices
     from taskgraph.protocol.view import JobView
 
 __all__ = ["LeaderRole", "within_reach"]
@@ -59,7 +59,7 @@ _REFUSALS = 20
 class LeaderRole:
     """Leads the job while its node's primary of task 0 lives."""
 
-    def __init__(self, node: Node, primary: Primary) -> None:
+    def __init__(self, node: NodeServices, primary: Primary) -> None:
         self._node = node
         self._primary = primary
         self._ahead = node.settings.epochs_ahead

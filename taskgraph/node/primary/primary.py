@@ -25,7 +25,7 @@ from taskgraph.node.epochs.strict import check_result
 from taskgraph.node.epochs.twins import Twins
 from taskgraph.node.epochs.unheld import Unheld
 from taskgraph.node.primary.backups import Backups
-from taskgraph.node.primary.checkpoints import CheckpointWriter
+from taskgraph.node.primary.checkpoint_writer import CheckpointWriter
 from taskgraph.node.primary.reporter import Reporter
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, met
 from taskgraph.protocol.boundaries import Boundary
@@ -38,8 +38,8 @@ from taskgraph.protocol.view import JobView, Versioned, holds
 from taskgraph.task import BecamePrimary
 
 if TYPE_CHECKING:
-    from taskgraph.node.node import Node
     from taskgraph.node.replica import Replica
+    from taskgraph.node.services import NodeServices
     from taskgraph.task import Event
 
 __all__ = ["Primary"]
@@ -48,7 +48,7 @@ __all__ = ["Primary"]
 class Primary:
     """One task, one term."""
 
-    def __init__(self, node: Node, replica: Replica, taken: TakenOver) -> None:
+    def __init__(self, node: NodeServices, replica: Replica, taken: TakenOver) -> None:
         self.node = node
         self.replica = replica
         self.task = replica.task
@@ -341,7 +341,7 @@ class Primary:
         return now.epoch
 
     async def _unless_replaced(self) -> None:
-        """Returns at once, or never where another primary was read: the node cancels this one (`Roles.reconcile`).
+        """Returns at once, or never where another primary was read: the node cancels this one (`Reconciler.reconcile`).
 
         Its successors may have committed since, by the same view: that their boundary is not here is no mistake then.
         """

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from taskgraph.node.primary.gathering import Due
+from taskgraph.node.primary.due import Due
 from taskgraph.observe.trace import clock
 from taskgraph.protocol.messages import Reply, Report, Reports
 
 if TYPE_CHECKING:
-    from taskgraph.node.node import Node
+    from taskgraph.node.services import NodeServices
     from taskgraph.protocol.records import PrimaryRecord
     from taskgraph.protocol.view import JobView, Versioned
 
@@ -39,7 +39,7 @@ class Reporter:
         leads: of task 0, whose primary leads: nothing is gathered, and nothing travels.
     """
 
-    def __init__(self, node: Node, *, leads: bool = False) -> None:
+    def __init__(self, node: NodeServices, *, leads: bool = False) -> None:
         self._node = node
         self._leads = leads
         self._loop = asyncio.get_running_loop()
@@ -106,7 +106,7 @@ class Reporter:
     def _took(self, report: Report) -> bool:
         """Whether the leader took it, which is of this very node: without a call."""
         node = self._node
-        role, since = node.roles.leader, node.tracing.on and clock()
+        role, since = node.leader, node.tracing.on and clock()
         if role is None or node.paused or role.report_now(report) is None:
             return False
         if since:

@@ -23,8 +23,11 @@ from taskgraph.protocol.records import CheckpointRecord, PrimaryRecord, State, S
 from taskgraph.protocol.takeover import Move, Succession, succession
 
 if TYPE_CHECKING:
-    from taskgraph.node.node import Node
+    from taskgraph.node.membership.fatal import FatalCode
+    from taskgraph.node.membership.suspicion import Suspicion
     from taskgraph.node.replica import Replica
+    from taskgraph.node.roles import Roles
+    from taskgraph.node.services import NodeServices
 
 __all__ = ["TakeOvers"]
 
@@ -32,8 +35,11 @@ __all__ = ["TakeOvers"]
 class TakeOvers:
     """One node's tries at becoming primary; at most one per task at a time."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeServices, roles: Roles, *, suspicion: Suspicion, fatal_code: FatalCode) -> None:
         self._node = node
+        self._roles = roles
+        self._suspicion = suspicion
+        self._fatal_code = fatal_code
         self._under_way: dict[int, asyncio.Task[None]] = {}
         self._orphans: dict[int, str] = {}
         self._reading: set[int] = set()  # checkpoints are read for them, to find one that the job can go back to
@@ -57,7 +63,7 @@ class TakeOvers:
             wished=wish is not None and wish.primary == self._node.id,
             stateful=primary.record.stateful if primary else False,
             unseated=wish is not None and wish.primary is None and self._node.speaks(),
-            dropped=task not in self._node.roles.primaries and task not in self._node.roles.stepping_down,
+            dropped=task not in self._roles.primaries and task not in self._roles.stepping_down,
         )
 
     @property
@@ -74,9 +80,9 @@ class TakeOvers:
     def consider(self, task: int) -> None:
         """Looks at one task, and begins a takeover where it is called for."""
         if (
-            task in self._node.roles.primaries
+            task in self._roles.primaries
             or task in self._under_way
-            or task in self._node.roles.stepping_down
+            or task in self._roles.stepping_down
             or self._node.paused
             or self._node.keeper.view.collected  # all leave, and nobody needs their tasks any more
         ):
@@ -149,7 +155,7 @@ class TakeOvers:
 
         def done(_: object) -> None:
             self._under_way.pop(task, None)
-            self._node.roles.reconsider()
+            self._roles.reconsider()
 
         running.add_done_callback(done)
         return running
@@ -158,7 +164,7 @@ class TakeOvers:
         """Tries once; `reconcile` tries again where it is still called for."""
         if decision.rank:
             await asyncio.sleep(decision.rank * self._node.settings.takeover_stagger_s)
-            if self._node.fatal_code.look():
+            if self._fatal_code.look():
                 return
         decision = self._decide(task)
         match decision.move:
@@ -173,7 +179,7 @@ class TakeOvers:
 
     async def _become_primary(self, task: int, *, failure: bool) -> None:
         """As a member: one transaction."""
-        view, replica = self._node.keeper.view, self._node.roles.replica(task)
+        view, replica = self._node.keeper.view, self._roles.replica(task)
         old = view.primaries.get(task)
         writer = self._node.writer()
         try:
@@ -196,7 +202,7 @@ class TakeOvers:
 
     async def _become_first(self, task: int) -> None:
         """The first primary of a fresh job, or the successor of nobody, who rolls the job back where need be."""
-        replica = self._node.roles.replica(task)
+        replica = self._roles.replica(task)
         try:
             await replica.build()
         except (UserCodeError, TaskGraphError) as error:
@@ -280,7 +286,7 @@ class TakeOvers:
         """
         task, view = replica.task, self._node.keeper.view
         await self._node.point("takeover", task, view.epoch.record.epoch if view.epoch is not None else 0)
-        refusal = self._node.suspicion.refusal(old)
+        refusal = self._suspicion.refusal(old)
         began = self._node.tracing.on and clock()
         result = await self._node.writes.execute(txn, view.keys.primary(task), writer)
         if began:
@@ -313,7 +319,7 @@ class TakeOvers:
         if anew:  # not sooner: whoever became primary instead may have been told that this node holds its boundaries
             replica.boundaries.clear()
         replica.actor.stamp, replica.actor.term = Stamp(taken.attempt, taken.epoch), taken.term
-        self._node.roles.begin_term(Primary(self._node, replica, taken))
+        self._roles.begin_term(Primary(self._node, replica, taken))
         return True
 
     async def hand_over(self, message: HandOver) -> None:
@@ -325,12 +331,12 @@ class TakeOvers:
         task = message.task
         await self._node.keeper.wait_until_read(lambda v: v.stamp is not None and v.stamp >= message.stamp)
         view, node = self._node.keeper.view, self._node
-        busy = task in self._under_way or task in node.roles.primaries or task in node.roles.stepping_down
+        busy = task in self._under_way or task in self._roles.primaries or task in self._roles.stepping_down
         able = node.running and not (busy or node.paused or node.draining)
         if view.stamp != message.stamp or view.term(task) != message.term or not able:
             raise Refused(Reason.STALE, f"{node.name} cannot take over task {task} just now")
         await asyncio.shield(self._begin(task, self._become_primary(task, failure=False)))
-        if task not in node.roles.primaries:
+        if task not in self._roles.primaries:
             raise Refused(Reason.STALE, f"{node.name} tried to take over task {task}, and was not the one")
 
     async def _look_again(self) -> None:

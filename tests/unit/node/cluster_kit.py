@@ -17,7 +17,7 @@ from taskgraph.errors import OutcomeUnknown, Unavailable
 from taskgraph.launch import inprocess
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node, Point
-from taskgraph.node.roles import Roles
+from taskgraph.node.reconciler import Reconciler
 from taskgraph.protocol.kv import Put, Txn, TxnResult
 from taskgraph.testing.clock import FastForwardLoop
 from taskgraph.testing.threads import LockStepThreads
@@ -94,7 +94,7 @@ def joining() -> type[Joining]:
 @pytest.fixture
 def set_up_when_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backups are set up after their primaries, as those are that come later: the first set-up is the primary's."""
-    monkeypatch.setattr(Roles, "_set_up_backups", lambda self: None)
+    monkeypatch.setattr(Reconciler, "_set_up_backups", lambda self: None)
 
 
 #: Of the loop's clock, which leaps: only what hangs comes to it.

@@ -24,7 +24,7 @@ def fresh() -> None:
 
 def own(node: Node) -> Node:
     """As if it were alone in its process."""
-    node.device_loss._own_process = True
+    node.own_process = True
     return node
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node.primary.checkpoints import CheckpointWriter
+from taskgraph.node.primary.checkpoint_writer import CheckpointWriter
 
 
 class Adds(tg.Task, state=["total"]):

@@ -14,7 +14,6 @@ from trace_kit import spans_of
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
-from taskgraph.node.telling import node_status
 from taskgraph.observe.clocks import ClockReading, NodeClock
 from taskgraph.observe.trace import Span
 from taskgraph.observe.trace_file import TraceFile
@@ -108,7 +107,7 @@ def test_status_tells_what_the_earliest_epoch_waits_for() -> None:
         await asyncio.sleep(5)
         node = holder(cluster, 0)
         assert [attempt.number for attempt in node.roles.primaries[0].attempts] == [2, 3, 4, 5]
-        (told,) = [replica for replica in node_status(node).replicas if replica.role == "primary" and not replica.task]
+        (told,) = [replica for replica in node.status().replicas if replica.role == "primary" and not replica.task]
         assert told.waits == ("count waits for 'x' from task 1",)
         gate.set()
         return await cluster.result()

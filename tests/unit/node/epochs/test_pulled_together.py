@@ -83,10 +83,11 @@ async def test_a_channel_that_is_not_in_every_epoch_is_refused_where_it_is_not()
 
 def serving(view: View, asked: Attempts, *, max_parked: int = 100) -> Any:
     settings = SimpleNamespace(max_parked=max_parked, epochs_ahead=4)
-    roles = SimpleNamespace(primaries={0: SimpleNamespace(attempts=asked)})
+    roles: Any = SimpleNamespace(primaries={0: SimpleNamespace(attempts=asked)})
     keeper = SimpleNamespace(view=view)
-    node = SimpleNamespace(id="n0-1", name="n0", settings=settings, paused=False, roles=roles, keeper=keeper)
-    return Serving(node)  # type: ignore[arg-type]
+    node: Any = SimpleNamespace(id="n0-1", name="n0", settings=settings, paused=False, keeper=keeper)
+    takeovers: Any = None
+    return Serving(node, roles, takeovers)
 
 
 async def test_what_waits_is_counted_until_it_is_answered_or_not_wanted_any_more() -> None:
@@ -146,7 +147,7 @@ async def test_each_is_asked_for_where_the_view_is_not_where_the_caller_is() -> 
     assert serves.all_now("n", pull(3, 4)) is None, "its first epoch is over"
     assert serves.all_now("n", pull(5, 4, term=2)) is None
     assert serves.all_now("n", Pull(Stamp(2, 4), 1, 1, 0, "x", 4)) is None, "another attempt was not read yet"
-    serves._node.roles.primaries.clear()
+    serves._roles.primaries.clear()
     assert serves.all_now("n", pull(5, 4)) is None
     serves._node.paused = True
     assert serves.all_now("n", pull(5, 4)) is None

@@ -45,7 +45,7 @@ def test_work_that_was_dropped_gets_a_new_term_from_its_own_node(task: int, node
     async def scenario(cluster: InProcessCluster) -> JobResult:
         await Fresh.reached.wait()
         node = holder(cluster, task)
-        node.roles._step_down(task)  # the view shows no other primary: the work is dropped all the same
+        node.roles.step_down(task)  # the view shows no other primary: the work is dropped all the same
         result = await cluster.result()
         view = node.keeper.view
         assert (view.primary_node(task), view.term(task)) == (node.id, 2)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import inspect
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 from cluster_kit import Counting, Gated, gated, holder, job, play, told
@@ -15,6 +14,7 @@ import taskgraph as tg
 from taskgraph.coordination.api import WatchBatch
 from taskgraph.errors import CoordinationError, Refused
 from taskgraph.launch.inprocess import InProcessCluster
+from taskgraph.node.membership.draining import Draining
 from taskgraph.protocol.kv import Delete, Put, Txn, TxnResult
 from taskgraph.protocol.messages import HandOver
 from taskgraph.protocol.records import Ran
@@ -169,26 +169,21 @@ class Paced(Counting, state=["total"]):
         await super().count(epoch, ins, outs)
 
 
-def test_whether_it_has_drained_is_asked_at_every_commit_once_it_drains() -> None:
+def test_whether_it_has_drained_is_asked_at_every_commit_once_it_drains(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who was evicted holds its last boundary until the epoch after it is committed."""
 
     async def scenario(cluster: InProcessCluster) -> None:
         node, asked = cluster.nodes[0], list[int]()
 
-        class Drains:
-            asked = False
+        def over(self: Draining) -> bool:
+            asked.append(node.epoch)
+            return node.epoch >= 30
 
-            @property
-            def over(self) -> bool:
-                asked.append(node.epoch)
-                return node.epoch >= 30
-
-        drains: Any = Drains()
-        node._draining = drains
+        monkeypatch.setattr(Draining, "over", property(over))
         await node.keeper.wait_until(lambda view: view.running)
         await node.epoch_read(10)
         assert not asked, "it does not drain"
-        drains.asked = True
+        node.draining = True
         node.keeper.notify_later()
         (run,) = [member.run for member in cluster._members.values()]
         await asyncio.wait([run])

@@ -80,7 +80,7 @@ def test_what_a_node_knows_of_those_that_are_gone_does_not_grow_with_them() -> N
         await lives.keeper.wait_until(whole)
         assert len(view.gone) == 12
         suspicion = lives.suspicion
-        known = [suspicion.suspects, suspicion._refused, suspicion._outlived, suspicion._probing, suspicion._missed]
+        known = [lives.suspects, suspicion._refused, suspicion._outlived, suspicion._probing, suspicion._missed]
         assert max(map(len, [*known, lives.router._addresses])) <= 4, known
 
     play(job(Slow, epochs=100_000), scenario, nodes=3)

@@ -33,7 +33,7 @@ def test_a_node_that_still_registers_frees_what_it_reads_as_history(
     unreached = Registration._why_unreached
 
     async def asks_long(self: Registration) -> dict[str, str]:
-        if self.node_revision and self._before():
+        if self._node.node_revision and self._before():
             await go_on.wait()
         return await unreached(self)
 

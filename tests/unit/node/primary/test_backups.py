@@ -106,15 +106,14 @@ def test_a_member_that_was_unwanted_before_a_pause_and_is_not_after_it_stays(
         await gated.reached.wait()
         first = holder(cluster, 0)
         backups = first.roles.primaries[0].backups
-        assert first.registration is not None
-        first.registration._pause(True)
+        first.pause(True)
         asked: list[str] = []
         with monkeypatch.context() as unwanted:
             unwanted.setattr(Backups, "_unwanted", lambda self, node: bool(asked.append(node)) or self is backups)
             first.keeper.notify_later()
             await asyncio.sleep(0.1)
         assert asked
-        first.registration._pause(False)
+        first.pause(False)
         await asyncio.sleep(0.1)
         assert not told(cluster, "evicted")
         assert len(truth(cluster).staying(0)) == 2

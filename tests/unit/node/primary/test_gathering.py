@@ -9,7 +9,8 @@ import pytest
 
 import taskgraph as tg
 from taskgraph.node.primary import gathering
-from taskgraph.node.primary.gathering import Due, Gathering, longer
+from taskgraph.node.primary.due import Due
+from taskgraph.node.primary.gathering import Gathering, longer
 from taskgraph.protocol.keys import Keys
 from taskgraph.protocol.kv import KeyEvent, KeyValue
 from taskgraph.protocol.records import EpochRecord, GoneRecord, NodeRecord, PrimaryRecord, Record

@@ -15,7 +15,7 @@ from taskgraph.checkpoint.manifest import Name
 from taskgraph.checkpoint.store import Store
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node.node import Node
-from taskgraph.node.primary.checkpoints import Checkpointer
+from taskgraph.node.primary.checkpointer import Checkpointer
 from taskgraph.protocol.messages import Stamp, Written
 
 __all__ = ["gated"]
@@ -69,12 +69,11 @@ def test_one_that_pauses_waits_with_it(gated: type[Gated], tmp_path: Path, monke
         checkpointer = Checkpointer(node, node.roles.primaries[0])
         checkpointer.take(Written(Stamp(1, 2), 0, 0, ""))
         monkeypatch.setattr(Store, "discard", lambda self, name, still: removed.append(name))
-        assert node.registration is not None
-        node.registration._pause(True)
+        node.pause(True)
         giving_up = asyncio.ensure_future(checkpointer._give_up())
         await asyncio.sleep(0)
         assert not giving_up.done() and not removed
-        node.registration._pause(False)
+        node.pause(False)
         await giving_up
 
     play(job(gated, tasks=1, backups=0, checkpoint=f"file://{tmp_path}", checkpoint_every=100), scenario, nodes=1)

@@ -289,7 +289,7 @@ def test_an_offer_is_answered_at_once_or_left_to_the_call() -> None:
         await other.keeper.wait_until(lambda view: view.stamp is not None and view.stamp.epoch >= 2)
         right = node.roles.replicas[0].boundaries.committed
         assert right is not None
-        serving = Serving(other)
+        serving = Serving(other, other.roles, other.takeovers)
 
         def now(attempt: int = 1, *, term: int = 1, task: int = 0, committed: bool = False) -> object:
             return serving.now(node.id, Offer(Stamp(attempt, 3), term, task, committed, False, 1, right.value))

@@ -25,7 +25,7 @@ def wish_away_and_back(node: Node) -> None:
     """Placement changes its mind twice while nothing else runs: the replica goes, and is wished for again."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node, "wish", lambda task: Wish(primary="n1-local", backups=()))
-        node.roles._drop_replicas()
+        node.reconciler._drop_replicas()
     assert 0 not in node.roles.replicas
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +59,7 @@ class _Node:
     def __init__(self) -> None:
         self.keeper = _Keeper()
         self.router = self
+        self.leader: _Leader | None = None
         self.paused = False
         self.resumed = asyncio.Event()
         self.begun: list[tuple[Report | Reports, asyncio.Future[Reply]]] = []
@@ -400,7 +400,7 @@ class _Leader:
 async def _leading() -> tuple[_Node, _Leader, Reporter, asyncio.Task[None]]:
     node, leader = _Node(), _Leader()
     node.keeper.lead(1)
-    node.roles = SimpleNamespace(leader=leader)  # type: ignore[attr-defined]
+    node.leader = leader
     reporter = Reporter(node, leads=True)  # type: ignore[arg-type]
     running = asyncio.create_task(reporter.run())
     await _turns()
@@ -423,10 +423,10 @@ async def test_what_a_leader_at_hand_does_not_take_goes_its_way() -> None:
     leader.takes = False
     reporter.set(_report(1))
     assert [report for report, _ in node.begun] == [_report(1)]
-    node.roles.leader = None  # type: ignore[attr-defined]
+    node.leader = None
     reporter.set(_report(2))
     assert [report for report, _ in node.begun] == [_report(1), _report(2)]
-    node.roles.leader, leader.takes, node.paused = leader, True, True  # type: ignore[attr-defined]
+    node.leader, leader.takes, node.paused = leader, True, True
     reporter.set(_report(3))
     await _turns()
     assert not leader.took and not node.patient
@@ -440,7 +440,7 @@ async def test_what_a_leader_at_hand_does_not_take_goes_its_way() -> None:
 async def test_whoever_leads_after_it_is_told_again_what_it_took() -> None:
     node, leader, reporter, running = await _leading()
     reporter.set(_report(1))
-    node.roles.leader = None  # type: ignore[attr-defined]
+    node.leader = None
     node.keeper.lead(2)
     await _turns()
     assert leader.took == [_report(1)] and node.patient == [_report(1)]

@@ -25,8 +25,8 @@ from taskgraph.launch import inprocess, resuming
 from taskgraph.launch.inprocess import InProcessCluster
 from taskgraph.node import replica as replica_module
 from taskgraph.node.node import Point
-from taskgraph.node.primary import checkpoints as checkpoints_module
-from taskgraph.node.primary.checkpoints import CheckpointReader
+from taskgraph.node.primary import checkpointer as checkpointer_module
+from taskgraph.node.primary.checkpoint_reader import CheckpointReader
 
 pytestmark = pytest.mark.slow
 
@@ -606,7 +606,7 @@ async def test_a_place_that_hosts_do_not_share_is_told_of_and_makes_no_checkpoin
     unharmed: tg.JobResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They were taken for complete, until the day that one was needed."""
-    monkeypatch.setattr(checkpoints_module, "_LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(checkpointer_module, "_LOOK_AGAIN_S", 0.01)
     async with running(walk(tmp_path), 2) as cluster:
         for node in cluster.nodes:
             node.checkpoints = CheckpointReader(node, node.threads, Directory(tmp_path / node.name))
@@ -629,7 +629,7 @@ async def test_a_place_that_hosts_do_not_share_is_told_of_and_makes_no_checkpoin
 async def test_files_that_are_listed_a_moment_later_make_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints_module, "_LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(checkpointer_module, "_LOOK_AGAIN_S", 0.01)
     real, looked = Directory.sizes, set[str]()
 
     def late(self: Directory, path: str) -> dict[str, int | None]:

@@ -1,256 +1,44 @@
-"""Durable checkpoints, as a node makes and reads them.
+"""The leader's part in checkpoints: what primaries wrote becomes one.
 
-    a primary read a commit ──► its file, in a thread ──► `Written` ──► the leader: manifest, pointer, manifest
+    `Written`, from every primary (`checkpoint_writer.py`) ──► manifest, pointer, manifest
 
-What becomes a checkpoint, and when one is complete, is decided by `protocol.checkpointing`; where the files are and
-what is in them is `taskgraph.checkpoint`'s. A file that cannot be written, or that the leader does not find where it
-was written to, costs that checkpoint and nothing else; a place that takes longer than the epochs of a checkpoint makes
-the epochs wait, by name.
-
-Whatever blocks or costs runs in threads of their own: neither the event loop nor user code waits for a place.
+What becomes a checkpoint, and when one is complete, is decided by `protocol.checkpointing`. A file that the leader does
+not find where it was written to costs that checkpoint and nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from taskgraph.checkpoint.files import FileInfo
-from taskgraph.checkpoint.manifest import Manifest, MissingFile, Name, Origin
-from taskgraph.checkpoint.places import Place
-from taskgraph.checkpoint.store import Found, Store
-from taskgraph.errors import CheckpointError, DecodeError, TransportError
-from taskgraph.node.usercode.threads import Threads
+from taskgraph.checkpoint.manifest import Manifest, Name
+from taskgraph.errors import CheckpointError
+from taskgraph.node.primary.checkpoint_reader import SAME_PLACE
 from taskgraph.protocol import transactions
-from taskgraph.protocol.boundaries import Boundary
-from taskgraph.protocol.checkpointing import Collected, due, is_open
-from taskgraph.protocol.messages import Accepted, Encoded, Stamp, Written
+from taskgraph.protocol.checkpointing import Collected, is_open
+from taskgraph.protocol.messages import Accepted, Stamp, Written
 from taskgraph.protocol.records import CheckpointRecord, name_of
 
 if TYPE_CHECKING:
-    from taskgraph.node.node import Node
     from taskgraph.node.primary.primary import Primary
+    from taskgraph.node.services import NodeServices
 
-__all__ = ["FILES_AT_A_TIME", "CheckpointReader", "CheckpointWriter", "Checkpointer"]
+__all__ = ["Checkpointer"]
 
-R = TypeVar("R")
-
-FILES_AT_A_TIME = 4
-"""Written or read by one node; more of them would not make a disk quicker."""
 _RETRY_S = 1.0
 """How long the leader leaves a place alone that refused a manifest."""
-_TOLD = 16
-"""Of files written, and of those that could not be, a primary tells a new leader of so many. It looks at fewer."""
 _LOOK_AGAIN_S = 1.0
 """After which the leader looks once more for a file that it does not find: some stores list it a moment later."""
-_SAME_PLACE = "do all hosts see the same place?"
 _MIB = 1 << 20
-
-
-class CheckpointReader:
-    """The job's checkpoints, as this node reads them; its calls run in threads."""
-
-    def __init__(self, node: Node, threads: Threads, place: Place | None = None) -> None:
-        self._node = node
-        self._threads = threads
-        self._place = place
-        self._store: Store | None = None
-
-    @property
-    def store(self) -> Store:
-        """Where they are; the job has a place for them."""
-        spec = self._node.spec
-        if self._store is None:
-            assert spec.checkpoint is not None
-            origin = Origin(
-                job=spec.name,
-                fingerprint=spec.fingerprint,
-                tasks=spec.tasks,
-                any_driver=spec.checkpoint_changed,
-            )
-            self._store = Store(spec.checkpoint, origin, place=self._place)
-        return self._store
-
-    async def call(self, function: Callable[[], R]) -> R:
-        return await self._threads.run(function)
-
-    def name_of(self, boundary: Stamp) -> Name:
-        """What a checkpoint of this boundary is called."""
-        spec = self._node.spec
-        return Name(spec.checkpoint_series, boundary.attempt, boundary.epoch, spec.run[:8])
-
-    async def newest_usable(self, pointer: CheckpointRecord) -> Found:
-        """The checkpoint the pointer names, or the newest before it of which every file can be read."""
-
-        def look() -> Found:
-            found = self.store.newest((pointer.name, *pointer.before))
-            if found.manifest is None and found.missing:
-                *others, last = found.refused
-                found = replace(found, refused=(*others, f"{last}: {self._why_missing(pointer)}"))
-            return found
-
-        return await self.call(look)
-
-    def _why_missing(self, pointer: CheckpointRecord) -> str:
-        """Why a file of a checkpoint may not be there: who keeps checkpoints here as well, or what to ask."""
-        current, mine = Name.parse(pointer.name), self._node.spec.run[:8]
-        with contextlib.suppress(OSError):
-            for other in self.store.of_others(mine, (pointer.name, *pointer.before)):
-                # What an earlier run left unfinished is older than this run, or of the run that is gone on from.
-                if current is not None and other > current and other.run != current.run:
-                    return (
-                        f"another run ({other.run}) keeps checkpoints of this job there, too, and may have removed it"
-                    )
-        return _SAME_PLACE
-
-    async def boundary_of(self, task: int, term: int) -> Boundary | None:
-        """The committed boundary of a task, where it is the checkpoint's; None where that has nothing of the task.
-
-        Raises:
-            CheckpointError: the file is missing, torn, corrupt or foreign.
-        """
-        view = self._node.keeper.view
-        if not view.covered or view.checkpoint is None or view.epoch is None:
-            return None
-        record, lineage = view.checkpoint.record, view.epoch.record.lineage
-
-        def read() -> Encoded | None:
-            try:
-                return self.store.read(self.store.open(record.name), task)
-            except MissingFile as error:
-                raise CheckpointError(f"{error}: {self._why_missing(record)}") from error
-
-        value = await self.call(read)
-        # After a roll-back it counts as made in the attempt that began then: whatever is older was undone.
-        stamp = Stamp(max(record.attempt, lineage), record.epoch)
-        return Boundary(stamp, term, value) if value is not None else None
-
-
-class CheckpointWriter:
-    """One primary's part: its files, and the leader's knowledge of them."""
-
-    def __init__(self, node: Node, task: int) -> None:
-        self._node = node
-        self._task = task
-        self._waiting: tuple[Stamp, Callable[[], Encoded]] | None = None
-        self._begun = Stamp(0, 0)
-        self._writing: Stamp | None = None
-        self._written: dict[Stamp, Written] = {}
-        self._told: set[tuple[Stamp, int]] = set()  # of what was written, to the leader of that revision
-        self._changed = asyncio.Event()
-        self._failing = False
-
-    def due(self, boundary: Stamp, *, stateful: bool) -> bool:
-        """Whether this boundary is to be written once it is read as committed, and was not yet."""
-        spec = self._node.spec
-        return (
-            spec.checkpoint is not None
-            and (stateful or self._task == 0)
-            and boundary != self._begun
-            and due(self._node.keeper.view, boundary, spec.checkpoint_every)
-        )
-
-    @property
-    def stage(self) -> str:
-        """What whoever waits for `room` waits for."""
-        epoch = self._writing.epoch if self._writing is not None else 0
-        return f"its file of the checkpoint of epoch {epoch}: {self._node.checkpoints.store} is slow"
-
-    async def room(self) -> None:
-        """Waits while one file is being written and another waits for that: so nothing piles up."""
-        while self._waiting is not None:
-            self._changed.clear()
-            await self._changed.wait()
-
-    def begin(self, stamp: Stamp, value: Callable[[], Encoded]) -> None:
-        """Writes this boundary, in the background. `value` is called in a thread."""
-        self._begun = stamp
-        self._waiting = (stamp, value)
-        self._changed.set()
-
-    async def write(self) -> None:
-        """Writes what was begun, until cancelled."""
-        while True:
-            while self._waiting is None:
-                self._changed.clear()
-                await self._changed.wait()
-            (stamp, value), self._waiting = self._waiting, None
-            self._changed.set()
-            if not is_open(self._node.keeper.view, stamp):
-                continue  # undone while it waited
-            self._writing = stamp
-            await self._node.point("checkpoint", self._task, stamp.epoch)
-            await self._write(stamp, value)
-            self._writing = None
-            self._changed.set()
-            self._node.keeper.notify_later()
-
-    async def _write(self, stamp: Stamp, value: Callable[[], Encoded]) -> None:
-        checkpoints = self._node.checkpoints
-        name = checkpoints.name_of(stamp)
-        try:
-            info = await checkpoints.call(lambda: checkpoints.store.write(name, self._task, value()))
-        except (OSError, CheckpointError, DecodeError, MemoryError) as error:
-            # Of a disk that stays full every checkpoint fails: what is kept of that is the first.
-            again, self._failing = self._failing, True
-            self._node.events.emit(
-                "checkpoint failed",
-                f"checkpoint of epoch {stamp.epoch}: the file of task {self._task} cannot be written: {error}; the job "
-                f"goes on with the one before",
-                task=self._task,
-                epoch=stamp.epoch,
-                transient=again,
-            )
-            # Told all the same: what others write of it would take the room of the next.
-            self._written[stamp] = Written(stamp, self._task, 0, "")
-        else:
-            self._failing = False
-            self._written[stamp] = Written(stamp, self._task, info.size, info.digest)
-        for old in sorted(self._written)[:-_TOLD]:
-            del self._written[old]
-
-    async def tell(self) -> None:
-        """Tells the leader of every file, and every new leader again, until the pointer is that far.
-
-        In the order in which they were written: the leader goes by that.
-        """
-        keeper = self._node.keeper
-        while True:
-            view = keeper.view
-            leader = view.primaries.get(0)
-            self._written = {stamp: w for stamp, w in self._written.items() if is_open(view, stamp)}
-            revision = leader.mod_revision if leader is not None else 0
-            self._told = {(stamp, of) for stamp, of in self._told if stamp in self._written and of == revision}
-            untold = next((w for stamp, w in self._written.items() if (stamp, revision) not in self._told), None)
-            if untold is None or leader is None:
-                await keeper.wait_until(lambda _: self._news())
-                continue
-            await self._node.while_paused()
-            if await self._tell(untold):
-                self._told.add((untold.stamp, revision))
-
-    async def _tell(self, written: Written) -> bool:
-        try:
-            await self._node.router.to_primary(0, lambda: written, timeout_s=self._node.settings.call_s)
-        except TransportError as error:
-            self._node.log.debug("task %d: the leader does not hear of its file: %s", self._task, error)
-            await self._node.breathe()
-            return False
-        return True
-
-    def _news(self) -> bool:
-        leader = self._node.keeper.view.primaries.get(0)
-        return leader is not None and any((stamp, leader.mod_revision) not in self._told for stamp in self._written)
 
 
 class Checkpointer:
     """The leader's part: manifests, the pointer, and the end of old checkpoints."""
 
-    def __init__(self, node: Node, primary: Primary) -> None:
+    def __init__(self, node: NodeServices, primary: Primary) -> None:
         self._node = node
         self._primary = primary
         self._collected = Collected(node.job.tasks)
@@ -388,7 +176,7 @@ class Checkpointer:
         (info, what), primary = unseen[0], node.keeper.view.primaries.get(unseen[0][0].task)
         of = f"task {info.task}" + (f" on {name_of(primary.record.node)}" if primary is not None else "")
         more = f" (so it is with {len(unseen)} of {len(manifest.files)} files)" if len(unseen) > 1 else ""
-        why = f"the file of {of}, {what}{more}: {_SAME_PLACE} The job goes on with the checkpoint before, if any"
+        why = f"the file of {of}, {what}{more}: {SAME_PLACE} The job goes on with the checkpoint before, if any"
         self._tell_failed(epoch, failed, why)
         return False
 

@@ -1,0 +1,269 @@
+"""What every part of a node has: who it is, etcd, its peers, its clock, and work that ends with it.
+
+It knows none of the parts. They are given it, and what else they ask of each other; `node.py` puts them together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, TypeVar
+
+from taskgraph.coordination.api import Coordinator
+from taskgraph.coordination.viewkeeper import ViewKeeper
+from taskgraph.driver import JobSpec
+from taskgraph.errors import TaskGraphError, Unavailable, said
+from taskgraph.jobs import Job
+from taskgraph.node.membership.failing import failure_record
+from taskgraph.node.router import Router
+from taskgraph.node.usercode.errors import UserCodeError
+from taskgraph.node.usercode.threads import PooledThreads, Threads
+from taskgraph.node.writes import Writes
+from taskgraph.observe.events import EventLog
+from taskgraph.observe.trace import Tracing
+from taskgraph.protocol import transactions
+from taskgraph.protocol.kv import Compare, Txn
+from taskgraph.protocol.records import GoneRecord, Ran, StatusRecord
+from taskgraph.transport.api import Transport
+
+__all__ = ["NodeCore", "Point"]
+
+T = TypeVar("T")
+Point = Callable[[str, int, int], Awaitable[None]]
+"""(stage, task, epoch): called at named moments of an epoch; tests kill nodes there."""
+
+_RETRY_S = 0.05
+"""Pause before a failed call or transaction is tried again: long for a socket, short for a person."""
+_LEFT = "it left"
+_WHY_CHARS = 2000
+
+
+class NodeCore:
+    """One node of one job, as its parts see it.
+
+    Attributes:
+        paused: whether it cannot prove its lease just now; every message asks for it. Set by `Registration`.
+        node_revision: of its key in etcd; 0: it is not registered. Set by `Registration`.
+        draining: whether it was asked to leave. Set by `Draining`.
+        suspects: nodes that it takes for dead. Set by `Suspicion`.
+        gone: nodes that are dead for good, by what was read in etcd. Set by `Suspicion`.
+        injects: whether there is anything to call at `point`: an epoch comes by five of them.
+        injects_held: whether `held` is one of its stages: only for nodes that are processes of their own
+            (`inject.STAGES`).
+    """
+
+    def __init__(
+        self,
+        *,
+        spec: JobSpec,
+        job: Job,
+        coordinator: Coordinator,
+        transport: Transport,
+        name: str,
+        node_id: str,
+        events: EventLog,
+        devices: int,
+        host: str | None,
+        threads: Threads | None,
+        point: Point | None,
+        own_process: bool,
+    ) -> None:
+        self.id = node_id
+        self.name = name
+        self.host = host or socket.gethostname()
+        self.spec = spec
+        self.job = job
+        self.settings = job.settings
+        self.devices = devices
+        self.own_process = own_process
+        self.coordinator = coordinator
+        self.transport = transport
+        self.events = events
+        self.tracing = Tracing()
+        self.log = logging.getLogger("taskgraph.node")
+        self.keeper = ViewKeeper(coordinator, spec.name, refresh_s=self.settings.refresh_s)
+        self.router = Router(transport, self.keeper)
+        self.writes = Writes(coordinator)
+        self.threads = threads or PooledThreads(f"{name}-task", limit=max(64, 2 * job.tasks))
+        self.injects = point is not None
+        self.injects_held = self.injects and own_process
+        self.paused = True
+        self.node_revision = 0
+        self.draining = False
+        self.suspects: frozenset[str] = frozenset()
+        self.gone: frozenset[str] = frozenset()
+        self.started_at = 0.0
+        self._point = point
+        self._proved = asyncio.Event()
+        self._write_numbers = itertools.count(1)
+        self._group: asyncio.TaskGroup | None = None
+        self._leaving = False
+        self._owned: dict[asyncio.Task[None], None] = {}
+        self._failure: asyncio.Future[None] | None = None
+        self._broken: BaseException | None = None  # what the first of its asyncio tasks raised that did
+        self._why_left = _LEFT
+        self._ran: tuple[Ran, ...] = ()
+
+    # -- where it is ------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    @property
+    def running(self) -> bool:
+        """Whether it still takes on anything; a node that leaves answers for a moment longer."""
+        return self._group is not None and not self._leaving
+
+    def speaks(self) -> bool:
+        """Whether this is the first of the nodes by name, which tells what all of them see."""
+        return min(self.keeper.view.live_nodes(self.spec.run), default="") == self.id
+
+    @property
+    def epoch(self) -> int:
+        """The epoch at work as it was read; -1: none yet."""
+        return self.keeper.view.stamp.epoch if self.keeper.view.stamp else -1
+
+    async def epoch_read(self, epoch: int) -> None:
+        """Returns when the view has come to `epoch`, or the job does not run any more."""
+        await self.keeper.wait_until(lambda v: not v.running or (v.stamp is not None and v.stamp.epoch >= epoch))
+
+    def pause(self, paused: bool) -> None:
+        """Says whether it cannot prove its lease."""
+        self.paused = paused
+        if paused:
+            self._proved.clear()
+        else:
+            self._proved.set()
+
+    async def while_paused(self) -> None:
+        """Returns at once, or when the pause ends."""
+        await self._proved.wait()
+
+    async def breathe(self) -> None:
+        await asyncio.sleep(_RETRY_S)
+
+    async def point(self, stage: str, task: int, epoch: int) -> None:
+        if self._point is not None:
+            await self._point(stage, task, epoch)
+
+    # -- etcd -------------------------------------------------------------------------------------
+
+    def writer(self) -> str:
+        """A name for one write, never used again."""
+        return f"{self.id}:{next(self._write_numbers)}"
+
+    async def from_etcd(self, call: Callable[[], Awaitable[T]]) -> T | None:
+        """What a call to etcd returns, as soon as etcd answers; None where this node is asked to leave before."""
+        told = False
+        while not self.draining:
+            try:
+                return await call()
+            except Unavailable as error:
+                if not told:
+                    self.log.warning("waiting for etcd: %s", error)
+                    told = True
+                await self.breathe()
+        return None
+
+    async def transact(self, txn: Txn, *, key: str, writer: str) -> int | None:
+        """Executes a transaction until its outcome is known; see `Writes.transact`."""
+        return await self.writes.transact(txn, key=key, writer=writer)
+
+    # -- work that ends with the node -------------------------------------------------------------
+
+    def own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Runs something that lives as long as the node at most."""
+        if self._group is None:
+            work.close()
+            raise RuntimeError("the node is not running")
+        task = self._child(self._group, work, name)
+        self._owned[task] = None
+        task.add_done_callback(lambda done: self._owned.pop(done, None))
+        return task
+
+    def wait_for(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Runs something that is not cancelled when the node ends, but waited for."""
+        if self._group is None:
+            work.close()
+        else:
+            self._child(self._group, work, name)
+
+    def _child(self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = group.create_task(work, name=name)
+        task.add_done_callback(self._note_error)
+        return task
+
+    def _note_error(self, task: asyncio.Task[None]) -> None:
+        if self._broken is None and not task.cancelled():
+            self._broken = task.exception()
+
+    # -- the end of the job, and of the node ------------------------------------------------------
+
+    async def fail_with(
+        self,
+        error: UserCodeError | TaskGraphError,
+        task: int | None,
+        epoch: int | None,
+        fences: Iterable[Compare],
+        also: str,
+        *,
+        finished: bool = False,
+    ) -> bool:
+        """Ends the job with an error. False where a fence broke, and where it had ended already.
+
+        Args:
+            also: what is said besides.
+            finished: also where its epochs are all committed (a `result()` that raises).
+        """
+        writer = self.writer()
+        status = failure_record(error, task, epoch, writer, also)
+        view = self.keeper.view
+        if view.status is None or not (view.running or (finished and view.finished)):
+            return False
+        if view.finished:  # once its results were collected they are there, whatever raises
+            fences = (*fences, Compare(view.keys.collected, 0))
+        if not await self.write_failed(transactions.fail(view, status, fences), status):
+            await self.keeper.refresh()
+            return False
+        return True
+
+    async def write_failed(self, txn: Txn, status: StatusRecord) -> bool:
+        """Executes `txn`, which ends the job with `status`, and tells it. False where its comparisons failed."""
+        keeper = self.keeper
+        try:
+            revision = await self.transact(txn, key=keeper.view.keys.status, writer=status.writer)
+            if revision is None:
+                return False
+        except asyncio.CancelledError:
+            # This node may read what it wrote before it hears that it did, and ends then.
+            found = keeper.view.status
+            if found is not None and found.record.writer == status.writer:
+                self._tell_failed(status)
+            raise
+        self._tell_failed(status)
+        await keeper.caught_up(revision)
+        return True
+
+    def _tell_failed(self, status: StatusRecord) -> None:
+        self.events.emit("failed", status.reason, task=status.task, epoch=status.epoch)
+
+    def end_with(self, error: TaskGraphError, ran: tuple[Ran, ...] = ()) -> None:
+        """This node cannot go on.
+
+        Args:
+            ran: what it ends for, where that may end its successors, too: it counts as a death does.
+        """
+        if self._failure is not None and not self._failure.done():
+            self._why_left, self._ran = ended_itself(error) if ran else _LEFT, ran
+            self._failure.set_exception(error)
+
+    def farewell(self) -> GoneRecord:
+        """What others read of this node's end."""
+        return GoneRecord(reason=self._why_left, ran=self._ran, writer=self.writer())
+
+
+def ended_itself(error: BaseException) -> str:
+    return f"ended itself: {said(error)}"[:_WHY_CHARS]

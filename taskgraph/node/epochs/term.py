@@ -1,0 +1,60 @@
+"""What an attempt asks of its task's primary: `primary/primary.py: Primary`, which is made of attempts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol
+
+from taskgraph.errors import GraphError, Refused
+from taskgraph.node.core import NodeCore
+from taskgraph.node.epochs.pulls import Pulls
+from taskgraph.node.replica import Replica
+from taskgraph.protocol.messages import Stamp
+
+if TYPE_CHECKING:
+    from taskgraph.node.epochs.attempt import Attempt, Idle
+    from taskgraph.node.epochs.attempts import Attempts
+
+__all__ = ["Term"]
+
+
+class Term(Protocol):
+    """A task's primary in one term.
+
+    Attributes:
+        loop: the event loop of the node, and
+        thread: the one that it runs in.
+    """
+
+    @property
+    def node(self) -> NodeCore: ...
+    @property
+    def replica(self) -> Replica: ...
+    @property
+    def task(self) -> int: ...
+    @property
+    def term(self) -> int: ...
+    @property
+    def attempts(self) -> Attempts: ...
+    @property
+    def pulls(self) -> Pulls: ...
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop: ...
+    @property
+    def thread(self) -> int: ...
+
+    def finishing(self) -> None:
+        """The job ends with the epoch of an attempt."""
+
+    def report_idle(self, stamp: Stamp, idle: Idle) -> None:
+        """Tells the leader that the epoch is quiet here."""
+
+    def refused(self, stamp: Stamp, refused: Refused, why: str) -> None:
+        """A call of an attempt was refused for good, so that the attempt cannot be completed: the epoch restarts.
+
+        Raises:
+            TaskGraphError: it would be refused again.
+        """
+
+    def missed(self, attempt: Attempt, error: GraphError) -> None:
+        """A message that an attempt sent which had finished: the job fails, though that is committed perhaps."""

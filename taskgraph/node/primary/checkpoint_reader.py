@@ -1,0 +1,110 @@
+"""The job's checkpoints, as a node reads them: where the files are and what is in them is `taskgraph.checkpoint`'s.
+
+Whatever blocks or costs runs in threads of their own: neither the event loop nor user code waits for a place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from taskgraph.checkpoint.manifest import MissingFile, Name, Origin
+from taskgraph.checkpoint.places import Place
+from taskgraph.checkpoint.store import Found, Store
+from taskgraph.errors import CheckpointError
+from taskgraph.node.usercode.threads import Threads
+from taskgraph.protocol.boundaries import Boundary
+from taskgraph.protocol.messages import Encoded, Stamp
+from taskgraph.protocol.records import CheckpointRecord
+
+if TYPE_CHECKING:
+    from taskgraph.node.core import NodeCore
+
+__all__ = ["FILES_AT_A_TIME", "SAME_PLACE", "CheckpointReader"]
+
+R = TypeVar("R")
+
+FILES_AT_A_TIME = 4
+"""Written or read by one node; more of them would not make a disk quicker."""
+SAME_PLACE = "do all hosts see the same place?"
+
+
+class CheckpointReader:
+    """The job's checkpoints, as this node reads them; its calls run in threads."""
+
+    def __init__(self, node: NodeCore, threads: Threads, place: Place | None = None) -> None:
+        self._node = node
+        self._threads = threads
+        self._place = place
+        self._store: Store | None = None
+
+    @property
+    def store(self) -> Store:
+        """Where they are; the job has a place for them."""
+        spec = self._node.spec
+        if self._store is None:
+            assert spec.checkpoint is not None
+            origin = Origin(
+                job=spec.name,
+                fingerprint=spec.fingerprint,
+                tasks=spec.tasks,
+                any_driver=spec.checkpoint_changed,
+            )
+            self._store = Store(spec.checkpoint, origin, place=self._place)
+        return self._store
+
+    async def call(self, function: Callable[[], R]) -> R:
+        return await self._threads.run(function)
+
+    def name_of(self, boundary: Stamp) -> Name:
+        """What a checkpoint of this boundary is called."""
+        spec = self._node.spec
+        return Name(spec.checkpoint_series, boundary.attempt, boundary.epoch, spec.run[:8])
+
+    async def newest_usable(self, pointer: CheckpointRecord) -> Found:
+        """The checkpoint the pointer names, or the newest before it of which every file can be read."""
+
+        def look() -> Found:
+            found = self.store.newest((pointer.name, *pointer.before))
+            if found.manifest is None and found.missing:
+                *others, last = found.refused
+                found = replace(found, refused=(*others, f"{last}: {self._why_missing(pointer)}"))
+            return found
+
+        return await self.call(look)
+
+    def _why_missing(self, pointer: CheckpointRecord) -> str:
+        """Why a file of a checkpoint may not be there: who keeps checkpoints here as well, or what to ask."""
+        current, mine = Name.parse(pointer.name), self._node.spec.run[:8]
+        with contextlib.suppress(OSError):
+            for other in self.store.of_others(mine, (pointer.name, *pointer.before)):
+                # What an earlier run left unfinished is older than this run, or of the run that is gone on from.
+                if current is not None and other > current and other.run != current.run:
+                    return (
+                        f"another run ({other.run}) keeps checkpoints of this job there, too, and may have removed it"
+                    )
+        return SAME_PLACE
+
+    async def boundary_of(self, task: int, term: int) -> Boundary | None:
+        """The committed boundary of a task, where it is the checkpoint's; None where that has nothing of the task.
+
+        Raises:
+            CheckpointError: the file is missing, torn, corrupt or foreign.
+        """
+        view = self._node.keeper.view
+        if not view.covered or view.checkpoint is None or view.epoch is None:
+            return None
+        record, lineage = view.checkpoint.record, view.epoch.record.lineage
+
+        def read() -> Encoded | None:
+            try:
+                return self.store.read(self.store.open(record.name), task)
+            except MissingFile as error:
+                raise CheckpointError(f"{error}: {self._why_missing(record)}") from error
+
+        value = await self.call(read)
+        # After a roll-back it counts as made in the attempt that began then: whatever is older was undone.
+        stamp = Stamp(max(record.attempt, lineage), record.epoch)
+        return Boundary(stamp, term, value) if value is not None else None

@@ -1,0 +1,142 @@
+"""A primary's files of checkpoints.
+
+    a primary read a commit ──► its file, in a thread ──► `Written` ──► the leader (`checkpointer.py`)
+
+A file that cannot be written costs that checkpoint and nothing else; a place that takes longer than the epochs of a
+checkpoint makes the epochs wait, by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from taskgraph.errors import CheckpointError, DecodeError, TransportError
+from taskgraph.protocol.checkpointing import due, is_open
+from taskgraph.protocol.messages import Encoded, Stamp, Written
+
+if TYPE_CHECKING:
+    from taskgraph.node.services import NodeServices
+
+__all__ = ["CheckpointWriter"]
+
+_TOLD = 16
+"""Of files written, and of those that could not be, a primary tells a new leader of so many. It looks at fewer."""
+
+
+class CheckpointWriter:
+    """One primary's part: its files, and the leader's knowledge of them."""
+
+    def __init__(self, node: NodeServices, task: int) -> None:
+        self._node = node
+        self._task = task
+        self._waiting: tuple[Stamp, Callable[[], Encoded]] | None = None
+        self._begun = Stamp(0, 0)
+        self._writing: Stamp | None = None
+        self._written: dict[Stamp, Written] = {}
+        self._told: set[tuple[Stamp, int]] = set()  # of what was written, to the leader of that revision
+        self._changed = asyncio.Event()
+        self._failing = False
+
+    def due(self, boundary: Stamp, *, stateful: bool) -> bool:
+        """Whether this boundary is to be written once it is read as committed, and was not yet."""
+        spec = self._node.spec
+        return (
+            spec.checkpoint is not None
+            and (stateful or self._task == 0)
+            and boundary != self._begun
+            and due(self._node.keeper.view, boundary, spec.checkpoint_every)
+        )
+
+    @property
+    def stage(self) -> str:
+        """What whoever waits for `room` waits for."""
+        epoch = self._writing.epoch if self._writing is not None else 0
+        return f"its file of the checkpoint of epoch {epoch}: {self._node.checkpoints.store} is slow"
+
+    async def room(self) -> None:
+        """Waits while one file is being written and another waits for that: so nothing piles up."""
+        while self._waiting is not None:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def begin(self, stamp: Stamp, value: Callable[[], Encoded]) -> None:
+        """Writes this boundary, in the background. `value` is called in a thread."""
+        self._begun = stamp
+        self._waiting = (stamp, value)
+        self._changed.set()
+
+    async def write(self) -> None:
+        """Writes what was begun, until cancelled."""
+        while True:
+            while self._waiting is None:
+                self._changed.clear()
+                await self._changed.wait()
+            (stamp, value), self._waiting = self._waiting, None
+            self._changed.set()
+            if not is_open(self._node.keeper.view, stamp):
+                continue  # undone while it waited
+            self._writing = stamp
+            await self._node.point("checkpoint", self._task, stamp.epoch)
+            await self._write(stamp, value)
+            self._writing = None
+            self._changed.set()
+            self._node.keeper.notify_later()
+
+    async def _write(self, stamp: Stamp, value: Callable[[], Encoded]) -> None:
+        checkpoints = self._node.checkpoints
+        name = checkpoints.name_of(stamp)
+        try:
+            info = await checkpoints.call(lambda: checkpoints.store.write(name, self._task, value()))
+        except (OSError, CheckpointError, DecodeError, MemoryError) as error:
+            # Of a disk that stays full every checkpoint fails: what is kept of that is the first.
+            again, self._failing = self._failing, True
+            self._node.events.emit(
+                "checkpoint failed",
+                f"checkpoint of epoch {stamp.epoch}: the file of task {self._task} cannot be written: {error}; the job "
+                f"goes on with the one before",
+                task=self._task,
+                epoch=stamp.epoch,
+                transient=again,
+            )
+            # Told all the same: what others write of it would take the room of the next.
+            self._written[stamp] = Written(stamp, self._task, 0, "")
+        else:
+            self._failing = False
+            self._written[stamp] = Written(stamp, self._task, info.size, info.digest)
+        for old in sorted(self._written)[:-_TOLD]:
+            del self._written[old]
+
+    async def tell(self) -> None:
+        """Tells the leader of every file, and every new leader again, until the pointer is that far.
+
+        In the order in which they were written: the leader goes by that.
+        """
+        keeper = self._node.keeper
+        while True:
+            view = keeper.view
+            leader = view.primaries.get(0)
+            self._written = {stamp: w for stamp, w in self._written.items() if is_open(view, stamp)}
+            revision = leader.mod_revision if leader is not None else 0
+            self._told = {(stamp, of) for stamp, of in self._told if stamp in self._written and of == revision}
+            untold = next((w for stamp, w in self._written.items() if (stamp, revision) not in self._told), None)
+            if untold is None or leader is None:
+                await keeper.wait_until(lambda _: self._news())
+                continue
+            await self._node.while_paused()
+            if await self._tell(untold):
+                self._told.add((untold.stamp, revision))
+
+    async def _tell(self, written: Written) -> bool:
+        try:
+            await self._node.router.to_primary(0, lambda: written, timeout_s=self._node.settings.call_s)
+        except TransportError as error:
+            self._node.log.debug("task %d: the leader does not hear of its file: %s", self._task, error)
+            await self._node.breathe()
+            return False
+        return True
+
+    def _news(self) -> bool:
+        leader = self._node.keeper.view.primaries.get(0)
+        return leader is not None and any((stamp, leader.mod_revision) not in self._told for stamp in self._written)

@@ -1,0 +1,118 @@
+"""Brings what runs here in line with what etcd says.
+
+`reconcile` is the heart: whenever the view or a suspicion changes, it compares the two: primaries of gone terms step
+down, replicas nobody wishes for go, tasks without a primary are taken over, and the leader's role follows task 0. It
+only starts and stops things; what they do is in their own modules.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from taskgraph.errors import TaskGraphError
+from taskgraph.node.membership.fatal import FatalCode
+from taskgraph.node.membership.noticing import Noticing
+from taskgraph.node.membership.suspicion import Suspicion
+from taskgraph.node.primary.takeovers import TakeOvers
+from taskgraph.node.roles import Roles
+from taskgraph.node.services import NodeServices
+
+__all__ = ["Reconciler"]
+
+_LOOK_S = 1.0
+"""For what no event announces: a start that waits for nodes, an absence that lasts."""
+
+
+class Reconciler:
+    """One node's."""
+
+    def __init__(
+        self,
+        node: NodeServices,
+        roles: Roles,
+        *,
+        suspicion: Suspicion,
+        fatal_code: FatalCode,
+        takeovers: TakeOvers,
+        noticing: Noticing,
+    ) -> None:
+        self._node = node
+        self._roles = roles
+        self._suspicion = suspicion
+        self._fatal_code = fatal_code
+        self._takeovers = takeovers
+        self._noticing = noticing
+
+    def follow(self) -> None:
+        """Every change of the view, synchronously: backups free what etcd says is history."""
+        view = self._node.keeper.view
+        if view.epoch is not None:
+            for replica in self._roles.replicas.values():
+                replica.follow(view.epoch.record)
+        if view.structure_revision != self._node.wishes.revision:
+            self._roles.changed.set()
+
+    async def run(self) -> None:
+        """For ever: looks again whenever something changed."""
+        changed = self._roles.changed
+        while True:
+            changed.clear()
+            self.reconcile()
+            try:
+                async with asyncio.timeout(_LOOK_S):
+                    await changed.wait()
+            except TimeoutError:
+                pass
+
+    def reconcile(self) -> None:
+        """Synchronous: it decides and starts, others do."""
+        node, roles, view = self._node, self._roles, self._node.keeper.view
+        if node.id in view.gone:
+            node.end_with(
+                node.device_loss.error
+                or TaskGraphError(f"{node.name} was declared gone: {view.gone[node.id].record.reason}")
+            )
+            return
+        self._suspicion.update()
+        for task, primary in list(roles.primaries.items()):
+            if view.revision < primary.revision:
+                continue  # the view has not come to its takeover yet
+            if not view.is_primary(task, node.id, primary.term):
+                roles.step_down(task)
+            else:
+                primary.check_terms()
+        if not node.wishes.may_start():
+            return
+        node.wishes.update()
+        if not self._fatal_code.look() and (view.running or view.finished):
+            for task in range(node.job.tasks):
+                self._takeovers.consider(task)
+            self._takeovers.tell_unseated()
+            self._set_up_backups()
+        self._drop_replicas()
+        roles.follow_leadership()
+        self._noticing.look()
+        node.keeper.notify_later()
+
+    def _set_up_backups(self) -> None:
+        """Where a job begins, beside its primaries: else they would be after them, at the first offer."""
+        node, view = self._node, self._node.keeper.view
+        if node.paused or not view.running or (view.stamp is not None and view.stamp.epoch > 0):
+            return
+        for task in range(node.job.tasks):
+            wish = node.wish(task)
+            if wish is not None and node.id in wish.backups:
+                self._roles.set_up(task)
+
+    def _drop_replicas(self) -> None:
+        """Replicas that are neither primary, nor member, nor wished for."""
+        node, roles, view = self._node, self._roles, self._node.keeper.view
+        for task, replica in list(roles.replicas.items()):
+            if task in roles.primaries or task in self._takeovers or task in roles.stepping_down:
+                continue
+            wish = node.wish(task)
+            wished = wish is None or node.id == wish.primary or node.id in wish.backups
+            if wished or node.id in view.in_sync(task) or view.primary_node(task) == node.id:
+                continue
+            if replica.may_go(view.term(task)):
+                roles.drop(task)

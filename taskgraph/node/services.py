@@ -1,0 +1,116 @@
+"""What a node's replicas and primaries use of it: the core, and the parts that serve all tasks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from taskgraph.checkpoint.places import Place
+from taskgraph.coordination.api import Coordinator
+from taskgraph.driver import JobSpec
+from taskgraph.errors import TaskGraphError
+from taskgraph.jobs import Job
+from taskgraph.node.core import NodeCore, Point
+from taskgraph.node.membership.deviceloss import DeviceLoss
+from taskgraph.node.membership.wishes import Wishes
+from taskgraph.node.primary.checkpoint_reader import FILES_AT_A_TIME, CheckpointReader
+from taskgraph.node.primary.gathering import Gathering
+from taskgraph.node.replica import Replica
+from taskgraph.node.usercode.errors import UserCodeError
+from taskgraph.node.usercode.threads import PooledThreads, Threads
+from taskgraph.observe.events import EventLog
+from taskgraph.protocol.kv import Compare
+from taskgraph.protocol.placement import Wish
+from taskgraph.transport.api import Transport
+
+if TYPE_CHECKING:
+    from taskgraph.node.primary.leading import Leading
+
+__all__ = ["NodeServices"]
+
+
+class NodeServices(NodeCore):
+    """One node of one job, as its replicas and primaries see it.
+
+    Attributes:
+        replicas: the tasks that are here, as primary, as backup, or on their way to be. Filled by `Roles`.
+        leader: the leader's role, where it is here. Set by `Roles`.
+        sharing: how many primaries are here: what uncommitted epochs may hold is shared by them. Set by `Roles`.
+        told_unheld: what was told of attributes that no snapshot holds (`Unheld`): of many tasks of a class it is the
+            same.
+    """
+
+    def __init__(
+        self,
+        *,
+        spec: JobSpec,
+        job: Job,
+        coordinator: Coordinator,
+        transport: Transport,
+        name: str,
+        node_id: str,
+        events: EventLog,
+        devices: int,
+        host: str | None,
+        threads: Threads | None,
+        file_threads: Threads | None,
+        place: Place | None,
+        point: Point | None,
+        own_process: bool,
+    ) -> None:
+        super().__init__(
+            spec=spec,
+            job=job,
+            coordinator=coordinator,
+            transport=transport,
+            name=name,
+            node_id=node_id,
+            events=events,
+            devices=devices,
+            host=host,
+            threads=threads,
+            point=point,
+            own_process=own_process,
+        )
+        self.replicas: dict[int, Replica] = {}
+        self.leader: Leading | None = None
+        self.sharing = 0
+        self.told_unheld: set[str] = set()
+        self.wishes = Wishes(self)
+        self.gathering = Gathering(self)
+        self.device_loss = DeviceLoss(self, self.replicas)
+        # Threads of their own: a place that hangs must take none from user code.
+        self.file_threads = file_threads or threads or PooledThreads(f"{name}-files", limit=FILES_AT_A_TIME)
+        self.checkpoints = CheckpointReader(self, self.file_threads, place)
+
+    def wish(self, task: int) -> Wish | None:
+        """Where placement wants the replicas of a task; None while nobody knows."""
+        return self.wishes.of(task)
+
+    async def fail_job(
+        self,
+        error: UserCodeError | TaskGraphError,
+        task: int | None,
+        epoch: int | None,
+        fences: Iterable[Compare],
+        *,
+        finished: bool = False,
+    ) -> bool:
+        """Ends the job with an error. False where a fence broke, where it had ended already, and where this process
+        ends instead, since its device cannot be used any more.
+
+        Args:
+            finished: also where its epochs are all committed (a `result()` that raises).
+        """
+        also: str | None = ""
+        if task is not None:
+            error, task, epoch = self.device_loss.behind(error, task, epoch)
+            also = self.device_loss.why_fail(error, task, epoch or 0)
+        return also is not None and await self.fail_with(error, task, epoch, fences, also, finished=finished)
+
+    async def fail_early(self, error: UserCodeError | TaskGraphError, task: int, *, finished: bool = False) -> bool:
+        """User code failed before there was a primary: this node's own key is the fence. Otherwise as `fail_job`."""
+        view = self.keeper.view
+        epoch = view.stamp.epoch if view.stamp and view.running else None  # of none: after the last
+        fences = (Compare(view.keys.node(self.id), self.node_revision),)
+        return await self.fail_job(error, task, epoch, fences, finished=finished)
