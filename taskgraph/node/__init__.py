@@ -1,7 +1,8 @@
 """The process: one asyncio event loop that hosts replicas, and the wiring of everything below it.
 
-`process` is a node as a process, `node` its parts and its life, `roles` what runs here, brought in line with what the
-view says, `replica` one task. In packages of their own are
+`process` is a node as a process, `node` puts its parts together, `roles` is what runs here, which `reconciler` brings in
+line with what the view says, `replica` is one task. What all parts have is in `core`, what the tasks here share in
+`services`. In packages of their own are
 
     `membership`  a node among nodes: its lease, whom it suspects, leaving in good order, dying
     `primary`     a task's primary for one term: taking over, its boundaries, its backups, its checkpoints; the leader

@@ -240,6 +240,34 @@ def test_the_rooms_of_a_node_know_each_other_in_one_direction() -> None:
         "usercode": set(),
     }
     found = {(room, to) for room, to in imports(PACKAGE / "node") if room in may}
-    beside = {"backoff", "replica", "router"}
+    beside = {"backoff", "core", "replica", "reports", "router"}
     assert len(found) > 5
     assert not {(room, to) for room, to in found if to not in may[room] | beside}
+
+
+def test_what_modules_say_of_each_other_makes_no_circles_but_these() -> None:
+    """What they import for types alone is looked at, too: no part of a node says of itself that it takes all of it."""
+    modules = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    named: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        froms = [node for node in ast.walk(parse(path)) if isinstance(node, ast.ImportFrom) and node.module]
+        whole = {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
+        named[module] = (whole | {str(node.module) for node in froms}) & modules.keys() - {module}
+    assert "taskgraph.node.services" in named["taskgraph.node.primary.primary"]
+
+    def reach(module: str) -> set[str]:
+        found, pending = set[str](), [module]
+        while pending:
+            news = named[pending.pop()] - found
+            found |= news
+            pending += news
+        return found
+
+    reached = {module: reach(module) for module in modules}
+    circles = {frozenset(m for m in reached[n] if n in reached[m]) for n in modules if n in reached[n]}
+    short = {frozenset(name.removeprefix("taskgraph.node.") for name in circle) for circle in circles}
+    assert short == {
+        frozenset({"primary.primary", "epochs.lanes"}),  # a primary, and its epochs
+        frozenset(f"epochs.{name}" for name in ("attempt", "attempts", "inbound", "mailbox", "term")),
+        frozenset({"usercode.actor", "usercode.coroutines"}),
+    }
