@@ -1,7 +1,7 @@
 """The process: one asyncio event loop that hosts replicas, and the wiring of everything below it.
 
-`process` is a node as a process, `node` puts its parts together, `roles` is what runs here, which `reconciler` brings in
-line with what the view says, `replica` is one task. What all parts have is in `core`, what the tasks here share in
+`process` is a node as a process, `node` puts its parts together, `roles` is what runs here, which `reconciler` brings
+in line with what the view says, `replica` is one task. What all parts have is in `core`, what the tasks here share in
 `services`. In packages of their own are
 
     `membership`  a node among nodes: its lease, whom it suspects, leaving in good order, dying
