@@ -11,6 +11,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -132,6 +133,9 @@ class LockStepThreads:
         self._stepping: _Worker | None = None  # the loop waits for it
         self._closed = False
         self._futures: dict[asyncio.Future[Any], None] = {}
+
+    def clock(self) -> float:
+        return time.perf_counter()
 
     def start(self, function: Callable[[], R], *, brief: bool) -> Begun[R]:
         return Begun(self.run(function))

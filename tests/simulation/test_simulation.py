@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import subprocess
 import sys
@@ -43,6 +44,14 @@ def test_a_seed_replays_exactly() -> None:
             check=True,
         )
         assert fresh.stdout.split() == first
+
+
+def test_nothing_goes_by_how_long_the_machine_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In strict mode, a machine that was busy called user code once more."""
+    strict = 16
+    at_ease, passed = run_seed(strict).transcript.digest(), itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(passed)))
+    assert run_seed(strict).transcript.digest() == at_ease
 
 
 def _cancelled() -> list[int]:

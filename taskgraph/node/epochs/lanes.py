@@ -533,7 +533,7 @@ class Lanes:
             return  # undone just now
         if primary.writer.due(committed.stamp, stateful=replica.stateful):
             primary.stage = "reports of the epoch before"
-            if self._node.leader is not None:
+            if self._task == 0 and self._node.leader is not None:
                 await self._node.leader.rows_before(stamp, previous)
             primary.stage = primary.writer.stage
             await primary.writer.room()

@@ -39,6 +39,9 @@ class Work(Protocol[R]):
 class Threads(Protocol):
     """Runs functions outside the event loop. `taskgraph.testing` has one that runs them in lock-step with it."""
 
+    def clock(self) -> float:
+        """Seconds, by the clock that what runs in them takes its time of."""
+
     def start(self, function: Callable[[], R], *, brief: bool) -> Work[R]:
         """Starts `function` in a thread.
 
@@ -125,6 +128,9 @@ class PooledThreads:
         future = work.future()
         future.add_done_callback(work.waited)
         return future
+
+    def clock(self) -> float:
+        return time.perf_counter()
 
     def start(self, function: Callable[[], R], *, brief: bool) -> _Work[R]:
         work = _Work(self, self._loop, function)

@@ -22,6 +22,9 @@ class InlineThreads:
         self._rng = rng
         self._compute_s = compute_s
 
+    def clock(self) -> float:
+        return asyncio.get_running_loop().time()
+
     def start(self, function: Callable[[], R], *, brief: bool) -> Begun[R]:
         return Begun(self.run(function))
 
