@@ -64,7 +64,7 @@ class Roles:
 
     def _share(self) -> None:
         """What uncommitted epochs may hold is shared by all primaries here."""
-        self._node.sharing = len(self.primaries)
+        self._node.sharing.primaries = len(self.primaries)
         for primary in self.primaries.values():
             primary.share()
 

@@ -11,6 +11,7 @@ from taskgraph.driver import JobSpec
 from taskgraph.errors import TaskGraphError
 from taskgraph.jobs import Job
 from taskgraph.node.core import NodeCore, Point
+from taskgraph.node.epochs.sharing import Sharing
 from taskgraph.node.membership.deviceloss import DeviceLoss
 from taskgraph.node.membership.wishes import Wishes
 from taskgraph.node.primary.checkpoint_reader import FILES_AT_A_TIME, CheckpointReader
@@ -35,7 +36,7 @@ class NodeServices(NodeCore):
     Attributes:
         replicas: the tasks that are here, as primary, as backup, or on their way to be. Filled by `Roles`.
         leader: the leader's role, where it is here. Set by `Roles`.
-        sharing: how many primaries are here: what uncommitted epochs may hold is shared by them. Set by `Roles`.
+        sharing: what uncommitted epochs of the primaries here may hold.
         told_unheld: what was told of attributes that no snapshot holds (`Unheld`): of many tasks of a class it is the
             same.
     """
@@ -74,7 +75,7 @@ class NodeServices(NodeCore):
         )
         self.replicas: dict[int, Replica] = {}
         self.leader: Leading | None = None
-        self.sharing = 0
+        self.sharing = Sharing()
         self.told_unheld: set[str] = set()
         self.wishes = Wishes(self)
         self.gathering = Gathering(self)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from taskgraph.errors import Refused
+from taskgraph.node.epochs.sharing import EPOCH_BYTES
 from taskgraph.protocol.messages import Item, Pull, Reason, Refusal, Reply, Stamp, stamp_of
 from taskgraph.transport.api import Coming
 
@@ -47,7 +48,7 @@ class Attempts:
         found = 0
         for attempt in self._begun.values():
             if attempt.number < before:
-                found += attempt.put_bytes + attempt.inbound.taken_bytes + attempt.snapshot_bytes
+                found += EPOCH_BYTES + attempt.put_bytes + attempt.inbound.taken_bytes + attempt.snapshot_bytes
         return found
 
     def boundary_bytes(self, before: int) -> int:

@@ -14,8 +14,10 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from taskgraph.errors import TaskGraphError
+from taskgraph.node.epochs import sharing
 from taskgraph.node.epochs.attempt import Attempt, first_error
 from taskgraph.node.epochs.dones import Dones, Worked
+from taskgraph.node.epochs.sharing import EPOCH_BYTES
 from taskgraph.node.epochs.strict import Recording, check_as_left, check_replay
 from taskgraph.node.epochs.turns import Turns
 from taskgraph.node.usercode.errors import StuckError, UserCodeError, cancelled_by_users, met
@@ -30,15 +32,6 @@ if TYPE_CHECKING:
     from taskgraph.node.reports import Rows
 
 __all__ = ["Lanes"]
-
-_AHEAD_BYTES = 88 << 20
-"""What uncommitted epochs of a node's primaries may hold, shared evenly: items and boundaries stay until they commit.
-
-A task whose epochs hold more than its share begins no other. That is below 150 MiB with what a node of one task takes
-besides."""
-_SHARE_EPOCHS = 8
-"""So many of its epochs are a task's share at least, where they are not more than all of that: commits of four cost
-little more than of more."""
 
 
 class Lanes:
@@ -77,6 +70,8 @@ class Lanes:
         "_room",
         "_several",
         "_share_bytes",
+        "_share_epochs",
+        "_sharing",
         "_state_bytes",
         "_stateful",
         "_stays",
@@ -151,7 +146,9 @@ class Lanes:
         """An epoch said that the job ends with it: none begins any more."""
         self._epoch_bytes: int | None = None  # what the epoch held and pulled that was snapshotted last
         self._most_bytes = 0  # the most that any did that may be uncommitted, and as many before as it may be ahead
-        self._share_bytes = self._share()  # what uncommitted epochs may hold
+        self._sharing = primary.node.sharing
+        self._share_epochs = self._sharing.epochs
+        self._share_bytes = self._sharing.share(0)  # what uncommitted epochs may hold: then no other begins
         self._far = self._ahead  # so many epochs of late may be uncommitted whatever each of them holds
         self._recent_bytes = 0  # the most since that was looked at last
         self._recent_until = at.epoch + self._ahead  # it is looked at again once that is committed
@@ -179,6 +176,8 @@ class Lanes:
         Raises:
             StuckError: a thread does not return.
         """
+        self._sharing.changed(self._most_bytes, 0)
+        self._most_bytes = 0
         try:
             await self.dones.end()
         finally:
@@ -285,6 +284,8 @@ class Lanes:
         wish = self._wishes.by_task.get(self._task)
         if wish is not None and wish.primary is not None and wish.primary != self._node.id:
             return False  # handed over right after a commit
+        if self._share_epochs != self._sharing.epochs:
+            self._gather()
         known = not self._several or self._epoch_bytes is not None
         if known and epoch - self.settled <= self._far:
             return True  # so small are all of them
@@ -324,7 +325,7 @@ class Lanes:
             await self._look(attempt)
         if self._injects:
             await node.point("snapshot", self._task, stamp.epoch)
-        if self._leaves_device and self._state_bytes > _AHEAD_BYTES and self.dones.open:
+        if self._leaves_device and self._state_bytes > sharing.AHEAD_BYTES and self.dones.open:
             await self.dones.all()  # or there would be two copies of so much on the device
         numbers = dict(attempt.numbers)
         previous, replica.previous = replica.previous, numbers
@@ -351,12 +352,11 @@ class Lanes:
             attempt.snapshot_bytes = self._state_bytes
             if self._may_stay:
                 self._bare = value if type(value) is Encoded and not numbers and not rows else None
-        self._epoch_bytes = attempt.put_bytes + attempt.inbound.taken_bytes + self._state_bytes
+        self._epoch_bytes = EPOCH_BYTES + attempt.put_bytes + attempt.inbound.taken_bytes + self._state_bytes
         if self._epoch_bytes > self._recent_bytes:
             self._recent_bytes = self._epoch_bytes
             if self._epoch_bytes > self._most_bytes:
-                self._most_bytes = self._epoch_bytes
-                self._gather()
+                self._largest(self._epoch_bytes)
         primary.stage = ""
         later = replica.device is not None and (type(value) is EncodedOnDevice or bool(self.dones.open))
         worked = Worked(attempt, following, value, numbers, finishing, previous, rows)
@@ -377,25 +377,26 @@ class Lanes:
         self._recent_until = self._turns.at + self._ahead
         recent, self._recent_bytes = self._recent_bytes, 0
         if recent < self._most_bytes:
-            self._most_bytes = recent
-            self._gather()
+            self._largest(recent)
 
-    def _share(self) -> int:
-        """What uncommitted epochs of this task may hold: tasks that wait for no other are as far ahead as they may."""
-        even = _AHEAD_BYTES // max(1, self._node.sharing)
-        return max(even, min(_AHEAD_BYTES, _SHARE_EPOCHS * self._most_bytes))
+    def _largest(self, held: int) -> None:
+        """The largest epoch that may be uncommitted holds so many bytes."""
+        self._sharing.changed(self._most_bytes, held)
+        self._most_bytes = held
+        self._gather()
 
     def share(self) -> None:
         """Their limit is of all primaries of the node, and there are more of these, or fewer.
 
         Whoever waits for room looks again after the next commit, not now: the attempt may be over.
         """
-        if self._share() != self._share_bytes:
+        if self._sharing.share(self._most_bytes) != self._share_bytes:
             self._gather()
 
     def _gather(self) -> None:
         """What is gathered is a part of the epochs that it may be ahead, which are fewer where they are so large."""
-        self._share_bytes = self._share()
+        self._share_epochs = self._sharing.epochs
+        self._share_bytes = self._sharing.share(self._most_bytes)
         self._far = ahead = min(self._ahead, self._share_bytes // max(1, self._most_bytes))
         self._primary.reporter.gather_by(ahead)
         self._primary.backups.gathered.gather_by(ahead)

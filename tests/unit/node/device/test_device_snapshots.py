@@ -18,7 +18,7 @@ from taskgraph.device.buffers import DeviceBuffer
 from taskgraph.errors import JobFailed
 from taskgraph.launch import inprocess
 from taskgraph.node import roles
-from taskgraph.node.epochs import lanes
+from taskgraph.node.epochs import sharing
 from taskgraph.protocol.boundaries import Boundaries, Boundary
 from taskgraph.protocol.messages import Encoded
 from taskgraph.testing.softdevice import SoftDevice
@@ -138,11 +138,11 @@ class Tells(Grows):
             Tells.began.set()
 
 
-@pytest.mark.parametrize("ahead_bytes", [lanes._AHEAD_BYTES, 10_000])
+@pytest.mark.parametrize("ahead_bytes", [sharing.AHEAD_BYTES, 10_000])
 def test_the_next_epoch_computes_meanwhile_however_large_it_is(
     soft: SoftDevice, monkeypatch: pytest.MonkeyPatch, ahead_bytes: int
 ) -> None:
-    monkeypatch.setattr(lanes, "_AHEAD_BYTES", ahead_bytes)
+    monkeypatch.setattr(sharing, "AHEAD_BYTES", ahead_bytes)
     copy = DeviceBuffer.host
     Tells.began.clear()
 
@@ -170,7 +170,7 @@ class Alone(tg.Task, state=["row"]):
 def test_of_a_large_state_there_is_one_copy_on_the_device_however_long_it_takes_to_the_host(
     soft: SoftDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "_AHEAD_BYTES", 10_000)
+    monkeypatch.setattr(sharing, "AHEAD_BYTES", 10_000)
     copy, made, live, most = DeviceBuffer.host, buffers.Private.__init__, weakref.WeakSet[Any](), []
 
     def private(self: buffers.Private, *args: Any) -> None:

@@ -14,7 +14,7 @@ from flight_kit import Early, Script, at_work, boundaries, early, job, result, s
 
 import taskgraph as tg
 from taskgraph.launch.inprocess import InProcessCluster
-from taskgraph.node.epochs import lanes
+from taskgraph.node.epochs import sharing
 from taskgraph.node.epochs.attempts import Attempts
 from taskgraph.protocol.messages import Stamp
 
@@ -308,7 +308,7 @@ def test_a_node_that_leaves_hands_over_when_what_is_in_flight_is_committed(early
 
 def test_large_epochs_begin_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """One in flight is taken to be as large as the one before it; what an epoch puts for its own task counts once."""
-    monkeypatch.setattr(lanes, "_AHEAD_BYTES", 70_000)
+    monkeypatch.setattr(sharing, "AHEAD_BYTES", 70_000)
 
     class Large(Early, state=["seen"]):
         script = Script()
@@ -362,7 +362,7 @@ def test_nobody_adds_up_what_uncommitted_epochs_hold_while_they_are_small(
 def test_what_uncommitted_epochs_hold_is_each_item_once_at_whoever_put_it_and_took_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lanes, "_AHEAD_BYTES", 100_000)
+    monkeypatch.setattr(sharing, "AHEAD_BYTES", 100_000)
 
     class Feeds(tg.Task):
         """Tasks 0 and 2 feed task 1, task 0 also tasks 3 and 4, and task 4 is stuck."""
