@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from cli_kit import Cli, shell
+from cli_kit import Cli
 
 import taskgraph as tg
 from taskgraph.loading import load_driver
@@ -16,12 +15,6 @@ from taskgraph.loading import load_driver
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 DRIVER = Path(__file__).parent / "drivers" / "bulk.py"
-
-
-@pytest.fixture
-async def cli() -> AsyncIterator[Cli]:
-    async with shell() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

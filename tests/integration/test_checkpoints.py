@@ -10,7 +10,7 @@ import os
 import resource
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -29,12 +29,6 @@ from taskgraph.loading import load_driver
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 DRIVER = Path(__file__).parent / "drivers" / "kept.py"
-
-
-@pytest.fixture
-async def cli() -> AsyncIterator[Cli]:
-    async with shell() as made:
-        yield made
 
 
 @cache

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from cli_kit import DRIVER, Cli, printed, shell, sums
+from cli_kit import DRIVER, Cli, printed, sums
 from etcd_kit import etcd_with_tls, etcd_with_users, etcdctl, make_certificates
 
 import taskgraph as tg
@@ -17,12 +16,6 @@ from taskgraph.errors import Unavailable
 from taskgraph.launch.access import advice
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-async def cli() -> AsyncIterator[Cli]:
-    async with shell() as found:
-        yield found
 
 
 async def everything(cli: Cli, name: str, *access: str) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,6 @@ from etcd_kit import running
 from taskgraph.coordination.embedded import EmbeddedEtcd
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-async def cli() -> AsyncIterator[Cli]:
-    async with shell() as found:
-        yield found
 
 
 async def status(cli: Cli, *arguments: str) -> dict:

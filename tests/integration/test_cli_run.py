@@ -10,7 +10,6 @@ import signal
 import sys
 import termios
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,6 @@ import taskgraph as tg
 from taskgraph.coordination.embedded import EmbeddedEtcd
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-async def cli() -> AsyncIterator[Cli]:
-    async with shell() as found:
-        yield found
 
 
 async def test_a_run_ends_with_its_result_as_json_and_leaves_nothing(cli: Cli) -> None:

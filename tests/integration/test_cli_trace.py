@@ -7,12 +7,11 @@ import json
 import os
 import signal
 from collections import defaultdict
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_kit import DRIVER, LIMIT_S, Cli, shell
+from cli_kit import DRIVER, LIMIT_S, Cli
 
 pytestmark = pytest.mark.slow
 
@@ -20,12 +19,6 @@ STEADY = DRIVER.with_name("steady.py")
 FAST = Path(__file__).parents[2] / "benchmarks" / "tree.py"
 IN_STEP = ("-o", "ahead=0")
 """No task is ahead of the commit: which epoch is traced first can be told in advance."""
-
-
-@pytest.fixture
-async def cli() -> AsyncIterator[Cli]:
-    async with shell() as found:
-        yield found
 
 
 class Trace:

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from cli_kit import Cli, shell
+from cli_kit import Cli
 
 from taskgraph.device.visible import PRETEND, VISIBLE
 
 pytestmark = pytest.mark.slow
 
 DRIVER = str(Path(__file__).parent / "drivers" / "dealt.py")
-
-
-@pytest.fixture
-async def cli() -> AsyncIterator[Cli]:
-    async with shell() as found:
-        yield found
 
 
 async def test_devices_are_dealt_advertised_and_what_needs_one_is_there(cli: Cli) -> None:

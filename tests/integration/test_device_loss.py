@@ -6,21 +6,14 @@ The exception is one of the tests' own, of the name that CuPy's has: what is don
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from cli_kit import Cli, Done, shell
+from cli_kit import Cli, Done
 
 pytestmark = pytest.mark.slow
 
 DRIVER = str(Path(__file__).parent / "drivers" / "poisoned.py")
-
-
-@pytest.fixture
-async def cli() -> AsyncIterator[Cli]:
-    async with shell() as found:
-        yield found
 
 
 async def run(cli: Cli, nodes: int, *options: str) -> Done:

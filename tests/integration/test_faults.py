@@ -8,12 +8,11 @@ import json
 import os
 import re
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_kit import Cli, Command, Done, shell, sums
+from cli_kit import Cli, Command, Done, sums
 
 import taskgraph as tg
 from taskgraph.loading import load_driver
@@ -22,12 +21,6 @@ from taskgraph.node.inject import VARIABLE
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 DRIVER = Path(__file__).parent / "drivers" / "steady.py"
-
-
-@pytest.fixture
-async def cli() -> AsyncIterator[Cli]:
-    async with shell() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,12 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from cli_kit import Cli, Done, shell
+from cli_kit import Cli, Done
 
 import taskgraph as tg
 from taskgraph.device.cuda import array_module, device_count
@@ -331,12 +330,6 @@ assert cupy.get_default_pinned_memory_pool().n_free_blocks() == 0, "another one 
 def test_a_process_holds_its_part_of_a_device_and_more_where_it_is_free() -> None:
     done = subprocess.run([sys.executable, "-c", BOUNDED], capture_output=True, text=True, timeout=100)
     assert not done.returncode, done.stderr
-
-
-@pytest.fixture
-async def cli() -> AsyncIterator[Cli]:
-    async with shell() as found:
-        yield found
 
 
 @pytest.mark.slow

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from cli_kit import Cli, shell
+from cli_kit import Cli
 from etcd_kit import becomes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -18,10 +17,9 @@ DRIVER = str(Path(__file__).parent / "drivers" / "pools.py")
 
 
 @pytest.fixture
-async def cli() -> AsyncIterator[Cli]:
-    async with shell() as made:
-        made.gate.mkdir()
-        yield made
+def cli(cli: Cli) -> Cli:
+    cli.gate.mkdir()
+    return cli
 
 
 async def only_what_was_to_go_on(cli: Cli) -> None:

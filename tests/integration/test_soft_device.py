@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_kit import Cli, shell
+from cli_kit import Cli
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -21,12 +20,6 @@ def wanted(tasks: int, epochs: int, size: int = 50_000) -> dict[int, float]:
     for _ in range(epochs):
         rows = [(rows[t - 1] + rows[(t + 1) % tasks] + rows[t] * 3.0) / 5.0 for t in range(tasks)]
     return {task: float((row * (1 + np.arange(size) % 97)).sum()) for task, row in enumerate(rows)}
-
-
-@pytest.fixture
-async def cli() -> AsyncIterator[Cli]:
-    async with shell() as made:
-        yield made
 
 
 async def test_processes_that_share_a_device_open_each_others_memory_and_one_is_killed(cli: Cli) -> None:

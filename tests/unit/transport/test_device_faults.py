@@ -6,13 +6,13 @@ import asyncio
 import gc
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from transport_kit import Node, nodes_of_a_host, pull
+from transport_kit import Node, nodes_of_a_host, pull, turns_until
 
 from taskgraph.device import afterwards, shared, staging, virtual
 from taskgraph.device import memory as memory_of_devices
@@ -54,12 +54,6 @@ async def pulled(consumer: Node, producer: Node) -> m.Encoded:
 def lent(node: Node) -> int:
     assert isinstance(node.transport, StreamTransport)
     return sum(len(s._devices) for s in node.transport._connections if isinstance(s, AcceptedSession))
-
-
-async def turns_until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - nobody announces it
-            await asyncio.sleep(0.001)
 
 
 async def x_of(value: m.Encoded, soft: SoftDevice) -> np.ndarray:

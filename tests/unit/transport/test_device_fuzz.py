@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transport_kit import JOB, TOKEN, Node, pull
+from transport_kit import JOB, TOKEN, Node, pull, turns_until
 
 from taskgraph.device import buffers, pinning, shared, staging
 from taskgraph.errors import PeerLost, Refused
@@ -198,7 +198,7 @@ class Fuzz:
         self.calls.clear()
         self.stores = {node.name: {} for node in self.nodes}
         self.kept.clear()
-        await turns_until("tickets", lambda: gc.collect() >= 0 and not any(map(len, self.lendings())))
+        await turns_until(lambda: gc.collect() >= 0 and not any(map(len, self.lendings())), "the tickets to go back")
 
         def trimmed() -> bool:
             gc.collect()
@@ -206,8 +206,8 @@ class Fuzz:
                 trim(node)
             return not self.soft.opened
 
-        await turns_until("opened", trimmed)
-        await turns_until("memory", lambda: trimmed() and not len(self.memory))
+        await turns_until(trimmed, "what was opened to be closed")
+        await turns_until(lambda: trimmed() and not len(self.memory), "the memory to go")
         for node in self.nodes:
             await node.transport.close()
 
@@ -217,7 +217,7 @@ class Fuzz:
                 stream_of(node)._pool.trim()  # what became garbage after it was closed
             return not pinning._locked.nbytes
 
-        await turns_until("locked", unlocked)
+        await turns_until(unlocked, "the locked memory to go")
         self.soft.synchronize()
         everything = gc.get_objects()
         memories = [one for one in everything if isinstance(one, buffers._Memory) and one.device is self.soft]
@@ -237,15 +237,6 @@ def trim(node: Node) -> None:
     assert transport._trimming is not None
     transport._trimming.cancel()  # it makes the next one itself
     transport._trim()
-
-
-async def turns_until(what: str, condition: Callable[[], object]) -> None:
-    try:
-        async with asyncio.timeout(10):
-            while not condition():  # noqa: ASYNC110 - nobody announces it
-                await asyncio.sleep(0.001)
-    except TimeoutError:
-        raise AssertionError(f"still there: {what}") from None
 
 
 @pytest.fixture

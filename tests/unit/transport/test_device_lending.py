@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transport_kit import JOB, TOKEN, Node, nodes_of_a_host, pull
+from transport_kit import JOB, TOKEN, Node, nodes_of_a_host, pull, turns_until
 
 from taskgraph.device import shared
 from taskgraph.device.shared import IDLE_PART, SharedMemory
@@ -76,12 +76,6 @@ def lendings(node: Node) -> list[DeviceLending]:
 
 def borrowings(node: Node) -> list[DeviceBorrowing]:
     return [s._devices for s in stream_of(node)._connections if isinstance(s, DialledSession)]
-
-
-async def turns_until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - nobody announces it
-            await asyncio.sleep(0.001)
 
 
 async def test_it_arrives_on_the_device_and_never_was_on_the_host(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from test_frames import PULL, Reading, nothing_lent, written
-from transport_kit import JOB, TOKEN, Node, certified, item, pull
+from transport_kit import JOB, TOKEN, Node, certified, item, pull, turns_until
 
 from taskgraph.device import pinning, staging
 from taskgraph.device.staging import PIECE_BYTES, EncodedInPart
@@ -124,12 +124,6 @@ def received(node: Node, producer: Node) -> int:
     return incoming.head.payload - incoming.missing
 
 
-async def until(there: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not there():  # noqa: ASYNC110 - a session tells nobody
-            await asyncio.sleep(0.001)
-
-
 async def until_received(node: Node, producer: Node, nbytes: int) -> None:
     async with asyncio.timeout(10):
         while True:
@@ -165,7 +159,7 @@ async def test_others_take_its_turns_meanwhile(nodes: list[Node], soft: SoftDevi
     serving(producer, small=encode(1), large=encode(np.arange(9e6)), **slow)
     calls = {tag: asyncio.ensure_future(consumer.call(producer, pull(tag))) for tag in slow}
     pieces.come(1)
-    await until(lambda: all(staying(value)[0].copying().ready for value in slow.values()))
+    await turns_until(lambda: all(staying(value)[0].copying().ready for value in slow.values()))
     for _ in range(3):
         large = await consumer.call(producer, pull("large"))
         small = await consumer.call(producer, pull("small"))
@@ -233,7 +227,7 @@ async def test_also_where_its_first_array_is_there_already(
     serving(producer, x=value, small=encode(1))
     call = asyncio.ensure_future(consumer.call(producer, pull("x")))
     pieces.come(1)
-    await until(lambda: bool(producer.transport._open) and bool(session_to(producer, consumer)._outbox._aside))  # type: ignore[attr-defined]
+    await turns_until(lambda: bool(producer.transport._open) and bool(session_to(producer, consumer)._outbox._aside))  # type: ignore[attr-defined]
     before = session_to(consumer, producer)
     pieces.fail()
     with pytest.raises(Refused, match="cannot be copied to the host: ArithmeticError: the device is gone"):
@@ -256,7 +250,7 @@ async def test_who_cancels_half_way_gets_no_more_of_it(nodes: list[Node], soft: 
     assert session._outbox._aside
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
-    await until(lambda: session._outbox.idle)
+    await turns_until(lambda: session._outbox.idle)
     reply = await consumer.call(producer, pull("small"))
     assert decode(reply.value) == 1  # type: ignore[union-attr]
     pieces.come()
@@ -276,7 +270,7 @@ async def test_who_goes_half_way_leaves_memory_that_nobody_gets_before_it_is_cop
     await consumer.transport.close()
     with pytest.raises(PeerLost):
         await call
-    await until(lambda: not producer.transport._open)  # type: ignore[attr-defined]
+    await turns_until(lambda: not producer.transport._open)  # type: ignore[attr-defined]
     serving(producer)  # its epoch is committed: nobody has the value any more
     block = producer.transport.allocate(HOST.nbytes)
     assert block is not None

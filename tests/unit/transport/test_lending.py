@@ -8,13 +8,13 @@ import errno
 import gc
 import os
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from transport_kit import Cluster, Node, cluster_of, digest_of, encoded, item, pack_whole, pull
+from transport_kit import Cluster, Node, cluster_of, digest_of, encoded, item, pack_whole, pull, turns_until
 
 from taskgraph.errors import DecodeError, PeerLost
 from taskgraph.graph.blocks import Block, block_behind
@@ -86,12 +86,6 @@ async def pulled(node: Node, of: Node) -> m.Encoded:
     reply = await node.call(of, pull())
     assert isinstance(reply, m.Item)
     return reply.value
-
-
-async def turns_until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - nobody announces it
-            await asyncio.sleep(0)
 
 
 def place(buffer: memoryview) -> int:

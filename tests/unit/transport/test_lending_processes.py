@@ -6,14 +6,14 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from transport_kit import JOB, TOKEN
+from transport_kit import JOB, TOKEN, turns_until
 
 from taskgraph.errors import TransportError
 from taskgraph.graph.blocks import block_behind
@@ -77,12 +77,6 @@ def place(value: m.Encoded) -> int:
     return int(origin.region.ino << 40 | origin.offset)
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - nobody announces it
-            await asyncio.sleep(0.01)
-
-
 async def test_segments_go_round_between_processes(folder: Path) -> None:
     """What is given back is used again, and what is kept is not: 60 epochs, of which every tenth is kept."""
     async with child(folder) as (_, peer), node(folder) as me:
@@ -123,7 +117,7 @@ async def test_what_a_killed_process_borrowed_is_not_written_again(folder: Path)
             assert len(session._lending) == 1
             process.send_signal(signal.SIGKILL)
             await process.wait()
-        await until(lambda: not me._connections)
+        await turns_until(lambda: not me._connections)
         del value
         found = [encode(np.zeros(MIB, np.uint8), allocate=me.allocate) for _ in range(4)]
         assert first not in [place(value) for value in found]
@@ -142,7 +136,7 @@ async def test_a_frozen_reader_keeps_its_memory(folder: Path) -> None:
         process.send_signal(signal.SIGCONT)
         await pull(me, peer, 1, "1")  # it drops what it kept
         (session,) = me._connections
-        await until(lambda: not len(session._lending))
+        await turns_until(lambda: not len(session._lending))
 
 
 @pytest.mark.parametrize("pid", [0, 1 << 29])

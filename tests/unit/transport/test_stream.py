@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transport_kit import JOB, TOKEN, Cluster, Node, cluster_of, encoded, item, pack_whole, pull, verify
+from transport_kit import JOB, TOKEN, Cluster, Node, cluster_of, encoded, item, pack_whole, pull, turns_until, verify
 
 from taskgraph.errors import PeerGone, PeerLost, Refused, TransportError
 from taskgraph.graph.blocks import Allocate
@@ -42,13 +42,6 @@ NO_STAMP = frame_pb2.Header(seal=frame_pb2.Seal(task=1)).SerializeToString()
 def sessions_of(transport: object) -> list[stream.Session]:
     assert isinstance(transport, StreamTransport)
     return list(transport._connections)
-
-
-async def turns_until(condition: Callable[[], object]) -> None:
-    """Turns of the event loop until something holds that nobody announces."""
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0)
 
 
 async def stranger(peer: Peer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

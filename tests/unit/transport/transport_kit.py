@@ -254,3 +254,13 @@ def pack_whole(kind: Kind, call: int, header: bytes, meta: bytes = b"") -> bytes
     """A frame that is all of its message: no value, or one of nothing but meta."""
     size = len(meta)
     return pack_frame(Head(kind, call, len(header), 0, size, size, size), (), header) + meta
+
+
+async def turns_until(condition: Callable[[], object], what: str = "it") -> None:
+    """Turns of the event loop until something holds that nobody announces."""
+    try:
+        async with asyncio.timeout(10):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+    except TimeoutError:
+        raise AssertionError(f"waited in vain for {what}") from None
