@@ -2,8 +2,8 @@
 
 It listens on unix sockets in a directory that only we can enter, or on the loopback interface on ports the kernel
 chose, where every user of this host could change what a job is and so run code as us. It keeps its data in a directory
-that only we can read. It runs under `launch/guard.py`, so that it ends and its data goes away with us, even when we are
-killed. Its data need not survive a crash of the host, hence no fsync: measured, that is what a transaction waits for.
+that only we can read. It runs under `guard.py`, so that it ends and its data goes with us, even when we are killed.
+Its data need not survive a crash of the host, hence no fsync: measured, that is what a transaction waits for.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class EmbeddedEtcd:
         try:
             guard = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-I", "-S", str(Path(__file__).parent.parent / "launch" / "guard.py")),
+                *("-I", "-S", str(Path(__file__).with_name("guard.py"))),
                 *("--remove", str(private), "--log", str(log), "--parent", str(os.getpid())),
                 *("--", *command, *self._arguments),
                 stdin=asyncio.subprocess.PIPE,

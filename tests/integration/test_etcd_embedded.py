@@ -26,7 +26,7 @@ from taskgraph.protocol.kv import Put, Txn
 pytestmark = pytest.mark.slow  # a start of etcd takes about a second
 
 ROOT = Path(taskgraph.__file__).parent.parent
-GUARD = ROOT / "taskgraph" / "launch" / "guard.py"
+GUARD = ROOT / "taskgraph" / "coordination" / "guard.py"
 
 
 def private_dirs(root: Path) -> list[Path]:
