@@ -17,12 +17,9 @@ from taskgraph.settings import Settings
 from taskgraph.task import Task
 from taskgraph.topology import Link, Topology, as_topology
 
-__all__ = ["NAME_RULE", "Job", "JobFunction", "TaskBuilder", "check_job", "check_job_function", "is_name", "job"]
+__all__ = ["NAME_RULE", "Job", "JobFunction", "check_job", "check_job_function", "is_name", "job"]
 
 P = ParamSpec("P")
-
-TaskBuilder = Callable[[int], Task]
-"""(task_id) -> Task. A Task subclass that takes no arguments, or one called task_id, is one, too."""
 
 NAME_RULE = "a name has 1 to 100 letters, digits, '.', '_' or '-', no '.' first"
 _NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,100}")

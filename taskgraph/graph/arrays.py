@@ -28,7 +28,6 @@ __all__ = [
     "as_it_is",
     "base_of",
     "empty",
-    "freeze",
     "known_digest",
     "pack_at",
     "remember",
@@ -91,26 +90,16 @@ def _mark(base: object) -> _Decoded | None:
 
 def small_bytes(array: Array) -> bytes:
     """The elements in C order; padding is zero."""
-    mask = dtypes.padding(array.dtype)
-    if mask is None:
+    if dtypes.padding(array.dtype) is None or not array.nbytes:
         return array.tobytes()
-    return freeze(array).tobytes()
-
-
-def freeze(array: Array, *, adopt: bool = False) -> memoryview:
-    """The elements in C order, as read-only bytes that later writes to `array` cannot reach.
-
-    Args:
-        adopt: nobody will write to `array` any more: take its memory, where it has its own, and make it read-only.
-    """
-    shared = as_it_is(array, adopt=adopt)
-    return Copy(array, None).made() if shared is None else shared
+    return Copy(array, None).made().tobytes()
 
 
 def as_it_is(array: Array, *, adopt: bool = False, packed: bool = False) -> memoryview | None:
-    """What `freeze` gives, if that needs no copy.
+    """The elements in C order, as read-only bytes that later writes to `array` cannot reach, if that needs no copy.
 
     Args:
+        adopt: nobody will write to `array` any more: take its memory, where it has its own, and make it read-only.
         packed: its dtype is known to have no padding.
     """
     size = array.nbytes
@@ -350,13 +339,11 @@ def view(
     shape: tuple[int, ...],
     *,
     writable: bool,
-    whole: tuple[bytes, bytes] | None = None,
 ) -> Array:
     """The array of the bytes at `at`: a view that cannot be made writable, or a fresh writable copy.
 
     Args:
         data: immutable; long enough. An array is one of `base_of`.
-        whole: as `remember` is told, where that is known before.
 
     Raises:
         ValueError, TypeError: no such array can be made.
@@ -366,7 +353,7 @@ def view(
         found = np.ndarray(shape, np.dtype([("f", dtype)]))["f"]
         found.flags.writeable = writable
         return found
-    found = np.ndarray(shape, dtype, base_of(data, whole) if isinstance(data, memoryview) else data, at)
+    found = np.ndarray(shape, dtype, base_of(data) if isinstance(data, memoryview) else data, at)
     if writable:
         return found.copy() if dtype.names is None else dtypes.whole_copy(found)
     # Read-only, as the memory is that it was made on.

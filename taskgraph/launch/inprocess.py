@@ -262,20 +262,19 @@ async def arun_inprocess(
     job: Job,
     *,
     timeout_s: float | None = None,
-    nodes: int | None = None,
     on_event: Callable[[Event], None] | None = None,
     resume: Resume = False,
     fresh: bool = False,
 ) -> JobResult:
-    """Runs a job on nodes in this process: as few as it can do with, unless told otherwise.
+    """Runs a job on nodes in this process: as few as it can do with.
 
     One node has no backups, and needs none: the process that it would fail with is theirs, too. So every task is set up
     once.
     """
     cluster = InProcessCluster(job, on_event=on_event, endless_leases=True)
     try:
-        count = nodes or max(job.min_nodes, job.settings.min_in_sync)
-        await cluster.start(count, resume=resume, fresh=fresh, timeout_s=timeout_s)
+        nodes = max(job.min_nodes, job.settings.min_in_sync)
+        await cluster.start(nodes, resume=resume, fresh=fresh, timeout_s=timeout_s)
         return await cluster.result(timeout_s)
     except (JobFailed, asyncio.CancelledError) as error:
         # An error that names the checkpoint says that it cannot be used.

@@ -42,7 +42,7 @@ __all__ = ["LocalNodes"]
 
 log = logging.getLogger("taskgraph.launch")
 
-_TAIL_BYTES = 4000
+_TAIL_LINES, _TAIL_BYTES = 20, 4000
 _RETRY_S = 0.25
 _TELL_S = 30.0
 """etcd is told of a node's end for as long: by then, others have seen for themselves that its key is absent."""
@@ -201,13 +201,13 @@ class LocalNodes:
         """How nodes ended that did not leave by themselves, in the order they were started."""
         return {p.name: p.death for p in self._processes.values() if p.death is not None}
 
-    def log_tail(self, name: str, lines: int = 20) -> str:
+    def log_tail(self, name: str) -> str:
         """The end of what a node printed."""
         path = self._processes[name].log_path
         try:
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-                return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+                return "\n".join(file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
         except OSError as error:
             return f"({path} cannot be read: {error})"
 

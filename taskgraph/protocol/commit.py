@@ -267,9 +267,9 @@ class Leader:
         told = self._told.get(epoch)
         return told is not None and len(told.reports) == self._tasks
 
-    def missing(self, view: JobView, epoch: int | None = None) -> tuple[int, ...]:
+    def missing(self, view: JobView) -> tuple[int, ...]:
         """Tasks without a report of their current term."""
-        reports = self.reports(epoch)
+        reports = self.reports()
         return tuple([t for t in range(self._tasks) if (r := reports.get(t)) is None or r.term != view.term(t)])
 
     def lacking(self, view: JobView) -> tuple[int, ...]:

@@ -31,7 +31,6 @@ __all__ = ["HELLO_LIMITS", "Answering", "Dialling", "HelloRefused", "mark"]
 #: All a stranger can make this process read: ids and a nonce.
 HELLO_LIMITS = Limits(header=4096, buffers=0, payload=0)
 _NONCE_BYTES = 32
-_PROOF_BYTES = 32
 
 Frames = list[tuple[Kind, bytes]]
 
@@ -79,9 +78,6 @@ class _Hello:
         binding: what is known to the two ends of this connection alone; b"" without TLS. To be set before `open`, and
             before the first frame.
     """
-
-    _role: bytes
-    _their_role: bytes
 
     def __init__(self, token: bytes, job: str, node: str) -> None:
         self._token = token
