@@ -67,7 +67,6 @@ class InProcessCluster:
         self.network = MemoryNetwork(rng)
         self.spec = JobSpec.local(job)
         self.keys = Keys(self.spec.name)
-        self.crashes = 0
         self._rng = rng
         self._endless_leases = endless_leases
         self._threads = threads
@@ -147,7 +146,6 @@ class InProcessCluster:
         if member.crashed:
             return
         member.crashed = True
-        self.crashes += 1
         member.coordinator.crash()
         self.network.crash(node_id)
         member.run.cancel()

@@ -185,10 +185,6 @@ class LocalNodes:
     def pids(self) -> dict[str, int]:
         return {p.name: p.process.pid for p in self._processes.values() if p.code is None}
 
-    def ids(self) -> dict[str, str]:
-        """The ids of the nodes started here, by their names."""
-        return {p.name: p.node_id for p in self._processes.values()}
-
     def logs(self) -> dict[str, Path]:
         """Where each node's output goes."""
         return {p.name: p.log_path for p in self._processes.values()}

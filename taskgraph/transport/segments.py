@@ -225,20 +225,6 @@ class Pool:
         self._closed = True
         self._idle, self._idle_bytes, self._arena = [], 0, None
 
-    @property
-    def shared(self) -> bool:
-        """Whether other processes can open what is allocated."""
-        return self._shared
-
-    @property
-    def idle_bytes(self) -> int:
-        return self._idle_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        """What is given out. Of what became garbage a moment ago some may be counted still."""
-        return sum(use.segment.size for use in list(self._used))
-
     def __len__(self) -> int:
         return len(self._idle) + len(self._used)
 

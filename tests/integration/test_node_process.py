@@ -96,9 +96,13 @@ class Rig:
     def release(self, epoch: int) -> None:
         (self.folder / f"hold-{epoch}").unlink()
 
+    def id_of(self, name: str) -> str:
+        """A node's id, by its name."""
+        return self.nodes._processes[name].node_id
+
     async def record(self, name: str) -> NodeRecord:
         """What a node registered, as soon as it has."""
-        key = self.keys.node(self.nodes.ids()[name])
+        key = self.keys.node(self.id_of(name))
         return NodeRecord.from_bytes(await present(self.etcd, key, LIMIT_S))
 
     async def client(self, name: str) -> ControlClient:
@@ -144,7 +148,7 @@ class Rig:
 
     async def gone(self, name: str, limit_s: float = 2.0) -> str:
         """Why a node is declared gone, as soon as it is."""
-        data = await present(self.etcd, self.keys.gone(self.nodes.ids()[name]), limit_s)
+        data = await present(self.etcd, self.keys.gone(self.id_of(name)), limit_s)
         return GoneRecord.from_bytes(data).reason
 
     async def results(self) -> dict[int, np.ndarray]:
@@ -244,7 +248,7 @@ async def test_a_killed_node_is_declared_gone_at_once_and_the_result_is_the_same
         await rig.nodes.start(3)
         await rig.committed(2)
         leader = await rig.leader()
-        node = rig.nodes.ids()[leader]
+        node = rig.id_of(leader)
         record = await rig.record(leader)
         start = (await rig.etcd.list(rig.keys.root)).revision + 1
         async with following(rig.etcd, rig.keys.gone(node), start) as told:
@@ -279,7 +283,7 @@ async def test_code_that_ends_its_process_fails_the_job_and_the_nodes_that_are_l
             async with asyncio.timeout(LIMIT_S):
                 name, code = await rig.ended.get()
             assert code == 11
-            gone = GoneRecord.from_bytes(await present(rig.etcd, rig.keys.gone(rig.nodes.ids()[name]), LIMIT_S))
+            gone = GoneRecord.from_bytes(await present(rig.etcd, rig.keys.gone(rig.id_of(name)), LIMIT_S))
             assert (gone.ran, gone.meant) == ((Ran("crash", 1, 2),), False)
             assert (await rig.status()).state == State.RUNNING or not count
         await rig.nodes.wait(LIMIT_S)
@@ -299,7 +303,7 @@ async def test_a_node_kills_itself_when_it_is_told_to(embedded_etcd: EmbeddedEtc
             await client.kill(signal.SIGKILL)
         async with asyncio.timeout(10):
             assert await rig.ended.get() == ("n2", -signal.SIGKILL)
-        gone = await present(rig.etcd, rig.keys.gone(rig.nodes.ids()["n2"]), LIMIT_S)
+        gone = await present(rig.etcd, rig.keys.gone(rig.id_of("n2")), LIMIT_S)
         assert GoneRecord.from_bytes(gone).meant, "what it ran is not to blame"
         rig.release(1)
         assert same(await rig.results(), await calm())
@@ -402,7 +406,7 @@ async def test_a_node_that_is_stopped_is_ended_nevertheless(embedded_etcd: Embed
         await rig.nodes.stop(0.2)
         assert time.monotonic() - began < 5 and rig.nodes.codes() == {"n1": -signal.SIGKILL}
         # The job runs on elsewhere, perhaps: whoever is there need not wait for the lease.
-        assert await rig.etcd.get(rig.keys.gone(rig.nodes.ids()["n1"])) is not None
+        assert await rig.etcd.get(rig.keys.gone(rig.id_of("n1"))) is not None
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ class Door:
 
     @property
     def peer(self) -> Peer:
-        return Peer(self.rig.nodes.ids()[self.name], (self.endpoint,))
+        return Peer(self.rig.id_of(self.name), (self.endpoint,))
 
     @contextlib.asynccontextmanager
     async def knock(self, *, raw: bool = False) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:

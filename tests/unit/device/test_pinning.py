@@ -105,7 +105,7 @@ def test_what_is_copied_to_the_pool_is_locked_once_and_used_again(
         del value
     assert soft.registrations == 1 and len(pool) == 1
     pool.trim()
-    assert locked.nbytes == pool.idle_bytes > 0
+    assert locked.nbytes == pool._idle_bytes > 0
 
 
 def test_memory_that_is_not_of_the_pool_is_not_locked(soft: SoftDevice, pool: Pool) -> None:

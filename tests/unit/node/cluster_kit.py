@@ -271,6 +271,11 @@ def die(cluster: InProcessCluster, node_id: str, *, host: bool = False) -> None:
     member.run.cancel()
 
 
+def crashes(cluster: InProcessCluster) -> int:
+    """How many nodes were killed."""
+    return sum(member.crashed for member in cluster._members.values())
+
+
 def change_leader(cluster: InProcessCluster) -> None:
     """As another leader of etcd, or one that comes back: every lease has its whole TTL again."""
     for lease in cluster.store._leases.values():

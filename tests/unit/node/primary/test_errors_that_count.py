@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from cluster_kit import Counting, Stage, blindable, eyes, holder, job, play
+from cluster_kit import Counting, Stage, blindable, crashes, eyes, holder, job, play
 
 import taskgraph as tg
 from taskgraph.errors import JobFailed
@@ -55,7 +55,7 @@ def test_a_successor_that_was_not_restored_while_the_epoch_started_again_is_rest
     clusters: list[InProcessCluster] = []
 
     async def while_it_starts_again(self: Replica, value: Any) -> None:
-        if clusters and clusters[0].crashes and restored.failing and self.task == 1:
+        if clusters and crashes(clusters[0]) and restored.failing and self.task == 1:
             node = holder(clusters[0], 0)
             at = node.keeper.view.stamp
             assert at is not None
